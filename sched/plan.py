@@ -13,10 +13,14 @@ def _none() -> np.ndarray:
 
 @dataclass(frozen=True)
 class Preempt:
-    """These running requests lose cached tokens. rows, keep int64 [k]: keep[i] tokens stay, and the
-    rest is computed again when it is next planned (InferMax section 2.2, "refill"). With 0 all its
-    blocks are given back and it waits again. Of what it has on the host beyond keep[i], only what
-    goes on there without a gap stays: it may be restored, until it is computed again."""
+    """Running requests lose cached tokens, which are computed again when they are next planned
+    (InferMax section 2.2, "refill"). Of what a row has on the host beyond the tokens that it keeps,
+    only what goes on from there without a gap stays.
+
+    Attributes:
+        rows: int64 [k].
+        keep: int64 [k], tokens that stay. With 0 a row gives back all its blocks and waits again.
+    """
 
     rows: np.ndarray
     keep: np.ndarray
@@ -46,10 +50,15 @@ class Copy:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Cached tokens first[i] to end[i] (not included) of rows[i] go to host memory, all of their
-    planes (BROS section 5.2, "lazy checkpointing"). In each block they are the last that the row
-    still has there. Who fills the block from the other end may write over them; the row is not
-    planned before they are restored. int64 [k] each."""
+    """Cached tokens go to host memory (BROS section 5.2, "lazy checkpointing"). The request that
+    fills their blocks from the other end may then write over them. The row computes nothing until
+    they are restored.
+
+    Attributes:
+        rows: int64 [k].
+        first, end: int64 [k], the tokens of each row, end not included, in all planes. They are the
+            last ones that the row still has in their blocks.
+    """
 
     rows: np.ndarray
     first: np.ndarray
@@ -58,9 +67,14 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Restore:
-    """The checkpoints of rows[i] that begin at token first[i] come back from host memory, which is
-    free then: what is missing from its cache, a block's in order, or what goes on where it ends.
-    A request that waited runs again. int64 [k] both."""
+    """Checkpoints come back from host memory, which is free then. One fills what is missing from
+    the row's cache, in order within a block, or goes on where the cache ends. A request that waited
+    runs again.
+
+    Attributes:
+        rows: int64 [k].
+        first: int64 [k], the token at which each checkpoint begins.
+    """
 
     rows: np.ndarray
     first: np.ndarray
@@ -83,11 +97,14 @@ Operation = Preempt | ProjectToKV | Copy | Checkpoint | Restore | Join
 class BatchPlan:
     """What the next iteration does. Arrays are int64; the order of rows does not matter.
 
-    rows [n]: table rows. num_tokens [n]: how many of its pending tokens each computes now. reserve
-    [n]: cache tokens to have room for afterwards (at least computed + num_tokens; more where a
-    policy allocates ahead, as Sarathi does for a whole prompt). kinds [n]: `CacheKind` of each
-    row's cache. operations: on the pool, carried out one after the other before the step.
-    directions [n]: `Direction` in which those that start fill their blocks; None for LEFT.
+    Attributes:
+        rows: [n], table rows.
+        num_tokens: [n], how many of its pending tokens each computes now.
+        reserve: [n], cache tokens to have room for afterwards: at least computed + num_tokens, and
+            more where a policy allocates ahead, as Sarathi does for a whole prompt.
+        kinds: [n], the `CacheKind` of each row's cache.
+        operations: On the pool, carried out one after the other before the step.
+        directions: [n], the `Direction` in which those that start fill their blocks; None for LEFT.
     """
 
     rows: np.ndarray = field(default_factory=_none)

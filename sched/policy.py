@@ -22,9 +22,17 @@ from jaxserve.sched.state.request_table import RequestTable
 
 @dataclass(frozen=True)
 class Limits:
-    """Names and letters as in InferMax section 3.1. max_batch_tokens: C, tokens of one batch.
-    max_prefill_tokens: P <= C; a prefill joins a batch only as far as the batch, decodes included,
-    stays within it. max_rows: requests of one batch, and requests holding cache."""
+    """Names and letters as in InferMax section 3.1.
+
+    Attributes:
+        max_batch_tokens: C, tokens of one batch.
+        max_prefill_tokens: P <= C. A prefill joins a batch only as far as the batch, decodes
+            included, stays within it.
+        max_rows: Requests of one batch, and requests that hold cache.
+
+    Raises:
+        ValueError: A limit is below 1, or P above C.
+    """
 
     max_batch_tokens: int
     max_prefill_tokens: int
@@ -70,12 +78,20 @@ class Oracle:
 class View:
     """All that a policy sees. It changes none of it.
 
-    cost_model, padding: what `step_time` predicts with. seed: for policies that draw lots. rho:
-    seconds that a step takes longer for every token that it reads from a hidden cache instead of
-    from K and V (Apt-Serve Eq. 6); negative if that is faster, None where hidden caches cannot be
-    had. projects: whether such a read projects every vector into K and V (section 3.1), instead of
-    absorbing the projections into queries and sums. host: what it holds of checkpoints. oracle: for
-    hypothetical policies; None for all others.
+    Attributes:
+        table: The requests.
+        pool: Their blocks.
+        limits: C, P and rows.
+        cost_model: What `step_time` predicts with.
+        padding: The shapes that batches are rounded up to; None for none.
+        seed: For policies that draw lots.
+        rho: Seconds that a step takes longer for each token that it reads from a hidden cache
+            instead of K and V (Apt-Serve Eq. 6). Negative if that is faster; None where there are
+            no hidden caches.
+        projects: Whether such a read projects every vector into K and V (Apt-Serve section 3.1),
+            instead of absorbing the projections into queries and sums.
+        host: What host memory holds of caches.
+        oracle: For hypothetical policies; None for all others.
     """
 
     table: RequestTable

@@ -42,9 +42,15 @@ def overwritten_ranges(
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """What makes a row's cache whole again. copy: its blocks that go elsewhere first, int64 [k].
-    first: its segments to restore, in order, int64 [m]. computed: tokens it has cached then.
-    blocks: free ones that this takes. copied, loaded: slots."""
+    """What makes a row's cache whole again.
+
+    Attributes:
+        copy: int64 [k], numbers of its blocks that are copied elsewhere first.
+        first: int64 [m], first tokens of the checkpoints to restore, in order.
+        computed: Tokens that it has cached then.
+        blocks: Free blocks that this takes, before those that are copied are given back.
+        copied, loaded: Slots.
+    """
 
     copy: np.ndarray
     first: np.ndarray

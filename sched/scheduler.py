@@ -42,11 +42,18 @@ def request_bytes(max_model_len: int, block_size: int) -> int:
 
 
 class Scheduler:
-    """Rows of the table name the requests. Not thread-safe: one thread plans.
+    """The request table and the pool, with a policy. Rows of the table name the requests. It is not
+    thread-safe: one thread plans.
 
-    num_blocks, block_size: of the pool; host_slots: capacity of the host memory for checkpoints;
-    capacity: requests at a time; cost_model, padding, seed, rho, projects: what the policy sees of
-    them, see `View`; checked: whether every plan is checked before it is booked.
+    Args:
+        policy: What decides.
+        limits: C, P and rows.
+        num_blocks, block_size: Of the pool.
+        max_model_len: Tokens of the longest request.
+        capacity: Requests at a time.
+        cost_model, padding, seed, rho, projects: What the policy sees of them, see `View`.
+        host_slots: Capacity of the host memory for checkpoints.
+        checked: Whether every plan is checked before it is booked.
     """
 
     def __init__(

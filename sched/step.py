@@ -65,16 +65,21 @@ Move = ProjectSlots | CopySlots | Save | Load | Discard
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Arrays are parallel to plan.rows, [n].
+    """An iteration that has been booked. Arrays are parallel to plan.rows, [n].
 
-    start, end: cached tokens of each row before and after; it computes plan.num_tokens between.
-    emits: bool, which rows sample a token. decodes: bool, which compute the newest generated token
-    and nothing else. feeds_back: bool, whose last token is the newest generated one, which may be
-    on the device alone. generated: int64, tokens generated, those that the step samples included.
-    hidden: bool, which rows have hidden caches; None where none has. moves: what to do on the
-    device before it, in order. preempted: rows that lost all their cache. sampling: whether anybody
-    who samples does so otherwise than greedily. num_recomputed_tokens: those that had been in the
-    cache already before it was lost.
+    Attributes:
+        plan: What the policy wanted.
+        start, end: Cached tokens of each row before and after.
+        emits: bool, which rows sample a token.
+        decodes: bool, which compute the newest generated token and nothing else.
+        feeds_back: bool, whose last token is the newest generated one, which may be on the device
+            alone.
+        generated: int64, tokens generated, those that the step samples included.
+        hidden: bool, which rows have hidden caches; None where none has.
+        moves: What to do on the device before it, in order.
+        preempted: Rows that lost all their cache.
+        sampling: Whether anybody who samples does so otherwise than greedily.
+        num_recomputed_tokens: Tokens that had been in the cache before it was lost.
     """
 
     plan: BatchPlan

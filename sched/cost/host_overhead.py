@@ -13,16 +13,25 @@ BURST = 5e-3
 
 @dataclass(frozen=True, slots=True)
 class HostOverhead:
-    """Seconds of the host's thread around a step, and how they grow.
+    """How long the host's thread takes around a step, in seconds.
 
-    plan, plan_row: the policy's plan, and for each request there is. launch, launch_row: the batch
-    and its launch, and for each of its rows. admit: for each row that takes a slot for sampling.
-    move: for each operation on the pool that is sent to the device. finish, finish_row: once the
-    tokens are there, and for each row that samples one. idle: what a step takes longer on a device
-    that had nothing to do. receive, receive_row: from one step to the next plan, and for each
-    request taken in then. wake: from an arrival until a thread that slept is as far as one that did
-    not; where others arrive meanwhile, within BURST of the first, from the last of them. ValueError
-    for a negative or infinite one.
+    Attributes:
+        plan: The policy's plan.
+        plan_row: More for each request that is there.
+        launch: Building the batch and launching it.
+        launch_row: More for each of its rows.
+        admit: For each row that takes a slot for sampling.
+        move: For each operation on the pool that is sent to the device.
+        finish: Work once the tokens are there.
+        finish_row: More for each row that samples one.
+        idle: What a step takes longer on a device that had nothing to do.
+        receive: From one step to the next plan.
+        receive_row: More for each request taken in then.
+        wake: From an arrival until a sleeping thread is ready to plan. It counts from the last of
+            the arrivals that come within BURST of the first.
+
+    Raises:
+        ValueError: One is negative or infinite.
     """
 
     plan: float = 0.0

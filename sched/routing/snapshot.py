@@ -58,21 +58,33 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A replica at one moment; all its fields are numbers.
+    """A replica at one moment. All its fields are numbers.
 
-    time: of that moment, seconds on a clock that it shares with the routers. busy: seconds from
-    then until the device is done with the steps that it has been given, whose tokens count as
-    computed. unfinished: requests that are there and not over. running: those of them that hold
-    cache; cached: tokens of it. realtime_tokens, best_effort_tokens: prompt tokens, by tier, that
-    are still to be computed, those of requests that lost their cache included; realtime_quad,
-    best_effort_quad: the sum of c^2 + 2cm over what each of these has to compute; realtime_blocks,
-    best_effort_blocks: blocks that those of them lack who hold no cache; waiting: how many those
-    are. free_blocks: of num_blocks. tbt: the tightest target of those that run, seconds, inf for
-    none. mean_output: tokens of the outputs that ended lately, 0 before the first. attainment:
-    share of the first tokens that came within their target lately. pace: how long its steps take
-    over what `prices` say. by_tier: whether real-time requests are served before best-effort ones.
-    prefill_tokens: how far prompts may fill a step; max_rows: requests that may hold cache;
-    block_size: tokens a block holds. draining: it takes no more requests.
+    Attributes:
+        time: The moment, seconds on a clock that the replica shares with the routers.
+        busy: Seconds from then until the device has done the steps that it has been given. Their
+            tokens count as computed.
+        unfinished: Requests that are there and not over.
+        running: Those of them that hold cache.
+        cached: Tokens of that cache.
+        waiting: Requests that hold no cache.
+        realtime_tokens, best_effort_tokens: Prompt tokens of each tier that are still to be
+            computed, those of requests that lost their cache included.
+        realtime_quad, best_effort_quad: The sum of c^2 + 2cm over these requests, each with c
+            tokens to compute and m cached.
+        realtime_blocks, best_effort_blocks: Blocks that those of them need who hold no cache.
+        free_blocks: Blocks of num_blocks that are free.
+        num_blocks: Blocks of the pool.
+        block_size: Tokens that a block holds.
+        prefill_tokens: How many tokens of prompts fit into a step.
+        max_rows: Requests that may hold cache.
+        tbt: The tightest TBT target of those that run, seconds; inf for none.
+        mean_output: Mean length of the outputs that ended lately, tokens; 0 before the first.
+        attainment: Share of the recent first tokens that came within their target.
+        pace: How long its steps take, as a multiple of what the prices say.
+        by_tier: Whether real-time requests are served before best-effort ones.
+        draining: Whether it takes no more requests.
+        step, token, decode, read, prefill, quad, cached_token: See `Prices`.
     """
 
     time: float

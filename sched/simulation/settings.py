@@ -33,10 +33,18 @@ BATCH = np.dtype(
 
 @dataclass(frozen=True)
 class Fault:
-    """From `time` on, seconds, the replica's steps take so many times as long, or, where slowdown
-    is inf, it is dead, once the step that its host waits for has ended: the routers notice
-    `notice` seconds after that time. Its requests without a token go
-    elsewhere then, once; those that have some end with what they have. ValueError for others."""
+    """A replica that gets slower, or dies. It dies once the step that its host waits for has ended.
+    Its requests without a token then go elsewhere, once; the others end with what they have.
+
+    Attributes:
+        replica: Its number.
+        time: When, seconds.
+        slowdown: How many times as long its steps take from then on; inf if it dies.
+        notice: Seconds until the routers notice a death.
+
+    Raises:
+        ValueError: For other values.
+    """
 
     replica: int
     time: float
@@ -55,10 +63,19 @@ class Fault:
 
 @dataclass(frozen=True)
 class Routing:
-    """What is before the replicas. name: of `routing.ROUTERS`. routers: each has every so many-th
-    of the replicas, and of the requests. interval: seconds from one snapshot of a replica to the
-    next, 0 for routers that see replicas as they are; age: seconds that one is under way, less than
-    the interval; loss: share that is lost. faults: of different replicas. ValueError for others.
+    """How requests reach the replicas.
+
+    Attributes:
+        name: One of `routing.ROUTERS`.
+        routers: How many there are. Router i of n has every n-th replica and every n-th request.
+        interval: Seconds between two snapshots of a replica; 0 for routers that see replicas as
+            they are.
+        age: Seconds that a snapshot is under way, less than the interval.
+        loss: Share of the snapshots that get lost.
+        faults: At most one for each replica.
+
+    Raises:
+        ValueError: For other values.
     """
 
     name: str = "round_robin"
@@ -103,9 +120,13 @@ class Routing:
 
 @dataclass(frozen=True)
 class Setting:
-    """num_blocks, block_size: of each replica's pool. capacity: requests, waiting and running, that
-    each has at most, inf for any number; who comes then is refused. fixed: of the replicas'
-    snapshots, see `routing.observe`. The rest is as `simulate` has it."""
+    """Where a policy is simulated. Fields that are not named here are as `simulate` has them.
+
+    Attributes:
+        num_blocks, block_size: Of each replica's pool.
+        capacity: Requests, waiting and running, that a replica has at most; others are refused.
+        fixed: What no step changes of the replicas' snapshots, see `routing.take_snapshot`.
+    """
 
     limits: Limits
     num_blocks: int
@@ -125,10 +146,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """token_times: float64 [sum of output_len], nan for tokens that did not come. preemptions,
-    replica: int64 [n]; the latter REFUSED for who found no room. failed: bool [n], who ended with
-    less than all its tokens since its replica died. batches: of each replica, records with the
-    fields of BATCH."""
+    """What became of the requests.
+
+    Attributes:
+        token_times: float64 [sum of output_len], nan for tokens that did not come.
+        preemptions: int64 [n].
+        replica: int64 [n], REFUSED for requests that found no room.
+        failed: bool [n], requests that ended early since their replica died.
+        batches: Of each replica, records with the fields of BATCH.
+    """
 
     token_times: np.ndarray
     preemptions: np.ndarray

@@ -40,9 +40,14 @@ class SimulationError(ValueError):
 
 @dataclass(frozen=True)
 class Rules:
-    """How the accounting goes. overlap: a step is planned while the one before it runs, as the
-    engine does. host: the work of the system's host takes time. block_size: tokens a block holds,
-    where nothing else is said. policy: what policies are made with."""
+    """How the accounting goes.
+
+    Attributes:
+        overlap: Whether a step is planned while the one before it runs, as the engine does.
+        host: Whether the work of the system's host takes time.
+        block_size: Tokens of a block, where nothing else is said.
+        policy: Parameters that policies are made with.
+    """
 
     name: str
     overlap: bool
@@ -104,21 +109,41 @@ def simulate(
 ) -> SimulationResult:
     """Serves the workload, to its end or `until`.
 
-    policy: a name, or a policy, which serves one replica. system: M, C and padding come from it
-    where they are not given; a bare cost model has none of them. limits: by default the system's C,
-    P = 512 (C for policies that do not chunk), any number of rows. kv_tokens: M; num_blocks instead
-    counts blocks, of which K and V of block_size tokens take two. host_tokens: of K and V that host
-    memory holds of checkpoints. overlap: instead of the rules'. routing: a name stands for one
-    router that sees all. max_queue: requests that may wait beside max_rows; who comes then is
-    refused. refuse_late: as `server.refuse_late`; inf predicts waits and refuses nobody. rho: what
-    a token read from a hidden cache costs a step, see `View`; None for no hidden caches.
-    best_effort: what comes beside the workload. until: when the run is cut off, seconds. checked:
-    check plans as the engine does; by default all but those of built-in policies. compiled: with
-    numba (`dispatch.py`); by default if it can be. coast: in Python, take certain steps several at
-    once. Neither changes the outcome. online: policies see a model that begins as this one and
-    learns from the steps, as a server's do. record_rows, record_batches: keep who was in each
-    batch, and the batches. progress(n): n more have come. compiling(): numba begins to. InvalidPlan
-    for what cannot be booked, or gets nowhere, SimulationError for what cannot be simulated so.
+    Args:
+        policy: A name, or a policy, which serves one replica.
+        workload: The requests.
+        system: M, C and padding come from it where they are not given. A bare cost model has none.
+        limits: By default the system's C, P = 512 (C for policies that do not chunk), any number
+            of rows.
+        kv_tokens: M, tokens of K and V that the pool holds.
+        num_blocks: The same in blocks, of which K and V of block_size tokens take two.
+        block_size: Tokens of a block.
+        host_tokens: Tokens of K and V that host memory holds of checkpoints.
+        rules: A name of RULES.
+        overlap: Instead of the rules'.
+        replicas: How many, each with a policy of its own.
+        routing: A name stands for one router that sees all.
+        max_queue: Requests that may wait beside max_rows. Further ones are refused.
+        refuse_late: As `server.refuse_late`; inf predicts waits and refuses nobody.
+        rho: What a token read from a hidden cache costs a step, see `View`; None for no hidden
+            caches.
+        seed: For whatever is drawn.
+        best_effort: What comes beside the workload.
+        until: When the run is cut off, seconds.
+        checked: Whether plans are checked as the engine does; by default all but those of built-in
+            policies.
+        compiled: Whether to run with numba (`dispatch.py`); by default if it can be. The outcome is
+            the same.
+        coast: In Python, whether to take certain steps several at once. The outcome is the same.
+        online: Policies see a model that begins as this one and learns from the steps, as a
+            server's do.
+        record_rows, record_batches: Whether to keep who was in each batch, and the batches.
+        progress: progress(n) is called when n more requests have come.
+        compiling: Called when numba begins to compile.
+
+    Raises:
+        InvalidPlan: The policy plans what cannot be booked, or gets nowhere.
+        SimulationError: This cannot be simulated.
     """
     chosen = rules_named(rules)
     policies = _policies(policy, chosen, replicas)

@@ -17,10 +17,15 @@ TARGETS = ("ttft", "tbt", "jct")  # the fields of `SLO`
 class SloColumns:
     """What n requests ask for beside the work itself.
 
-    tier: int8 [n] of `Tier`. ttft, tbt, jct: float64 [n], seconds, the targets that
-    `request.SLO` explains; inf for none. slo_class: int64 [n], index into classes, whose requests
-    are reported together. greedy: bool [n], who takes the most likely token as it is
-    (`SamplingParams.is_plain_greedy`). ValueError for columns that do not fit together.
+    Attributes:
+        tier: int8 [n] of `Tier`.
+        ttft, tbt, jct: float64 [n], seconds, the targets that `request.SLO` explains; inf for none.
+        slo_class: int64 [n], index into classes, whose requests are reported together.
+        greedy: bool [n], who takes the most likely token as it is
+            (`SamplingParams.is_plain_greedy`).
+
+    Raises:
+        ValueError: The columns do not fit together.
     """
 
     tier: np.ndarray

@@ -1,4 +1,4 @@
-"""What real-time and best-effort requests that are served together have of each other (BROS)."""
+"""What best-effort requests cost the real-time ones beside them: time and memory (BROS)."""
 
 from __future__ import annotations
 

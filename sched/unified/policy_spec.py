@@ -29,10 +29,14 @@ def where(condition: Any, then: Any, otherwise: Any) -> Any:
 
 @dataclass(frozen=True)
 class Lapse:
-    """Of a key that is the time at which something is due: when that can be no more, and what the
-    key is then. lead: seconds that it takes at least, so that it lapses so long before. later: the
-    time at which it is due instead, where that is later. Both know of a request what a key knows,
-    and of one that waits they change only when a token of its comes."""
+    """When a key expires. The key is the time at which something is due; once that cannot be met,
+    the request is ranked by another time. Both fields are functions of what a key may know,
+    and while a request waits they change only when it gets a token.
+
+    Attributes:
+        lead: Seconds that it takes at least. The key expires so long before the due time.
+        later: The time that counts then, if it is later than the due time.
+    """
 
     lead: Key
     later: Key
@@ -40,13 +44,16 @@ class Lapse:
 
 @dataclass(frozen=True)
 class CompiledSpec:
-    """What a unified policy does beside what its fields say, for a simulation that has the
-    algorithm compiled.
+    """What a unified policy does that its fields do not say, for compiled simulations.
 
-    key: instead of the policy's own; lapse: of it, if it has one. given: float64 by the requests'
-    numbers in the workload, the column of that name; None for zeros. expects: starts find room for
-    all that they are expected to end with, once `enough` outputs have ended. promises: and for what
-    those that run are expected to take yet.
+    Attributes:
+        key: Instead of the policy's own.
+        given: float64 by the requests' numbers in the workload, the column of that name; None for
+            zeros.
+        expects: Whether a request starts only where there is room for all that it is expected to
+            end with, once `enough` outputs have ended.
+        promises: Whether it also leaves room for what those that run are expected to take yet.
+        lapse: Of the key, if it has one.
     """
 
     key: Key | None
@@ -63,14 +70,18 @@ INTEGERS = ("seq", "prompt_len", "generated", "computed", "tier")
 
 
 class Columns:
-    """Of the requests in `rows` [n], arrays [n].
+    """Columns of the requests in `rows`: arrays [n].
 
-    Of `RequestTable`: arrival, last_token, ttft, tbt, jct, alone, seconds; seq, the order of
-    arrival; prompt_len, generated, computed, tokens; tier. alone: seconds to the first token on an
-    idle engine, and each target is at least what that takes. most_output: tokens that it may write
-    at most, see `View.most_output`. waiting, decoding: bool, its phase; neither is a prefill.
-    given: what a policy that knows each of them was given for it, else 0. seed: the view's, the
-    same for all.
+    Attributes:
+        arrival, last_token, ttft, tbt, jct, alone: Of `RequestTable`, seconds. alone is the time to
+            the first token on an idle engine, and each target is at least what that takes.
+        seq: The order of arrival.
+        prompt_len, generated, computed: Tokens.
+        tier: Of `Tier`.
+        most_output: Tokens that it may write at most, see `View.most_output`.
+        waiting, decoding: bool, its phase; neither is a prefill.
+        given: What a policy that knows each of them was given for it, else 0.
+        seed: The view's, the same for all.
     """
 
     def __init__(self, view: View, rows: np.ndarray, given: np.ndarray | float) -> None:

@@ -63,25 +63,28 @@ class Group:
 
 @dataclass(frozen=True)
 class UnifiedPolicy(Policy):
-    """groups: in order of priority. mixed_batches: prefills and decodes may share one. chunked: a
-    prefill may be cut to what C and P leave.
+    """The unified scheduler. Groups are gone through, and victims chosen, in one order: that of the
+    key, and of arrival among equals or where there is no key. Where the order changes with time
+    otherwise than by `lapse`, override `ranking`.
 
-    full_prefill: P = C, whatever the limits say. reserve: memory for a request that starts.
-    watermark: fraction of the pool that a start leaves free while others run, so that the next
-    decodes do not preempt at once. max_rows: requests that hold cache, where that is the policy's
-    own limit.
+    Attributes:
+        groups: In order of priority.
+        mixed_batches: Whether prefills and decodes may share a batch.
+        chunked: Whether a prefill may be cut to what C and P leave.
+        full_prefill: P = C, whatever the limits say.
+        reserve: Memory for a request that starts.
+        watermark: Fraction of the pool that a start leaves free while others run, so that the next
+            decodes do not preempt at once.
+        max_rows: Requests that hold cache, where that is the policy's own limit.
+        key: A number for each request, see `policy_spec.py`. The smallest comes first.
+        lapse: When the key is another one, if ever.
+        requeue: As InferMax's own simulator does: a preempted request goes to the head of the
+            waiting, and running ones that arrived together are in the order of their last batches.
+        probing: Whether those behind a request that finds no room, or is preempted, may start.
+            Otherwise they wait behind it (section 3.1: "can be probed or skipped").
 
-    ValueError for a max_rows or a watermark that is none.
-
-    key: a number for each request, see `sched/unified/policy_spec.py`; the smallest comes first;
-    ties, or all if there is no key, by arrival. Groups are gone through, and victims chosen, in
-    this one order. lapse: when the key is another one, if ever. Where the order changes with time
-    otherwise, override `ranking`. requeue: instead of by arrival alone, as
-    InferMax's own simulator does: a preempted request goes to the head of the waiting, and those
-    running that arrived at the same time are in the order of their last batches.
-
-    probing: a request that finds no room is passed over, and those behind it may start, also those
-    behind a preempted one; otherwise they wait behind it (section 3.1: "can be probed or skipped").
+    Raises:
+        ValueError: For a max_rows or a watermark that is none.
     """
 
     groups: tuple[Group, ...]
