@@ -16,7 +16,7 @@ from jaxserve.deploy.load import Load
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.sched.request import Request
 from jaxserve.sched.routing.snapshot import Prices, Snapshot
-from jaxserve.sched.routing.take_snapshot import Lately, fixed, observe
+from jaxserve.sched.routing.take_snapshot import Lately, constant_fields, take_snapshot
 from jaxserve.server.requests.engine_client import ServedEngine
 
 WINDOW_S = 60.0
@@ -73,14 +73,14 @@ class Tally(Observer):
         requests, whatever the engine says."""
         backlog, info, stats = self._engine.backlog(), self._engine.info(), self._engine.stats()
         unfinished = stats.waiting + stats.running
-        known = fixed(
+        known = constant_fields(
             Prices.from_cost_model(backlog.cost_model),
             backlog.policy,
             backlog.limits,
             info.num_blocks,
             info.block_size,
         )
-        taken = observe(backlog, unfinished, known, self._learned, draining=draining)
+        taken = take_snapshot(backlog, unfinished, known, self._learned, draining=draining)
         # With nothing to do it has not changed since; and what has stopped will not change.
         age = self._clock() - backlog.time if unfinished and not draining else 0.0
         numbers: dict[str, Any] = taken.as_dict()

@@ -53,7 +53,7 @@ class Lately:
             self.pace += PACE * (pace - self.pace)
 
 
-def fixed(
+def constant_fields(
     prices: Prices, policy: Policy, limits: Limits, num_blocks: int, block_size: int
 ) -> dict[str, Any]:
     """What no step changes of a replica's snapshots, by field."""
@@ -67,8 +67,8 @@ def fixed(
     }
 
 
-def idle(known: dict[str, Any], now: float = 0.0) -> Snapshot:
-    """Of a replica that has nothing to do, and nothing learned. known: as `fixed` has it."""
+def idle_snapshot(known: dict[str, Any], now: float = 0.0) -> Snapshot:
+    """Of a replica with nothing to do, that has learned nothing. known: see `constant_fields`."""
     counts: dict[str, Any] = dict.fromkeys(
         (
             *("busy", "unfinished", "running", "cached", "waiting", "realtime_tokens"),
@@ -108,11 +108,11 @@ def _request(tier: Tier) -> Request:
     return Request("", (0,), tier=tier)
 
 
-def observe(
+def take_snapshot(
     backlog: Backlog, unfinished: int, known: dict[str, Any], learned: Lately, *, draining: bool
 ) -> Snapshot:
     """What is before a scheduler, in sums. unfinished: requests that are there and not over, those
-    included that have computed all they will. known: as `fixed` has it."""
+    included that have computed all they will. known: as `constant_fields` has it."""
     mine = backlog.known
     pending = ~mine.decoding
     length = mine.prompt_len + mine.generated

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.routing.snapshot import Prices
-from jaxserve.sched.routing.take_snapshot import fixed
+from jaxserve.sched.routing.take_snapshot import constant_fields
 from jaxserve.sched.simulation.settings import Routing, Setting
 
 
@@ -27,5 +27,7 @@ def routed(setting: Setting, policy: Policy, routing: str | Routing) -> Setting:
     known: dict[str, Any] = {}
     if routing.looks:
         prices = Prices.from_cost_model(setting.cost_model)
-        known = fixed(prices, policy, setting.limits, setting.num_blocks, setting.block_size)
+        known = constant_fields(
+            prices, policy, setting.limits, setting.num_blocks, setting.block_size
+        )
     return replace(setting, routing=routing, fixed=known)

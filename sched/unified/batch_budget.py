@@ -230,7 +230,7 @@ class BatchBudget(MemoryBudget):
 # The place of a request in the ranking, the blocks that it lacks, and whether it lacks a slot, to
 # the blocks and slots that preempted requests have freed for it, and the place from which on nobody
 # starts any more; None if they do not free enough.
-Room = Callable[[int, int, bool], tuple[int, int, int] | None]
+MakesRoom = Callable[[int, int, bool], tuple[int, int, int] | None]
 
 
 class OneByOne:
@@ -323,11 +323,11 @@ class OneByOne:
         return count
 
     def take_starts(
-        self, which: list[int], places: list[int] | None, last: int, room: Room | None
+        self, which: list[int], places: list[int] | None, last: int, room: MakesRoom | None
     ) -> int:
         """Puts as many of these as wait and fit, where memory `sums`, into the batch, one after the
         other, up to one who does not: how many, with those who are passed over, at place `last` or
-        behind it. places [n]: of all candidates; None if nobody asks. room: see `Room`."""
+        behind it. places [n]: of all candidates; None if nobody asks. room: see `MakesRoom`."""
         budget, keep, decided = self._budget, self._keep_free, self._budget.decided
         rows, tokens, prefill, new = self.rows, self.tokens, self.prefill, self.new
         batch, prefills, free = budget.batch_left, budget.prefill_left, budget.free

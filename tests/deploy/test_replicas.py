@@ -11,7 +11,7 @@ from jaxserve.deploy.replicas import Replicas
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.sched.routing.routers import ROUTERS, NoReplica
 from jaxserve.sched.routing.snapshot import Prices, Snapshot
-from jaxserve.sched.routing.take_snapshot import idle
+from jaxserve.sched.routing.take_snapshot import idle_snapshot
 
 ASK = RoutingRequest(100, ttft=1.0)
 KNOWN = {
@@ -25,7 +25,8 @@ KNOWN = {
 
 
 def said(time: float, **changes: float) -> dict[str, float]:
-    snapshot: Snapshot = dataclasses.replace(idle(KNOWN, time), mean_output=50.0, **changes)  # type: ignore[arg-type]
+    idle = idle_snapshot(KNOWN, time)
+    snapshot: Snapshot = dataclasses.replace(idle, mean_output=50.0, **changes)  # type: ignore[arg-type]
     return snapshot.as_dict()
 
 

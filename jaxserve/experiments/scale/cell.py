@@ -18,7 +18,7 @@ from jaxserve.sched.registry import make_policy
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 from jaxserve.sched.routing.routers import Router
 from jaxserve.sched.routing.snapshot import Prices
-from jaxserve.sched.routing.take_snapshot import fixed, idle
+from jaxserve.sched.routing.take_snapshot import constant_fields, idle_snapshot
 from jaxserve.sched.simulation.results import RequestRecords
 from jaxserve.sched.simulation.settings import Fault, Routing
 from jaxserve.sched.simulation.simulator import simulate
@@ -179,12 +179,14 @@ def _measured(case: Decision) -> Cost:
     """Of a fleet with things to do, in Python, as a server's router runs."""
     place, rng = system(SYSTEM), np.random.default_rng(case.replicas)
     size = (place.kv_tokens // 16 * 2, 16)
-    known = fixed(Prices.from_cost_model(place.cost_model), make_policy(POLICY), LIMITS, *size)
+    known = constant_fields(
+        Prices.from_cost_model(place.cost_model), make_policy(POLICY), LIMITS, *size
+    )
     fleet = Fleet(case.replicas)
     for replica in range(case.replicas):
         running = int(rng.integers(1, 80))
         busy = dataclasses.replace(
-            idle(known),
+            idle_snapshot(known),
             unfinished=running,
             running=running,
             cached=1000 * running,

@@ -17,7 +17,7 @@ from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.accelgen.allowance import Allowances, laxity
 from jaxserve.sched.policies.accelgen.batch import Batch, Work
 from jaxserve.sched.policies.accelgen.filling import Filling
-from jaxserve.sched.policies.accelgen.history import Seen
+from jaxserve.sched.policies.accelgen.history import History
 from jaxserve.sched.policies.accelgen.memory_budget import AccelGenBudget
 from jaxserve.sched.policies.accelgen.missed import Missed
 from jaxserve.sched.policies.accelgen.pivot import Gauge, Pivot
@@ -76,7 +76,7 @@ class AccelGen(Policy):
     ordering: Ordering = Ordering.SLO
     euclidean: bool = True
     _gauge: Gauge = field(init=False, repr=False, compare=False)
-    _seen: Seen = field(init=False, repr=False, compare=False)
+    _history: History = field(init=False, repr=False, compare=False)
     _allowances: Allowances = field(init=False, repr=False, compare=False)
     _missed: Missed = field(init=False, repr=False, compare=False)
     counts_blocks = True
@@ -96,14 +96,14 @@ class AccelGen(Policy):
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be at least 0 and below 1, got {self.watermark}")
         object.__setattr__(self, "_gauge", Gauge(self.pivot))
-        object.__setattr__(self, "_seen", Seen())
+        object.__setattr__(self, "_history", History())
         object.__setattr__(self, "_allowances", Allowances())
         object.__setattr__(self, "_missed", Missed())
 
     def plan(self, view: View, now: float) -> BatchPlan:
         """Decodes, urgent prompts, prompts under way, and of the others the best fit."""
-        clock, pivot = now + self._seen.in_flight(view), self._gauge.read(view)
-        longest = self._seen.longest(pivot.seconds)
+        clock, pivot = now + self._history.in_flight(view), self._gauge.read(view)
+        longest = self._history.longest(pivot.seconds)
         work = self._ranked(view, clock, pivot, longest)
         batch = Batch(view)
         runs = work[~work.starts]
@@ -135,7 +135,7 @@ class AccelGen(Policy):
         work = Work.of(view, rows, table.arrival[rows], table.prompt_len[rows] >= self.long)
         parts = self._chunks(work.tokens, pivot)
         slo = Targets(self.ttft, self.tbt).of(view, rows)
-        time, loss = left(view, rows, slo, clock), self._seen.loss
+        time, loss = left(view, rows, slo, clock), self._history.loss
         slack = wait = laxity(view, rows, parts, clock, longest, loss)
         if self.paced:
             wait = self._allowances.due(view, rows, parts, clock, longest, loss) - clock
@@ -146,7 +146,7 @@ class AccelGen(Policy):
         lost, spare = self._missed.read(view, rows, clock), key
         if self.ordering is Ordering.SLO and self.sparing:
             again = self._chunks(work.tokens + work.start, pivot) * longest
-            out = longest + self._seen.absence  # which a job's laxity has in it
+            out = longest + self._history.absence  # which a job's laxity has in it
             spare = np.minimum(time - out, slack + parts * longest) - again
             spare = np.where(lost, np.inf, np.where(spare > 0, spare, -np.inf))
         late = np.where(work.decodes, slo, np.inf)
@@ -156,7 +156,7 @@ class AccelGen(Policy):
 
     def _chunks(self, pending: np.ndarray, pivot: Pivot) -> np.ndarray:
         """N_ck of each."""
-        return chunks(pending, self._seen.chunk(pivot.size) if self.chunked else None)
+        return chunks(pending, self._history.chunk(pivot.size) if self.chunked else None)
 
     def _fill(self, filling: Filling, prompts: Work, pivot: Pivot, longest: float) -> None:
         """Prompts beside the decodes."""
@@ -178,7 +178,7 @@ class AccelGen(Policy):
             filling.limit = min(limit, float(now.limit.min(initial=np.inf)))
         else:  # whole, they come in however large they are
             filling.limit, now = np.inf, replace(now, limit=np.full(len(now), np.inf))
-        turn = self.late_turn and self._seen.passed >= self.late_turn
+        turn = self.late_turn and self._history.passed >= self.late_turn
         if turn:
             filling.fill(late[:1])
         starts = filling.fill(now, savable[urgent])
@@ -195,13 +195,13 @@ class AccelGen(Policy):
             filling.room.leave_growth()
             filling.fill(late)
         done = filling.batch.work()
-        self._seen.note_late(late.rows, done.rows[done.starts])
+        self._history.note_late(late.rows, done.rows[done.starts])
 
     def _booked(self, view: View, batch: Batch, room: AccelGenBudget, clock: float) -> BatchPlan:
         """The plan, and what the next one has to know of it."""
-        done, seconds, seen = batch.work(), batch.seconds, self._seen
-        seen.note_absences(view, room.preempted, done.rows, clock)
-        seen.note_batch(view, done.rows, done.start + done.tokens, done.tokens, seconds)
+        done, seconds, history = batch.work(), batch.seconds, self._history
+        history.note_absences(view, room.preempted, done.rows, clock)
+        history.note_batch(view, done.rows, done.start + done.tokens, done.tokens, seconds)
         self._allowances.ran(done.rows, seconds)
         self._allowances.forget(room.preempted)
         kinds = np.zeros(len(done), np.int64)

@@ -16,7 +16,7 @@ ABSENCES = 64  # among which the longest is P_max
 FORGET = 1 << 16  # tokens after which both counts of P are halved
 
 
-class Seen:
+class History:
     """Times in seconds. Those of batches are predicted: what they took, nobody tells a policy."""
 
     def __init__(self) -> None:

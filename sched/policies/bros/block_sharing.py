@@ -15,7 +15,7 @@ from jaxserve.sched.cache.block_sizes import PLANES, slots_for
 from jaxserve.sched.cache.cache_kinds import KV, LEFT, NOBODY, RIGHT
 from jaxserve.sched.plan import Checkpoint, Copy, Join, Operation, Preempt, Restore
 from jaxserve.sched.policies.bros.blocks import BrosBudget
-from jaxserve.sched.policies.bros.cache_restore import Mending
+from jaxserve.sched.policies.bros.cache_restore import CacheRestore
 from jaxserve.sched.policies.bros.packing import Batch, Work
 from jaxserve.sched.policy import View
 from jaxserve.sched.restore_plan import left_filled, overwritten_ranges
@@ -49,7 +49,7 @@ class SharedBlocksBudget(BrosBudget):
         self._lends = np.zeros(view.table.capacity, bool)
         self._saved: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._joins: list[Join] = []
-        self._mending = Mending(view)
+        self._restore = CacheRestore(view)
 
     def lendable(self) -> int:
         """Blocks that a best-effort request alone holds."""
@@ -68,7 +68,7 @@ class SharedBlocksBudget(BrosBudget):
         """What these best-effort rows would do, those left out that cannot be in this step, and of
         those with tokens on the host the last."""
         rows = rows[~self._batch.chosen[rows] & ~self._hit[rows]]
-        return self._mending.offers(rows, self.left)
+        return self._restore.offers(rows, self.left)
 
     def best_effort(self) -> np.ndarray:
         """Best-effort rows outside the batch that hold cache, the latest to arrive first."""
@@ -78,7 +78,7 @@ class SharedBlocksBudget(BrosBudget):
     def take(self, work: Work) -> None:
         """They have their blocks and places, and what is to be copied is."""
         super().take(work)
-        rows, index = self._mending.all_copies(work.rows)
+        rows, index = self._restore.all_copies(work.rows)
         for row, number in zip(rows.tolist(), index, strict=True):
             self._let_go(row, np.array([number]))
 
@@ -87,7 +87,7 @@ class SharedBlocksBudget(BrosBudget):
         which those that run may write over what they have."""
         runs = self.running[self.view.pool.direction[self.running] == LEFT]
         self._fill(runs, self.view.table.computed[runs] + 1)
-        return self._mending.offers(rows[~self._hit[rows]], self.left, every_block=True)
+        return self._restore.offers(rows[~self._hit[rows]], self.left, every_block=True)
 
     def provide(self, work: Work, behind: np.ndarray) -> Work:
         """As in a room that is not shared. Free blocks go to the most urgent, others join those of
@@ -151,9 +151,9 @@ class SharedBlocksBudget(BrosBudget):
         if self._keep:
             found.append(Preempt(np.array(list(self._keep)), np.array(list(self._keep.values()))))
         found += self._joins
-        restores = self._mending.all_restores(work)
+        restores = self._restore.all_restores(work)
         # One a row, in the order in which they were put in: what one leaves, the next may take.
-        found += [Copy(*self._mending.all_copies(row)) for row in self._mending.movers(work.rows)]
+        found += [Copy(*self._restore.all_copies(row)) for row in self._restore.movers(work.rows)]
         if len(restores[0]):
             found.append(Restore(*restores))
         return tuple(found)

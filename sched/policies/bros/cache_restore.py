@@ -14,7 +14,7 @@ from jaxserve.sched.state.request_table import RUNNING
 LOOK = 16  # requests with tokens missing that a plan looks at: each takes a while
 
 
-class Mending:
+class CacheRestore:
     """Which blocks rows copy, and which segments they restore, before they go on."""
 
     def __init__(self, view: View) -> None:

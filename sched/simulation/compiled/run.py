@@ -18,7 +18,7 @@ from jaxserve.sched.progress import futile
 from jaxserve.sched.routing.random_draws import seeded
 from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.routing.snapshot import KNOWN, SNAPSHOT, reset_known
-from jaxserve.sched.routing.take_snapshot import idle
+from jaxserve.sched.routing.take_snapshot import idle_snapshot
 from jaxserve.sched.simulation.compiled.cost import Costs, Linear, Paper, Prices
 from jaxserve.sched.simulation.compiled.events import FAULT, KINDS, PUBLISH, first_heap
 from jaxserve.sched.simulation.compiled.kernel import compiled_key, compiled_serve
@@ -217,7 +217,7 @@ def _front(setting: Setting) -> dict[str, np.ndarray]:
     known["first_sent"] = known["last_sent"] = NOTHING
     times = np.full((KINDS, count), math.inf)
     if setting.routing.looks:
-        said = idle(setting.fixed)
+        said = idle_snapshot(setting.fixed)
         published[:] = tuple(said.as_dict().values())
         for one in known.view(np.recarray):
             reset_known(one, said)

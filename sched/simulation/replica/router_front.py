@@ -13,7 +13,7 @@ from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 from jaxserve.sched.routing.random_draws import MODULUS, drawn, seeded
 from jaxserve.sched.routing.routers import NoReplica, Router
 from jaxserve.sched.routing.snapshot import Snapshot
-from jaxserve.sched.routing.take_snapshot import idle, observe
+from jaxserve.sched.routing.take_snapshot import idle_snapshot, take_snapshot
 from jaxserve.sched.simulation.replica.event_queue import Events
 from jaxserve.sched.simulation.replica.outputs import Outputs
 from jaxserve.sched.simulation.replica.replica import Replica
@@ -55,7 +55,7 @@ class Front:
         for i in range(count):
             self._fleet(i).find(i // step)
             if setting.routing.looks:
-                self._hear(i, idle(setting.fixed))
+                self._hear(i, idle_snapshot(setting.fixed))
         if setting.routing.looks and setting.routing.interval:
             for i, time in enumerate(setting.routing.first_times(count).tolist()):
                 self._timers.at(PUBLISH * count + i, time)
@@ -120,7 +120,7 @@ class Front:
         with machine.scheduler.view.unwatched():
             backlog = Backlog.from_scheduler(machine.scheduler, now, machine.device_free)
         known = self._setting.fixed
-        return observe(backlog, machine.live, known, machine.lately, draining=False)
+        return take_snapshot(backlog, machine.live, known, machine.lately, draining=False)
 
     def _publish(self, replica: int, now: float, more: bool) -> None:
         snapshot, routing = self._observe(replica, now), self._setting.routing

@@ -13,7 +13,7 @@ from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.policies.accelgen.allowance import ENOUGH, Allowances, laxity
 from jaxserve.sched.policies.accelgen.batch import Batch, Work
-from jaxserve.sched.policies.accelgen.history import Seen
+from jaxserve.sched.policies.accelgen.history import History
 from jaxserve.sched.policies.accelgen.missed import Missed
 from jaxserve.sched.policies.accelgen.nearest import nearest
 from jaxserve.sched.policies.accelgen.pivot import EVERY, Gauge, Pivot
@@ -199,7 +199,7 @@ def test_another_request_in_its_row_is_not_taken_for_it() -> None:
 
 
 def test_what_was_seen_of_batches() -> None:
-    run, seen = Drive("sarathi"), Seen()
+    run, seen = Drive("sarathi"), History()
     view = run.scheduler.view
     rows = np.array([run.add(20, 3), run.add(4, 3)])
     assert seen.longest(7.0) == 7.0 and seen.chunk(9) == 9.0 and seen.loss == 0.0
@@ -216,7 +216,7 @@ def test_what_was_seen_of_batches() -> None:
 
 
 def test_a_request_that_ends_while_it_is_out_was_not_absent() -> None:
-    run, seen = Drive("sarathi"), Seen()
+    run, seen = Drive("sarathi"), History()
     row = np.array([run.add(4, 3)])
     seen.note_absences(run.scheduler.view, row.tolist(), row[:0], 0.0)
     run.scheduler.finish(int(row[0]))

@@ -23,11 +23,11 @@ from jaxserve.sched.routing.routers import ROUTERS, NoReplica, Router
 from jaxserve.sched.routing.snapshot import KNOWN, Prices, Snapshot, add_request, reset_known
 from jaxserve.sched.routing.take_snapshot import (
     Lately,
-    fixed,
-    idle,
+    constant_fields,
+    idle_snapshot,
     lately,
-    observe,
     serves_by_tier,
+    take_snapshot,
 )
 from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.ttft_estimator import TtftEstimator
@@ -35,14 +35,14 @@ from tests.cost_models import FLAT
 from tests.sched.driver import Drive
 
 MODEL = LinearCostModel(Coefficients(1e-5, 1e-3, 1e-9, 1e-5, 1e-6, 1e-10, 1e-5, 1e-6, 1e-9), 2)
-FIXED = fixed(
+FIXED = constant_fields(
     Prices.from_cost_model(MODEL), make_policy("sarathi"), Limits(4096, 512, 64), 1000, 16
 )
 
 
 def busy(time: float = 0.0, **numbers: Any) -> Snapshot:
     """A replica with that to do."""
-    return dataclasses.replace(idle(FIXED, time), **numbers)
+    return dataclasses.replace(idle_snapshot(FIXED, time), **numbers)
 
 
 def fleet_of(*snapshots: Snapshot) -> Fleet:
@@ -315,8 +315,8 @@ def test_routers_and_doors_predict_the_same_but_for_a_step(
         drive.add(prompt=prompt, output=4)
     backlog = Backlog.from_scheduler(drive.scheduler, 0.0, 0.0)
     door = TtftEstimator(backlog).wait(Request("new", (0,) * own), 0.0).seconds
-    known = fixed(Prices.from_cost_model(FLAT), drive.policy, drive.limits, 1024, 4)
-    fleet = fleet_of(observe(backlog, len(prompts), known, Lately(), draining=False))
+    known = constant_fields(Prices.from_cost_model(FLAT), drive.policy, drive.limits, 1024, 4)
+    fleet = fleet_of(take_snapshot(backlog, len(prompts), known, Lately(), draining=False))
     s = fleet.columns
     (router,) = first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(own), 0.0)
     prices, steps = Prices.from_cost_model(FLAT), -(-(sum(prompts) + own) // budget)
