@@ -126,7 +126,7 @@ def scarce(count: int) -> Scheduler:
     need = pool.needed(rows, table.computed[rows] + 1, pool.kind[rows])
     for row in range(count, 3 * count):  # rows that no request has take the rest
         excess = pool.num_free - int(need.sum()) // 2
-        pool.open(row, CacheKind.HIDDEN)
+        pool.open_cache(row, CacheKind.HIDDEN)
         pool.grow(row, tokens_in(min(excess, pool.width), BLOCK_SIZE, CacheKind.HIDDEN))
     return scheduler
 

@@ -19,6 +19,7 @@ from jaxserve.sched.policies.bros.cache_restore import CacheRestore
 from jaxserve.sched.policies.bros.packing import Batch, Work
 from jaxserve.sched.policy import View
 from jaxserve.sched.restore_plan import left_filled, overwritten_ranges
+from jaxserve.sched.unified.batch_builder import PlannedWork
 
 _PLANES = int(PLANES[KV])
 
@@ -75,7 +76,7 @@ class SharedBlocksBudget(BrosBudget):
         rows = super().best_effort()
         return rows[~self._hit[rows] & ~self._lends[rows]]
 
-    def take(self, work: Work) -> None:
+    def take(self, work: PlannedWork) -> None:
         """They have their blocks and places, and what is to be copied is."""
         super().take(work)
         rows, index = self._restore.all_copies(work.rows)
