@@ -129,7 +129,7 @@ class BatchPlan:
         return np.concatenate(found) if found else _none()
 
     @property
-    def to_kv(self) -> np.ndarray:
+    def projected(self) -> np.ndarray:
         """Rows whose hidden caches become K and V, in order."""
         found = [op.rows for op in self.operations if isinstance(op, ProjectToKV)]
         return np.concatenate(found) if found else _none()
