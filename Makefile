@@ -7,7 +7,9 @@ NAME := $(if $(filter python3.11,$(notdir $(PYTHON))),3.11,$(or $(shell $(PYTHON
 SUFFIX := $(addprefix -,$(filter-out 3.11,$(NAME)))
 VENV := .venv$(SUFFIX)
 BIN := $(VENV)/bin
+SERVES := $(VENV)/.serves
 READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
 REFERENCE := .venv-reference
 COMPILE := .venv-compile$(SUFFIX)
 ARGS ?=
@@ -30,7 +32,7 @@ PYTHON312 ?= $(shell for found in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versi
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
-serve: $(READY) ## serve the model in the box; ARGS="--config=... --port=..." for another
+serve: $(SERVES) ## serve the model in the box; ARGS="MODEL --port=..." for another
 	$(BIN)/jaxserve serve $(ARGS)
 
 check: lint ## what to run at every change: lint, types and the unit tests
@@ -90,14 +92,18 @@ format: $(READY) ## ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Not quiet: it takes a minute.
-$(READY): pyproject.toml
+# Not quiet: it takes half a minute. Python compiles what is imported, a fraction of what there is.
+$(SERVES): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	$(PIP) --no-compile -e '.[cpu]'
+	@touch $@
+
+$(READY): $(SERVES)
+	$(PIP) -e '.[cpu,dev]'
 	@touch $@
 
 $(VENV)/.ray: $(READY)
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[ray]'
+	$(PIP) -e '.[ray]'
 	@touch $@
 
 proto: ## regenerate jaxserve/server/proto from proto/
