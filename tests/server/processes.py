@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +25,12 @@ class ServedProcess:
     address: str
 
 
-def serve_command(*flags: str) -> list[str]:
-    """serve.py, on free ports: whoever runs the tests may have a server of their own."""
-    return [
-        sys.executable,
-        str(ROOT / "serve.py"),
-        "--port=0",
-        "--http_port=0",
-        "--metrics_port=0",
-        *flags,
-    ]
+SERVE_PY = (sys.executable, str(ROOT / "serve.py"))
+
+
+def serve_command(*flags: str, program: Sequence[str] = SERVE_PY) -> list[str]:
+    """On free ports: whoever runs the tests may have a server of their own."""
+    return [*program, "--port=0", "--http_port=0", "--metrics_port=0", *flags]
 
 
 def refused(*flags: str, code: int = 2, **environment: str) -> str:
@@ -53,7 +49,9 @@ def refused(*flags: str, code: int = 2, **environment: str) -> str:
 
 
 @contextmanager
-def serve(*flags: str) -> Iterator[ServedProcess]:
+def serve(
+    *flags: str, program: Sequence[str] = SERVE_PY, cwd: Path = ROOT, **environment: str
+) -> Iterator[ServedProcess]:
     """The model in the box, ready. Killed at the end."""
     fields = (
         f"scheduler.max_rows={ROWS}",
@@ -63,9 +61,14 @@ def serve(*flags: str) -> Iterator[ServedProcess]:
         f"engine.token_buckets=({TOKENS},)",
         "engine.compilation_cache_dir=",
     )
-    command = serve_command(*(f"--config.{field}" for field in fields), *flags)
+    command = serve_command(*(f"--config.{field}" for field in fields), *flags, program=program)
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             assert process.stdout is not None and process.stderr is not None
