@@ -213,8 +213,11 @@ def begin(frame: int) -> int:
     block = _malloc(8 * (_OPERANDS + ins + outs))
     words(block, _OPERANDS)[_COUNT] = ins + outs
     found = operands(block)
-    found[:ins] = words(given[_ARGS], ins)
-    found[ins:] = words(given[_RETS], outs)
+    arguments, results = words(given[_ARGS], ins), words(given[_RETS], outs)
+    for i in range(ins):  # assigned as slices, numba needs a second more for their errors' texts
+        found[i] = arguments[i]
+    for i in range(outs):
+        found[ins + i] = results[i]
     return block
 
 

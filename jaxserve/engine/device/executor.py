@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxserve.engine.device.batch_layout import Layout, expand
 from jaxserve.engine.device.buckets import Buckets
@@ -195,6 +196,8 @@ class JaxExecutor:
         )
         self._project_to_kv = make_project_to_kv(model, pool_format)
         self._masked_sampling = masked_sampling
+        self._d_model = model.config.d_model
+        self._activations = model.activations or jax.tree.leaves(params)[0].dtype
         self._mover = Mover(model, pool_format, self._place) if moves_cache else None
 
     @property
@@ -316,12 +319,30 @@ class JaxExecutor:
             arguments = (self.params, self.pool, self._state.newest, batch)
             step.lower(*arguments, layout=layout).compile()
 
+    def _compile_sampler(self, rows: int, masked: bool) -> None:
+        """Likewise what samples with more than plain greedy."""
+        vocab = self._state.vocab_size
+        given = [((rows, vocab), np.float32), ((rows,), np.int32), ((rows,), np.bool_)]
+        given += [((rows, mask_words(vocab)), np.uint32)] if masked else []
+        _SAMPLE_FULL.lower(self._state, *(self._like(*one) for one in given)).compile()
+
+    def _compile_scorer(self, layout: Layout) -> None:
+        """Likewise what scores the prompt of a step."""
+        hidden = self._like((layout.tokens, self._d_model), self._activations)
+        score: Any = self._score
+        targets = self._like((layout.tokens,), np.int32)
+        score.lower(self.params, hidden, targets, rows=layout.rows).compile()
+
+    def _like(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        """An array on the one device."""
+        place = jax.sharding.SingleDeviceSharding(self._place)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
     def _run_once(self, layout: Layout, full: bool) -> None:
-        """A step on padding, which compiles what goes with it."""
+        """A step on padding, which compiles what goes with it, unless that is compiled already."""
         for size in layout.sizes[:-1]:
             self._put(layout, np.zeros(size, np.int32))
-        scored = not (layout.decode_only or layout.hidden)  # those with hidden rows share it
-        targets = layout.no_targets() if scored else None
+        targets = layout.no_targets() if _scored(layout) else None
         self.submit(layout, layout.empty(), full=full, targets=targets).result()
         if full and self._masked_sampling:
             masks = np.zeros((layout.rows, mask_words(self._state.vocab_size)), np.uint32)
@@ -339,16 +360,26 @@ class JaxExecutor:
             barrier: called before the first step is run.
         """
         layouts = self.buckets.all()
+        decodes = [self.buckets.decode(rows) for rows in self.buckets.rows]
         self._state = warm_up(self._state)
-        # The models' steps take the longest, and XLA compiles several at once.
+        # XLA compiles several at once. On CPUs the first model's step also has numba compile its
+        # kernels, which all of these steps wait for: what needs no kernel is compiled meanwhile.
+        compiled = [partial(self._compile, layout) for layout in layouts]
+        if self._mesh is None:  # else only the step itself knows where its results are
+            masks = (False, True) if self._masked_sampling else (False,)
+            compiled[1:1] = [
+                *(
+                    partial(self._compile_sampler, rows, m)
+                    for rows in self.buckets.rows
+                    for m in masks
+                ),
+                *(partial(self._compile_scorer, layout) for layout in layouts if _scored(layout)),
+            ]
         threads = ThreadPoolExecutor(min(COMPILING, os.cpu_count() or 1))
         try:
-            work: list[Callable[[], Any]] = [
-                threads.submit(self._compile, layout).result for layout in layouts
-            ]
+            work: list[Callable[[], Any]] = [threads.submit(one).result for one in compiled]
             work += [barrier]
             work += [partial(self._run_once, layout, False) for layout in layouts]
-            decodes = [self.buckets.decode(rows) for rows in self.buckets.rows]
             work += [partial(self._run_once, layout, True) for layout in decodes]
             for piece in progress(work):
                 piece()
@@ -360,6 +391,11 @@ class JaxExecutor:
         if self._mover is not None:
             with self._mesh or contextlib.nullcontext():
                 self.pool = self._mover.warm_up(self.pool)
+
+
+def _scored(layout: Layout) -> bool:
+    """Whether a prompt may be scored that is in such a step; those with hidden rows share it."""
+    return not (layout.decode_only or layout.hidden)
 
 
 def _replicated(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:

@@ -18,7 +18,7 @@ from jaxserve.sched.cost.cost_model_fit import Sample, least_squares
 from jaxserve.sched.cost.padding import Padding
 
 BUDGET_S = 20.0
-ROUNDS = 3
+ROUNDS = 2
 SLOW_S = 0.25  # steps that take longer are timed one by one, not in chains
 SWAPPED = 256  # slots that go to the host and back
 
