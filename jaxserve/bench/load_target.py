@@ -75,6 +75,10 @@ class Target(Protocol):
 class SubmittingEngine(Protocol):
     """What is needed of an engine."""
 
+    def check(self, request: Request) -> None:
+        """As `Engine.check`."""
+        ...
+
     def submit(self, request: Request, on_output: Any) -> None:
         """As `Engine.submit`."""
         ...
@@ -120,6 +124,7 @@ class EngineTarget:
         sampling = SamplingParams(job.max_tokens, temperature=job.temperature, ignore_eos=True)
         asked = (job.prompt, sampling, job.slo, job.tier)
         request = Request(name, *asked, slo_class=job.slo_class)
+        self._engine.check(request)
         try:
             self._engine.submit(request, on_output)
         except QueueFull as error:

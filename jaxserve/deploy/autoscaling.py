@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-from jaxserve.deploy.load import Load, wanted
+from jaxserve.deploy.load import Load, wanted_replicas
 
 
 def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
@@ -17,5 +17,5 @@ def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     for name, values in (context.aggregated_metrics or {}).items():
         for replica, value in values.items():
             by_replica[replica][name] = value
-    loads = [Load.of(metrics) for metrics in by_replica.values() if "busy" in metrics]
-    return wanted(loads, context.current_num_replicas), {}
+    loads = [Load.from_metrics(metrics) for metrics in by_replica.values() if "busy" in metrics]
+    return wanted_replicas(loads, context.current_num_replicas), {}

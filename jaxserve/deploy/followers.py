@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxserve.config import Config, ConfigError
 from jaxserve.hosts.rank import Rank
-from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.telemetry.logs import log_to_stderr
 
 _END_S = 10.0  # for followers that have been told to end
@@ -89,7 +89,7 @@ class Followers:
 
 
 @contextlib.contextmanager
-def running(config: Config) -> Iterator[ServedEngine]:
+def running_engine(config: Config) -> Iterator[EngineClient]:
     """The engine of a replica's config, started, until the exit. Raises ConfigError."""
     from jaxserve.engine.startup.build import build_engine  # jax takes seconds
 

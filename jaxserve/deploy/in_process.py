@@ -1,8 +1,8 @@
-"""Calls that are handed over in the same process, without a port: what a door says comes out piece
-by piece, as much at once as is there.
+"""Calls that are handed over in the same process, without a port: the response comes out piece by
+piece, as much at once as is there.
 
-A piece is a list of parts: ASGI messages of the HTTP door, or of the gRPC door messages as bytes
-and, last, a `Status` if the call has failed.
+A piece is a list of parts. Those of the HTTP frontend are ASGI messages. Those of the gRPC frontend
+are messages as bytes and, last, a `Status` if the call has failed.
 """
 
 from __future__ import annotations

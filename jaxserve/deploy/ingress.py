@@ -22,15 +22,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Status
-from jaxserve.deploy.metrics import page
-from jaxserve.deploy.relay import Pieces, ReplicaLost, Unserved, relay
-from jaxserve.deploy.replicas import ASK, AVOID, NOTHING
-from jaxserve.deploy.response_kind import Told, by_http, by_rpc
+from jaxserve.deploy.metrics import metrics_page
+from jaxserve.deploy.relay import Pieces, ReplicaLost, Unserved, relay_response
+from jaxserve.deploy.replicas import AVOID, NOTHING, ROUTING_REQUEST
+from jaxserve.deploy.response_kind import ResponseKind, grpc_response_kind, http_response_kind
 from jaxserve.deploy.routing_request import RoutingRequestBuilder
 from jaxserve.sched.routing.fleet import RoutingRequest
-from jaxserve.server.http.admission_middleware import limited
+from jaxserve.server.http.admission_middleware import limited_receive
 from jaxserve.server.http.errors import ApiError, retry_after
-from jaxserve.server.http.openai.sse import event
+from jaxserve.server.http.openai.sse import sse_event
 from jaxserve.server.proto import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Ingress:
     # HTTP.
 
     async def __call__(self, request: Request) -> Response:
-        """Any call of the HTTP door."""
+        """Any call of the HTTP frontend."""
         return _Answer(self)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,7 +82,7 @@ class Ingress:
             if not begun:
                 await problem.response()(scope, receive, send)
             elif not over:  # what has begun before it was whole is a stream of events
-                await send({"type": "http.response.body", "body": event(problem.body())})
+                await send({"type": "http.response.body", "body": sse_event(problem.body())})
 
     async def _messages(self, scope: Scope, receive: Receive) -> AsyncGenerator[Message, None]:
         """What a call is answered: ASGI messages."""
@@ -93,20 +93,22 @@ class Ingress:
             async with aclosing(self._relayed(NOTHING, plain, body)) as messages:
                 head = await anext(messages)
             if head["status"] == 200:  # a replica's door lets the client in
-                for message in _whole(page(await self._metrics()), CONTENT_TYPE_LATEST):
+                for message in _whole(metrics_page(await self._metrics()), CONTENT_TYPE_LATEST):
                     yield message
                 return
-        ask = await self._routing_requests.from_http(path, body)
-        async with aclosing(self._relayed(ask, plain, body)) as messages:
+        routing_request = await self._routing_requests.from_http(path, body)
+        async with aclosing(self._relayed(routing_request, plain, body)) as messages:
             async for message in messages:
                 yield message
 
     async def _relayed(
-        self, ask: RoutingRequest, scope: Mapping[str, Any], body: bytes
+        self, routing_request: RoutingRequest, scope: Mapping[str, Any], body: bytes
     ) -> AsyncGenerator[Message, None]:
         """What a replica answers."""
-        send_to = functools.partial(self._pieces, self._http, ask, scope, body)
-        pieces = relay(send_to, lambda part: by_http(part) is not Told.NOTHING)
+        send_to = functools.partial(self._pieces, self._http, routing_request, scope, body)
+        pieces = relay_response(
+            send_to, lambda part: http_response_kind(part) is not ResponseKind.NOTHING
+        )
         async with aclosing(pieces):
             async for piece in pieces:
                 for message in piece:
@@ -128,7 +130,7 @@ class Ingress:
         """Raises HTTPException for one that is too long, or comes too slowly; ClientDisconnect."""
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return b""
-        within = limited(receive, scope, await self._longest())
+        within = limited_receive(receive, scope, await self._longest())
         body = bytearray()
         while True:
             message = await within()
@@ -153,8 +155,10 @@ class Ingress:
         self, message: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """jaxserve.v1.Generation.Generate."""
-        ask = await self._routing_requests.from_grpc(message)
-        async with aclosing(self._rpc("Generate", message, grpc_context, ask)) as answers:
+        routing_request = await self._routing_requests.from_grpc(message)
+        async with aclosing(
+            self._rpc("Generate", message, grpc_context, routing_request)
+        ) as answers:
             async for raw in answers:
                 yield pb.GenerateResponse.FromString(raw)
 
@@ -166,14 +170,18 @@ class Ingress:
         return pb.GetServerInfoResponse.FromString(found[0])
 
     async def _rpc(
-        self, name: str, message: Any, context: RayServegRPCContext, ask: RoutingRequest
+        self, name: str, message: Any, context: RayServegRPCContext, routing_request: RoutingRequest
     ) -> AsyncGenerator[bytes, None]:
         """Its messages. Raises CallFailed, with the status in the context."""
         raw, method = message.SerializeToString(), f"/{_SERVICE}/{name}"
         metadata, peer = list(context.invocation_metadata()), context.peer()
         try:
-            send_to = functools.partial(self._pieces, self._grpc, ask, method, raw, metadata, peer)
-            pieces = relay(send_to, lambda part: by_rpc(part) is not Told.NOTHING)
+            send_to = functools.partial(
+                self._pieces, self._grpc, routing_request, method, raw, metadata, peer
+            )
+            pieces = relay_response(
+                send_to, lambda part: grpc_response_kind(part) is not ResponseKind.NOTHING
+            )
             async with aclosing(pieces):
                 async for piece in pieces:
                     for part in piece:
@@ -185,11 +193,11 @@ class Ingress:
             code = grpc.StatusCode.INTERNAL if internal else grpc.StatusCode.UNAVAILABLE
             _fail(context, code, str(_problem(error)))
 
-    async def _pieces(self, method: Any, ask: RoutingRequest, *given: Any) -> Pieces:
+    async def _pieces(self, method: Any, routing_request: RoutingRequest, *given: Any) -> Pieces:
         """What one replica answers. given: arguments, and last the name of one that is to be
         avoided, or "". Raises ReplicaLost where it is gone."""
         *arguments, avoided = given
-        answer = method.remote(*arguments, **{ASK: ask, AVOID: avoided})
+        answer = method.remote(*arguments, **{ROUTING_REQUEST: routing_request, AVOID: avoided})
         try:
             async for piece in answer:
                 yield piece

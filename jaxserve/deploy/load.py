@@ -39,7 +39,7 @@ class Load:
         return {**plain, **counts, **{f"{_MET}{name}": count for name, count in self.met.items()}}
 
     @classmethod
-    def of(cls, metrics: Mapping[str, float]) -> Load:
+    def from_metrics(cls, metrics: Mapping[str, float]) -> Load:
         """What `as_metrics` gave, or means of it over time."""
 
         def named(prefix: str) -> dict[str, float]:
@@ -64,7 +64,7 @@ def attainment(loads: Sequence[Load]) -> dict[str, float]:
     return {name: met[name] / count for name, count in ended.items() if count >= ENOUGH}
 
 
-def wanted(loads: Sequence[Load], now: int) -> int:
+def wanted_replicas(loads: Sequence[Load], now: int) -> int:
     """How many replicas there should be, of which there are `now`; loads: of those that say.
 
     More, where the expected wait takes more than LATE of the TTFT target, requests queue, or a

@@ -29,7 +29,7 @@ class _Gathered(Collector):
         yield from families.values()
 
 
-def page(metrics: Mapping[str, Iterable[Metric]]) -> bytes:
+def metrics_page(metrics: Mapping[str, Iterable[Metric]]) -> bytes:
     """As Prometheus reads them. metrics: of each replica, by its name."""
     registry = CollectorRegistry()
     registry.register(_Gathered(dict(sorted(metrics.items()))))

@@ -16,7 +16,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from jaxserve.deploy.autoscaling import scale
 from jaxserve.deploy.flags import replica_config
-from jaxserve.deploy.followers import running
+from jaxserve.deploy.followers import running_engine
 from jaxserve.deploy.ingress import Ingress
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.router import SnapshotRouter
@@ -58,7 +58,7 @@ def app(settings: Settings) -> Application:
         graceful_shutdown_timeout_s=config.server.grace_s + _STOP_S,
         graceful_shutdown_wait_loop_s=0.5,
     )
-    bound = engine.bind(settings.flags, settings.hosts, running, replica_name)
+    bound = engine.bind(settings.flags, settings.hosts, running_engine, replica_name)
     return ingress.bind(bound, settings.flags)
 
 

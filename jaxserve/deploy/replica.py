@@ -1,4 +1,4 @@
-"""One engine with its doors, as a replica of a deployment: what Ray Serve calls.
+"""One engine with its frontends, as a replica of a deployment: what Ray Serve calls.
 
 Nothing here knows of Ray: calls come in as plain data, and what is said of them goes out piece by
 piece (`in_process.py`).
@@ -19,22 +19,27 @@ from jaxserve.config import Config
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Parts, call_asgi, call_grpc
 from jaxserve.deploy.relay import Unserved
-from jaxserve.deploy.replica_stats import Tally
+from jaxserve.deploy.replica_stats import ReplicaStats
 from jaxserve.deploy.replicas import SNAPSHOT
-from jaxserve.deploy.response_kind import Told, by_http, by_rpc, first
+from jaxserve.deploy.response_kind import (
+    ResponseKind,
+    first_response_kind,
+    grpc_response_kind,
+    http_response_kind,
+)
 from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.access.options import access_settings
-from jaxserve.server.frontends import Doors, make_endings
+from jaxserve.server.frontends import Frontends, make_call_tracker
 from jaxserve.server.http.app import build_app
-from jaxserve.server.http.openai.route_context import Front
+from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.transport.cors import with_cors
-from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.options import server_options
 from jaxserve.server.requests.output_streams import StreamFailed
 from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.requests.templates.chat_template import load_chat_template
-from jaxserve.server.requests.watchdog import watch
+from jaxserve.server.requests.watchdog import watch_for_stalls
 from jaxserve.server.telemetry.logs import log_to_stderr
 from jaxserve.server.telemetry.metrics import MetricsRegistry
 from jaxserve.server.telemetry.trace_options import open_traces
@@ -51,7 +56,7 @@ class EngineReplica:
         self,
         flags: Sequence[str],
         hosts: int,
-        run: Callable[[Config], AbstractContextManager[ServedEngine]],
+        run: Callable[[Config], AbstractContextManager[EngineClient]],
         name: Callable[[], str],
     ) -> None:
         self._stopped = True  # there is nothing to stop yet
@@ -68,31 +73,36 @@ class EngineReplica:
             self._engine = self._serving.enter_context(run(config))
             self._closing = stack.pop_all()
         self._stopped = False
-        self._tally = Tally(self._engine)
-        endings = make_endings(self._engine, options, traces)
+        self._stats = ReplicaStats(self._engine)
+        tracker = make_call_tracker(self._engine, options, traces)
         classes = slo_classes(config.server.slo_classes)
-        self._doors = Doors(self._engine, options, endings, access, classes)
-        self._metrics = MetricsRegistry(self._engine, endings)
-        front = Front(self._engine, self._doors.requests, template)
-        app = build_app(front, metrics=self._metrics.page)
-        self._app = with_cors(self._doors.keeper.around(app), access.cors_origins)
-        self._handler = self._doors.generation_handler()
+        self._frontends = Frontends(self._engine, options, tracker, access, classes)
+        self._metrics = MetricsRegistry(self._engine, tracker)
+        context = RouteContext(self._engine, self._frontends.requests, template)
+        app = build_app(context, metrics=self._metrics.page)
+        self._app = with_cors(self._frontends.middleware.around(app), access.cors_origins)
+        self._handler = self._frontends.generation_handler()
         self._loop = asyncio.get_running_loop()
         self._engine.add_failure_listener(self._on_failure)
         self._watching = None
         if options.stall_s:
-            looking = watch(self._engine, options.stall_s, self._on_stall)
+            looking = watch_for_stalls(self._engine, options.stall_s, self._on_stall)
             self._watching = asyncio.create_task(looking)
 
     # Calls.
 
     async def http(
-        self, scope: Mapping[str, Any], body: bytes, *, ask: RoutingRequest, avoid: str = ""
+        self,
+        scope: Mapping[str, Any],
+        body: bytes,
+        *,
+        routing_request: RoutingRequest,
+        avoid: str = "",
     ) -> Parts:
-        """An HTTP call: ASGI messages. ask, avoid: for the router, which has sent it here. Raises
-        Unserved."""
+        """An HTTP call: ASGI messages. routing_request and avoid are for the router, which has sent
+        it here. Raises Unserved."""
         parts = call_asgi(self._app, dict(scope), body)
-        async with contextlib.aclosing(self._served(parts, by_http)) as pieces:
+        async with contextlib.aclosing(self._served(parts, http_response_kind)) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -103,25 +113,25 @@ class EngineReplica:
         metadata: Sequence[tuple[str, str | bytes]],
         peer: str,
         *,
-        ask: RoutingRequest,
+        routing_request: RoutingRequest,
         avoid: str = "",
     ) -> Parts:
-        """An RPC of jaxserve.v1.Generation, as `call_grpc`. ask, avoid: likewise. Raises
-        Unserved."""
+        """An RPC of jaxserve.v1.Generation, as `call_grpc`. routing_request and avoid: likewise.
+        Raises Unserved."""
         parts = call_grpc(self._handler, method, message, metadata, peer)
-        async with contextlib.aclosing(self._served(parts, by_rpc)) as pieces:
+        async with contextlib.aclosing(self._served(parts, grpc_response_kind)) as pieces:
             async for piece in pieces:
                 yield piece
 
-    async def _served(self, parts: Parts, by: Callable[[Any], Told]) -> Parts:
+    async def _served(self, parts: Parts, by: Callable[[Any], ResponseKind]) -> Parts:
         """The answer. Where the first that it tells is a failure, and the engine serves no more,
         another replica may still serve the call: raises Unserved."""
-        told = Told.NOTHING
+        told = ResponseKind.NOTHING
         async with contextlib.aclosing(parts):
             async for piece in parts:
-                if told is Told.NOTHING:
-                    told, why = first(map(by, piece)), self._doors.requests.closed
-                    if told is Told.FAILURE and why is not None:
+                if told is ResponseKind.NOTHING:
+                    told, why = first_response_kind(map(by, piece)), self._frontends.requests.closed
+                    if told is ResponseKind.FAILURE and why is not None:
                         raise Unserved(why, self._name)
                 yield piece
 
@@ -131,24 +141,24 @@ class EngineReplica:
 
     async def body_bytes(self) -> int:
         """The longest body that is taken."""
-        return self._doors.body_bytes
+        return self._frontends.body_bytes
 
     # What Ray Serve asks of a replica, by its names.
 
     async def check_health(self) -> None:
         """Raises RuntimeError where the engine has failed or stalled: the replica is replaced."""
-        requests = self._doors.requests
+        requests = self._frontends.requests
         if requests.failure or requests.stalled:
             raise RuntimeError(requests.failure or requests.stalled)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """What routers see of it."""
-        draining = self._doors.requests.closed is not None
-        return {SNAPSHOT: self._tally.snapshot(draining=draining).as_dict()}
+        draining = self._frontends.requests.closed is not None
+        return {SNAPSHOT: self._stats.snapshot(draining=draining).as_dict()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What `autoscaling.scale` sees of it."""
-        return self._tally.load().as_metrics()
+        return self._stats.load().as_metrics()
 
     def __del__(self) -> Awaitable[None] | None:
         """Ray Serve calls it when a replica is to go, once its calls have ended, and awaits it."""
@@ -164,20 +174,20 @@ class EngineReplica:
             await stopping
 
     async def _stop(self) -> None:
-        self._doors.requests.stop_admission()
+        self._frontends.requests.stop_admission()
         if self._watching is not None:
             self._watching.cancel()
-        if self._doors.requests.failure is None:
+        if self._frontends.requests.failure is None:
             await asyncio.to_thread(self._engine.drain, self._grace_s)
         await asyncio.to_thread(self._serving.close)
-        self._doors.requests.close()
+        self._frontends.requests.close()
         self._template.close()
         self._closing.close()
 
     # What becomes of the engine.
 
     async def _on_stall(self, why: str | None) -> None:
-        self._doors.requests.stalled = why
+        self._frontends.requests.stalled = why
 
     def _on_failure(self, error: BaseException) -> None:
         """On any thread."""
@@ -185,4 +195,4 @@ class EngineReplica:
         log.error("%s", text)
         kind = EngineStopped if isinstance(error, HostLost) else StreamFailed
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._doors.requests.fail, text, kind)
+            self._loop.call_soon_threadsafe(self._frontends.requests.fail, text, kind)

@@ -17,13 +17,13 @@ from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.sched.request import Request
 from jaxserve.sched.routing.snapshot import Prices, Snapshot
 from jaxserve.sched.routing.take_snapshot import Lately, constant_fields, take_snapshot
-from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.engine_client import EngineClient
 
 WINDOW_S = 60.0
 """For how long a request counts towards attainment, and its TTFT target towards the usual one."""
 
 
-class Tally(Observer):
+class ReplicaStats(Observer):
     """An observer of the engine, on its thread; `snapshot` and `load` are any thread's.
 
     clock: of the engine, seconds. wall: one that all replicas and routers share, seconds.
@@ -31,7 +31,7 @@ class Tally(Observer):
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: EngineClient,
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,

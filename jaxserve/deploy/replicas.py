@@ -11,7 +11,7 @@ from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 from jaxserve.sched.routing.routers import Router
 from jaxserve.sched.routing.snapshot import Snapshot
 
-ASK = "ask"
+ROUTING_REQUEST = "routing_request"
 """The keyword argument of a call that says what it asks for."""
 AVOID = "avoid"
 """The one that names the replica which has just said that it serves no more."""
@@ -53,15 +53,15 @@ class Replicas:
                 length = one.mean_output or statistics.fmean(outputs)
                 self._fleet.hear(self._places[name], replace(one, mean_output=length))
 
-    def choose(self, ask: RoutingRequest, now: float) -> Hashable:
+    def choose(self, routing_request: RoutingRequest, now: float) -> Hashable:
         """Which of them gets the request. now: seconds, on the snapshots' clock. NoReplica if there
         is none."""
-        return self._names[self._router.choose(ask, now)]
+        return self._names[self._router.choose(routing_request, now)]
 
-    def sent(self, name: Hashable, ask: RoutingRequest, now: float) -> None:
+    def sent(self, name: Hashable, routing_request: RoutingRequest, now: float) -> None:
         """It has been given the request."""
         if name in self._places:
-            self._fleet.send(self._places[name], ask, now)
+            self._fleet.send(self._places[name], routing_request, now)
 
     def avoid(self, name: Hashable) -> None:
         """It serves no more, unless it says so itself."""

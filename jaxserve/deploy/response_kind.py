@@ -13,7 +13,7 @@ from jaxserve.server.http.openai.sse import DONE
 _EVENT = b"data: "
 
 
-class Told(enum.Enum):
+class ResponseKind(enum.Enum):
     """NOTHING of what was asked for: a head, or who is speaking. ANSWER: some of it, or what is
     wrong with the call. FAILURE: that the server could not serve it."""
 
@@ -22,35 +22,35 @@ class Told(enum.Enum):
     FAILURE = enum.auto()
 
 
-def by_http(message: Mapping[str, Any]) -> Told:
-    """An ASGI message of the HTTP door."""
+def http_response_kind(message: Mapping[str, Any]) -> ResponseKind:
+    """An ASGI message of the HTTP frontend."""
     if message["type"] == "http.response.start":
-        return Told.FAILURE if message["status"] >= 500 else Told.NOTHING
+        return ResponseKind.FAILURE if message["status"] >= 500 else ResponseKind.NOTHING
     body = message.get("body", b"")
     if not body.startswith(_EVENT) or body == DONE:
-        return Told.ANSWER if body else Told.NOTHING
-    return first(_of_event(event) for event in body.split(b"\n\n") if event)
+        return ResponseKind.ANSWER if body else ResponseKind.NOTHING
+    return first_response_kind(_of_event(event) for event in body.split(b"\n\n") if event)
 
 
-def by_rpc(part: Any) -> Told:
-    """A part of the gRPC door's."""
+def grpc_response_kind(part: Any) -> ResponseKind:
+    """A part of the gRPC frontend's."""
     failed = isinstance(part, Status) and part.code in ("UNAVAILABLE", "INTERNAL")
-    return Told.FAILURE if failed else Told.ANSWER
+    return ResponseKind.FAILURE if failed else ResponseKind.ANSWER
 
 
-def first(told: Iterable[Told]) -> Told:
+def first_response_kind(told: Iterable[ResponseKind]) -> ResponseKind:
     """The first thing that is told in several parts."""
-    return next((each for each in told if each is not Told.NOTHING), Told.NOTHING)
+    return next((each for each in told if each is not ResponseKind.NOTHING), ResponseKind.NOTHING)
 
 
-def _of_event(event: bytes) -> Told:
+def _of_event(event: bytes) -> ResponseKind:
     data = event.removeprefix(_EVENT)
     if not data.startswith(b"{"):
-        return Told.ANSWER
+        return ResponseKind.ANSWER
     chunk = json.loads(data)
     if "error" in chunk:
-        return Told.FAILURE
+        return ResponseKind.FAILURE
     deltas = [choice.get("delta") for choice in chunk.get("choices", ())]
     # A chat begins with it, before there is a token.
     speaks = all(delta and "role" in delta and not delta.get("content") for delta in deltas)
-    return Told.NOTHING if deltas and speaks else Told.ANSWER
+    return ResponseKind.NOTHING if deltas and speaks else ResponseKind.ANSWER

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from jaxserve.deploy.replicas import ASK, AVOID, NOTHING, SNAPSHOT, Replicas
+from jaxserve.deploy.replicas import AVOID, NOTHING, ROUTING_REQUEST, SNAPSHOT, Replicas
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.sched.routing.routers import NoReplica
 
@@ -62,5 +62,5 @@ class SnapshotRouter(RequestRouter):
 
 
 def _ask(pending: PendingRequest | None) -> RoutingRequest:
-    ask = None if pending is None else pending.kwargs.get(ASK)
-    return ask if isinstance(ask, RoutingRequest) else NOTHING
+    request = None if pending is None else pending.kwargs.get(ROUTING_REQUEST)
+    return request if isinstance(request, RoutingRequest) else NOTHING

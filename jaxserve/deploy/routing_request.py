@@ -20,12 +20,12 @@ from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.grpc import message_conversion
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.openai import request_options
-from jaxserve.server.http.openai.body_limits import parse
+from jaxserve.server.http.openai.body_limits import parse_body
 from jaxserve.server.http.openai.chat import render_chat
 from jaxserve.server.http.openai.completions import prompts_of
 from jaxserve.server.http.openai.schema import ChatRequest, CompletionRequest, Generation
 from jaxserve.server.proto import generation_pb2 as pb
-from jaxserve.server.requests.slo_classes import named, slo_classes
+from jaxserve.server.requests.slo_classes import find_slo_class, slo_classes
 from jaxserve.server.requests.templates.chat_template import load_chat_template
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -59,17 +59,19 @@ class RoutingRequestBuilder:
         return await _made(functools.partial(self._from_message, message), slow=slow)
 
     def _from_body(self, kind: type[Generation], body: bytes) -> RoutingRequest:
-        call = parse(body, kind)
-        slo, slo_class = request_options.targets(call)
+        call = parse_body(body, kind)
+        slo, slo_class = request_options.requested_targets(call)
         n = 1 if call.n is None else call.n
-        return self._request(self._lengths(call), n, slo, request_options.tier(call), slo_class)
+        return self._request(
+            self._lengths(call), n, slo, request_options.requested_tier(call), slo_class
+        )
 
     def _from_message(self, message: pb.GenerateRequest) -> RoutingRequest:
         length = self._length(message.text) if message.text else len(message.token_ids.ids)
         n = message.sampling.n if message.sampling.HasField("n") else 1
         tier = message_conversion.TIERS.get(message.tier)
         return self._request(
-            [length], n, message_conversion.slo(message.slo), tier, message.slo_class
+            [length], n, message_conversion.slo_from_message(message.slo), tier, message.slo_class
         )
 
     def _request(
@@ -78,7 +80,7 @@ class RoutingRequestBuilder:
         """lengths: tokens of each prompt. n: continuations of each."""
         if not 1 <= n <= MAX_N:
             return NOTHING
-        level = named(self._classes, slo_class).with_own(slo, tier)
+        level = find_slo_class(self._classes, slo_class).with_own(slo, tier)
         of = {name: getattr(level.slo, name) for name in ("ttft", "tbt", "jct")}
         targets: Mapping[str, float] = {
             name: np.inf if target is None else target for name, target in of.items()

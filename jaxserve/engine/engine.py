@@ -136,13 +136,9 @@ class Engine:
         """What is served; the same object from start to stop."""
         return self._info
 
-    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
-        """Queues a request. on_output gets every `Output` on the engine thread and must not block.
-
-        The arrival time is now. Whatever the request holds is made here, so that what cannot be
-        made is its caller's alone. Raises InvalidRequest, QueueFull or EngineStopped; if it raises,
-        on_output is never called.
-        """
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequest for a request that this engine cannot serve, by its size, its token
+        ids or its grammar, which is compiled."""
         info = self._info
         validate(
             request,
@@ -150,6 +146,25 @@ class Engine:
             vocab_size=info.vocab_size,
             pool_tokens=info.pool_tokens,
         )
+        self._places.check(request)
+        if request.sampling.grammar is not None:
+            self.check_grammar(request.sampling.grammar)
+
+    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
+        """Queues a request that `check` has let pass. The arrival time is now. Whatever the request
+        holds is made here, so that what cannot be made is its caller's alone.
+
+        Args:
+            request: with an id that no running request has.
+            on_output: gets every `Output` on the engine thread and must not block; it is never
+                called if this raises.
+
+        Raises:
+            InvalidRequest: the id is being served.
+            QueueFull: the queue holds no more.
+            EngineStopped: after `drain`, `stop` or a failure.
+        """
+        info = self._info
         texts, row = self._texts(request), RequestRow(request, info.vocab_size, self._eos_ids)
         scheduler = self._scheduler
         alone = scheduler.alone(request)

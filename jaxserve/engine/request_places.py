@@ -27,15 +27,19 @@ class RequestPlaces:
         """Of the requests that are not over."""
         return list(self._left)
 
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequest for more continuations than there are places."""
+        n = request.sampling.n
+        if n > self._capacity:
+            raise InvalidRequest("n", f"{n} continuations; at most {self._capacity} fit the queue")
+
     def reserve(self, request: Request) -> None:
-        """One more. Raises InvalidRequest for an id that is there, or more continuations than there
-        are places; QueueFull where there are none left, or, where several tenants come, too few to
-        let this one have more."""
+        """One more, that `check` has let pass. Raises InvalidRequest for an id that is there;
+        QueueFull where no places are left, or, where several tenants come, too few to let this one
+        have more."""
         n, tenant, limit = request.sampling.n, request.tenant, self._capacity
         if request.id in self._left:
             raise InvalidRequest("request_id", f"{request.id!r} is already being served")
-        if n > limit:
-            raise InvalidRequest("n", f"{n} continuations; at most {limit} fit the queue")
         weight = self._weights.get(tenant, 1.0) if request.weight is None else request.weight
         self._weights[tenant] = weight
         taken, mine = self._mine.total(), self._mine[tenant]

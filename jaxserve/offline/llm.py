@@ -27,7 +27,7 @@ from jaxserve.engine.errors import QueueFull
 from jaxserve.offline.loop import LoopThread
 from jaxserve.offline.outputs import CompletionOutput, Piece, RequestOutput
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
-from jaxserve.server.requests.engine_requests import EngineRequests
+from jaxserve.server.requests.engine_requests import EngineRequests, RequestFields
 from jaxserve.server.requests.output_streams import Stream
 from jaxserve.server.requests.templates.chat_template import ChatTemplate, load_chat_template
 
@@ -165,7 +165,7 @@ class LLM:
     ) -> list[RequestOutput]:
         chosen = _one_each(sampling, len(prompts))
         wanted = [
-            await self._make(prompt, params, slo, tier)
+            await self._make_request(prompt, params, slo, tier)
             for prompt, params in zip(prompts, chosen, strict=True)
         ]
         found = [_empty(p, request) for p, request in zip(prompts, wanted, strict=True)]
@@ -191,7 +191,7 @@ class LLM:
     async def _stream(
         self, prompt: Prompt, sampling: SamplingParams | None, slo: SLO | None, tier: Tier
     ) -> AsyncGenerator[Piece, None]:
-        request = await self._make(prompt, sampling or SamplingParams(), slo, tier)
+        request = await self._make_request(prompt, sampling or SamplingParams(), slo, tier)
         stream = await self._open(request)
         try:
             while (delta := await stream.next()) is not None:
@@ -207,25 +207,24 @@ class LLM:
         finally:
             self._end(stream)
 
-    async def _make(
+    async def _make_request(
         self, prompt: Prompt, sampling: SamplingParams, slo: SLO | None, tier: Tier
     ) -> Request:
-        fields = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(sampling)}
-        request = await self._requests.make(prompt, sampling=fields, slo=slo, tier=tier)
-        self._requests.check(request)
-        return request
+        params = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(sampling)}
+        fields = RequestFields(prompt, params, slo=slo or SLO(), tier=tier)
+        return await self._requests.make_request(fields)
 
     async def _open(self, request: Request) -> Stream:
         """Waits for room in the queue."""
         while True:
             self._ended.clear()
             try:
-                return self._requests.open(request)
+                return self._requests.open_stream(request)
             except QueueFull:
                 await self._ended.wait()
 
     def _end(self, stream: Stream) -> None:
-        self._requests.end(stream)
+        self._requests.end_stream(stream)
         self._ended.set()
 
 

@@ -8,7 +8,9 @@ import socket
 from jaxserve.server.access.options import Access
 
 
-def exposure(host: str, access: Access, *, http: bool, metrics: bool, batches: bool) -> list[str]:
+def exposure_warnings(
+    host: str, access: Access, *, http: bool, metrics: bool, batches: bool
+) -> list[str]:
     """One line for each thing that whoever starts the server should know; none where only this
     machine reaches it. http, metrics, batches: whether they are on."""
     lines = []

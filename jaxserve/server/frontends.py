@@ -13,43 +13,58 @@ from jaxserve.server.grpc.calls import Calls
 from jaxserve.server.grpc.generation_service import GenerationService
 from jaxserve.server.grpc.grpc_server import GENERATION, METHODS, longest_message
 from jaxserve.server.http.admission_middleware import METHODS as HTTP_METHODS
-from jaxserve.server.http.admission_middleware import Doorkeeper
+from jaxserve.server.http.admission_middleware import AdmissionMiddleware
 from jaxserve.server.requests.admission import Admission
-from jaxserve.server.requests.call_outcome import Endings, Sink
-from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.call_outcome import CallTracker, Sink
+from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.engine_requests import EngineRequests
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.slo_classes import ServiceLevel
-from jaxserve.server.requests.write_timeout import WriteLimit
+from jaxserve.server.requests.write_timeout import WriteTimeout
 from jaxserve.server.telemetry.request_log import RequestLog
 
 _FEW_CALLS = 64
 
 
-def make_endings(engine: ServedEngine, options: ServerOptions, traces: Sink | None) -> Endings:
+def make_call_tracker(
+    engine: EngineClient, options: ServerOptions, traces: Sink | None
+) -> CallTracker:
     """Where it is counted how calls end, and told to the log and the traces, if any."""
     sinks = [] if traces is None else [traces]
     logged, prompts = options.request_log, options.log_prompts
     if logged:
         sinks.append(RequestLog(engine.decode, prompts=prompts))
-    return Endings((*METHODS, *HTTP_METHODS), sinks, logged=logged, keeps_text=prompts)
+    return CallTracker((*METHODS, *HTTP_METHODS), sinks, logged=logged, keeps_text=prompts)
 
 
-class Doors:
-    """The doors of one engine. Create it on the event loop that serves. batches: None takes none.
-    slo_classes: that requests may name.
+class Frontends:
+    """The frontends of one engine. Create it on the event loop that serves.
 
-    requests: the way to the engine. admission: of the calls that generate; few: of those for files
-    and batches, each of which may be large. keeper: stands before the HTTP application. calls: runs
-    the gRPC methods of `generation`. writes: what a client may take to read. body_bytes: the
-    longest call.
+    Args:
+        engine: that has been started.
+        options: how calls are treated.
+        tracker: counts how they end.
+        access: who may call.
+        slo_classes: that requests may name.
+        batches: None takes none.
+
+    Attributes:
+        requests: the way to the engine.
+        admission: of the calls that generate.
+        few: of those for files and batches, each of which may be large.
+        batches: None where none are taken.
+        body_bytes: the longest call.
+        writes: what a client may take to read.
+        middleware: stands before the HTTP application.
+        calls: runs the gRPC methods of `generation`.
+        generation: the gRPC service.
     """
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: EngineClient,
         options: ServerOptions,
-        endings: Endings,
+        tracker: CallTracker,
         access: Access,
         slo_classes: Mapping[str, ServiceLevel] | None = None,
         batches: BatchSettings | None = None,
@@ -59,19 +74,19 @@ class Doors:
         )
         self.admission = Admission(options.max_calls, "server.max_calls")
         self.few = Admission(_FEW_CALLS, "this server takes of files and batches")
-        self.batches = None if batches is None else Batches(self.requests, batches, endings)
+        self.batches = None if batches is None else Batches(self.requests, batches, tracker)
         self.body_bytes = longest_message(engine, batches=batches is not None)
-        self.writes = WriteLimit(options.write_timeout_s)
+        self.writes = WriteTimeout(options.write_timeout_s)
         self._prompt_bytes = longest_message(engine, batches=False)
-        self.keeper = Doorkeeper(
+        self.middleware = AdmissionMiddleware(
             access,
             self.admission,
             self.few,
-            endings,
+            tracker,
             body_bytes=self._prompt_bytes,
             writes=self.writes,
         )
-        self.calls = Calls(endings, self.writes, access.keys)
+        self.calls = Calls(tracker, self.writes, access.keys)
         self.generation = GenerationService(self.requests)
 
     def generation_handler(self) -> grpc.GenericRpcHandler:

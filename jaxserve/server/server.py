@@ -17,22 +17,22 @@ from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batch_operations import Batches, BatchSettings
 from jaxserve.server.daemon_thread import in_daemon_thread
-from jaxserve.server.exposure import exposure
-from jaxserve.server.frontends import Doors, make_endings
+from jaxserve.server.exposure import exposure_warnings
+from jaxserve.server.frontends import Frontends, make_call_tracker
 from jaxserve.server.grpc.batches_service import BatchesService
-from jaxserve.server.grpc.grpc_server import SERVICES, listen, make_server
+from jaxserve.server.grpc.grpc_server import SERVICES, listen_grpc, make_server
 from jaxserve.server.grpc.health import Health
-from jaxserve.server.http.frontend import HttpDoor, HttpSettings
+from jaxserve.server.http.frontend import HttpFrontend, HttpSettings
 from jaxserve.server.requests.addresses import addresses_of
 from jaxserve.server.requests.admission import Admission
 from jaxserve.server.requests.call_outcome import Sink
-from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.engine_requests import EngineRequests
 from jaxserve.server.requests.open_files import connections_of_a_door
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.output_streams import StreamFailed
 from jaxserve.server.requests.slo_classes import ServiceLevel
-from jaxserve.server.requests.watchdog import watch
+from jaxserve.server.requests.watchdog import watch_for_stalls
 from jaxserve.server.telemetry.metrics import MetricsRegistry, MetricsServer
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Server:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: EngineClient,
         *,
         host: str = "localhost",
         port: int = 0,
@@ -85,11 +85,11 @@ class Server:
         self._slo_classes = slo_classes or {}
         self._batches: Batches | None = None
         self._http_settings = http
-        self._http: HttpDoor | None = None
+        self._http: HttpFrontend | None = None
         self._bound: Future[str] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requested: asyncio.Event
-        self._endings = make_endings(engine, self._options, traces)
+        self._tracker = make_call_tracker(engine, self._options, traces)
         self._requests: EngineRequests
         self._admission: Admission
         self._health: Health
@@ -103,17 +103,17 @@ class Server:
         """Listens, and returns "host:port". Raises ConfigError if a port is taken."""
         http, batches = self._http_settings is not None, self._batch_settings is not None
         metrics_on = self._metrics_port >= 0
-        for line in exposure(
+        for line in exposure_warnings(
             self._host, self.access, http=http, metrics=metrics_on, batches=batches
         ):
             log.warning("%s", line)
         if self._metrics_port >= 0 or self._http_settings is not None:
-            metrics = MetricsRegistry(self._engine, self._endings)
+            metrics = MetricsRegistry(self._engine, self._tracker)
         try:
             if self._metrics_port >= 0:
                 self._metrics = MetricsServer(metrics, self._host, self._metrics_port, self.access)
             if self._http_settings is not None:
-                self._http = HttpDoor(
+                self._http = HttpFrontend(
                     self._engine, self._host, self._http_settings, metrics.page, self.access
                 )
             self._thread.start()
@@ -213,40 +213,42 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._stop_requested = asyncio.Event()
         options = self._options
-        doors = Doors(
+        frontends = Frontends(
             self._engine,
             options,
-            self._endings,
+            self._tracker,
             self.access,
             self._slo_classes,
             self._batch_settings,
         )
-        self._requests, self._admission = doors.requests, doors.admission
-        self._batches = doors.batches
+        self._requests, self._admission = frontends.requests, frontends.admission
+        self._batches = frontends.batches
         connections = connections_of_a_door() // len(addresses_of(self._host, self._port))
-        self._health = Health(SERVICES, connections // _WATCHING, doors.writes)
+        self._health = Health(SERVICES, connections // _WATCHING, frontends.writes)
         server = make_server(
-            doors.calls,
-            doors.generation_handler(),
+            frontends.calls,
+            frontends.generation_handler(),
             BatchesService(self._batches),
-            doors.few,
+            frontends.few,
             self._health,
-            message_bytes=doors.body_bytes,
+            message_bytes=frontends.body_bytes,
             max_connections=connections,
             keys=self.access.keys,
             reflects=options.reflection,
         )
-        address = listen(server, self._host, self._port, self.access.tls)
+        address = listen_grpc(server, self._host, self._port, self.access.tls)
         self._health.set(serving=True)
         self._engine.add_failure_listener(self._on_failure)
         await server.start()
         if self._http is not None:
-            self._http.start(self._requests, self._batches, doors.keeper)
+            self._http.start(self._requests, self._batches, frontends.middleware)
         if self._batches is not None:
             self._batches.start()
         watching = None
         if options.stall_s:
-            watching = asyncio.create_task(watch(self._engine, options.stall_s, self._on_stall))
+            watching = asyncio.create_task(
+                watch_for_stalls(self._engine, options.stall_s, self._on_stall)
+            )
         self._bound.set_result(address)
         await self._stop_requested.wait()
         if watching is not None:

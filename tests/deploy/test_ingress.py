@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily
 from jaxserve.config import ConfigError
 from jaxserve.deploy.in_process import Status
 from jaxserve.deploy.relay import Unserved
-from jaxserve.deploy.replicas import ASK, AVOID
+from jaxserve.deploy.replicas import AVOID, ROUTING_REQUEST
 from jaxserve.server.proto import generation_pb2 as pb
 
 pytestmark = pytest.mark.ray  # it has to be installed
@@ -179,7 +179,7 @@ def test_what_the_replica_says_is_passed_on_and_the_router_is_told_what_it_costs
     assert http(handle, sent) == [START, body(b"a"), body(b"b", more=False)]
     ((scope, given), named) = handle.calls[0]
     assert given == sent and "extensions" not in scope
-    assert named[ASK].ttft == 0.5 and named[ASK].prompt_len > 1
+    assert named[ROUTING_REQUEST].ttft == 0.5 and named[ROUTING_REQUEST].prompt_len > 1
     assert handle.responses[0].cancelled
 
 
@@ -227,7 +227,7 @@ def test_a_prefix_of_the_route_is_not_the_replicas_business() -> None:
     handle = Handle([[START, body(b"", more=False)]])
     http(handle, b'{"prompt": "Hi there"}', path="/llm/v1/completions", root_path="/llm")
     ((scope, _), named) = handle.calls[0]
-    assert scope["path"] == "/v1/completions" and named[ASK].prompt_len > 1
+    assert scope["path"] == "/v1/completions" and named[ROUTING_REQUEST].prompt_len > 1
 
 
 def test_metrics_are_of_all_replicas_for_those_whom_the_door_lets_in() -> None:

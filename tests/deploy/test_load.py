@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.deploy.load import ATTAINED, ENOUGH, LATE, QUEUED, Load, attainment, wanted
+from jaxserve.deploy.load import ATTAINED, ENOUGH, LATE, QUEUED, Load, attainment, wanted_replicas
 
 IDLE = Load()
 FULL = Load(busy=0.9)
@@ -39,7 +39,7 @@ def missing(busy: float, met: int, count: int = 100) -> Load:
     ],
 )
 def test_wanted(loads: list[Load], now: int, count: int) -> None:
-    assert wanted(loads, now) == count
+    assert wanted_replicas(loads, now) == count
 
 
 def test_attainment_is_that_of_all_replicas_together() -> None:
@@ -57,4 +57,4 @@ def test_attainment_is_that_of_all_replicas_together() -> None:
     )
 )
 def test_metrics_say_all_of_it(load: Load) -> None:
-    assert Load.of(load.as_metrics()) == load
+    assert Load.from_metrics(load.as_metrics()) == load

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.deploy.metrics import page
+from jaxserve.deploy.metrics import metrics_page
 
 
 def told(count: float) -> list[Metric]:
@@ -17,7 +17,7 @@ def told(count: float) -> list[Metric]:
 
 
 def test_samples_say_whose_they_are_and_families_are_one() -> None:
-    text = page({"b": told(2.0), "a": told(1.0)}).decode()
+    text = metrics_page({"b": told(2.0), "a": told(1.0)}).decode()
     assert text.count("# TYPE jaxserve:calls_total counter") == 1
     assert text.count("# TYPE jaxserve:ttft_seconds histogram") == 1
     found = {

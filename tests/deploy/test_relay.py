@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.deploy.relay import Pieces, ReplicaLost, relay
+from jaxserve.deploy.relay import Pieces, ReplicaLost, relay_response
 
 HEAD, DEAD, AWAY, FAILED = "head", "dead", "away", "failed"
 
@@ -44,7 +44,7 @@ def read(fleet: Fleet) -> tuple[list[str], str | None]:
     parts: list[str] = []
 
     async def run() -> None:
-        async for piece in relay(fleet.send, lambda part: part != HEAD):
+        async for piece in relay_response(fleet.send, lambda part: part != HEAD):
             parts.extend(piece)
 
     try:
@@ -100,7 +100,7 @@ def test_who_stops_reading_ends_the_answer() -> None:
     fleet = Fleet([["a"], ["b"]])
 
     async def run() -> None:
-        pieces = relay(fleet.send, lambda part: True)
+        pieces = relay_response(fleet.send, lambda part: True)
         assert await anext(pieces) == ["a"]
         await pieces.aclose()
 

@@ -72,12 +72,12 @@ async def pieces_of(parts: AsyncGenerator[list[Any], None]) -> list[Any]:
 
 def post(replica: EngineReplica, path: str, **body: Any) -> AsyncGenerator[list[Any], None]:
     scope = {**SCOPE, "path": path, "raw_path": path.encode()}
-    return replica.http(scope, json.dumps(body).encode(), ask=NOTHING)
+    return replica.http(scope, json.dumps(body).encode(), routing_request=NOTHING)
 
 
 def generate(replica: EngineReplica, message: pb.GenerateRequest) -> AsyncGenerator[Any, None]:
     raw = message.SerializeToString()
-    return replica.grpc(GENERATE, raw, [("k", "v")], "ipv4:127.0.0.1:5", ask=NOTHING)
+    return replica.grpc(GENERATE, raw, [("k", "v")], "ipv4:127.0.0.1:5", routing_request=NOTHING)
 
 
 def body(messages: list[dict[str, Any]]) -> bytes:
@@ -172,13 +172,15 @@ def test_an_id_is_each_key_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
         given = (*SCOPE["headers"], (b"authorization", b"Bearer alice"))
         scope = {**SCOPE, "path": "/v1/completions", "headers": given}
         raw = json.dumps({"prompt": "Hi", "request_id": "mine"}).encode()
-        hers = asyncio.create_task(pieces_of(replica.http(scope, raw, ask=NOTHING)))
+        hers = asyncio.create_task(pieces_of(replica.http(scope, raw, routing_request=NOTHING)))
         await asyncio.to_thread(engine.wait, lambda: len(engine.live) == 1)
-        again = await pieces_of(replica.http(scope, raw, ask=NOTHING))
+        again = await pieces_of(replica.http(scope, raw, routing_request=NOTHING))
         message = pb.GenerateRequest(text="Hi", request_id="mine").SerializeToString()
         key = [("authorization", "Bearer bob")]
         his = asyncio.create_task(
-            pieces_of(replica.grpc(GENERATE, message, key, "ipv4:127.0.0.1:5", ask=NOTHING))
+            pieces_of(
+                replica.grpc(GENERATE, message, key, "ipv4:127.0.0.1:5", routing_request=NOTHING)
+            )
         )
         await asyncio.to_thread(engine.wait, lambda: len(engine.live) == 2)
         engine.run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.deploy.replica_stats import WINDOW_S, Tally
+from jaxserve.deploy.replica_stats import WINDOW_S, ReplicaStats
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import RequestStats
 from jaxserve.sched.request import SLO, Request, Tier
@@ -30,11 +30,11 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def tally(engine: Engine, clock: Clock) -> Tally:
-    return Tally(engine, clock=clock, wall=lambda: 1000.0 + clock.now)
+def tally(engine: Engine, clock: Clock) -> ReplicaStats:
+    return ReplicaStats(engine, clock=clock, wall=lambda: 1000.0 + clock.now)
 
 
-def serve(tally: Tally, number: int, ttft: float, slo_class: str = "chat") -> None:
+def serve(tally: ReplicaStats, number: int, ttft: float, slo_class: str = "chat") -> None:
     """A request with a target of half a second, and an output of 20 tokens."""
     slo = SLO(ttft=0.5)
     tally.on_arrival(number, Request(str(number), (1,), slo=slo, slo_class=slo_class))
@@ -45,7 +45,7 @@ def serve(tally: Tally, number: int, ttft: float, slo_class: str = "chat") -> No
     tally.on_finish(stats)
 
 
-def test_attainment_is_by_class_and_of_the_last_minute(tally: Tally, clock: Clock) -> None:
+def test_attainment_is_by_class_and_of_the_last_minute(tally: ReplicaStats, clock: Clock) -> None:
     serve(tally, 0, ttft=9.0)
     clock.now += WINDOW_S / 2
     serve(tally, 1, ttft=0.1)
@@ -58,13 +58,13 @@ def test_attainment_is_by_class_and_of_the_last_minute(tally: Tally, clock: Cloc
     assert tally.load().ended == {} and tally.load().wait_share == 0.0
 
 
-def test_the_wait_is_told_of_the_target_that_requests_have(tally: Tally) -> None:
+def test_the_wait_is_told_of_the_target_that_requests_have(tally: ReplicaStats) -> None:
     assert tally.load().wait_share == 0.0
     serve(tally, 0, ttft=0.1)
     assert tally.load().wait_share == 0.5  # the engine expects 0.25 s
 
 
-def test_a_snapshot_has_what_was_learned_and_is_of_now(tally: Tally) -> None:
+def test_a_snapshot_has_what_was_learned_and_is_of_now(tally: ReplicaStats) -> None:
     serve(tally, 0, ttft=0.1)
     serve(tally, 1, ttft=9.0)
     found = tally.snapshot()
@@ -72,13 +72,15 @@ def test_a_snapshot_has_what_was_learned_and_is_of_now(tally: Tally) -> None:
     assert found.time == 1100.0 and found.free_blocks == found.num_blocks and not found.draining
 
 
-def test_one_that_takes_no_more_says_so_as_of_now(tally: Tally, clock: Clock) -> None:
+def test_one_that_takes_no_more_says_so_as_of_now(tally: ReplicaStats, clock: Clock) -> None:
     clock.now += 50.0  # no step since
     found = tally.snapshot(draining=True)
     assert found.draining and found.time == 1150.0
 
 
-def test_steps_that_take_longer_than_predicted_are_told(tally: Tally, engine: Engine) -> None:
+def test_steps_that_take_longer_than_predicted_are_told(
+    tally: ReplicaStats, engine: Engine
+) -> None:
     before = tally.snapshot()
     engine.step()  # 8 ms for 9
     assert before.pace == 1.0 > tally.snapshot().pace > 8 / 9

@@ -13,7 +13,7 @@ from jaxserve.sched.routing.routers import ROUTERS, NoReplica
 from jaxserve.sched.routing.snapshot import Prices, Snapshot
 from jaxserve.sched.routing.take_snapshot import idle_snapshot
 
-ASK = RoutingRequest(100, ttft=1.0)
+ROUTING_REQUEST = RoutingRequest(100, ttft=1.0)
 KNOWN = {
     "prices": Prices(1e-2, 1e-4, 1e-5, 1e-7, 1e-3, 0.0, 0.0),
     "prefill_tokens": 512,
@@ -37,34 +37,34 @@ def busy(time: float) -> dict[str, float]:
 def test_the_slo_router_avoids_the_busy_one() -> None:
     replicas = Replicas("slo")
     replicas.update({"a": busy(1.0), "b": said(1.0), "c": busy(1.0)})
-    assert replicas.choose(ASK, 1.1) == "b"
+    assert replicas.choose(ROUTING_REQUEST, 1.1) == "b"
     replicas.update({"a": said(2.0), "b": busy(2.0), "c": busy(2.0)})
-    assert replicas.choose(ASK, 2.1) == "a"
+    assert replicas.choose(ROUTING_REQUEST, 2.1) == "a"
 
 
 def test_what_was_sent_counts_until_the_next_snapshot() -> None:
     replicas = Replicas("least_loaded")
     replicas.update({"a": said(1.0), "b": said(1.0, unfinished=2)})
     for _ in range(3):
-        replicas.sent("a", ASK, 1.5)
-    assert replicas.choose(ASK, 1.6) == "b"
+        replicas.sent("a", ROUTING_REQUEST, 1.5)
+    assert replicas.choose(ROUTING_REQUEST, 1.6) == "b"
     replicas.update({"a": said(1.0), "b": said(1.0, unfinished=2)})  # nothing new
-    assert replicas.choose(ASK, 1.6) == "b"
+    assert replicas.choose(ROUTING_REQUEST, 1.6) == "b"
     replicas.update({"a": said(2.0), "b": said(1.0, unfinished=2)})
-    assert replicas.choose(ASK, 2.1) == "a"
+    assert replicas.choose(ROUTING_REQUEST, 2.1) == "a"
 
 
 @pytest.mark.parametrize("routing", ROUTERS)
 def test_a_replica_that_has_said_nothing_is_there_and_one_that_is_gone_is_not(routing: str) -> None:
     replicas = Replicas(routing)
     with pytest.raises(NoReplica):
-        replicas.choose(ASK, 0.0)
+        replicas.choose(ROUTING_REQUEST, 0.0)
     replicas.update({"new": None})
-    assert replicas.choose(ASK, 0.0) == "new"
+    assert replicas.choose(ROUTING_REQUEST, 0.0) == "new"
     replicas.lose("new")
-    replicas.sent("new", ASK, 0.5)  # it was on its way
+    replicas.sent("new", ROUTING_REQUEST, 0.5)  # it was on its way
     with pytest.raises(NoReplica):
-        replicas.choose(ASK, 1.0)
+        replicas.choose(ROUTING_REQUEST, 1.0)
 
 
 def test_one_that_serves_no_more_is_avoided_until_it_says_that_it_does() -> None:
@@ -72,21 +72,21 @@ def test_one_that_serves_no_more_is_avoided_until_it_says_that_it_does() -> None
     replicas.update({"a": said(1.0), "b": busy(1.0)})
     replicas.avoid("a")
     replicas.update({"a": said(1.0), "b": busy(1.0)})  # nothing new
-    assert replicas.choose(ASK, 1.1) == "b"
+    assert replicas.choose(ROUTING_REQUEST, 1.1) == "b"
     replicas.update({"a": said(2.0, draining=True), "b": busy(1.0)})
-    assert replicas.choose(ASK, 2.1) == "b"
+    assert replicas.choose(ROUTING_REQUEST, 2.1) == "b"
     replicas.update({"a": said(3.0), "b": busy(1.0)})
-    assert replicas.choose(ASK, 3.1) == "a"
+    assert replicas.choose(ROUTING_REQUEST, 3.1) == "a"
 
 
 def test_there_may_be_any_number_and_a_place_is_used_again_without_what_was_known() -> None:
     replicas = Replicas("least_loaded")
     replicas.update({number: said(1.0, unfinished=number + 5) for number in range(40)})
-    assert replicas.choose(ASK, 1.0) == 0
+    assert replicas.choose(ROUTING_REQUEST, 1.0) == 0
     replicas.update({**{number: said(1.0, unfinished=6) for number in range(1, 40)}, "new": None})
-    assert 0 not in replicas and replicas.choose(ASK, 1.0) == "new"
+    assert 0 not in replicas and replicas.choose(ROUTING_REQUEST, 1.0) == "new"
     replicas.update({"new": said(0.5, unfinished=100), "newer": None})
-    assert replicas.choose(ASK, 1.0) == "newer"
+    assert replicas.choose(ROUTING_REQUEST, 1.0) == "newer"
 
 
 def test_a_new_replica_does_not_get_everything() -> None:
@@ -96,8 +96,8 @@ def test_a_new_replica_does_not_get_everything() -> None:
     replicas.update({"old": full, "new": {**full, "mean_output": 0.0}})
     chosen = []
     for _ in range(20):
-        chosen.append(replicas.choose(ASK, 1.0))
-        replicas.sent(chosen[-1], ASK, 1.0)
+        chosen.append(replicas.choose(ROUTING_REQUEST, 1.0))
+        replicas.sent(chosen[-1], ROUTING_REQUEST, 1.0)
     assert chosen.count("old") == chosen.count("new")
 
 

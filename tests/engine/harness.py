@@ -194,7 +194,9 @@ def send(
     params = SamplingParams(**sampling)
     stream = Stream(left=params.n, on_output=on_output)
     name = f"request-{next(_names)}"
-    on.submit(Request(name, tuple(prompt), params, tier=tier), stream)
+    request = Request(name, tuple(prompt), params, tier=tier)
+    on.check(request)
+    on.submit(request, stream)
     return name, stream
 
 

@@ -181,9 +181,9 @@ def test_a_full_queue_refuses_and_recovers(shapes: dict[str, Path]) -> None:
 def test_bad_requests_never_reach_the_queue(roomy: Engine) -> None:
     never = Stream()
     with pytest.raises(InvalidRequest, match="prompt: has 64 tokens; at most 63"):
-        roomy.submit(Request("long", (3,) * 64), never)
+        roomy.check(Request("long", (3,) * 64))
     with pytest.raises(InvalidRequest, match="token id 96"):
-        roomy.submit(Request("odd", (96,), SamplingParams(max_tokens=1)), never)
+        roomy.check(Request("odd", (96,), SamplingParams(max_tokens=1)))
     name, stream = send(roomy, [3], max_tokens=30, ignore_eos=True)
     with pytest.raises(InvalidRequest, match="request_id"):
         roomy.submit(Request(name, (3,), SamplingParams(max_tokens=1)), never)

@@ -240,7 +240,7 @@ def test_tokens_that_are_none_are_refused_where_they_come_from(
     field: str, prompt: Any, sampling: dict[str, Any], roomy: Engine
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"{field}: token ids are integers, got"):
-        roomy.submit(Request("odd", prompt, SamplingParams(4, **sampling)), Stream())
+        roomy.check(Request("odd", prompt, SamplingParams(4, **sampling)))
     with pytest.raises(TypeError):
         roomy.submit(Request("odd", (3,), SamplingParams(4, seed=0.5)), Stream())  # type: ignore[arg-type]
     roomy.submit(Request("odd", (3,), SamplingParams(max_tokens=1)), stream := Stream())

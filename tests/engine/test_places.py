@@ -47,7 +47,7 @@ def test_places_come_back_as_continuations_end() -> None:
     with pytest.raises(InvalidRequest, match="already being served"):
         places.reserve(ask("a"))
     with pytest.raises(InvalidRequest, match="n: 5 continuations; at most 4"):
-        places.reserve(ask("c", n=5))
+        places.check(ask("c", n=5))
     assert [places.end("a") for _ in range(3)] == [False, False, True]
     assert not places
     places.reserve(ask("b", n=4))

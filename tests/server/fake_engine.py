@@ -166,13 +166,17 @@ class FakeEngine:
             requests = [running.request for running in self.live.values()]
         return Counter((each.slo_class, each.tier.name.lower(), True) for each in requests)
 
-    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
+    def check(self, request: Request) -> None:
         validate(
             request,
             max_model_len=INFO.max_model_len,
             vocab_size=INFO.vocab_size,
             pool_tokens=INFO.pool_tokens,
         )
+        if request.sampling.grammar is not None:
+            self.check_grammar(request.sampling.grammar)
+
+    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
         with self.changed:
             if self.failure is not None or not self.open:
                 raise EngineStopped(str(self.failure or "the engine is shutting down"))

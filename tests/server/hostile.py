@@ -1,4 +1,4 @@
-"""What a fuzz of the doors sends: right calls with something wrong in them."""
+"""What a fuzz of the frontends sends: right calls with something wrong in them."""
 
 from __future__ import annotations
 

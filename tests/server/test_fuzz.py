@@ -1,4 +1,4 @@
-"""Hostile strings and values through both doors: whatever comes is served or refused.
+"""Hostile strings and values through both frontends: whatever comes is served or refused.
 
 A few seconds of it, over an engine without a model. `make fuzz` has more of it, over the model in
 the box.
@@ -243,7 +243,7 @@ def test_hostile_messages_are_served_or_refused(target: Target, service: str) ->
 
 
 def test_what_is_left_of_it(target: Target, engine: Any) -> None:
-    """The server answers, nothing was logged, and both doors have served and refused some."""
+    """The server answers, nothing was logged, and both frontends have served and refused some."""
     assert target.send("GET", "/health")[0] == 200
     for each in (200, 400, 404, grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT):
         assert target.seen.get(each), target.seen

@@ -6,34 +6,39 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 
-from jaxserve.server.requests.call_outcome import Ending
+from jaxserve.server.requests.call_outcome import CallOutcome
 
 # What the server may have called a call that its client saw end so. A client that has gone cannot
 # know whether the server was done before it noticed.
-SEEN_AS: Mapping[str, frozenset[Ending]] = {
-    "ok": frozenset({Ending.OK}),
-    "left": frozenset({Ending.OK, Ending.CANCELLED, Ending.TIMED_OUT}),
-    "unread": frozenset({Ending.OK, Ending.CANCELLED, Ending.SLOW_READER}),
-    "half": frozenset({Ending.CANCELLED, Ending.INVALID, Ending.MALFORMED}),
+SEEN_AS: Mapping[str, frozenset[CallOutcome]] = {
+    "ok": frozenset({CallOutcome.OK}),
+    "left": frozenset({CallOutcome.OK, CallOutcome.CANCELLED, CallOutcome.TIMED_OUT}),
+    "unread": frozenset({CallOutcome.OK, CallOutcome.CANCELLED, CallOutcome.SLOW_READER}),
+    "half": frozenset({CallOutcome.CANCELLED, CallOutcome.INVALID, CallOutcome.MALFORMED}),
     # gRPC
-    "DEADLINE_EXCEEDED": frozenset({Ending.OK, Ending.CANCELLED, Ending.TIMED_OUT}),
-    "INVALID_ARGUMENT": frozenset({Ending.INVALID, Ending.MALFORMED}),
-    "ALREADY_EXISTS": frozenset({Ending.DUPLICATE}),
+    "DEADLINE_EXCEEDED": frozenset({CallOutcome.OK, CallOutcome.CANCELLED, CallOutcome.TIMED_OUT}),
+    "INVALID_ARGUMENT": frozenset({CallOutcome.INVALID, CallOutcome.MALFORMED}),
+    "ALREADY_EXISTS": frozenset({CallOutcome.DUPLICATE}),
     "RESOURCE_EXHAUSTED": frozenset(
-        {Ending.QUEUE_FULL, Ending.TOO_MANY_CALLS, Ending.EXPECTED_LATE, Ending.SLOW_READER}
+        {
+            CallOutcome.QUEUE_FULL,
+            CallOutcome.TOO_MANY_CALLS,
+            CallOutcome.EXPECTED_LATE,
+            CallOutcome.SLOW_READER,
+        }
     ),
-    "CANCELLED": frozenset({Ending.CANCELLED}),
-    "UNAVAILABLE": frozenset({Ending.SHUTTING_DOWN, Ending.ENGINE_FAILED}),
-    "INTERNAL": frozenset({Ending.ENGINE_FAILED, Ending.FAILED}),
+    "CANCELLED": frozenset({CallOutcome.CANCELLED}),
+    "UNAVAILABLE": frozenset({CallOutcome.SHUTTING_DOWN, CallOutcome.ENGINE_FAILED}),
+    "INTERNAL": frozenset({CallOutcome.ENGINE_FAILED, CallOutcome.FAILED}),
     # HTTP
-    "not_json": frozenset({Ending.MALFORMED}),
-    "invalid_value": frozenset({Ending.INVALID}),
-    "unknown_field": frozenset({Ending.INVALID}),
-    "duplicate": frozenset({Ending.DUPLICATE}),
-    "queue_full": frozenset({Ending.QUEUE_FULL}),
-    "expected_late": frozenset({Ending.EXPECTED_LATE}),
-    "too_many_calls": frozenset({Ending.TOO_MANY_CALLS}),
-    "slow_reader": frozenset({Ending.SLOW_READER}),
+    "not_json": frozenset({CallOutcome.MALFORMED}),
+    "invalid_value": frozenset({CallOutcome.INVALID}),
+    "unknown_field": frozenset({CallOutcome.INVALID}),
+    "duplicate": frozenset({CallOutcome.DUPLICATE}),
+    "queue_full": frozenset({CallOutcome.QUEUE_FULL}),
+    "expected_late": frozenset({CallOutcome.EXPECTED_LATE}),
+    "too_many_calls": frozenset({CallOutcome.TOO_MANY_CALLS}),
+    "slow_reader": frozenset({CallOutcome.SLOW_READER}),
 }
 
 
@@ -45,7 +50,7 @@ class Ledger:
         self.by_kind: Counter[tuple[str, str]] = Counter()
         self.longest_s: dict[str, float] = {}
         self.problems: Counter[str] = Counter()
-        self._seen: Counter[tuple[str, frozenset[Ending]]] = Counter()
+        self._seen: Counter[tuple[str, frozenset[CallOutcome]]] = Counter()
         self._maybe: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -57,7 +62,7 @@ class Ledger:
             endings = SEEN_AS.get(ended)
             if endings is None:
                 self.problems[f"{kind}: a call ended with {ended}"] += 1
-                endings = frozenset(Ending)
+                endings = frozenset(CallOutcome)
             if surely:
                 self._seen[method, endings] += 1
             else:
@@ -82,13 +87,16 @@ class Ledger:
         found = []
         for method in sorted({method for method, _ in (*self._seen, *served)}):
             ours = {sets: count for (name, sets), count in self._seen.items() if name == method}
-            theirs = {Ending(end): n for (name, end), n in served.items() if name == method}
+            theirs = {CallOutcome(end): n for (name, end), n in served.items() if name == method}
             found += _compared(method, ours, self._maybe[method], theirs)
         return found
 
 
 def _compared(
-    method: str, ours: Mapping[frozenset[Ending], int], maybe: int, theirs: Mapping[Ending, int]
+    method: str,
+    ours: Mapping[frozenset[CallOutcome], int],
+    maybe: int,
+    theirs: Mapping[CallOutcome, int],
 ) -> list[str]:
     """Totals agree, and each ending has as many as surely are its own, and at most as many as can
     be; calls that the server may not have heard of can be any, or none."""
@@ -97,7 +105,7 @@ def _compared(
     if not total <= counted <= total + maybe:
         more = f" and perhaps {maybe} more" if maybe else ""
         found.append(f"{method}: {counted} calls were counted, {total}{more} were made")
-    for ending in Ending:
+    for ending in CallOutcome:
         least = sum(count for sets, count in ours.items() if sets == {ending})
         most = sum(count for sets, count in ours.items() if ending in sets) + maybe
         if not least <= theirs.get(ending, 0) <= most:

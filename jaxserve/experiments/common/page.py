@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -69,9 +69,22 @@ class Page(Generic[C, N]):
 
     def rendered(self, quick: bool = False) -> str:
         """In Markdown, with the numbers that there are."""
-        names = {name: getattr(self, name) for name in dir(self) if not name.startswith("_")}
-        names |= {"quick": quick, "numbers": NUMBERS.format(name=self.name)}
-        return render(sys.modules[type(self).__module__].__file__, names)
+        module = sys.modules[type(self).__module__]
+        folders = [Path(str(file)).parent for file in (module.__file__, __file__)]
+        environment = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(folders),
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        environment.globals.update(
+            {name: getattr(self, name) for name in dir(self) if not name.startswith("_")},
+            quick=quick,
+            fmean=fmean,
+            listed=listed,
+            numbers=NUMBERS.format(name=self.name),
+        )
+        return environment.get_template(TEMPLATE).render().rstrip() + "\n"
 
     def chart(
         self,
@@ -105,18 +118,6 @@ class Page(Generic[C, N]):
     def cells(self, cases: Sequence[C], columns: Sequence[Column]) -> list[str]:
         """Of a line of such a table: means, and half of their intervals."""
         return [over(self.results, cases, n).text(form, by) for _, n, form, by in columns]
-
-
-def render(module: str | None, names: Mapping[str, Any]) -> str:
-    """The page of the template beside the module's file, with those names in its holes."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([Path(str(file)).parent for file in (module, __file__)]),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.globals.update(names, fmean=fmean, listed=listed)
-    return environment.get_template(TEMPLATE).render().rstrip() + "\n"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -61,16 +61,16 @@ class Caller:
             place.callback(self._usage.leave)
         return place
 
-    def take(self, count: int) -> None:
+    def take_requests(self, count: int) -> None:
         """So many requests of theirs go to the engine. Raises RateLimited where that is too many
         now, TooManyRequests where it always is."""
         if self.key is not None and self._usage is not None:
-            self._usage.take(self.key, count)
+            self._usage.take_requests(self.key, count)
 
-    def give_back(self, count: int) -> None:
+    def give_back_requests(self, count: int) -> None:
         """So many have ended."""
         if self._usage is not None:
-            self._usage.give_back(count)
+            self._usage.give_back_requests(count)
 
 
 class Keys:

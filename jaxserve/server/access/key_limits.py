@@ -1,4 +1,4 @@
-"""What the calls of one key may take, whichever door they come through.
+"""What the calls of one key may take, whichever frontend they come through.
 
 `concurrency` bounds two counts: calls that are open, whatever they do (files that are read, streams
 of the console), and requests that calls have with the engine, one a prompt and continuation.
@@ -52,7 +52,7 @@ class Usage:
         """One has ended."""
         self.calls -= 1
 
-    def take(self, key: ApiKey, count: int) -> None:
+    def take_requests(self, key: ApiKey, count: int) -> None:
         """A call has so many requests for the engine. Raises RateLimited, and TooManyRequests where
         they will never fit; then they count nowhere."""
         limit = key.concurrency
@@ -63,7 +63,7 @@ class Usage:
             raise _full(key, f"{self.requests} requests run, and the call asks for {count}")
         self.requests += count
 
-    def give_back(self, count: int) -> None:
+    def give_back_requests(self, count: int) -> None:
         """So many have ended."""
         self.requests -= count
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
-from jaxserve.sched.request import Grammar, GrammarKind, InvalidRequest, Request, Tier
+from jaxserve.sched.request import Grammar, GrammarKind, InvalidRequest, Tier
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.batches.records import NewLine
-from jaxserve.server.requests.engine_requests import EngineRequests
+from jaxserve.server.requests.call_errors import call_error_of
+from jaxserve.server.requests.engine_requests import EngineRequests, RequestFields
 
 MAX_LINE_BYTES = 4 << 20
 """Of a line's JSON in the journal, which is ASCII: a prompt of four million Latin characters,
@@ -42,14 +44,24 @@ class Line:
         grammar = Grammar(GrammarKind(grammar["kind"]), grammar["text"])
         return replace(line, sampling={**line.sampling, "grammar": grammar})
 
-    async def request(self, requests: EngineRequests, caller: Caller) -> Request:
-        """What the engine is to do. caller: whose batch it is of. Raises InvalidRequest."""
-        asked = {"sampling": self.sampling, "tier": Tier.BEST_EFFORT, "caller": caller}
-        return await requests.make(self.prompt, **asked)
+    def fields(self, caller: Caller | None = None) -> RequestFields:
+        """What it asks of the engine. caller: whose batch it is of."""
+        return RequestFields(self.prompt, self.sampling, tier=Tier.BEST_EFFORT, caller=caller)
 
-    def checked(self, requests: EngineRequests, problem: InvalidRequest | None = None) -> NewLine:
-        """What the journal is to keep: the line, with an error if it is too large, its door has
-        found a problem in it, or the engine would not serve it. Any thread may call this."""
+    def checked(
+        self,
+        requests: EngineRequests,
+        problem: InvalidRequest | None = None,
+        named: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> NewLine:
+        """What the journal is to keep: the line, with an error if it is too large, its frontend has
+        found a problem in it, or the engine would not serve it. Any thread may call this.
+
+        Args:
+            requests: the way to the engine.
+            problem: that its frontend has found.
+            named: within it, what is found wrong gets the name that the frontend has for a field.
+        """
         text = self.to_json()
         try:
             if len(text) > MAX_LINE_BYTES:
@@ -58,11 +70,10 @@ class Line:
                 raise InvalidRequest("line", limits)
             if problem is not None:
                 raise problem
-            requests.check(
-                requests.build(self.prompt, sampling=self.sampling, tier=Tier.BEST_EFFORT)
-            )
+            with named():
+                requests.build_request(self.fields())
         except InvalidRequest as error:
-            return NewLine(text, Result(self.name, error=LineError.of(error)).to_json())
+            return NewLine(text, Result(self.name, error=LineError.from_error(error)).to_json())
         return NewLine(text)
 
 
@@ -77,10 +88,10 @@ class LineError:
     message: str
 
     @classmethod
-    def of(cls, error: Exception) -> LineError:
+    def from_error(cls, error: Exception) -> LineError:
         """What the engine does not serve, or failed over."""
-        code = "INVALID_ARGUMENT" if isinstance(error, InvalidRequest) else "INTERNAL"
-        return cls(code, str(error))
+        known = call_error_of(error)
+        return cls("INTERNAL" if known is None else known.grpc_code, str(error))
 
     @classmethod
     def no_room(cls, size: int) -> LineError:

@@ -7,14 +7,14 @@ import contextlib
 import logging
 import sqlite3
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.access.api_keys import Caller
-from jaxserve.server.batches.async_journal import Disk
+from jaxserve.server.batches.async_journal import DiskThread
 from jaxserve.server.batches.batch_lines import Line
 from jaxserve.server.batches.batch_runner import BatchRunner
 from jaxserve.server.batches.journal import Journal
@@ -26,7 +26,7 @@ from jaxserve.server.batches.records import (
     Quota,
     Status,
 )
-from jaxserve.server.requests.call_outcome import Endings
+from jaxserve.server.requests.call_outcome import CallTracker
 from jaxserve.server.requests.engine_requests import EngineRequests
 
 PAGE_BYTES = 1 << 20
@@ -66,18 +66,20 @@ class Progress:
 class Batches:
     """The journal and its runner, for the event loop that serves: all methods run there.
 
-    endings: of lines that the engine gets. keep_s: for how long a batch is kept that nothing
+    tracker: of lines that the engine gets. keep_s: for how long a batch is kept that nothing
     happens to. owner, of methods: name of the API key that calls, for which others' batches are not
     there; "" sees all. Methods raise BatchRefused where the journal does not do what is asked, and
     sqlite3.Error where the disk does not.
     """
 
-    def __init__(self, requests: EngineRequests, settings: BatchSettings, endings: Endings) -> None:
+    def __init__(
+        self, requests: EngineRequests, settings: BatchSettings, tracker: CallTracker
+    ) -> None:
         self._requests = requests
         self._journal, self._settings, self.keep_s = settings.journal, settings, settings.keep_s
-        self._disk = Disk()
+        self._disk = DiskThread()
         self._runner = BatchRunner(
-            requests, settings.journal, self._disk, endings, settings.in_flight
+            requests, settings.journal, self._disk, tracker, settings.in_flight
         )
         self._cleaning: asyncio.Task[None] | None = None
         self._shrinking: asyncio.Task[None] | None = None
@@ -114,33 +116,32 @@ class Batches:
 
     def closed(self) -> None:
         """Tells those who wait for results that the engine takes no requests any more."""
-        self._runner.tell()
+        self._runner.announce()
+
+    def checked(self, lines: Iterable[tuple[Line, InvalidRequest | None]]) -> list[NewLine]:
+        """What `submit` takes, of lines and what their frontend found wrong with each; one in error
+        gets that as its result. Any thread may call."""
+        return [line.checked(self._requests, problem) for line, problem in lines]
 
     async def submit(
         self,
         batch_id: str,
         first: int,
-        lines: Sequence[tuple[Line, InvalidRequest | None]],
+        lines: Sequence[NewLine],
         *,
         commit: bool,
         caller: Caller | None = None,
         note: str = "",
     ) -> Progress:
-        """`Journal.append`, after each line has been checked; one in error gets that as its result.
-        With each line goes what its door found wrong with it. batch_id: empty makes one up. caller:
-        whose it is, and counted as theirs.
-
-        Raises EngineStopped where the server takes no requests any more.
-        """
-        if self._requests.closed is not None:
-            raise EngineStopped(self._requests.closed)
-        new = await asyncio.to_thread(self._checked, lines)
+        """`Journal.append`. batch_id: empty makes one up. lines: of `checked`. caller: whose it is,
+        and counted as theirs. Raises EngineStopped where the server takes no requests any more."""
+        self._requests.check_open()
         name, model = batch_id or uuid.uuid4().hex, self._requests.info().model
         caller = caller or Caller()
         owner, quota = caller.name, self.quota(caller)
-        status = await self._disk.do(
+        status = await self._disk.run(
             lambda: self._journal.append(
-                name, model, first, new, commit=commit, owner=owner, note=note, quota=quota
+                name, model, first, lines, commit=commit, owner=owner, note=note, quota=quota
             )
         )
         self._runner.wake()
@@ -148,11 +149,11 @@ class Batches:
 
     async def status(self, batch_id: str, owner: str = "") -> Progress:
         """Where a batch is."""
-        return self._progress(await self._disk.do(self._journal.status, batch_id, owner))
+        return self._progress(await self._disk.run(self._journal.status, batch_id, owner))
 
     async def noted(self, owner: str, *, after: str | None, limit: int) -> list[Progress]:
         """`Journal.noted`."""
-        found = await self._disk.do(lambda: self._journal.noted(owner, after=after, limit=limit))
+        found = await self._disk.run(lambda: self._journal.noted(owner, after=after, limit=limit))
         return [self._progress(status) for status in found]
 
     async def results(
@@ -167,7 +168,7 @@ class Batches:
         """
         while True:
             news = self._runner.news()
-            status, page = await self._disk.do(self._page, batch_id, first, follow, owner)
+            status, page = await self._disk.run(self._page, batch_id, first, follow, owner)
             yield self._progress(status), page
             if page:
                 first = page[-1].line + 1
@@ -179,20 +180,17 @@ class Batches:
 
     async def cancel(self, batch_id: str, owner: str = "") -> Progress:
         """Lines that wait or run get no result."""
-        status = await self._disk.do(self._journal.cancel, batch_id, owner)
+        status = await self._disk.run(self._journal.cancel, batch_id, owner)
         self._runner.drop(status.key)
         return self._progress(status)
 
     async def delete(self, batch_id: str, owner: str = "") -> None:
         """Forgets the batch with its results; once this returns, their room is free."""
-        await self._disk.do(self._journal.delete, batch_id, owner)
-        self._runner.tell()
+        await self._disk.run(self._journal.delete, batch_id, owner)
+        self._runner.announce()
         await self._in_turns(self._journal.sweep)
         if self._shrinking is None or self._shrinking.done():
             self._shrinking = asyncio.create_task(self._shrink())
-
-    def _checked(self, lines: Sequence[tuple[Line, InvalidRequest | None]]) -> list[NewLine]:
-        return [line.checked(self._requests, problem) for line, problem in lines]
 
     def _page(
         self, batch_id: str, first: int, gapless: bool, owner: str
@@ -218,7 +216,7 @@ class Batches:
 
     async def _in_turns(self, step: Callable[[], bool]) -> None:
         """Until it says that there is no more to do; others may have the disk in between."""
-        while await self._disk.do(step):
+        while await self._disk.run(step):
             pass
 
     async def _shrink(self) -> None:
@@ -228,8 +226,8 @@ class Batches:
     async def _clean(self) -> None:
         while True:
             try:
-                if await self._disk.do(self._journal.clean, self.keep_s):
-                    self._runner.tell()
+                if await self._disk.run(self._journal.clean, self.keep_s):
+                    self._runner.announce()
                 await self._in_turns(self._journal.sweep)
                 await self._in_turns(self._journal.shrink)
             except sqlite3.Error as error:

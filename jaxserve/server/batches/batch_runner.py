@@ -15,11 +15,17 @@ from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.access.api_keys import Caller
-from jaxserve.server.batches.async_journal import Disk
+from jaxserve.server.batches.async_journal import DiskThread
 from jaxserve.server.batches.batch_lines import Completion, Line, LineError, Result
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.records import Outcome, Position, Work
-from jaxserve.server.requests.call_outcome import CallRecord, Door, Ending, Endings, RateLimitedLog
+from jaxserve.server.requests.call_outcome import (
+    CallOutcome,
+    CallRecord,
+    CallSource,
+    CallTracker,
+    RateLimitedLog,
+)
 from jaxserve.server.requests.engine_requests import EngineRequests
 from jaxserve.server.requests.output_streams import Delta, RequestFailed, Stream, StreamFailed
 
@@ -34,7 +40,7 @@ class BatchRunner:
     """Has the engine serve what waits in the journal, in its order, and writes down the results.
     Create it on the event loop that serves; all its methods run there.
 
-    endings: of lines. in_flight: how many continuations the engine gets at once at most, though one
+    tracker: of lines. in_flight: how many continuations the engine gets at once at most, though one
     line always goes. A line counts until its result is on disk. Results that come while others are
     being written are written together.
     """
@@ -43,11 +49,11 @@ class BatchRunner:
         self,
         requests: EngineRequests,
         journal: Journal,
-        disk: Disk,
-        endings: Endings,
+        disk: DiskThread,
+        tracker: CallTracker,
         in_flight: int,
     ) -> None:
-        self._requests, self._endings, self._limit = requests, endings, in_flight
+        self._requests, self._tracker, self._limit = requests, tracker, in_flight
         self._journal, self._disk = journal, disk
         self._model = requests.info().model
         self._ahead: deque[Work] = deque()
@@ -70,14 +76,14 @@ class BatchRunner:
     async def stop(self) -> None:
         """Cancels what runs, whose lines wait for the next server; finished lines are written."""
         for stream in self._streams.values():
-            self._requests.end(stream)
+            self._requests.end_stream(stream)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         with contextlib.suppress(sqlite3.Error):  # then they are served again
-            await self._disk.do(self._journal.record, self._finished)
-        self.tell()
+            await self._disk.run(self._journal.record, self._finished)
+        self.announce()
 
     def wake(self) -> None:
         """The journal has new lines."""
@@ -88,8 +94,8 @@ class BatchRunner:
         self._dropped.add(batch)
         for (key, _), stream in self._streams.items():
             if key == batch:
-                self._requests.cancel(stream)
-        self.tell()
+                self._requests.cancel_stream(stream)
+        self.announce()
 
     def running(self, batch: int) -> int:
         """Lines of a batch, by its key, that the engine has."""
@@ -99,7 +105,7 @@ class BatchRunner:
         """Set once there is something new to read of any batch. Take it before you read."""
         return self._news
 
-    def tell(self) -> None:
+    def announce(self) -> None:
         """Sets `news`."""
         self._news.set()
         self._news = asyncio.Event()
@@ -114,20 +120,21 @@ class BatchRunner:
         if not task.cancelled() and (error := task.exception()) is not None:
             logging.error("batches are not served any more", exc_info=error)
             self.failure = f"batches are not served any more: {error!r}"
-            self.tell()
+            self.announce()
 
     async def _feed(self) -> None:
         while True:
             work = await self._next()
             line = Line.from_json(work.request)
             try:
-                request = await line.request(self._requests, Caller(name=work.owner))
+                fields = line.fields(Caller(name=work.owner))
+                request = await self._requests.make_request(fields)
                 await self._room(request.sampling.n)
                 record = self._begin(work)
-                record.asks((request,))
+                record.charge((request,))
                 while work.batch not in self._dropped:
                     try:
-                        stream = self._requests.open(request, bounded=False, record=record)
+                        stream = self._requests.open_stream(request, bounded=False, record=record)
                     except (QueueFull, EngineStopped) as error:
                         if isinstance(error, EngineStopped) and not self._requests.stalled:
                             return
@@ -138,8 +145,8 @@ class BatchRunner:
                         self._spawn(self._collect(work, line, stream, record))
                         break
             except InvalidRequest as error:  # the model is another one of the same name
-                self._over(self._begin(work), Ending.INVALID)
-                self._finish(_outcome(work, Result(line.name, error=LineError.of(error))))
+                self._over(self._begin(work), CallOutcome.INVALID)
+                self._finish(_outcome(work, Result(line.name, error=LineError.from_error(error))))
 
     async def _next(self) -> Work:
         while not self._ahead:
@@ -158,36 +165,36 @@ class BatchRunner:
             await self._freed.wait()
 
     def _begin(self, work: Work) -> CallRecord:
-        record = self._endings.begin(Door.BATCH, "batch line")
+        record = self._tracker.begin(CallSource.BATCH, "batch line")
         record.caller = Caller(name=work.owner)
         record.batch, record.line = work.batch_id, work.line
         return record
 
-    def _over(self, record: CallRecord, ending: Ending) -> None:
-        record.ending = ending
-        self._endings.ended(record)
+    def _over(self, record: CallRecord, outcome: CallOutcome) -> None:
+        record.outcome = outcome
+        self._tracker.ended(record)
 
     async def _collect(self, work: Work, line: Line, stream: Stream, record: CallRecord) -> None:
-        ending, failed = Ending.SHUTTING_DOWN, None
+        outcome, failed = CallOutcome.SHUTTING_DOWN, None
         try:
             whole = await _whole(stream)
             if whole is not None:
-                ending = Ending.OK
+                outcome = CallOutcome.OK
             elif work.batch in self._dropped:
-                ending = Ending.CANCELLED
+                outcome = CallOutcome.CANCELLED
         except RequestFailed as error:
-            whole, ending, failed = None, Ending.FAILED, LineError.of(error)
+            whole, outcome, failed = None, CallOutcome.FAILED, LineError.from_error(error)
         except (StreamFailed, EngineStopped):  # the engine: the line waits for the next server
-            whole, ending = None, Ending.ENGINE_FAILED
+            whole, outcome = None, CallOutcome.ENGINE_FAILED
         finally:  # or this task is cancelled, when the server stops
-            self._over(record, ending)
+            self._over(record, outcome)
         del self._streams[work.batch, work.line]
         if failed is not None:
             self._finish(_outcome(work, Result(line.name, error=failed)))
         elif whole is None:
             self._release(work.batch, work.line)
         else:
-            self._finish(await self._requests.beside(_served, work, line.name, whole))
+            self._finish(await self._requests.run_beside(_served, work, line.name, whole))
 
     def _finish(self, outcome: Outcome) -> None:
         self._finished.append(outcome)
@@ -202,7 +209,7 @@ class BatchRunner:
             for outcome in self._finished[:count]:
                 self._release(outcome.batch, outcome.line)
             del self._finished[:count]
-            self.tell()
+            self.announce()
 
     def _release(self, batch: int, line: int) -> None:
         self._in_flight.pop((batch, line), None)
@@ -211,7 +218,7 @@ class BatchRunner:
     async def _on_disk(self, function: Callable[..., T], *arguments: Any) -> T:
         while True:
             try:
-                return await self._disk.do(function, *arguments)
+                return await self._disk.run(function, *arguments)
             except sqlite3.Error as error:
                 self._log.warning("disk", "%s: %s; trying again", self._journal.path, error)
                 await asyncio.sleep(RETRY_S)

@@ -347,7 +347,7 @@ class Journal:
         many = "SELECT COUNT(*) FROM batches WHERE owner = ?"
         if quota is None or self._db.execute(many, (owner,)).fetchone()[0] < quota.count:
             return
-        problem = f"there are {quota.count} batches of {whose(owner)}, as many as it may have"
+        problem = f"there are {quota.count} batches of {owner_words(owner)}, as many as it may have"
         raise JournalFull(f"batch_id: {problem} (files); delete some")
 
     def _check_quota(self, owner: str, more: int, quota: Quota | None) -> None:
@@ -356,7 +356,7 @@ class Journal:
             return
         size = self._db.execute(used, (owner,)).fetchone()[0] + more
         if size > quota.max_bytes:
-            problem = f"the batches of {whose(owner)} would take {size:,} bytes"
+            problem = f"the batches of {owner_words(owner)} would take {size:,} bytes"
             most = f"at most {quota.max_bytes:,} are allowed (files_mib)"
             raise JournalFull(f"lines: {problem}; {most}; delete some")
 
@@ -422,7 +422,7 @@ class Journal:
         return int(self._db.execute(f"PRAGMA {name}").fetchone()[0])
 
 
-def whose(owner: str) -> str:
+def owner_words(owner: str) -> str:
     """For errors."""
     return f"key {owner}" if owner else "all"
 

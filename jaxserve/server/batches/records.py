@@ -5,6 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from jaxserve.server.requests.call_errors import CallError, CallRefused
+from jaxserve.server.requests.call_outcome import CallOutcome
+
 
 class BatchState(enum.StrEnum):
     """Where a batch is."""
@@ -49,8 +52,8 @@ class Quota:
 
 @dataclass(frozen=True)
 class NewLine:
-    """A line to keep. request: text, whatever the doors and the runner agree on. error: the result
-    of a line that is not worth trying."""
+    """A line to keep. request: text, whatever the frontends and the runner agree on. error: the
+    result of a line that is not worth trying."""
 
     request: str
     error: str | None = None
@@ -92,12 +95,14 @@ class Outcome:
     instead: str = ""
 
 
-class BatchRefused(ValueError):
+class BatchRefused(CallRefused):
     """The journal does not do that; the message says why."""
 
 
 class UnknownBatch(BatchRefused):
     """There is no batch of that id."""
+
+    call_error = CallError("not_found", 404, "NOT_FOUND", CallOutcome.REFUSED, "batch_id")
 
     def __init__(self, batch_id: str) -> None:
         super().__init__(f"batch_id: there is no batch {batch_id!r}")
@@ -106,9 +111,13 @@ class UnknownBatch(BatchRefused):
 class MissingLines(BatchRefused):
     """Lines came that do not go on where the batch ends."""
 
+    call_error = CallError("conflict", 409, "OUT_OF_RANGE", CallOutcome.REFUSED)
+
 
 class OtherLines(BatchRefused):
     """The batch has other lines at these places."""
+
+    call_error = CallError("conflict", 409, "ALREADY_EXISTS", CallOutcome.REFUSED)
 
 
 class BatchConflict(BatchRefused):
@@ -117,3 +126,7 @@ class BatchConflict(BatchRefused):
 
 class JournalFull(BatchRefused):
     """The batch, or all of them, would take more than they may."""
+
+    call_error = CallError(
+        "batches_full", 413, "RESOURCE_EXHAUSTED", CallOutcome.REFUSED, "input_file_id"
+    )

@@ -30,24 +30,24 @@ def check_call(message: Call) -> None:
     shell.CopyFrom(message)
     if isinstance(shell, pb.SubmitBatchRequest):
         del shell.lines[:]  # each is looked at by itself
-    message_conversion.no_unknown_fields("request", shell)
-    message_conversion.at_most("batch_id", message.batch_id, MAX_ID)
+    message_conversion.check_unknown_fields("request", shell)
+    message_conversion.check_length("batch_id", message.batch_id, MAX_ID)
     counts = isinstance(message, pb.SubmitBatchRequest | pb.GetBatchRequest)
     if counts and message.first_line < 0:
         raise InvalidRequest("first_line", f"must be at least 0, got {message.first_line}")
 
 
-def line(message: pb.BatchLine) -> tuple[Line, InvalidRequest | None]:
+def line_from_message(message: pb.BatchLine) -> tuple[Line, InvalidRequest | None]:
     """A line, and what is wrong with it that its message shows. Of an overlong id, which its result
     would have too, the beginning."""
     prompt: str | tuple[int, ...] = ""
     sampling: dict[str, Any] = {}
     problem = None
     try:
-        message_conversion.no_unknown_fields("line", message)
-        message_conversion.at_most("id", message.id, MAX_ID)
-        sampling = message_conversion.sampling_fields(message.sampling)
-        found = message_conversion.prompt(message)
+        message_conversion.check_unknown_fields("line", message)
+        message_conversion.check_length("id", message.id, MAX_ID)
+        sampling = message_conversion.sampling_from_message(message.sampling)
+        found = message_conversion.prompt_from_message(message)
         prompt = found if isinstance(found, str) else tuple(found)
     except InvalidRequest as error:
         problem = error
@@ -55,7 +55,7 @@ def line(message: pb.BatchLine) -> tuple[Line, InvalidRequest | None]:
     return Line(prompt, sampling, name), problem
 
 
-def status(progress: Progress) -> pb.BatchStatus:
+def status_message(progress: Progress) -> pb.BatchStatus:
     """Where a batch is."""
     told = progress.status
     return pb.BatchStatus(
@@ -70,7 +70,7 @@ def status(progress: Progress) -> pb.BatchStatus:
     )
 
 
-def result(outcome: Outcome) -> pb.BatchResult:
+def result_message(outcome: Outcome) -> pb.BatchResult:
     """What became of a line."""
     found = Result.from_json(outcome.result)
     message = pb.BatchResult(
@@ -88,7 +88,9 @@ def _completion(found: Completion) -> pb.Completion:
         index=found.index,
         text=found.text,
         token_ids=found.token_ids,
-        logprobs=[message_conversion.logprobs(entry) for entry in found.logprobs],
-        prompt_logprobs=[message_conversion.logprobs(entry) for entry in found.prompt_logprobs],
-        finish=message_conversion.finish(found.finish_reason, found.usage, found.timings),
+        logprobs=[message_conversion.logprobs_message(entry) for entry in found.logprobs],
+        prompt_logprobs=[
+            message_conversion.logprobs_message(entry) for entry in found.prompt_logprobs
+        ],
+        finish=message_conversion.finish_message(found.finish_reason, found.usage, found.timings),
     )

@@ -22,18 +22,18 @@ from google.protobuf.message import DecodeError, Message
 
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.access.api_keys import Keys, RateLimited, Unauthenticated
-from jaxserve.server.grpc.statuses import status_of
 from jaxserve.server.grpc.wire_check import check_fields
-from jaxserve.server.requests.admission import Admission, Overloaded, retry_s
+from jaxserve.server.requests.admission import Admission, Overloaded
+from jaxserve.server.requests.call_errors import call_error_of
 from jaxserve.server.requests.call_outcome import (
+    CallOutcome,
     CallRecord,
-    Door,
-    Ending,
-    Endings,
+    CallSource,
+    CallTracker,
     RateLimitedLog,
 )
 from jaxserve.server.requests.output_streams import SlowReader
-from jaxserve.server.requests.write_timeout import WriteLimit
+from jaxserve.server.requests.write_timeout import WriteTimeout
 from jaxserve.server.telemetry.trace_context import trace_context
 
 RETRY_KEY = "grpc-retry-pushback-ms"
@@ -58,7 +58,7 @@ class Call:
     """One running call, for its method. record: what the log is to say of it."""
 
     def __init__(
-        self, context: grpc.aio.ServicerContext, record: CallRecord, writes: WriteLimit
+        self, context: grpc.aio.ServicerContext, record: CallRecord, writes: WriteTimeout
     ) -> None:
         self.record = record
         self._context = context
@@ -66,40 +66,52 @@ class Call:
 
     async def write(self, message: Message) -> None:
         """Sends a message; returns once the transport has taken it. Raises SlowReader."""
-        await self._writes.keep(self._context.write(message))
+        await self._writes.wait(self._context.write(message))
 
     async def abort(
         self,
         code: grpc.StatusCode,
         details: str,
-        ending: Ending,
+        outcome: CallOutcome,
         retry_after_s: float | None = None,
     ) -> NoReturn:
         """Raises what ends the call with that status; details are for a person. retry_after_s: the
         same call may succeed then."""
-        self.record.ending, self.record.reason = ending, details
+        self.record.outcome, self.record.reason = outcome, details
         trailing: tuple[tuple[str, str], ...] = ()
         if retry_after_s is not None:
             trailing = ((RETRY_KEY, f"{1000 * retry_after_s:.0f}"),)
         await self._context.abort(code, details, trailing)
         raise AssertionError("abort returned")  # it always raises; this tells the type checker
 
+    async def fail(self, error: Exception) -> NoReturn:
+        """`abort`, for an error that has a CallError."""
+        known = call_error_of(error)
+        assert known is not None
+        code = grpc.StatusCode[known.grpc_code]
+        await self.abort(code, known.message or str(error), known.outcome, known.retry_s)
+
     def ended_by_client(self) -> None:
         """Cancelled, past its deadline, or nobody is there any more."""
         left = self._context.time_remaining()
         late = left is not None and left < _ABOUT_NOW_S
-        self.record.ending = Ending.TIMED_OUT if late else Ending.CANCELLED
+        self.record.outcome = CallOutcome.TIMED_OUT if late else CallOutcome.CANCELLED
 
 
 class Calls:
-    """Runs the calls of one server. writes: what a client may take to read a message. keys: of
-    those who may call."""
+    """Runs the calls of one server.
 
-    def __init__(self, endings: Endings, writes: WriteLimit, keys: Keys) -> None:
-        self._endings = endings
+    Args:
+        tracker: counts how they end.
+        writes: what a client may take to read a message.
+        keys: of those who may call.
+    """
+
+    def __init__(self, tracker: CallTracker, writes: WriteTimeout, keys: Keys) -> None:
+        self._tracker = tracker
         self._keys = keys
         self._writes = writes
-        self._log = RateLimitedLog(quiet=endings.logged)
+        self._log = RateLimitedLog(quiet=tracker.logged)
 
     def handler(
         self,
@@ -123,7 +135,7 @@ class Calls:
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
             carrier = trace_context(context.invocation_metadata() or ())
-            record = self._endings.begin(Door.GRPC, descriptor.name, context.peer(), carrier)
+            record = self._tracker.begin(CallSource.GRPC, descriptor.name, context.peer(), carrier)
             call = Call(context, record, self._writes)
             try:
                 with await self._caller(context, call):
@@ -135,23 +147,22 @@ class Calls:
                 call.ended_by_client()
                 raise asyncio.CancelledError from None
             finally:
-                self._endings.ended(record)
+                self._tracker.ended(record)
 
         return grpc.stream_stream_rpc_method_handler(run, None, _serialized)
 
     async def _caller(self, context: grpc.aio.ServicerContext, call: Call) -> ExitStack:
         """The place that the call has among those of its key."""
         try:
-            caller = self._keys.caller(authorization(context.invocation_metadata()))
+            caller = self._keys.caller(authorization_header(context.invocation_metadata()))
             call.record.caller = caller
             return caller.enter()
         except Unauthenticated as error:
             self._log.warning("key", "refused a call from %s: %s", call.record.peer, error)
-            code = grpc.StatusCode.UNAUTHENTICATED
-            await call.abort(code, str(error), Ending.UNAUTHENTICATED)
+            await call.fail(error)
         except RateLimited as error:
             self._log.warning("rate", "refused a call: %s", error)
-            await call.abort(_NO_PLACE, str(error), Ending.RATE_LIMITED, error.retry_s)
+            await call.fail(error)
 
     async def _admitted(
         self,
@@ -167,7 +178,7 @@ class Calls:
             admission.enter(caller)
         except Overloaded as error:
             self._log.warning("overload", "refused a call: %s", error)
-            await call.abort(_NO_PLACE, str(error), Ending.TOO_MANY_CALLS, retry_s())
+            await call.fail(error)
         leave: Callable[[], None] = functools.partial(admission.leave, caller)
         try:
             await self._answered(context, call, request_type, rpc)
@@ -175,8 +186,7 @@ class Calls:
             admission.give_up(caller)
             leave = admission.unstick
             self._log.warning("slow", "gave up on %r: %s", call.record.request_id, error)
-            # The client hears of it once it has read what is on its way.
-            await call.abort(_NO_PLACE, str(error), Ending.SLOW_READER)
+            await call.fail(error)  # the client hears of it once it has read what is on its way
         finally:
             leave()
 
@@ -190,7 +200,7 @@ class Calls:
         raw = await self._received(context, call)
         if len(raw) > rpc.longest:
             details = f"request: has {len(raw):,} bytes; at most {rpc.longest:,} bytes are taken"
-            await call.abort(_NO_PLACE, details, Ending.INVALID)
+            await call.abort(_NO_PLACE, details, CallOutcome.INVALID)
         try:
             if len(raw) > _FEW_BYTES:
                 try:
@@ -203,12 +213,11 @@ class Calls:
         except (SlowReader, grpc.aio.AbortError, grpc.aio.InternalError):
             raise
         except Exception as error:
-            known = status_of(error)
-            if known is not None:
-                await call.abort(known.code, str(error), known.ending, known.retry_s)
+            if call_error_of(error) is not None:
+                await call.fail(error)
             logging.exception("%s failed", call.record.method)
             details = f"the server failed: {error!r}"
-            await call.abort(grpc.StatusCode.INTERNAL, details, Ending.FAILED)
+            await call.abort(grpc.StatusCode.INTERNAL, details, CallOutcome.FAILED)
         if answer is not None:
             await call.write(answer)
 
@@ -219,7 +228,7 @@ class Calls:
             name = request_type.DESCRIPTOR.full_name
             self._log.warning("malformed", "%s sent no %s: %s", call.record.peer, name, error)
             details = f"request: is not a {name}: {error}"
-            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, Ending.MALFORMED)
+            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, CallOutcome.MALFORMED)
 
     async def _received(self, context: grpc.aio.ServicerContext, call: Call) -> bytes:
         try:
@@ -227,15 +236,15 @@ class Calls:
                 raw = await context.read()
         except TimeoutError:
             details = f"request: has not come within {_READ_S:g} s"
-            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, Ending.MALFORMED)
+            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, CallOutcome.MALFORMED)
         if raw is grpc.aio.EOF:
             details = "request: there is none, or it is larger than the server takes"
-            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, Ending.MALFORMED)
+            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, CallOutcome.MALFORMED)
         assert isinstance(raw, bytes)
         return raw
 
 
-def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:
+def authorization_header(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:
     """Of a call's metadata; None where it says nothing, or several things."""
     found = [value for name, value in metadata or () if name == "authorization"]
     if len(found) != 1:

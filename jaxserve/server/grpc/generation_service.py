@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import grpc
-
-from jaxserve.engine.errors import EngineStopped
 from jaxserve.engine.output import FinishReason
 from jaxserve.server.grpc import message_conversion
 from jaxserve.server.grpc.calls import Call, Method
 from jaxserve.server.proto import generation_pb2 as pb
-from jaxserve.server.requests.call_outcome import Ending
-from jaxserve.server.requests.engine_requests import MAX_REQUEST_ID, SHUTTING_DOWN, EngineRequests
-from jaxserve.server.requests.output_streams import Stream
+from jaxserve.server.requests.call_streams import CallStreams
+from jaxserve.server.requests.engine_requests import MAX_REQUEST_ID, EngineRequests
 
 
 class GenerationService:
@@ -34,41 +30,30 @@ class GenerationService:
         self, request: pb.GetServerInfoRequest, call: Call
     ) -> pb.GetServerInfoResponse:
         """The RPC: what the engine serves, and the server's version and SLO classes."""
-        return message_conversion.server_info(self._requests.info(), self._requests.slo_classes)
+        return message_conversion.server_info_message(
+            self._requests.info(), self._requests.slo_classes
+        )
 
     async def generate(self, message: pb.GenerateRequest, call: Call) -> None:
         """The RPC: streams what each continuation generates, in messages of its own. Ends with
         CANCELLED, or with a status for what it raises."""
         call.record.request_id = message.request_id[:MAX_REQUEST_ID]
         self._requests.check_open()
-        message_conversion.check_message(message)
-        request = await self._requests.make(
-            message_conversion.prompt(message),
-            sampling=message_conversion.sampling_fields(message.sampling),
-            request_id=message.request_id,
-            slo=message_conversion.slo(message.slo),
-            tier=message_conversion.TIERS[message.tier],
-            slo_class=message.slo_class,
-            serve_late=message.serve_late,
-            caller=call.record.caller,
-        )
-        call.record.asks((request,))
-        stream = self._requests.open(request, record=call.record)
+        fields = message_conversion.fields_from_message(message, call.record.caller)
+        request = await self._requests.make_request(fields)
+        streams = CallStreams(self._requests, [request], call.record)
         try:
-            await self._send(stream, call)
+            await self._send(streams, call)
         finally:
-            self._requests.end(stream)
+            streams.end()
 
-    async def _send(self, stream: Stream, call: Call) -> None:
-        cancelled = False
+    async def _send(self, streams: CallStreams, call: Call) -> None:
+        (stream,), cancelled = streams.streams, False
         # write() returns once the transport has taken the message, so a client that does not read
         # stops us here, and its news pile up merged in the stream.
         while (delta := await stream.next()) is not None:
-            await call.write(message_conversion.response(call.record.request_id, delta))
+            await call.write(message_conversion.response_message(call.record.request_id, delta))
             if delta.last is not None:
                 cancelled |= delta.last.finish_reason is FinishReason.CANCELLED
-        if cancelled and self._requests.draining:
-            raise EngineStopped(SHUTTING_DOWN)
         if cancelled:
-            code = grpc.StatusCode.CANCELLED
-            await call.abort(code, "the request was cancelled", Ending.CANCELLED)
+            raise streams.cancelled_error()

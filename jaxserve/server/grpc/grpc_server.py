@@ -14,12 +14,12 @@ from jaxserve.config import ConfigError
 from jaxserve.server.access.api_keys import Keys, Unauthenticated
 from jaxserve.server.access.tls import Tls
 from jaxserve.server.grpc.batches_service import BatchesService
-from jaxserve.server.grpc.calls import Calls, authorization
+from jaxserve.server.grpc.calls import Calls, authorization_header
 from jaxserve.server.grpc.health import Health
 from jaxserve.server.proto import batches_pb2, generation_pb2
-from jaxserve.server.requests.addresses import ATTEMPTS, addresses_of, bracketed
+from jaxserve.server.requests.addresses import ATTEMPTS, addresses_of, bracketed_host
 from jaxserve.server.requests.admission import Admission
-from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.engine_client import EngineClient
 
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"]
 BATCHES = batches_pb2.DESCRIPTOR.services_by_name["Batches"]
@@ -30,8 +30,8 @@ _REFLECTION = "/grpc.reflection."
 _MIB = 1 << 20
 _BATCH_CALL_BYTES = 8 * _MIB  # what one call may add to a batch; of each there are few at once
 MAX_CALL_BYTES = 17 * _MIB
-"""Of a call, whichever door it comes through and however long prompts may be: to parse more of one
-string takes more than 50 ms, and nothing else runs meanwhile."""
+"""Of a call at any frontend, however long prompts may be: to parse more of one string takes more
+than 50 ms, and nothing else runs meanwhile."""
 _READERS = 64  # of batches
 _ID_BYTES = 11  # of a token id on the wire, at most, with its share of framing
 _HANDSHAKE_S = 10  # TLS's, and the first words of HTTP/2
@@ -99,7 +99,7 @@ def make_server(
     return server
 
 
-def longest_message(engine: ServedEngine, *, batches: bool) -> int:
+def longest_message(engine: EngineClient, *, batches: bool) -> int:
     """Bytes of the longest request that may be served, with room for what is too long to get an
     answer that says so."""
     info = engine.info()
@@ -123,7 +123,7 @@ class _KeyForReflection(grpc.aio.ServerInterceptor):
         """As grpc.aio has it."""
         if details.method.startswith(_REFLECTION):
             try:
-                self._keys.caller(authorization(details.invocation_metadata))
+                self._keys.caller(authorization_header(details.invocation_metadata))
             except Unauthenticated as error:
                 return _refusing(str(error))
         return await continuation(details)
@@ -136,18 +136,18 @@ def _refusing(details: str) -> grpc.RpcMethodHandler:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def listen(server: grpc.aio.Server, host: str, port: int, tls: Tls | None = None) -> str:
+def listen_grpc(server: grpc.aio.Server, host: str, port: int, tls: Tls | None = None) -> str:
     """Returns "host:port": the same port on all addresses that the host has, for on one that is
     another program's its clients would meet that. Raises ConfigError if it is taken, or the host is
     unknown."""
-    name = bracketed(host)
+    name = bracketed_host(host)
     addresses = addresses_of(host, port)
     credentials = None if tls is None else _credentials(tls)
     for _ in range(1 if port else ATTEMPTS):
         bound = port
         with contextlib.suppress(RuntimeError):
             for _, address in addresses:
-                where = f"{bracketed(str(address[0]))}:{bound}"
+                where = f"{bracketed_host(str(address[0]))}:{bound}"
                 if credentials is None:
                     bound = server.add_insecure_port(where)
                 else:

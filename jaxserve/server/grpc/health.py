@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.server.requests.admission import Admission, Overloaded
 from jaxserve.server.requests.output_streams import SlowReader
-from jaxserve.server.requests.write_timeout import WriteLimit
+from jaxserve.server.requests.write_timeout import WriteTimeout
 
 _Request, _Reply = health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
 _FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -29,7 +29,7 @@ class Health(health_pb2_grpc.HealthServicer):
     serving: whether the server is well.
     """
 
-    def __init__(self, services: Sequence[str], watchers: int, writes: WriteLimit) -> None:
+    def __init__(self, services: Sequence[str], watchers: int, writes: WriteTimeout) -> None:
         self._services = ("", *services)
         self._watchers = Admission(max(watchers, 1), "this server takes of Watch")
         self._writes = writes
@@ -64,7 +64,7 @@ class Health(health_pb2_grpc.HealthServicer):
             while True:
                 changed, status = self._changed, self._status(request.service)
                 if status != told:
-                    await self._writes.keep(context.write(_Reply(status=status)))
+                    await self._writes.wait(context.write(_Reply(status=status)))
                 told = status
                 await changed.wait()
         except SlowReader as error:

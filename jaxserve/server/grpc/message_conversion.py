@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -26,9 +25,11 @@ from jaxserve.sched.request import (
 )
 from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.sched.slo.verdict import Verdict
+from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.proto import generation_pb2 as pb
+from jaxserve.server.requests.engine_requests import RequestFields
 from jaxserve.server.requests.output_streams import Delta
-from jaxserve.server.requests.slo_classes import ServiceLevel
+from jaxserve.server.requests.slo_classes import ServiceLevel, own_targets
 
 _MANY_BYTES = 4096
 _LISTS = {
@@ -53,32 +54,38 @@ PROBLEMS = {
 }
 
 
-def check_message(message: pb.GenerateRequest) -> None:
-    """Raises InvalidRequest for what protobuf itself lets through: unknown fields and enum
-    values."""
-    no_unknown_fields("request", message)
+def fields_from_message(message: pb.GenerateRequest, caller: Caller) -> RequestFields:
+    """What the message says. Raises InvalidRequest for what protobuf itself lets through, unknown
+    fields and enum values among it."""
+    check_unknown_fields("request", message)
     if message.tier not in TIERS:
         known = ", ".join(pb.Tier.keys())
         raise InvalidRequest("tier", f"unknown value {message.tier}; known values are {known}")
+    return RequestFields(
+        prompt_from_message(message),
+        sampling_from_message(message.sampling),
+        message.request_id,
+        slo_from_message(message.slo),
+        TIERS[message.tier],
+        message.slo_class,
+        message.serve_late,
+        caller,
+    )
 
 
-def prompt(message: Any) -> str | Sequence[int]:
+def prompt_from_message(message: Any) -> str | Sequence[int]:
     """Of a message with `text` and `token_ids` in a oneof `prompt`; ids are not copied yet, for
-    there may be too many. Raises InvalidRequest without a prompt, or for an empty one."""
+    there may be too many. Raises InvalidRequest without a prompt."""
     which = message.WhichOneof("prompt")
     if which is None:
-        raise InvalidRequest("prompt", "is missing; set text or token_ids")
+        raise InvalidRequest("prompt", "is required")
     if which == "text":
-        if not message.text:
-            raise InvalidRequest("prompt", "text is empty; at least 1 character is needed")
         return str(message.text)
-    if not message.token_ids.ids:
-        raise InvalidRequest("prompt", "token_ids is empty; at least 1 token is needed")
     ids: Sequence[int] = message.token_ids.ids
     return ids
 
 
-def sampling_fields(message: pb.SamplingParams) -> dict[str, Any]:
+def sampling_from_message(message: pb.SamplingParams) -> dict[str, Any]:
     """Those of the request's sampling parameters that are set, by SamplingParams' names. Raises
     InvalidRequest for a list that is too long to look at."""
     fields: dict[str, Any] = {}
@@ -109,36 +116,29 @@ def _grammar(message: pb.Grammar) -> Grammar:
     raise InvalidRequest("grammar", "is empty; set json_schema, regex, choice or json_object")
 
 
-def slo(message: pb.Slo) -> SLO:
-    """The request's own targets: milliseconds on the wire, seconds inside. Raises InvalidRequest,
-    naming the target, for a time that is not positive and finite."""
-    seconds = {}
-    for descriptor, value in message.ListFields():
-        if not (math.isfinite(value) and value > 0):
-            problem = f"must be a positive time in milliseconds, got {value}"
-            raise InvalidRequest(f"slo.{descriptor.name}", problem)
-        seconds[descriptor.name.removesuffix("_ms")] = value / 1000
-    return SLO(**seconds)
+def slo_from_message(message: pb.Slo) -> SLO:
+    """The request's own targets. Raises InvalidRequest."""
+    return own_targets({descriptor.name: value for descriptor, value in message.ListFields()})
 
 
-def response(request_id: str, delta: Delta) -> pb.GenerateResponse:
+def response_message(request_id: str, delta: Delta) -> pb.GenerateResponse:
     """One message from all that one continuation has to say."""
     message = pb.GenerateResponse(
         request_id=request_id,
         index=delta.index,
         token_ids=delta.token_ids,
         text="".join(delta.text),
-        logprobs=[logprobs(entry) for entry in delta.logprobs],
-        prompt_logprobs=[logprobs(entry) for entry in delta.prompt_logprobs],
+        logprobs=[logprobs_message(entry) for entry in delta.logprobs],
+        prompt_logprobs=[logprobs_message(entry) for entry in delta.prompt_logprobs],
     )
     last = delta.last
     if last is not None and last.finish_reason is not None:
-        ended = finish(last.finish_reason, last.usage, last.timings, last.verdict)
+        ended = finish_message(last.finish_reason, last.usage, last.timings, last.verdict)
         message.finish.CopyFrom(ended)
     return message
 
 
-def finish(
+def finish_message(
     reason: FinishReason,
     usage: Usage | None,
     timings: Timings | None,
@@ -157,18 +157,18 @@ def finish(
         if timings.tbt is not None:
             message.timings.tbt_ms = timings.tbt * 1000
     if verdict is not None:
-        message.slo.CopyFrom(slo_verdict(verdict))
+        message.slo.CopyFrom(verdict_message(verdict))
     return message
 
 
-def slo_verdict(verdict: Verdict) -> pb.SloVerdict:
+def verdict_message(verdict: Verdict) -> pb.SloVerdict:
     """What came of its targets."""
     judged = {name: getattr(verdict, name) for name in TARGETS}
     judged = {name: met for name, met in judged.items() if met is not None}
     return pb.SloVerdict(
         slo_class=verdict.slo_class,
         tier=_TIER_VALUES[verdict.tier],
-        targets=targets(verdict.slo),
+        targets=slo_message(verdict.slo),
         targets_met=pb.TargetsMet(**{f"{name}_ms": met for name, met in judged.items()}),
         **{f"{name}_met": met for name, met in judged.items()},  # as clients before that read it
         met=verdict.met,
@@ -183,34 +183,36 @@ def slo_verdict(verdict: Verdict) -> pb.SloVerdict:
     )
 
 
-def targets(asked: SLO) -> pb.Slo:
+def slo_message(asked: SLO) -> pb.Slo:
     """In milliseconds; those that there are."""
     named_targets = ((name, getattr(asked, name)) for name in TARGETS)
     return pb.Slo(**{f"{name}_ms": t * 1000 for name, t in named_targets if t is not None})
 
 
-def server_info(info: EngineInfo, classes: Mapping[str, ServiceLevel]) -> pb.GetServerInfoResponse:
+def server_info_message(
+    info: EngineInfo, classes: Mapping[str, ServiceLevel]
+) -> pb.GetServerInfoResponse:
     """Every field of `EngineInfo` under its own name, the version, and the classes."""
     listed = [
-        pb.SloClass(name=name, targets=targets(one.slo), tier=_TIER_VALUES[one.tier])
+        pb.SloClass(name=name, targets=slo_message(one.slo), tier=_TIER_VALUES[one.tier])
         for name, one in classes.items()
     ]
     return pb.GetServerInfoResponse(version=__version__, **asdict(info), slo_classes=listed)
 
 
-def logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
+def logprobs_message(entry: TokenLogprobs) -> pb.TokenLogprobs:
     """Of one token."""
     top = [pb.TopLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
     return pb.TokenLogprobs(token_id=entry.token_id, logprob=entry.logprob, top=top)
 
 
-def at_most(name: str, text: str, limit: int) -> None:
+def check_length(name: str, text: str, limit: int) -> None:
     """Raises InvalidRequest for more than `limit` characters."""
     if len(text) > limit:
         raise InvalidRequest(name, f"has {len(text)} characters; at most {limit} are allowed")
 
 
-def no_unknown_fields(name: str, message: Message) -> None:
+def check_unknown_fields(name: str, message: Message) -> None:
     """A field that a newer client sends would be dropped silently, so it is refused: raises
     InvalidRequest. Those of messages in lists are not looked at."""
     known = type(message)()

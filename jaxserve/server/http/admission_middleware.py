@@ -19,24 +19,21 @@ from jaxserve.server.access.options import Access
 from jaxserve.server.http.errors import (
     RECORD,
     ApiError,
-    no_key,
-    not_allowed,
-    rate_limited,
-    too_many_calls,
+    as_api_error,
 )
 from jaxserve.server.http.openai.files import FORM_BYTES, MAX_FILE_BYTES
 from jaxserve.server.http.transport.connections import Place
 from jaxserve.server.http.transport.protocol import LOST, PLACE, REQUEST_ID
 from jaxserve.server.requests.admission import Admission, Overloaded
 from jaxserve.server.requests.call_outcome import (
+    CallOutcome,
     CallRecord,
-    Door,
-    Ending,
-    Endings,
+    CallSource,
+    CallTracker,
     RateLimitedLog,
 )
 from jaxserve.server.requests.output_streams import SlowReader
-from jaxserve.server.requests.write_timeout import WriteLimit
+from jaxserve.server.requests.write_timeout import WriteTimeout
 from jaxserve.server.telemetry.trace_context import trace_context
 
 _FILES = "/v1/files"
@@ -51,17 +48,22 @@ _QUIET = (_PAGE, "/metrics", "/console/info", _EVENTS)  # asked often: no rate c
 METHODS = (*_LABELS.values(), _OTHER)
 _CONSOLES = 64
 _SMALL_BYTES = 64 << 10  # of a call without a prompt
+_REFUSALS = (NotAllowed, Unauthenticated, RateLimited, Overloaded)
 BODY_S = 30.0
 """Seconds that a body may take, and one more for every _BODY_BYTES_PER_S that have come."""
 _BODY_BYTES_PER_S = 64 << 10
 
 
-class Doorkeeper:
+class AdmissionMiddleware:
     """Admits, measures and counts the calls of one application.
 
-    access: who may call. admission: of calls that generate, few: of files, batches and tokenizers,
-    of which each may be large; whichever door they come through. body_bytes: the longest body of a
-    call with prompts. writes: what a client may take to read a piece.
+    Args:
+        access: who may call.
+        admission: of calls that generate, whichever frontend they come through.
+        few: of calls for files, batches and tokenizers, each of which may be large; likewise.
+        tracker: counts how calls end.
+        body_bytes: the longest body of a call with prompts.
+        writes: what a client may take to read a piece.
     """
 
     def __init__(
@@ -69,18 +71,18 @@ class Doorkeeper:
         access: Access,
         admission: Admission,
         few: Admission,
-        endings: Endings,
+        tracker: CallTracker,
         *,
         body_bytes: int,
-        writes: WriteLimit,
+        writes: WriteTimeout,
     ) -> None:
         self._keys, self._browsers = access.keys, access.browsers
         self._admission, self._few = admission, few
         self._consoles = Admission(_CONSOLES, "this server takes of consoles")
-        self._endings = endings
+        self._tracker = tracker
         self._body_bytes = body_bytes
         self.writes = writes
-        self._log = RateLimitedLog(quiet=endings.logged)
+        self._log = RateLimitedLog(quiet=tracker.logged)
         self._log_of_quiet = RateLimitedLog()  # calls that are not counted have no line else
 
     def around(self, app: ASGIApp) -> ASGIApp:
@@ -104,7 +106,7 @@ class Doorkeeper:
         async def sent(message: Message) -> None:
             nonlocal unread
             try:
-                await self.writes.keep(send(message))
+                await self.writes.wait(send(message))
             except SlowReader:
                 unread = True
                 raise
@@ -120,14 +122,8 @@ class Doorkeeper:
                     self._consoles.enter(caller)
                     places.callback(self._consoles.leave, caller)
                     places.enter_context(_place(scope).calling())
-            except NotAllowed as error:
-                await not_allowed(error).response()(scope, receive, sent)
-            except Unauthenticated as error:
-                await no_key(error).response()(scope, receive, sent)
-            except RateLimited as error:
-                await rate_limited(error).response()(scope, receive, sent)
-            except Overloaded as error:
-                await too_many_calls(str(error)).response()(scope, receive, sent)
+            except _REFUSALS as error:
+                await _refusal(error).response()(scope, receive, sent)
             else:
                 try:
                     await app(scope, receive, sent)
@@ -174,13 +170,13 @@ class Doorkeeper:
     def begin(self, scope: Scope) -> CallRecord:
         """One more call."""
         carrier = trace_context(scope["headers"])
-        record = self._endings.begin(Door.HTTP, _label(scope["path"]), _peer(scope), carrier)
+        record = self._tracker.begin(CallSource.HTTP, _label(scope["path"]), _peer(scope), carrier)
         record.x_request_id = scope.get("state", {}).get(REQUEST_ID, "")
         return record
 
     def ended(self, record: CallRecord) -> None:
         """Counts it."""
-        self._endings.ended(record)
+        self._tracker.ended(record)
 
     def warning(self, kind: str, text: str, *arguments: object) -> None:
         """As RateLimitedLog has it."""
@@ -190,9 +186,11 @@ class Doorkeeper:
 class _Visit:
     """One call."""
 
-    def __init__(self, keeper: Doorkeeper, app: ASGIApp, scope: Scope, send: Send) -> None:
-        self._keeper, self._app, self._send = keeper, app, send
-        self._record = keeper.begin(scope)
+    def __init__(
+        self, middleware: AdmissionMiddleware, app: ASGIApp, scope: Scope, send: Send
+    ) -> None:
+        self._middleware, self._app, self._send = middleware, app, send
+        self._record = middleware.begin(scope)
         self._scope: dict[str, Any] = {**scope, RECORD: self._record}
         self._state: Mapping[str, Any] = scope.get("state", {})
         self._done = False
@@ -204,39 +202,36 @@ class _Visit:
         try:
             await self._called(receive)
         except asyncio.CancelledError:
-            record.ending = Ending.CANCELLED
+            record.outcome = CallOutcome.CANCELLED
             raise
         except Exception:
             if self._too_slow is None:
-                record.ending = Ending.FAILED
+                record.outcome = CallOutcome.FAILED
                 logging.exception("%s failed", record.method)
             else:
-                record.ending, record.reason = Ending.SLOW_READER, str(self._too_slow)
+                record.outcome, record.reason = CallOutcome.SLOW_READER, str(self._too_slow)
         finally:
-            if not self._done and record.ending is Ending.OK:
+            if not self._done and record.outcome is CallOutcome.OK:
                 unread = isinstance(self._state.get(LOST), TimeoutError)
-                record.ending = Ending.SLOW_READER if unread else Ending.CANCELLED
-            if record.ending is Ending.SLOW_READER:
+                record.outcome = CallOutcome.SLOW_READER if unread else CallOutcome.CANCELLED
+            if record.outcome is CallOutcome.SLOW_READER:
                 text = "gave up on %r, whose client reads too slowly"
-                self._keeper.warning("slow", text, record.request_id)
-            self._keeper.ended(record)
+                self._middleware.warning("slow", text, record.request_id)
+            self._middleware.ended(record)
 
     async def _called(self, receive: Receive) -> None:
         try:
-            caller = self._keeper.caller(self._scope)
+            caller = self._middleware.caller(self._scope)
             self._record.caller = caller
             with caller.enter():
                 await self._admitted(receive)
-        except NotAllowed as error:
-            await self._refuse(not_allowed(error), receive)
-        except Unauthenticated as error:
-            await self._refuse(no_key(error), receive)
-        except RateLimited as error:
-            self._keeper.warning("rate", "refused a call: %s", error)
-            await self._refuse(rate_limited(error), receive)
+        except _REFUSALS as error:
+            if isinstance(error, RateLimited):
+                self._middleware.warning("rate", "refused a call: %s", error)
+            await self._refuse(error, receive)
 
     async def _admitted(self, receive: Receive) -> None:
-        admission, caller = self._keeper.admission_of(self._scope), self._record.caller
+        admission, caller = self._middleware.admission_of(self._scope), self._record.caller
         with contextlib.ExitStack() as places:
             try:
                 if admission is not None:
@@ -244,18 +239,19 @@ class _Visit:
                     places.callback(admission.leave, caller)
                 places.enter_context(_place(self._scope).calling())
             except Overloaded as error:
-                self._keeper.warning("overload", "refused a call: %s", error)
-                return await self._refuse(too_many_calls(str(error)), receive)
-            limit = self._keeper.body_limit(self._scope)
-            await self._app(self._scope, limited(receive, self._scope, limit), self._sent)
+                self._middleware.warning("overload", "refused a call: %s", error)
+                return await self._refuse(error, receive)
+            limit = self._middleware.body_limit(self._scope)
+            await self._app(self._scope, limited_receive(receive, self._scope, limit), self._sent)
 
-    async def _refuse(self, error: ApiError, receive: Receive) -> None:
-        error.note(self._record)
-        await error.response()(self._scope, receive, self._sent)
+    async def _refuse(self, error: Exception, receive: Receive) -> None:
+        refusal = _refusal(error)
+        refusal.note(self._record)
+        await refusal.response()(self._scope, receive, self._sent)
 
     async def _sent(self, message: Message) -> None:
         try:
-            await self._keeper.writes.keep(self._send(message))
+            await self._middleware.writes.wait(self._send(message))
         except SlowReader as error:
             self._too_slow = error  # on its way back the application makes another error of it
             raise
@@ -264,7 +260,13 @@ class _Visit:
             self._done = True
 
 
-def limited(receive: Receive, scope: Scope, limit: int) -> Receive:
+def _refusal(error: Exception) -> ApiError:
+    known = as_api_error(error)
+    assert known is not None
+    return known
+
+
+def limited_receive(receive: Receive, scope: Scope, limit: int) -> Receive:
     """The same, but of a body of at most `limit` bytes that comes in time: HTTPException for a
     longer one, or a slower one."""
     length = _content_length(scope)

@@ -19,11 +19,11 @@ from jaxserve.server.http.errors import ApiError, add_handlers, record_of
 from jaxserve.server.http.live_feed import LiveFeed
 from jaxserve.server.http.openai.batch_routes import add_batch_routes
 from jaxserve.server.http.openai.body_limits import body_route
-from jaxserve.server.http.openai.chat import chat, render_chat
-from jaxserve.server.http.openai.completions import complete
+from jaxserve.server.http.openai.chat import chat_response, render_chat
+from jaxserve.server.http.openai.completions import completion_response
 from jaxserve.server.http.openai.files import FileStore
 from jaxserve.server.http.openai.multi_prompt import ClientGone
-from jaxserve.server.http.openai.route_context import Front
+from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -32,7 +32,7 @@ from jaxserve.server.http.openai.schema import (
     TokenizeRequest,
 )
 from jaxserve.server.http.web_console import add_console
-from jaxserve.server.requests.call_outcome import Ending
+from jaxserve.server.requests.call_outcome import CallOutcome
 
 _GONE = 499  # nobody reads it; it is for the log
 # Said once for all, in place of the 422 that FastAPI would name, which nobody gets.
@@ -40,7 +40,7 @@ _ERROR: dict[str, Any] = {"model": ErrorReply, "description": "An error, in Open
 
 
 def build_app(
-    front: Front,
+    context: RouteContext,
     batches: Batches | None = None,
     store: FileStore | None = None,
     metrics: Callable[[], bytes] | None = None,
@@ -56,17 +56,17 @@ def build_app(
         redirect_slashes=False,  # to whatever Host the call names
         responses={"4XX": _ERROR, "5XX": _ERROR},
     )
-    app.router.route_class = body_route(front.requests.beside)
+    app.router.route_class = body_route(context.requests.run_beside)
     add_handlers(app)
     for gone in (ClientGone, ClientDisconnect):
         app.add_exception_handler(gone, _nobody)
-    _add_generation(app, front)
-    _add_models(app, front)
-    _add_tokens(app, front)
-    add_batch_routes(app, front, batches, store)
-    _add_state(app, front)
+    _add_generation(app, context)
+    _add_models(app, context)
+    _add_tokens(app, context)
+    add_batch_routes(app, context, batches, store)
+    _add_state(app, context)
     if feed is not None:
-        add_console(app, front, feed)
+        add_console(app, context, feed)
     if metrics is not None:
 
         @app.get("/metrics", include_in_schema=False)
@@ -76,23 +76,23 @@ def build_app(
     return app
 
 
-def _add_generation(app: FastAPI, front: Front) -> None:
+def _add_generation(app: FastAPI, context: RouteContext) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, http: Request) -> Response:
         """Continues one prompt or several."""
-        return await complete(front, body, http)
+        return await completion_response(context, body, http)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         """Goes on with a chat."""
-        return await chat(front, body, http)
+        return await chat_response(context, body, http)
 
 
-def _add_models(app: FastAPI, front: Front) -> None:
+def _add_models(app: FastAPI, context: RouteContext) -> None:
     started = int(time.time())
 
     def described() -> dict[str, Any]:
-        info = front.requests.info()
+        info = context.requests.info()
         limit = min(info.max_model_len, info.pool_tokens)
         fields = {"id": info.model, "object": "model", "created": started, "owned_by": "jaxserve"}
         # vLLM has these, too, and its `bench serve` reads them.
@@ -106,53 +106,53 @@ def _add_models(app: FastAPI, front: Front) -> None:
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
         """The same, by its name."""
-        front.check_model(model)
+        context.check_model(model)
         return described()
 
 
-def _add_tokens(app: FastAPI, front: Front) -> None:
+def _add_tokens(app: FastAPI, context: RouteContext) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
         """Token ids of a text, or of a chat's prompt."""
-        front.check_model(body.model)
+        context.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("prompt", "either prompt or messages is needed")
         if body.prompt is not None:
-            encoding = front.requests.encode(body.prompt, special=body.add_special_tokens)
+            encoding = context.requests.encode(body.prompt, special=body.add_special_tokens)
         else:
-            rendering = render_chat(front.template, body, record_of(http).caller.name)
+            rendering = render_chat(context.template, body, record_of(http).caller.name)
             text = await asyncio.wrap_future(rendering)
-            encoding = front.template.encode(text, front.requests.encode)
+            encoding = context.template.encode(text, context.requests.encode)
         tokens = await encoding
-        info = front.requests.info()
+        info = context.requests.info()
         return {"tokens": tokens, "count": len(tokens), "max_model_len": info.max_model_len}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """Their text, without special tokens."""
-        front.check_model(body.model)
-        info, given = front.requests.info(), len(body.tokens)
+        context.check_model(body.model)
+        info, given = context.requests.info(), len(body.tokens)
         if given > info.max_model_len:
             limits = f"at most {info.max_model_len} are allowed"
             raise InvalidRequest("tokens", f"has {given} entries; {limits}")
-        last, highest = info.vocab_size - 1, max(body.tokens, default=0)
-        if highest > last:
-            raise InvalidRequest("tokens", f"token id {highest} is outside 0..{last}")
-        return {"prompt": await front.requests.beside(front.engine.decode, body.tokens)}
+        last = info.vocab_size - 1
+        for bad in (each for each in body.tokens if not 0 <= each <= last):
+            raise InvalidRequest("tokens", f"token id {bad} is outside 0..{last}")
+        return {"prompt": await context.requests.run_beside(context.engine.decode, body.tokens)}
 
 
-def _add_state(app: FastAPI, front: Front) -> None:
+def _add_state(app: FastAPI, context: RouteContext) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         """Whether the engine lives."""
-        if front.requests.failure is not None:
-            raise ApiError(503, front.requests.failure, code="engine_failed")
+        if context.requests.failure is not None:
+            raise ApiError(503, context.requests.failure, code="engine_failed")
         return {"status": "ok"}
 
     @app.get("/ready")
     async def ready() -> dict[str, str]:
         """Whether requests are taken."""
-        front.requests.check_open()
+        context.requests.check_open()
         return {"status": "ready"}
 
     @app.get("/version")
@@ -162,5 +162,5 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
 
 async def _nobody(request: Request, error: Exception) -> JSONResponse:
-    record_of(request).ending = Ending.CANCELLED
+    record_of(request).outcome = CallOutcome.CANCELLED
     return JSONResponse(None, _GONE)

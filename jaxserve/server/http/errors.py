@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,12 +17,12 @@ from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.access.api_keys import RateLimited, TooManyRequests, Unauthenticated
 from jaxserve.server.access.browser_origins import NotAllowed
-from jaxserve.server.requests.admission import retry_s
-from jaxserve.server.requests.call_outcome import CallRecord, Ending
-from jaxserve.server.requests.engine_requests import SHUTTING_DOWN
+from jaxserve.server.requests.admission import Overloaded, retry_s
+from jaxserve.server.requests.call_errors import CallRefused, call_error_of
+from jaxserve.server.requests.call_outcome import CallOutcome, CallRecord
 from jaxserve.server.requests.output_streams import (
     DuplicateRequest,
-    RequestFailed,
+    RequestCancelled,
     SlowReader,
     StreamFailed,
 )
@@ -42,24 +43,16 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        outcome: CallOutcome | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.headers = dict(headers or {})
-
-    @property
-    def ending(self) -> Ending:
-        """What the log calls it."""
-        if self.code in _ENDINGS:
-            return _ENDINGS[self.code]
-        if self.status == 503:
-            stopping = str(self) == SHUTTING_DOWN
-            return Ending.SHUTTING_DOWN if stopping else Ending.ENGINE_FAILED
-        return Ending.FAILED if self.status == 500 else Ending.INVALID
+        self.outcome = outcome or _OUTCOMES.get(status, CallOutcome.INVALID)
 
     def note(self, record: CallRecord) -> None:
         """So the call has ended."""
-        record.ending, record.reason = self.ending, str(self)
+        record.outcome, record.reason = self.outcome, str(self)
 
     def body(self) -> dict[str, Any]:
         """The error object."""
@@ -79,22 +72,11 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable",
 }
-_ENDINGS = {
-    "queue_full": Ending.QUEUE_FULL,
-    "disk_full": Ending.REFUSED,
-    "disk_error": Ending.REFUSED,
-    "too_many_calls": Ending.TOO_MANY_CALLS,
-    "expected_late": Ending.EXPECTED_LATE,
-    "host_not_allowed": Ending.REFUSED,
-    "origin_not_allowed": Ending.REFUSED,
-    "invalid_api_key": Ending.UNAUTHENTICATED,
-    "rate_limit_exceeded": Ending.RATE_LIMITED,
-    "duplicate": Ending.DUPLICATE,
-    "slow_reader": Ending.SLOW_READER,
-    "cancelled": Ending.CANCELLED,
-    "engine_failed": Ending.ENGINE_FAILED,
-    "not_json": Ending.MALFORMED,
-    "internal": Ending.FAILED,
+_OUTCOMES = {
+    403: CallOutcome.REFUSED,
+    500: CallOutcome.FAILED,
+    503: CallOutcome.ENGINE_FAILED,
+    507: CallOutcome.REFUSED,
 }
 
 
@@ -104,73 +86,46 @@ def retry_after(seconds: float | None = None) -> dict[str, str]:
     return {"Retry-After": str(math.ceil(retry_s() if seconds is None else seconds))}
 
 
-def too_many_calls(message: str) -> ApiError:
-    """More are open than the server takes."""
-    return ApiError(429, message, code="too_many_calls", headers=retry_after())
-
-
-def no_key(error: Unauthenticated) -> ApiError:
-    """The call has no API key that is known (RFC 6750 section 3)."""
-    why = ', error="invalid_token"' if error.given else ""
-    headers = {"WWW-Authenticate": f'Bearer realm="jaxserve"{why}'}
-    return ApiError(401, str(error), code="invalid_api_key", headers=headers)
-
-
-def not_allowed(error: NotAllowed) -> ApiError:
-    """It may be a page of somebody else's that calls."""
-    return ApiError(403, str(error), code=error.code)
-
-
-def rate_limited(error: RateLimited) -> ApiError:
-    """The key's own limits are reached."""
-    headers = retry_after(error.retry_s)
-    return ApiError(429, str(error), code="rate_limit_exceeded", headers=headers)
-
-
 def as_api_error(error: Exception) -> ApiError | None:
-    """What the front end raises, as the API says it; None for what is none of its errors."""
-    match error:
-        case ApiError():
-            return error
-        case InvalidRequest():
-            return ApiError(400, str(error), param=error.field_name, code="invalid_value")
-        case DuplicateRequest():
-            return ApiError(409, str(error), param="request_id", code="duplicate")
-        case TooManyRequests():
-            return ApiError(400, str(error), param="n", code="too_many_requests")
-        case RateLimited():
-            return rate_limited(error)
-        case QueueFull():
-            return ApiError(429, str(error), code="queue_full", headers=retry_after())
-        case ExpectedLate():
-            headers = retry_after(error.retry_s)
-            return ApiError(
-                429, str(error), param=error.field_name, code="expected_late", headers=headers
-            )
-        case EngineStopped():
-            return ApiError(503, str(error), code="unavailable", headers=retry_after())
-        case SlowReader():
-            return ApiError(429, str(error), code="slow_reader")
-        case RequestFailed():
-            return ApiError(500, str(error), code="internal")
-        case StreamFailed():
-            return ApiError(500, str(error), code="engine_failed")
-    return None
+    """What a client is told of it; None for what is no error of a call."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, NotAllowed):
+        return ApiError(403, str(error), code=error.code)
+    known = call_error_of(error)
+    if known is None:
+        return None
+    headers = {} if known.retry_s is None else retry_after(known.retry_s)
+    if isinstance(error, Unauthenticated):  # RFC 6750 section 3
+        why = ', error="invalid_token"' if error.given else ""
+        headers["WWW-Authenticate"] = f'Bearer realm="jaxserve"{why}'
+    return ApiError(
+        known.http_status,
+        known.message or str(error),
+        param=known.field_name,
+        code=known.code,
+        headers=headers,
+        outcome=known.outcome,
+    )
 
 
 def add_handlers(app: FastAPI) -> None:
     """Has every error of the app end as an error object."""
     for kind in (
         ApiError,
+        CallRefused,
         InvalidRequest,
         DuplicateRequest,
         TooManyRequests,
         RateLimited,
+        Overloaded,
         QueueFull,
         ExpectedLate,
         EngineStopped,
         SlowReader,
+        RequestCancelled,
         StreamFailed,
+        sqlite3.Error,
     ):
         app.add_exception_handler(kind, _known)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -181,10 +136,10 @@ def add_handlers(app: FastAPI) -> None:
 async def _known(request: Request, error: Exception) -> JSONResponse:
     told = as_api_error(error)
     assert told is not None
-    return answered(request, told)
+    return error_response(request, told)
 
 
-def answered(request: Request, error: ApiError) -> JSONResponse:
+def error_response(request: Request, error: ApiError) -> JSONResponse:
     """The error's answer, once the call's record has how it ended."""
     error.note(record_of(request))
     return error.response()
@@ -199,7 +154,7 @@ def record_of(request: Request) -> CallRecord:
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
     """The server's own fault, which goes to the log, too."""
     told = ApiError(500, f"internal error: {type(error).__name__}", code="internal")
-    return answered(request, told)
+    return error_response(request, told)
 
 
 async def _of_http(request: Request, error: Exception) -> JSONResponse:
@@ -207,14 +162,14 @@ async def _of_http(request: Request, error: Exception) -> JSONResponse:
     text = str(error.detail)
     if error.status_code == 404:
         text = f"there is no {request.method} {request.url.path}"
-    return answered(request, ApiError(error.status_code, text, headers=error.headers))
+    return error_response(request, ApiError(error.status_code, text, headers=error.headers))
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     found = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # of "body", or "query"
     where, message, code = validation_message(found)
-    return answered(request, ApiError(400, message, param=where, code=code))
+    return error_response(request, ApiError(400, message, param=where, code=code))
 
 
 # What pydantic has in its ways into a value beside names and numbers: alternatives of a union.
@@ -229,7 +184,6 @@ _WORDS = {
     "string_type": "must be a string",
     "int_type": "must be a whole number",
     "float_type": "must be a number",
-    "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
     "list_type": "must be a list",
     "dict_type": "must be an object",

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from jaxserve.config import Config
 from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batch_operations import Batches
-from jaxserve.server.http.admission_middleware import Doorkeeper
+from jaxserve.server.http.admission_middleware import AdmissionMiddleware
 from jaxserve.server.http.app import build_app
 from jaxserve.server.http.live_feed import Limits, LiveFeed
 from jaxserve.server.http.openai.files import FileStore
-from jaxserve.server.http.openai.route_context import Front
+from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.transport.cors import with_cors
 from jaxserve.server.http.transport.http_server import HttpServer
-from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.engine_requests import EngineRequests
 from jaxserve.server.requests.templates.chat_template import ChatTemplate, load_chat_template
 
@@ -42,13 +42,13 @@ def http_settings(config: Config) -> HttpSettings | None:
     )
 
 
-class HttpDoor:
+class HttpFrontend:
     """HTTP for an engine, on the event loop that `start` is called on. metrics: the page for
     Prometheus. access: over what, and from whose pages. Raises ConfigError if the port is taken."""
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: EngineClient,
         host: str,
         settings: HttpSettings,
         metrics: Callable[[], bytes],
@@ -71,17 +71,17 @@ class HttpDoor:
         self,
         requests: EngineRequests,
         batches: Batches | None,
-        keeper: Doorkeeper,
+        middleware: AdmissionMiddleware,
     ) -> None:
-        """Takes calls from now on, as many as `keeper` lets in, and hands them to `requests` and
-        `batches`."""
-        front = Front(self._engine, requests, self._settings.template)
+        """Takes calls from now on, as many as `middleware` lets in, and hands them to `requests`
+        and `batches`."""
+        context = RouteContext(self._engine, requests, self._settings.template)
         store = None
         if batches is not None:
             store = FileStore(batches.directory / "files", batches.max_bytes, batches.keep_s)
-        app = build_app(front, batches, store, self._metrics, self._feed)
-        guarded = with_cors(keeper.around(app), self._cors_origins)
-        self._server.start(guarded, keeper.writes.limit_s)
+        app = build_app(context, batches, store, self._metrics, self._feed)
+        guarded = with_cors(middleware.around(app), self._cors_origins)
+        self._server.start(guarded, middleware.writes.limit_s)
 
     def close(self) -> None:
         """Frees the port of a door that was never started."""

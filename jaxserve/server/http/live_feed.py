@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.engine.stats import EngineStats, Observer, RequestStats, StepStats
 from jaxserve.sched.request import Request, Tier
-from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.engine_client import EngineClient
 
 STEPS, WINDOW_S, MAX_CELLS = 120, 300.0, 4096
 PARTS = 20  # of the window, in each of which it is counted who met their targets
@@ -31,7 +31,7 @@ class Limits:
 class LiveFeed(Observer):
     """Observes the engine, on its thread, and says what the console shows, on any other."""
 
-    def __init__(self, engine: ServedEngine, limits: Limits) -> None:
+    def __init__(self, engine: EngineClient, limits: Limits) -> None:
         self._engine, self._limits = engine, limits
         self._steps: deque[StepStats] = deque(maxlen=STEPS)
         self._first: deque[tuple[float, float]] = deque(maxlen=_MAX_TIMES)
@@ -134,10 +134,10 @@ class LiveFeed(Observer):
     def _decision(self, stats: EngineStats) -> str:
         if not self._steps:
             return "Nothing has been served yet."
-        return decision(self._steps[-1], stats, self._limits)
+        return scheduling_decision(self._steps[-1], stats, self._limits)
 
 
-def decision(step: StepStats, stats: EngineStats, limits: Limits) -> str:
+def scheduling_decision(step: StepStats, stats: EngineStats, limits: Limits) -> str:
     """What the last batch was, and why no more was in it, in one line."""
     parts = []
     if step.num_decodes:

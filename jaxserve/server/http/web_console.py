@@ -13,8 +13,8 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 
 from jaxserve import __version__
 from jaxserve.server.http.live_feed import LiveFeed
-from jaxserve.server.http.openai.route_context import Front
-from jaxserve.server.http.openai.sse import event
+from jaxserve.server.http.openai.route_context import RouteContext
+from jaxserve.server.http.openai.sse import sse_event
 from jaxserve.server.requests.engine_requests import EngineRequests
 
 PAUSE_S = 0.5
@@ -25,7 +25,7 @@ _POLICY = (
 )
 
 
-def add_console(app: FastAPI, front: Front, feed: LiveFeed) -> None:
+def add_console(app: FastAPI, context: RouteContext, feed: LiveFeed) -> None:
     """At /, and what it asks for below /console."""
 
     @app.get("/", include_in_schema=False)
@@ -36,17 +36,17 @@ def add_console(app: FastAPI, front: Front, feed: LiveFeed) -> None:
     @app.get("/console/info", include_in_schema=False)
     async def info() -> dict[str, Any]:
         """What does not change."""
-        found = front.requests.info()
+        found = context.requests.info()
         return {
             "version": __version__,
             "model": found.model,
             "policy": found.policy,
             "device": found.device,
             "block_size": found.block_size,
-            "slo_classes": list(front.requests.slo_classes),
+            "slo_classes": list(context.requests.slo_classes),
         }
 
-    events = Events(front.requests, feed)
+    events = Events(context.requests, feed)
 
     @app.get("/console/events", include_in_schema=False)
     async def stream() -> Response:
@@ -78,9 +78,9 @@ class Events:
         async with self._lock:
             now = asyncio.get_running_loop().time()
             if now >= self._until or closed != self._closed:
-                self._last = await self._requests.beside(self._made, closed)
+                self._last = await self._requests.run_beside(self._made, closed)
                 self._until, self._closed = now + PAUSE_S / 2, closed
             return self._last
 
     def _made(self, closed: str | None) -> bytes:
-        return event({**self._feed.snapshot(), "closed": closed})
+        return sse_event({**self._feed.snapshot(), "closed": closed})

@@ -31,7 +31,7 @@ def addresses_of(host: str, port: int) -> list[Address]:
     return here
 
 
-def bind(host: str, port: int, backlog: int) -> list[socket.socket]:
+def bind_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
     """Sockets that listen on the same port of all of the host's addresses. port: 0 takes one that
     is free on all of them. Raises ConfigError for the host, OSError if the port is taken."""
     addresses = addresses_of(host, port)
@@ -51,7 +51,7 @@ def bind(host: str, port: int, backlog: int) -> list[socket.socket]:
     raise AssertionError("unreachable")
 
 
-def bracketed(host: str) -> str:
+def bracketed_host(host: str) -> str:
     """As it is written before a port: an address of IPv6 in brackets."""
     return f"[{host}]" if ":" in host else host
 

@@ -1,5 +1,4 @@
-"""How calls end, whichever door they came through: counted for the metrics, and told to logs and
-traces."""
+"""How calls end, at every frontend: counted for the metrics, and told to logs and traces."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ log = logging.getLogger(__name__)
 _LINES, _WINDOW_S = 10, 60.0  # of one kind that are logged in a while
 
 
-class Ending(enum.StrEnum):
+class CallOutcome(enum.StrEnum):
     """How a call ended, and why."""
 
     OK = "ok"
@@ -40,7 +39,7 @@ class Ending(enum.StrEnum):
     FAILED = "failed"  # a defect of the server's
 
 
-class Door(enum.StrEnum):
+class CallSource(enum.StrEnum):
     """Which way a call came."""
 
     GRPC = "grpc"
@@ -52,20 +51,32 @@ class Door(enum.StrEnum):
 class CallRecord:
     """One call. All but `began` is filled in as it goes on, on the event loop's thread.
 
-    method: the API's name of it. caller: whose it is. batch, line: which one, of a batch's line.
-    x_request_id: that HTTP's answer has. requests: what it asks of the engine, once that is known.
-    output_tokens: that the engine has said. last: the last words on its continuations. texts: all
-    that was said by request and continuation, where that is kept. carrier: headers of W3C Trace
-    Context that came with it; trace_id: of its trace. reason: what its client is told
-    of an ending that is not OK, which may quote the client. began, submitted, ended: seconds, of
-    time.monotonic(), submitted when the engine got the first request.
+    Attributes:
+        method: the API's name of it.
+        peer: address of its client.
+        request_id: the client's, or made up.
+        caller: whose it is.
+        source: which way it came.
+        batch, line: which one, of a batch's line.
+        x_request_id: that HTTP's response has.
+        requests: what it asks of the engine, once that is known.
+        output_tokens: that the engine has generated.
+        last: the last output of each continuation.
+        keeps_text: whether `texts` is kept.
+        texts: all that was generated, by request and continuation.
+        carrier: headers of W3C Trace Context that came with it.
+        trace_id: of its trace.
+        outcome: how it ended.
+        reason: what its client is told of an outcome that is not OK, which may quote the client.
+        began, submitted, ended: seconds of time.monotonic(); submitted when the engine got the
+            first request.
     """
 
     method: str
     peer: str = ""
     request_id: str = ""
     caller: Caller = field(default_factory=Caller)
-    door: Door = Door.GRPC
+    source: CallSource = CallSource.GRPC
     batch: str = ""
     line: int | None = None
     x_request_id: str = ""
@@ -76,7 +87,7 @@ class CallRecord:
     texts: dict[tuple[str, int], list[str]] = field(default_factory=dict)
     carrier: Mapping[str, str] = field(default_factory=dict)
     trace_id: str = ""
-    ending: Ending = Ending.OK
+    outcome: CallOutcome = CallOutcome.OK
     reason: str = ""
     began: float = field(default_factory=time.monotonic)
     submitted: float | None = None
@@ -96,12 +107,12 @@ class CallRecord:
         timed = (last for last in self.last if last.timings is not None)
         return max(timed, key=lambda last: last.timings.total, default=None)  # type: ignore[union-attr]
 
-    def asks(self, requests: Sequence[Request]) -> None:
-        """What it is about to ask of the engine. Raises RateLimited and TooManyRequests where its
-        caller may not have as much."""
+    def charge(self, requests: Sequence[Request]) -> None:
+        """Counts what it is about to ask of the engine as its caller's. Raises RateLimited and
+        TooManyRequests where the caller may not have as much."""
         self.requests, self.request_id = requests, self.caller.own(requests[0].id)
         count = sum(request.sampling.n for request in requests)
-        self.caller.take(count)
+        self.caller.take_requests(count)
         self._taken = count
 
     def opened(self) -> None:
@@ -132,18 +143,27 @@ class CallRecord:
 
     def give_back(self) -> None:
         """Its requests are its caller's no more."""
-        self.caller.give_back(self._taken)
+        self.caller.give_back_requests(self._taken)
         self._taken = 0
 
 
 Sink = Callable[[CallRecord], None]
 
 
-class Endings:
-    """counts: calls by (method, ending), and lines: of batches by ending, for whoever exports them,
-    from any thread. methods: all that there are. sinks: are told of each call and each line, one
-    after the other, once the engine has said its last word on it. logged: one of them is the log,
-    so nobody else need log a call that is refused. keeps_text: for them."""
+class CallTracker:
+    """Counts calls, and tells sinks of them.
+
+    Args:
+        methods: all that there are.
+        sinks: are told of each call and each batch line, one after the other, once the engine has
+            said its last word on it.
+        logged: one of them is the log, so nobody else need log a call that is refused.
+        keeps_text: for them.
+
+    Attributes:
+        counts: calls by (method, outcome), for whoever exports them, from any thread.
+        lines: lines of batches by outcome, likewise.
+    """
 
     def __init__(
         self,
@@ -153,23 +173,27 @@ class Endings:
         logged: bool = False,
         keeps_text: bool = False,
     ) -> None:
-        self.counts = {(method, ending): 0 for method in methods for ending in Ending}
-        self.lines = dict.fromkeys(Ending, 0)
+        self.counts = {(method, outcome): 0 for method in methods for outcome in CallOutcome}
+        self.lines = dict.fromkeys(CallOutcome, 0)
         self._sinks, self.logged, self._keeps_text = sinks, logged, keeps_text
 
     def begin(
-        self, door: Door, method: str, peer: str = "", carrier: Mapping[str, str] | None = None
+        self,
+        source: CallSource,
+        method: str,
+        peer: str = "",
+        carrier: Mapping[str, str] | None = None,
     ) -> CallRecord:
         """One more call, or line."""
         kept = self._keeps_text
-        return CallRecord(method, peer, door=door, carrier=carrier or {}, keeps_text=kept)
+        return CallRecord(method, peer, source=source, carrier=carrier or {}, keeps_text=kept)
 
     def ended(self, record: CallRecord) -> None:
         """Once a call."""
-        if record.door is Door.BATCH:
-            self.lines[record.ending] += 1
+        if record.source is CallSource.BATCH:
+            self.lines[record.outcome] += 1
         else:
-            self.counts[record.method, record.ending] += 1
+            self.counts[record.method, record.outcome] += 1
         record.ended = time.monotonic()
         record.when_closed(lambda: self._tell(record))
 

@@ -14,15 +14,21 @@ from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.ttft_estimator import Wait
 
 
-class ServedEngine(Protocol):
+class EngineClient(Protocol):
     """Every method may be called from any thread."""
 
-    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
-        """Takes the request in and returns at once. on_output gets every `Output`, on the engine's
-        thread, and must not block; if this raises it is never called.
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequest for a request that the model cannot serve. It may take up to a
+        second where the grammar was not checked before."""
 
-        Raises InvalidRequest for what the model cannot serve, QueueFull for more than the queue
-        holds, EngineStopped after `drain`, `stop` or a failure.
+    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
+        """Takes in a request that `check` has let pass, and returns at once. on_output gets every
+        `Output`, on the engine's thread, and must not block; if this raises it is never called.
+
+        Raises:
+            InvalidRequest: a request of the same id is running.
+            QueueFull: the queue holds no more.
+            EngineStopped: after `drain`, `stop` or a failure.
         """
 
     def cancel(self, request_id: str) -> None:

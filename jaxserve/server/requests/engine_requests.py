@@ -1,4 +1,5 @@
-"""The requests of all doors on their way to the engine."""
+"""The path of every request, whichever frontend it came through: made of a client's fields and
+checked (`EngineRequests.make_request`), then submitted (`EngineRequests.open_stream`)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from jaxserve.engine.errors import EngineStopped
@@ -20,43 +22,83 @@ from jaxserve.sched.request import (
     SamplingParams,
     Tier,
     too_many_tokens,
-    validate,
 )
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.requests.call_outcome import CallRecord
-from jaxserve.server.requests.engine_client import ServedEngine
-from jaxserve.server.requests.logprob_arrays import size as logprobs_size
-from jaxserve.server.requests.output_streams import BUFFER_BYTES, OutputRouter, Stream, StreamFailed
-from jaxserve.server.requests.slo_admission import LateRefusal
-from jaxserve.server.requests.slo_classes import ServiceLevel, named, permitted
+from jaxserve.server.requests.engine_client import EngineClient
+from jaxserve.server.requests.logprob_arrays import logprobs_bytes as logprobs_size
+from jaxserve.server.requests.output_streams import (
+    BUFFER_BYTES,
+    OutputRouter,
+    RequestCancelled,
+    Stream,
+    StreamFailed,
+)
+from jaxserve.server.requests.slo_admission import SloAdmission
+from jaxserve.server.requests.slo_classes import ServiceLevel, find_slo_class, permitted_level
 
 T = TypeVar("T")
 MAX_REQUEST_ID = 128  # characters
 SHUTTING_DOWN = "the server is shutting down"
 # Encoding takes about a microsecond a character. Longer texts leave the event loop to others, and
 # so few of them are encoded at once that the engine's thread, too, has a core.
-_ENCODE_INLINE_CHARS = 2000
+_INLINE_LENGTH = 2000
+_NO_TARGETS = SLO()
 _ENCODERS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
-class EngineRequests:
-    """Makes requests, hands them to the engine, and knows whether it takes any. Create it on the
-    event loop that serves; all but `build` and `check` run there. buffer_bytes: what may wait for
-    the reader of a request's stream. slo_classes: that requests may name. refuse_late: as in
-    configs/base.py.
+@dataclass(frozen=True)
+class RequestFields:
+    """What a client has said of one request.
 
-    stalled: why the engine takes no requests for now, if so.
+    Attributes:
+        prompt: text, or token ids.
+        sampling: fields of SamplingParams by its names; absent ones have its defaults, but for
+            max_tokens: where it is absent, a long prompt leaves fewer.
+        request_id: empty makes one up.
+        slo: the request's own targets.
+        tier: its own; None: that of its class, else real-time.
+        slo_class: has the targets and the tier that the request has not; empty is none.
+        serve_late: as `Request.serve_late`.
+        caller: whose it is: its id in the engine is `caller.scoped`, so that nobody learns what ids
+            others have, and it gets no more than its key may ask for. None: the server's own.
+    """
+
+    prompt: str | Sequence[int]
+    sampling: Mapping[str, Any]
+    request_id: str = ""
+    slo: SLO = _NO_TARGETS
+    tier: Tier | None = None
+    slo_class: str = ""
+    serve_late: bool = False
+    caller: Caller | None = None
+
+
+class EngineRequests:
+    """Makes requests, submits them to the engine, and knows whether it takes any. Create it on the
+    event loop that serves; all but `build_request` runs there.
+
+    Args:
+        engine: that has been started.
+        buffer_bytes: what may wait for the reader of a request's stream.
+        slo_classes: that requests may name.
+        refuse_late: as in configs/base.py.
+
+    Attributes:
+        draining: no new requests are taken, for the server is shutting down.
+        failure: why the engine has failed, if it has.
+        stalled: why the engine takes no requests for now, if so.
     """
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: EngineClient,
         buffer_bytes: float = BUFFER_BYTES,
         slo_classes: Mapping[str, ServiceLevel] | None = None,
         refuse_late: float = 0.0,
     ) -> None:
         self._engine = engine
-        self._late = LateRefusal(engine, refuse_late)
+        self._slo_admission = SloAdmission(engine, refuse_late)
         self._buffer_bytes = buffer_bytes
         self.slo_classes = slo_classes or {}
         self._router = OutputRouter(
@@ -108,85 +150,77 @@ class EngineRequests:
         for request_id in self._router.unfinished():
             self._engine.cancel(request_id)
 
-    async def beside(self, work: Callable[..., T], *arguments: Any) -> T:
+    async def run_beside(self, work: Callable[..., T], *arguments: Any) -> T:
         """What the work returns, on one of few threads beside the event loop: for what takes
         milliseconds, bodies and answers."""
         return await asyncio.get_running_loop().run_in_executor(self._others, work, *arguments)
 
-    async def make(self, prompt: str | Sequence[int], **options: Any) -> Request:
-        """`build`, of long texts beside the event loop, after a look at its grammar there."""
-        grammar = options["sampling"].get("grammar")
+    async def make_request(self, fields: RequestFields) -> Request:
+        """`build_request`, beside the event loop where it takes long."""
+        loop, grammar = asyncio.get_running_loop(), fields.sampling.get("grammar")
         if grammar is not None:
-            check = functools.partial(self._engine.check_grammar, grammar)
-            await asyncio.get_running_loop().run_in_executor(self._grammars, check)
-        if isinstance(prompt, str) and len(prompt) > _ENCODE_INLINE_CHARS:
-            build = functools.partial(self.build, prompt, **options)
-            return await asyncio.get_running_loop().run_in_executor(self._encoders, build)
-        return self.build(prompt, **options)
+            await loop.run_in_executor(self._grammars, self._engine.check_grammar, grammar)
+        if len(fields.prompt) > _INLINE_LENGTH:
+            return await loop.run_in_executor(self._encoders, self.build_request, fields)
+        return self.build_request(fields)
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text, a long one beside the event loop. Raises InvalidRequest."""
-        if len(text) > _ENCODE_INLINE_CHARS:
+        if len(text) > _INLINE_LENGTH:
             encode = functools.partial(self._engine.encode, text, special=special)
             return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
         return self._engine.encode(text, special=special)
 
-    def room(self, prompt_tokens: int) -> int:
+    def max_output_tokens(self, prompt_tokens: int) -> int:
         """Tokens that can follow such a prompt, but at least one."""
         info = self._engine.info()
         return max(1, min(info.max_model_len, info.pool_tokens) - prompt_tokens)
 
-    def build(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        sampling: Mapping[str, Any],
-        request_id: str = "",
-        slo: SLO | None = None,
-        tier: Tier | None = None,
-        slo_class: str = "",
-        serve_late: bool = False,
-        caller: Caller | None = None,
-    ) -> Request:
-        """A request of text or token ids. Safe to call from any thread.
-
-        sampling: fields of SamplingParams, its defaults for the absent ones; who asks for no length
-        gets the usual one, or what fits behind a long prompt. request_id: empty makes one up.
-        slo_class: what it has of targets and tier where the request has none; empty is none.
-        caller: whose it is; its id in the engine is `caller.scoped`, so that nobody learns what ids
-        others have, and it gets no more than its key may ask for. Raises InvalidRequest.
-        """
-        level = named(self.slo_classes, slo_class).with_own(slo or SLO(), tier)
-        said = tier is not None or bool(slo_class)
-        level = permitted(level, said, None if caller is None else caller.key)
-        if len(request_id) > MAX_REQUEST_ID:
+    def build_request(self, fields: RequestFields) -> Request:
+        """The request, which the engine can serve as far as can be known before it is submitted.
+        Any thread may call. Raises InvalidRequest."""
+        caller, own = fields.caller, fields.request_id
+        level = find_slo_class(self.slo_classes, fields.slo_class).with_own(fields.slo, fields.tier)
+        said = fields.tier is not None or bool(fields.slo_class)
+        level = permitted_level(level, said, None if caller is None else caller.key)
+        if len(own) > MAX_REQUEST_ID:
             limits = f"at most {MAX_REQUEST_ID} are allowed"
-            raise InvalidRequest("request_id", f"has {len(request_id)} characters; {limits}")
-        if not request_id.isprintable():  # it is written to logs, and encoded
+            raise InvalidRequest("request_id", f"has {len(own)} characters; {limits}")
+        if not own.isprintable():  # it is written to logs, and encoded
             raise InvalidRequest("request_id", "has characters that cannot be printed")
-        params = SamplingParams(**sampling)
-        info = self._engine.info()
-        limit = min(info.max_model_len, info.pool_tokens)
-        if not isinstance(prompt, str) and len(prompt) >= limit:  # before they are copied
-            raise too_many_tokens(len(prompt), limit - 1)
-        tokens = tuple(self._engine.encode(prompt) if isinstance(prompt, str) else prompt)
+        params = SamplingParams(**fields.sampling)
+        tokens = self._tokens(fields.prompt)
         self._check_prompt_logprobs(params, len(tokens))
-        if "max_tokens" not in sampling:
-            room = self.room(len(tokens))
+        if "max_tokens" not in fields.sampling:
+            room = self.max_output_tokens(len(tokens))
             fits = max(params.min_tokens, min(params.max_tokens, room))
             params = dataclasses.replace(params, max_tokens=fits)
-        name = request_id or uuid.uuid4().hex
-        return Request(
+        name = own or uuid.uuid4().hex
+        request = Request(
             id=name if caller is None else caller.scoped(name),
             prompt=tokens,
             sampling=params,
             slo=level.slo,
             tier=level.tier,
             slo_class=level.slo_class,
-            serve_late=serve_late,
+            serve_late=fields.serve_late,
             tenant="" if caller is None else caller.name,
             weight=None if caller is None or caller.key is None else caller.weight,
         )
+        self._engine.check(request)
+        return request
+
+    def _tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            try:
+                return tuple(self._engine.encode(prompt))
+            except UnicodeEncodeError as error:
+                raise InvalidRequest("prompt", half_surrogate(error)) from None
+        info = self._engine.info()
+        limit = min(info.max_model_len, info.pool_tokens)
+        if len(prompt) >= limit:  # before they are copied
+            raise too_many_tokens(len(prompt), limit - 1)
+        return tuple(prompt)
 
     def _check_prompt_logprobs(self, params: SamplingParams, tokens: int) -> None:
         """They come faster than tokens do, and however fast somebody reads, he has to be given the
@@ -200,32 +234,29 @@ class EngineRequests:
             most = f"{int(self._buffer_bytes) >> 11}, half of server.stream_buffer_kib"
             raise InvalidRequest("prompt_logprobs", f"{each}, n={params.n} times; at most {most}")
 
-    def check(self, request: Request) -> None:
-        """Whether the engine can serve it, by its size, token ids and grammar, before it is
-        submitted. Safe to call from any thread. Raises InvalidRequest."""
-        info = self._engine.info()
-        validate(
-            request,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            pool_tokens=info.pool_tokens,
-        )
-        if request.sampling.grammar is not None:
-            self._engine.check_grammar(request.sampling.grammar)
-
-    def open(
+    def open_stream(
         self, request: Request, *, bounded: bool = True, record: CallRecord | None = None
     ) -> Stream:
-        """Submits a request: the stream of what the engine says of it. `end` it, however it ends.
-        bounded: what waits in it is; a reader of our own is never too slow. record: of the call.
+        """Submits a request and returns the stream of its outputs. `end_stream` it, however it
+        ends.
 
-        Raises EngineStopped where none are taken, ExpectedLate, DuplicateRequest, InvalidRequest,
-        QueueFull.
+        Args:
+            request: of `make_request`.
+            bounded: what waits in the stream is; a reader of our own is never too slow.
+            record: of the call.
+
+        Raises:
+            EngineStopped: no requests are taken.
+            ExpectedLate: the first token is expected after its target.
+            DuplicateRequest: its id is running.
+            QueueFull: the engine's queue holds no more.
         """
         # Without an await in between, a later failure or shutdown finds the stream open.
         self.check_open()
-        self._late.check(request)
-        stream = self._router.open(request.id, request.sampling.n, bounded=bounded, record=record)
+        self._slo_admission.check(request)
+        stream = self._router.open_stream(
+            request.id, request.sampling.n, bounded=bounded, record=record
+        )
         try:
             self._engine.submit(request, self._router.on_output)
         except BaseException:
@@ -235,12 +266,23 @@ class EngineRequests:
             record.opened()
         return stream
 
-    def cancel(self, stream: Stream) -> None:
+    def cancelled_error(self) -> Exception:
+        """Why a request was cancelled that its client had not given up."""
+        if self.draining:
+            return EngineStopped(SHUTTING_DOWN)
+        return RequestCancelled("the request was cancelled")
+
+    def cancel_stream(self, stream: Stream) -> None:
         """Cancels the request; the stream ends once the engine has said its last word."""
         self._engine.cancel(stream.request_id)
 
-    def end(self, stream: Stream) -> None:
+    def end_stream(self, stream: Stream) -> None:
         """Nobody reads the stream any more: an unfinished request is cancelled."""
         if not stream.finished:
             stream.abandon()
-            self.cancel(stream)
+            self.cancel_stream(stream)
+
+
+def half_surrogate(error: UnicodeEncodeError) -> str:
+    """What is wrong with a text that cannot be encoded."""
+    return f"has U+{ord(error.object[error.start]):04X}, half a surrogate pair, which is no text"

@@ -27,7 +27,7 @@ class LogprobArrays:
             self._ids.extend([token for token, _ in entry.top])
             self._values.append(entry.logprob)
             self._values.extend([value for _, value in entry.top])
-        return size(len(entries), len(self._ids) - before)
+        return logprobs_bytes(len(entries), len(self._ids) - before)
 
     def extend(self, later: LogprobArrays) -> None:
         """Appends what came after them."""
@@ -46,6 +46,6 @@ class LogprobArrays:
         return found
 
 
-def size(tokens: int, values: int) -> int:
+def logprobs_bytes(tokens: int, values: int) -> int:
     """Bytes that the values of so many tokens take, their own and their top ones."""
     return 12 * values + 4 * tokens

@@ -1,4 +1,4 @@
-"""What the config says of how calls are treated, whichever door they come through."""
+"""What the config says of how calls are treated, whichever frontend they come through."""
 
 from __future__ import annotations
 

@@ -39,6 +39,10 @@ class RequestFailed(StreamFailed):
     """The request did, and the engine serves others; the message says how."""
 
 
+class RequestCancelled(RuntimeError):
+    """The request was cancelled, and not because its reader has gone."""
+
+
 class SlowReader(RuntimeError):
     """What waits for the reader is more than is kept, or waits longer."""
 
@@ -216,7 +220,7 @@ class OutputRouter:
         self._wake_pending = False
         self._streams: dict[str, Stream] = {}
 
-    def open(
+    def open_stream(
         self,
         request_id: str,
         n: int,

@@ -9,7 +9,7 @@ import random
 from jaxserve.sched.request import Request
 from jaxserve.sched.slo.slo_admission import first_target, is_late, retry_s
 from jaxserve.sched.slo.ttft_estimator import Wait
-from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.engine_client import EngineClient
 
 
 class ExpectedLate(RuntimeError):
@@ -21,10 +21,11 @@ class ExpectedLate(RuntimeError):
         self.field_name, self.retry_s = field_name, retry_s
 
 
-class LateRefusal:
-    """share: as `server.refuse_late`; 0 refuses nobody."""
+class SloAdmission:
+    """Refuses requests whose first token is expected late. share: as `server.refuse_late`; 0
+    refuses nobody."""
 
-    def __init__(self, engine: ServedEngine, share: float) -> None:
+    def __init__(self, engine: EngineClient, share: float) -> None:
         self._engine, self._share = engine, share
 
     def check(self, request: Request) -> None:

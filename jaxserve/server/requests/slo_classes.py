@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +36,16 @@ class ServiceLevel:
         return dataclasses.replace(self, slo=merged, tier=self.tier if tier is None else tier)
 
 
-def permitted(asked: ServiceLevel, said: bool, key: ApiKey | None) -> ServiceLevel:
+def own_targets(milliseconds: Mapping[str, float]) -> SLO:
+    """A request's own targets, in seconds. milliseconds: as frontends have them, by `ttft_ms` and
+    so on. Raises InvalidRequest, which names the target, for one that is no positive time."""
+    for name, value in milliseconds.items():
+        if not (math.isfinite(value) and value > 0):
+            raise InvalidRequest(f"slo.{name}", f"must be a positive time, got {value}")
+    return SLO(**{name.removesuffix("_ms"): value / 1000 for name, value in milliseconds.items()})
+
+
+def permitted_level(asked: ServiceLevel, said: bool, key: ApiKey | None) -> ServiceLevel:
     """What a request of the key gets: no more than the key may ask for.
 
     Args:
@@ -84,7 +94,9 @@ def _parsed(name: str, text: object) -> ServiceLevel:
         raise ConfigError(str(error)) from None
 
 
-def named(classes: Mapping[str, ServiceLevel], name: str, field: str = "slo_class") -> ServiceLevel:
+def find_slo_class(
+    classes: Mapping[str, ServiceLevel], name: str, field: str = "slo_class"
+) -> ServiceLevel:
     """The class of that name; "" is none. Raises InvalidRequest, which lists them. field: what the
     door calls it."""
     if not name:

@@ -6,15 +6,15 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
 
 _LOOKS = 8  # in the time after which an engine has stalled
 
 
-async def watch(
-    engine: ServedEngine,
+async def watch_for_stalls(
+    engine: EngineClient,
     stall_s: float,
     tell: Callable[[str | None], Awaitable[None]],
     *,

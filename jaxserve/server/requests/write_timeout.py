@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from jaxserve.server.requests.output_streams import SlowReader
 
 
-class WriteLimit:
+class WriteTimeout:
     """Ends writes of which one takes longer than `limit_s` seconds. On the event loop's thread.
 
     There is a write for every token of every stream, so one timer watches over all of them: it
@@ -21,7 +21,7 @@ class WriteLimit:
         self._late: set[asyncio.Task[object]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def keep(self, write: Awaitable[None]) -> None:
+    async def wait(self, write: Awaitable[None]) -> None:
         """Waits for it. A task has one at a time. Raises SlowReader."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None

@@ -27,7 +27,7 @@ from jaxserve.configs import base
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.hub import download, is_hub_id
 from jaxserve.server.access.options import KEY_VARIABLE, Access
-from jaxserve.server.requests.addresses import bind
+from jaxserve.server.requests.addresses import bind_sockets
 from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.server import Server
 from jaxserve.server.startup.flag_hints import hint
@@ -200,7 +200,7 @@ def check_ports(server: ServerConfig) -> None:
             raise ConfigError(f"server.{name}: {port} is {taken[port]} already")
         taken[port] = f"server.{name}"
         try:
-            for listener in bind(server.host, port, 1):
+            for listener in bind_sockets(server.host, port, 1):
                 listener.close()
         except OSError as error:
             where = f"cannot listen on {server.host}:{port} ({error.strerror})"

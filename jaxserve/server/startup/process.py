@@ -15,7 +15,7 @@ from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.http.frontend import HttpSettings
 from jaxserve.server.requests.call_outcome import Sink
-from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.open_files import raise_limit
 from jaxserve.server.requests.options import server_options
 from jaxserve.server.requests.slo_classes import slo_classes
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def run_server(
-    engine: ServedEngine,
+    engine: EngineClient,
     config: Config,
     on_ready: Callable[[Server], None] | None = None,
     batches: BatchSettings | None = None,

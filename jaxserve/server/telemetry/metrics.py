@@ -29,9 +29,9 @@ from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.sched.request import NO_CLASS, Tier
 from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.server.access.options import Access
-from jaxserve.server.requests.addresses import bracketed
-from jaxserve.server.requests.call_outcome import Endings
-from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.addresses import bracketed_host
+from jaxserve.server.requests.call_outcome import CallTracker
+from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.telemetry.metrics_http import MetricsHttp
 
 PREFIX = "jaxserve:"
@@ -79,8 +79,8 @@ class Histogram:
 class EngineMetrics(Collector, Observer):
     """Observer of the engine (its thread writes) and collector for Prometheus (a scrape reads)."""
 
-    def __init__(self, engine: ServedEngine, endings: Endings) -> None:
-        self._engine, self._endings = engine, endings
+    def __init__(self, engine: EngineClient, tracker: CallTracker) -> None:
+        self._engine, self._tracker = engine, tracker
         self._info = engine.info()
         self._model = self._info.model
         self._ttft = {tier: Histogram(_LATENCY) for tier in Tier}
@@ -237,12 +237,12 @@ class EngineMetrics(Collector, Observer):
         calls = CounterMetricFamily(
             PREFIX + "calls", text, labels=("model_name", "method", "ending")
         )
-        for (method, ending), count in self._endings.counts.items():
+        for (method, ending), count in self._tracker.counts.items():
             calls.add_metric((self._model, method, ending), count)
         yield calls
         text = "Lines of batches that the engine has served, by how they ended."
         lines = CounterMetricFamily(PREFIX + "batch_lines", text, labels=("model_name", "ending"))
-        for ending, count in self._endings.lines.items():
+        for ending, count in self._tracker.lines.items():
             lines.add_metric((self._model, ending), count)
         yield lines
 
@@ -316,8 +316,8 @@ class MetricsRegistry:
     """The metrics of one engine. Each has its own registry, so that several can live in one
     process."""
 
-    def __init__(self, engine: ServedEngine, endings: Endings) -> None:
-        metrics = EngineMetrics(engine, endings)
+    def __init__(self, engine: EngineClient, tracker: CallTracker) -> None:
+        metrics = EngineMetrics(engine, tracker)
         self.registry = CollectorRegistry()
         self.registry.register(metrics)
         engine.add_observer(metrics)
@@ -337,7 +337,7 @@ class MetricsServer:
         except OSError as error:
             problem = f"cannot listen on {host}:{port} ({error.strerror or error})"
             raise ConfigError(f"server.metrics_port: {problem}; -1 is off, 0 any port") from None
-        self.address = f"{bracketed(host)}:{self._http.port}"
+        self.address = f"{bracketed_host(host)}:{self._http.port}"
 
     def stop(self) -> None:
         """Closes the port and ends the thread."""

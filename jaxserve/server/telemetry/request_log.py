@@ -11,11 +11,17 @@ from typing import Any
 
 from jaxserve.engine.output import Timings
 from jaxserve.sched.slo.slo_columns import TARGETS
-from jaxserve.server.requests.call_outcome import CallRecord, Ending
+from jaxserve.server.requests.call_outcome import CallOutcome, CallRecord
 
 log = logging.getLogger("jaxserve.calls")
 
-_QUOTES = (Ending.INVALID, Ending.MALFORMED, Ending.DUPLICATE, Ending.REFUSED, Ending.FAILED)
+_QUOTES = (
+    CallOutcome.INVALID,
+    CallOutcome.MALFORMED,
+    CallOutcome.DUPLICATE,
+    CallOutcome.REFUSED,
+    CallOutcome.FAILED,
+)
 """Their reasons may have in them what the client said."""
 _PLAIN = re.compile(r"[\w.:/@+%,\[\]-]+", re.ASCII)
 
@@ -29,9 +35,12 @@ class Fields(dict[str, Any]):
 
 
 class RequestLog:
-    """A sink of `Endings`, on the event loop: whoever handles the log must not block. decode: text
-    of token ids; "" where the model has no tokenizer. prompts: whether the lines have what was
-    said, too: prompts, texts, and reasons that quote."""
+    """A sink of `CallTracker`, on the event loop: whoever handles the log must not block.
+
+    Args:
+        decode: text of token ids; "" where the model has no tokenizer.
+        prompts: whether the lines have prompts, texts and reasons that quote, too.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], *, prompts: bool = False) -> None:
         self._decode, self._prompts = decode, prompts
@@ -39,7 +48,7 @@ class RequestLog:
 
     def __call__(self, record: CallRecord) -> None:
         """Writes the line."""
-        line = fields(record)
+        line = log_fields(record)
         if self._prompts and record.reason:
             line["reason"] = record.reason
         if self._prompts and record.requests:
@@ -49,12 +58,12 @@ class RequestLog:
         log.info(line)
 
 
-def fields(record: CallRecord) -> Fields:
+def log_fields(record: CallRecord) -> Fields:
     """Those that there are of it. Of several continuations, times are of the one that took
     longest."""
     found = Fields(
         message="call ended",
-        door=record.door,
+        door=record.source,
         method=record.method,
         request_id=record.request_id,
         x_request_id=record.x_request_id,
@@ -62,8 +71,8 @@ def fields(record: CallRecord) -> Fields:
         key=record.caller.name,
         batch=record.batch,
         line=record.line,
-        ending=record.ending,
-        reason="" if record.ending in _QUOTES else record.reason,
+        ending=record.outcome,
+        reason="" if record.outcome in _QUOTES else record.reason,
     )
     found.update(_asked(record))
     found.update(_got(record))

@@ -20,11 +20,11 @@ from opentelemetry.util.types import AttributeValue
 
 from jaxserve import __version__
 from jaxserve.engine.output import Output
-from jaxserve.server.requests.call_outcome import CallRecord, Door, Ending
-from jaxserve.server.telemetry.request_log import fields
+from jaxserve.server.requests.call_outcome import CallOutcome, CallRecord, CallSource
+from jaxserve.server.telemetry.request_log import log_fields
 
 _FLUSH_S = 5.0
-_OWN_FAULT = (Ending.ENGINE_FAILED, Ending.FAILED)
+_OWN_FAULT = (CallOutcome.ENGINE_FAILED, CallOutcome.FAILED)
 _NOT_OURS = ("message", "method", "trace_id", "prompt_tokens", "output_tokens", "finish_reason")
 _MAX_EVENTS = 100
 _PROVIDER = "jaxserve"
@@ -37,8 +37,8 @@ _OPERATIONS = {  # by method: what it is called in the conventions
 
 
 class Traces:
-    """A sink of `Endings`. processor: takes spans, on the event loop, and must not block. model:
-    what is served; asked once a call."""
+    """A sink of `CallTracker`. processor: takes spans, on the event loop, and must not block.
+    model: what is served; asked once a call."""
 
     def __init__(self, processor: SpanProcessor, model: Callable[[], str]) -> None:
         name = os.environ.get("OTEL_SERVICE_NAME", "jaxserve")
@@ -57,7 +57,9 @@ class Traces:
         def at(when: float) -> int:
             return round(1e9 * (epoch + when))
 
-        kind = trace.SpanKind.INTERNAL if record.door is Door.BATCH else trace.SpanKind.SERVER
+        kind = (
+            trace.SpanKind.INTERNAL if record.source is CallSource.BATCH else trace.SpanKind.SERVER
+        )
         span = self._tracer.start_span(
             record.method,
             self._propagator.extract(record.carrier),
@@ -66,8 +68,8 @@ class Traces:
             start_time=at(record.began),
         )
         record.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
-        if record.ending in _OWN_FAULT:
-            span.set_status(trace.StatusCode.ERROR, record.ending)
+        if record.outcome in _OWN_FAULT:
+            span.set_status(trace.StatusCode.ERROR, record.outcome)
         longest = record.longest
         if longest is not None and record.submitted is not None and span.is_recording():
             submitted = record.submitted
@@ -77,15 +79,15 @@ class Traces:
     def _attributes(self, record: CallRecord) -> dict[str, AttributeValue]:
         found: dict[str, AttributeValue] = {
             f"jaxserve.{name}": value
-            for name, value in fields(record).items()
+            for name, value in log_fields(record).items()
             if name not in _NOT_OURS
         }
         operation = _OPERATIONS.get(record.method)
         if operation is not None:
             found["gen_ai.operation.name"] = operation
             found["gen_ai.provider.name"] = _PROVIDER
-        if record.ending is not Ending.OK:
-            found["error.type"] = str(record.ending)
+        if record.outcome is not CallOutcome.OK:
+            found["error.type"] = str(record.outcome)
         if record.requests:
             found["gen_ai.request.model"] = self._model()
             found["gen_ai.usage.input_tokens"] = record.prompt_tokens

@@ -90,15 +90,15 @@ def test_calls_at_once_are_bounded() -> None:
 def test_requests_at_once_are_bounded_whatever_calls_they_come_in() -> None:
     keys = Keys(fixed=[key("alice", concurrency=3), key("bob")])
     caller = keys.caller(b"Bearer alice")
-    caller.take(2)
+    caller.take_requests(2)
     with pytest.raises(RateLimited, match="alice: 2 requests run, and the call asks for 2; it may"):
-        keys.caller(b"Bearer alice").take(2)
-    caller.take(1)
-    keys.caller(b"Bearer bob").take(10**6)
-    caller.give_back(3)
+        keys.caller(b"Bearer alice").take_requests(2)
+    caller.take_requests(1)
+    keys.caller(b"Bearer bob").take_requests(10**6)
+    caller.give_back_requests(3)
     with pytest.raises(TooManyRequests, match=r"asks for 4 requests .* may have 3 at once"):
-        caller.take(4)
-    caller.take(3)  # neither refused one counts
+        caller.take_requests(4)
+    caller.take_requests(3)  # neither refused one counts
 
 
 def test_a_call_that_no_rate_counts_is_open_all_the_same() -> None:

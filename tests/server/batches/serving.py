@@ -21,7 +21,7 @@ PATIENCE = 20
 STATE = {name.removeprefix("BATCH_STATE_"): value for name, value in pb.BatchState.items()}
 
 
-class BatchDoor:
+class CallerBatches:
     """The calls, with less to write."""
 
     def __init__(self, channel: grpc.Channel, journal: Journal, server: Server) -> None:
@@ -61,7 +61,7 @@ class BatchDoor:
 @contextmanager
 def batch_server(
     engine: FakeEngine, directory: Path, *, in_flight: int = 4, keep_s: float = 1e9
-) -> Iterator[BatchDoor]:
+) -> Iterator[CallerBatches]:
     """A server over the engine, with its batches in the directory. Its grace is for calls."""
     with opened(directory) as journal:
         settings = BatchSettings(journal, in_flight, keep_s)
@@ -69,4 +69,4 @@ def batch_server(
             Server(engine, grace_s=1000.0, batches=settings) as server,
             grpc.insecure_channel(server.address) as channel,
         ):
-            yield BatchDoor(channel, journal, server)
+            yield CallerBatches(channel, journal, server)

@@ -21,12 +21,12 @@ from jaxserve.client.batch_run import BatchRun
 from jaxserve.client.cli import batch
 from tests.server.batches.prompt_files import command, write
 from tests.server.batches.relay import Relay
-from tests.server.batches.serving import PATIENCE, BatchDoor, batch_server
+from tests.server.batches.serving import PATIENCE, CallerBatches, batch_server
 from tests.server.fake_engine import FakeEngine
 
 
 @pytest.fixture
-def door(engine: FakeEngine, tmp_path: Path) -> Iterator[BatchDoor]:
+def door(engine: FakeEngine, tmp_path: Path) -> Iterator[CallerBatches]:
     with batch_server(engine, tmp_path / "journal") as door:
         yield door
 
@@ -51,7 +51,7 @@ def served(engine: FakeEngine) -> list[int]:
 
 
 def test_a_file_of_prompts_gives_a_file_of_results(
-    door: BatchDoor, engine: FakeEngine, prompts: Path, capsys: pytest.CaptureFixture[str]
+    door: CallerBatches, engine: FakeEngine, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine.run()
     assert batch(command(door.server.address, prompts)) == 0
@@ -62,7 +62,7 @@ def test_a_file_of_prompts_gives_a_file_of_results(
 
 
 def test_a_line_in_error_has_a_record_and_the_exit_code_is_1(
-    door: BatchDoor, engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    door: CallerBatches, engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine.run()
     prompts = tmp_path / "prompts.jsonl"
@@ -81,7 +81,7 @@ def test_a_line_in_error_has_a_record_and_the_exit_code_is_1(
 
 
 def test_an_interrupted_client_goes_on_where_it_was(
-    door: BatchDoor,
+    door: CallerBatches,
     engine: FakeEngine,
     prompts: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -216,7 +216,7 @@ def test_a_server_that_lost_the_batch_does_only_what_is_missing(
 
 
 def test_cancelling_and_beginning_again(
-    door: BatchDoor, engine: FakeEngine, prompts: Path, capsys: pytest.CaptureFixture[str]
+    door: CallerBatches, engine: FakeEngine, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     codes: list[int] = []
     arguments = command(door.server.address, prompts)
@@ -240,7 +240,7 @@ def test_cancelling_and_beginning_again(
 
 
 def test_cancelling_what_is_done_says_so(
-    door: BatchDoor,
+    door: CallerBatches,
     engine: FakeEngine,
     prompts: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -294,7 +294,7 @@ def test_patience_with_a_server_that_answers_and_serves_nothing_has_an_end(
 
 
 def test_a_server_that_does_not_answer_is_given_up(
-    door: BatchDoor, monkeypatch: pytest.MonkeyPatch
+    door: CallerBatches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jaxserve.client.client._BATCH_CALL_S", 0.01)
     answer, status = threading.Event(), door.journal.status

@@ -21,12 +21,12 @@ from jaxserve.server.grpc import grpc_server
 from jaxserve.server.proto import batches_pb2 as pb
 from jaxserve.server.proto import batches_pb2_grpc
 from jaxserve.server.server import Server
-from tests.server.batches.serving import PATIENCE, STATE, BatchDoor, batch_server
+from tests.server.batches.serving import PATIENCE, STATE, CallerBatches, batch_server
 from tests.server.fake_engine import FIRST, FakeEngine
 
 
 @pytest.fixture
-def door(engine: FakeEngine, tmp_path: Path) -> Iterator[BatchDoor]:
+def door(engine: FakeEngine, tmp_path: Path) -> Iterator[CallerBatches]:
     with batch_server(engine, tmp_path) as door:
         yield door
 
@@ -35,7 +35,9 @@ def line(text: str = "hi", **sampling) -> pb.BatchLine:
     return pb.BatchLine(text=text, sampling=sampling)
 
 
-def test_a_batch_is_served_with_all_that_its_lines_say(door: BatchDoor, engine: FakeEngine) -> None:
+def test_a_batch_is_served_with_all_that_its_lines_say(
+    door: CallerBatches, engine: FakeEngine
+) -> None:
     engine.run()
     first = line("one", max_tokens=2, logprobs=1, stop=["x", "y"], logit_bias={7: 1.5}, seed=3)
     first.id = "first"
@@ -68,7 +70,7 @@ def test_a_batch_is_served_with_all_that_its_lines_say(door: BatchDoor, engine: 
     assert status.model == "fake" and not (status.failed or status.waiting or status.running)
 
 
-def test_a_line_whose_request_fails_is_over(door: BatchDoor, engine: FakeEngine) -> None:
+def test_a_line_whose_request_fails_is_over(door: CallerBatches, engine: FakeEngine) -> None:
     """It would fail the next server's, too; the engine goes on, and so do the others."""
     door.submit("b", ["one", "two"])
     engine.wait(lambda: len(engine.live) == 2)
@@ -85,7 +87,7 @@ def test_a_line_whose_request_fails_is_over(door: BatchDoor, engine: FakeEngine)
 
 
 def test_lines_in_error_fail_by_themselves(
-    door: BatchDoor, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    door: CallerBatches, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 10_000)
     engine.run()
@@ -100,8 +102,8 @@ def test_lines_in_error_fail_by_themselves(
     for result, words in zip(
         failed,
         (
-            "prompt: is missing; set text or token_ids",
-            "prompt: text is empty",
+            "prompt: is required",
+            "prompt: is empty; at least 1 token is needed",
             "prompt: has 5000 tokens; at most 4095 can be served",
             "temperature: must be at least 0 and at most 100, got -1.0",
             "bytes; at most 10,000 are allowed",
@@ -117,7 +119,7 @@ def test_lines_in_error_fail_by_themselves(
     assert len(engine.requests) == 1
 
 
-def test_results_come_in_the_order_of_lines(door: BatchDoor, engine: FakeEngine) -> None:
+def test_results_come_in_the_order_of_lines(door: CallerBatches, engine: FakeEngine) -> None:
     door.submit("b", [line(max_tokens=2), line(max_tokens=1), line(max_tokens=3)])
     engine.wait(lambda: len(engine.live) == 3)
     pages = door.pages("b", follow=True)
@@ -131,7 +133,9 @@ def test_results_come_in_the_order_of_lines(door: BatchDoor, engine: FakeEngine)
     assert [r.line for r in door.results("b", first=1)] == [1, 2]
 
 
-def test_what_is_there_is_told_at_once_without_follow(door: BatchDoor, engine: FakeEngine) -> None:
+def test_what_is_there_is_told_at_once_without_follow(
+    door: CallerBatches, engine: FakeEngine
+) -> None:
     door.submit("b", [line(max_tokens=2), line(max_tokens=1)])
     engine.wait(lambda: len(engine.live) == 2)
     pages = door.pages("b", follow=True)
@@ -143,7 +147,7 @@ def test_what_is_there_is_told_at_once_without_follow(door: BatchDoor, engine: F
 
 
 def test_many_results_take_many_messages(
-    door: BatchDoor, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    door: CallerBatches, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jaxserve.server.batches.batch_operations.PAGE_BYTES", 1000)
     engine.run()
@@ -152,7 +156,7 @@ def test_many_results_take_many_messages(
     assert len(list(door.pages("b", follow=False))) > 3
 
 
-def test_a_large_batch_goes_in_several_calls(door: BatchDoor, engine: FakeEngine) -> None:
+def test_a_large_batch_goes_in_several_calls(door: CallerBatches, engine: FakeEngine) -> None:
     engine.run()
     for first in range(0, 30, 10):
         lines = [line(f"prompt {first + i}", max_tokens=1) for i in range(10)]
@@ -165,7 +169,9 @@ def test_a_large_batch_goes_in_several_calls(door: BatchDoor, engine: FakeEngine
     assert ["".join(map(chr, request.prompt)) for request in engine.requests] == expected
 
 
-def test_a_submission_that_is_repeated_is_served_once(door: BatchDoor, engine: FakeEngine) -> None:
+def test_a_submission_that_is_repeated_is_served_once(
+    door: CallerBatches, engine: FakeEngine
+) -> None:
     engine.run()
     lines = [line(f"prompt {i}", max_tokens=1) for i in range(3)]
     for _ in range(2):
@@ -175,7 +181,7 @@ def test_a_submission_that_is_repeated_is_served_once(door: BatchDoor, engine: F
     assert len(engine.requests) == 3
 
 
-def test_without_an_id_the_server_makes_one_up(door: BatchDoor, engine: FakeEngine) -> None:
+def test_without_an_id_the_server_makes_one_up(door: CallerBatches, engine: FakeEngine) -> None:
     engine.run()
     names = {door.submit("", [line(max_tokens=1)]).batch_id for _ in range(2)}
     assert len(names) == 2
@@ -207,7 +213,7 @@ def unknown(batch_id: str) -> pb.CancelBatchRequest:
         (lambda door: door.delete("b"), "FAILED_PRECONDITION", "cancel it first"),
     ],
 )
-def test_refusals(door: BatchDoor, call, code: str, words: str) -> None:
+def test_refusals(door: CallerBatches, call, code: str, words: str) -> None:
     door.submit("b", ["hi"])
     with pytest.raises(grpc.RpcError, match=words) as error:
         call(door)
@@ -249,7 +255,7 @@ def test_the_engine_never_has_more_than_the_limit(
 
 
 def test_a_full_queue_makes_batches_wait(
-    door: BatchDoor, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    door: CallerBatches, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jaxserve.server.batches.batch_runner.RETRY_S", 0.01)
     refused = []
@@ -293,7 +299,7 @@ def test_those_who_follow_keep_nobody_from_submitting(
         assert len(door.results("next")) == 1
 
 
-def test_cancelling_ends_what_runs_and_what_waits(door: BatchDoor, engine: FakeEngine) -> None:
+def test_cancelling_ends_what_runs_and_what_waits(door: CallerBatches, engine: FakeEngine) -> None:
     door.submit("b", [line(max_tokens=1), *[line()] * 9])
     engine.wait(lambda: len(engine.live) == 4)
     pages = door.pages("b", follow=True)
@@ -341,7 +347,7 @@ def test_lines_wait_while_the_engine_hangs_and_go_on_after_it(
         requests, refused = door.server._requests, threading.Event()
         door.submit("b", [line(max_tokens=1), line(max_tokens=1)])
         engine.wait(lambda: len(engine.requests) == 1)
-        opened_before = requests.open
+        opened_before = requests.open_stream
 
         def spied(*arguments, **named):
             try:
@@ -350,7 +356,7 @@ def test_lines_wait_while_the_engine_hangs_and_go_on_after_it(
                 refused.set()
                 raise
 
-        monkeypatch.setattr(requests, "open", spied)
+        monkeypatch.setattr(requests, "open_stream", spied)
         requests.stalled = "no step for 60 s"
         engine.step()
         assert refused.wait(PATIENCE)

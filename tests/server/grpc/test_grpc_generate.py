@@ -128,7 +128,9 @@ def test_an_id_can_be_used_again_once_its_request_is_over(
 
 
 def test_an_engine_without_hidden_caches_says_so() -> None:
-    said = message_conversion.server_info(dataclasses.replace(INFO, hidden_read=None, rho=None), {})
+    said = message_conversion.server_info_message(
+        dataclasses.replace(INFO, hidden_read=None, rho=None), {}
+    )
     assert said.hidden_read == "" and not said.HasField("rho")
 
 
@@ -176,7 +178,7 @@ _sampling = st.fixed_dictionaries(
 def test_sampling_parameters_survive_the_wire(options: dict) -> None:
     wire = make_request("hi", **options).SerializeToString()
     received = SamplingParams(
-        **message_conversion.sampling_fields(pb.GenerateRequest.FromString(wire).sampling)
+        **message_conversion.sampling_from_message(pb.GenerateRequest.FromString(wire).sampling)
     )
     expected = dict(options)
     if "logit_bias" in expected:

@@ -34,7 +34,7 @@ def with_unknown(request: pb.GenerateRequest, where: Callable) -> pb.GenerateReq
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (pb.GenerateRequest(), ["prompt", "missing"]),
+        (pb.GenerateRequest(), ["prompt", "is required"]),
         (make_request(""), ["prompt", "empty"]),
         (make_request([]), ["prompt", "empty"]),
         (make_request("x" * 5000), ["prompt", "5000", str(INFO.max_model_len - 1)]),

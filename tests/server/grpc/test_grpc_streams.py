@@ -91,7 +91,7 @@ def test_what_waits_for_a_reader_is_bounded_and_ends_the_request() -> None:
         router = OutputRouter(
             asyncio.get_running_loop(), buffer_bytes=256 << 10, cancel=cancelled.append
         )
-        stream = router.open("r", 1)
+        stream = router.open_stream("r", 1)
         tracemalloc.start()
         for token in range(20_000):
             stream.push(output(token))
@@ -104,7 +104,7 @@ def test_what_waits_for_a_reader_is_bounded_and_ends_the_request() -> None:
         router.on_output(Output("r", 0, finish_reason=FinishReason.CANCELLED))
         await asyncio.sleep(0)
         assert router.unfinished() == []
-        whole = router.open("s", 1, bounded=False)
+        whole = router.open_stream("s", 1, bounded=False)
         for token in range(20_000):
             whole.push(output(token))
         assert (await whole.next()).token_ids[0] == 0
@@ -149,7 +149,7 @@ def test_the_router_wakes_the_loop_once_a_batch() -> None:
     async def play() -> None:
         loop = Loop()
         router = OutputRouter(loop)  # type: ignore[arg-type]
-        streams = [router.open(f"{i}", 1) for i in range(32)]
+        streams = [router.open_stream(f"{i}", 1) for i in range(32)]
         for _ in range(3):
             for i in range(32):
                 router.on_output(Output(f"{i}", 0, (7,), "x"))
@@ -165,9 +165,9 @@ def test_the_router_wakes_the_loop_once_a_batch() -> None:
 def test_the_router_knows_who_is_running() -> None:
     async def play() -> None:
         router = OutputRouter(asyncio.get_running_loop())
-        stream = router.open("r", 2)
+        stream = router.open_stream("r", 2)
         with pytest.raises(DuplicateRequest, match="request_id"):
-            router.open("r", 1)
+            router.open_stream("r", 1)
         router.on_output(Output("r", 0, finish_reason=FinishReason.STOP))
         router.on_output(Output("unheard of", 0, (1,), "x"))
         assert (await stream.next()).last is not None
@@ -175,7 +175,7 @@ def test_the_router_knows_who_is_running() -> None:
         router.on_output(Output("r", 1, (1,), "x", finish_reason=FinishReason.STOP))
         assert (await stream.next()).index == 1
         assert router.unfinished() == []
-        router.open("r", 1)
+        router.open_stream("r", 1)
 
     asyncio.run(play())
 
@@ -183,7 +183,7 @@ def test_the_router_knows_who_is_running() -> None:
 def test_failing_everything_ends_everything_after_what_is_pending() -> None:
     async def play() -> None:
         router = OutputRouter(asyncio.get_running_loop())
-        stream = router.open("r", 2)
+        stream = router.open_stream("r", 2)
         router.on_output(Output("r", 0, (1,), "x"))
         router.fail_all("broken")
         assert (await stream.next()).token_ids == [1]
@@ -198,7 +198,7 @@ def test_failing_everything_ends_everything_after_what_is_pending() -> None:
 def test_a_request_that_fails_is_told_from_an_engine_that_does(engine_failed: bool) -> None:
     async def play() -> None:
         router = OutputRouter(asyncio.get_running_loop())
-        stream = router.open("r", 1)
+        stream = router.open_stream("r", 1)
         last = FinishReason.ERROR
         router.on_output(
             Output("r", 0, finish_reason=last, error="broken", engine_failed=engine_failed)

@@ -1,4 +1,4 @@
-"""A server with both doors over a fake engine, OpenAI's client, and a plain one."""
+"""A server with both frontends over a fake engine, OpenAI's client, and a plain one."""
 
 from __future__ import annotations
 

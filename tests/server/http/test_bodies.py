@@ -25,7 +25,7 @@ from jaxserve.server.http.openai.body_limits import (
     MAX_ITEMS,
     MAX_PARTS,
     SHOWN_DEEP,
-    parse,
+    parse_body,
 )
 from jaxserve.server.http.openai.schema import (
     MAX_MESSAGES,
@@ -46,7 +46,7 @@ MESSAGE = b'{"role":"user","content":"a"}'
 
 def refused(raw: bytes, kind: Any = ChatRequest) -> ApiError:
     with pytest.raises(ApiError) as error:
-        parse(raw, kind)
+        parse_body(raw, kind)
     assert error.value.status == 400
     return error.value
 
@@ -186,7 +186,7 @@ def test_others_have_their_turn_between_the_numbers_of_a_large_body(
     for name in ("_int", "_float"):
         monkeypatch.setattr(body_limits, name, lambda text: asked.append(text) or 5)
     raw = b'{"prompt":[' + b"1e-300," * 5000 + b"1]}"
-    assert parse(raw, CompletionRequest).prompt == [5] * 5001
+    assert parse_body(raw, CompletionRequest).prompt == [5] * 5001
     assert len(asked) == 5001
 
 
@@ -211,7 +211,7 @@ def test_arguments_of_functions_are_not_read_here() -> None:
     text = '{"a":[' + "[]," * 20_000 + "[]]}"
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
     raw = json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}]}).encode()
-    (told,) = parse(raw, ChatRequest).messages[0].plain()["tool_calls"]
+    (told,) = parse_body(raw, ChatRequest).messages[0].plain()["tool_calls"]
     assert told["function"]["arguments"] == text
 
 
@@ -219,16 +219,16 @@ def test_a_large_body_that_is_right_is_taken() -> None:
     ids = list(range(100, 100_100))
     for prompt in (ids, [ids, ids], "a,b[]{}" * 1_000_000, ["a"] * 128):
         raw = json.dumps({"prompt": prompt}).encode()
-        assert parse(raw, CompletionRequest).prompt == prompt
+        assert parse_body(raw, CompletionRequest).prompt == prompt
     chat = b'{"messages":[' + (MESSAGE + b",") * (MAX_MESSAGES - 1) + MESSAGE + b"]}"
-    assert len(parse(chat, ChatRequest).messages) == MAX_MESSAGES
-    assert parse(b'{"tokens":[1,2]}', DetokenizeRequest).tokens == [1, 2]
+    assert len(parse_body(chat, ChatRequest).messages) == MAX_MESSAGES
+    assert parse_body(b'{"tokens":[1,2]}', DetokenizeRequest).tokens == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("prompt", "says"),
     [
-        ([1, -1], "prompt.1: must be a token id"),
+        ([1, -(1 << 31)], "prompt.1: must be a token id"),
         ([1, "a"], "prompt.1: must be a token id"),
         ([1.5], "prompt.0: must be a token id"),
         ([[1], [2, None]], "prompt.1.1: must be a token id"),

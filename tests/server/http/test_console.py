@@ -22,7 +22,7 @@ from jaxserve.sched.request import NO_CLASS, SLO, Request, Tier
 from jaxserve.sched.slo.ttft_estimator import Wait
 from jaxserve.sched.slo.verdict import Verdict
 from jaxserve.server.http import live_feed, web_console
-from jaxserve.server.http.live_feed import PARTS, STEPS, Limits, LiveFeed, decision
+from jaxserve.server.http.live_feed import PARTS, STEPS, Limits, LiveFeed, scheduling_decision
 from jaxserve.server.http.web_console import PAGE, Events
 from jaxserve.server.requests.engine_requests import EngineRequests
 from jaxserve.server.server import Server
@@ -195,7 +195,7 @@ def test_why_no_more_were_in_the_batch(
     step = dataclasses.replace(
         step_stats(rows), num_decodes=0, num_decode_tokens=0, num_prefill_tokens=tokens
     )
-    line = decision(step, stats, Limits(16, 512))
+    line = scheduling_decision(step, stats, Limits(16, 512))
     assert line.endswith(f": {says}")
     assert line.startswith(f"{tokens} prompt tokens (8.0 ms, predicted 9.0)")
 

@@ -15,7 +15,7 @@ import pytest
 from jaxserve.server.http import admission_middleware
 from jaxserve.server.http.transport import protocol
 from jaxserve.server.requests.options import ServerOptions
-from jaxserve.server.requests.write_timeout import WriteLimit
+from jaxserve.server.requests.write_timeout import WriteTimeout
 from jaxserve.server.server import Server
 from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
@@ -184,7 +184,7 @@ def test_a_reader_that_does_not_read_is_given_up(
     if not limited:
         if not hasattr(socket, "TCP_USER_TIMEOUT"):
             pytest.skip("this system drops nobody")
-        monkeypatch.setattr(WriteLimit, "keep", lambda _, write: write)
+        monkeypatch.setattr(WriteTimeout, "keep", lambda _, write: write)
     engine.text = lambda k: "x" * 4096
     body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": True}).encode()
     with plain.socket() as connection:

@@ -1,4 +1,4 @@
-"""What the HTTP door refuses, and how it says so."""
+"""What the HTTP frontend refuses, and how it says so."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{
         ("completions", {"slo": {"ttft": 1}}, "slo.ttft", "no such field"),
         ("completions", {"temperature": "hot"}, "temperature", "must be a number"),
         ("completions", {"temperature": -1}, "temperature", "at least 0"),
-        ("completions", {"temperature": float("nan")}, "temperature", "finite"),
+        ("completions", {"temperature": float("nan")}, "temperature", "got nan"),
         ("completions", {"prompt": []}, "prompt", "1 to 128 prompts"),
         ("completions", {"prompt": ["a"] * 129}, "prompt", "1 to 128 prompts"),
         ("completions", {"prompt": ""}, "prompt", "empty"),
         ("completions", {"prompt": [[1], []]}, "prompt", "empty"),
-        ("completions", {"prompt": [[1, -2]]}, "prompt.0.1", "must be a token id"),
+        ("completions", {"prompt": [[1, -2]]}, "prompt", "token id -2 is outside 0..99999"),
         ("completions", {"prompt": [100_000]}, "prompt", "outside 0..99999"),
         ("completions", {"max_tokens": 0}, "max_tokens", "at least 1"),
         ("completions", {"max_tokens": 9999}, "max_tokens", "at most 4096"),

@@ -1,4 +1,4 @@
-"""Real-time requests whose first token would come too late are refused, at both doors."""
+"""Real-time requests whose first token would come too late are refused, at both frontends."""
 
 from __future__ import annotations
 

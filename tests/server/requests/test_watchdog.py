@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Iterable
 
-from jaxserve.server.requests.watchdog import watch
+from jaxserve.server.requests.watchdog import watch_for_stalls
 from tests.server.fake_engine import FakeEngine
 
 STALL_S = 8.0
@@ -43,7 +43,7 @@ def told(
 
     async def play() -> None:
         try:
-            await watch(Scripted(script), STALL_S, tell, clock=lambda: now, sleep=sleep)
+            await watch_for_stalls(Scripted(script), STALL_S, tell, clock=lambda: now, sleep=sleep)
         except asyncio.CancelledError:
             return
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from jaxserve.server.requests.output_streams import SlowReader
-from jaxserve.server.requests.write_timeout import WriteLimit
+from jaxserve.server.requests.write_timeout import WriteTimeout
 
 LIMIT_S = 0.05
 
@@ -27,19 +27,19 @@ def in_loop(body: Callable[[], Awaitable[None]]) -> None:
 
 def test_each_write_that_takes_too_long_ends_and_no_other() -> None:
     async def body() -> None:
-        writes, go_on = WriteLimit(LIMIT_S), asyncio.Event()
+        writes, go_on = WriteTimeout(LIMIT_S), asyncio.Event()
 
         async def quick() -> str:
             for _ in range(100):
-                await writes.keep(asyncio.sleep(0))
+                await writes.wait(asyncio.sleep(0))
             await go_on.wait()  # longer than the limit, between two writes
-            await writes.keep(asyncio.sleep(0))
+            await writes.wait(asyncio.sleep(0))
             return "read"
 
         async def slow() -> str:
-            await writes.keep(asyncio.sleep(0))
+            await writes.wait(asyncio.sleep(0))
             try:
-                await writes.keep(never())
+                await writes.wait(never())
             except SlowReader as error:
                 return str(error)
             return "read"
@@ -61,14 +61,14 @@ def test_each_write_that_takes_too_long_ends_and_no_other() -> None:
 
 def test_a_write_that_fails_or_is_cancelled_says_so() -> None:
     async def body() -> None:
-        writes = WriteLimit(LIMIT_S)
+        writes = WriteTimeout(LIMIT_S)
 
         async def lost() -> None:
             raise ConnectionError
 
         with pytest.raises(ConnectionError):
-            await writes.keep(lost())
-        task = asyncio.create_task(writes.keep(never()))
+            await writes.wait(lost())
+        task = asyncio.create_task(writes.wait(never()))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -79,7 +79,7 @@ def test_a_write_that_fails_or_is_cancelled_says_so() -> None:
 
 def test_who_is_cancelled_while_late_is_cancelled() -> None:
     async def body() -> None:
-        writes = WriteLimit(LIMIT_S)
+        writes = WriteTimeout(LIMIT_S)
         begun = asyncio.Event()
 
         async def stubborn() -> None:
@@ -89,7 +89,7 @@ def test_who_is_cancelled_while_late_is_cancelled() -> None:
                 asyncio.current_task().cancel()  # type: ignore[union-attr]
                 begun.set()
 
-        task = asyncio.create_task(writes.keep(stubborn()))
+        task = asyncio.create_task(writes.wait(stubborn()))
         await begun.wait()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -43,7 +43,7 @@ def test_a_machine_without_ipv6_listens_on_the_rest(
 
     monkeypatch.setattr(socket, "socket", NoIpv6)
     assert addresses.addresses_of("both", 0) == [V4]
-    (listener,) = addresses.bind("both", 0, 1)
+    (listener,) = addresses.bind_sockets("both", 0, 1)
     assert listener.getsockname()[0] == "127.0.0.1"
     listener.close()
 
@@ -54,10 +54,10 @@ def test_a_host_that_is_elsewhere_is_refused() -> None:
 
 
 def test_one_port_for_all_addresses() -> None:
-    listeners = addresses.bind("localhost", 0, 1)
+    listeners = addresses.bind_sockets("localhost", 0, 1)
     ports = {listener.getsockname()[1] for listener in listeners}
     assert len(ports) == 1
     with pytest.raises(OSError, match="in use"):
-        addresses.bind("localhost", ports.pop(), 1)
+        addresses.bind_sockets("localhost", ports.pop(), 1)
     for listener in listeners:
         listener.close()

@@ -10,7 +10,7 @@ from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.key_file import ApiKey
 from jaxserve.server.access.options import Access
 from jaxserve.server.access.tls import Tls
-from jaxserve.server.exposure import exposure
+from jaxserve.server.exposure import exposure_warnings
 from jaxserve.server.requests.call_outcome import RateLimitedLog
 from jaxserve.server.server import Server
 from tests.server.fake_engine import FakeEngine
@@ -36,7 +36,7 @@ KEYS = Keys(fixed=[ApiKey("a", "0" * 64)])
 
 
 def lines(host: str, access: Access, *, on: bool = True) -> list[str]:
-    return exposure(host, access, http=on, metrics=on, batches=on)
+    return exposure_warnings(host, access, http=on, metrics=on, batches=on)
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1", "127.8.8.8"])

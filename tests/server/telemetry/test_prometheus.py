@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxserve.client import Client, ServerError
 from jaxserve.config import ConfigError
 from jaxserve.server.access.options import Access
-from jaxserve.server.requests.call_outcome import Ending, Endings
+from jaxserve.server.requests.call_outcome import CallOutcome, CallTracker
 from jaxserve.server.server import Server
 from jaxserve.server.telemetry import metrics_http
 from jaxserve.server.telemetry.metrics import Histogram, MetricsRegistry, MetricsServer
@@ -114,7 +114,7 @@ def test_calls_are_counted_by_how_they_end(metrics: Server, engine: FakeEngine) 
         "cancelled": 2,
     }
     samples = scrape(metrics)
-    for ending in Ending:
+    for ending in CallOutcome:
         count = expected.get(ending, 0)
         assert value(samples, "calls_total", method="Generate", ending=ending) == count, ending
     assert value(samples, "calls_total", method="GetServerInfo", ending="ok") == 1
@@ -225,7 +225,7 @@ def test_gauges_are_a_snapshot_of_the_engine(metrics: Server, engine: FakeEngine
 
 
 def test_counters_and_only_they_end_in_total(engine: FakeEngine) -> None:
-    text = MetricsRegistry(engine, Endings(())).page().decode()
+    text = MetricsRegistry(engine, CallTracker(())).page().decode()
     types = [line.split()[2:] for line in text.splitlines() if line.startswith("# TYPE ")]
     assert len(types) > 30
     assert [name for name, kind in types if (kind == "counter") != name.endswith("_total")] == []
@@ -246,4 +246,4 @@ def test_a_taken_metrics_port_is_one_clear_line(metrics: Server) -> None:
     assert metrics.metrics_address is not None
     port = int(metrics.metrics_address.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"server.metrics_port: cannot listen .*{port}"):
-        MetricsServer(MetricsRegistry(FakeEngine(), Endings(())), "localhost", port, Access())
+        MetricsServer(MetricsRegistry(FakeEngine(), CallTracker(())), "localhost", port, Access())

@@ -20,11 +20,11 @@ from jaxserve.sched.slo.verdict import Verdict
 from jaxserve.server.access.api_keys import Caller, Keys
 from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batch_operations import BatchSettings
-from jaxserve.server.requests.call_outcome import CallRecord, Door, Ending, Endings
+from jaxserve.server.requests.call_outcome import CallOutcome, CallRecord, CallSource, CallTracker
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.server import Server
-from jaxserve.server.telemetry.request_log import Fields, RequestLog, fields
+from jaxserve.server.telemetry.request_log import Fields, RequestLog, log_fields
 from tests.server.access.test_keys import key
 from tests.server.batches.journals import opened
 from tests.server.fake_engine import PATIENCE, FakeEngine
@@ -202,8 +202,12 @@ def test_lines_of_batches_have_theirs(engine: FakeEngine, tmp_path: Path, lines:
     assert (found[0]["prompt_tokens"], found[0]["output_tokens"]) == (3, 2)
     assert (found[1]["ending"], found[1]["finish_reason"]) == ("cancelled", "cancelled")
     assert len([line for line in lines() if line["method"] == "SubmitBatch"]) == 1
-    counted = server._endings.lines
-    assert (counted[Ending.OK], counted[Ending.CANCELLED], sum(counted.values())) == (1, 1, 2)
+    counted = server._tracker.lines
+    assert (counted[CallOutcome.OK], counted[CallOutcome.CANCELLED], sum(counted.values())) == (
+        1,
+        1,
+        2,
+    )
 
 
 def test_lines_that_wait_for_the_next_server_say_so(
@@ -247,9 +251,9 @@ def test_a_sink_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> Non
     def fails(record: CallRecord) -> None:
         raise RuntimeError("no")
 
-    endings = Endings(("Generate",), (fails, told.append))
-    record = endings.begin(Door.GRPC, "Generate")
-    endings.ended(record)
+    tracker = CallTracker(("Generate",), (fails, told.append))
+    record = tracker.begin(CallSource.GRPC, "Generate")
+    tracker.ended(record)
     assert told == [record]
     assert "the end of a call of Generate is not told" in caplog.text
 
@@ -273,7 +277,7 @@ def test_the_page_lists_the_fields() -> None:
     record = CallRecord(
         "m", "p", "r", Caller(name="k"), batch="b", line=0, reason="x", trace_id="t"
     )
-    record.ending, record.requests = Ending.SLOW_READER, (request,)
+    record.outcome, record.requests = CallOutcome.SLOW_READER, (request,)
     record.x_request_id = "x"
     record.last = [Output("r", 0, (), "", (), stop, Usage(1, 2, 3), timings, verdict=verdict)]
-    assert listed == {*fields(record), "prompt", "text"} - {"message"}
+    assert listed == {*log_fields(record), "prompt", "text"} - {"message"}

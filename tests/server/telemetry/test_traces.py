@@ -25,7 +25,7 @@ from jaxserve.server.grpc.grpc_server import METHODS
 from jaxserve.server.http.admission_middleware import METHODS as HTTP_METHODS
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.proto import generation_pb2_grpc
-from jaxserve.server.requests.call_outcome import CallRecord, Door
+from jaxserve.server.requests.call_outcome import CallRecord, CallSource
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.server import Server
 from jaxserve.server.telemetry import traces
@@ -40,7 +40,7 @@ HEADER = f"00-{TRACE}-{PARENT}-01"
 
 
 class Traced:
-    """Both doors, and where spans go."""
+    """Both frontends, and where spans go."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.exporter = InMemorySpanExporter()
@@ -162,7 +162,9 @@ def test_the_servers_own_fault_is_an_error(engine: FakeEngine) -> None:
 def test_what_a_continuation_went_through_is_that_of_the_longest() -> None:
     exporter = InMemorySpanExporter()
     traces = Traces(SimpleSpanProcessor(exporter), lambda: "fake")
-    record = CallRecord("batch line", door=Door.BATCH, began=10.0, submitted=10.5, ended=13.0)
+    record = CallRecord(
+        "batch line", source=CallSource.BATCH, began=10.0, submitted=10.5, ended=13.0
+    )
     for total in (1.0, 2.5, 2.0):
         timings = Timings(0.25, total / 2, total, preempted=tuple(i / 500 for i in range(300)))
         usage = Usage(3, 0 if total == 2.0 else 7, preemptions=300)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -11,13 +12,14 @@ from pydantic_core import to_json
 
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.batches.batch_lines import NO_ROOM, Completion, Line, Result
+from jaxserve.server.batches.records import NewLine
 from jaxserve.server.http.errors import ApiError
-from jaxserve.server.http.openai import request_options
-from jaxserve.server.http.openai.body_limits import parse, validated
+from jaxserve.server.http.openai import request_options, response_format
+from jaxserve.server.http.openai.body_limits import parse_body, validate_body
 from jaxserve.server.http.openai.chat import chat_sampling
 from jaxserve.server.http.openai.files import MAX_LINE
 from jaxserve.server.http.openai.logprobs import CompletionLogprobs, chat_logprobs
-from jaxserve.server.http.openai.route_context import Front
+from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import Body, ChatRequest, CompletionRequest, Generation
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -39,29 +41,31 @@ class BatchRequestLine(Body):
     body: dict[str, Any]
 
 
-def read_line(
-    front: Front, endpoint: str, text: str, tenant: str
-) -> tuple[Line, InvalidRequest | None]:
-    """A tenant's line for the journal, and what is wrong with it, which becomes its result."""
-    name = _custom_id(text)
+def read_line(context: RouteContext, endpoint: str, text: str, tenant: str) -> NewLine:
+    """A tenant's line for the journal; what is wrong with it becomes its result."""
+    requests, name = context.requests, _custom_id(text)
     try:
         raw = text.encode()
         if len(raw) > MAX_LINE:
             text = text[:MAX_CUSTOM_ID]  # nobody needs all of it
             raise InvalidRequest("line", f"takes more than {MAX_LINE:,} bytes")
-        given = parse(raw, BatchRequestLine)
+        given = parse_body(raw, BatchRequestLine)
         name = given.custom_id[:MAX_CUSTOM_ID]
         if len(given.custom_id) > MAX_CUSTOM_ID:
             raise InvalidRequest("custom_id", f"at most {MAX_CUSTOM_ID} characters are allowed")
         if (given.method, given.url) != ("POST", endpoint):
             raise InvalidRequest("url", f"the batch is for POST {endpoint}")
-        body = validated(given.body, _BODIES[endpoint])
-        return Line(*_asked(front, body, tenant), name), None
+        body = validate_body(given.body, _BODIES[endpoint])
+        line = Line(*_asked(context, body, tenant), name)
     except InvalidRequest as error:
-        return Line(text, {}, name), error
+        return Line(text, {}, name).checked(requests, error)
     except ApiError as error:
         where = error.param or "line"
-        return Line(text, {}, name), InvalidRequest(where, str(error).removeprefix(f"{where}: "))
+        problem = InvalidRequest(where, str(error).removeprefix(f"{where}: "))
+        return Line(text, {}, name).checked(requests, problem)
+    return line.checked(
+        requests, named=functools.partial(response_format.naming_grammar_fields, body)
+    )
 
 
 def _custom_id(text: str) -> str:
@@ -74,7 +78,7 @@ def _custom_id(text: str) -> str:
 
 
 def written_line(
-    front: Front, note: Mapping[str, Any], batch: str, number: int, result: Result
+    context: RouteContext, note: Mapping[str, Any], batch: str, number: int, result: Result
 ) -> dict[str, Any]:
     """What a line of the output, or of the errors, says. note: the batch's endpoint and when it was
     created."""
@@ -82,8 +86,8 @@ def written_line(
         status = _STATUS.get(result.error.code, 500)
         body = ApiError(status, result.error.message).body()
     else:
-        head = {"id": f"{batch}-{number}", "created": note["created"], "model": front.model}
-        status, body = 200, {**head, **_answer(front, note["endpoint"], result.completions)}
+        head = {"id": f"{batch}-{number}", "created": note["created"], "model": context.model}
+        status, body = 200, {**head, **_answer(context, note["endpoint"], result.completions)}
     return {
         "id": f"batch_req-{batch}-{number}",
         "custom_id": result.name,
@@ -92,9 +96,9 @@ def written_line(
     }
 
 
-def _asked(front: Front, body: Generation, tenant: str) -> tuple[Any, dict[str, Any]]:
+def _asked(context: RouteContext, body: Generation, tenant: str) -> tuple[Any, dict[str, Any]]:
     """Prompt and sampling fields."""
-    front.check_model(body.model)
+    context.check_model(body.model)
     if body.stream:
         raise InvalidRequest("stream", "a batch has no streams")
     for name in ("slo", "slo_class", "serve_late"):
@@ -103,7 +107,7 @@ def _asked(front: Front, body: Generation, tenant: str) -> tuple[Any, dict[str, 
     if body.tier == "realtime":
         raise InvalidRequest("tier", "a batch is best-effort")
     if isinstance(body, ChatRequest):
-        return chat_sampling(front, body, tenant)
+        return chat_sampling(context, body, tenant)
     assert isinstance(body, CompletionRequest)
     if body.echo:
         raise InvalidRequest("echo", "is not for batches")
@@ -112,18 +116,18 @@ def _asked(front: Front, body: Generation, tenant: str) -> tuple[Any, dict[str, 
         if not all(isinstance(token, int) for token in prompt):
             raise InvalidRequest("prompt", "a line has one prompt")
         prompt = tuple(prompt)
-    if not prompt:
-        raise InvalidRequest("prompt", "is empty")
     return prompt, request_options.completion_sampling(body)
 
 
-def _answer(front: Front, endpoint: str, completions: tuple[Completion, ...]) -> dict[str, Any]:
+def _answer(
+    context: RouteContext, endpoint: str, completions: tuple[Completion, ...]
+) -> dict[str, Any]:
     chat = endpoint == CHAT
     usage = completions[0].usage
     output = sum(each.usage.output_tokens for each in completions)
     return {
         "object": "chat.completion" if chat else "text_completion",
-        "choices": [_choice(front, chat, each) for each in completions],
+        "choices": [_choice(context, chat, each) for each in completions],
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": output,
@@ -132,14 +136,14 @@ def _answer(front: Front, endpoint: str, completions: tuple[Completion, ...]) ->
     }
 
 
-def _choice(front: Front, chat: bool, found: Completion) -> dict[str, Any]:
+def _choice(context: RouteContext, chat: bool, found: Completion) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": found.index, "finish_reason": str(found.finish_reason)}
     choice["logprobs"] = None
     if found.logprobs:
         if chat:
-            choice["logprobs"] = chat_logprobs(front.engine, found.logprobs)
+            choice["logprobs"] = chat_logprobs(context.engine, found.logprobs)
         else:
-            choice["logprobs"] = CompletionLogprobs(front.engine).of(found.logprobs)
+            choice["logprobs"] = CompletionLogprobs(context.engine).as_dict(found.logprobs)
     if chat:
         choice["message"] = {"role": "assistant", "content": found.text, "refusal": None}
     else:
@@ -147,6 +151,6 @@ def _choice(front: Front, chat: bool, found: Completion) -> dict[str, Any]:
     return choice
 
 
-def dumped(line: dict[str, Any]) -> bytes:
+def jsonl_line(line: dict[str, Any]) -> bytes:
     """As a line of JSONL."""
     return to_json(line, inf_nan_mode="null") + b"\n"

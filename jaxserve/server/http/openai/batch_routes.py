@@ -16,10 +16,11 @@ from starlette.requests import ClientDisconnect
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.batches.batch_operations import Batches
 from jaxserve.server.http.errors import ApiError, record_of
-from jaxserve.server.http.openai.batches import BatchDoor, BatchRequest, result_file
-from jaxserve.server.http.openai.files import FileStore, StoredFile, of_disk
+from jaxserve.server.http.openai.batches import BatchRequest, CallerBatches, result_file
+from jaxserve.server.http.openai.files import FileStore, StoredFile, disk_error
 from jaxserve.server.http.openai.multi_prompt import ClientGone
-from jaxserve.server.http.openai.route_context import Front
+from jaxserve.server.http.openai.route_context import RouteContext
+from jaxserve.server.requests.call_outcome import CallOutcome
 
 NO_BATCHES = "this server takes no batches; it was started without a batch_dir"
 _JSONL = "application/jsonl"
@@ -38,20 +39,20 @@ _UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": 
 
 
 def add_batch_routes(
-    app: FastAPI, front: Front, batches: Batches | None, store: FileStore | None
+    app: FastAPI, context: RouteContext, batches: Batches | None, store: FileStore | None
 ) -> None:
     """batches, store: None refuses them all."""
 
     def files(http: Request) -> FileStore:
         if batches is None or store is None:
-            raise ApiError(501, NO_BATCHES, code="no_batches")
+            raise ApiError(501, NO_BATCHES, code="no_batches", outcome=CallOutcome.REFUSED)
         caller = record_of(http).caller
-        return store.of(caller.name, batches.quota(caller))
+        return store.for_owner(caller.name, batches.quota(caller))
 
-    def door(http: Request) -> BatchDoor:
+    def door(http: Request) -> CallerBatches:
         seen = files(http)
         assert batches is not None
-        return BatchDoor(front, batches, seen, record_of(http).caller)
+        return CallerBatches(context, batches, seen, record_of(http).caller)
 
     _add_batches(app, door)
     _add_files(app, files, door)
@@ -101,20 +102,20 @@ def _add_files(app: FastAPI, store: Any, door: Any) -> None:
         http: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 1000, after: str | None = None
     ) -> dict[str, Any]:
         """Uploads, the latest first."""
-        page, more = await asyncio.to_thread(store(http).page, after, limit)
+        page, more = await asyncio.to_thread(store(http).list_files, after, limit)
         return _listed([each.as_dict() for each in page], more)
 
     @app.get("/v1/files/{file_id}")
     async def get(file_id: str, http: Request) -> dict[str, Any]:
         """An upload."""
-        kept = await asyncio.to_thread(store(http).find, file_id)
+        kept = await asyncio.to_thread(store(http).find_file, file_id)
         found: dict[str, Any] = kept.as_dict()
         return found
 
     @app.delete("/v1/files/{file_id}")
     async def delete(file_id: str, http: Request) -> dict[str, Any]:
         """Forgets an upload; batches made of it go on."""
-        await asyncio.to_thread(store(http).delete, file_id)
+        await asyncio.to_thread(store(http).delete_file, file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     @app.get("/v1/files/{file_id}/content")
@@ -122,7 +123,7 @@ def _add_files(app: FastAPI, store: Any, door: Any) -> None:
         """An upload, or the results of a batch."""
         results = result_file(file_id)
         if results is None:
-            file = await asyncio.to_thread(store(http).open, file_id)
+            file = await asyncio.to_thread(store(http).open_file, file_id)
             return StreamingResponse(_pieces(file), media_type=_JSONL)
         name, which = results
         await door(http).get(name)
@@ -142,7 +143,7 @@ async def _uploaded(http: Request, store: FileStore) -> StoredFile:
         raise InvalidRequest("file", "must be sent as a form, Content-Type: multipart/form-data")
     length = http.headers.get("content-length")
     async with contextlib.AsyncExitStack() as stack:
-        held = store.room(int(length) if length and length.isdecimal() else None)
+        held = store.reserve(int(length) if length and length.isdecimal() else None)
         room = await asyncio.to_thread(stack.enter_context, held)
         try:
             pieces = await stack.enter_async_context(contextlib.aclosing(_pieces_of(http)))
@@ -154,7 +155,7 @@ async def _uploaded(http: Request, store: FileStore) -> StoredFile:
         except MultiPartException as error:
             raise ApiError(400, f"the body: {error.message}", code="invalid_value") from None
         except OSError as error:  # where parts of it are kept until it is whole
-            raise of_disk(error) from error
+            raise disk_error(error) from error
         except ClientDisconnect:
             raise ClientGone from None
         file, purpose = form.get("file"), form.get("purpose")

@@ -18,14 +18,14 @@ from jaxserve.server.batches.batch_operations import Batches, Progress
 from jaxserve.server.batches.records import (
     BatchRefused,
     BatchState,
-    JournalFull,
+    NewLine,
     Outcome,
     UnknownBatch,
 )
 from jaxserve.server.http.errors import ApiError
-from jaxserve.server.http.openai.batch_file_lines import dumped, read_line, written_line
+from jaxserve.server.http.openai.batch_file_lines import jsonl_line, read_line, written_line
 from jaxserve.server.http.openai.files import FileStore
-from jaxserve.server.http.openai.route_context import Front
+from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import Body, Metadata, Text
 
 _STATUS = {
@@ -46,11 +46,14 @@ class BatchRequest(Body):
     metadata: Metadata | None = None
 
 
-class BatchDoor:
-    """What the routes do for one caller. store: as they see it. Methods raise ApiError."""
+class CallerBatches:
+    """What the routes do for one caller. store: as they see it. Methods raise BatchRefused, and
+    sqlite3.Error where the disk fails."""
 
-    def __init__(self, front: Front, batches: Batches, store: FileStore, caller: Caller) -> None:
-        self._front, self._batches, self._store = front, batches, store
+    def __init__(
+        self, context: RouteContext, batches: Batches, store: FileStore, caller: Caller
+    ) -> None:
+        self._context, self._batches, self._store = context, batches, store
         self._caller, self._owner = caller, caller.name
 
     async def create(self, asked: BatchRequest) -> dict[str, Any]:
@@ -67,10 +70,10 @@ class BatchDoor:
             if not first:
                 raise ApiError(400, "input_file_id: the file has no lines", param="input_file_id")
             return _described(await submit(first, [], commit=True))
-        except BaseException as error:
+        except BaseException:
             if first:
                 await self._forget(name)
-            raise _told(error) from error
+            raise
 
     async def get(self, name: str) -> dict[str, Any]:
         """One batch."""
@@ -79,27 +82,18 @@ class BatchDoor:
     async def page(self, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
         """At most `limit` of them, the latest first, behind that of the id `after`; and whether
         there are more."""
-        try:
-            found = await self._batches.noted(self._owner, after=after, limit=limit + 1)
-        except (BatchRefused, sqlite3.Error) as error:
-            raise _told(error) from error
+        found = await self._batches.noted(self._owner, after=after, limit=limit + 1)
         return [_described(each) for each in found[:limit]], len(found) > limit
 
     async def cancel(self, name: str) -> dict[str, Any]:
         """Lines that wait or run get no result."""
         await self._noted(name)
-        try:
-            return _described(await self._batches.cancel(name, self._owner))
-        except (BatchRefused, sqlite3.Error) as error:
-            raise _told(error) from error
+        return _described(await self._batches.cancel(name, self._owner))
 
     async def delete(self, name: str) -> None:
         """Forgets one that is not being served, with its results."""
         await self._noted(name)
-        try:
-            await self._batches.delete(name, self._owner)
-        except (BatchRefused, sqlite3.Error) as error:
-            raise _told(error) from error
+        await self._batches.delete(name, self._owner)
 
     async def results(self, name: str, which: str) -> AsyncGenerator[bytes, None]:
         """JSONL of the lines that were served, or of those that failed, so far."""
@@ -112,12 +106,9 @@ class BatchDoor:
 
     async def _noted(self, name: str) -> Progress:
         """One that was made here."""
-        try:
-            found = await self._batches.status(name, self._owner)
-            if not found.status.note:
-                raise UnknownBatch(name)
-        except (BatchRefused, sqlite3.Error) as error:
-            raise _told(error) from error
+        found = await self._batches.status(name, self._owner)
+        if not found.status.note:
+            raise UnknownBatch(name)
         return found
 
     async def _forget(self, name: str) -> None:
@@ -128,12 +119,14 @@ class BatchDoor:
 
     def _written(self, note: dict[str, Any], name: str, page: Sequence[Outcome]) -> bytes:
         return b"".join(
-            dumped(written_line(self._front, note, name, each.line, Result.from_json(each.result)))
+            jsonl_line(
+                written_line(self._context, note, name, each.line, Result.from_json(each.result))
+            )
             for each in page
         )
 
-    def _read(self, endpoint: str, texts: list[str]) -> list[Any]:
-        return [read_line(self._front, endpoint, text, self._owner) for text in texts]
+    def _read(self, endpoint: str, texts: list[str]) -> list[NewLine]:
+        return [read_line(self._context, endpoint, text, self._owner) for text in texts]
 
 
 def result_file(file_id: str) -> tuple[str, str] | None:
@@ -169,17 +162,3 @@ def _described(progress: Progress) -> dict[str, Any]:
         },
         "metadata": note["metadata"],
     }
-
-
-def _told(error: BaseException) -> BaseException:
-    if isinstance(error, UnknownBatch):
-        return ApiError(404, str(error), param="batch_id", code="not_found")
-    if isinstance(error, JournalFull):
-        return ApiError(413, str(error), param="input_file_id", code="batches_full")
-    if isinstance(error, BatchRefused):
-        return ApiError(409, str(error), code="conflict")
-    if isinstance(error, sqlite3.Error):
-        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
-            return ApiError(507, f"the batches' disk: {error}", code="disk_full")
-        return ApiError(503, f"the batches' disk: {error}", code="unavailable")
-    return error

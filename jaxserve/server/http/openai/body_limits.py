@@ -24,11 +24,11 @@ from jaxserve.server.http.errors import (
     SHOWN,
     ApiError,
     record_of,
-    too_many_calls,
     validation_message,
 )
 from jaxserve.server.http.openai.multi_prompt import ClientGone
-from jaxserve.server.requests.admission import Admission, Overloaded
+from jaxserve.server.requests.admission import Admission
+from jaxserve.server.requests.call_outcome import CallOutcome
 
 MAX_PARTS = 1 << 16
 """Strings (names of fields among them), lists and objects of a body: 10,000 messages, say."""
@@ -108,18 +108,16 @@ async def _read(request: Request, kind: type[Parsed], beside: Beside, room: Admi
         raw = b"".join(pieces)
         pieces.clear()
         if length <= INLINE_BYTES:
-            return parse(raw, kind)
-        found: Parsed = await beside(parse, raw, kind)
+            return parse_body(raw, kind)
+        found: Parsed = await beside(parse_body, raw, kind)
         return found
     except ClientDisconnect:
         raise ClientGone from None
-    except Overloaded as error:
-        raise too_many_calls(str(error)) from None
     finally:
         room.leave(caller, held)
 
 
-def parse(raw: bytes, kind: type[Parsed]) -> Parsed:
+def parse_body(raw: bytes, kind: type[Parsed]) -> Parsed:
     """The body's fields. Any thread may call.
 
     Args:
@@ -129,10 +127,10 @@ def parse(raw: bytes, kind: type[Parsed]) -> Parsed:
     Raises:
         ApiError: 400, which names the field that is wrong, or None for the whole.
     """
-    return validated(_loaded(raw), kind)
+    return validate_body(_loaded(raw), kind)
 
 
-def validated(value: Any, kind: type[Parsed]) -> Parsed:
+def validate_body(value: Any, kind: type[Parsed]) -> Parsed:
     """The same, of what the JSON says."""
     if not isinstance(value, dict):
         raise _no_object()
@@ -260,7 +258,8 @@ def _too_much(problem: str) -> ApiError:
 
 
 def _not_json(problem: str) -> ApiError:
-    return ApiError(400, f"the body is not JSON: {problem}", code="not_json")
+    problem = f"the body is not JSON: {problem}"
+    return ApiError(400, problem, code="not_json", outcome=CallOutcome.MALFORMED)
 
 
 def _no_object() -> ApiError:

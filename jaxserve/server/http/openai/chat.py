@@ -14,20 +14,26 @@ from jaxserve.sched.request import InvalidRequest, Request
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.http.errors import record_of
 from jaxserve.server.http.openai import request_options
-from jaxserve.server.http.openai.choices import LogprobLists, UsageCount, ending, head, whole_answer
+from jaxserve.server.http.openai.choices import (
+    LogprobLists,
+    UsageCount,
+    finish_fields,
+    response_head,
+    whole_answer,
+)
 from jaxserve.server.http.openai.logprobs import chat_logprobs
 from jaxserve.server.http.openai.multi_prompt import Generating, unless_gone
-from jaxserve.server.http.openai.route_context import Front
+from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import ChatRequest, TokenizeRequest
 from jaxserve.server.http.openai.sse import EventStream
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 
 
-async def chat(front: Front, body: ChatRequest, http: HttpRequest) -> Response:
+async def chat_response(context: RouteContext, body: ChatRequest, http: HttpRequest) -> Response:
     """The answer, whole or as a stream of events."""
-    wanted = await _wanted(front, body, record_of(http).caller)
-    generating = Generating(front.requests, wanted, record_of(http))
-    answer = _Answer(front, body, generating)
+    wanted = await _wanted(context, body, record_of(http).caller)
+    generating = Generating(context.requests, wanted, record_of(http))
+    answer = _Answer(context, body, generating)
     if body.stream:
         return EventStream(answer.chunks(), generating.end, generating.record)
     try:
@@ -36,22 +42,24 @@ async def chat(front: Front, body: ChatRequest, http: HttpRequest) -> Response:
         generating.end()
 
 
-async def _wanted(front: Front, body: ChatRequest, caller: Caller) -> list[Request]:
+async def _wanted(context: RouteContext, body: ChatRequest, caller: Caller) -> list[Request]:
     request_options.check_stream_options(body)
-    front.requests.check_open()
-    text = await asyncio.wrap_future(render_chat(front.template, body, caller.name))
-    prompt = await front.template.encode(text, front.requests.encode)
-    return await front.build(body, [prompt], _sampling(front, body, len(prompt)), caller)
+    context.requests.check_open()
+    text = await asyncio.wrap_future(render_chat(context.template, body, caller.name))
+    prompt = await context.template.encode(text, context.requests.encode)
+    return await context.make_requests(
+        body, [prompt], _sampling(context, body, len(prompt)), caller
+    )
 
 
 def chat_sampling(
-    front: Front, body: ChatRequest, tenant: str
+    context: RouteContext, body: ChatRequest, tenant: str
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Prompt and fields of SamplingParams, for who may wait for the encoding. Raises
     InvalidRequest."""
-    text = render_chat(front.template, body, tenant).result()
-    prompt = tuple(front.template.encode(text, front.engine.encode))
-    return prompt, _sampling(front, body, len(prompt))
+    text = render_chat(context.template, body, tenant).result()
+    prompt = tuple(context.template.encode(text, context.engine.encode))
+    return prompt, _sampling(context, body, len(prompt))
 
 
 def render_chat(
@@ -66,7 +74,7 @@ def render_chat(
     )
 
 
-def _sampling(front: Front, body: ChatRequest, prompt_tokens: int) -> dict[str, Any]:
+def _sampling(context: RouteContext, body: ChatRequest, prompt_tokens: int) -> dict[str, Any]:
     fields = request_options.sampling_fields(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs: true")
@@ -75,18 +83,20 @@ def _sampling(front: Front, body: ChatRequest, prompt_tokens: int) -> dict[str, 
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.max_tokens is not None and limit != body.max_tokens:
         raise InvalidRequest("max_tokens", "contradicts max_completion_tokens")
-    fields["max_tokens"] = limit if limit is not None else front.requests.room(prompt_tokens)
+    fields["max_tokens"] = (
+        limit if limit is not None else context.requests.max_output_tokens(prompt_tokens)
+    )
     return fields
 
 
 class _Answer:
     """Of one call."""
 
-    def __init__(self, front: Front, body: ChatRequest, generating: Generating) -> None:
-        self._engine, self._requests = front.engine, front.requests
+    def __init__(self, context: RouteContext, body: ChatRequest, generating: Generating) -> None:
+        self._engine, self._requests = context.engine, context.requests
         self._generating = generating
         self._n = generating.wanted[0].sampling.n
-        self._model = front.model
+        self._model = context.model
         self._usage = UsageCount(generating.wanted)
         self._stream = body.stream_options
         self._with_logprobs = bool(body.logprobs)
@@ -102,7 +112,7 @@ class _Answer:
                 told.add(chat_logprobs(self._engine, delta.logprobs))
             self._usage.add(len(delta.token_ids))
             if delta.last is not None:
-                ends[number] = ending(delta.last)
+                ends[number] = finish_fields(delta.last)
         messages = [
             {"role": "assistant", "content": "".join(text), "refusal": None} for text in texts
         ]
@@ -110,14 +120,14 @@ class _Answer:
             ({"index": number, "message": messages[number], **ends[number]}, lists[number])
             for number in range(self._n)
         ]
-        first = head("chat.completion", "chatcmpl", self._model, self._generating)
+        first = response_head("chat.completion", "chatcmpl", self._model, self._generating)
         characters = sum(len(each["content"] or "") for each in messages)
         fields = {**first, "usage": self._usage.as_dict()}
         return await whole_answer(self._requests, fields, choices, characters)
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """The role of each continuation first, then one for each piece of news."""
-        first = head("chat.completion.chunk", "chatcmpl", self._model, self._generating)
+        first = response_head("chat.completion.chunk", "chatcmpl", self._model, self._generating)
         for number in range(self._n):
             yield self._chunk(first, number, {"role": "assistant", "content": ""})
         async for number, delta in self._generating.deltas():
@@ -128,7 +138,7 @@ class _Answer:
             if self._with_logprobs and delta.logprobs:
                 choice["logprobs"] = chat_logprobs(self._engine, delta.logprobs)
             if delta.last is not None:
-                choice.update(ending(delta.last))
+                choice.update(finish_fields(delta.last))
             yield chunk
         if self._stream is not None and self._stream.include_usage:
             yield {**first, "choices": [], "usage": self._usage.as_dict()}

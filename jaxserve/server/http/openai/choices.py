@@ -86,7 +86,7 @@ async def whole_answer(
         return _with(to_json(fields), {"choices": b"[%s]" % b",".join(told)})
 
     size = characters + sum(lists.bytes for _, lists in choices if lists is not None)
-    body = made() if size <= _INLINE_BYTES else await requests.beside(made)
+    body = made() if size <= _INLINE_BYTES else await requests.run_beside(made)
     return Response(body, media_type="application/json")
 
 
@@ -96,7 +96,7 @@ def _with(json: bytes, raw: Mapping[str, bytes]) -> bytes:
     return b"{%s}" % b",".join([*filter(None, [json[1:-1]]), *more])
 
 
-def head(kind: str, prefix: str, model: str, generating: Generating) -> dict[str, Any]:
+def response_head(kind: str, prefix: str, model: str, generating: Generating) -> dict[str, Any]:
     """The fields that every object and chunk of a call begins with."""
     return {
         "id": f"{prefix}-{generating.record.request_id}",
@@ -107,7 +107,7 @@ def head(kind: str, prefix: str, model: str, generating: Generating) -> dict[str
     }
 
 
-def ending(last: Output) -> dict[str, Any]:
+def finish_fields(last: Output) -> dict[str, Any]:
     """What the last piece of a continuation has besides: why it ended, its times, and whether its
     targets were met."""
     assert last.finish_reason is not None

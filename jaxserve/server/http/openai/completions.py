@@ -13,10 +13,16 @@ from jaxserve.sched.request import InvalidRequest, Request
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.http.errors import record_of
 from jaxserve.server.http.openai import request_options
-from jaxserve.server.http.openai.choices import LogprobLists, UsageCount, ending, head, whole_answer
+from jaxserve.server.http.openai.choices import (
+    LogprobLists,
+    UsageCount,
+    finish_fields,
+    response_head,
+    whole_answer,
+)
 from jaxserve.server.http.openai.logprobs import CompletionLogprobs
 from jaxserve.server.http.openai.multi_prompt import Generating, unless_gone
-from jaxserve.server.http.openai.route_context import Front
+from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import MAX_PROMPTS, CompletionRequest
 from jaxserve.server.http.openai.sse import EventStream
 from jaxserve.server.requests.output_streams import Delta
@@ -25,16 +31,18 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 """Values of one answer: some 10 MB of it."""
 
 
-async def complete(front: Front, body: CompletionRequest, http: HttpRequest) -> Response:
+async def completion_response(
+    context: RouteContext, body: CompletionRequest, http: HttpRequest
+) -> Response:
     """The answer, whole or as a stream of events."""
     prompts = prompts_of(body)
-    wanted = await _wanted(front, body, prompts, record_of(http).caller)
+    wanted = await _wanted(context, body, prompts, record_of(http).caller)
     echo = [""] * len(prompts)
     if body.echo:
-        echo = await front.requests.beside(_texts, front, prompts)
-    generating = Generating(front.requests, wanted, record_of(http))
+        echo = await context.requests.run_beside(_texts, context, prompts)
+    generating = Generating(context.requests, wanted, record_of(http))
     try:
-        answer = _Answer(front, body, echo, generating)
+        answer = _Answer(context, body, echo, generating)
     except BaseException:
         generating.end()
         raise
@@ -58,16 +66,21 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     return list(given)
 
 
-def _texts(front: Front, prompts: Sequence[str | list[int]]) -> list[str]:
-    return [each if isinstance(each, str) else front.engine.decode(each) for each in prompts]
+def _texts(context: RouteContext, prompts: Sequence[str | list[int]]) -> list[str]:
+    return [each if isinstance(each, str) else context.engine.decode(each) for each in prompts]
 
 
 async def _wanted(
-    front: Front, body: CompletionRequest, prompts: Sequence[str | list[int]], caller: Caller
+    context: RouteContext,
+    body: CompletionRequest,
+    prompts: Sequence[str | list[int]],
+    caller: Caller,
 ) -> list[Request]:
     request_options.check_stream_options(body)
     try:
-        wanted = await front.build(body, prompts, request_options.completion_sampling(body), caller)
+        wanted = await context.make_requests(
+            body, prompts, request_options.completion_sampling(body), caller
+        )
     except InvalidRequest as error:
         if error.field_name != "prompt_logprobs":
             raise
@@ -87,23 +100,23 @@ class _Answer:
 
     def __init__(
         self,
-        front: Front,
+        context: RouteContext,
         body: CompletionRequest,
         echo: Sequence[str],
         generating: Generating,
     ) -> None:
-        self._generating, self._requests = generating, front.requests
+        self._generating, self._requests = generating, context.requests
         wanted = generating.wanted
         self._n = wanted[0].sampling.n
-        self._head = head("text_completion", "cmpl", front.model, generating)
+        self._head = response_head("text_completion", "cmpl", context.model, generating)
         self._usage = UsageCount(wanted)
         self._stream = body.stream_options
         self._echo = echo
-        self._only_prompt = request_options.only_prompt(body)
+        self._only_prompt = request_options.scores_prompt_only(body)
         self._logprobs = None
         if body.logprobs is not None:
             self._logprobs = [
-                CompletionLogprobs(front.engine, request.prompt[0] if body.echo else None)
+                CompletionLogprobs(context.engine, request.prompt[0] if body.echo else None)
                 for request in wanted
                 for _ in range(self._n)
             ]
@@ -153,7 +166,7 @@ class _Answer:
         text, entries = "".join(delta.text), delta.prompt_logprobs
         ended: dict[str, Any] = {"finish_reason": None}
         if delta.last is not None:
-            ended = ending(delta.last)
+            ended = finish_fields(delta.last)
         if self._only_prompt:  # without the token that was drawn behind it, however that ended
             text = ""
             if delta.last is not None:
@@ -161,5 +174,5 @@ class _Answer:
         else:
             entries += delta.logprobs
             self._usage.add(len(delta.token_ids))
-        logprobs = None if self._logprobs is None else self._logprobs[number].of(entries)
+        logprobs = None if self._logprobs is None else self._logprobs[number].as_dict(entries)
         return {"index": number, "text": text, "logprobs": logprobs, **ended}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from jaxserve.server.batches.batch_lines import MAX_LINE_BYTES
-from jaxserve.server.batches.journal import whose
+from jaxserve.server.batches.journal import owner_words
 from jaxserve.server.batches.records import Quota
 from jaxserve.server.http.errors import ApiError
 
@@ -95,7 +95,7 @@ class FileStore:
         self._quota: Quota | None = None
         self._shelf = _Shelf()
 
-    def of(self, owner: str, quota: Quota | None = None) -> FileStore:
+    def for_owner(self, owner: str, quota: Quota | None = None) -> FileStore:
         """The same for one API key, for which others' files are not there; "" sees all. quota: what
         it may keep."""
         view = copy.copy(self)
@@ -103,7 +103,7 @@ class FileStore:
         return view
 
     @contextlib.contextmanager
-    def room(self, length: int | None) -> Iterator[Room]:
+    def reserve(self, length: int | None) -> Iterator[Room]:
         """For an upload that is on its way, until it is saved; others cannot have it meanwhile.
         length: of its form; None: nobody knows."""
         with self._shelf.lock, _disk():
@@ -139,7 +139,7 @@ class FileStore:
             self._all()[name] = kept
         return kept
 
-    def find(self, name: str) -> StoredFile:
+    def find_file(self, name: str) -> StoredFile:
         """Raises ApiError where there is none."""
         with self._shelf.lock, _disk():
             found = self._all().get(name)
@@ -147,36 +147,36 @@ class FileStore:
             raise ApiError(404, f"there is no {name!r}", param="id", code="not_found")
         return found
 
-    def page(self, after: str | None, limit: int) -> tuple[list[StoredFile], bool]:
+    def list_files(self, after: str | None, limit: int) -> tuple[list[StoredFile], bool]:
         """At most `limit` files, the latest first, behind the one of the id `after`; and whether
         there are more."""
         with self._shelf.lock, _disk():
             found = [each for each in self._all().values() if self._owner in ("", each.owner)]
         found.sort(key=lambda each: (-each.created, each.id))
         if after is not None:
-            last = self.find(after)
+            last = self.find_file(after)
             found = [e for e in found if (-e.created, e.id) > (-last.created, last.id)]
         return found[:limit], len(found) > limit
 
-    def open(self, name: str) -> BinaryIO:
+    def open_file(self, name: str) -> BinaryIO:
         """Its content, which is there until it is closed, even if the file is deleted."""
-        self.find(name)
+        self.find_file(name)
         with _disk():
             try:
                 return (self._directory / (name + _CONTENT)).open("rb")
             except FileNotFoundError:  # deleted meanwhile
                 raise ApiError(404, f"there is no {name!r}", param="id", code="not_found") from None
 
-    def delete(self, name: str) -> None:
+    def delete_file(self, name: str) -> None:
         """Forgets a file."""
-        self.find(name)
+        self.find_file(name)
         with self._shelf.lock, _disk():
             self._forget(name)
 
     def lines(self, name: str) -> Generator[list[str], None, None]:
         """Its lines but for blank ones, some at once; of one that is too long for a batch, the
         beginning."""
-        with self.open(name) as file, _disk():
+        with self.open_file(name) as file, _disk():
             piece: list[str] = []
             size = 0
             while line := file.readline(MAX_LINE + 1):
@@ -206,12 +206,14 @@ class FileStore:
         if self._quota is None:
             return min(rooms)
         if len(mine) >= self._quota.count:
-            problem = f"there are {len(mine)} files of {whose(self._owner)}, as many as it may have"
+            problem = (
+                f"there are {len(mine)} files of {owner_words(self._owner)}, as many as it may have"
+            )
             raise ApiError(
                 413, f"file: {problem} (files); delete some", param="file", code="too_many_files"
             )
         own = self._quota.max_bytes - _size(mine)
-        return min(*rooms, Room(own, f"in files_mib of {whose(self._owner)}"))
+        return min(*rooms, Room(own, f"in files_mib of {owner_words(self._owner)}"))
 
     def _clean(self) -> None:
         for each in list(self._all().values()):
@@ -255,10 +257,10 @@ def _disk() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise of_disk(error) from error
+        raise disk_error(error) from error
 
 
-def of_disk(error: OSError) -> ApiError:
+def disk_error(error: OSError) -> ApiError:
     """What the client is told, without the server's paths."""
     log.warning("the disk of files: %s", error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

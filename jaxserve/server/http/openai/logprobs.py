@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.engine.output import TokenLogprobs
-from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.engine_client import EngineClient
 
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
@@ -14,13 +14,13 @@ LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 class CompletionLogprobs:
     """Of one continuation of a completion: lists by token, with each token's place in the text."""
 
-    def __init__(self, engine: ServedEngine, first: int | None = None) -> None:
+    def __init__(self, engine: EngineClient, first: int | None = None) -> None:
         """first: token of the prompt, if that is echoed: nothing says how likely it is."""
         self._engine = engine
         self._first = first
         self._offset = 0
 
-    def of(self, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+    def as_dict(self, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         """The object for what comes next."""
         found: dict[str, list[Any]] = {name: [] for name in LISTS}
         if self._first is not None:
@@ -40,7 +40,7 @@ class CompletionLogprobs:
         self._offset += len(text)
 
 
-def chat_logprobs(engine: ServedEngine, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+def chat_logprobs(engine: EngineClient, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """The object of a chat: one entry a token."""
     content = []
     for entry in entries:
@@ -49,7 +49,7 @@ def chat_logprobs(engine: ServedEngine, entries: Sequence[TokenLogprobs]) -> dic
     return {"content": content, "refusal": None}
 
 
-def token_text(engine: ServedEngine, token_id: int) -> str:
+def token_text(engine: EngineClient, token_id: int) -> str:
     """A token by itself; bytes that are no whole character are written as OpenAI writes them."""
     piece = engine.token_bytes(token_id)
     try:
@@ -58,6 +58,6 @@ def token_text(engine: ServedEngine, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def _chat_entry(engine: ServedEngine, token_id: int, logprob: float) -> dict[str, Any]:
+def _chat_entry(engine: EngineClient, token_id: int, logprob: float) -> dict[str, Any]:
     piece = engine.token_bytes(token_id)
     return {"token": token_text(engine, token_id), "logprob": logprob, "bytes": list(piece)}

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 
 from jaxserve.engine.output import FinishReason
-from jaxserve.sched.request import Request
-from jaxserve.server.http.errors import ApiError, retry_after
-from jaxserve.server.requests.call_outcome import CallRecord
-from jaxserve.server.requests.engine_requests import SHUTTING_DOWN, EngineRequests
-from jaxserve.server.requests.output_streams import Delta, Stream
+from jaxserve.server.requests.call_streams import CallStreams
+from jaxserve.server.requests.output_streams import Delta
 
 T = TypeVar("T")
 _LARGE = 8 << 10  # bytes of a delta
@@ -24,37 +21,13 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-class Generating:
-    """The requests of one call, one a prompt, all with the same n.
-
-    Continuation j of prompt i has the number i * n + j in the answer. `end` it, however it ends.
-    """
-
-    def __init__(
-        self, requests: EngineRequests, wanted: Sequence[Request], record: CallRecord
-    ) -> None:
-        """Submits all, or none: raises what EngineRequests.open raises. record: of the call."""
-        self._requests = requests
-        self.wanted = wanted
-        self.record = record
-        record.asks(wanted)
-        self._streams: list[Stream] = []
-        try:
-            for request in wanted:
-                self._streams.append(requests.open(request, record=record))
-        except BaseException:
-            self.end()
-            raise
-
-    def end(self) -> None:
-        """Whatever is unfinished is cancelled."""
-        for stream in self._streams:
-            self._requests.end(stream)
+class Generating(CallStreams):
+    """The requests of one call, all with the same n. Continuation j of prompt i has the number
+    i * n + j in the answer."""
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(number, news) until all have ended, as they come. Raises StreamFailed, and ApiError for
-        what the server cancelled."""
-        if len(self._streams) == 1:
+        """(number, news) until all have ended, as they come. Raises what they fail with."""
+        if len(self.streams) == 1:
             async for only in self._of(0):
                 yield only
             return
@@ -67,7 +40,7 @@ class Generating:
 
         async def read_all() -> None:
             async with asyncio.TaskGroup() as group:
-                for place in range(len(self._streams)):
+                for place in range(len(self.streams)):
                     group.create_task(read(place))
             await news.put(None)
 
@@ -84,18 +57,13 @@ class Generating:
                 await reading
 
     async def _of(self, place: int) -> AsyncGenerator[tuple[int, Delta], None]:
-        stream, n = self._streams[place], self.wanted[place].sampling.n
+        stream, n = self.streams[place], self.wanted[place].sampling.n
         while (delta := await stream.next()) is not None:
             if delta.last is not None and delta.last.finish_reason is FinishReason.CANCELLED:
-                raise self._cancelled()
+                raise self.cancelled_error()
             yield place * n + delta.index, delta
             if delta.size > _LARGE:
                 await asyncio.sleep(0)  # more may be there already, and each takes milliseconds
-
-    def _cancelled(self) -> ApiError:
-        if self._requests.draining:
-            return ApiError(503, SHUTTING_DOWN, code="unavailable", headers=retry_after())
-        return ApiError(499, "the request was cancelled", code="cancelled")
 
 
 async def _first(wanted: Coroutine[Any, Any, T], failing: asyncio.Task[Any]) -> T:

@@ -7,6 +7,7 @@ from typing import Any
 from jaxserve.sched.request import SLO, InvalidRequest, Tier
 from jaxserve.server.http.openai import response_format
 from jaxserve.server.http.openai.schema import CompletionRequest, Generation, SloFields
+from jaxserve.server.requests.slo_classes import own_targets
 
 _PLAIN = (
     "temperature",
@@ -47,7 +48,7 @@ def sampling_fields(body: Generation) -> dict[str, Any]:
         fields["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.logit_bias is not None:
         fields["logit_bias"] = tuple(sorted(_bias(key, b) for key, b in body.logit_bias.items()))
-    if (grammar := response_format.grammar(body)) is not None:
+    if (grammar := response_format.requested_grammar(body)) is not None:
         fields["grammar"] = grammar
     return fields
 
@@ -57,7 +58,7 @@ def completion_sampling(body: CompletionRequest) -> dict[str, Any]:
     fields = sampling_fields(body)
     if body.max_tokens is not None:
         fields["max_tokens"] = body.max_tokens
-    if only_prompt(body):
+    if scores_prompt_only(body):
         if body.min_tokens:
             raise InvalidRequest("min_tokens", f"must be at most 0, got {body.min_tokens}")
         fields["max_tokens"] = 1  # which the answer leaves out
@@ -70,35 +71,23 @@ def completion_sampling(body: CompletionRequest) -> dict[str, Any]:
     return fields
 
 
-def only_prompt(body: CompletionRequest) -> bool:
+def scores_prompt_only(body: CompletionRequest) -> bool:
     """Whether the answer is to be the prompt itself, and nothing new."""
     return bool(body.echo) and body.max_tokens == 0
 
 
-def targets(body: Generation) -> tuple[SLO, str]:
+def requested_targets(body: Generation) -> tuple[SLO, str]:
     """The request's own targets, in seconds, and the name of its class, or "". Raises
     InvalidRequest."""
     given, named = body.slo, body.slo_class or ""
     if not isinstance(given, str):
-        return _seconds(given or SloFields()), named
+        return own_targets((given or SloFields()).model_dump(exclude_none=True)), named
     if named and named != given:
         raise InvalidRequest("slo", f"{given!r:.80} contradicts slo_class {named!r:.80}")
     return SLO(), given
 
 
-def _seconds(fields: SloFields) -> SLO:
-    """Raises InvalidRequest, naming the target."""
-    seconds = {}
-    for name, value in fields.model_dump().items():
-        if value is None:
-            continue
-        if value <= 0:
-            raise InvalidRequest(f"slo.{name}", f"must be a positive time, got {value}")
-        seconds[name.removesuffix("_ms")] = value / 1000
-    return SLO(**seconds)
-
-
-def tier(body: Generation) -> Tier | None:
+def requested_tier(body: Generation) -> Tier | None:
     """`tier`, else what `service_tier` says, else None. Raises InvalidRequest if they
     contradict."""
     of_service = _SERVICE_TIERS.get(body.service_tier or "")
@@ -115,6 +104,7 @@ def check_stream_options(body: Generation) -> None:
 
 
 def _bias(key: str, bias: float) -> tuple[int, float]:
-    if not (key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS):
+    digits = key.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= _ID_DIGITS):
         raise InvalidRequest("logit_bias", f"{key!r:.80} is not a token id")
     return int(key), bias

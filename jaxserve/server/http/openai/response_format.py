@@ -11,19 +11,19 @@ from jaxserve.server.http.openai.schema import Generation
 Made = tuple[str, Callable[[], Grammar]]
 
 
-def grammar(body: Generation) -> Grammar | None:
+def requested_grammar(body: Generation) -> Grammar | None:
     """None for any text. Raises InvalidRequest, also for more than one."""
     found = list(_asked(body))
     if len(found) > 1:
         raise InvalidRequest(found[1][0], f"contradicts {found[0][0]}; one of them is enough")
     if not found:
         return None
-    with named(body):
+    with naming_grammar_fields(body):
         return found[0][1]()
 
 
 @contextmanager
-def named(body: Generation) -> Iterator[None]:
+def naming_grammar_fields(body: Generation) -> Iterator[None]:
     """What is found wrong with its grammar meanwhile is said of the field that it came in."""
     try:
         yield

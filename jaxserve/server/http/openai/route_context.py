@@ -1,4 +1,4 @@
-"""What every route has: the engine, its name, and requests made of bodies."""
+"""What every route has: the engine, its model's name, and requests made of bodies."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.openai import request_options, response_format
 from jaxserve.server.http.openai.schema import Generation
-from jaxserve.server.requests.engine_client import ServedEngine
-from jaxserve.server.requests.engine_requests import MAX_REQUEST_ID, EngineRequests
+from jaxserve.server.requests.engine_client import EngineClient
+from jaxserve.server.requests.engine_requests import MAX_REQUEST_ID, EngineRequests, RequestFields
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 
 
-class Front:
-    """engine: what serves. requests: the way to it, which other doors use, too."""
+class RouteContext:
+    """engine: what serves. requests: the way to it, which other frontends use, too."""
 
     def __init__(
-        self, engine: ServedEngine, requests: EngineRequests, template: ChatTemplate
+        self, engine: EngineClient, requests: EngineRequests, template: ChatTemplate
     ) -> None:
         self.engine = engine
         self.requests = requests
@@ -33,35 +33,37 @@ class Front:
             problem = f"there is no model {model!r:.80} here; this server has {self.model!r}"
             raise ApiError(404, problem, param="model", code="model_not_found")
 
-    async def build(
+    async def make_requests(
         self,
         body: Generation,
         prompts: Sequence[str | Sequence[int]],
         sampling: Mapping[str, Any],
         caller: Caller,
     ) -> list[Request]:
-        """One request a prompt, of that caller. Raises InvalidRequest, EngineStopped and ApiError,
-        before any is submitted."""
+        """One request a prompt, of that caller, each checked. Raises InvalidRequest, EngineStopped
+        and ApiError."""
         self.check_model(body.model)
         self.requests.check_open()
-        (slo, slo_class), tier = request_options.targets(body), request_options.tier(body)
+        (slo, slo_class), tier = (
+            request_options.requested_targets(body),
+            request_options.requested_tier(body),
+        )
         name = body.request_id or ""
         wanted = []
-        with response_format.named(body):
+        with response_format.naming_grammar_fields(body):
             for place, prompt in enumerate(prompts):
                 await asyncio.sleep(0)  # others come in between: each may take milliseconds
-                request = await self.requests.make(
+                fields = RequestFields(
                     prompt,
-                    sampling=sampling,
-                    request_id=_numbered(name, place),
-                    slo=slo,
-                    tier=tier,
-                    slo_class=slo_class,
-                    serve_late=bool(body.serve_late),
-                    caller=caller,
+                    sampling,
+                    _numbered(name, place),
+                    slo,
+                    tier,
+                    slo_class,
+                    bool(body.serve_late),
+                    caller,
                 )
-                self.requests.check(request)
-                wanted.append(request)
+                wanted.append(await self.requests.make_request(fields))
         return wanted
 
 

@@ -42,7 +42,9 @@ MAX_TOOL_CALLS = 128
 MAX_METADATA = 16
 _LAST_TOKEN_ID = (1 << 31) - 1
 
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+# Whether a number, NaN among them, or a token id is one that can be served, is found out where all
+# frontends' requests are checked.
+Number = Annotated[float, Field(strict=True)]
 Int32 = Annotated[int, Field(strict=True, ge=-(1 << 31), le=(1 << 31) - 1)]
 Int64 = Annotated[int, Field(strict=True, ge=-(1 << 63), le=(1 << 63) - 1)]
 TokenId = Annotated[int, Field(strict=True, ge=0, le=_LAST_TOKEN_ID)]
@@ -104,10 +106,10 @@ def _token_ids(given: Any) -> list[int]:
         raise ValueError("must be a list of token ids")
     # Booleans are integers to Python. Of half a million ids each of these takes some 10 ms.
     if not set(map(type, given)) <= {int} or (
-        given and not 0 <= min(given) <= max(given) <= _LAST_TOKEN_ID
+        given and not -_LAST_TOKEN_ID <= min(given) <= max(given) <= _LAST_TOKEN_ID
     ):
         for place, each in enumerate(given):
-            if type(each) is not int or not 0 <= each <= _LAST_TOKEN_ID:
+            if type(each) is not int or not -_LAST_TOKEN_ID <= each <= _LAST_TOKEN_ID:
                 _wrong(place, f"must be a token id, a whole number from 0 to {_LAST_TOKEN_ID}")
     return given
 
@@ -261,7 +263,7 @@ class Generation(Unused):
     min_tokens: Int32 | None = None
     ignore_eos: StrictBool | None = None
     stop_token_ids: (
-        Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
+        Annotated[list[Int32], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
     ) = None
     # What the text has to be: OpenAI's field, and vLLM's.
     response_format: ResponseFormat | None = None

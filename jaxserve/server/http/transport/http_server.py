@@ -17,7 +17,7 @@ from jaxserve.config import ConfigError
 from jaxserve.server.access.tls import Tls
 from jaxserve.server.http.transport.connections import Connections, Place
 from jaxserve.server.http.transport.protocol import Connection
-from jaxserve.server.requests.addresses import bind, bracketed
+from jaxserve.server.requests.addresses import bind_sockets, bracketed_host
 from jaxserve.server.requests.open_files import connections_of_a_door
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class HttpServer:
     def address(self) -> str:
         """Where it listens, as "host:port"."""
         port = self._sockets[0].getsockname()[1]
-        return f"{bracketed(self._host)}:{port}"
+        return f"{bracketed_host(self._host)}:{port}"
 
     def start(self, app: ASGIApp, write_timeout_s: float) -> None:
         """Takes calls from now on. write_timeout_s: connections whose client takes nothing for so
@@ -154,7 +154,9 @@ class _Acceptor:
 
 def _bind(host: str, port: int) -> list[socket.socket]:
     try:
-        return bind(host, port, _BACKLOG)  # from now on callers wait, until the server takes them
+        return bind_sockets(
+            host, port, _BACKLOG
+        )  # from now on callers wait, until the server takes them
     except OSError as error:
         where = f"cannot listen on {host}:{port} ({error.strerror})"
         raise ConfigError(f"server.http_port: {where}; 0 takes any free port") from None

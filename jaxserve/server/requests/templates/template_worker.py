@@ -38,7 +38,7 @@ class GenerationBlock(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def environment() -> ImmutableSandboxedEnvironment:
+def template_environment() -> ImmutableSandboxedEnvironment:
     """What templates are written for, as transformers has it. Constants are not folded, where even
     a branch that is never taken would cost time and memory."""
     made = ImmutableSandboxedEnvironment(
@@ -96,7 +96,7 @@ class Worker:
                 text = self._render(question)
                 text.encode()  # half a surrogate pair is no text
                 return {"text": text}
-            made, source = environment(), question["source"]
+            made, source = template_environment(), question["source"]
             reader = meta.TrackingCodeGenerator(made)
             reader.optimizer = None
             reader.visit(made.parse(source))
@@ -126,7 +126,7 @@ def _as_object(text: str) -> Any:
     return found if isinstance(found, dict) else text
 
 
-def serve(connection: socket.socket) -> None:
+def serve_renders(connection: socket.socket) -> None:
     """Answers until the other side closes the connection, or so much has been needed that another
     process had better go on; `last` says so."""
     worker, stream = Worker(), connection.makefile("rb")
@@ -177,4 +177,4 @@ def _limit() -> None:
 
 if __name__ == "__main__":
     _limit()
-    serve(socket.socket(fileno=0))
+    serve_renders(socket.socket(fileno=0))

@@ -433,19 +433,19 @@ def test_a_batch_is_no_file(alice: openai.OpenAI, path: str) -> None:
 
 def test_what_is_on_its_way_has_its_place(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "files", max_bytes=10 * MIB, keep_s=99.0)
-    alice = store.of("alice", Quota(4 * MIB, count=2))
-    with alice.room(3 * MIB) as room:
+    alice = store.for_owner("alice", Quota(4 * MIB, count=2))
+    with alice.reserve(3 * MIB) as room:
         assert room.bytes <= 4 * MIB
-        with pytest.raises(ApiError, match="files_mib of key alice"), alice.room(3 * MIB):
+        with pytest.raises(ApiError, match="files_mib of key alice"), alice.reserve(3 * MIB):
             pass
-        with alice.room(None) as rest:  # nobody knows how long it is
+        with alice.reserve(None) as rest:  # nobody knows how long it is
             assert 0 < rest.bytes <= MIB
-            with pytest.raises(ApiError, match="there are 2 files of key alice"), alice.room(1):
+            with pytest.raises(ApiError, match="there are 2 files of key alice"), alice.reserve(1):
                 pass
-        with store.of("bob", Quota(8 * MIB, count=9)).room(7 * MIB):
+        with store.for_owner("bob", Quota(8 * MIB, count=9)).reserve(7 * MIB):
             pass
         kept = alice.save("a", "batch", io.BytesIO(b"x" * 3 * MIB), room)
-    with alice.room(MIB // 2) as room, pytest.raises(ApiError, match="takes more than"):
+    with alice.reserve(MIB // 2) as room, pytest.raises(ApiError, match="takes more than"):
         alice.save("a", "batch", io.BytesIO(b"x" * MIB), room)
     assert sorted(left(tmp_path)) == [f"{kept.id}.json", f"{kept.id}.jsonl"]
 
@@ -462,7 +462,7 @@ def test_only_whoever_runs_the_server_may_look(tmp_path: Path) -> None:
 
 
 def saved(store: FileStore) -> StoredFile:
-    with store.room(None) as room:
+    with store.reserve(None) as room:
         return store.save("a", "batch", io.BytesIO(b"x"), room)
 
 
@@ -473,16 +473,16 @@ def test_what_an_earlier_server_has_left(tmp_path: Path, caplog: pytest.LogCaptu
         (tmp_path / "files" / name).write_text("x")
     (tmp_path / "files" / f"{other}.json").write_text("{")
     store = FileStore(tmp_path / "files", MIB, 99.0)
-    assert [each.id for each in store.page(None, 9)[0]] == [first.id]
-    assert store.find(first.id) == first and "is no file's note" in caplog.text
+    assert [each.id for each in store.list_files(None, 9)[0]] == [first.id]
+    assert store.find_file(first.id) == first and "is no file's note" in caplog.text
     assert sorted(left(tmp_path)) == sorted(
         [f"{first.id}.json", f"{first.id}.jsonl", f"{other}.json"]
     )
-    with store.open(first.id) as file:
-        store.delete(first.id)
+    with store.open_file(first.id) as file:
+        store.delete_file(first.id)
         assert file.read() == b"x"
     with pytest.raises(ApiError, match="there is no"):
-        store.open(first.id)
+        store.open_file(first.id)
 
 
 def test_what_is_old_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,5 +490,5 @@ def test_what_is_old_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     old = saved(store)
     monkeypatch.setattr(files, "time", SimpleNamespace(time=lambda: old.created + 100.0))
     new = saved(store)
-    assert [each.id for each in store.page(None, 9)[0]] == [new.id]
+    assert [each.id for each in store.list_files(None, 9)[0]] == [new.id]
     assert len(left(tmp_path)) == 2

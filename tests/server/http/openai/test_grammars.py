@@ -1,4 +1,4 @@
-"""The grammar that each field stands for, and text under one, over all doors."""
+"""The grammar that each field stands for, and text under one, over all frontends."""
 
 from __future__ import annotations
 
@@ -74,14 +74,16 @@ def real() -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def doors(real: Engine) -> Iterator[Server]:
+def frontends(real: Engine) -> Iterator[Server]:
     with Server(real, grace_s=0.0, http=SETTINGS) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def client(doors: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"http://{doors.http_address}/v1", api_key="none", max_retries=0)
+def client(frontends: Server) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"http://{frontends.http_address}/v1", api_key="none", max_retries=0
+    )
 
 
 def check(text: str | None) -> None:
@@ -120,8 +122,8 @@ def test_what_is_wrong_with_it_is_said(client: openai.OpenAI) -> None:
     assert error.value.param == "guided_regex"
 
 
-def test_over_grpc(doors: Server) -> None:
-    with Client(doors.address) as client:
+def test_over_grpc(frontends: Server) -> None:
+    with Client(frontends.address) as client:
 
         def said(grammar: dict[str, Any]) -> str:
             (found,) = client.complete("Once", grammar=grammar, max_tokens=90)
