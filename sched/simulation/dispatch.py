@@ -22,8 +22,8 @@ _FEW = 500
 _MODULE = "jaxserve.sched.simulation.compiled.run"
 _served = 0
 
-# A form says nothing about what a class of its own does in these.
-_METHODS = {"plan", "ranking", "expected", "candidates", "cut", "form"}
+# A compiled spec says nothing about what a class of its own does in these.
+_METHODS = {"plan", "ranking", "expected", "candidates", "cut", "compiled_spec"}
 
 
 class NotCompiled(ValueError):
@@ -33,12 +33,12 @@ class NotCompiled(ValueError):
 def form_of(policy: Policy) -> CompiledSpec:
     """What the compiled simulation has of the policy. NotCompiled if that is not all of it."""
     own = next((c for c in type(policy).__mro__ if _METHODS & vars(c).keys()), None)
-    form = None
-    if isinstance(policy, UnifiedPolicy) and own is not None and "form" in vars(own):
-        form = policy.compiled_spec()
-    if form is None:
+    spec = None
+    if isinstance(policy, UnifiedPolicy) and own is not None and "compiled_spec" in vars(own):
+        spec = policy.compiled_spec()
+    if spec is None:
         raise NotCompiled("the policy is more than settings of the unified scheduler")
-    return form
+    return spec
 
 
 def run(

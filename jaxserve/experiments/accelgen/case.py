@@ -117,7 +117,7 @@ def limits_of(case: SloCase, policy: Policy) -> Limits:
         tokens = PLACES[case.model].kv_tokens
         return Limits(tokens, tokens, MAX_ROWS)
     budget = case.budget or BATCH_TOKENS
-    if getattr(policy, "full_prefill", False):
+    if policy.full_prefill:
         return Limits(budget, budget, MAX_ROWS)
     return Limits(max(BATCH_TOKENS, budget), budget, MAX_ROWS)
 
