@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from pathlib import Path
@@ -54,6 +55,7 @@ def seen(running: Engine) -> mixed_caches.Seen:
     return found
 
 
+@functools.cache
 def kv_texts(folder: Path, **fields: Any) -> list[list[int]]:
     """What KV caches give, from an engine of the same shapes."""
     with engine(folder, **fields) as running:

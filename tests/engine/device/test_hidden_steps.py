@@ -92,8 +92,11 @@ def logits(layout: Layout, given: Rows, read: str) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("read", [ABSORBED, PROJECTED])
-@pytest.mark.parametrize("tokens", [ROWS, 2 * ROWS], ids=["decodes", "beside a chunk"])
+@pytest.mark.parametrize(
+    ("tokens", "read"),
+    [(ROWS, PROJECTED), (2 * ROWS, ABSORBED)],
+    ids=["decodes projected", "absorbed beside a chunk"],
+)
 def test_few_hidden_rows_are_found_at_the_front(tokens: int, read: str) -> None:
     given = rows(2, chunk=0 if tokens == ROWS else 9)
     few, all_of_them = (

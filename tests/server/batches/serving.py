@@ -17,7 +17,7 @@ from jaxserve.server.server import Server
 from tests.server.batches.journals import opened
 from tests.server.fake_engine import FakeEngine
 
-PATIENCE = 20
+PATIENCE = 60
 STATE = {name.removeprefix("BATCH_STATE_"): value for name, value in pb.BatchState.items()}
 
 

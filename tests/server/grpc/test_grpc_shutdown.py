@@ -20,7 +20,7 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.processes import serve_command
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-PATIENCE = 20
+PATIENCE = 60
 
 
 class Process:
