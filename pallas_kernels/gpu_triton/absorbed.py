@@ -4,7 +4,7 @@ One x for all heads, as key and as value: scores q_h . x_i, then sum_i a_i x_i (
 Apt-Serve section 4.2, with the projections folded into the query and the output as in DeepSeek-V2,
 section 2.1.2). The accumulator [heads, E] fits in no SM, so there are two passes over x: scores,
 then for each slice of E a running softmax over them and its weighted sums. Both are cut into equal
-shares of all contexts (`triton_shares`); what is cut of a slice's sums is merged.
+shares of all contexts (`stream_k`); what is cut of a slice's sums is merged.
 """
 
 from __future__ import annotations

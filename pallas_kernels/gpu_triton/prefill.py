@@ -2,7 +2,7 @@
 
 A tile is some of a row's query tokens with all query heads of one kv head, so that grouped heads
 share what is read. Programs take equal shares of the contexts of all tiles, many tiles or a part of
-one (`triton_shares`), and walk them by the rows' block tables. Context that every query of a tile
+one (`stream_k`), and walk them by the rows' block tables. Context that every query of a tile
 sees needs no mask; only the last of it, across the diagonal, has one.
 """
 

@@ -101,7 +101,7 @@ DECODE_TOKENS = 512
 
 @dataclasses.dataclass(frozen=True)
 class Cutting:
-    """How a sequence of tiles is cut into shares, see `triton_shares.cut`.
+    """How a sequence of tiles is cut into shares, see `stream_k.cut`.
 
     programs: shares, used or not. least: tiles that a share has at least, fill: shares that fill
     the GPU, most: tiles of a share where those do; more only if `programs` need it.
