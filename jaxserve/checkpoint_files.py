@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 MAX_JSON = 64 << 20
 """Bytes of a JSON file: configs have kilobytes, an index of all tensors at most a few MiB."""
 
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TORCH = (".bin", ".pt", ".pth")
 _SAVE = (
     "transformers writes safetensors: "
@@ -31,7 +34,7 @@ def check_folder(path: str | Path) -> None:
     try:
         problem = _problem(folder)
     except (FileNotFoundError, NotADirectoryError):
-        problem = f"no such checkpoint directory: {folder}"
+        problem = f"no such checkpoint directory: {folder}{_hub_hint(str(path))}"
     except (OSError, ValueError) as error:
         problem = f"cannot look at {str(folder)!r}: {error}"
     if problem is not None:
@@ -45,6 +48,16 @@ def _problem(folder: Path) -> str | None:
     if not os.path.lexists(folder / "config.json"):
         return f"{folder / 'config.json'} is missing{_without_config(folder)}"
     return None
+
+
+def _hub_hint(given: str) -> str:
+    if not HUB_ID.fullmatch(given):
+        return ""
+    name = given.split("/")[1]
+    return (
+        f"; if it is a model of the Hugging Face Hub, download it first: "
+        f"hf download {given} --local-dir {name}"
+    )
 
 
 def _of_file(file: Path, mode: int) -> str:

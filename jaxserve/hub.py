@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+from jaxserve.checkpoint_files import HUB_ID
+
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def is_hub_id(model: str) -> bool:
     """Whether this may be one of the Hub's models: OWNER/NAME, and nothing of that name here."""
-    return _HUB_ID.fullmatch(model) is not None and not os.path.lexists(model)
+    return HUB_ID.fullmatch(model) is not None and not os.path.lexists(model)
 
 
 def download(model: str) -> str:

@@ -201,6 +201,9 @@ class FullEngine:
         self._calls = 0
         self.requests: list[Request] = []
 
+    def check(self, request: Request) -> None:
+        pass
+
     def cancel(self, request_id: str) -> None:
         pass
 

@@ -61,9 +61,9 @@ def test_the_policy_table_is_the_registry() -> None:
 
 def test_the_preset_table_has_every_preset() -> None:
     page = (ROOT / "docs" / "serve.md").read_text()
-    listed = re.findall(r"^\| \[(configs/\w+\.py)\]\(../\1\)", page, re.MULTILINE)
-    presets = {f"configs/{p.name}" for p in (ROOT / "configs").glob("*.py")}
-    assert sorted(listed) == sorted(presets - {"configs/base.py", "configs/__init__.py"})
+    listed = re.findall(r"^\| \[(\w+)\]\(\.\./configs/\1\.py\)", page, re.MULTILINE)
+    presets = {path.stem for path in (ROOT / "configs").glob("*.py")}
+    assert sorted(listed) == sorted(presets - {"base", "__init__"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

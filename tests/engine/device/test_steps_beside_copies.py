@@ -125,10 +125,10 @@ class Late(HostCopies):
         super().__init__(room)
         self._gate, self.put_off = threading.Event(), 0
 
-    def put(self, staged: Any, parts: Any) -> None:
+    def copy_from(self, staged: Any, parts: Any) -> None:
         self._thread.submit(self._gate.wait, TIMEOUT)
         self.put_off += 1
-        super().put(staged, parts)
+        super().copy_from(staged, parts)
 
     def make_room(self, slots: int) -> None:
         if self._staged + slots > self._room:

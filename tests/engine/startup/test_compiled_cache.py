@@ -101,10 +101,10 @@ def test_what_was_damaged_is_whole_after_the_next_start(tmp_path: Path) -> None:
     """With JAX itself, which does not write an entry that is there."""
     script = f"""
 import sys, jax, jax.numpy as jnp
-from jaxserve.engine import compiled_cache
-compiled_cache.use({str(tmp_path)!r})
+from jaxserve.engine.startup import compilation_cache
+compilation_cache.use({str(tmp_path)!r})
 print(jax.jit(lambda x: x * 2 + 1)(jnp.arange(3)))
-compiled_cache.note({str(tmp_path)!r})
+compilation_cache.note({str(tmp_path)!r})
 """
     command = [sys.executable, "-c", script]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "[1 3 5]\n"
