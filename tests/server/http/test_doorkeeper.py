@@ -184,7 +184,7 @@ def test_a_reader_that_does_not_read_is_given_up(
     if not limited:
         if not hasattr(socket, "TCP_USER_TIMEOUT"):
             pytest.skip("this system drops nobody")
-        monkeypatch.setattr(WriteTimeout, "keep", lambda _, write: write)
+        monkeypatch.setattr(WriteTimeout, "wait", lambda _, write: write)
     engine.text = lambda k: "x" * 4096
     body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": True}).encode()
     with plain.socket() as connection:
