@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve.client import Client
 from jaxserve.client.batch_results import ResultsFile
+from jaxserve.client.cli import batch
 from jaxserve.server.batches.records import BatchState
 from tests.server.batches.journals import opened
 from tests.server.batches.relay import Relay
@@ -58,9 +59,9 @@ def test_a_killed_server_loses_no_line_of_500(
             assert midway.wait(PATIENCE)
             server.process.kill()
             network.cut()
-        batch = json.loads(out.with_name(f"{out.name}.batch").read_text())["batch_id"]
+        batch_id = json.loads(out.with_name(f"{out.name}.batch").read_text())["batch_id"]
         with opened(journal) as left:
-            status = left.status(batch)
+            status = left.status(batch_id)
             assert status.state is BatchState.COMMITTED and COUNT // 4 <= status.done < COUNT
         with serve(*flags) as server:
             network.target = server.address
