@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib
 import signal
 import sys
@@ -64,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
         print("jaxserve --help says what there is", file=sys.stderr)
         return 2
     module, function, _ = COMMANDS[name]
+    if name == "serve":
+        gc.disable()  # until it serves: a seventh of a start would be spent looking for garbage
     command = getattr(importlib.import_module(module), function)
     if name != "serve":  # which loads and compiles before it has a use for ^C
         signal.signal(signal.SIGINT, signal.default_int_handler)

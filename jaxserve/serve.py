@@ -9,6 +9,7 @@ jaxserve serve --help
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 from collections.abc import Sequence
@@ -92,3 +93,5 @@ def main(argv: Sequence[str], name: str = "jaxserve serve") -> int:
             raise
         traceback.print_exc()
         end_process(1)
+    finally:
+        gc.enable()

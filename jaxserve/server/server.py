@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 _FLUSH_S, _MAX_FLUSH_S = 1.0, 5.0
 _HUNG_S = 60.0  # beyond the grace, what a step that runs may take before it counts as hung
 _WATCHING = 4  # one of so many connections of gRPC may be there for a Watch of health
+_SIGNALS_LOOKED_FOR_S = 0.5
 _CLOSE_S = 0.5  # what long-lived calls (health watches) get before they are cut
 
 
@@ -181,7 +182,10 @@ class Server:
 
     def wait(self) -> bool:
         """Blocks until someone has stopped the server. True if all requests finished."""
-        self._thread.join()
+        while self._thread.is_alive():
+            # A signal that reaches the process between two bytecodes, or another thread of it,
+            # does not wake this one up: its handler runs at the next turn.
+            self._thread.join(_SIGNALS_LOOKED_FOR_S)
         return self._all_finished
 
     def __enter__(self) -> Server:

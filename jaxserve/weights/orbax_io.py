@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
@@ -28,6 +27,8 @@ def is_orbax(folder: Path) -> bool:
 
 def save_orbax(folder: Path, params: Params) -> None:
     """Writes the parameters to `folder`/params, replacing what is there."""
+    import orbax.checkpoint as ocp
+
     flat = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save((folder / FOLDER).resolve(), flat, force=True)
@@ -42,6 +43,8 @@ def load_orbax(
         CheckpointError: not an Orbax checkpoint of ours, a missing parameter, a wrong shape, or
             files that are damaged.
     """
+    import orbax.checkpoint as ocp  # late: a quarter of a second, and most models need none
+
     if not is_orbax(folder):
         raise CheckpointError(f"no Orbax checkpoint in {folder / FOLDER}")
     paths, treedef = jax.tree_util.tree_flatten_with_path(family.param_specs(config))

@@ -70,6 +70,7 @@ def run_server(
     # what the collector would do again and again, bodies of many fields having it look.
     gc.collect()
     gc.freeze()
+    gc.enable()  # off while it started
     before = {
         number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
     }

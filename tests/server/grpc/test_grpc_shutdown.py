@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -216,6 +218,27 @@ def test_stop_says_whether_all_finished_and_stops_the_engine() -> None:
         with pytest.raises(ServerError, match="shutting down"):
             list(stream)
     assert not busy.live and busy.stopped
+
+
+def test_a_signal_that_another_thread_catches_is_seen(engine: FakeEngine) -> None:
+    """As is one that comes just before the main thread waits: neither wakes it up."""
+    server = Server(engine)
+    server.start()
+    before = signal.signal(signal.SIGUSR1, lambda *_: server.request_stop())
+
+    def catch() -> None:
+        main = threading.main_thread().ident
+        while sys._current_frames()[main].f_code.co_name != "_wait_for_tstate_lock":
+            os.sched_yield()
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    catcher = threading.Thread(target=catch)
+    catcher.start()
+    try:
+        assert server.wait()
+    finally:
+        catcher.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_health_watch_does_not_hold_up_the_shutdown(server: Server) -> None:
