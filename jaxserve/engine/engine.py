@@ -47,12 +47,19 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Serves requests on one model. `submit`, `cancel`, `stats` and `drain` are thread-safe.
+    """Serves requests on one model. Any thread may call the public methods.
 
-    executor: what its steps run on; nobody else uses it once the engine has started. cost_model:
-    what the scheduler's policy predicts steps with; it learns from those that are served. overlap:
-    finish a step while the next one runs. forbid_compile: a compilation after the warm-up, or an
-    implicit transfer to the device, is an engine failure.
+    Args:
+        executor: what runs its steps. Nobody else uses it once the engine has started.
+        scheduler: plans the steps.
+        tokenizer: the model's.
+        info: what is served, as `info` returns it.
+        cost_model: what the scheduler's policy predicts steps with. It learns from those served.
+        eos_ids: tokens that end a continuation.
+        overlap: whether to finish a step on the host while the next one runs.
+        forbid_compile: whether a compilation after the warm-up, or an implicit transfer to the
+            device, is an engine failure.
+        clock: seconds; `Request.arrival` is on it.
     """
 
     def __init__(
@@ -105,9 +112,14 @@ class Engine:
     # What any thread may call.
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a prompt, special tokens included as the model wants them, unless the text
-        has them itself. Raises InvalidRequest for a text that is too long to be served; most of
-        those it need not encode.
+        """Token ids of a prompt.
+
+        Args:
+            text: the prompt.
+            special: whether to add the model's special tokens where the text has none.
+
+        Raises:
+            InvalidRequest: the text is too long to be served. Most such texts are not encoded.
         """
         return self.tokenizer.encode(text, self._longest_prompt, special=special)
 
@@ -137,8 +149,11 @@ class Engine:
         return self._info
 
     def check(self, request: Request) -> None:
-        """Raises InvalidRequest for a request that this engine cannot serve, by its size, its token
-        ids or its grammar, which is compiled."""
+        """Checks a request's size, token ids and grammar, which is compiled.
+
+        Raises:
+            InvalidRequest: this engine cannot serve it.
+        """
         info = self._info
         validate(
             request,
@@ -224,14 +239,13 @@ class Engine:
         return self._snapshot.live_counts()
 
     def add_observer(self, observer: Observer) -> None:
-        """Tells it of every step and token from now on, on the engine thread: it must return
-        quickly. What it raises is logged and counted (`EngineStats.observer_failures`), and it
-        hears of the next event all the same."""
+        """Calls the observer for every step and token from now on, on the engine thread: it must
+        return quickly. What it raises is logged and counted (`EngineStats.observer_failures`)."""
         self._step_loop.observers.add(observer)
 
     def add_failure_listener(self, listener: Callable[[BaseException], None]) -> None:
-        """listener(exception) is called once if the engine fails, on the engine thread or, where it
-        is abandoned, another, or here and now if it has failed already."""
+        """Calls listener(exception) once if the engine fails: on the engine thread, on that which
+        abandons it, or right now if it has failed already."""
         with self._wake:
             self._failure_listeners.append(listener)
             failure = self._failure
@@ -248,8 +262,14 @@ class Engine:
         self._thread.start()
 
     def drain(self, grace_s: float) -> bool:
-        """Takes no more requests, lets those inside end for up to grace_s seconds, cancels the
-        rest. True if none was left to cancel. Waits until all have ended."""
+        """Takes no more requests and waits until those there are have ended.
+
+        Args:
+            grace_s: seconds after which they are cancelled.
+
+        Returns:
+            Whether all ended by themselves.
+        """
         with self._wake:
             self._open = False
             clean = self._wake.wait_for(lambda: not self._places, timeout=grace_s)
@@ -281,8 +301,8 @@ class Engine:
         self._step_loop.stop()
 
     def abandon(self, error: BaseException) -> None:
-        """Gives the engine up from outside, since its own thread may wait for ever for a device: it
-        takes no more requests, and whoever listens for failures ends those that it has."""
+        """Fails the engine from another thread, as its own may wait for a device for ever. It takes
+        no more requests; the failure listeners end those that it has."""
         with self._wake:
             if self._failure is not None:
                 return

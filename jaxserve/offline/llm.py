@@ -39,13 +39,21 @@ Chat = Sequence[Mapping[str, str]]
 
 
 class LLM:
-    """A model, its engine, and the queue before it; requests take the same way as the server's.
+    """A model and its engine in this process. Requests take the same path as a server's.
 
-    model: a checkpoint's directory; empty is the model in the box. config: instead, what a preset's
-    get_config() returns. fields: of the config, `scheduler__max_rows=16`. Compiles its steps now,
-    with a progress bar, or finds them in the cache. Raises ConfigError in one line.
+    It compiles its steps when it is made, with a progress bar, or finds them in the cache. Any
+    thread may call the methods, and several at once. `close` it, or use it in a `with`.
 
-    Any thread may call the methods, and several at once. `close` it, or use it in a `with`.
+    Args:
+        model: a checkpoint's directory; empty: the model in the box.
+        config: instead, what a preset's `get_config()` returns.
+        fields: fields of the config, as in `scheduler__max_rows=16`.
+
+    Attributes:
+        engine: the engine, started.
+
+    Raises:
+        ConfigError: the config cannot be served; one line.
     """
 
     def __init__(
@@ -83,11 +91,22 @@ class LLM:
         tier: Tier = Tier.REALTIME,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Continues each prompt, text or token ids; results in their order.
+        """Continues each prompt. There may be more of them than the engine can queue. Ctrl-C
+        cancels what runs.
 
-        sampling: for all, or one a prompt. progress: show a bar. However many there are, the engine
-        gets as many at once as it queues. Raises InvalidRequest for one that cannot be served; then
-        none is. Ctrl-C cancels what runs.
+        Args:
+            prompts: one or several, as text or token ids.
+            sampling: for all prompts, or one for each.
+            slo: the targets of each.
+            tier: the tier of all.
+            progress: whether to show a bar.
+
+        Returns:
+            One a prompt, in their order.
+
+        Raises:
+            InvalidRequest: one of them cannot be served. Then none is.
+            ValueError: there are not as many `sampling` as prompts.
         """
         return self._loop.run(self.agenerate(prompts, sampling, slo=slo, tier=tier, bar=progress))
 
@@ -99,9 +118,17 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """`generate` for a chat, or several: messages of a `role` and a `content`, made a prompt by
-        the checkpoint's template. chat_template_kwargs: what else it is to read, such as
-        enable_thinking."""
+        """`generate` for chats, which the checkpoint's template makes prompts of.
+
+        Args:
+            messages: one chat or several; each message has a `role` and a `content`.
+            sampling: as in `generate`.
+            chat_template_kwargs: what else the template may read, such as enable_thinking.
+            options: of `generate`.
+
+        Returns:
+            One a chat, in their order; `prompt` is the template's text.
+        """
         chats: Sequence[Chat] = messages  # type: ignore[assignment]
         if messages and isinstance(messages[0], Mapping):
             chats = [messages]  # type: ignore[list-item]
@@ -120,7 +147,8 @@ class LLM:
         slo: SLO | None = None,
         tier: Tier = Tier.REALTIME,
     ) -> Iterator[Piece]:
-        """Pieces of a prompt's continuations as they come. Who stops asking cancels the rest."""
+        """Yields pieces of a prompt's continuations as they come. To stop iterating cancels the
+        rest. Arguments as in `generate`."""
         return self._loop.iterate(self._stream(prompt, sampling, slo, tier))
 
     async def agenerate(

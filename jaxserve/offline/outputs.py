@@ -11,8 +11,18 @@ from jaxserve.server.requests.output_streams import Delta
 
 @dataclass
 class CompletionOutput:
-    """One of the n continuations, as far as it has come. finish_reason, usage, timings: once it has
-    ended. verdict: whether its targets were met; None without any."""
+    """One of a prompt's n continuations.
+
+    Attributes:
+        index: 0 to n - 1.
+        text: without what a stop string cut off.
+        token_ids: all that were generated.
+        logprobs: one a token, where they were asked for.
+        finish_reason: why it ended.
+        usage: tokens of the prompt and of the continuation.
+        timings: when its tokens came.
+        verdict: whether its targets were met; None without targets.
+    """
 
     index: int
     text: str = ""
@@ -36,9 +46,16 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its continuations by index. prompt: as it was given; a chat's is the template's
-    text. prompt_logprobs: one entry a token, of which the first is None, as nothing comes before
-    it; None where they were not asked for."""
+    """A prompt and its continuations.
+
+    Attributes:
+        request_id: the engine's name for it.
+        prompt: the text, a chat's after the template; None where token ids were given.
+        prompt_token_ids: its tokens.
+        outputs: the continuations by index.
+        prompt_logprobs: one a token, None for the first, which follows nothing; None where they
+            were not asked for.
+    """
 
     request_id: str
     prompt: str | None
@@ -55,9 +72,16 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of one continuation of a stream. finish_reason: in the last one of an index.
-    logprobs: one entry a token; prompt_logprobs: of the next tokens of the prompt, from the second
-    on; if asked for."""
+    """What is new of one continuation of a stream.
+
+    Attributes:
+        index: which of the n continuations.
+        text: what follows the last piece.
+        token_ids: its tokens.
+        finish_reason: why the continuation ended; None before its last piece.
+        logprobs: one a token, where they were asked for.
+        prompt_logprobs: of the prompt's next tokens from the second on, where they were asked for.
+    """
 
     index: int
     text: str

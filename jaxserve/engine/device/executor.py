@@ -59,9 +59,16 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class PendingSample:
-    """A step of so many rows whose tokens are not drawn yet. logits [R, V]; slots, emit [R]: as the
-    sampler takes them; prompt [T]: of its targets, None without any; all in whatever form the
-    executor has them."""
+    """A step whose logits are being computed and whose tokens are not sampled yet. The arrays are
+    in whatever form the executor has them.
+
+    Attributes:
+        rows: R, of the step's layout.
+        logits: [R, V].
+        slots: [R], the device slot of each row.
+        emit: [R], whether a row samples a token.
+        prompt: [T], what the model thought of the step's targets; None without targets.
+    """
 
     rows: int
     logits: Any
@@ -71,24 +78,33 @@ class PendingSample:
 
 
 class Executor(Protocol):
-    """What the engine's loop needs of a device. Calls take effect in the order in which they are
-    made; none of them waits, but a large `save` or `load` for room on the device, and a `load` for
-    the copies that it wants. What went wrong meanwhile is raised by whichever is next."""
+    """Runs the engine's steps on a device, or on several.
+
+    Calls take effect in the order in which they are made. They return before the device has done
+    the work, with two exceptions: a large `save` or `load` may wait for memory on the device, and a
+    `load` for the copy that it needs. An error of the device is raised by the next call.
+
+    Attributes:
+        buckets: the layouts that it has compiled steps for.
+        intact: whether it can be used after a call has raised: the device still has everything but
+            what that call was about.
+        copies_beside: whether copies to and from the host run beside the steps, on a link of their
+            own.
+    """
 
     @property
     def buckets(self) -> Buckets:
-        """The layouts that it has steps for."""
+        """See the class."""
         ...
 
     @property
     def intact(self) -> bool:
-        """Whether it may be told more after a call has raised: the device has all that it had, but
-        for what the call was about."""
+        """See the class."""
         ...
 
     @property
     def copies_beside(self) -> bool:
-        """Whether copies to and from the host go on beside the steps, on a link of their own."""
+        """See the class."""
         ...
 
     def admit(self, slot: int, params: SlotParams) -> None:
@@ -96,26 +112,39 @@ class Executor(Protocol):
         ...
 
     def project_to_kv(self, layout: Layout, packed: np.ndarray) -> None:
-        """Makes K and V of the cached hidden vectors of the batch's tokens, those of K where the
-        vectors were; packed: as for `submit`, see `batching.projection_batches`."""
+        """Projects cached hidden vectors to K and V. K goes where the vectors were.
+
+        Args:
+            layout: `Buckets.projection_layout`.
+            packed: as for `submit`; see `batching.projection_batches`.
+        """
         ...
 
     def copy_slots(self, places: np.ndarray) -> None:
-        """places int32 [m, 4]: what is in the first (block, slot) goes to the second, in all
-        layers; no target is a source."""
+        """Copies cached tokens within the pool, in all layers.
+
+        Args:
+            places: int32 [m, 4], from (block, slot) to (block, slot). No target is a source.
+        """
         ...
 
     def save(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
-        """Copies what is in slots int32 [sum(counts), 2], (block, slot), to host memory: the first
-        counts[0] under keys[0], and so on."""
+        """Copies cached tokens to host memory.
+
+        Args:
+            keys: what to find them by.
+            counts: tokens of each key.
+            slots: int32 [sum(counts), 2], (block, slot): those of keys[0] first.
+        """
         ...
 
     def load(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
-        """Copies what was saved under the keys to as many other slots."""
+        """Copies what was saved under the keys to as many slots of the pool; arguments as in
+        `save`."""
         ...
 
     def discard(self, keys: Sequence[int]) -> None:
-        """Forgets what was saved under these keys, if anything was."""
+        """Frees what was saved under these keys. Unknown keys are ignored."""
         ...
 
     def submit(
@@ -126,25 +155,35 @@ class Executor(Protocol):
         full: bool,
         targets: np.ndarray | None = None,
     ) -> Handle:
-        """Launches one step. packed: of `Layout.pack`, not to be changed afterwards. full: some
-        row samples with more than plain greedy. targets: int32 [layout.tokens] of no decode step,
-        what follows each token in its prompt, `layout.NO_TARGET` where nobody asks; None where
-        nobody asks at all."""
+        """Launches one step.
+
+        Args:
+            layout: the bucket.
+            packed: `Layout.pack`'s, not to be changed afterwards.
+            full: whether a row samples with more than plain greedy.
+            targets: int32 [layout.tokens], the token that follows each in its prompt, or
+                `layout.NO_TARGET`; None where no request asks for its prompt's logprobs. Not of a
+                decode step.
+        """
         ...
 
     def compute(
         self, layout: Layout, packed: np.ndarray, *, targets: np.ndarray | None = None
     ) -> PendingSample:
-        """Launches one step as far as its logits; `sample` is the next call about it."""
+        """Launches one step up to its logits. `sample` must follow; arguments as in `submit`."""
         ...
 
     def sample(self, pending: PendingSample, masks: np.ndarray) -> Handle:
-        """Launches the rest, in which each row draws one of the tokens that its mask allows.
-        masks: uint32 [layout.rows, `mask_words(V)`], see `sampling.sample_full`."""
+        """Launches the sampling of a step, in which each row gets a token that its mask allows.
+
+        Args:
+            pending: what `compute` returned.
+            masks: uint32 [layout.rows, `mask_words(V)`]; see `sampling.sample_full`.
+        """
         ...
 
     def close(self) -> None:
-        """Ends what it does beside; nothing is asked of it any more. Idempotent."""
+        """Ends its threads. The last call; idempotent."""
         ...
 
 
@@ -166,9 +205,16 @@ class StepHandle:
 
 
 class JaxExecutor:
-    """Every step of a model over its pool, compiled for the layouts of `buckets`; an `Executor`.
-    moves_cache: whether it is also ready to copy blocks, and slots to and from the host;
-    masked_sampling: to draw tokens by masks."""
+    """An `Executor` on JAX's devices: a model's steps over its pool, one program a layout.
+
+    Args:
+        model: what to compute.
+        params: its parameters, on the devices.
+        pool: the block pool, on the devices.
+        buckets: the layouts to compile.
+        moves_cache: whether to compile what `copy_slots`, `save` and `load` need.
+        masked_sampling: whether to compile what `sample` needs.
+    """
 
     def __init__(
         self,
