@@ -19,6 +19,16 @@ def _words(text: str) -> list[str]:
     return text.split()
 
 
+def phrases(text: str) -> list[str]:
+    """Phrases with slashes between them."""
+    return [" ".join(phrase.split()) for phrase in text.split("/")]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Rows of `phrases` with semicolons between them."""
+    return [phrases(row) for row in text.split(";")]
+
+
 GIRLS = _words(
     "Mia Lily Emma Nora Ella Rosa Zoe Ada Ivy Clara Maya Lucy Anna Sara Ruby Hana Leila Ines "
     "Freya Tara Alice Mina Sofia Greta Elsa"
@@ -47,54 +57,44 @@ def invent_name(choose: Callable[[Sequence[str]], str]) -> str:
     return choose(_START) + choose(_MIDDLE) + choose(_END)
 
 
-CHILDREN = {
-    "she": Kind("girl", "child", "hand", "house"),
-    "he": Kind("boy", "child", "hand", "house"),
-}
-ANIMALS = (
-    Kind("fox", "animal", "paw", "den"),
-    Kind("rabbit", "animal", "paw", "burrow"),
-    Kind("bear", "animal", "paw", "cave"),
-    Kind("mouse", "animal", "paw", "hole"),
-    Kind("hedgehog", "animal", "paw", "nest of leaves"),
-    Kind("squirrel", "animal", "paw", "hollow tree"),
-    Kind("frog", "animal", "hand", "house of reeds"),
-    Kind("cat", "animal", "paw", "basket"),
-    Kind("puppy", "animal", "paw", "kennel"),
-    Kind("turtle", "animal", "hand", "hut"),
-    Kind("badger", "animal", "paw", "den"),
-    Kind("otter", "animal", "paw", "den"),
-    Kind("mole", "animal", "paw", "tunnel"),
-    Kind("beaver", "animal", "paw", "lodge"),
-    Kind("pig", "animal", "hoof", "barn"),
-    Kind("goat", "animal", "hoof", "barn"),
-    Kind("lamb", "animal", "hoof", "barn"),
-    Kind("elephant", "animal", "trunk", "hut"),
-    Kind("lion", "animal", "paw", "cave"),
-    Kind("monkey", "animal", "hand", "tree house"),
-    Kind("wolf", "animal", "paw", "den"),
+def _kinds(group: str, text: str) -> list[Kind]:
+    return [Kind(noun, group, limb, home) for noun, limb, home in rows(text)]
+
+
+_GIRL, _BOY = _kinds("child", "girl / hand / house; boy / hand / house")
+CHILDREN = {"she": _GIRL, "he": _BOY}
+ANIMALS = _kinds(
+    "animal",
+    """
+    fox / paw / den; rabbit / paw / burrow; bear / paw / cave; mouse / paw / hole;
+    hedgehog / paw / nest of leaves; squirrel / paw / hollow tree; frog / hand / house of reeds;
+    cat / paw / basket; puppy / paw / kennel; turtle / hand / hut; badger / paw / den;
+    otter / paw / den; mole / paw / tunnel; beaver / paw / lodge; pig / hoof / barn;
+    goat / hoof / barn; lamb / hoof / barn; elephant / trunk / hut; lion / paw / cave;
+    monkey / hand / tree house; wolf / paw / den
+    """,
 )
-BIRDS = (
-    Kind("duck", "bird", "wing", "nest"),
-    Kind("owl", "bird", "wing", "nest"),
-    Kind("robin", "bird", "wing", "nest"),
-    Kind("penguin", "bird", "wing", "house of snow"),
-    Kind("crow", "bird", "wing", "nest"),
+BIRDS = _kinds(
+    "bird",
+    """
+    duck / wing / nest; owl / wing / nest; robin / wing / nest; penguin / wing / house of snow;
+    crow / wing / nest
+    """,
 )
 FAIRY = {
-    "she": (
-        Kind("princess", "fairy", "hand", "castle"),
-        Kind("witch", "fairy", "hand", "cottage"),
-        Kind("dragon", "fairy", "claw", "cave"),
-        Kind("robot", "fairy", "hand", "workshop"),
+    "she": _kinds(
+        "fairy",
+        """
+        princess / hand / castle; witch / hand / cottage; dragon / claw / cave;
+        robot / hand / workshop
+        """,
     ),
-    "he": (
-        Kind("prince", "fairy", "hand", "castle"),
-        Kind("knight", "fairy", "hand", "castle"),
-        Kind("wizard", "fairy", "hand", "tower"),
-        Kind("dragon", "fairy", "claw", "cave"),
-        Kind("robot", "fairy", "hand", "workshop"),
-        Kind("giant", "fairy", "hand", "cave"),
+    "he": _kinds(
+        "fairy",
+        """
+        prince / hand / castle; knight / hand / castle; wizard / hand / tower;
+        dragon / claw / cave; robot / hand / workshop; giant / hand / cave
+        """,
     ),
 }
 
@@ -104,30 +104,14 @@ TRAITS = _words(
 )
 
 # Where a story takes place, with the preposition that goes with it.
-PLACES = (
-    ("forest", "in"),
-    ("garden", "in"),
-    ("park", "in"),
-    ("meadow", "in"),
-    ("village", "in"),
-    ("valley", "in"),
-    ("market", "at"),
-    ("beach", "on"),
-    ("hill", "on"),
-    ("farm", "on"),
-)
-NEAR = (
-    "the river",
-    "the sea",
-    "a big forest",
-    "a green hill",
-    "an old mill",
-    "a quiet lake",
-    "the mountains",
-    "a field of flowers",
-    "a tall oak tree",
-    "a stone bridge",
-)
+PLACES = rows("""
+    forest / in; garden / in; park / in; meadow / in; village / in; valley / in; market / at;
+    beach / on; hill / on; farm / on
+""")
+NEAR = phrases("""
+    the river / the sea / a big forest / a green hill / an old mill / a quiet lake /
+    the mountains / a field of flowers / a tall oak tree / a stone bridge
+""")
 
 COLORS = _words("red blue green yellow white purple orange golden silver")
 SMALL = _words("key coin marble ring whistle button shell")
@@ -137,20 +121,10 @@ SHINY = _words("key ring coin bell spoon")
 FLOATING = _words("boat ball hat basket paper_ship")
 FOODS = _words("apples berries nuts cookies pancakes carrots pears cherries")
 FLAVORS = _words("apple honey carrot berry lemon nut cherry chocolate")
-LIKES = (
-    "sing",
-    "paint",
-    "read",
-    "climb trees",
-    "play in the grass",
-    "tell jokes",
-    "count the stars",
-    "dance",
-    "look at the clouds",
-    "collect stones",
-    "listen to stories",
-    "build little houses",
-)
+LIKES = phrases("""
+    sing / paint / read / climb trees / play in the grass / tell jokes / count the stars / dance /
+    look at the clouds / collect stones / listen to stories / build little houses
+""")
 OUTINGS = (
     "went for a walk {in_place}",
     "was playing {in_place}",

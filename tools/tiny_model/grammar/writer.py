@@ -60,14 +60,13 @@ class Writer:
         """True with that probability, 0 to 1; uses up one random number either way."""
         return self.rng.random() < probability
 
-    def fill(self, template: str) -> str:
-        """Expand the choices (innermost first), fill the slots, and set a/an and capitals."""
-        while match := _CHOICE.search(template):
-            chosen = self.pick(match.group(1).split("|"))
-            template = template[: match.start()] + chosen + template[match.end() :]
-        text = template
+    def fill(self, text: str) -> str:
+        """Fill the slots, expand the choices (innermost first), and set a/an and capitals."""
         while "{" in text:  # a slot may itself hold a template
             text = text.format_map(self.slots)
+        while match := _CHOICE.search(text):
+            chosen = self.pick(match.group(1).split("|"))
+            text = text[: match.start()] + chosen + text[match.end() :]
         text = _ARTICLE.sub(lambda m: _article(m.group(1), m.group(2)), text)
         return _SENTENCE.sub(lambda m: m.group().upper(), text)
 
@@ -80,6 +79,19 @@ class Writer:
         """`say`, with that probability, 0 to 1."""
         if self.chance(probability):
             self.say(template)
+
+    def tell(self, lines: str) -> None:
+        """`say` each line; one that begins with `60% ` with that probability only."""
+        for line in lines.strip().splitlines():
+            head, rare, tail = " ".join(line.split()).partition("% ")
+            if rare:
+                self.maybe(int(head) / 100, tail)
+            else:
+                self.say(head)
+
+    def draw(self, names: str, rows: Sequence[Sequence[str]]) -> None:
+        """Fill the slots of these names with one of the rows, templates."""
+        self.slots |= zip(names.split(), self.pick(rows), strict=True)
 
     def set(self, **slots: str) -> None:
         """Fill slots by name, each with a template that is expanded now, by the slots as they
