@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -69,22 +69,12 @@ class Page(Generic[C, N]):
 
     def rendered(self, quick: bool = False) -> str:
         """In Markdown, with the numbers that there are."""
-        module = sys.modules[type(self).__module__]
-        folders = [Path(str(file)).parent for file in (module.__file__, __file__)]
-        environment = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(folders),
-            undefined=jinja2.StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        environment.globals.update(
-            {name: getattr(self, name) for name in dir(self) if not name.startswith("_")},
+        return rendered(
+            Path(str(sys.modules[type(self).__module__].__file__)).parent,
+            **{name: getattr(self, name) for name in dir(self) if not name.startswith("_")},
             quick=quick,
-            fmean=fmean,
-            listed=listed,
             numbers=NUMBERS.format(name=self.name),
         )
-        return environment.get_template(TEMPLATE).render().rstrip() + "\n"
 
     def chart(
         self,
@@ -120,10 +110,32 @@ class Page(Generic[C, N]):
         return [over(self.results, cases, n).text(form, by) for _, n, form, by in columns]
 
 
+def rendered(folder: Path, **known: Any) -> str:
+    """The template of that folder, or the common one, with what it asks for."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder, Path(__file__).parent]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    template = environment.get_template(TEMPLATE)
+    return template.render(known, fmean=fmean, listed=listed).rstrip() + "\n"
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of the page."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def ends(values: Mapping[str, float]) -> list[str]:
+    """Where the least of the values is, and the most; of equals the first."""
+    return [pick(values, key=values.__getitem__) for pick in (min, max)]
+
+
+def span(values: Collection[float], form: str) -> str:
+    """The least to the most of the values, each as `form` has it: `1.00x to 2.50x`."""
+    return " to ".join(form.format(pick(values)) for pick in (min, max))
 
 
 @dataclass(frozen=True)
@@ -137,7 +149,7 @@ class Extreme:
     def of(cls, values: dict[str, float]) -> Extreme:
         """From values by where they were found; the first of equals. ValueError if there are
         none."""
-        where = max(values, key=lambda key: values[key])
+        where = ends(values)[1]
         return cls(values[where], where)
 
     def times(self) -> str:
@@ -156,8 +168,8 @@ def percent(share: float) -> str:
 
 
 def listed(values: Sequence[int | str]) -> str:
-    """As in a sentence: `1, 32 and 1024`. ValueError if there are none."""
-    *first, last = map(str, values)
+    """As in a sentence: `1, 32 and 1024`; nothing of none."""
+    *first, last = map(str, values or [""])
     return f"{', '.join(first)} and {last}" if first else last
 
 

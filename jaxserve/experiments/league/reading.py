@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from statistics import median
 
+from jaxserve.experiments.common.page import listed
 from jaxserve.experiments.league.collect import LOADS
 from jaxserve.experiments.league.standings import Standings
 from jaxserve.experiments.league.tables import kinds
@@ -41,8 +42,8 @@ def advice(standings: Standings) -> str:
             if share - mine > EDGE:
                 where = f"{kind} {load} saturation ({share:.0%} against {mine:.0%})"
                 better.setdefault(winner, []).append(where)
-    said = [f"`{name}` for {_listed(where)}" for name, where in better.items()]
-    return f"{first}; take {_listed(said)}." if said else f"{first}."
+    said = [f"`{name}` for {listed(where)}" for name, where in better.items()]
+    return f"{first}; take {listed(said)}." if said else f"{first}."
 
 
 def _family(policy: str) -> str:
@@ -97,7 +98,7 @@ def last_in_order(s: Standings) -> tuple[bool, str]:
         said.append(f"`{name}` {median(ratios):.2f} times (at most {max(ratios):.1f})")
     return min(longest["rank_i"], longest["random"]) > 1.5, (
         "Whoever is last in another order pays for it. Above saturation the request that takes "
-        f"longest takes, against `sarathi`, with {_listed(said)} as long, medians over the "
+        f"longest takes, against `sarathi`, with {listed(said)} as long, medians over the "
         "workloads. Traces are short: in an overload that lasts, the last would wait for its end."
     )
 
@@ -121,8 +122,8 @@ def chunks(s: Standings) -> tuple[bool, str]:
         points = [p for p in s.where(system=system, workload=workload) if p.load != "below"]
         gain = s.share("sarathi", points) - s.share("sarathi_pc", points)
         lead[f"{workload} on {SYSTEMS[system].partition(' on ')[0]}"] = gain
-    small = _listed([name for name, gain in lead.items() if gain > CLEAR])
-    large = _listed([name for name, gain in lead.items() if gain < -CLEAR])
+    small = listed([name for name, gain in lead.items() if gain > CLEAR])
+    large = listed([name for name, gain in lead.items() if gain < -CLEAR])
     return bool(small and large), (
         "Chunks of 512 tokens are a matter of targets. Where a batch full of prompts takes longer "
         "than tokens may be apart, `sarathi` is far ahead of `sarathi_pc`, whose chunks fill the "
@@ -206,7 +207,7 @@ def plans(s: Standings) -> tuple[bool, str]:
     size = max(next(iter(s.found.plans.values())))
     slow = [name for name in s.entrants if s.found.plans[name][size] > PLAN_MS]
     quick = len(s.entrants) - len(slow)
-    names = _listed([f"`{name}` {s.found.plans[name][size]:.1f} ms" for name in slow])
+    names = listed([f"`{name}` {s.found.plans[name][size]:.1f} ms" for name in slow])
     return quick >= len(s.entrants) // 2, (
         f"A plan for {size:,} requests takes {quick} of {len(s.entrants)} policies less than "
         f"{PLAN_MS:g} ms" + (f"; longer: {names}." if slow else ".")
@@ -221,7 +222,7 @@ def overtaking(s: Standings) -> tuple[bool, str]:
     worst = max(longest, key=lambda name: longest[name])
     return longest["sarathi"] < longest["random"], (
         "The longest that a request waits while later ones of its own class are served, over all "
-        f"runs (median): {_listed(said)}; longest of all with `{worst}`, {longest[worst]:.1f} s. "
+        f"runs (median): {listed(said)}; longest of all with `{worst}`, {longest[worst]:.1f} s. "
         "Traces last some 40 s at the saturating rate, which bounds what can be seen of it."
     )
 
@@ -240,11 +241,6 @@ CLAIMS: tuple[Claim, ...] = (
     plans,
     overtaking,
 )
-
-
-def _listed(words: list[str]) -> str:
-    *first, last = words or [""]
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _number(count: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 from jaxserve.experiments.common.page import table
 from jaxserve.experiments.league.collect import LOADS
@@ -24,9 +25,8 @@ def overall(standings: Standings) -> str:
     """A row a policy, the best first: shares of the best policy's goodput by load, where it is
     worst, plans, and the cut-down cases."""
     sizes = sorted(next(iter(standings.found.plans.values())))
-    header = ["policy", *LOADS, "all", "worst", "where", "optimum"]
-    header += ["longest overtaken, s", "median, s"]
-    header += [f"plan of {size:,}, ms" for size in sizes]
+    header = ["policy", *LOADS, "all", "worst", "where", "optimum", "longest overtaken, s"]
+    header += ["median, s", *(f"plan of {size:,}, ms" for size in sizes)]
     rows = []
     for policy in standings.policies:
         worst, gap = standings.worst(policy), standings.gap(policy)
@@ -50,18 +50,14 @@ def winners(standings: Standings) -> str:
     """A row a kind of workload and load: the two best there, and those of SHOWN that take part."""
     shown = [name for name in SHOWN if name in standings.entrants]
     header = ["workloads", "load", "the best", "%", "the next", "%"]
-    header += [part for name in shown for part in (f"`{name}`, %",)]
     rows = []
-    for kind in kinds(standings):
-        for load in LOADS:
-            points = standings.where(kind=kind, load=load)
-            first, second = (standings.ranked(points) * 2)[:2]
-            row = [kind, load]
-            for name in (first, second):
-                row += [f"`{name}`", f"{100 * standings.share(name, points):.1f}"]
-            row += [f"{100 * standings.share(name, points):.1f}" for name in shown]
-            rows.append(row)
-    return table(header, rows)
+    for kind, load in product(kinds(standings), LOADS):
+        points = standings.where(kind=kind, load=load)
+        first, second = (standings.ranked(points) * 2)[:2]
+        share = {name: f"{100 * standings.share(name, points):.1f}" for name in standings.entrants}
+        best = [f"`{first}`", share[first], f"`{second}`", share[second]]
+        rows.append([kind, load, *best, *(share[name] for name in shown)])
+    return table([*header, *(f"`{name}`, %" for name in shown)], rows)
 
 
 def typical(standings: Standings, system: str, load: str) -> str:
@@ -91,10 +87,12 @@ NUMBERS = (
 )
 
 
-def details(standings: Standings, system: str, workload: str, load: str) -> str:
+def details(standings: Standings, point: Point) -> str:
     """A row a policy, the best first: means over the seeds with their intervals."""
-    point = Point(system, workload, load)
-    numbers = [*NUMBERS, *(TIERS if _two_tiers(workload) else ())]
+    parts = WORKLOADS[point.workload].parts
+    numbers = list(NUMBERS)
+    if any(part.tier == Tier.BEST_EFFORT for part in parts):
+        numbers += TIERS
     rows = []
     for policy in [*standings.own, *standings.ranked([point])]:
         row = [f"`{label(policy)}`"]
@@ -109,10 +107,6 @@ TIERS = (
     ("realtime", "real-time attainment, %", 100.0, ".1f"),
     ("best_effort", "best-effort attainment, %", 100.0, ".1f"),
 )
-
-
-def _two_tiers(workload: str) -> bool:
-    return any(part.tier == Tier.BEST_EFFORT for part in WORKLOADS[workload].parts)
 
 
 def settings(standings: Standings, workloads: Sequence[str], traces: Sequence[str]) -> str:
