@@ -13,9 +13,10 @@ that say nothing about the claims.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from statistics import fmean
 from typing import Any
 
@@ -26,9 +27,10 @@ from jaxserve.experiments.accelgen.places import BLOCK, PLACES, Place
 from jaxserve.experiments.accelgen.requests import EXCLUSIVE, prefill_seconds
 from jaxserve.experiments.accelgen.tuned import TRIAL, Trial, Tuned, choices
 from jaxserve.experiments.common.figures import Panel, panel
-from jaxserve.experiments.common.page import Column, Page, flags, table, write_page
+from jaxserve.experiments.common.page import Column, Page, ends, flags, span, table, write_page
 from jaxserve.experiments.common.runs import Results
 from jaxserve.sched.cost.saturation import flat_from
+from jaxserve.sched.workloads.workload import Workload
 
 RATES = {
     # Requests/s: half of what the fastest finish a second, that, twice that, and the paper's.
@@ -98,14 +100,8 @@ MET: tuple[Column, ...] = (
 SEARCHED: tuple[Column, ...] = (
     ("all targets, requests/s", "met", ".3f", 1.0),
     ("at most", "bound", ".3f", 1.0),
-    ("all targets, %", "slo", ".1f", 100.0),
-    ("requests/s", "requests", ".2f", 1.0),
-    ("goodput, tokens/s", "goodput", ".0f", 1.0),
-    ("iterations in time, %", "iterations", ".1f", 100.0),
-    ("jobs in time, %", "in_jct", ".1f", 100.0),
-    ("JCT, s", "jct", ".1f", 1.0),
-    ("compute, %", "compute", ".0f", 100.0),
-    ("cache, %", "cache", ".0f", 100.0),
+    MET[-1],
+    *(c for c in COLUMNS if c[1] not in ("tokens", "met", "ttft", "jobs", "preemptions")),
 )
 
 
@@ -190,8 +186,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
     def sample(self) -> dict[str, float]:
         """Of the requests of the first model: mean lengths, the outputs that utilisation implies,
         and the share of TTFTs that are shorter than the prompt takes."""
-        place = PLACES[self.scale.first]
-        asked = workload_of(SloCase("vllm", self.scale.first, PAPERS_RATE, requests=SAMPLE))
+        place, asked = PLACES[self.scale.first], sampled(self.scale.first)
         reachable = float((asked.ttft >= prefill_seconds(place, asked.prompt_len)).mean())
         return {
             "output": round(float(asked.output_len.mean())),
@@ -203,23 +198,21 @@ class AccelGen(Page[SloCase, SloNumbers]):
 
     def systems(self) -> str:
         """A line a model."""
-        rows = []
-        for name in self.scale.models:
-            place = PLACES[name]
-            asked = workload_of(SloCase("vllm", name, PAPERS_RATE, requests=SAMPLE))
-            rows.append(
-                [
-                    name,
-                    f"`{place.name}`",
-                    f"{place.kv_tokens:,}",
-                    f"{place.longest:,}",
-                    f"{asked.prompt_len.mean():,.0f}",
-                    str(place.pivot),
-                    str(saturation(place)),
-                    f"{self.pivot_ms(name):.0f}",
-                    ", ".join(f"{rate:g}" for rate in self.scale.rates(name)),
-                ]
-            )
+        rows = [
+            [
+                name,
+                f"`{place.name}`",
+                f"{place.kv_tokens:,}",
+                f"{place.longest:,}",
+                f"{sampled(name).prompt_len.mean():,.0f}",
+                str(place.pivot),
+                str(saturation(place)),
+                f"{self.pivot_ms(name):.0f}",
+                ", ".join(f"{rate:g}" for rate in self.scale.rates(name)),
+            ]
+            for name, place in PLACES.items()
+            if name in self.scale.models
+        ]
         header = ["", "system", "tokens of K and V", "longest prompt", "mean prompt"]
         header += ["pivot, paper", "pivot, here", "a step of the paper's pivot, ms", "rates, 1/s"]
         return table(header, rows)
@@ -255,10 +248,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
             at = RATES[model].index(rate)
             found.setdefault(at, []).append(times(met[ACCELGEN], best))
         where = ("half of what can be served", "about that", "twice that")
-        return ", ".join(
-            f"{min(values):.2f}x to {max(values):.2f}x at {where[at]}"
-            for at, values in found.items()
-        )
+        return ", ".join(f"{span(found[at], '{:.2f}x')} at {where[at]}" for at in found)
 
     def throughput(self) -> str:
         """Of what the fastest finishes at the highest rate."""
@@ -269,7 +259,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
                 for name in ALL
             )
             most.append(times(mine, max(others)))
-        return f"{min(most):.2f}x to {max(most):.2f}x"
+        return span(most, "{:.2f}x")
 
     def met_table(self) -> str:
         """How it is where targets can be met."""
@@ -287,24 +277,20 @@ class AccelGen(Page[SloCase, SloNumbers]):
         """AccelGen against each of the others, at all points."""
         rows = []
         for name in OTHERS:
-            pairs = {
-                number: [
+            goodput, iterations, in_jct, jct = (
+                [
                     [self.mean(number, self.seeds(who, *point)) for who in (ACCELGEN, name)]
                     for point in self.points
                 ]
                 for number in ("goodput", "iterations", "in_jct", "jct")
-            }
-            ahead = (sum(a > b for a, b in pairs[number]) for number in ("goodput", "in_jct"))
+            )
             rows.append(
                 [
                     f"`{name}`" + ("" if name in PAPERS else " (not there)"),
-                    f"{fmean(times(a, b) for a, b in pairs['goodput']):.2f}x",
-                    *(
-                        f"{100 * fmean(a - b for a, b in pairs[number]):+.1f}"
-                        for number in ("iterations", "in_jct")
-                    ),
-                    f"{fmean(times(a, b) for a, b in pairs['jct']):.2f}x",
-                    *(f"{count} of {len(self.points)}" for count in ahead),
+                    f"{fmean(times(a, b) for a, b in goodput):.2f}x",
+                    *(f"{100 * fmean(a - b for a, b in p):+.1f}" for p in (iterations, in_jct)),
+                    f"{fmean(times(a, b) for a, b in jct):.2f}x",
+                    *(f"{sum(a > b for a, b in p)} of {len(p)}" for p in (goodput, in_jct)),
                 ]
             )
         header = ["`accelgen` against", "goodput", "iterations in time, points"]
@@ -382,15 +368,15 @@ class AccelGen(Page[SloCase, SloNumbers]):
             for model in self.measured_on
             for name in MEASURED
         ]
-        return f"{min(found):.0%} to {max(found):.0%}"
+        return span(found, "{:.0%}")
 
     def used(self, number: str) -> str:
         """Utilisation, mean over models."""
-        ours = []
-        for name in MEASURED:
-            cases = [self._measured(name, model) for model in self.measured_on]
-            ours.append(f"{fmean(self.mean(number, some) for some in cases):.0%} (`{name}`)")
-        return ", ".join(ours)
+
+        def mean(name: str) -> float:
+            return fmean(self.mean(number, self._measured(name, m)) for m in self.measured_on)
+
+        return ", ".join(f"{mean(name):.0%} (`{name}`)" for name in MEASURED)
 
     def _under(self, slo: float) -> list[SloCase]:
         chosen = Tuned("sarathi", budget_of(PLACES[self.scale.first], slo))
@@ -399,9 +385,9 @@ class AccelGen(Page[SloCase, SloNumbers]):
     def one_slo(self) -> str:
         """Sarathi with budgets for one SLO: the strict one and the loose one."""
         strict, loose = self.scale.system_slos[0], self.scale.system_slos[-1]
-        (met, less), (slow, fast) = (
-            [self.mean(number, self._under(slo)) for slo in (strict, loose)]
-            for number in ("iterations", "requests")
+        (met, slow), (less, fast) = (
+            [self.mean(number, self._under(slo)) for number in ("iterations", "requests")]
+            for slo in (strict, loose)
         )
         return (
             f"{strict:g} s: {met:.1%} of the iterations in time, {slow:.2f} requests/s; {loose:g} "
@@ -425,7 +411,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
             for name in (*MEASURED, ACCELGEN):
                 steps = self.results[self._measured(name, model)[0]].steps
                 shown[name] = ([1e3 * step for step in steps], [100 * q for q in QUANTILES])
-            panels.append(Panel(model, "steps, %", shown, log_y=False, markers=False))
+            panels.append(Panel(model, "steps, %", shown, markers=False))
         caption = "Share of the steps that take no longer"
         return self.chart("accelgen-3-steps.svg", caption, [panels], "ms of a step")
 
@@ -462,7 +448,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
 
     def against(self, number: str, compare: str = "times") -> str:
         """Least and most against the paper's others. compare: a key of COMPARED."""
-        said = []
+        said, (compared, form) = [], COMPARED[compare]
         for at, what in ((-1, "at 8/s"), (0, "at the lowest rates")):
             found = {}
             for model in self.scale.models:
@@ -470,14 +456,12 @@ class AccelGen(Page[SloCase, SloNumbers]):
                 ours = self.mean(number, self.seeds(ACCELGEN, model, rate))
                 for name in PAPERS:
                     theirs = self.mean(number, self.seeds(name, model, rate))
-                    found[f"`{name}`, {model}"] = COMPARED[compare][0](ours, theirs)
-            ends = (
-                "where they have none"
-                if found[where] == math.inf
-                else COMPARED[compare][1].format(found[where])
-                for where in _ends(found)
+                    found[f"`{name}`, {model}"] = compared(ours, theirs)
+            both = (
+                f"{'where they have none' if found[who] == math.inf else form.format(found[who])} "
+                f"({who})"
+                for who in ends(found)
             )
-            both = (f"{end} ({where})" for end, where in zip(ends, _ends(found), strict=True))
             said.append(f"{what} {' to '.join(both)}")
         return "; ".join(said)
 
@@ -493,7 +477,6 @@ class AccelGen(Page[SloCase, SloNumbers]):
                     lambda name, rate, number=number, factor=factor, model=model: (
                         factor * self.mean(number, self.seeds(name, model, rate))
                     ),
-                    log_y=False,
                 )
                 for model in self.scale.models
             ]
@@ -528,7 +511,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         others = {name: more[name] for name in OTHERS if name != "fastserve"}
         return {
             "fastserve": f"{more['fastserve']:+.0%}",
-            "others": " to ".join(f"{others[name]:+.0%} (`{name}`)" for name in _ends(others)),
+            "others": " to ".join(f"{others[name]:+.0%} (`{name}`)" for name in ends(others)),
             "share": f"{mine / jct:.4%}: {1e3 * mine:.2f} ms of {jct:.0f} s",
             "parts": ", ".join(f"{more[n]:+.0%} without {_part(n)}" for n in ABLATIONS),
         }
@@ -542,17 +525,12 @@ class AccelGen(Page[SloCase, SloNumbers]):
         """With all parts, and without each."""
         rows = []
         for model in self.scale.varied:
-            rates = self.scale.rates(model)
-            points = [(rate, 1.0) for rate in (rates[0], rates[-1])]
+            first, *_, last = self.scale.rates(model)
+            points = [(first, 1.0), (last, 1.0)]
             points += [(RATES[model][at], EASE) for at in (SERVED, LOADED)]
-            rows += [
-                (
-                    [model, f"{ease:g}", f"{rate:g}", f"`{name}`"],
-                    self._ablated(name, model, rate, ease),
-                )
-                for rate, ease in points
-                for name in (ACCELGEN, *ABLATIONS, AS_PRINTED)
-            ]
+            for (rate, ease), name in product(points, (ACCELGEN, *ABLATIONS, AS_PRINTED)):
+                cases = self._ablated(name, model, rate, ease)
+                rows.append(([model, f"{ease:g}", f"{rate:g}", f"`{name}`"], cases))
         return self.lines(["", "TTFT x", "rate, 1/s", ""], rows, (*COLUMNS, STEP))
 
     def without(self, number: str, eased: str = "") -> str:
@@ -607,14 +585,16 @@ class AccelGen(Page[SloCase, SloNumbers]):
 
     def by_books(self) -> str:
         """Goodput with the least and the most of it."""
-        first, last = self.scale.books[0], self.scale.books[-1]
-        said = []
-        for model in self.scale.varied:
-            low, high = (
-                self.mean("goodput", self._books(ACCELGEN, model, books)) for books in (first, last)
-            )
-            said.append(f"{model} from {low:.0f} to {high:.0f} tokens/s")
-        return f"{first:.0%} to {last:.0%} of BookCorpus: {'; '.join(said)}"
+        first, *_, last = self.scale.books
+
+        def goodput(model: str, books: float) -> float:
+            return self.mean("goodput", self._books(ACCELGEN, model, books))
+
+        said = "; ".join(
+            f"{model} from {goodput(model, first):.0f} to {goodput(model, last):.0f} tokens/s"
+            for model in self.scale.varied
+        )
+        return f"{first:.0%} to {last:.0%} of BookCorpus: {said}"
 
     def goodputs(self, model: str) -> str:
         """By rate."""
@@ -634,7 +614,6 @@ class AccelGen(Page[SloCase, SloNumbers]):
                     "goodput", self._books(name, model, books)
                 ),
                 100,
-                log_y=False,
             )
             for model in self.scale.varied
         ]
@@ -656,7 +635,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         """By what factor it has more goodput than the paper's others."""
         mine = self.mean("goodput", self._alone(ACCELGEN, data))
         found = {n: times(mine, self.mean("goodput", self._alone(n, data))) for n in PAPERS}
-        return " to ".join(f"{found[name]:.2f}x (`{name}`)" for name in _ends(found))
+        return " to ".join(f"{found[name]:.2f}x (`{name}`)" for name in ends(found))
 
     def printed(self) -> str:
         """At the paper's rate, and at one below saturation."""
@@ -691,7 +670,6 @@ class AccelGen(Page[SloCase, SloNumbers]):
                 {n: "accelgen, as printed" if n == AS_PRINTED else n for n in WITH_PRINTED},
                 [rate for name, rate in self.reachable() if name == model],
                 lambda name, rate, model=model: self.met(model, rate)[name],
-                log_y=False,
             )
             for model in self.scale.models
         ]
@@ -764,12 +742,6 @@ COMPARED: dict[str, tuple[Callable[[float, float], float], str]] = {
 }
 
 
-def _ends(found: dict[str, float]) -> Iterator[str]:
-    """Where the least is, and the most."""
-    for pick in (min, max):
-        yield pick(found, key=lambda key: found[key])
-
-
 def _part(name: str) -> str:
     return name.removeprefix("accelgen_no")
 
@@ -785,6 +757,11 @@ def budget_of(place: Place, seconds: float) -> int:
     """The most tokens of one prompt that take no longer in a step, at least 1."""
     sizes = np.arange(1, 1 << 14)
     return max(int(np.searchsorted(prefill_seconds(place, sizes), seconds, side="right")), 1)
+
+
+def sampled(model: str) -> Workload:
+    """Many of its requests."""
+    return workload_of(SloCase("vllm", model, PAPERS_RATE, requests=SAMPLE))
 
 
 def implied_output(place: Place, prompt: float) -> float:

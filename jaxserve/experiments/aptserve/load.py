@@ -171,7 +171,7 @@ def said(path: Path) -> dict[str, Any]:
             for policy, (rates, attained) in curves.items()
         ),
         "table": table(HEADER, [_row(found, p, rate) for p in curves for rate in curves[p][0]]),
-        "panel": Panel("OPT-125M, CPU", "attainment, %", lines, log_y=False),
+        "panel": Panel("OPT-125M, CPU", "attainment, %", lines),
     }
 
 

@@ -310,7 +310,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         for system in systems:
             points = self.attainments(system, model, data)
             lines[system] = (list(points), list(points.values()))
-        return Panel(f"{LABELS[data]}, {model}", "SLO attainment", lines, log_y=False)
+        return Panel(f"{LABELS[data]}, {model}", "SLO attainment", lines)
 
     def vllm(self) -> str:
         """What it sustains with the first model on ShareGPT: the one rate that the paper prints."""
@@ -393,7 +393,6 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
                 BURSTY,
                 self.scale.cvs,
                 lambda system, cv, data=data: self.burst(system, data, cv),
-                log_y=False,
             )
             for data in self.scale.data_sets
         ]
@@ -574,7 +573,6 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
                         system: (getattr(self.latencies(system, data, read), number), QUANTILES)
                         for system in SWITCHES
                     },
-                    log_y=False,
                     markers=False,
                 )
                 for data in self.scale.data_sets
@@ -696,7 +694,6 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
                     lambda system, rate, model=model, data=data: (
                         self.results[self._long_case(system, model, data, rate)].attainment
                     ),
-                    log_y=False,
                 )
             )
         caption = "Attainment against rate with long contexts"

@@ -238,7 +238,6 @@ class Bros(Page[MixedCase, MixedNumbers]):
                     lambda policy, rate, number=number, factor=factor, at=(model, data): (
                         factor * self.at(number, policy, (*at, rate))
                     ),
-                    log_y=False,
                 )
                 for model in self.scale.models
             ]

@@ -51,7 +51,7 @@ class Panel:
     title: str
     y_label: str
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
-    log_y: bool = True
+    log_y: bool = False
     markers: bool = True
 
 

@@ -17,11 +17,12 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from jaxserve.experiments.common.figures import Panel, panel
-from jaxserve.experiments.common.page import Extreme, Page, flags, table, write_page
+from jaxserve.experiments.common.page import Extreme, Page, ends, flags, table, write_page
 from jaxserve.experiments.common.runs import Results
 from jaxserve.experiments.infermax.case import UNLIMITED, Case, Numbers, run
 from jaxserve.experiments.infermax.optimum import POLICIES as PLAYED
@@ -108,23 +109,23 @@ class InferMax(Page[Case, Numbers]):
     def low(self, *outputs: int) -> Where:
         """B is the scale's `few`, so that all requests fit into M at the same time. outputs: O, all
         by default."""
-        return {
-            f"I = {i}, O = {o}": partial(self.fixed, i=i, o=o, requests=self.scale.few)
-            for i in self.scale.prompts
-            for o in outputs or self.scale.outputs
-        }
+        return self._grid(outputs or self.scale.outputs, self.scale.few)
 
     def high(self) -> Where:
         """B is the scale's `many`."""
+        return self._grid(self.scale.outputs)
+
+    def _grid(self, outputs: Sequence[int], requests: int = 0) -> Where:
         return {
-            f"I = {i}, O = {o}": partial(self.fixed, i=i, o=o)
-            for i in self.scale.prompts
-            for o in self.scale.outputs
+            f"I = {i}, O = {o}": partial(self.fixed, i=i, o=o, requests=requests)
+            for i, o in product(self.scale.prompts, outputs)
         }
 
     def longest(self) -> Where:
         """The same with the largest O."""
-        o = self.scale.outputs[-1]
+        return self._of_output(self.scale.outputs[-1])
+
+    def _of_output(self, o: int) -> Where:
         return {f"I = {i}": partial(self.fixed, i=i, o=o) for i in self.scale.prompts}
 
     def within(self, memory: int) -> Where:
@@ -149,11 +150,8 @@ class InferMax(Page[Case, Numbers]):
             "apart": [mix for mix in MIXES if mix != "lilo+liso"],
         }
         return {
-            f"{mix.upper()}, B = {count}": partial(
-                self.mixed, mix=mix, count=count, probing=probing
-            )
-            for mix in wanted[which]
-            for count in self.scale.mixed
+            f"{mix.upper()}, B = {n}": partial(self.mixed, mix=mix, count=n, probing=probing)
+            for mix, n in product(wanted[which], self.scale.mixed)
         }
 
     # What comes of it.
@@ -210,14 +208,10 @@ class InferMax(Page[Case, Numbers]):
 
     def preempted(self, policy: str) -> str:
         """Summed over I."""
-        counts = {
-            o: self.preemptions(
-                [policy],
-                {f"I = {i}": partial(self.fixed, i=i, o=o) for i in self.scale.prompts},
-            )
+        return ", ".join(
+            f"{self.preemptions([policy], self._of_output(o)):,} (O = {o})"
             for o in self.scale.outputs
-        }
-        return ", ".join(f"{count:,} (O = {o})" for o, count in counts.items())
+        )
 
     def by_prompt(self, file: str, caption: str, which: str) -> str:
         """A figure, numbers in rows, O in columns. which: low or high. At O = 1 there is no TPOT,
@@ -277,9 +271,7 @@ class InferMax(Page[Case, Numbers]):
     def tps_range(self, policy: str, memory: int) -> str:
         """TPS with preemptions over TPS without."""
         found = self.ratios("tps", policy, policy + EF, self.within(memory))
-        most, least = Extreme.of(found), Extreme.of({k: -v for k, v in found.items()})
-        low, high = f"{-least.value:.2f}x ({least.where})", f"{most.value:.2f}x ({most.where})"
-        return f"`{policy}` {low} to {high}"
+        return f"`{policy}` " + " to ".join(f"{found[at]:.2f}x ({at})" for at in ends(found))
 
     def used(self) -> float:
         """The most of the largest M that `sarathi` uses on average."""
@@ -298,6 +290,7 @@ class InferMax(Page[Case, Numbers]):
                     lambda policy, i, memory=memory, number=number: self.of(
                         number, policy, self.within(memory)[f"I = {i}"]
                     ),
+                    log_y=True,
                 )
                 for memory in self.scale.memories
             ]
@@ -310,14 +303,13 @@ class InferMax(Page[Case, Numbers]):
 
     def ranks(self, number: str, by: str, others: Sequence[str], which: str) -> str:
         """By which factor ranking `by` that has less of the number than the others, both ways."""
-
-        def way(probing: bool) -> str:
-            where = self.mixes(which, probing)
-            return " and ".join(
-                f"{self.most(number, other, by, where).times()} than `{other}`" for other in others
+        return "; probing: up to ".join(
+            " and ".join(
+                f"{self.most(number, other, by, self.mixes(which, probing)).times()} than `{other}`"
+                for other in others
             )
-
-        return f"{way(False)}; probing: up to {way(True)}"
+            for probing in (False, True)
+        )
 
     def by_count(self) -> str:
         """A figure: numbers in rows, mixes in columns."""
@@ -331,6 +323,7 @@ class InferMax(Page[Case, Numbers]):
                     lambda policy, n, mix=mix, number=number: self.of(
                         number, policy, partial(self.mixed, mix=mix, count=n)
                     ),
+                    log_y=True,
                 )
                 for mix in MIXES
             ]
@@ -344,14 +337,11 @@ class InferMax(Page[Case, Numbers]):
         count = self.scale.mixed[-1]
         ways = [(p, probing) for probing in (False, True) for p in RANKED]
         rows = []
-        for mix in MIXES:
-            for policy, probing in (*ways, (FREE, False)):
-                n = self.results[self.mixed(policy, mix, count, probing)]
-                label = f"`{policy}`, probing" if probing else f"`{policy}`"
-                numbers = [f"{n.latency:.1f}", f"{n.ttft:.2f}", f"{n.tpot:.4f}"]
-                rows.append(
-                    [mix.upper(), label, *numbers, f"{n.preemptions:,}", f"{n.kv_used:.0%}"]
-                )
+        for mix, (policy, probing) in product(MIXES, (*ways, (FREE, False))):
+            n = self.results[self.mixed(policy, mix, count, probing)]
+            times = [f"{n.latency:.1f}", f"{n.ttft:.2f}", f"{n.tpot:.4f}"]
+            label = f"`{policy}`" + (", probing" if probing else "")
+            rows.append([mix.upper(), label, *times, f"{n.preemptions:,}", f"{n.kv_used:.0%}"])
         header = [f"B = {count}", "scheduler", "latency, s", "TTFT, s", "TPOT, s", "preemptions"]
         return table([*header, "M in use"], rows)
 
@@ -403,7 +393,6 @@ class InferMax(Page[Case, Numbers]):
             PLAYED,
             list(by_prompt),
             lambda policy, i: by_prompt[i].policies[policy].latency / by_prompt[i].best.latency,
-            log_y=False,
         )
 
     def _solved(self) -> str:

@@ -253,6 +253,7 @@ class Fleets(Page[Case, Found]):
             list(ROUTERS),
             self.scale.decisions,
             lambda router, replicas: 1e6 * self.cost(router, replicas),
+            log_y=True,
         )
         caption = "CPU time of a decision by number of replicas"
         return self.chart("scale-decision.png", caption, [[shown]], "replicas")
