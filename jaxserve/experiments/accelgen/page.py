@@ -1,14 +1,4 @@
-"""Makes docs/accelgen.md: what AccelGen claims, and what the simulator says.
-
-    python -m jaxserve.experiments.accelgen
-    python -m jaxserve.experiments.accelgen --numbers=docs/figures/accelgen.json
-    python -m jaxserve.experiments.accelgen --quick --out=/some/folder
-
-Every number and figure on the page comes from the runs of this command, on all cores. --numbers
-takes what an earlier run has simulated, and how long its plans took, from there and runs only what
-is missing: after a change of a text, say, or when a run was interrupted. --quick runs toy sizes
-that say nothing about the claims.
-"""
+"""Makes docs/accelgen.md: what AccelGen claims, and what the simulator says."""
 
 from __future__ import annotations
 

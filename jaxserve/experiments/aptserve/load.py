@@ -145,14 +145,10 @@ def _one(engine: Any, kinds: _Kinds, policy: str, rate: float, repeat: int, coun
 def said(path: Path) -> dict[str, Any]:
     """What a page says of what was measured; nothing if there is no such file. ValueError if it is
     something else."""
-    try:
-        content = measured.read(path)
-        found = [Load(**one) for one in content["loads"]] if content else []
-        slo = SLO(**content["slo"]) if content else SLO()
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not measured loads ({error})") from error
+    content = measured.read(path, loads=Load, slo=SLO)
     if not content:
         return {}
+    found = content["loads"]
     curves = _curves(found)
     lines = {
         policy: (rates, [100 * share for share in attained])
@@ -160,7 +156,7 @@ def said(path: Path) -> dict[str, Any]:
     }
     return {
         "where": content["where"],
-        "slo": slo,
+        "slo": content["slo"],
         "scale": SCALE,
         "requests": REQUESTS,
         "held": HELD,
@@ -178,10 +174,10 @@ def said(path: Path) -> dict[str, Any]:
 def _curves(found: Sequence[Load]) -> dict[str, tuple[list[float], list[float]]]:
     """Rates and the medians of attainment at them, by policy."""
     rates = sorted({one.rate for one in found})
-    by: dict[str, tuple[list[float], list[float]]] = {}
-    for policy in dict.fromkeys(one.policy for one in found):
-        by[policy] = rates, [_median(_at(found, policy, rate), "attainment") for rate in rates]
-    return by
+    return {
+        policy: (rates, [_median(_at(found, policy, rate), "attainment") for rate in rates])
+        for policy in dict.fromkeys(one.policy for one in found)
+    }
 
 
 def _at(found: Sequence[Load], policy: str, rate: float) -> list[Load]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,19 @@ def write(path: Path, command: str, name: str, found: Sequence[Any], **more: Any
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The same, and `where`, as a page says it; nothing if there is no such file. KeyError,
-    TypeError or ValueError if it is something else."""
+def read(path: Path, **kinds: Callable[..., Any]) -> dict[str, Any]:
+    """The same, and `where`, as a page says it; nothing if there is no such file. kinds: the
+    dataclasses of what is to be found under these names, of which the first was measured.
+    ValueError if it is something else."""
     if not path.exists():
         return {}
-    content = json.loads(path.read_text("utf-8"))
-    where, jax = content["machine"], content["versions"]["jax"]
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        where, jax = content["machine"], content["versions"]["jax"]
+        for name, kind in kinds.items():
+            found = content[name]
+            one = isinstance(found, dict)
+            content[name] = kind(**found) if one else [kind(**each) for each in found]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not measured {next(iter(kinds))} ({error})") from error
     return {**content, "where": f"{where['cpu']}, {where['cores']} cores; jax {jax}"}

@@ -1,16 +1,10 @@
 """Makes docs/aptserve.md: what Apt-Serve (SIGMOD 2025) claims, and what the simulator says.
 
-    python -m jaxserve.experiments.aptserve
     python -m jaxserve.experiments.aptserve --measure=steps,load
-    python -m jaxserve.experiments.aptserve --numbers=docs/figures/aptserve.json
-    python -m jaxserve.experiments.aptserve --quick --out=/some/folder
 
-Every number and figure on the page comes from the runs of this command, on all cores. --numbers
-takes what an earlier run has simulated, and the plans' times beside it, from there and runs only
-what is missing: after a change of a text, say. --measure runs the engine itself on this machine,
-which should have nothing else to do: `steps` times decode steps by cache, `load` serves, for about
-a quarter of an hour in all; what is not asked for is shown as it was measured last. --quick runs
-toy sizes that say nothing about the claims.
+--measure runs the engine itself on this machine, which should have nothing else to do: `steps`
+times decode steps by cache, `load` serves, for about a quarter of an hour in all; what is not asked
+for is shown as it was measured last.
 """
 
 from __future__ import annotations
@@ -21,6 +15,7 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +32,17 @@ from jaxserve.experiments.aptserve.case import (
     workload_of,
 )
 from jaxserve.experiments.common.figures import Panel, panel
-from jaxserve.experiments.common.page import Extreme, Page, flags, percent, table, write_page
+from jaxserve.experiments.common.page import (
+    SYSTEM,
+    Extreme,
+    Page,
+    ends,
+    flags,
+    percent,
+    system_cells,
+    table,
+    write_page,
+)
 from jaxserve.experiments.common.runs import Results
 from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.simulation.capacity import COARSE, Crossing, crossing, mean, ratio
@@ -212,21 +217,9 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         """A line a system."""
         rows = []
         for name in self.scale.models:
-            projected, absorbed = (system_of(MODELS[name], read) for read in READS)
-            assert projected.rho is not None and absorbed.rho is not None
-            model = projected.cost_model
-            rows.append(
-                [
-                    f"`{MODELS[name]}`",
-                    f"{projected.kv_tokens:,}",
-                    f"{1e3 * model.num_layers * model.coefficients.token_bias:.1f}",
-                    f"{1e6 * model.num_layers * model.coefficients.decode_kv:.2f}",
-                    f"{1e6 * projected.rho:.2f}",
-                    f"{1e6 * absorbed.rho:.2f}",
-                ]
-            )
-        header = ["system", "tokens of K and V", "weights, ms a step", "K and V of a token, us"]
-        return table([*header, "rho projected, us", "rho absorbed, us"], rows)
+            rhos = [system_of(MODELS[name], read).rho or 0.0 for read in READS]
+            rows.append([*system_cells(MODELS[name]), *(f"{1e6 * rho:.2f}" for rho in rhos)])
+        return table([*SYSTEM, "rho projected, us", "rho absorbed, us"], rows)
 
     # Sections 1, 6 and 8: attainment against rate, each system's rates found by a search.
 
@@ -275,8 +268,8 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
     def spread(self, level: float, above: str, below: str) -> str:
         """Their mean, and where the largest and the smallest are."""
         found = self.ratios(level, above, below)
-        ends = [pick(found, key=lambda key: found[key].rate) for pick in (min, max)]
-        said = " to ".join(f"{found[key].times()} ({key})" for key in ends)
+        where = ends({key: one.rate for key, one in found.items()})
+        said = " to ".join(f"{found[key].times()} ({key})" for key in where)
         return f"{self.mean_ratio(level, above, below)} on average, {said}"
 
     def rates(self, systems: Sequence[str], panels: Iterable[tuple[str, str]] = ()) -> str:
@@ -349,10 +342,8 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
     def falls(self, system: str) -> int:
         """In how many data sets it attains less at the largest CV than at the least."""
         first, last = self.scale.cvs[0], self.scale.cvs[-1]
-        return sum(
-            self.burst(system, data, last) <= self.burst(system, data, first)
-            for data in self.scale.data_sets
-        )
+        sets = self.scale.data_sets
+        return sum(self.burst(system, d, last) <= self.burst(system, d, first) for d in sets)
 
     def no_worse(self, system: str) -> str:
         """In how many settings it is no worse than the baselines."""
@@ -396,10 +387,8 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
             )
             for data in self.scale.data_sets
         ]
-        caption, x_label = (
-            "Attainment against the burstiness of arrivals",
-            "CV of the gaps between arrivals",
-        )
+        caption = "Attainment against the burstiness of arrivals"
+        x_label = "CV of the gaps between arrivals"
         return self.chart("aptserve-9-bursts.png", caption, [panels], x_label)
 
     # Section 3: the hybrid cache and the schedule, apart.
@@ -421,20 +410,13 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
 
     def points(self, above: str, below: str) -> str:
         """By how many points of attainment the one has more."""
-        found = {
-            f"{LABELS[data]}, {rate:g}/s, CV {cv}": 100
-            * (
-                self.of(above, data, rate, cv=cv).attainment
-                - self.of(below, data, rate, cv=cv).attainment
-            )
-            for data, rate, cv in self.settings
-        }
-        least, most = (pick(found, key=lambda key: found[key]) for pick in (min, max))
+        found = {}
+        for data, rate, cv in self.settings:
+            ours, theirs = (self.of(s, data, rate, cv=cv).attainment for s in (above, below))
+            found[f"{LABELS[data]}, {rate:g}/s, CV {cv}"] = 100 * (ours - theirs)
+        said = " to ".join(f"{found[where]:+.1f} ({where})" for where in ends(found))
         better = sum(value > 0 for value in found.values())
-        return (
-            f"{found[least]:+.1f} ({least}) to {found[most]:+.1f} ({most}) points; better in "
-            f"{better} of {len(found)}"
-        )
+        return f"{said} points; better in {better} of {len(found)}"
 
     def hidden_and_step(self, system: str) -> str:
         """At the first setting."""
@@ -459,10 +441,12 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         """Attainment in percent, the paper's in brackets, a line a setting, a column a system."""
         rows = []
         for data, rate, cv in self.settings:
-            kv, hybrid, fcfs = TABLES[data, rate, cv]
-            ours = [percent(self.of(system, data, rate, cv=cv).attainment) for system in ABLATED]
-            paper = [f" ({kv})", f" ({hybrid})", "", f" ({fcfs})", ""]
-            cells = [a + b for a, b in zip(ours, paper, strict=True)]
+            paper = dict(zip((KV, PROJECTED, FCFS), TABLES[data, rate, cv], strict=True))
+            cells = (
+                percent(self.of(system, data, rate, cv=cv).attainment)
+                + (f" ({paper[system]})" if system in paper else "")
+                for system in ABLATED
+            )
             rows.append([f"{LABELS[data]}, {rate:g}/s, CV {cv}", *cells])
         return table(["", *(f"`{system}`" for system in ABLATED)], rows)
 
@@ -473,15 +457,11 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
 
     def costs(self) -> str:
         """How attainment depends on what a hidden token costs."""
-
-        def cell(n: OnlineNumbers) -> str:
-            return f"{percent(n.attainment)} ({n.hidden:.0%} hidden, {1e3 * n.step:.0f} ms)"
-
         rows = [
             [
                 f"{LABELS[data]}, {rate:g}/s",
-                cell(self.of(KV, data, rate)),
-                *(cell(self.cheaper(data, rate, cost)) for cost in self.scale.costs),
+                _hidden(self.of(KV, data, rate)),
+                *(_hidden(self.cheaper(data, rate, cost)) for cost in self.scale.costs),
             ]
             for data, rate in self.poisson
         ]
@@ -542,22 +522,17 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
     def latency_table(self) -> str:
         """A line a setting: attainment in percent, quantiles of TTFT and of P99 TBT in seconds."""
         rows = []
-        for data in self.scale.data_sets:
-            for read in READS:
-                for system in SWITCHES:
-                    n = self.latencies(system, data, read)
-                    tbt = dict(zip(QUANTILES, n.tbt_quantiles, strict=False))
-                    rows.append(
-                        [
-                            f"{LABELS[data]}, {read}, `{system}`",
-                            percent(n.attainment),
-                            percent(n.ttft_attainment),
-                            percent(n.tbt_attainment),
-                            f"{n.ttft_p50:,.4g}",
-                            f"{n.ttft_p99:,.4g}",
-                            *(f"{tbt.get(q, 0.0):.3g}" for q in (0.5, 0.99)),
-                        ]
-                    )
+        for data, read, system in product(self.scale.data_sets, READS, SWITCHES):
+            n = self.latencies(system, data, read)
+            tbt = dict(zip(QUANTILES, n.tbt_quantiles, strict=False))
+            rows.append(
+                [
+                    f"{LABELS[data]}, {read}, `{system}`",
+                    *map(percent, (n.attainment, n.ttft_attainment, n.tbt_attainment)),
+                    *(f"{seconds:,.4g}" for seconds in (n.ttft_p50, n.ttft_p99)),
+                    *(f"{tbt.get(q, 0.0):.3g}" for q in (0.5, 0.99)),
+                ]
+            )
         header = ["", "SLO, %", "TTFT, %", "TBT, %", "TTFT p50, s", "p99, s", "P99 TBT p50, s"]
         return table([*header, "p99, s"], rows)
 
@@ -629,9 +604,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         set. Bounds of the two rates are not marked."""
 
         def times(data: str, level: float) -> float:
-            ours, theirs = (
-                self.sustained(name, ONE, data, level).rate for name in (CHUNKED, below)
-            )
+            ours, theirs = (self.sustained(s, ONE, data, level).rate for s in (CHUNKED, below))
             return ours / theirs
 
         return "; ".join(
@@ -672,11 +645,8 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
                 vllm, apt = both
                 better += apt.attainment > vllm.attainment
                 tbt += apt.tbt_attainment < vllm.tbt_attainment
-                cells = (
-                    f"{percent(n.attainment)} ({percent(n.ttft_attainment)}, "
-                    f"{percent(n.tbt_attainment)})"
-                    for n in both
-                )
+                shares = ((n.attainment, n.ttft_attainment, n.tbt_attainment) for n in both)
+                cells = ("{} ({}, {})".format(*map(percent, each)) for each in shares)
                 rows.append([f"{TITLES[data]}, {model}, {rate:g}/s", *cells])
         header = ["attainment, % (TTFT, TBT)", *(f"`{system}`" for system in LONG_SYSTEMS)]
         return {"better": better, "tbt": tbt, "count": len(rows), "table": table(header, rows)}
@@ -704,7 +674,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         if ("yi-6b", "bookcorpus") not in {(model, data) for model, data, _ in self._long()}:
             return ""
         cases = [self._long_case(system, "yi-6b", "bookcorpus", 0.5) for system in LONG_SYSTEMS]
-        each = [f"{percent(self.results[c].tbt_attainment)}% (`{c.policy}`)" for c in cases]
+        each = (f"{percent(self.results[c].tbt_attainment)}% (`{c.policy}`)" for c in cases)
         return " and ".join(each) + " attain it there; "
 
     def sizes(self) -> str:
@@ -730,11 +700,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
             for data, rate in self.poisson:
                 kv = percent(self.of(KV, data, rate).attainment)
                 found = [self.of(system, data, rate, switches=(("penalty", p),)) for p in PENALTIES]
-                cells = (
-                    f"{percent(n.attainment)} ({n.hidden:.0%} hidden, {1e3 * n.step:.0f} ms, "
-                    f"{n.preemptions:,} preempted)"
-                    for n in found
-                )
+                cells = (_hidden(n, f", {n.preemptions:,} preempted") for n in found)
                 rows.append([f"{LABELS[data]}, {rate:g}/s, {read}", kv, *cells])
         return table(["CV 1", "K and V only", *(f"`penalty={p}`" for p in PENALTIES)], rows)
 
@@ -751,6 +717,11 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
                 "aptserve_load.png", caption, [[found["panel"]]], "requests/s"
             )
         return found
+
+
+def _hidden(n: OnlineNumbers, more: str = "") -> str:
+    """Attainment, and in brackets what goes with it."""
+    return f"{percent(n.attainment)} ({n.hidden:.0%} hidden, {1e3 * n.step:.0f} ms{more})"
 
 
 def cheapest(lengths: Lengths, share: float) -> float:

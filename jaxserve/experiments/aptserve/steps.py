@@ -99,16 +99,12 @@ def _config(config: Config, read: str, rows: Sequence[int], tokens: Sequence[int
 
 
 def said(path: Path) -> dict[str, Any]:
-    """What a page says of what `dump` wrote; nothing if there is no such file. ValueError if it is
+    """What a page says of what was measured; nothing if there is no such file. ValueError if it is
     something else."""
-    try:
-        content = measured.read(path)
-        found = [StepTimes(**one) for one in content["steps"]] if content else []
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not measured steps ({error})") from error
+    content = measured.read(path, steps=StepTimes)
     if not content:
         return {}
-    by = {(one.read, one.rows, one.tokens): one for one in found}
+    by = {(one.read, one.rows, one.tokens): one for one in content["steps"]}
     rows = []
     for read, rows_of, tokens in by:
         if read == READS[0]:
@@ -116,7 +112,7 @@ def said(path: Path) -> dict[str, Any]:
             times = [f"{1e3 * absorbed.kv:.1f}", f"{absorbed.ratio:.2f}", f"{projected.ratio:.1f}"]
             rows.append([f"{rows_of}", f"{tokens:,}", *times])
     absorbed_ratios, projected_ratios = (
-        sorted(one.ratio for one in found if one.read == read) for read in READS
+        sorted(one.ratio for one in content["steps"] if one.read == read) for read in READS
     )
     header = ["requests", "tokens cached", "KV, ms", "absorbed, of KV", "projected, of KV"]
     return {

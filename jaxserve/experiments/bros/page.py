@@ -1,14 +1,4 @@
-"""Makes docs/bros.md: what BROS claims, and what the simulator says.
-
-    python -m jaxserve.experiments.bros
-    python -m jaxserve.experiments.bros --numbers=docs/figures/bros.json
-    python -m jaxserve.experiments.bros --quick --out=/some/folder
-
-Every number and figure on the page comes from the runs of this command, on all cores. --numbers
-takes what an earlier run has simulated, and how long its plans took, from there and runs only what
-is missing: after a change of a text, say, or when a run was interrupted. --quick runs toy sizes
-that say nothing about the claims.
-"""
+"""Makes docs/bros.md: what BROS claims, and what the simulator says."""
 
 from __future__ import annotations
 
@@ -16,12 +6,22 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from statistics import fmean
 
 from jaxserve.experiments.bros.case import OUTPUT, PROMPT, MixedCase, MixedNumbers, run
 from jaxserve.experiments.common.figures import panel
-from jaxserve.experiments.common.page import Column, Page, flags, table, write_page
-from jaxserve.experiments.common.runs import Results, over
+from jaxserve.experiments.common.page import (
+    SYSTEM,
+    Column,
+    Page,
+    flags,
+    span,
+    system_cells,
+    table,
+    write_page,
+)
+from jaxserve.experiments.common.runs import Results
 from jaxserve.sched.simulation.systems.systems import system
 
 MODELS = {
@@ -63,7 +63,8 @@ COLUMNS: tuple[Column, ...] = (
 )
 ENDED: Column = ("ended, %", "ended", ".1f", 100.0)
 Point = tuple[str, str, float]  # model, data set and rate
-Switches = tuple[tuple[str, float | bool], ...]
+Switch = tuple[str, float | bool]
+Switches = tuple[Switch, ...]
 
 
 @dataclass(frozen=True)
@@ -137,21 +138,11 @@ class Bros(Page[MixedCase, MixedNumbers]):
         """A line a model."""
         rows = []
         for name in self.scale.models:
-            place = system(MODELS[name])
-            model, prices = place.cost_model, place.cost_model.coefficients
-            rows.append(
-                [
-                    name,
-                    f"`{MODELS[name]}`",
-                    f"{place.kv_tokens:,}",
-                    f"{1e3 * model.num_layers * prices.token_bias:.1f}",
-                    f"{1e6 * model.num_layers * prices.decode_kv:.2f}",
-                    f"{1e6 * model.num_layers * 2 * prices.swapped_slot:.1f}",
-                    ", ".join(f"{rate:g}" for rate in self.scale.rates(name)),
-                ]
-            )
-        header = ["", "system", "tokens of K and V", "weights, ms a step", "K and V of a token, us"]
-        return table([*header, "of a token to the host, us", "rates, 1/s"], rows)
+            model = system(MODELS[name]).cost_model
+            host = 1e6 * model.num_layers * 2 * model.coefficients.swapped_slot
+            rates = ", ".join(f"{rate:g}" for rate in self.scale.rates(name))
+            rows.append([name, *system_cells(MODELS[name]), f"{host:.1f}", rates])
+        return table(["", *SYSTEM, "of a token to the host, us", "rates, 1/s"], rows)
 
     # In short: whether BROS is better, and than what.
 
@@ -160,13 +151,10 @@ class Bros(Page[MixedCase, MixedNumbers]):
         rows = []
         for other in POLICIES[1:]:
             gains = [self._gains(BROS, other, point) for point in self.points]
-            means = (
-                sign * fmean(one[name] for one in gains) for name, (sign, _) in COUNTED.items()
-            )
+            means = (sign * fmean(g[name] for g in gains) for name, (sign, _) in COUNTED.items())
             counts = (self.as_good(BROS, other), self.as_good(other, BROS))
-            rows.append(
-                [f"`{other}`", *(f"{100 * mean:+.1f}" for mean in means), *map(str, counts)]
-            )
+            texts = (f"{100 * mean:+.1f}" for mean in means)
+            rows.append([f"`{other}`", *texts, *map(str, counts)])
         header = ["`bros` against", "latency, %", "best-effort, %", "TTFT, points"]
         header += ["P99 TBT, points", "as good as it at", "it as good as `bros` at"]
         return table(header, rows)
@@ -198,11 +186,12 @@ class Bros(Page[MixedCase, MixedNumbers]):
         """What BROS changes against it, mean over the points of the data set; those at which the
         other has none do not count."""
         said = []
-        for number in ("latency", "best_effort"):
+        for number, what in (("latency", "latency"), ("best_effort", "throughput")):
             points = [point for point in self.points if point[1] == data]
             both = [[self.at(number, p, point) for p in (BROS, other)] for point in points]
-            said.append(fmean([ours / theirs - 1 for ours, theirs in both if theirs] or [0.0]))
-        return f"{100 * said[0]:+.1f}% latency, {100 * said[1]:+.1f}% throughput"
+            change = fmean([ours / theirs - 1 for ours, theirs in both if theirs] or [0.0])
+            said.append(f"{100 * change:+.1f}% {what}")
+        return ", ".join(said)
 
     def attained(self, data: str, other: str) -> str:
         """The paper's and our cells of a claim (section 7.2.2)."""
@@ -248,11 +237,11 @@ class Bros(Page[MixedCase, MixedNumbers]):
 
     def by_point(self, title: str, number: str, form: str, factor: float = 1.0) -> str:
         """A table with a line a point, and a column a policy."""
+        column: Column = (title, number, form, factor)
         rows = []
         for model, data, rate in self.points:
-            cells = [self.seeds(policy, model, data, rate) for policy in POLICIES]
-            texts = (over(self.results, cases, number).text(form, factor) for cases in cells)
-            rows.append([f"{LABELS[data]}, {model}", f"{rate:g}", *texts])
+            cells = [self.cells(self.seeds(p, model, data, rate), [column])[0] for p in POLICIES]
+            rows.append([f"{LABELS[data]}, {model}", f"{rate:g}", *cells])
         return table(["", "rate, 1/s", *(f"{p}: {title}" for p in POLICIES)], rows)
 
     # Sections 3, 5, 6 and 8: BROS with parameters.
@@ -262,18 +251,12 @@ class Bros(Page[MixedCase, MixedNumbers]):
         """The model at which they are compared."""
         return VARIED if VARIED in self.scale.models else self.scale.models[0]
 
-    def _variants(
-        self, points: Sequence[Point], switches: Sequence[Switches], *more: Column
-    ) -> str:
-        """A table with a line a point and variant."""
-        rows = [
-            (
-                [f"{LABELS[data]}, {model}, {rate:g}/s", _name(one)],
-                self.seeds(BROS, model, data, rate, one),
-            )
-            for model, data, rate in points
-            for one in ((), *switches)
-        ]
+    def _variants(self, points: Sequence[Point], switches: Sequence[Switch], *more: Column) -> str:
+        """A table with a line a point and variant: as it is, and with each of the switches."""
+        rows = []
+        for (model, data, rate), one in product(points, ((), *((each,) for each in switches))):
+            name = [f"{LABELS[data]}, {model}, {rate:g}/s", _name(one)]
+            rows.append((name, self.seeds(BROS, model, data, rate, one)))
         return self.lines(["", ""], rows, (*COLUMNS, *more))
 
     def _sharing(self) -> list[Point]:
@@ -302,7 +285,7 @@ class Bros(Page[MixedCase, MixedNumbers]):
         """With shared blocks, and without."""
         return self._variants(
             self._sharing(),
-            [(("sharing", False),)],
+            [("sharing", False)],
             ("step, ms", "step", ".1f", 1e3),
             ("preemptions", "preemptions", ".0f", 1.0),
             ("tokens recomputed", "recomputed", ",.0f", 1.0),
@@ -314,10 +297,9 @@ class Bros(Page[MixedCase, MixedNumbers]):
     def starvation(self) -> str:
         """With age limits and floors, at the highest rate, which leaves little for best effort."""
         point = (self.varied, self.scale.data_sets[0], self.scale.rates(self.varied)[-1])
-        ages: list[Switches] = [(("max_age", age),) for age in self.scale.ages]
-        floors: list[Switches] = [(("floor", floor),) for floor in self.scale.floors]
-        tokens: Column = ("best-effort tokens/s", "tokens", ".1f", 1.0)
-        return self._variants([point], [*ages, *floors], tokens)
+        switches = [("max_age", age) for age in self.scale.ages]
+        switches += [("floor", floor) for floor in self.scale.floors]
+        return self._variants([point], switches, ("best-effort tokens/s", "tokens", ".1f", 1.0))
 
     def overload(self) -> str:
         """Near what a system can do, and beyond."""
@@ -326,18 +308,13 @@ class Bros(Page[MixedCase, MixedNumbers]):
             for model in self.scale.models
             for rate in self.scale.rates(model)[:-3:-1]
         ]
-        switches: list[Switches] = [(("late_watermark", 0.0),), (("late_last", False),)]
-        return self._variants(points, switches, ENDED)
+        return self._variants(points, [("late_watermark", 0.0), ("late_last", False)], ENDED)
 
     def pieces(self) -> str:
         """The largest model, whose prompts take longest, below its highest rate."""
         model = self.scale.models[-1]
         points = [(model, self.scale.data_sets[0], rate) for rate in self.scale.rates(model)[:2]]
-        switches: list[Switches] = [
-            (("chunked", False),),
-            (("headroom", False),),
-            (("late_turn", 0),),
-        ]
+        switches = [("chunked", False), ("headroom", False), ("late_turn", 0)]
         return self._variants(points, switches, ENDED)
 
     # Section 4: the time of a plan.
@@ -352,8 +329,7 @@ class Bros(Page[MixedCase, MixedNumbers]):
         for model, (least, most) in OVERHEAD.items():
             mine = [share for (name, _), share in shares.items() if name == model]
             if mine:
-                ours = f"{min(mine):.2%} to {max(mine):.2%}"
-                claims.append(f"{least}% to {most}% with {model} | {ours}")
+                claims.append(f"{least}% to {most}% with {model} | {span(mine, '{:.2%}')}")
         figure = self.bars(
             "bros-14-overhead.svg",
             "What planning takes, of the time of the batches; the paper has 7.6% to 9.5%",

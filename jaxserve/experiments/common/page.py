@@ -16,6 +16,7 @@ import jinja2
 from jaxserve.command_line import Parser, exit_code
 from jaxserve.experiments.common.figures import Panel, bars, chart
 from jaxserve.experiments.common.runs import C, N, Results, over
+from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.writable import check_folder
 
 TEMPLATE = "page.md.j2"
@@ -128,6 +129,17 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
+SYSTEM = ("system", "tokens of K and V", "weights, ms a step", "K and V of a token, us")
+
+
+def system_cells(name: str) -> list[str]:
+    """Of a system, by its name: the columns of SYSTEM."""
+    place = system(name)
+    layers, prices = place.cost_model.num_layers, place.cost_model.coefficients
+    weights, token = 1e3 * layers * prices.token_bias, 1e6 * layers * prices.decode_kv
+    return [f"`{name}`", f"{place.kv_tokens:,}", f"{weights:.1f}", f"{token:.2f}"]
+
+
 def ends(values: Mapping[str, float]) -> list[str]:
     """Where the least of the values is, and the most; of equals the first."""
     return [pick(values, key=values.__getitem__) for pick in (min, max)]
@@ -173,9 +185,22 @@ def listed(values: Sequence[int | str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
+USAGE = """
+    python -m jaxserve.experiments.{name}
+    python -m jaxserve.experiments.{name} --numbers=docs/figures/{name}.json
+    python -m jaxserve.experiments.{name} --quick --out=/some/folder
+
+Every number and figure on the page comes from the runs of this command, on all cores. --numbers
+takes what an earlier run has simulated and measured from there and runs only what is missing: after
+a change of a text, say, or when a run was interrupted. --quick runs toy sizes that say nothing
+about the claims.
+"""
+
+
 def flags(name: str, description: str | None) -> Parser:
-    """Those that every page has. name: of the page; description: of its module."""
-    parser = Parser(prog=f"python -m jaxserve.experiments.{name}", description=description)
+    """Those that every page has. name: of the page; description: of its module, before USAGE."""
+    about = f"{description}\n{USAGE.format(name=name)}"
+    parser = Parser(prog=f"python -m jaxserve.experiments.{name}", description=about)
     add = parser.add_argument
     add("--out", default="docs", help="folder of the page; figures go into figures/ (docs)")
     add("--numbers", metavar="PATH", default="", help=f"{name}.json of an earlier run")

@@ -1,13 +1,9 @@
 """Makes docs/infermax.md: what InferMax (arXiv 2411.07447) claims, and what the simulator says.
 
     python -m jaxserve.experiments.infermax --azure=AzureLLMInferenceTrace_conv.csv
-    python -m jaxserve.experiments.infermax --quick --out=/some/folder
 
-Every number and figure on the page comes from the runs of this command, on all cores. --azure is
-the hour of conversations of Azure's public dataset of 2023; without it the seventh comparison is
-left out, and the page says so. --numbers=docs/figures/infermax.json takes what an earlier run has
-simulated from there and runs only what is missing: after a change of a text, say. --quick runs toy
-sizes that say nothing about the claims.
+--azure is the hour of conversations of Azure's public dataset of 2023; without it the seventh
+comparison is left out, and the page says so.
 """
 
 from __future__ import annotations

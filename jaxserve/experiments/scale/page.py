@@ -1,15 +1,11 @@
 """Makes docs/scale.md: many replicas behind one stream of requests, simulated.
 
     python -m jaxserve.experiments.scale --azure=DIR
-    python -m jaxserve.experiments.scale --azure=DIR --numbers=docs/figures/scale.json
-    python -m jaxserve.experiments.scale --quick --out=/some/folder
 
 --azure: the folder of the two hours of the Azure public dataset; without it, they are drawn with
-the hours' moments. --numbers takes what an earlier run has simulated and measured from there and
-runs only what is missing: after a change of a text, say, or when a run was interrupted. --requests:
-of each run; --few: of shorter ones before the most replicas, one at each load. A million take some
-12 s of one core, and 2.2 GB of memory a process. --quick runs toy sizes that say nothing about the
-claims. Needs numba (pip install 'jaxserve[fast]').
+the hours' moments. --requests: of each run; --few: of shorter ones before the most replicas, one at
+each load. A million take some 12 s of one core, and 2.2 GB of memory a process. Needs numba (pip
+install 'jaxserve[fast]').
 """
 
 from __future__ import annotations
