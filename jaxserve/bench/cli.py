@@ -32,15 +32,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve import workload_flags
-from jaxserve.bench import fidelity, runs
-from jaxserve.bench.config_flags import read_config
+from jaxserve.bench import runs
+from jaxserve.bench.command import BenchParser, tell
 from jaxserve.bench.load_target import BenchError, EngineTarget, ServerTarget, Target
 from jaxserve.bench.report import text
 from jaxserve.bench.steps import step_metrics
@@ -52,9 +50,15 @@ from jaxserve.machine import machine, versions
 from jaxserve.sched.simulation.recording.recording import RecordingError
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.workload import WorkloadError
-from jaxserve.server.startup import launch
+from jaxserve.server.startup.launch import UsageError
 
 INPUT_LEN, OUTPUT_LEN = 128, 64
+MEASURED = {
+    "throughput": ("tokens/s with all requests submitted at once", 32),
+    "latency": ("one request at a time", 5),
+    "load": ("requests that arrive at a rate, whatever becomes of them", None),
+}
+"""Commands that measure one engine or server: what they do, and how many requests by default."""
 Measure = Callable[[Target], dict[str, Any]]
 
 # Commands with a parse(argv) and a show(args) of their own, imported when named (jax is slow); and
@@ -76,6 +80,7 @@ STANDALONE = {
         "everything at once for a while, and what is left of it",
     ),
     "fronts": ("jaxserve.bench.frontends", "what gRPC and HTTP cost, beside the engine alone"),
+    "fidelity": ("jaxserve.bench.fidelity", "how well the simulator predicts this engine"),
     "kernels": (
         "jaxserve.bench.kernels.kernels",
         "the kernels against the device's copy and matmul rates",
@@ -89,62 +94,50 @@ STANDALONE = {
         "all policies on all workloads, simulated: docs/league.md",
     ),
 }
-
-
-class UsageError(ValueError):
-    """The command line is wrong; one line says how."""
+WRONG = (UsageError, ConfigError, WorkloadError)  # command lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0, 1 for what cannot be measured, 2 for a wrong command line."""
     try:
-        args, config = parse(sys.argv[1:] if argv is None else argv)
+        args = parse(sys.argv[1:] if argv is None else argv)
         if args.command in STANDALONE:
             return int(_standalone(args.command).show(args))
-        result = _fidelity(args) if args.command == "fidelity" else measure(args, config)
-    except (UsageError, launch.UsageError) as error:
-        return _complain(error, 2)
-    except (ConfigError, WorkloadError) as error:
-        return _complain(error, 2)
-    except (BenchError, ServerError, RecordingError) as error:
-        return _complain(error, 1)
+        result = measure(args)
+    except (
+        UsageError,
+        ConfigError,
+        WorkloadError,
+        BenchError,
+        ServerError,
+        RecordingError,
+    ) as error:
+        print(f"jaxserve bench: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError | ConfigError | WorkloadError) else 1
     except KeyboardInterrupt:
         return 130
-    shown = _fidelity_text(result) if args.command == "fidelity" else text(result)
-    print(shown, file=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        sys.stderr.flush()
-        print(json.dumps(result, allow_nan=False), flush=True)
+    tell(args, text(result), result)
     return 0
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config | None]:
-    """The arguments, checked, and the engine's config; None for a server's load and for `plan`.
-    Raises UsageError or ConfigError; argparse exits by itself for --help and flags of its own."""
-    if argv and argv[0] in STANDALONE:
-        return _standalone(argv[0]).parse(argv[1:]), None
-    parser = _parser()
-    args, rest = parser.parse_known_args(argv)
-    for name in ("num_requests", "input_len", "output_len", "repeats"):
-        value = getattr(args, name, None)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name} must be at least 1, got {value}")
-    if args.seed < 0:
-        raise UsageError(f"--seed must be at least 0, got {args.seed}")
-    if args.command == "load":
-        _check_load(args)
-        if args.address:
-            if rest:
-                raise UsageError(f"{rest[0]}: the server at --address has its own configuration")
-            return args, None
-    if args.command == "fidelity":
-        if args.rate is not None and not (math.isfinite(args.rate) and args.rate > 0):
-            raise UsageError(f"--rate must be a positive number, got {args.rate}")
-        args.configs = [read_config(each, parser.flags()) for each in _each_config(rest)]
-        if any(config.engine.record for config in args.configs):
-            raise UsageError("--config.engine.record: fidelity makes recordings of its own")
-        return args, None
-    return args, read_config(rest, parser.flags())
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, checked, with the engine's `config`, None for a server's load. Raises
+    UsageError or ConfigError; argparse exits by itself for --help and flags of its own."""
+    name, given = (argv[0], argv[1:]) if argv else ("", ())
+    args: argparse.Namespace
+    if name in STANDALONE:
+        args = _standalone(name).parse(given)
+        return args
+    if name not in MEASURED:
+        _overview().parse_args(argv)  # for its help, or the error
+    parser = _parser(name)
+    args, rest = parser.parse_known_args(given)
+    parser.check(args)
+    if name == "load":
+        _check_load(args, rest)
+    served = name == "load" and args.address
+    args.config = None if served else parser.read_config(rest)
+    return args
 
 
 def _standalone(name: str) -> Any:
@@ -152,19 +145,9 @@ def _standalone(name: str) -> Any:
     return importlib.import_module(STANDALONE[name][0])
 
 
-def _each_config(rest: Sequence[str]) -> list[list[str]]:
-    """The same flags for each file of --config, separated by commas."""
-    begin = "--config="
-    given = [flag for flag in rest if flag.startswith(begin)]
-    if not given:
-        return [list(rest)]
-    others = [flag for flag in rest if not flag.startswith(begin)]
-    return [[begin + file, *others] for file in given[-1].removeprefix(begin).split(",")]
-
-
-def measure(args: argparse.Namespace, config: Config | None) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs one command; the JSON object. Raises ConfigError, WorkloadError, BenchError."""
-    where = machine()
+    where, config = machine(), args.config
     workload, run = _prepare(args)
     if config is None:
         with Client(args.address) as client:
@@ -188,22 +171,10 @@ def measure(args: argparse.Namespace, config: Config | None) -> dict[str, Any]:
     }
 
 
-def _fidelity(args: argparse.Namespace) -> dict[str, Any]:
-    """One object a model."""
-    asked = {name: getattr(args, name) for name in ("num_requests", "rate", "seed", "repeats")}
-    return {
-        "command": "fidelity",
-        "models": [fidelity.run(config, **asked) for config in args.configs],
-    }
-
-
-def _fidelity_text(result: dict[str, Any]) -> str:
-    return "\n\n".join(fidelity.text(one) for one in result["models"])
-
-
 def _prepare(args: argparse.Namespace) -> tuple[dict[str, Any], Measure]:
     """The workload as reported, and the measurement to be run on a target."""
-    said = {name: value for name, value in vars(args).items() if name not in ("command", "json")}
+    no_part = ("command", "json", "config")
+    said = {name: value for name, value in vars(args).items() if name not in no_part}
     count, seed = args.num_requests, args.seed
     if args.command == "throughput":
         return said, lambda target: runs.throughput(
@@ -262,91 +233,63 @@ def _spec(args: argparse.Namespace) -> WorkloadSpec:
     )
 
 
-def _check_load(args: argparse.Namespace) -> None:
-    for name in ("rate", "cv"):
-        value = getattr(args, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise UsageError(f"--{name} must be a positive number, got {value}")
+def _check_load(args: argparse.Namespace, rest: Sequence[str]) -> None:
     if (args.arrivals == "gamma") != (args.cv is not None):
         raise UsageError("--arrivals=gamma needs --cv, and only that does")
     if args.lengths and (args.input_len or args.output_len):
         raise UsageError("--lengths gives both lengths; leave out --input_len and --output_len")
-    try:
-        _spec(args)
-    except WorkloadError as error:
-        raise UsageError(str(error)) from error
+    _spec(args)
+    if args.address and rest:
+        raise UsageError(f"{rest[0]}: the server at --address has its own configuration")
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="jaxserve bench",
-        description=__doc__,
-    )
+def _overview() -> Parser:
+    """Of the bench itself, for its help."""
+    parser = Parser(prog="jaxserve bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (does, _) in MEASURED.items():
+        commands.add_parser(name, help=does)
     for name, (_, does) in STANDALONE.items():
         commands.add_parser(name, help=does)
-    for name, help_text, count in (
-        ("throughput", "tokens/s with all requests submitted at once", 32),
-        ("latency", "one request at a time", 5),
-        ("load", "requests that arrive at a rate, whatever becomes of them", None),
-    ):
-        sub = commands.add_parser(
-            name,
-            help=help_text,
-            description=f"{help_text}. Flags of serve.py work too: --config=, --policy=, ...",
-        )
-        fixed = count is not None
-        number = str(count) if fixed else "100, or all rows of a trace, or 1000 of a data set"
-        _number(sub, "num_requests", int, count, f"requests ({number})")
-        _number(sub, "input_len", int, INPUT_LEN if fixed else None, f"prompt tokens ({INPUT_LEN})")
-        _number(
-            sub, "output_len", int, OUTPUT_LEN if fixed else None, f"output tokens ({OUTPUT_LEN})"
-        )
-        _number(sub, "seed", int, 0, "of prompts and arrivals (0)")
-        sub.add_argument("--json", action="store_true", help="one JSON object as the last line")
-        if name == "throughput":
-            _number(sub, "repeats", int, 3, "measured runs, after one to warm up (3)")
-        if name == "load":
-            _load_flags(sub)
-    sub = commands.add_parser(
-        "fidelity",
-        help="how well the simulator predicts this engine",
-        description="serves and records loads, simulates each on a system fitted to the others, "
-        "and compares; --config may name several files, separated by commas",
-    )
-    _number(sub, "num_requests", int, 32, "requests of each load (32)")
-    _number(sub, "rate", float, None, "requests/s of the online load (70%% of what can be done)")
-    _number(sub, "repeats", int, 3, "times that each load is served; the median counts (3)")
-    _number(sub, "seed", int, 0, "of prompts, lengths and arrivals (0)")
-    sub.add_argument("--json", action="store_true", help="one JSON object as the last line")
     return parser
 
 
-def _load_flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--rate", type=float, required=True, help="requests per second")
-    sub.add_argument(
+def _parser(name: str) -> BenchParser:
+    does, count = MEASURED[name]
+    told = f"{does}. Flags of serve.py work too: --config=, --policy=, ..."
+    parser = BenchParser(name, description=told)
+    if count is None:
+        _load_flags(parser)
+    else:
+        parser.number("num_requests", count, "requests")
+        parser.number("input_len", INPUT_LEN, "prompt tokens")
+        parser.number("output_len", OUTPUT_LEN, "output tokens")
+    parser.number("seed", 0, "of prompts and arrivals", least=0)
+    if name == "throughput":
+        parser.number("repeats", 3, "measured runs, after one to warm up")
+    return parser
+
+
+def _load_flags(parser: BenchParser) -> None:
+    many = "requests (100, or all rows of a trace, or 1000 of a data set)"
+    parser.number("num_requests", None, many)
+    parser.number("input_len", None, f"prompt tokens ({INPUT_LEN})")
+    parser.number("output_len", None, f"output tokens ({OUTPUT_LEN})")
+    parser.number("rate", None, "requests per second", least=None, required=True)
+    parser.number("cv", None, "standard deviation of gamma gaps over their mean", least=None)
+    parser.add_argument(
         "--arrivals",
         choices=("poisson", "gamma"),
         default="poisson",
         help="gaps between requests (poisson)",
     )
-    _number(sub, "cv", float, None, "standard deviation of gamma gaps over their mean")
-    sub.add_argument(
+    parser.add_argument(
         "--lengths",
         help="a trace's path, such as a CSV of prompt_tokens,output_tokens, or a "
         "data set's name; arrivals are drawn",
     )
-    workload_flags.add_flags(sub, "a number; 'length' (the default), what each request writes")
-    sub.set_defaults(max_tokens="length")
-    sub.add_argument("--address", help="host:port of a running server, instead of an engine here")
-
-
-def _number(
-    parser: argparse.ArgumentParser, name: str, kind: type, default: float | None, text: str
-) -> None:
-    parser.add_argument(f"--{name}", type=kind, default=default, help=text)
-
-
-def _complain(error: Exception, code: int) -> int:
-    print(f"jaxserve bench: {error}", file=sys.stderr)
-    return code
+    workload_flags.add_flags(parser, "a number; 'length' (the default), what each request writes")
+    parser.set_defaults(max_tokens="length")
+    parser.add_argument(
+        "--address", help="host:port of a running server, instead of an engine here"
+    )

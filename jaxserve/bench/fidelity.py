@@ -5,14 +5,17 @@ what drifts on the machine falls on all of them. Then each recorded load is simu
 same policy, limits and block pool, with the arrivals that the engine saw, on a system that is
 fitted to the steps of all the *other* loads: no load is predicted from its own times, just as no
 policy could be that has not served yet. Medians are compared (InferMax section 4.7), beside the
-machine's own scatter, which no prediction can be better than.
+machine's own scatter, which no prediction can be better than. --config may name several files,
+separated by commas.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from jaxserve.bench.command import BenchParser, on_machine, served_by, tell
+from jaxserve.bench.interleaved import RECORD_MIB, check_unrecorded
 from jaxserve.bench.load_target import (
     BenchError,
     EngineTarget,
@@ -58,7 +63,37 @@ WORST_TARGETS = {"total_s": 0.08}
 MET, WITHIN, MISSED = "met", "within the scatter", "missed"
 LEVELS = (50, 90, 99)  # percentiles
 SHARE = 0.7  # of the requests/s that the engine can do
-RECORD_MIB = 1024  # as good as without limit
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, checked, with each file's configuration in `configs`; argparse exits by itself
+    for --help. Raises UsageError or ConfigError."""
+    parser = BenchParser("fidelity", description=__doc__)
+    parser.number("num_requests", 32, "requests of each load")
+    parser.number(
+        "rate", None, "requests/s of the online load (70%% of what can be done)", least=None
+    )
+    parser.number("repeats", 3, "times that each load is served; the median counts")
+    parser.number("seed", 0, "of prompts, lengths and arrivals", least=0)
+    args, rest = parser.parse_known_args(argv)
+    parser.check(args)
+    given = [flag for flag in rest if flag.startswith("--config=")]
+    others = [flag for flag in rest if flag not in given]
+    files = given[-1].removeprefix("--config=").split(",") if given else []
+    each = [[f"--config={file}", *others] for file in files] or [others]
+    args.configs = [parser.read_config(flags) for flags in each]
+    for config in args.configs:
+        check_unrecorded(config, "fidelity")
+    return args
+
+
+def show(args: argparse.Namespace) -> int:
+    """Measures all models and prints; the exit code. Raises as `run`."""
+    asked = {name: getattr(args, name) for name in ("num_requests", "rate", "seed", "repeats")}
+    found = [run(config, **asked) for config in args.configs]
+    shown = "\n\n".join(text(one) for one in found)
+    tell(args, shown, {"command": "fidelity", "models": found})
+    return 0
 
 
 @dataclass(frozen=True)
@@ -259,11 +294,10 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def text(result: dict[str, Any]) -> str:
     """The comparison for people."""
-    info, where = result["model"], result["machine"]
     lines = [
-        f"fidelity: {info['model']} ({info['dtype']}, {info['device']}), policy {info['policy']}; "
+        f"fidelity: {served_by(result)}, policy {result['model']['policy']}; "
         f"{result['steps']} steps",
-        f"on {where['cpu']}, {where['cores']} cores, load {where['load_average']}",
+        on_machine(result),
         f"  {'load':<22} {'':<14} {'predicted':>10} {'measured':>10} {'error':>7} {'scatter':>8}",
     ]
     for row in result["loads"]:

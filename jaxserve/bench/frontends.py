@@ -24,10 +24,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxserve.bench import runs
-from jaxserve.bench.config_flags import read_config
-from jaxserve.bench.interleaved import check_numbers, in_turns
+from jaxserve.bench.command import BenchParser, tell
+from jaxserve.bench.interleaved import in_turns
 from jaxserve.bench.load_target import BenchError, EngineTarget
-from jaxserve.command_line import Parser
 from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
 
@@ -38,33 +37,21 @@ Measure = Callable[[str, dict[str, Any]], dict[str, Any]]
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked, with the engine's config; argparse exits by itself for --help. Raises
     UsageError or ConfigError."""
-    parser = Parser(prog="jaxserve bench fronts", description=__doc__)
-    parser.set_defaults(command="fronts")
-    for name, default, text in (
-        ("streams", 32, "requests at once"),
-        ("input_len", 128, "prompt tokens"),
-        ("output_len", 64, "output tokens"),
-        ("latencies", 5, "requests one at a time, each turn"),
-        ("repeats", 5, "turns"),
-        ("seed", 0, "of prompts"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    args, rest = parser.parse_known_args(argv)
-    counts = ("streams", "input_len", "output_len", "latencies", "repeats")
-    check_numbers(args, (), [(name, 1) for name in counts] + [("seed", 0)])
-    args.config = read_config(rest, parser.flags())
-    return args
+    parser = BenchParser("fronts", description=__doc__)
+    parser.number("streams", 32, "requests at once")
+    parser.number("input_len", 128, "prompt tokens")
+    parser.number("output_len", 64, "output tokens")
+    parser.number("latencies", 5, "requests one at a time, each turn")
+    parser.number("repeats", 5, "turns")
+    parser.number("seed", 0, "of prompts", least=0)
+    return parser.parse_serving(argv)[0]
 
 
 def show(args: argparse.Namespace) -> int:
     """Measures and prints; the exit code. Raises ConfigError and BenchError."""
     where, turns = machine(), run(args)
-    result = {"command": "fronts", "turns": turns, "costs": costs(turns), "machine": where}
-    print(text(turns), file=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        sys.stderr.flush()
-        print(json.dumps({**result, "versions": versions()}), flush=True)
+    result = {"command": "fronts", "turns": turns, "costs": costs(turns)}
+    tell(args, text(turns), {**result, "machine": where, "versions": versions()})
     return 0
 
 

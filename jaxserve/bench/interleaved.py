@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from jaxserve.bench import runs
+from jaxserve.bench.command import BenchParser, policy_names, tell
 from jaxserve.bench.load_target import EngineTarget, check_fits
 from jaxserve.config import Config
+from jaxserve.machine import machine, versions
 from jaxserve.profile import build
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation.recording import replay
@@ -33,29 +34,28 @@ WARM_UP = 8  # requests
 RECORD_MIB = 1024  # as good as without limit
 
 
-def policy_names(text: str) -> list[str]:
-    """Those of the flag --policies, separated by commas. UsageError for one that is none."""
-    names = text.split(",")
-    for name in names:
-        try:
-            make_policy(name)
-        except ValueError as error:
-            raise UsageError(f"--policies: {error}") from error
-    return names
+class TurnsParser(BenchParser):
+    """Of a command whose policies take turns. policies: those of --policies by default."""
+
+    def __init__(self, name: str, description: str | None, policies: Sequence[str]) -> None:
+        super().__init__(name, description=description)
+        known = ",".join(policies)
+        told = "names, separated by commas (%(default)s)"
+        self.add_argument("--policies", default=known, help=told)
+
+    def parse(self, argv: Sequence[str]) -> Namespace:
+        """The arguments, checked, with `policies` as a list and the engine's configuration as
+        `config`. Raises UsageError or ConfigError."""
+        args, _ = self.parse_serving(argv)
+        args.policies = policy_names(args.policies)
+        check_unrecorded(args.config, args.command)
+        return args
 
 
-def check_numbers(
-    args: Namespace, positive: Sequence[str], at_least: Sequence[tuple[str, int]]
-) -> None:
-    """UsageError for a flag that is out of range. at_least: names of whole numbers, and what each
-    is at least."""
-    for name in positive:
-        value = getattr(args, name)
-        if not (math.isfinite(value) and value > 0):
-            raise UsageError(f"--{name} must be a positive number, got {value}")
-    for name, least in at_least:
-        if getattr(args, name) < least:
-            raise UsageError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+def check_unrecorded(config: Config, command: str) -> None:
+    """Raises UsageError for a configuration that has the engine record what it serves."""
+    if config.engine.record:
+        raise UsageError(f"--config.engine.record: {command} makes recordings of its own")
 
 
 def configured(
@@ -116,3 +116,23 @@ def in_turns(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
     """(number of the turn, whose it is): all names once, then all again. Shows how far it is."""
     all_of_them = [(turn, name) for turn in range(repeats) for name in names]
     return iter(tqdm(all_of_them, desc="serving", unit="turn", disable=not sys.stderr.isatty()))
+
+
+def show(
+    args: Namespace, measure: Callable[[Namespace], dict[str, Any]], text: Callable[..., str]
+) -> int:
+    """Measures and prints; the exit code. measure: what is in the JSON object beside what was
+    asked, of whom, where; with a `model`."""
+    asked = {name: value for name, value in vars(args).items() if name != "config"}
+    where, found = machine(), measure(args)
+    result = {
+        "command": args.command,
+        "workload": asked,
+        **found,
+        "model": {**found["model"], "policy": ",".join(args.policies)},
+        "config": args.config.as_dict(),
+        "machine": where,
+        "versions": versions(),
+    }
+    tell(args, text(result), result)
+    return 0

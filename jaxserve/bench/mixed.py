@@ -19,31 +19,27 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxserve.bench.config_flags import read_config
+from jaxserve.bench import interleaved
+from jaxserve.bench.command import on_machine, served_by
 from jaxserve.bench.interleaved import (
     WARM_UP,
+    TurnsParser,
     again,
-    check_numbers,
     configured,
     engines,
     in_turns,
-    policy_names,
 )
 from jaxserve.bench.load_target import EngineTarget, drive, must_finish, random_jobs
-from jaxserve.command_line import Parser
 from jaxserve.config import Config
 from jaxserve.engine.stats import StepRecorder, StepStats
 from jaxserve.group_table import aligned
-from jaxserve.machine import machine, versions
 from jaxserve.sched.request import Tier
 from jaxserve.sched.simulation.recording import replay
 from jaxserve.sched.simulation.recording.replay import Recording
@@ -51,7 +47,6 @@ from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.lengths import sampler
 from jaxserve.sched.workloads.workload import Lengths, Workload, poisson_arrivals
-from jaxserve.server.startup.launch import UsageError
 
 POLICIES = ("bros", "round_robin", "vllm", "priority")
 BATCH_PROMPT, BATCH_OUTPUT = (512, 1024), (32, 128)  # tokens, before they are scaled
@@ -72,36 +67,16 @@ MEASURES = {
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked, with the configuration as `config`; argparse exits by itself for
     --help. Raises UsageError or ConfigError."""
-    parser = Parser(
-        prog="jaxserve bench mixed",
-        description=__doc__,
-    )
-    parser.set_defaults(command="mixed")
-    add = parser.add_argument
-    add("--policies", default=",".join(POLICIES), help="names, separated by commas (%(default)s)")
-    for name, kind, default, text in (
-        ("rate", float, 16.0, "real-time requests/s"),
-        ("num_requests", int, 120, "real-time requests"),
-        ("batch", int, 250, "best-effort requests"),
-        ("scale", float, 4.0, "what the paper's lengths are divided by"),
-        ("ttft_ms", float, 100.0, "target of real-time requests for the first token"),
-        ("tbt_ms", float, 25.0, "their target for the mean time between tokens"),
-        ("repeats", int, 3, "turns; medians count"),
-        ("seed", int, 0, "of lengths, arrivals and prompts"),
-    ):
-        add(f"--{name}", type=kind, default=default, help=f"{text} (%(default)s)")
-    add("--json", action="store_true", help="one JSON object as the last line")
-    args, rest = parser.parse_known_args(argv)
-    check_numbers(
-        args,
-        ("rate", "scale", "ttft_ms", "tbt_ms"),
-        (("num_requests", 1), ("batch", 1), ("repeats", 1), ("seed", 0)),
-    )
-    args.policies = policy_names(args.policies)
-    args.config = read_config(rest, parser.flags())
-    if args.config.engine.record:
-        raise UsageError("--config.engine.record: mixed makes recordings of its own")
-    return args
+    parser = TurnsParser("mixed", __doc__, POLICIES)
+    parser.number("rate", 16.0, "real-time requests/s", least=None)
+    parser.number("num_requests", 120, "real-time requests")
+    parser.number("batch", 250, "best-effort requests")
+    parser.number("scale", 4.0, "what the paper's lengths are divided by", least=None)
+    parser.number("ttft_ms", 100.0, "target of real-time requests for the first token", least=None)
+    parser.number("tbt_ms", 25.0, "their target for the mean time between tokens", least=None)
+    parser.number("repeats", 3, "turns; medians count")
+    parser.number("seed", 0, "of lengths, arrivals and prompts", least=0)
+    return parser.parse(argv)
 
 
 def workload(args: argparse.Namespace, turn: int) -> Workload:
@@ -145,48 +120,31 @@ def _in_order(
 def show(args: argparse.Namespace) -> int:
     """Serves, simulates and prints; the exit code. Raises ConfigError, BenchError, WorkloadError
     and RecordingError."""
-    result = measure(args)
-    print(text(result), file=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        sys.stderr.flush()
-        print(json.dumps(result, allow_nan=False), flush=True)
-    return 0
+    return interleaved.show(args, _measure, text)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The JSON object."""
-    where, asked = machine(), {name: v for name, v in vars(args).items() if name != "config"}
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
     loads = [workload(args, turn) for turn in range(args.repeats)]
     with tempfile.TemporaryDirectory() as folder:
-        served = _serve(args, loads, Path(folder))
+        paths = {name: Path(folder) / f"{i}.jsonl" for i, name in enumerate(args.policies)}
+        steps, model = _serve(args, loads, paths)
         found = {
-            name: _compare(replay.read(Path(folder) / f"{number}.jsonl"), steps, args)
-            for number, (name, steps) in enumerate(served["steps"].items())
+            name: _compare(replay.read(path), steps[name], args) for name, path in paths.items()
         }
-    return {
-        "command": "mixed",
-        "workload": asked,
-        "policies": found,
-        "model": served["model"],
-        "config": args.config.as_dict(),
-        "machine": where,
-        "versions": versions(),
-    }
+    return {"policies": found, "model": model}
 
 
 def _longest(config: Config) -> int:
     return int(config.engine.max_model_len or LONGEST)
 
 
-def _serve(args: argparse.Namespace, loads: list[Workload], folder: Path) -> dict[str, Any]:
-    """Records all turns of all policies, in folder/NUMBER.jsonl by policy. `steps`: those of each
-    turn, by policy; `model`: what served them."""
+def _serve(
+    args: argparse.Namespace, loads: list[Workload], paths: Mapping[str, Path]
+) -> tuple[dict[str, list[list[StepStats]]], dict[str, Any]]:
+    """Records all turns of all policies. The steps of each turn, by policy; what served them."""
     steps: dict[str, list[list[StepStats]]] = {name: [] for name in args.policies}
-    configs: dict[str, Config] = {}
-    for number, name in enumerate(args.policies):
-        size = {"longest": LONGEST, "num_blocks": NUM_BLOCKS}
-        path = folder / f"{number}.jsonl"
-        configs[name] = configured(args.config, name, path, requests=len(loads[0]), **size)
+    size = {"requests": len(loads[0]), "longest": LONGEST, "num_blocks": NUM_BLOCKS}
+    configs = {name: configured(args.config, name, path, **size) for name, path in paths.items()}
     with engines(configs, loads, args.seed) as serving:
         recorders = {name: StepRecorder() for name in serving}
         for name, engine in serving.items():
@@ -198,7 +156,7 @@ def _serve(args: argparse.Namespace, loads: list[Workload], folder: Path) -> dic
             _, records = drive(EngineTarget(serving[name]), jobs, loads[turn].arrival)
             must_finish(jobs, records)
             steps[name].append(recorders[name].steps)
-    return {"steps": steps, "model": {**info, "policy": ",".join(args.policies)}}
+    return steps, info
 
 
 def _compare(
@@ -248,16 +206,16 @@ def _measures(result: SimulationResult, lengthening: np.ndarray) -> dict[str, fl
 
 def text(result: dict[str, Any]) -> str:
     """A table of two lines a policy, for people."""
-    asked, where, info = result["workload"], result["machine"], result["model"]
+    asked = result["workload"]
     rows = [["", "", *(name for name, _ in MEASURES.values())]]
     for policy, found in result["policies"].items():
         for which in ("served", "simulated"):
             cells = [form.format(found[which][m]) for m, (_, form) in MEASURES.items()]
             rows.append([policy if which == "served" else "", which, *cells])
     head = [
-        f"mixed: {info['model']} ({info['dtype']}, {info['device']}), {asked['num_requests']} "
-        f"real-time requests at {asked['rate']:g}/s with targets of {asked['ttft_ms']:g} and "
-        f"{asked['tbt_ms']:g} ms, over a batch of {asked['batch']}; medians of {asked['repeats']}",
-        f"on {where['cpu']}, {where['cores']} cores, load {where['load_average']}",
+        f"mixed: {served_by(result)}, {asked['num_requests']} real-time requests at "
+        f"{asked['rate']:g}/s with targets of {asked['ttft_ms']:g} and {asked['tbt_ms']:g} ms, "
+        f"over a batch of {asked['batch']}; medians of {asked['repeats']}",
+        on_machine(result),
     ]
     return "\n".join([*head, aligned(rows)])

@@ -17,21 +17,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxserve.command_line import Parser
+from jaxserve.bench.command import BenchParser, policy_names, tell
+from jaxserve.group_table import aligned
 from jaxserve.sched.cache.block_sizes import blocks_for, tokens_in
 from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Limits, Policy, View
-from jaxserve.sched.registry import make_policy, policies
+from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.simulation.systems.systems import system
@@ -45,41 +44,30 @@ RHO = 1e-6  # seconds a hidden token
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked; argparse exits by itself where they are wrong."""
-    parser = Parser(
-        prog="jaxserve bench plan",
-        description=__doc__,
-    )
-    parser.set_defaults(command="plan")
+    parser = BenchParser("plan", description=__doc__)
     parser.add_argument("--policies", help="names, separated by commas (all of them)")
     parser.add_argument(
         "--candidates",
         default=",".join(map(str, CANDIDATES)),
         help="numbers of requests, each at least 4 (%(default)s)",
     )
-    parser.add_argument("--repeats", type=int, default=REPEATS, help="plans a median (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    args = parser.parse_args(argv)
+    parser.number("repeats", REPEATS, "plans a median")
+    args: argparse.Namespace = parser.parse_args(argv)
     try:
+        parser.check(args)
         args.candidates = [int(number) for number in args.candidates.split(",")]
-        args.policies = args.policies.split(",") if args.policies else list(policies())
-        for name in args.policies:
-            make_policy(name)
+        args.policies = policy_names(args.policies)
+        if min(args.candidates) < 4:
+            raise ValueError(f"--candidates must be at least 4, got {min(args.candidates)}")
     except ValueError as error:
         parser.error(str(error))
-    if min(args.candidates) < 4:
-        parser.error(f"--candidates must be at least 4, got {min(args.candidates)}")
-    if args.repeats < 1:
-        parser.error(f"--repeats must be at least 1, got {args.repeats}")
     return args
 
 
 def show(args: argparse.Namespace) -> int:
     """Measures and prints; the exit code."""
     result = {name: measure(name, args.candidates, args.repeats) for name in args.policies}
-    print(text(result, args.candidates), file=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        sys.stderr.flush()
-        print(json.dumps({"command": "plan", "plan_ms": result}), flush=True)
+    tell(args, text(result, args.candidates), {"command": "plan", "plan_ms": result})
     return 0
 
 
@@ -131,20 +119,30 @@ def scarce(count: int) -> Scheduler:
     return scheduler
 
 
+def _scheduler(policy: Policy, count: int, num_blocks: int, **options: Any) -> Scheduler:
+    """For so many requests, all prompts of which fit a batch."""
+    return Scheduler(
+        policy,
+        Limits(2 * count * PROMPT, 2 * count * PROMPT, count),
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=PROMPT + OUTPUT,
+        cost_model=system("opt-13b@a100-40g").cost_model,
+        **options,
+    )
+
+
 def situation(count: int, waiting: int, *, hidden: bool = False, capacity: int = 0) -> Scheduler:
     """A scheduler in mid-flight with `count` requests; `waiting` of them have not started, and the
     pool has room for an eighth of those. hidden: every second request that runs has a hidden
     cache. capacity: rows, if more than there are requests."""
     running = count - waiting
     blocks = int(blocks_for(PROMPT + OUTPUT, BLOCK_SIZE)) * running
-    scheduler = Scheduler(
+    scheduler = _scheduler(
         _EverySecondHidden() if hidden else make_policy("sarathi_pc", watermark=0.0),
-        Limits(2 * count * PROMPT, 2 * count * PROMPT, count),
-        num_blocks=blocks + waiting // 8 * int(blocks_for(PROMPT, BLOCK_SIZE)),
-        block_size=BLOCK_SIZE,
-        max_model_len=PROMPT + OUTPUT,
+        count,
+        blocks + waiting // 8 * int(blocks_for(PROMPT, BLOCK_SIZE)),
         capacity=capacity or count,
-        cost_model=system("opt-13b@a100-40g").cost_model,
         rho=RHO if hidden else None,
     )
     for number in range(count):
@@ -166,16 +164,9 @@ def full(name: str, count: int) -> Scheduler:
     """Under that policy, half of the requests are best-effort, run and hold nearly all memory. Of
     the other, real-time ones half run and half wait."""
     best, blocks = count // 2, int(blocks_for(PROMPT, BLOCK_SIZE))
-    scheduler = Scheduler(
-        make_policy(name),
-        Limits(2 * count * PROMPT, 2 * count * PROMPT, count),
-        num_blocks=blocks * (best + 1 + best // 50),  # watermarks included
-        block_size=BLOCK_SIZE,
-        max_model_len=PROMPT + OUTPUT,
-        capacity=count,
-        cost_model=system("opt-13b@a100-40g").cost_model,
-        host_slots=2 * count * PROMPT,
-    )
+    num_blocks = blocks * (best + 1 + best // 50)  # watermarks included
+    more = {"capacity": count, "host_slots": 2 * count * PROMPT}
+    scheduler = _scheduler(make_policy(name), count, num_blocks, **more)
     for number in range(count):
         if number in (best, best + best // 2):
             _until_all_run(scheduler)
@@ -215,10 +206,8 @@ def _median(name: str, scheduler: Scheduler, repeats: int) -> float:
 
 def text(result: dict[str, dict[str, dict[str, float]]], counts: Sequence[int]) -> str:
     """A table of milliseconds."""
-    width = max(map(len, result)) + 8
-    lines = [f"{'ms a plan, candidates':<{width}}" + "".join(f"{n:>8}" for n in counts)]
+    lines = [["ms a plan, candidates", *map(str, counts)]]
     for name, situations in result.items():
         for which, times in situations.items():
-            row: list[Any] = [f"{times[str(n)]:>8.3f}" for n in counts]
-            lines.append(f"{name + ' ' + which:<{width}}" + "".join(row))
-    return "\n".join(lines)
+            lines.append([f"{name} {which}", *(f"{times[str(n)]:.3f}" for n in counts)])
+    return aligned(lines)

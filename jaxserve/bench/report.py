@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxserve.bench.command import on_machine, served_by
 from jaxserve.group_table import group_lines
 
 LABELS = {
@@ -27,12 +28,10 @@ _WIDTH = 30
 
 def text(result: dict[str, Any]) -> str:
     """Some twenty lines: what was measured, where, and the numbers."""
-    info, where, versions = result["model"], result["machine"], result["versions"]
+    used = result["versions"]
     lines = [
-        f"{result['command']}: {info['model']} ({info['dtype']}, {info['device']}), "
-        f"policy {info['policy']}",
-        f"on {where['cpu']}, {where['cores']} cores, load {where['load_average']}; "
-        f"jax {versions['jax']}, Python {versions['python']}",
+        f"{result['command']}: {served_by(result)}, policy {result['model']['policy']}",
+        f"{on_machine(result)}; jax {used['jax']}, Python {used['python']}",
     ]
     lines += [_line(LABELS[name], value) for name, value in _known(result["results"])]
     requests = result["results"].get("requests")

@@ -19,8 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.command_line import Parser
-from jaxserve.sched.registry import make_policy, policies
+from jaxserve.bench.command import BenchParser, policy_names
 from jaxserve.sched.simulation.dispatch import COMPILING
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems.systems import system
@@ -35,27 +34,19 @@ WAYS = {"compiled": True, "python": False}
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked; argparse exits by itself where they are wrong."""
-    parser = Parser(
-        prog="jaxserve bench simulate",
-        description=__doc__,
-    )
-    parser.set_defaults(command="simulate")
+    parser = BenchParser("simulate", description=__doc__)
     add = parser.add_argument
     add("--policies", help="names, separated by commas (all of them)")
     add("--workload", help="a trace, or another workload of jaxserve.simulate")
-    add("--num_requests", type=int, help="how many, or the first so many of a trace")
+    parser.number("num_requests", None, "how many, or the first so many of a trace")
     add("--ways", default=",".join(WAYS), help="compiled, python or both (%(default)s)")
-    add("--json", action="store_true", help="one JSON object as the last line")
-    args = parser.parse_args(argv)
+    args: argparse.Namespace = parser.parse_args(argv)
     try:
-        args.policies = args.policies.split(",") if args.policies else list(policies())
-        for name in args.policies:
-            make_policy(name)
+        parser.check(args)
+        args.policies = policy_names(args.policies)
         args.ways = args.ways.split(",")
         if unknown := sorted(set(args.ways) - set(WAYS)):
             raise ValueError(f"--ways are {', '.join(WAYS)}, got {unknown[0]!r}")
-        if args.num_requests is not None and args.num_requests < 1:
-            raise ValueError(f"--num_requests must be at least 1, got {args.num_requests}")
         spec = WorkloadSpec(args.workload) if args.workload else DRAWN
         count = args.num_requests or spec.num_requests
         args.spec = dataclasses.replace(spec, num_requests=count)

@@ -23,9 +23,7 @@ Flags of serve.py work too: --config=, --config.cache.num_blocks=, ...
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,21 +32,18 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.bench import runs
-from jaxserve.bench.config_flags import read_config
+from jaxserve.bench import interleaved, runs
+from jaxserve.bench.command import on_machine, served_by
 from jaxserve.bench.interleaved import (
     WARM_UP,
+    TurnsParser,
     again,
-    check_numbers,
     configured,
     engines,
     in_turns,
-    policy_names,
 )
 from jaxserve.bench.load_target import EngineTarget, Target
-from jaxserve.command_line import Parser
 from jaxserve.group_table import group_lines
-from jaxserve.machine import machine, versions
 from jaxserve.sched.simulation.recording import replay
 from jaxserve.sched.simulation.recording.replay import Recording
 from jaxserve.sched.slo.metrics import load_metrics
@@ -116,32 +111,14 @@ class Alone:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked, with the configuration as `config`; argparse exits by itself for
     --help. Raises UsageError or ConfigError."""
-    parser = Parser(prog="jaxserve bench slo", description=__doc__)
-    parser.set_defaults(command="slo")
-    add = parser.add_argument
-    add("--policies", default=",".join(POLICIES), help="names, separated by commas (%(default)s)")
-    for name, kind, default, text in (
-        ("load", float, 0.7, "requests/s, as a multiple of the measured capacity"),
-        ("num_requests", int, 150, "requests of a turn"),
-        ("scale", float, 4.0, "what the lengths are divided by"),
-        ("slo_scale", float, 1.0, "what the targets are multiplied by"),
-        ("repeats", int, 3, "turns of each policy"),
-        ("seed", int, 0, "of lengths, classes, arrivals and prompts"),
-    ):
-        add(f"--{name}", type=kind, default=default, help=f"{text} (%(default)s)")
-    add("--json", action="store_true", help="one JSON object as the last line")
-    args, rest = parser.parse_known_args(argv)
-    check_numbers(
-        args,
-        ("load", "scale", "slo_scale"),
-        (("num_requests", len(CLASSES)), ("repeats", 1), ("seed", 0)),
-    )
-    args.policies = policy_names(args.policies)
-    if len(set(args.policies)) < len(args.policies):
-        raise UsageError("--policies: one is there twice")
-    args.config = read_config(rest, parser.flags())
-    if args.config.engine.record:
-        raise UsageError("--config.engine.record: slo makes recordings of its own")
+    parser = TurnsParser("slo", __doc__, POLICIES)
+    parser.number("load", 0.7, "requests/s, as a multiple of the measured capacity", least=None)
+    parser.number("num_requests", 150, "requests of a turn", least=len(CLASSES))
+    parser.number("scale", 4.0, "what the lengths are divided by", least=None)
+    parser.number("slo_scale", 1.0, "what the targets are multiplied by", least=None)
+    parser.number("repeats", 3, "turns of each policy")
+    parser.number("seed", 0, "of lengths, classes, arrivals and prompts", least=0)
+    args = parser.parse(argv)
     args.longest = args.config.engine.max_model_len or LONGEST
     if args.longest < 2 * OUTPUT:
         limits = f"must be at least {2 * OUTPUT}, got {args.longest}"
@@ -195,17 +172,10 @@ def workload(args: argparse.Namespace, turn: int, alone: Alone, rate: float) -> 
 def show(args: argparse.Namespace) -> int:
     """Serves, simulates and prints; the exit code. Raises ConfigError, BenchError, WorkloadError
     and RecordingError."""
-    result = measure(args)
-    print(text(result), file=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        sys.stderr.flush()
-        print(json.dumps(result, allow_nan=False), flush=True)
-    return 0
+    return interleaved.show(args, _measure, text)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The JSON object."""
-    where, asked = machine(), {name: v for name, v in vars(args).items() if name != "config"}
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: Path(folder) / f"{i}.jsonl" for i, name in enumerate(args.policies)}
         measured = _serve(args, paths)
@@ -217,15 +187,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             }
             for name, turns in served.items()
         }
-    return {
-        "command": "slo",
-        "workload": asked,
-        **measured,
-        "policies": policies,
-        "config": args.config.as_dict(),
-        "machine": where,
-        "versions": versions(),
-    }
+    return {**measured, "policies": policies}
 
 
 def _serve(args: argparse.Namespace, paths: Mapping[str, Path]) -> dict[str, Any]:
@@ -253,7 +215,7 @@ def _serve(args: argparse.Namespace, paths: Mapping[str, Path]) -> dict[str, Any
             "tpot": 1e3 * alone.tpot,
         },
         "requests_per_s": {"at_once": capacity, "offered": rate},
-        "model": {**info, "policy": ",".join(args.policies)},
+        "model": info,
         "served": served,
     }
 
@@ -280,14 +242,13 @@ def _over_turns(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def text(result: dict[str, Any]) -> str:
     """A table a policy, for people."""
-    asked, where, info = result["workload"], result["machine"], result["model"]
-    offered, alone = result["requests_per_s"]["offered"], result["alone_ms"]
+    asked, alone = result["workload"], result["alone_ms"]
     prompts = ", ".join(f"{t:.1f} ms for {n} tokens" for n, t in alone["ttft"].items())
     lines = [
-        f"slo: {info['model']} ({info['dtype']}, {info['device']}), {asked['num_requests']} "
-        f"requests a turn at {offered:.1f}/s, {asked['load']:g} of the capacity; means of "
-        f"{asked['repeats']} turns ± half of their 95% intervals",
-        f"on {where['cpu']}, {where['cores']} cores, load {where['load_average']}",
+        f"slo: {served_by(result)}, {asked['num_requests']} requests a turn at "
+        f"{result['requests_per_s']['offered']:.1f}/s, {asked['load']:g} of the capacity; means "
+        f"of {asked['repeats']} turns ± half of their 95% intervals",
+        on_machine(result),
         f"alone: first token {prompts}; then {alone['tpot']:.2f} ms a token",
     ]
     for policy, found in result["policies"].items():

@@ -129,10 +129,10 @@ def test_the_commands_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype, some in zip(compare.DTYPES, (commands[:4], commands[4:]), strict=True):
         assert [c[4] for c in some[:2]] == ["throughput", "latency"]
         for command in some[:2]:
-            args, config = cli.parse(command[4:])
+            args = cli.parse(command[4:])
             assert args.input_len == 128 and args.output_len == 64 and args.json
-            assert config is not None and config.model.preset == "opt-125m"
-            assert (config.engine.max_model_len, config.model.dtype) == (512, dtype)
+            assert args.config.model.preset == "opt-125m"
+            assert (args.config.engine.max_model_len, args.config.model.dtype) == (512, dtype)
         args = bench.parse(some[2][2:])
         assert (args.model, args.dtype) == ("opt-125m", dtype)
         assert (args.num_requests, args.repeats) == (32, 2)

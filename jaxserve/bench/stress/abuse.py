@@ -17,11 +17,9 @@ import argparse
 import asyncio
 import contextlib
 import http.client
-import json
 import math
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -32,13 +30,12 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.bench.config_flags import read_config
+from jaxserve.bench.command import BenchParser, read_config, tell
 from jaxserve.bench.stress import attacks, http_attacks, tenants
 from jaxserve.bench.stress.attacks import Tried
 from jaxserve.bench.stress.server_process import Victim, victim
 from jaxserve.client import Client, ServerError
 from jaxserve.client.connection import open_channel
-from jaxserve.command_line import Parser
 from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
 from jaxserve.server.requests.open_files import raise_limit
@@ -80,11 +77,7 @@ class Row:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked, with those for the server as `flags`; argparse exits by itself for
     --help. Raises UsageError or ConfigError."""
-    parser = Parser(prog="jaxserve bench abuse", description=__doc__)
-    parser.set_defaults(command="abuse")
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    args, rest = parser.parse_known_args(argv)
-    read_config(rest, parser.flags())
+    args, rest = BenchParser("abuse", description=__doc__).parse_serving(argv)
     args.flags = rest
     return args
 
@@ -92,11 +85,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def show(args: argparse.Namespace) -> int:
     """Tries it all and prints; the exit code."""
     where, rows = machine(), run(args.flags)
-    print(text(rows), file=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        sys.stderr.flush()
-        result = {"command": "abuse", "rows": [asdict(row) for row in rows]}
-        print(json.dumps({**result, "machine": where, "versions": versions()}), flush=True)
+    result = {"command": "abuse", "rows": [asdict(row) for row in rows]}
+    tell(args, text(rows), {**result, "machine": where, "versions": versions()})
     return 1 if any(row.problems for row in rows) else 0
 
 

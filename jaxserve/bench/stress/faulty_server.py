@@ -11,7 +11,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jaxserve.bench.config_flags import read_config
+from jaxserve.bench.command import read_config
 from jaxserve.engine.stats import Observer, StepStats
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.batches.options import open_batches

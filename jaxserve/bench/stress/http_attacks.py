@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from jaxserve.bench.stress import http_calls
 from jaxserve.bench.stress.attacks import MIB, Tried
+from jaxserve.bench.stress.http_calls import CHAT, COMPLETIONS
 from jaxserve.bench.stress.server_process import Victim
 
 SILENT, OPEN_FILES = 1024, 1024  # connections, and files of the server
@@ -19,8 +20,6 @@ BODY_BYTES = (256 << 10, MIB, 8 * MIB)
 LIARS, HONEST, HONEST_MS = 60, 24, 4000
 _PATIENCE_S = 120.0
 _SILENT_S = 10.0
-_COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
-_JSON = {"Content-Type": "application/json"}
 _SURROGATES = ("\ud800", "a\udfff", "\udc00\ud800")
 _STRINGS = (*_SURROGATES, "\0", "\x1b[31m", "\u202e", "e\u0301" * 500, "\U0010ffff")
 _TEXTS = ("request_id", "user", "stop", "slo_class")
@@ -39,22 +38,9 @@ _LISTS_WITHIN_TEXT = json.dumps(
 ).encode()
 
 
-def call(
-    server: Victim,
-    path: str,
-    body: Any = None,
-    headers: Mapping[str, str] | None = None,
-) -> tuple[int, bytes]:
-    """Status and body of a call: POST, or GET without a body. body: bytes as they are, else JSON of
-    it. Raises OSError, http.client.HTTPException."""
-    raw = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
-    own = {"Authorization": f"Bearer {server.key}"} if server.key else {}
-    given = {**_JSON, **own, **(headers or {})}
-    connection = http.client.HTTPConnection(server.http_address, timeout=_PATIENCE_S)
-    with contextlib.closing(connection):
-        connection.request("GET" if raw is None else "POST", path, raw, given)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
+def call(server: Victim, path: str, body: Any = None, **options: Any) -> tuple[int, bytes]:
+    """See `http_calls.call`."""
+    return http_calls.call(server.http_address, path, body, key=server.key, **options)
 
 
 def _try(server: Victim, tried: Tried, path: str, body: Any, **options: Any) -> int:
@@ -69,7 +55,7 @@ def _try(server: Victim, tried: Tried, path: str, body: Any, **options: Any) -> 
 
 def _serves(server: Victim, tried: Tried) -> None:
     """Expects an ordinary call to be served."""
-    status, _ = call(server, _COMPLETIONS, {"prompt": "Once", "max_tokens": 2})
+    status, _ = call(server, COMPLETIONS, {"prompt": "Once", "max_tokens": 2})
     tried.expect(status == 200, f"an ordinary call got {status} afterwards")
 
 
@@ -79,11 +65,11 @@ def strings(server: Victim) -> Tried:
     for text in _STRINGS:
         message = {**_USER, "content": text}
         completion = ({"prompt": "x", name: text} for name in _TEXTS)
-        found: list[tuple[str, dict[str, Any]]] = [(_COMPLETIONS, each) for each in completion]
+        found: list[tuple[str, dict[str, Any]]] = [(COMPLETIONS, each) for each in completion]
         found += [
-            (_COMPLETIONS, {"prompt": text}),
-            (_CHAT, {"messages": [message]}),
-            (_CHAT, {"messages": [{**message, "role": text}]}),
+            (COMPLETIONS, {"prompt": text}),
+            (CHAT, {"messages": [message]}),
+            (CHAT, {"messages": [{**message, "role": text}]}),
             ("/tokenize", {"prompt": text}),
         ]
         for path, body in found:
@@ -102,7 +88,7 @@ def integers(server: Victim) -> Tried:
     fields |= {"logit_bias": {"1": large}, "stop_token_ids": [large], "prompt": [large]}
     fields |= {"slo": {"ttft_ms": large}}
     for name, value in fields.items():
-        status = _try(server, tried, _COMPLETIONS, {"prompt": "x", "max_tokens": 2, name: value})
+        status = _try(server, tried, COMPLETIONS, {"prompt": "x", "max_tokens": 2, name: value})
         tried.expect(status == 400, f"{name} of 400 digits got {status}")
     _serves(server, tried)
     return tried
@@ -113,20 +99,20 @@ def bodies(server: Victim) -> Tried:
     tried = Tried()
     for size in BODY_BYTES:
         for path, begin, piece, end in (
-            (_CHAT, b'{"messages":[', b"1,", b"1]}"),
-            (_CHAT, b'{"messages":[', b'{"role":"user","content":"a"},', b'{"role":"user"}]}'),
-            (_CHAT, b'{"messages":[', b"[", b""),
-            (_CHAT, b'{"messages":[', _LISTS_WITHIN_TEXT + b",", b'{"role":"user"}]}'),
-            (_COMPLETIONS, b'{"prompt":[', b"1,", b"1]}"),
-            (_COMPLETIONS, b'{"prompt":[', b"1.2345678901234567e-300,", b"1]}"),
-            (_COMPLETIONS, b'{"prompt":[', b"1" * 4300 + b",", b"1]}"),
-            (_COMPLETIONS, b'{"prompt":[', b'"",', b'""]}'),
-            (_COMPLETIONS, b'{"prompt":"', b"\\u0061", b'"}'),
+            (CHAT, b'{"messages":[', b"1,", b"1]}"),
+            (CHAT, b'{"messages":[', b'{"role":"user","content":"a"},', b'{"role":"user"}]}'),
+            (CHAT, b'{"messages":[', b"[", b""),
+            (CHAT, b'{"messages":[', _LISTS_WITHIN_TEXT + b",", b'{"role":"user"}]}'),
+            (COMPLETIONS, b'{"prompt":[', b"1,", b"1]}"),
+            (COMPLETIONS, b'{"prompt":[', b"1.2345678901234567e-300,", b"1]}"),
+            (COMPLETIONS, b'{"prompt":[', b"1" * 4300 + b",", b"1]}"),
+            (COMPLETIONS, b'{"prompt":[', b'"",', b'""]}'),
+            (COMPLETIONS, b'{"prompt":"', b"\\u0061", b'"}'),
         ):
             body = begin + piece * ((size - len(begin)) // len(piece)) + end
             _refused(server, tried, path, body)
         unknown = b",".join(b'"a%d":1' % place for place in range(size // 12))
-        _refused(server, tried, _COMPLETIONS, b"{" + unknown + b"}")
+        _refused(server, tried, COMPLETIONS, b"{" + unknown + b"}")
     _serves(server, tried)
     return tried
 
@@ -165,7 +151,7 @@ def framing(server: Victim) -> Tried:
     lengths = ("Content-Length: 5\r\nTransfer-Encoding: chunked", "Content-Length: 5, 6")
     codings = ("Transfer-Encoding: chunked, identity", "X-Long: " + "x" * 60_000)
     for head in (*lengths, *codings):
-        request = f"POST {_COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n0\r\n\r\n"
+        request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n0\r\n\r\n"
         behind = "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with _connected(server, (request + behind).encode()) as connection:
             told = b""
@@ -181,9 +167,8 @@ def framing(server: Victim) -> Tried:
 def browsers(server: Victim) -> Tried:
     """What pages of other sites have browsers send: forms, and calls by a name that leads here."""
     tried = Tried()
-    form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
-    kind = {"Content-Type": "multipart/form-data; boundary=b"}
-    for path, body in (("/v1/files", form), (_COMPLETIONS, b"{}"), ("/v1/models", None)):
+    upload, kind = http_calls.form()
+    for path, body in (("/v1/files", upload), (COMPLETIONS, b"{}"), ("/v1/models", None)):
         for lie in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
             _try(server, tried, path, body, headers={**kind, **lie})
     tried.expect(set(tried.codes) == {"403"}, "a page of another site's was served")
@@ -196,7 +181,7 @@ def liars(server: Victim) -> Tried:
 
     def ask(ttft_ms: float) -> int:
         body = {"prompt": "Once upon a time", "max_tokens": 32, "slo": {"ttft_ms": ttft_ms}}
-        return call(server, _COMPLETIONS, body)[0]
+        return call(server, COMPLETIONS, body)[0]
 
     with ThreadPoolExecutor(LIARS + HONEST) as pool:
         lies = [pool.submit(ask, 0.001) for _ in range(LIARS)]
@@ -216,7 +201,7 @@ def template(server: Victim) -> Tried:
     """Chats where the checkpoint's template loops, or fills the memory."""
     tried = Tried()
     for content in ("loop", "fill"):
-        status = _try(server, tried, _CHAT, {"messages": [{**_USER, "content": content}]})
+        status = _try(server, tried, CHAT, {"messages": [{**_USER, "content": content}]})
         tried.expect(status != 200, f"a template that would {content} got {status}")
     _serves(server, tried)
     return tried

@@ -11,34 +11,30 @@ from jaxserve.server.requests.call_outcome import CallOutcome
 # What the server may have called a call that its client saw end so. A client that has gone cannot
 # know whether the server was done before it noticed.
 SEEN_AS: Mapping[str, frozenset[CallOutcome]] = {
-    "ok": frozenset({CallOutcome.OK}),
-    "left": frozenset({CallOutcome.OK, CallOutcome.CANCELLED, CallOutcome.TIMED_OUT}),
-    "unread": frozenset({CallOutcome.OK, CallOutcome.CANCELLED, CallOutcome.SLOW_READER}),
-    "half": frozenset({CallOutcome.CANCELLED, CallOutcome.INVALID, CallOutcome.MALFORMED}),
-    # gRPC
-    "DEADLINE_EXCEEDED": frozenset({CallOutcome.OK, CallOutcome.CANCELLED, CallOutcome.TIMED_OUT}),
-    "INVALID_ARGUMENT": frozenset({CallOutcome.INVALID, CallOutcome.MALFORMED}),
-    "ALREADY_EXISTS": frozenset({CallOutcome.DUPLICATE}),
-    "RESOURCE_EXHAUSTED": frozenset(
-        {
-            CallOutcome.QUEUE_FULL,
-            CallOutcome.TOO_MANY_CALLS,
-            CallOutcome.EXPECTED_LATE,
-            CallOutcome.SLOW_READER,
-        }
-    ),
-    "CANCELLED": frozenset({CallOutcome.CANCELLED}),
-    "UNAVAILABLE": frozenset({CallOutcome.SHUTTING_DOWN, CallOutcome.ENGINE_FAILED}),
-    "INTERNAL": frozenset({CallOutcome.ENGINE_FAILED, CallOutcome.FAILED}),
-    # HTTP
-    "not_json": frozenset({CallOutcome.MALFORMED}),
-    "invalid_value": frozenset({CallOutcome.INVALID}),
-    "unknown_field": frozenset({CallOutcome.INVALID}),
-    "duplicate": frozenset({CallOutcome.DUPLICATE}),
-    "queue_full": frozenset({CallOutcome.QUEUE_FULL}),
-    "expected_late": frozenset({CallOutcome.EXPECTED_LATE}),
-    "too_many_calls": frozenset({CallOutcome.TOO_MANY_CALLS}),
-    "slow_reader": frozenset({CallOutcome.SLOW_READER}),
+    seen: frozenset(map(CallOutcome, outcomes.split()))
+    for seen, outcomes in {
+        "ok": "ok",
+        "left": "ok cancelled timed_out",
+        "unread": "ok cancelled slow_reader",
+        "half": "cancelled invalid malformed",
+        # gRPC
+        "DEADLINE_EXCEEDED": "ok cancelled timed_out",
+        "INVALID_ARGUMENT": "invalid malformed",
+        "ALREADY_EXISTS": "duplicate",
+        "RESOURCE_EXHAUSTED": "queue_full too_many_calls expected_late slow_reader",
+        "CANCELLED": "cancelled",
+        "UNAVAILABLE": "shutting_down engine_failed",
+        "INTERNAL": "engine_failed failed",
+        # HTTP
+        "not_json": "malformed",
+        "invalid_value": "invalid",
+        "unknown_field": "invalid",
+        "duplicate": "duplicate",
+        "queue_full": "queue_full",
+        "expected_late": "expected_late",
+        "too_many_calls": "too_many_calls",
+        "slow_reader": "slow_reader",
+    }.items()
 }
 
 

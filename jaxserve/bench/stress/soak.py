@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import signal
 import statistics
@@ -33,12 +32,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxserve.bench.config_flags import read_config
+from jaxserve.bench.command import BenchParser, tell
 from jaxserve.bench.stress.ledger import Ledger
 from jaxserve.bench.stress.server_process import Victim, victim
 from jaxserve.bench.stress.soak_clients import Clients, ServerLost
 from jaxserve.bench.stress.soak_metrics import AT_REST, SAMPLE_S, Page, settled
-from jaxserve.command_line import Parser
 from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
 from jaxserve.sched.registry import make_policy
@@ -89,24 +87,14 @@ class Outcome:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked, with those for the server as `flags`; argparse exits by itself for
     --help. Raises UsageError or ConfigError."""
-    parser = Parser(prog="jaxserve bench soak", description=__doc__)
-    parser.set_defaults(command="soak")
-    parser.add_argument("--minutes", type=float, default=2.0, help="of calls (2)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is asked (0)")
-    parser.add_argument(
-        "--max_growth_mib",
-        type=float,
-        default=MAX_GROWTH_MIB,
-        help=f"of memory, from the middle third to the last ({MAX_GROWTH_MIB:g})",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    args, rest = parser.parse_known_args(argv)
-    for name in ("minutes", "max_growth_mib"):
-        value = getattr(args, name)
-        if not (math.isfinite(value) and value > 0):
-            raise UsageError(f"--{name} must be a positive number, got {value:g}")
-    args.flags = [*_FLAGS, *rest]
-    scheduler = read_config(args.flags, parser.flags()).scheduler
+    parser = BenchParser("soak", description=__doc__)
+    parser.number("minutes", 2.0, "of calls", least=None)
+    parser.number("seed", 0, "of what is asked", least=0)
+    growth = "of memory, from the middle third to the last"
+    parser.number("max_growth_mib", MAX_GROWTH_MIB, growth, least=None)
+    args, rest = parser.parse_serving([*_FLAGS, *argv])
+    args.flags = rest
+    scheduler = args.config.scheduler
     try:
         policy = make_policy(scheduler.policy, **scheduler.params)
     except ValueError as error:
@@ -120,11 +108,8 @@ def show(args: argparse.Namespace) -> int:
     """Runs it and prints; the exit code."""
     where = machine()
     outcome = run(args.flags, 60 * args.minutes, args.seed, args.max_growth_mib)
-    print(text(outcome), file=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        sys.stderr.flush()
-        result = {"command": "soak", "minutes": args.minutes, "seed": args.seed}
-        print(json.dumps({**result, **as_json(outcome), "machine": where, "versions": versions()}))
+    result = {"command": "soak", "minutes": args.minutes, "seed": args.seed, **as_json(outcome)}
+    tell(args, text(outcome), {**result, "machine": where, "versions": versions()})
     return 1 if outcome.problems else 0
 
 

@@ -6,8 +6,9 @@ import json
 import time
 import uuid
 
+from jaxserve.bench.stress.http_calls import COMPLETIONS, form
 from jaxserve.bench.stress.soak_caller import Caller, whole_http
-from jaxserve.bench.stress.soak_frontends import COMPLETIONS, completion
+from jaxserve.bench.stress.soak_frontends import completion
 from jaxserve.client import ServerError
 from jaxserve.client.messages import make_line
 
@@ -39,33 +40,23 @@ def grpc_batch(caller: Caller) -> None:
 
 def http_batch(caller: Caller) -> None:
     """The same through HTTP."""
-    count, mark = caller.rng.randint(1, 6), uuid.uuid4().hex
     lines = []
-    for number in range(count):
+    for number in range(caller.rng.randint(1, 6)):
         body = completion(caller.asked(longest=24))
         for absent in ("slo", "slo_class", "tier"):
             body.pop(absent, None)
         line = {"custom_id": str(number), "method": "POST", "url": COMPLETIONS, "body": body}
         lines.append(json.dumps(line))
-    form = "\r\n".join(
-        (
-            f'--{mark}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch',
-            f'--{mark}\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"',
-            "Content-Type: application/jsonl\r\n",
-            "\n".join(lines),
-            f"--{mark}--\r\n",
-        )
-    )
-    kind = f"multipart/form-data; boundary={mark}"
-    file = whole_http(caller, "batches", "POST", "/v1/files", form.encode(), kind)["id"]
+    upload, kind = form("\n".join(lines))
+    file = whole_http(caller, "batches", "/v1/files", upload, headers=kind)["id"]
     asks = {"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h"}
-    batch = whole_http(caller, "batches", "POST", "/v1/batches", json.dumps(asks).encode())
-    began = time.monotonic()
+    batch = whole_http(caller, "batches", "/v1/batches", asks)
+    began, count = time.monotonic(), len(lines)
     while batch["status"] == "in_progress":
         time.sleep(_POLL_S)
-        batch = whole_http(caller, "batches", "GET", f"/v1/batches/{batch['id']}")
+        batch = whole_http(caller, "batches", f"/v1/batches/{batch['id']}")
     caller.ledger.waited("a batch", time.monotonic() - began)
     if batch["request_counts"] != {"total": count, "completed": count, "failed": 0}:
         caller.ledger.problem(f"batches: {batch['request_counts']} of {count} lines")
-    whole_http(caller, "batches", "DELETE", f"/v1/files/{file}")
-    whole_http(caller, "batches", "DELETE", f"/v1/batches/{batch['id']}")
+    for path in (f"/v1/files/{file}", f"/v1/batches/{batch['id']}"):
+        whole_http(caller, "batches", path, method="DELETE")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxserve.bench.stress.http_calls import call
 from jaxserve.bench.stress.ledger import Ledger
 from jaxserve.bench.stress.soak_frontends import (
     Asked,
@@ -95,15 +96,11 @@ class Caller:
 
 
 def whole_http(
-    caller: Caller,
-    kind: str,
-    method: str,
-    path: str,
-    body: bytes | None = None,
-    content: str = "application/json",
+    caller: Caller, kind: str, path: str, body: Any = None, *, method: str = "", **options: Any
 ) -> dict[str, Any]:
-    """The object that a call is answered with. Raises Refused."""
-    status, answer = caller.http.call(method, path, body, content)
+    """The object that a call is answered with, see `http_calls.call`. Raises Refused."""
+    given = {"method": method, "patience_s": None, **options}
+    status, answer = call(caller.http.address, path, body, **given)
     label = "http " + "/".join(path.split("/")[:3])
     ended = "ok" if status == http.HTTPStatus.OK else error_code(status, answer)
     caller.ledger.note(kind, label, ended)

@@ -8,17 +8,18 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from jaxserve.bench.stress import attacks
+from jaxserve.bench.stress.http_calls import COMPLETIONS, call
 from jaxserve.bench.stress.server_process import WRITE_TIMEOUT_S
 from jaxserve.bench.stress.soak_batches import grpc_batch, http_batch
 from jaxserve.bench.stress.soak_caller import KNOWN_OUTPUT, MAX_OUTPUT, Caller, whole_http
 from jaxserve.bench.stress.soak_frontends import (
-    COMPLETIONS,
     Asked,
     Door,
     Refused,
+    Stream,
     completion,
     error_code,
 )
@@ -42,8 +43,7 @@ def scored(caller: Caller) -> None:
     asked, ended = caller.asked(), "ok"
     asked.max_tokens, asked.sampling = 0, {"echo": True, "logprobs": caller.rng.randint(0, 20)}
     try:
-        body = json.dumps(completion(asked)).encode()
-        found = whole_http(caller, "scored", "POST", COMPLETIONS, body)
+        found = whole_http(caller, "scored", COMPLETIONS, completion(asked))
         told = found["choices"][0]["logprobs"]["token_logprobs"]
         if len(told) != len(asked.prompt) or None in told[1:]:
             caller.ledger.problem(f"scored: {len(told)} of {len(asked.prompt)} tokens were told")
@@ -64,17 +64,9 @@ def cancelled(caller: Caller) -> None:
     vanish = caller.rng.random() < 0.5
     kind, door = "disconnected" if vanish else "cancelled", caller.door()
     asked = caller.asked(shortest=20)
-    stream = door.stream(asked)
-    some, ended = caller.rng.randint(1, 10), "ok"
-    try:
-        for number, _ in enumerate(caller.texts(stream, asked)):
-            if number == some:
-                ended = "left"
-                break
-    except Refused as error:
-        ended = error.status
-    finally:
-        stream.leave(vanish=vanish)
+    stream, some = door.stream(asked), caller.rng.randint(1, 10)
+    texts = caller.texts(stream, asked)
+    ended = _followed(stream, texts, lambda number, _: number == some, vanish=vanish)
     _note_read(caller, kind, door, ended)
 
 
@@ -82,15 +74,9 @@ def late(caller: Caller) -> None:
     """A deadline that may pass; only gRPC has them."""
     asked = caller.asked(shortest=100)
     stream = caller.grpc.stream(asked, timeout_s=caller.rng.uniform(0.2, 2.0))
-    heard, ended = False, "ok"
-    try:
-        for _ in caller.texts(stream, asked):
-            heard = True
-    except Refused as error:
-        ended = error.status
-    finally:
-        stream.leave(vanish=False)
-    surely = heard or ended != "DEADLINE_EXCEEDED"
+    heard: list[str] = []
+    ended = _followed(stream, caller.texts(stream, asked), lambda _, text: heard.append(text))
+    surely = bool(heard) or ended != "DEADLINE_EXCEEDED"
     caller.ledger.note("deadline", caller.grpc.method, ended, surely=surely)
 
 
@@ -130,7 +116,7 @@ def wrong(caller: Caller) -> None:
         ended = _ended(door, Asked([5], 1, {"temperature": -1.0}))
     else:
         door, body = caller.http, rng.choice((b"{", b"[]", b'{"prompt": "a", "no_such": 1}', b""))
-        ended = error_code(*caller.http.call("POST", COMPLETIONS, body))
+        ended = error_code(*call(caller.http.address, COMPLETIONS, body, patience_s=None))
     if ended == "ok":
         caller.ledger.problem("wrong: a call was served that is none")
     caller.ledger.note("wrong", door.method, ended)
@@ -153,17 +139,15 @@ def twice(caller: Caller) -> None:
     name, door = uuid.uuid4().hex, caller.door()
     first = caller.asked(shortest=40)
     first.request_id = name
-    stream, ended = door.stream(first), "ok"
-    try:
-        for number, _ in enumerate(caller.texts(stream, first)):
-            if number == 0:
-                other = caller.door()
-                again = _ended(other, Asked([5, 6], 1, request_id=name))
-                caller.ledger.note("same id", other.method, again)
-    except Refused as error:
-        ended = error.status
-    finally:
-        stream.leave(vanish=False)
+
+    def again(number: int, _: str) -> None:
+        if number == 0:
+            other = caller.door()
+            ended = _ended(other, Asked([5, 6], 1, request_id=name))
+            caller.ledger.note("same id", other.method, ended)
+
+    stream = door.stream(first)
+    ended = _followed(stream, caller.texts(stream, first), again)
     _note_read(caller, "same id", door, ended)
 
 
@@ -171,12 +155,12 @@ def asked_about(caller: Caller) -> None:
     """What is served, and tokens."""
     caller.grpc.client.info()
     caller.ledger.note("questions", "GetServerInfo", "ok")
-    for method, path, body in (
-        ("GET", "/v1/models", None),
-        ("POST", "/tokenize", b'{"prompt": "Once upon a time"}'),
-        ("POST", "/detokenize", b'{"tokens": [5, 6, 7]}'),
+    for path, body in (
+        ("/v1/models", None),
+        ("/tokenize", {"prompt": "Once upon a time"}),
+        ("/detokenize", {"tokens": [5, 6, 7]}),
     ):
-        whole_http(caller, "questions", method, path, body)
+        whole_http(caller, "questions", path, body)
 
 
 KINDS: Mapping[Callable[[Caller], None], float] = {
@@ -204,15 +188,13 @@ def _read(
     text: str | None,
     pauses_s: float = 0.0,
 ) -> None:
-    stream, pieces, ended = door.stream(asked), [], "ok"
-    try:
-        for piece in caller.texts(stream, asked):
-            pieces.append(piece)
-            time.sleep(pauses_s)
-    except Refused as error:
-        ended = error.status
-    finally:
-        stream.leave(vanish=False)
+    stream, pieces = door.stream(asked), []
+
+    def read(_: int, piece: str) -> None:
+        pieces.append(piece)
+        time.sleep(pauses_s)
+
+    ended = _followed(stream, caller.texts(stream, asked), read)
     if ended == "ok" and text is not None and not text.startswith("".join(pieces)):
         caller.ledger.problem(f"{kind}: a greedy text is not what it was")
     _note_read(caller, kind, door, ended)
@@ -227,14 +209,26 @@ def _note_read(caller: Caller, kind: str, door: Door, ended: str) -> None:
 
 def _ended(door: Door, asked: Asked) -> str:
     stream = door.stream(asked)
+    return _followed(stream, stream.texts(), lambda *_: None)
+
+
+def _followed(
+    stream: Stream,
+    texts: Iterator[str],
+    enough: Callable[[int, str], bool | None],
+    *,
+    vanish: bool = False,
+) -> str:
+    """How it ended, as `Ledger` has it: left where a piece, which has a number, was enough."""
     try:
-        for _ in stream.texts():
-            pass
+        for number, text in enumerate(texts):
+            if enough(number, text):
+                return "left"
         return "ok"
     except Refused as error:
         return error.status
     finally:
-        stream.leave(vanish=False)
+        stream.leave(vanish=vanish)
 
 
 def _plain(code: str) -> str:

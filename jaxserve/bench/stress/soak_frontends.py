@@ -12,12 +12,11 @@ from typing import Any, Protocol
 
 import grpc
 
+from jaxserve.bench.stress.http_calls import COMPLETIONS
 from jaxserve.client import Client
 from jaxserve.client.connection import NO_PROXY
 from jaxserve.client.messages import make_request
 from jaxserve.server.proto import generation_pb2_grpc
-
-COMPLETIONS = "/v1/completions"
 
 
 class Refused(Exception):
@@ -57,10 +56,6 @@ class Door(Protocol):
         """Sends it. timeout_s: after which the client gives up; None: it does not."""
         ...
 
-    def close(self) -> None:
-        """Closes its connection."""
-        ...
-
 
 class Stream(Protocol):
     """A call that runs."""
@@ -87,7 +82,7 @@ class GrpcDoor:
         return GrpcStream(self.client.address, asked, timeout_s)
 
     def close(self) -> None:
-        """See `Door`."""
+        """Closes the connection of its client."""
         self.client.close()
 
 
@@ -138,22 +133,9 @@ class HttpDoor:
         up."""
         return HttpStream(self.address, completion(asked, stream=True), timeout_s)
 
-    def call(
-        self, method: str, path: str, body: bytes | None, kind: str = "application/json"
-    ) -> tuple[int, bytes]:
-        """Status and body of a whole answer."""
-        with contextlib.closing(self.connect()) as connection:
-            headers = {} if body is None else {"Content-Type": kind}
-            connection.request(method, path, body, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-
     def connect(self) -> http.client.HTTPConnection:
         """A connection, to be closed."""
         return http.client.HTTPConnection(self.address)
-
-    def close(self) -> None:
-        """See `Door`; each call has a connection of its own."""
 
 
 class HttpStream:

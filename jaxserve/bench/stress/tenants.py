@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
+import functools
 import json
 import socket
 import time
@@ -12,6 +12,7 @@ from http import HTTPStatus
 from typing import Any
 
 from jaxserve.bench.stress.attacks import MIB, Tried
+from jaxserve.bench.stress.http_calls import COMPLETIONS, call, form
 from jaxserve.server.access.key_file import ApiKey, digest_of
 
 LOUD, CROWD, QUIET = "loud", "crowd", "quiet"  # names of the keys, and the keys
@@ -19,13 +20,6 @@ CONCURRENCY = 2
 FILES, FILE_MIB = 30, 60
 CALLS, PROMPTS, N = 16, 128, 2
 _PATIENCE_S = 60.0
-_MARK = "a mark of parts"
-_FORM = (
-    f'--{_MARK}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-    f'--{_MARK}\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
-    "{content}"
-    f"\r\n--{_MARK}--\r\n"
-)
 
 
 def key_lines() -> str:
@@ -84,8 +78,10 @@ async def many_prompts(address: str) -> Tried:
 async def unread_files(address: str) -> Tried:
     """A large file of QUIET's, which has no limit, is asked for again and again, and not read."""
     tried, content = Tried(), "x" * (FILE_MIB * MIB)
-    name = await asyncio.to_thread(_uploaded, address, content)
+    upload = functools.partial(call, address, "/v1/files", *form(content), key=QUIET)
     del content
+    name = json.loads((await asyncio.to_thread(upload))[1])["id"]
+    del upload
     host, port = address.rsplit(":", 1)
     readers = []
     for _ in range(FILES):
@@ -105,24 +101,4 @@ async def unread_files(address: str) -> Tried:
 
 
 def _posted(address: str, key: str, body: Mapping[str, Any]) -> int:
-    return _called(address, key, "/v1/completions", json.dumps(body).encode(), "application/json")[
-        0
-    ]
-
-
-def _uploaded(address: str, content: str) -> str:
-    form = _FORM.format(content=content).encode()
-    kind = f'multipart/form-data; boundary="{_MARK}"'
-    _, answer = _called(address, QUIET, "/v1/files", form, kind)
-    return str(json.loads(answer)["id"])
-
-
-def _called(address: str, key: str, path: str, body: bytes, kind: str) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(address, timeout=_PATIENCE_S)
-    headers = {"Content-Type": kind, "Authorization": f"Bearer {key}"}
-    try:
-        connection.request("POST", path, body, headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
+    return call(address, COMPLETIONS, body, key=key, patience_s=_PATIENCE_S)[0]

@@ -1,0 +1,119 @@
+"""What the commands of the bench share: flags and their ranges, the configuration of an engine that
+they run themselves, how they tell what they found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from jaxserve.command_line import Parser
+from jaxserve.config import Config
+from jaxserve.configs import base
+from jaxserve.sched.registry import make_policy, policies
+from jaxserve.server.startup import launch
+from jaxserve.server.startup.launch import UsageError
+
+DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
+
+
+class BenchParser(Parser):
+    """Of `jaxserve bench NAME`. json: whether it has --json, see `tell`."""
+
+    def __init__(self, name: str, *, json: bool = True, **options: Any) -> None:
+        super().__init__(prog=f"jaxserve bench {name}", **options)
+        self.set_defaults(command=name)
+        self._least: dict[str, int | None] = {}
+        if json:
+            self.add_argument(
+                "--json", action="store_true", help="one JSON object as the last line"
+            )
+
+    def number(
+        self,
+        name: str,
+        default: float | None,
+        text: str,
+        *,
+        least: int | None = 1,
+        required: bool = False,
+    ) -> None:
+        """A flag for a whole number of at least so much; least None: for a positive number."""
+        kind, shown = float if least is None else int, "" if default is None else " (%(default)s)"
+        add, told = self.add_argument, text + shown
+        add(f"--{name}", type=kind, default=default, required=required, help=told)
+        self._least[name] = least
+
+    def check(self, args: argparse.Namespace) -> None:
+        """Raises UsageError for a number that is out of its range."""
+        for name, least in self._least.items():
+            value = getattr(args, name)
+            if value is None:
+                continue
+            if least is None and not (math.isfinite(value) and value > 0):
+                raise UsageError(f"--{name} must be a positive number, got {value}")
+            if least is not None and value < least:
+                raise UsageError(f"--{name} must be at least {least}, got {value}")
+
+    def parse_serving(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """The arguments, checked, with the engine's configuration as `config`; and the flags of
+        serve.py, which it was made of. Raises UsageError or ConfigError."""
+        args, rest = self.parse_known_args(argv)
+        self.check(args)
+        args.config = self.read_config(rest)
+        return args, rest
+
+    def read_config(self, argv: Sequence[str]) -> Config:
+        """Of --config, --model, --policy, --config.x.y= and so on, nothing else. Raises UsageError
+        or ConfigError."""
+        return read_config(argv, self.flags())
+
+
+def read_config(argv: Sequence[str], own_flags: Sequence[str] = ()) -> Config:
+    """See `BenchParser.read_config`. own_flags: those that the command has beside."""
+    values = flags.FlagValues()
+    launch.parse_flags(["jaxserve.bench", *argv], str(DEFAULT_CONFIG), values, own_flags)
+    for name in ("port", "http_port", "metrics_port"):
+        if values[name].value is not None:
+            raise UsageError(f"--{name} is for serve.py; the bench opens no port")
+    return launch.read_config(values)
+
+
+def policy_names(text: str | None) -> list[str]:
+    """Those of the flag --policies, separated by commas; without it all there are. Raises
+    UsageError for one that is none, or there twice."""
+    names = text.split(",") if text else list(policies())
+    for name in names:
+        try:
+            make_policy(name)
+        except ValueError as error:
+            raise UsageError(f"--policies: {error}") from error
+    if len(set(names)) < len(names):
+        raise UsageError("--policies: one is there twice")
+    return names
+
+
+def tell(args: argparse.Namespace, text: str, result: Mapping[str, Any]) -> None:
+    """Prints the text; with --json to stderr, and the result as the last line of stdout."""
+    print(text, file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        sys.stderr.flush()
+        print(json.dumps(result, allow_nan=False), flush=True)
+
+
+def served_by(result: Mapping[str, Any]) -> str:
+    """A model, and what it is served with."""
+    info = result["model"]
+    return f"{info['model']} ({info['dtype']}, {info['device']})"
+
+
+def on_machine(result: Mapping[str, Any]) -> str:
+    """Where it was measured."""
+    where = result["machine"]
+    return f"on {where['cpu']}, {where['cores']} cores, load {where['load_average']}"
