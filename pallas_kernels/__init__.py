@@ -18,6 +18,7 @@ from jaxserve.pallas_kernels.attention import (
 from jaxserve.pallas_kernels.backends import (
     BACKENDS,
     Backend,
+    KernelShape,
     get_backend,
     resolve_backend,
     select_backend,
@@ -43,6 +44,7 @@ __all__ = [
     "AttentionBatch",
     "Backend",
     "HiddenProjection",
+    "KernelShape",
     "absorbed_attention",
     "argmax",
     "block_bytes",

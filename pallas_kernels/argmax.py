@@ -5,20 +5,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxserve.pallas_kernels.backends import resolve_backend
+from jaxserve.pallas_kernels.backends import platform_backend
 
 
 def argmax(scores: jax.Array) -> jax.Array:
     """First index of each row's maximum, float32 [R, V] -> int32 [R]. Any valid index if the row
-    holds a NaN. Where numba has kernels, see `resolve_backend`, it is one of them on CPUs."""
-    if resolve_backend("auto") != "numba":
+    holds a NaN. By the kernel of `platform_backend`, if it has one."""
+    kernel = platform_backend().argmax
+    if kernel is None:
         return _argmax(scores)
-    from jaxserve.pallas_kernels.cpu import (
-        argmax as numba_argmax,  # as backends are, when first chosen
-    )
-
     # A step may be compiled for a device that is not here.
-    return jax.lax.platform_dependent(scores, cpu=numba_argmax.argmax, default=_argmax)
+    return jax.lax.platform_dependent(scores, cpu=kernel, default=_argmax)
 
 
 def _argmax(scores: jax.Array) -> jax.Array:

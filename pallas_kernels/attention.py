@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.pallas_kernels import checks
-from jaxserve.pallas_kernels.backends import get_backend
+from jaxserve.pallas_kernels.backends import Scoring, get_backend
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, AttentionBatch
 from jaxserve.pallas_kernels.checks import HEAD_AXIS
 from jaxserve.pallas_kernels.hidden import HiddenProjection
@@ -173,10 +173,11 @@ def paged_attention(
     checks.check_decode_only(batch, decode_only)
     if q.shape[1] % pool.shape[2]:
         raise ValueError(f"q: {q.shape[1]} heads are not a multiple of the pool's {pool.shape[2]}")
-    masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
     if plan is None:
+        masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
         plan = plan_attention(pool, batch, q.shape[1], backend=backend, mesh=mesh, **masks)
-    attend = partial(get_backend(backend).attend, scale=scale, soft_cap=soft_cap, **masks)
+    scoring = Scoring(scale, sliding_window, soft_cap)
+    attend = partial(get_backend(backend).attend, scoring=scoring, decode_only=decode_only)
     heads = {"q": q.shape[1], "pool": pool.shape[2]}
     takes = (BY_HEAD, POOL, WHOLE, WHOLE, WHOLE)
     run = over_heads(partial(_planned, attend), mesh, takes, BY_HEAD, **heads)
@@ -214,13 +215,9 @@ def absorbed_attention(
     if plan is None:
         more: dict[str, Any] = {"backend": backend, "mesh": mesh}
         plan = plan_absorbed(pool, batch, qx.shape[1], sliding_window=sliding_window, **more)
-    absorbed = partial(
-        get_backend(backend).absorbed,
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        axis_name=None if mesh is None else HEAD_AXIS,
-    )
+    axis_name = None if mesh is None else HEAD_AXIS
+    scoring = Scoring(scale, sliding_window, soft_cap)
+    absorbed = partial(get_backend(backend).absorbed, scoring=scoring, axis_name=axis_name)
     takes = (BY_WIDTH, POOL, WHOLE, WHOLE, WHOLE)
     run = over_heads(partial(_planned, absorbed), mesh, takes, BY_WIDTH, pool=pool.shape[2])
     return run(qx, pool, jnp.asarray(layer, jnp.int32), batch, plan)
@@ -259,7 +256,8 @@ def projected_attention(
         raise ValueError(f"q: {q.shape[1]} heads, but hidden blocks of {heads} want as many")
     projection.validate(heads * head_dim, heads, head_dim)
     masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
-    kernel = partial(get_backend(backend).projected, scale=scale, soft_cap=soft_cap, **masks)
+    scoring = Scoring(scale, sliding_window, soft_cap)
+    kernel = partial(get_backend(backend).projected, scoring=scoring, decode_only=decode_only)
 
     def projected(
         q: jax.Array,

@@ -14,6 +14,26 @@ from jax.typing import DTypeLike
 
 
 @dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How products q . k become scores, see `attention.paged_attention`."""
+
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelShape:
+    """What kernels see of a model and its pool. Heads are a shard's."""
+
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: DTypeLike
+
+
+@dataclasses.dataclass(frozen=True)
 class Backend:
     """The kernels of one backend. All see one shard's heads; see the functions of the same purpose
     in `attention` and `move` for shapes and meaning. `layer` is a traced index into the whole pool.
@@ -26,19 +46,21 @@ class Backend:
         attend, of HIDDEN for projected: there their next argument, `plan`. None: no such argument.
     plan_absorbed(batch, pool's shape, its dtype, num_heads, *, sliding_window) -> the same for
         absorbed, whose next argument it is. None: no such argument.
-    attend(q, pool, layer, batch, *, scale, sliding_window, soft_cap, decode_only) -> [T, H, D]:
-        rows of kind KV; zeros for the tokens of others and for padding.
-    absorbed(qx, pool, layer, batch, *, scale, sliding_window, soft_cap, axis_name) -> [T, H, E]:
-        hidden decodes; zeros elsewhere. axis_name: mesh axis over which qx, x and the result are
-        cut along E and the scores want a sum; None for no cut.
-    projected(q, pool, layer, batch, projection, *, scale, sliding_window, soft_cap, decode_only)
-        -> [T, H, D]: hidden rows, decodes and chunks; zeros elsewhere. The pool's blocks are whole
-        (all of x) even where q and projection have a shard's heads only.
+    attend(q, pool, layer, batch, *, scoring, decode_only) -> [T, H, D]: rows of kind KV; zeros for
+        the tokens of others and for padding.
+    absorbed(qx, pool, layer, batch, *, scoring, axis_name) -> [T, H, E]: hidden decodes; zeros
+        elsewhere. axis_name: mesh axis over which qx, x and the result are cut along E and the
+        scores want a sum; None for no cut.
+    projected(q, pool, layer, batch, projection, *, scoring, decode_only) -> [T, H, D]: hidden
+        rows, decodes and chunks; zeros elsewhere. The pool's blocks are whole (all of x) even where
+        q and projection have a shard's heads only.
     move(pool, moves, count) -> pool
     stage_out(pool, slots, count) -> staging
     stage_in(pool, staging, slots, count) -> pool
-    supports(kind, *, num_heads, kv_heads, head_dim, block_size, dtype) -> None, or why the kernels
-        of this cache kind cannot run such a shape. Heads are a shard's.
+    supports(kind, shape) -> None, or why the kernels of this cache kind cannot run that shape.
+    argmax(scores) -> [R]: see `argmax.argmax`. None: in XLA's operations.
+    skinny_matmul(rows, weights, *, transposed) -> the kernel of such a product, which takes (x,
+        weights, *, transposed) as `skinny_matmul.skinny_matmul`, or None. None: there is no such.
     decode_group: rows that decodes read together, sorted by length: each costs what the longest
         does. decode_chunk: tokens of K and V that such a group reads at once, about.
     """
@@ -50,10 +72,12 @@ class Backend:
     move: Callable[..., jax.Array]
     stage_out: Callable[..., jax.Array]
     stage_in: Callable[..., jax.Array]
-    supports: Callable[..., str | None]
+    supports: Callable[[int, KernelShape], str | None]
     plan: Callable[..., Any] | None = None
     plan_absorbed: Callable[..., Any] | None = None
     plan_write: Callable[..., Any] | None = None
+    argmax: Callable[[jax.Array], jax.Array] | None = None
+    skinny_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
     decode_group: int = 1
     decode_chunk: int = 1
 
@@ -124,29 +148,30 @@ def _unusable() -> str | None:
     return next((_misplaced(name) for name, its in PLATFORMS.items() if its == platform), None)
 
 
-@functools.cache
 def get_backend(name: str) -> Backend:
     """The backend of a name that `resolve_backend` takes."""
-    module, attribute = BACKENDS[resolve_backend(name)]
+    return _load(resolve_backend(name))
+
+
+@functools.cache
+def _load(name: str) -> Backend:
+    module, attribute = BACKENDS[name]
     found = getattr(importlib.import_module(f"{__package__}.{module}"), attribute)
     assert isinstance(found, Backend)
     return found
 
 
-def select_backend(
-    name: str,
-    *,
-    kinds: tuple[int, ...],
-    num_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: DTypeLike,
-) -> tuple[str, str | None]:
+def platform_backend() -> Backend:
+    """The first device's own, for what has nothing to do with the pool: whichever attention is
+    served with, one kernel is as right as another there."""
+    return get_backend("auto")
+
+
+def select_backend(name: str, kinds: tuple[int, ...], shape: KernelShape) -> tuple[str, str | None]:
     """The backend for a model's shape: (its name, None), or for "auto" where the platform's own
     kernels do not run or do not take the shape, ("xla", the reason).
 
-    kinds: cache kinds to be served. Heads are a shard's. ValueError for an unknown name, and for
+    kinds: cache kinds to be served. ValueError for an unknown name, and for
     one asked for by name that the first device does not run or that does not take the shape.
     """
     chosen = resolve_backend(name)
@@ -156,14 +181,7 @@ def select_backend(
     if name == "auto" and chosen == "xla":
         return chosen, _unusable()
     for kind in kinds:
-        reason = get_backend(chosen).supports(
-            kind,
-            num_heads=num_heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            dtype=dtype,
-        )
+        reason = get_backend(chosen).supports(kind, shape)
         if reason is None:
             continue
         if name == "auto":

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.pallas_kernels.backends import Scoring
+
 LOG2_E = math.log2(math.e)
 # Finite, so that the peak of a row that has seen nothing gives weights of 0, not NaN.
 NOTHING_SEEN = -1e30
@@ -37,8 +39,9 @@ def start(rows: int, width: int) -> Softmax:
     )
 
 
-def prepare(products: jax.Array, scale: float, soft_cap: float | None) -> jax.Array:
+def prepare(products: jax.Array, scoring: Scoring) -> jax.Array:
     """Scores in units of log 2 from raw products q . k, float32 of any shape."""
+    scale, soft_cap = scoring.scale, scoring.soft_cap
     if soft_cap is None:
         return products * (scale * LOG2_E)
     return jnp.tanh(products * (scale / soft_cap)) * (soft_cap * LOG2_E)

@@ -6,7 +6,9 @@ any float dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -85,53 +87,71 @@ def _cached(blocks: np.ndarray, batch: AttentionBatch, row: int, plane: int) -> 
     return blocks[ids, :, slots]
 
 
-def _rows_of(batch: AttentionBatch, kind: int, rows: int) -> list[int]:
-    return [row for row in range(rows) if int(batch.kind[row]) == kind]
-
-
-def paged_attention(
+def _attend(
     q: Array,
     pool: Array,
     layer: int,
     batch: AttentionBatch,
+    kind: int,
+    end: jax.Array,
+    read: Callable[[Callable[[int], np.ndarray]], tuple[np.ndarray, np.ndarray]],
     *,
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     dtype: DTypeLike = np.float64,
 ) -> np.ndarray:
-    """Attention of q [T, H, D] over the pool -> [T, H, D] in dtype; zeros for padding tokens and
-    those of hidden rows."""
+    """Attention of q [T, H, D] over the rows of a kind before `end` -> [T, H, D] in dtype, zeros
+    for tokens of others. read: K and V [S, any, D] of what a row has cached in each plane."""
     queries, blocks = np.asarray(q).astype(dtype), np.asarray(pool)[layer].astype(dtype)
     out, batch = np.zeros(queries.shape, dtype), _on_host(batch)
-    for row in _rows_of(batch, KV, int(batch.num_rows)):
-        k, v = (_cached(blocks, batch, row, plane) for plane in (0, 1))
-        for token, start, end in _seen(batch, row, sliding_window):
-            out[token] = _one_token(queries[token], k[start:end], v[start:end], scale, soft_cap)
+    for row in range(int(end)):
+        if int(batch.kind[row]) == kind:
+            k, v = read(partial(_cached, blocks, batch, row))
+            for token, start, stop in _seen(batch, row, sliding_window):
+                seen = k[start:stop], v[start:stop]
+                out[token] = _one_token(queries[token], *seen, scale, soft_cap)
     return out
+
+
+def paged_attention(
+    q: Array, pool: Array, layer: int, batch: AttentionBatch, **options: Any
+) -> np.ndarray:
+    """Attention of q [T, H, D] over the pool -> [T, H, D]; zeros for padding tokens and those of
+    hidden rows. options: scale, sliding_window, soft_cap, and the dtype of all."""
+    planes = (KV, batch.num_rows, lambda cached: (cached(0), cached(1)))
+    return _attend(q, pool, layer, batch, *planes, **options)
 
 
 def absorbed_attention(
-    qx: Array,
+    qx: Array, pool: Array, layer: int, batch: AttentionBatch, **options: Any
+) -> np.ndarray:
+    """Attention of qx [T, H, E] over raw hidden vectors, one x for all heads -> [T, H, E]; zeros
+    for all tokens but those of hidden decodes."""
+
+    def read(cached: Callable[[int], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        x = cached(0)
+        return (x.reshape(len(x), 1, -1),) * 2
+
+    return _attend(qx, pool, layer, batch, HIDDEN, batch.num_decodes, read, **options)
+
+
+def projected_attention(
+    q: Array,
     pool: Array,
     layer: int,
     batch: AttentionBatch,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    dtype: DTypeLike = np.float64,
+    projection: HiddenProjection,
+    **options: Any,
 ) -> np.ndarray:
-    """Attention of qx [T, H, E] over raw hidden vectors, one x for all heads -> [T, H, E] in dtype;
-    zeros for all tokens but those of hidden decodes."""
-    queries, blocks = np.asarray(qx).astype(dtype), np.asarray(pool)[layer].astype(dtype)
-    out, batch = np.zeros(queries.shape, dtype), _on_host(batch)
-    for row in _rows_of(batch, HIDDEN, int(batch.num_decodes)):
-        x = _cached(blocks, batch, row, 0)
-        x = x.reshape(len(x), 1, -1)
-        for token, start, end in _seen(batch, row, sliding_window):
-            out[token] = _one_token(queries[token], x[start:end], x[start:end], scale, soft_cap)
-    return out
+    """Attention of q [T, H, D] over the K and V that hidden rows' cached vectors project to ->
+    [T, H, D]; zeros for padding tokens and those of KV rows."""
+
+    def read(cached: Callable[[int], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        x = cached(0)
+        return project(x.reshape(len(x), -1), projection, q.shape[2])
+
+    return _attend(q, pool, layer, batch, HIDDEN, batch.num_rows, read, **options)
 
 
 def project(
@@ -162,30 +182,6 @@ def _project(
     return k, v
 
 
-def projected_attention(
-    q: Array,
-    pool: Array,
-    layer: int,
-    batch: AttentionBatch,
-    projection: HiddenProjection,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    dtype: DTypeLike = np.float64,
-) -> np.ndarray:
-    """Attention of q [T, H, D] over the K and V that hidden rows' cached vectors project to ->
-    [T, H, D] in dtype; zeros for padding tokens and those of KV rows."""
-    queries, blocks = np.asarray(q).astype(dtype), np.asarray(pool)[layer].astype(dtype)
-    out, batch = np.zeros(queries.shape, dtype), _on_host(batch)
-    for row in _rows_of(batch, HIDDEN, int(batch.num_rows)):
-        x = _cached(blocks, batch, row, 0)
-        k, v = project(x.reshape(len(x), -1), projection, queries.shape[2])
-        for token, start, end in _seen(batch, row, sliding_window):
-            out[token] = _one_token(queries[token], k[start:end], v[start:end], scale, soft_cap)
-    return out
-
-
 def move(pool: Array, moves: Array, count: int) -> np.ndarray:
     """A copy of the pool with the first `count` of moves [M, 4] made, in all layers: (block, slot)
     to (block, slot)."""
@@ -209,8 +205,6 @@ def stage_in(pool: Array, staging: Array, slots: Array, count: int) -> np.ndarra
     """A copy of the pool with the first `count` of staging [M, layers, kv_heads, head_dim] in
     their slots [M, 2]."""
     out = np.array(pool)
-    for value, (block, slot) in list(zip(np.asarray(staging), np.asarray(slots), strict=True))[
-        :count
-    ]:
+    for value, (block, slot) in zip(np.asarray(staging)[:count], np.asarray(slots), strict=False):
         out[:, block, :, slot] = value
     return out

@@ -8,31 +8,24 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxserve.pallas_kernels.backends import resolve_backend
+from jaxserve.pallas_kernels.backends import platform_backend
 
 
 def has_skinny_matmul(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
     """Whether the first device has a `skinny_matmul` for so many rows and these weights."""
-    if resolve_backend("auto") != "numba":
-        return False
-    from jaxserve.pallas_kernels.cpu import panels  # as backends are, when chosen
-    from jaxserve.pallas_kernels.cpu import rows as numba_rows
-
-    return any(
-        kernel.takes(rows, weights, transposed=transposed) for kernel in (numba_rows, panels)
-    )
+    choose = platform_backend().skinny_matmul
+    return choose is not None and choose(rows, weights, transposed=transposed) is not None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def skinny_matmul(x: jax.Array, weights: jax.Array, transposed: bool) -> jax.Array:
     """x [T, in] @ weights [in, out] -> float32 [T, out], both of bfloat16 or float32, on one
-    device; sums in float32. transposed: the weights are [out, in]."""
-    from jaxserve.pallas_kernels.cpu import panels
-    from jaxserve.pallas_kernels.cpu import rows as numba_rows
-
-    if numba_rows.takes(x.shape[0], weights, transposed=transposed):
-        return numba_rows.skinny_matmul(x, weights, transposed=transposed)
-    return panels.panels(x, weights, transposed=transposed)
+    device; sums in float32. transposed: the weights are [out, in]. The device has it, see
+    `has_skinny_matmul`."""
+    choose = platform_backend().skinny_matmul
+    kernel = choose and choose(x.shape[0], weights, transposed=transposed)
+    assert kernel is not None
+    return kernel(x, weights, transposed=transposed)
 
 
 @skinny_matmul.defjvp

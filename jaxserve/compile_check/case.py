@@ -23,7 +23,7 @@ from jaxserve.models.fused import fused_specs
 from jaxserve.models.presets import preset, preset_names
 from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import block_bytes, default_block_size
-from jaxserve.pallas_kernels.backends import get_backend
+from jaxserve.pallas_kernels.backends import KernelShape, get_backend
 from jaxserve.pallas_kernels.batch import HIDDEN, KV
 from jaxserve.sched.cache.cache_kinds import why_no_hidden_caches
 
@@ -191,11 +191,11 @@ def _unsupported(
     backend: str, kind: int, config: ModelConfig, heads: int, shards: int, sizes: Sizes
 ) -> str | None:
     """Why the backend's kernels do not take the shape that one device sees; None if they do."""
-    return get_backend(backend).supports(
-        kind,
-        num_heads=config.num_heads // shards,
-        kv_heads=heads // shards,
-        head_dim=config.head_dim,
-        block_size=sizes.block_size,
-        dtype=jnp.dtype(sizes.dtype),
+    shape = KernelShape(
+        config.num_heads // shards,
+        heads // shards,
+        config.head_dim,
+        sizes.block_size,
+        jnp.dtype(sizes.dtype),
     )
+    return get_backend(backend).supports(kind, shape)

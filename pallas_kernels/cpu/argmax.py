@@ -11,19 +11,13 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 
-from jaxserve.pallas_kernels.cpu import numba_ffi
 from jaxserve.pallas_kernels.cpu.numba_ffi import (
     OPTIONS,
-    address_of,
-    begin,
     compiled_once,
     data,
     dims,
-    finish,
-    finish_share,
     intrinsic,
-    operands,
-    take_share,
+    register,
 )
 
 CHUNK = 512  # numbers whose maximum is one loop of vectors
@@ -53,29 +47,16 @@ def argmax(scores: jax.Array) -> jax.Array:
 @compiled_once
 def target() -> str:
     """The name of the kernel, compiled if it is the first time."""
-    name = "jaxserve_argmax"
-    symbol = numba_ffi.task_symbol(name)
-    digest = numba_ffi.digest(__file__)
-
-    def handler(frame: int) -> int:
-        len(digest)
-        block = begin(frame)
-        rows = dims(operands(block)[0], 2)[0] if block else 0
-        return finish(frame, block, rows, 0, address_of(symbol))
-
-    def task(block: int) -> int:
-        len(digest)
-        i = take_share(block)
-        while i >= 0:
-            _row(operands(block), i)
-            i = finish_share(block)
-        return 0
-
-    return numba_ffi.register(name, handler, task)
+    return register("jaxserve_argmax", _rows, _row, __file__)
 
 
 @njit(**OPTIONS)
-def _row(given: Any, row: int) -> None:
+def _rows(given: Any) -> Any:
+    return dims(given[0], 2)[0], 0
+
+
+@njit(**OPTIONS)
+def _row(given: Any, _: int, row: int) -> None:
     rows, columns = dims(given[0], 2)
     scores = carray(data(given[0]), (rows, columns), np.float32)[row]
     best, first = _key(scores[0]), 0

@@ -11,22 +11,17 @@ import numpy as np
 from numba import carray, njit
 
 from jaxserve.pallas_kernels.batch import KV
-from jaxserve.pallas_kernels.cpu import numba_ffi, queries
+from jaxserve.pallas_kernels.cpu import queries
 from jaxserve.pallas_kernels.cpu import tiles as numba_tiles
 from jaxserve.pallas_kernels.cpu.numba_ffi import (
     FAST,
     OPTIONS,
-    address_of,
     allocate,
-    begin,
     compiled_once,
     data,
     dims,
-    finish,
-    finish_share,
-    operands,
-    plan,
-    take_share,
+    int32s,
+    register,
     words,
 )
 from jaxserve.pallas_kernels.cpu.queries import many_queries, one_query
@@ -52,31 +47,15 @@ def target(head_dim: int, *, bfloat16: bool) -> str:
     float32 [2]: scale, soft_cap (0: none). Result: [T, H, D].
     """
     name = f"jaxserve_paged_attention_{'bfloat16' if bfloat16 else 'float32'}_{head_dim}"
-    symbol = numba_ffi.task_symbol(name)
-    digest = numba_ffi.digest(__file__, queries.__file__, numba_tiles.__file__)
+    number = np.uint16 if bfloat16 else np.float32
 
-    def handler(frame: int) -> int:
-        len(digest)
-        block = begin(frame)
-        shares, address = _plan(operands(block)) if block else (0, 0)
-        return finish(frame, block, shares, address, address_of(symbol))
+    @njit(**FAST)
+    def share(given: Any, address: int, i: int) -> None:
+        layers, blocks, kv_heads, size, _ = dims(given[_POOL], 5)
+        shape = layers, blocks, kv_heads, size, head_dim
+        _share(given, carray(data(given[_POOL]), shape, number), address, i, head_dim)
 
-    def task(block: int) -> int:
-        len(digest)
-        i = take_share(block)
-        while i >= 0:
-            given = operands(block)
-            shape = dims(given[_POOL], 5)
-            if bfloat16:
-                half = carray(data(given[_POOL]), _blocks(shape, head_dim), np.uint16)
-                _share(given, half, plan(block), i, head_dim)
-            else:
-                full = carray(data(given[_POOL]), _blocks(shape, head_dim), np.float32)
-                _share(given, full, plan(block), i, head_dim)
-            i = finish_share(block)
-        return 0
-
-    return numba_ffi.register(name, handler, task)
+    return register(name, _plan, share, __file__, queries.__file__, numba_tiles.__file__)
 
 
 @njit(**OPTIONS)
@@ -85,11 +64,8 @@ def _plan(given: Any) -> Any:
     heads), those of most work first."""
     tokens, heads, head_dim = dims(given[_Q], 3)
     kv_heads = dims(given[_POOL], 5)[2]
-    rows = dims(given[_LENS], 1)[0]
-    lens = carray(data(given[_LENS]), (rows,), np.int32)
-    many = carray(data(given[_MANY]), (rows,), np.int32)
-    kind = carray(data(given[_KIND]), (rows,), np.int32)
-    token_row = carray(data(given[_TOKEN_ROW]), (tokens,), np.int32)
+    lens, many, kind = int32s(given[_LENS]), int32s(given[_MANY]), int32s(given[_KIND])
+    token_row, rows = int32s(given[_TOKEN_ROW]), len(kind)
     out = carray(data(given[_OUT]), (tokens, heads * head_dim), np.float32)
     for token in range(tokens):
         row = token_row[token]
@@ -127,22 +103,14 @@ def _plan(given: Any) -> Any:
 
 
 @njit(**FAST)
-def _blocks(shape: Any, head_dim: int) -> Any:
-    return shape[0], shape[1], shape[2], shape[3], head_dim
-
-
-@njit(**FAST)
 def _share(given: Any, pool: Any, address: int, i: int, head_dim: int) -> None:
     tokens, heads, _ = dims(given[_Q], 3)
     kv_heads, size = pool.shape[2], pool.shape[3]
     rows, _, table_width = dims(given[_TABLES], 3)
     q = carray(data(given[_Q]), (tokens, heads, head_dim), np.float32)
     tables = carray(data(given[_TABLES]), (rows, 2, table_width), np.int32)
-    lens = carray(data(given[_LENS]), (rows,), np.int32)
-    start = carray(data(given[_START]), (rows,), np.int32)
-    many = carray(data(given[_MANY]), (rows,), np.int32)
-    sides = carray(data(given[_SIDE]), (rows,), np.int32)
-    ints = carray(data(given[_INTS]), (2,), np.int32)
+    lens, start, many = int32s(given[_LENS]), int32s(given[_START]), int32s(given[_MANY])
+    sides, ints = int32s(given[_SIDE]), int32s(given[_INTS])
     floats = carray(data(given[_FLOATS]), (2,), np.float32)
     out = carray(data(given[_OUT]), (tokens, heads, head_dim), np.float32)
     layer, window = pool[ints[0]], ints[1]

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -119,6 +120,12 @@ def data_address(operand: int) -> int:
 
 
 @njit(**OPTIONS)
+def int32s(operand: int) -> Any:
+    """An operand of one axis, int32."""
+    return carray(data(operand), (dims(operand, 1)[0],), np.int32)
+
+
+@njit(**OPTIONS)
 def dims(operand: int, rank: int) -> Any:
     """The shape of an operand: int64 [rank]."""
     return words(words(operand, 6)[_DIMS], rank)
@@ -148,12 +155,6 @@ def allocate(count: int) -> int:
 def operands(block: int) -> Any:
     """A call's operands and then its results, int64, for `data` and `dims`."""
     return words(block + 8 * _OPERANDS, words(block, _OPERANDS)[_COUNT])
-
-
-@njit(**OPTIONS)
-def plan(block: int) -> int:
-    """The address that `finish` was given."""
-    return words(block, _OPERANDS)[_PLAN]
 
 
 @njit(**OPTIONS)
@@ -253,29 +254,53 @@ def compiled_once(target: Callable[..., str]) -> Callable[..., str]:
     return locked
 
 
-def register(name: str, handler: Callable[[int], int], task: Callable[[int], int]) -> str:
-    """Makes a handler the target of `jax.ffi.ffi_call` of this name on CPUs; compiled now, or read
-    from numba's cache on disk. task: what it finds as the C function `task_symbol(name)`. Returns
-    the name.
+def register(
+    name: str, plan: Callable[[Any], Any], share: Callable[[Any, int, int], None], *files: str
+) -> str:
+    """Makes a kernel the target of `jax.ffi.ffi_call` of this name on CPUs; compiled now, or read
+    from numba's cache on disk. Returns the name.
 
-    They may close over numbers and strings only: numba keeps what it compiled by their values.
+    plan: of the operands, how many shares there are, and the address of memory of `allocate`, or 0,
+    with what all of them want to know. share: does the one of a number, by the operands and that
+    address. Both are jitted, and may close over numbers only. files: whose code it is.
     """
-    symbol = task_symbol(name)
-    llvm.add_symbol(symbol, _compiled(task, symbol))
-    address = _compiled(handler, f"{name}_handler")
+    symbol, code = f"{name}_task", digest(*files)
+
+    def handler(frame: int) -> int:
+        len(code)
+        block = begin(frame)
+        shares, address = _plan(operands(block)) if block else (0, 0)
+        return finish(frame, block, shares, address, address_of(symbol))
+
+    def task(block: int) -> int:
+        len(code)
+        i = take_share(block)
+        while i >= 0:
+            _share(operands(block), words(block, _OPERANDS)[_PLAN], i)
+            i = finish_share(block)
+        return 0
+
+    llvm.add_symbol(symbol, _compiled(_with(task, _share=share), symbol))
+    address = _compiled(_with(handler, _plan=plan), f"{name}_handler")
     jax.ffi.register_ffi_target(name, _capsule(address, None, None), platform="cpu")
     return name
 
 
-def task_symbol(name: str) -> str:
-    """The C name of the task of a kernel."""
-    return f"{name}_task"
+_plan: Any = None  # of handlers and tasks, see `_with`
+_share: Any = None
 
 
-def digest(*files: str | None) -> str:
+def _with(function: Callable[[int], int], **globals_: Any) -> Callable[[int], int]:
+    """The function with globals of its own. numba keeps what it compiled by the values that it
+    closes over, and those of jitted functions are others in each process."""
+    code, closure = function.__code__, function.__closure__
+    return FunctionType(code, {**globals(), **globals_}, closure=closure)
+
+
+def digest(*files: str) -> str:
     """Of the code of these files and this one, of which numba looks at one only, and of XLA's
     structures."""
-    code = b"".join(Path(file or "").read_bytes() for file in (_HEADER, __file__, *files))
+    code = b"".join(Path(file).read_bytes() for file in (str(_HEADER), __file__, *files))
     return hashlib.sha256(code).hexdigest()
 
 

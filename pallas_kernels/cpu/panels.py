@@ -15,22 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from numba import carray, njit
 
-from jaxserve.pallas_kernels.cpu import numba_ffi, pairs
+from jaxserve.pallas_kernels.cpu import pairs
 from jaxserve.pallas_kernels.cpu.numba_ffi import (
     FAST,
-    address_of,
+    OPTIONS,
     allocate,
-    begin,
     compiled_once,
     copy,
     data_address,
     dims,
-    finish,
-    finish_share,
     free,
-    operands,
     pointer,
-    take_share,
+    register,
 )
 from jaxserve.pallas_kernels.cpu.pairs import (
     LANES,
@@ -54,7 +50,7 @@ PANEL = 128  # columns of a share
 
 
 def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
-    """Whether `panels` has the product of so many rows with these weights."""
+    """Whether `skinny_matmul` has the product of so many rows with these weights."""
     depth, columns = weights.shape[::-1] if transposed else weights.shape
     if columns % TILE_COLUMNS:
         return False
@@ -64,7 +60,7 @@ def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
     return rows <= MOST_ROWS and weights.dtype == jnp.bfloat16 and whole and has_pairs()
 
 
-def panels(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
+def skinny_matmul(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
     """x [T, in] @ weights [in, out] -> float32 [T, out], that `takes`, both of bfloat16 or float32,
     on one CPU device. transposed: the weights are [out, in]. Sums are in float32."""
     columns = weights.shape[0 if transposed else 1]
@@ -81,24 +77,17 @@ def target(*, transposed: bool, wide: bool) -> str:
     """The name of the kernel, compiled if it is the first time. Operands: x [T, in] and weights
     [in, out], transposed: [out, in], of bfloat16, wide: of float32; result: [T, out], float32."""
     name = f"jaxserve_panels_{'transposed' if transposed else 'straight'}_{32 if wide else 16}"
-    symbol = numba_ffi.task_symbol(name)
-    digest = numba_ffi.digest(__file__, pairs.__file__)
 
-    def handler(frame: int) -> int:
-        len(digest)
-        block = begin(frame)
-        columns = dims(operands(block)[2], 2)[1] if block else 0
-        return finish(frame, block, (columns + PANEL - 1) // PANEL, 0, address_of(symbol))
+    @njit(**FAST)
+    def panel(given: Any, _: int, i: int) -> None:
+        _panel(given, i, transposed, wide)
 
-    def task(block: int) -> int:
-        len(digest)
-        i = take_share(block)
-        while i >= 0:
-            _panel(operands(block), i, transposed, wide)
-            i = finish_share(block)
-        return 0
+    return register(name, _panels, panel, __file__, pairs.__file__)
 
-    return numba_ffi.register(name, handler, task)
+
+@njit(**OPTIONS)
+def _panels(given: Any) -> Any:
+    return (dims(given[2], 2)[1] + PANEL - 1) // PANEL, 0
 
 
 @njit(**FAST)
@@ -177,23 +166,12 @@ def _add(
             packed_here = packed_at + 4 * j
             ahead_here = ahead + (j * step if transposed else (4 if wide else 2) * j)
             turn = ahead_here + row // TILE_ROWS % 2 * other
+            given = (sums_here, row_bytes, x_here, 4 * DEPTH, packed_here, row_bytes, deep)
             if wide and rows == TILE_ROWS:
-                add_numbers_2(
-                    sums_here, row_bytes, x_here, 4 * DEPTH, packed_here, row_bytes, deep,
-                    ahead_here, step, other,
-                )  # fmt: skip
+                add_numbers_2(*given, ahead_here, step, other)
             elif wide:
-                add_numbers_1(
-                    sums_here, row_bytes, x_here, 4 * DEPTH, packed_here, row_bytes, deep, turn,
-                    step, 0,
-                )  # fmt: skip
+                add_numbers_1(*given, turn, step, 0)
             elif rows == TILE_ROWS:
-                add_pairs_2(
-                    sums_here, row_bytes, x_here, 4 * DEPTH, packed_here, row_bytes, deep,
-                    ahead_here, step, other,
-                )  # fmt: skip
+                add_pairs_2(*given, ahead_here, step, other)
             else:
-                add_pairs_1(
-                    sums_here, row_bytes, x_here, 4 * DEPTH, packed_here, row_bytes, deep, turn,
-                    step, 0,
-                )  # fmt: skip
+                add_pairs_1(*given, turn, step, 0)

@@ -10,19 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from numba import carray, njit
 
-from jaxserve.pallas_kernels.cpu import numba_ffi, tiles
+from jaxserve.pallas_kernels.cpu import tiles
 from jaxserve.pallas_kernels.cpu.numba_ffi import (
     FAST,
     OPTIONS,
-    address_of,
-    begin,
     compiled_once,
     data,
     dims,
-    finish,
-    finish_share,
-    operands,
-    take_share,
+    register,
 )
 from jaxserve.pallas_kernels.cpu.tiles import (
     BYTES,
@@ -65,27 +60,13 @@ def skinny_matmul(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.
 def target(*, transposed: bool) -> str:
     """The name of the kernel, compiled if it is the first time."""
     name = f"jaxserve_skinny_matmul_{'transposed' if transposed else 'straight'}"
-    symbol = numba_ffi.task_symbol(name)
-    digest = numba_ffi.digest(__file__, tiles.__file__)
+    product = _dot if transposed else _add_up
 
-    def handler(frame: int) -> int:
-        len(digest)
-        block = begin(frame)
-        shares = _shares(operands(block), transposed)[0] if block else 0
-        return finish(frame, block, shares, 0, address_of(symbol))
+    @njit(**OPTIONS)
+    def plan(given: Any) -> Any:
+        return _shares(given, transposed)[0], 0
 
-    def task(block: int) -> int:
-        len(digest)
-        i = take_share(block)
-        while i >= 0:
-            if transposed:
-                _dot(operands(block), i)
-            else:
-                _add_up(operands(block), i)
-            i = finish_share(block)
-        return 0
-
-    return numba_ffi.register(name, handler, task)
+    return register(name, plan, product, __file__, tiles.__file__)
 
 
 @njit(**OPTIONS)
@@ -110,7 +91,7 @@ def _wide_pairs(x: Any, wide: Any) -> None:
 
 
 @njit(**FAST)
-def _add_up(given: Any, i: int) -> None:
+def _add_up(given: Any, _: int, i: int) -> None:
     """Share i of weights [in, out]: rows of the weights, times a number each, added up."""
     count, depth = dims(given[0], 2)
     columns = dims(given[1], 2)[1]
@@ -145,7 +126,7 @@ def _add_up(given: Any, i: int) -> None:
 
 
 @njit(**FAST)
-def _dot(given: Any, i: int) -> None:
+def _dot(given: Any, _: int, i: int) -> None:
     """Share i of weights [out, in]: each of their rows with each of x."""
     count, depth = dims(given[0], 2)
     columns = dims(given[1], 2)[0]

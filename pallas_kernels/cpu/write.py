@@ -7,23 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from numba import carray, njit
+from numba import njit
 
-from jaxserve.pallas_kernels.cpu import numba_ffi
 from jaxserve.pallas_kernels.cpu.numba_ffi import (
     OPTIONS,
-    address_of,
-    begin,
     compiled_once,
     copy,
-    data,
     data_address,
     dims,
-    finish,
-    finish_share,
-    operands,
-    take_share,
+    int32s,
+    register,
 )
 
 SHARE = 1 << 18  # bytes that a share copies, about
@@ -63,50 +56,28 @@ def target() -> str:
     Operands: pool [L, B, K, S, D], which is the result; values [N, M, K, D]; blocks, slots, int32
     [N], those outside of the pool being skipped; int32 [2]: the first of M layers, and the bytes of
     a number."""
-    name = "jaxserve_put"
-    symbol = numba_ffi.task_symbol(name)
-    digest = numba_ffi.digest(__file__)
-
-    def handler(frame: int) -> int:
-        len(digest)
-        block = begin(frame)
-        return finish(frame, block, _shares(block), 0, address_of(symbol))
-
-    def task(block: int) -> int:
-        len(digest)
-        i = take_share(block)
-        while i >= 0:
-            _share(operands(block), i)
-            i = finish_share(block)
-        return 0
-
-    return numba_ffi.register(name, handler, task)
+    return register("jaxserve_put", _shares, _share, __file__)
 
 
 @njit(**OPTIONS)
-def _shares(block: int) -> int:
-    if block == 0:
-        return 0
-    given = operands(block)
+def _shares(given: Any) -> Any:
     many = _a_share(given)
-    return (dims(given[_BLOCKS], 1)[0] + many - 1) // many
+    return (dims(given[_BLOCKS], 1)[0] + many - 1) // many, 0
 
 
 @njit(**OPTIONS)
 def _a_share(given: Any) -> int:
     """How many of the N a share has."""
     shape = dims(given[_VALUES], 4)
-    item = carray(data(given[_INTS]), (2,), np.int32)[1]
+    item = int32s(given[_INTS])[1]
     return max(1, SHARE // (shape[1] * shape[2] * shape[3] * item))
 
 
 @njit(**OPTIONS)
-def _share(given: Any, i: int) -> None:
-    ints = carray(data(given[_INTS]), (2,), np.int32)
+def _share(given: Any, _: int, i: int) -> None:
+    ints, blocks, slots = int32s(given[_INTS]), int32s(given[_BLOCKS]), int32s(given[_SLOTS])
     pool, values = dims(given[_POOL], 5), dims(given[_VALUES], 4)
     count, layers, heads, per = values[0], values[1], values[2], _a_share(given)
-    blocks = carray(data(given[_BLOCKS]), (count,), np.int32)
-    slots = carray(data(given[_SLOTS]), (count,), np.int32)
     vector = values[3] * ints[1]
     to, at = data_address(given[_POOL]), data_address(given[_VALUES])
     for n in range(i * per, min((i + 1) * per, count)):

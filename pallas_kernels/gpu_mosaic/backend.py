@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from jaxserve.pallas_kernels.backends import Backend
+from jaxserve.pallas_kernels.backends import Backend, KernelShape
 from jaxserve.pallas_kernels.batch import KV, AttentionBatch
 from jaxserve.pallas_kernels.gpu_mosaic.common import QUERIES, TILE, missing
 from jaxserve.pallas_kernels.gpu_mosaic.common import plan as plan_decode
@@ -24,27 +23,12 @@ SMALL_BLOCKS = (8, 16, 32)  # larger ones are of whole tiles
 
 
 def plan(
-    kind: int,
-    batch: AttentionBatch,
-    shape: tuple[int, ...],
-    dtype: DTypeLike,
-    num_heads: int,
-    *,
-    sliding_window: int | None,
-    decode_only: bool,
+    kind: int, batch: AttentionBatch, shape: tuple[int, ...], *more: Any, **options: Any
 ) -> Any:
     """See `backends.Backend.plan`."""
-    if kind == KV and decode_only:
-        return plan_decode(batch, Geometry(*shape), sliding_window=sliding_window)
-    return backend.plan(
-        kind,
-        batch,
-        shape,
-        dtype,
-        num_heads,
-        sliding_window=sliding_window,
-        decode_only=decode_only,
-    )
+    if kind == KV and options["decode_only"]:
+        return plan_decode(batch, Geometry(*shape), sliding_window=options["sliding_window"])
+    return backend.plan(kind, batch, shape, *more, **options)
 
 
 def attend(
@@ -63,21 +47,14 @@ def attend(
     return backend.attend(q, pool, layer, batch, plan, decode_only=False, **options)
 
 
-def supports(
-    kind: int,
-    *,
-    num_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: DTypeLike,
-) -> str | None:
+def supports(kind: int, shape: KernelShape) -> str | None:
     """None, or why a cache of this kind and shape (one shard's heads) is not for these kernels."""
-    shape = {"num_heads": num_heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    reason = backend.supports(kind, **shape, block_size=block_size, dtype=dtype)
+    reason = backend.supports(kind, shape)
     if reason is not None or kind != KV:
         return reason
-    name = jnp.dtype(dtype).name
+    head_dim, group = shape.head_dim, shape.num_heads // shape.kv_heads
+    block_size = shape.block_size
+    name = jnp.dtype(shape.dtype).name
     if name not in DTYPES:
         return f"dtype: must be one of {DTYPES}, got {name}"
     if head_dim not in HEAD_DIMS:
@@ -86,8 +63,8 @@ def supports(
         return (
             f"block_size: must be one of {SMALL_BLOCKS} or a multiple of {TILE}, got {block_size}"
         )
-    if num_heads // kv_heads > QUERIES:
-        return f"num_heads: must be at most {QUERIES} a kv head, got {num_heads // kv_heads}"
+    if group > QUERIES:
+        return f"num_heads: must be at most {QUERIES} a kv head, got {group}"
     return missing()
 
 

@@ -12,8 +12,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from jaxserve.pallas_kernels.batch import KV, AttentionBatch
-from jaxserve.pallas_kernels.gpu_triton import tuning
-from jaxserve.pallas_kernels.gpu_triton.common import BatchRefs, Geometry, cdiv, decode_row
+from jaxserve.pallas_kernels.gpu_triton import common, tuning
+from jaxserve.pallas_kernels.gpu_triton.common import (
+    BatchRefs,
+    Geometry,
+    cdiv,
+    context_tiles,
+    decode_row,
+)
 from jaxserve.pallas_kernels.gpu_triton.stream_k import Shares, bounds, cut
 
 plgpu: Any = mosaic_gpu  # jax 0.10 has less in it, which type checkers would mind
@@ -32,19 +38,8 @@ def missing() -> str | None:
     return f"jax: must be {wanted} or newer (Python 3.12) for Mosaic GPU, got {jax.__version__}"
 
 
-class Options(NamedTuple):
-    """What a kernel is compiled for, besides shapes."""
-
-    geometry: Geometry
-    num_heads: int
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-
-    @property
-    def group(self) -> int:
-        """Query heads of a kv head."""
-        return self.num_heads // self.geometry.kv_heads
+class Options(common.Options):
+    """As of all kernels."""
 
     @property
     def page(self) -> int:
@@ -75,9 +70,7 @@ def plan(batch: AttentionBatch, geometry: Geometry, *, sliding_window: int | Non
     nothing have a tile, which writes zeros."""
     mine = (batch.kind == KV) & (batch.query_lens > 0)
     length = jnp.where(mine, batch.context_lens, 0)
-    tiles = cdiv(length, TILE)
-    if sliding_window is not None:
-        tiles -= jnp.maximum(length - sliding_window, 0) // TILE
+    tiles = context_tiles(length, TILE, sliding_window)
     # No slot has two tokens, and a token takes two.
     tokens = min(
         batch.max_rows * batch.table_width * geometry.block_size,
@@ -90,13 +83,13 @@ def plan(batch: AttentionBatch, geometry: Geometry, *, sliding_window: int | Non
 
 
 def each_piece(
-    batch: BatchRefs, shares: Shares, window: int | None, body: Callable[[Piece, Any], None]
+    batch: BatchRefs, shares: Shares, options: Options, body: Callable[[Piece, Any], None]
 ) -> None:
     """Run body(piece, tiles of this program before it) for all that the program has to do."""
     program = lax.axis_index(GRID)
 
     def one(number: Any, before: Any) -> Any:
-        piece = _piece(batch, shares, program, number, window)
+        piece = _piece(batch, shares, program, number, options)
 
         @pl.when(piece.tiles > 0)  # a row may have none
         def _run() -> None:
@@ -107,14 +100,12 @@ def each_piece(
     lax.fori_loop(shares.first[program], shares.end[program], one, jnp.int32(0))
 
 
-def _piece(
-    batch: BatchRefs, shares: Shares, program: Any, number: Any, window: int | None
-) -> Piece:
+def _piece(batch: BatchRefs, shares: Shares, program: Any, number: Any, options: Options) -> Piece:
     head, row, begin, end = bounds(shares, number)
     share = program * shares.size[0]
     low, high = jnp.maximum(begin, share), jnp.minimum(end, share + shares.size[0])
     length, _ = decode_row(batch, row, KV, decode_only=True)
-    lower = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
+    lower = options.lower(length)
     return Piece(
         head=head,
         row=row,

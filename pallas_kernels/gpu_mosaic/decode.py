@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxserve.pallas_kernels import online_softmax
+from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import KV, RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.gpu_mosaic.common import (
     GRID,
@@ -37,7 +38,7 @@ from jaxserve.pallas_kernels.gpu_triton.common import (
     geometry_of,
 )
 from jaxserve.pallas_kernels.gpu_triton.merge import Parts, merge_parts
-from jaxserve.pallas_kernels.gpu_triton.stream_k import Shares
+from jaxserve.pallas_kernels.gpu_triton.stream_k import Shares, unpacked
 from jaxserve.pallas_kernels.online_softmax import Softmax
 
 WARPGROUPS = 2
@@ -89,7 +90,7 @@ def _one_tile(
         v[...] = jnp.where(inside, v[...], jnp.zeros((), v.dtype))
 
     products = _multiply(memory.q, k.transpose((1, 0)))
-    scores = online_softmax.prepare(products, options.scale, options.soft_cap)
+    scores = online_softmax.prepare(products, options.scoring)
     scores = jnp.where(_inside(piece, tile, flip, (QUERIES, TILE), 1), scores, -jnp.inf)
     peak = jnp.maximum(state.peak, scores.max(axis=1))
     fade = jnp.exp2(state.peak - peak)
@@ -160,14 +161,12 @@ def _attend(
             plgpu.store(parts.total.at[here], state.total, optimized=False)
             _store(memory.acc, state.acc, parts.acc, piece.place * group, group)
 
-    each_piece(batch, shares, options.sliding_window, attend)
+    each_piece(batch, shares, options, attend)
 
 
 def _kernel(*refs: Ref, options: Options) -> None:
     """refs: the batch, the shares, the queries, the pool, the output, the parts, the scratch."""
-    fields, held = len(BatchRefs._fields), len(Shares._fields)
-    batch, shares = BatchRefs(*refs[:fields]), Shares(*refs[fields : fields + held])
-    q, pool, out, *rest = refs[fields + held :]
+    batch, _, shares, (q, pool, out, *rest) = unpacked(refs)
     parts, memory = Parts(*rest[:3]), Scratch(*rest[3:])
     mine = lax.axis_index(WARPGROUP)
 
@@ -195,16 +194,14 @@ def paged_decode(
     batch: AttentionBatch,
     shares: Shares,
     *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    scoring: Scoring,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention of a batch of nothing but decodes, q [T, H, D] -> the same shape; zeros for padding
     and the tokens of hidden rows. shares: what `mosaic_common.plan` gives for this batch and
     window."""
     tokens, num_heads, width = q.shape
-    options = Options(geometry_of(pool), num_heads, scale, sliding_window, soft_cap)
+    options = Options(geometry_of(pool), num_heads, scoring, TILE)
     # A program reads QUERIES rows from a group's first one on.
     queries = jnp.pad(q.reshape(-1, width).astype(pool.dtype), ((0, QUERIES), (0, 0)))
     fields, programs = batch_arguments(layer, batch), shares.first.shape[0]

@@ -100,7 +100,7 @@ def fill(batch: BatchRefs, shares: Shares, pool: Ref, memory: Scratch, options: 
 
         lax.fori_loop(0, piece.tiles, one, None)
 
-    each_piece(batch, shares, options.sliding_window, bring)
+    each_piece(batch, shares, options, bring)
 
 
 def _pages(

@@ -20,8 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxserve.pallas_kernels import online_softmax
+from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
-from jaxserve.pallas_kernels.gpu_triton import tuning
+from jaxserve.pallas_kernels.gpu_triton import common, tuning
 from jaxserve.pallas_kernels.gpu_triton.common import (
     BatchRefs,
     Geometry,
@@ -30,6 +31,7 @@ from jaxserve.pallas_kernels.gpu_triton.common import (
     batch_arguments,
     cdiv,
     context_of,
+    context_tiles,
     decode_row,
     geometry_of,
     load_rows,
@@ -37,8 +39,14 @@ from jaxserve.pallas_kernels.gpu_triton.common import (
     store_zeros,
     zero_programs,
 )
-from jaxserve.pallas_kernels.gpu_triton.merge import Parts, merge_parts, part_shapes, store_segment
-from jaxserve.pallas_kernels.gpu_triton.stream_k import Segment, Shares, cut, for_each_segment
+from jaxserve.pallas_kernels.gpu_triton.merge import Parts, run_shares, store_segment
+from jaxserve.pallas_kernels.gpu_triton.stream_k import (
+    Segment,
+    Shares,
+    cut,
+    for_each_segment,
+    unpacked,
+)
 from jaxserve.pallas_kernels.online_softmax import Softmax
 from jaxserve.pallas_kernels.sharding import sum_as_far
 
@@ -47,15 +55,8 @@ PIECES = 4  # of scores, of which shards sum those that the longest context reac
 MAX_SLICE = 128  # elements of x that the weighted sums of all heads leave registers for
 
 
-class Options(NamedTuple):
-    """What the kernels are compiled for, besides shapes."""
-
-    geometry: Geometry
-    num_heads: int
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    tile: int  # tokens of context an iteration
+class Options(common.Options):
+    """As of all kernels."""
 
     @property
     def padded_heads(self) -> int:
@@ -118,9 +119,7 @@ def plan(
 
     def shares(kernel: str, heads: int, least: int) -> Shares:
         launch = _launch(kernel, itemsize, geometry, num_heads)
-        tiles = cdiv(length, launch.tile)
-        if sliding_window is not None:
-            tiles -= jnp.maximum(length - sliding_window, 0) // launch.tile
+        tiles = context_tiles(length, launch.tile, sliding_window)
         most = (cdiv(tokens, launch.tile) + batch.max_rows) * heads
         return cut(tiles, heads, tuning.cutting(launch, most, least=least))
 
@@ -131,19 +130,10 @@ def plan(
     )
 
 
-def _lower(length: jax.Array, options: Options) -> jax.Array:
-    """The first position that the newest of `length` tokens sees."""
-    if options.sliding_window is None:
-        return jnp.int32(0)
-    return jnp.maximum(length - options.sliding_window, 0)
-
-
 def _scores_kernel(*refs: Ref, options: Options) -> None:
     """refs: the batch, the shares, qx [T * H, E], the pool's rows; raw scores out, float32
     [R * H, C]."""
-    fields, held = len(BatchRefs._fields), len(Shares._fields)
-    batch, shares = BatchRefs(*refs[:fields]), Shares(*refs[fields : fields + held])
-    qx_ref, pool_ref, scores_ref = refs[fields + held :]
+    batch, _, shares, (qx_ref, pool_ref, scores_ref) = unpacked(refs)
 
     def score(segment: Segment) -> None:
         row = segment.item
@@ -153,7 +143,7 @@ def _scores_kernel(*refs: Ref, options: Options) -> None:
             begin = j * options.tile
             _scores_of_tile(batch, row, begin, length, token, qx_ref, pool_ref, scores_ref, options)
 
-        first = lax.div(_lower(length, options), jnp.int32(options.tile))
+        first = lax.div(options.lower(length), jnp.int32(options.tile))
         lax.fori_loop(first + segment.begin, first + segment.end, one_tile, None)
 
     for_each_segment(shares, score)
@@ -203,7 +193,7 @@ def _sum(
     row, in_head = segment.item, jnp.int32(geometry.head_dim // width)
     head, first_column = lax.div(segment.head, in_head), lax.rem(segment.head, in_head) * width
     length, _ = decode_row(batch, row, HIDDEN)
-    lower = _lower(length, options)
+    lower = options.lower(length)
     padded = max(16, power_of_two(width))
     column = jnp.arange(padded, dtype=jnp.int32)[None, :]
     member = jnp.arange(options.padded_heads, dtype=jnp.int32)[:, None]
@@ -214,7 +204,7 @@ def _sum(
         seen = (position >= lower) & (position < length)
         at = scores_ref.at[row * options.num_heads + member, position[None, :]]
         products = plgpu.load(at, mask=(member < options.num_heads) & seen[None, :], other=0)
-        scores = online_softmax.prepare(products, options.scale, options.soft_cap)
+        scores = online_softmax.prepare(products, options.scoring)
         rows = context.pool_rows(0, head, position, seen)
         at = pool_ref.at[rows[:, None], first_column + column]
         x = plgpu.load(at, mask=seen[:, None] & (column < width), other=0)
@@ -228,9 +218,7 @@ def _sum(
 def _sums_kernel(*refs: Ref, options: Options) -> None:
     """refs: the batch, the shares, scores [R * H, C], the pool's rows, the output [T * H * slices,
     slice] and the parts. Programs behind those with shares write zeros."""
-    fields, held = len(BatchRefs._fields), len(Shares._fields)
-    batch, shares = BatchRefs(*refs[:fields]), Shares(*refs[fields : fields + held])
-    scores_ref, pool_ref, out_ref, *parts = refs[fields + held :]
+    batch, _, shares, (scores_ref, pool_ref, out_ref, *parts) = unpacked(refs)
     behind = pl.program_id(0) - shares.first.shape[0]
 
     def attend(segment: Segment) -> None:
@@ -269,9 +257,7 @@ def absorbed(
     batch: AttentionBatch,
     plan: Plan,
     *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    scoring: Scoring,
     axis_name: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -281,8 +267,7 @@ def absorbed(
     tokens, num_heads, width = qx.shape
     geometry, itemsize = geometry_of(pool), pool.dtype.itemsize
     launch = _launch("absorbed_scores", itemsize, geometry, num_heads)
-    options = Options(geometry, num_heads, scale, sliding_window, soft_cap, launch.tile)
-    fields = batch_arguments(layer, batch)
+    options = Options(geometry, num_heads, scoring, launch.tile)
     longest = batch.table_width * geometry.block_size
     piece = cdiv(cdiv(longest, PIECES), launch.tile) * launch.tile
     columns = cdiv(longest, piece) * piece
@@ -290,35 +275,32 @@ def absorbed(
         functools.partial(_scores_kernel, options=options),
         out_shape=jax.ShapeDtypeStruct((batch.max_rows * num_heads, columns), jnp.float32),
         grid=plan.scores.first.shape,
-        compiler_params=_params(launch),
+        compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
         interpret=interpret,
         name="absorbed_scores",
-    )(*fields, *plan.scores, qx.reshape(-1, width), as_rows(pool))
+    )(*batch_arguments(layer, batch), *plan.scores, qx.reshape(-1, width), as_rows(pool))
     if axis_name is not None:
         scores = sum_as_far(scores, 1, piece, _longest(batch), axis_name)
 
     launch = _launch("absorbed_sums", itemsize, geometry, num_heads)
-    options = options._replace(tile=launch.tile)
+    options = dataclasses.replace(options, tile=launch.tile)
     shape = (tokens * num_heads * options.slices, _slice(geometry))
-    programs = plan.sums.first.shape[0]
-    done, *parts = pl.pallas_call(
+    done = run_shares(
         functools.partial(_sums_kernel, options=options),
-        out_shape=(
-            jax.ShapeDtypeStruct(shape, qx.dtype),
-            *part_shapes(programs, num_heads, max(16, power_of_two(shape[1]))),
-        ),
-        grid=(programs + zero_programs(tokens, num_heads * options.slices),),
-        compiler_params=_params(launch),
+        layer,
+        batch,
+        plan.sums,
+        (scores, as_rows(pool)),
+        jax.ShapeDtypeStruct(shape, qx.dtype),
+        launch,
+        functools.partial(_place, options=options),
+        members=num_heads,
+        width=max(16, power_of_two(shape[1])),
+        zeros=zero_programs(tokens, num_heads * options.slices),
         interpret=interpret,
         name="absorbed_sums",
-    )(*fields, *plan.sums, scores, as_rows(pool))
-    place = functools.partial(_place, options=options)
-    done = merge_parts(done, Parts(*parts), fields, plan.sums, (), place, interpret=interpret)
+    )
     return done.reshape(qx.shape)
-
-
-def _params(launch: tuning.Launch) -> plgpu.CompilerParams:
-    return plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages)
 
 
 def _longest(batch: AttentionBatch) -> jax.Array:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxserve.pallas_kernels.backends import Backend
+from jaxserve.pallas_kernels.backends import Backend, KernelShape
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.gpu_triton import absorbed, projected, write
 from jaxserve.pallas_kernels.gpu_triton import decode as triton_decode
@@ -42,18 +42,14 @@ def plan(
 ) -> PagedPlan | Work:
     """See `backends.Backend.plan`."""
     geometry, itemsize = Geometry(*shape), jnp.dtype(dtype).itemsize
-    window = sliding_window
+    masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
     if kind == HIDDEN:
-        return projected.plan(
-            batch, geometry, itemsize, num_heads, sliding_window=window, decode_only=decode_only
-        )
-    decode = triton_decode.plan(
-        batch, geometry, itemsize, sliding_window=window, decode_only=decode_only
-    )
+        return projected.plan(batch, geometry, itemsize, num_heads, **masks)
+    decode = triton_decode.plan(batch, geometry, itemsize, **masks)
     if decode_only:
         return PagedPlan(decode, None)
-    prefill = triton_prefill.plan(batch, geometry, itemsize, num_heads, sliding_window=window)
-    return PagedPlan(decode, prefill)
+    more = {"sliding_window": sliding_window}
+    return PagedPlan(decode, triton_prefill.plan(batch, geometry, itemsize, num_heads, **more))
 
 
 def plan_absorbed(
@@ -76,75 +72,45 @@ def attend(
     batch: AttentionBatch,
     plan: PagedPlan,
     *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
     decode_only: bool,
-    interpret: bool = False,
+    **options: Any,
 ) -> jax.Array:
     """See `backends.Backend.attend`: decodes and chunks, each by a kernel of its own."""
-    out = triton_decode.paged_decode(
-        q,
-        pool,
-        layer,
-        batch,
-        plan.decode,
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        decode_only=decode_only,
-        interpret=interpret,
-    )
+    given = (q, pool, layer, batch)
+    out = triton_decode.paged_decode(*given, plan.decode, decode_only=decode_only, **options)
     if plan.prefill is None:
         return out
-    return triton_prefill.paged_prefill(
-        out,
-        q,
-        pool,
-        layer,
-        batch,
-        plan.prefill,
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        interpret=interpret,
-    )
+    return triton_prefill.paged_prefill(out, *given, plan.prefill, **options)
 
 
-def supports(
-    kind: int,
-    *,
-    num_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: DTypeLike,
-) -> str | None:
+def supports(kind: int, shape: KernelShape) -> str | None:
     """None, or why a cache of this kind and shape (one shard's heads) is not for these kernels."""
-    name = jnp.dtype(dtype).name
+    num_heads, head_dim, group = shape.num_heads, shape.head_dim, shape.num_heads // shape.kv_heads
+    name = jnp.dtype(shape.dtype).name
     if name not in POOL_DTYPES:
         return f"dtype: must be one of {POOL_DTYPES}, got {name}"
     if not 1 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
         return f"head_dim: must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}"
-    if block_size < 1:
-        return f"block_size: must be at least 1, got {block_size}"
+    if shape.block_size < 1:
+        return f"block_size: must be at least 1, got {shape.block_size}"
     most = absorbed.MAX_HEADS
     if kind == HIDDEN and num_heads > most:
         return f"num_heads: must be at most {most} for hidden caches, got {num_heads}"
-    if num_heads // kv_heads > MAX_GROUP:
-        return f"num_heads: must be at most {MAX_GROUP} a kv head, got {num_heads // kv_heads}"
+    if group > MAX_GROUP:
+        return f"num_heads: must be at most {MAX_GROUP} a kv head, got {group}"
     return None
 
 
 def _backend(interpret: bool) -> Backend:
+    with_mode = functools.partial(functools.partial, interpret=interpret)
     return Backend(
-        write=functools.partial(write.write, interpret=interpret),
-        attend=functools.partial(attend, interpret=interpret),
-        absorbed=functools.partial(absorbed.absorbed, interpret=interpret),
-        projected=functools.partial(projected.projected, interpret=interpret),
-        move=functools.partial(write.move, interpret=interpret),
-        stage_out=functools.partial(write.stage_out, interpret=interpret),
-        stage_in=functools.partial(write.stage_in, interpret=interpret),
+        write=with_mode(write.write),
+        attend=with_mode(attend),
+        absorbed=with_mode(absorbed.absorbed),
+        projected=with_mode(projected.projected),
+        move=with_mode(write.move),
+        stage_out=with_mode(write.stage_out),
+        stage_in=with_mode(write.stage_in),
         supports=supports,
         plan=plan,
         plan_absorbed=plan_absorbed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
+from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
 
 ZERO_ROWS = 64  # of an output, that one program fills with zeros
@@ -69,6 +71,32 @@ class Geometry(NamedTuple):
         """The row of one slot's head, int32; arguments broadcast."""
         head_row = (layer * self.blocks + block) * self.kv_heads + head
         return head_row * self.block_size + slot
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a kernel is compiled for, besides shapes. tile: tokens of context an iteration."""
+
+    geometry: Geometry
+    num_heads: int
+    scoring: Scoring
+    tile: int
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_heads // self.geometry.kv_heads
+
+    def lower(self, length: jax.Array) -> jax.Array:
+        """The first position that the newest of `length` tokens sees."""
+        window = self.scoring.sliding_window
+        return jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
+
+
+def context_tiles(length: jax.Array, tile: int, window: int | None) -> jax.Array:
+    """Tiles of so many tokens that the newest of `length` tokens sees something in."""
+    tiles = cdiv(length, tile)
+    return tiles if window is None else tiles - jnp.maximum(length - window, 0) // tile
 
 
 def geometry_of(pool: jax.Array) -> Geometry:

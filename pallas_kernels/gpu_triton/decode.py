@@ -7,26 +7,26 @@ merged by their log-sum-exp (flash-decoding, Dao et al. 2023).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from jaxserve.pallas_kernels import online_softmax
+from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import KV, AttentionBatch
-from jaxserve.pallas_kernels.gpu_triton import tuning
+from jaxserve.pallas_kernels.gpu_triton import common, tuning
 from jaxserve.pallas_kernels.gpu_triton.common import (
     BatchRefs,
     Geometry,
     Ref,
     as_rows,
-    batch_arguments,
     cdiv,
     context_of,
+    context_tiles,
     decode_row,
     geometry_of,
     load_rows,
@@ -34,30 +34,26 @@ from jaxserve.pallas_kernels.gpu_triton.common import (
     store_zeros,
     zero_programs,
 )
-from jaxserve.pallas_kernels.gpu_triton.merge import Parts, merge_parts, part_shapes, store_segment
-from jaxserve.pallas_kernels.gpu_triton.stream_k import Segment, Shares, cut, for_each_segment
+from jaxserve.pallas_kernels.gpu_triton.merge import Parts, run_shares, store_segment
+from jaxserve.pallas_kernels.gpu_triton.stream_k import (
+    Segment,
+    Shares,
+    cut,
+    for_each_segment,
+    unpacked,
+)
 from jaxserve.pallas_kernels.online_softmax import Softmax
 
 
-class Options(NamedTuple):
-    """What a kernel is compiled for, besides shapes."""
+@dataclasses.dataclass(frozen=True)
+class Options(common.Options):
+    """As of all kernels."""
 
-    geometry: Geometry
-    num_heads: int
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    tile: int
     decode_only: bool
 
     @property
-    def group(self) -> int:
-        """Query heads of a kv head."""
-        return self.num_heads // self.geometry.kv_heads
-
-    @property
     def padded_group(self) -> int:
-        """The same as a matrix unit's tile has it."""
+        """The group as a matrix unit's tile has it."""
         return max(16, power_of_two(self.group))
 
 
@@ -77,9 +73,7 @@ def plan(
     if not decode_only:
         mine &= row < batch.num_decodes
     length = jnp.where(mine, batch.context_lens, 0)
-    tiles = cdiv(length, launch.tile)
-    if sliding_window is not None:
-        tiles -= jnp.maximum(length - sliding_window, 0) // launch.tile
+    tiles = context_tiles(length, launch.tile, sliding_window)
     if decode_only:
         tiles = jnp.maximum(tiles, 1)
     # No slot has two tokens, and a token of KV takes two.
@@ -103,9 +97,7 @@ def _attend(
     geometry, tile = options.geometry, options.tile
     head, row = segment.head, segment.item
     length, token = decode_row(refs, row, KV, decode_only=options.decode_only)
-    lower = jnp.int32(0)
-    if options.sliding_window is not None:
-        lower = jnp.maximum(length - options.sliding_window, 0)
+    lower = options.lower(length)
     member = jnp.arange(options.padded_group, dtype=jnp.int32)
     rows = token * options.num_heads + head * options.group + member
     is_head = member < options.group
@@ -121,7 +113,7 @@ def _attend(
         k = load_rows(pool_ref, k_rows, inside, width, padded)
         v = load_rows(pool_ref, v_rows, inside, width, padded)
         products = online_softmax.dot(q, k, transposed=True)
-        scores = online_softmax.prepare(products, options.scale, options.soft_cap)
+        scores = online_softmax.prepare(products, options.scoring)
         return online_softmax.step(state, jnp.where(inside[None, :], scores, -jnp.inf), v)
 
     first = lax.div(lower, jnp.int32(tile))
@@ -133,9 +125,7 @@ def _attend(
 def _kernel(*refs: Ref, options: Options) -> None:
     """refs: the batch, the shares, q [T * H, D], the pool's rows, the output [T * H, D] and the
     parts. Programs behind those with shares write zeros."""
-    fields, held = len(BatchRefs._fields), len(Shares._fields)
-    batch, shares = BatchRefs(*refs[:fields]), Shares(*refs[fields : fields + held])
-    q_ref, pool_ref, out_ref, *parts = refs[fields + held :]
+    batch, _, shares, (q_ref, pool_ref, out_ref, *parts) = unpacked(refs)
     behind = pl.program_id(0) - shares.first.shape[0]
 
     def attend(segment: Segment) -> None:
@@ -171,9 +161,7 @@ def paged_decode(
     batch: AttentionBatch,
     shares: Shares,
     *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    scoring: Scoring,
     decode_only: bool,
     interpret: bool = False,
 ) -> jax.Array:
@@ -183,22 +171,20 @@ def paged_decode(
     tokens, num_heads, head_dim = q.shape
     geometry = geometry_of(pool)
     launch = tuning.launch("decode", pool.dtype.itemsize, geometry.padded_dim)
-    options = Options(
-        geometry, num_heads, scale, sliding_window, soft_cap, launch.tile, decode_only
-    )
-    fields = batch_arguments(layer, batch)
-    arguments = (*fields, *shares, q.reshape(-1, head_dim), as_rows(pool))
-    out = jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype)
-    programs = shares.first.shape[0]
-    zeros = 0 if decode_only else zero_programs(tokens, num_heads)
-    done, *parts = pl.pallas_call(
+    options = Options(geometry, num_heads, scoring, launch.tile, decode_only)
+    done = run_shares(
         functools.partial(_kernel, options=options),
-        out_shape=(out, *part_shapes(programs, options.group, geometry.padded_dim)),
-        grid=(programs + zeros,),
-        compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
+        layer,
+        batch,
+        shares,
+        (q.reshape(-1, head_dim), as_rows(pool)),
+        jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype),
+        launch,
+        functools.partial(_place, options=options),
+        members=options.group,
+        width=geometry.padded_dim,
+        zeros=0 if decode_only else zero_programs(tokens, num_heads),
         interpret=interpret,
         name="paged_decode",
-    )(*arguments)
-    place = functools.partial(_place, options=options)
-    done = merge_parts(done, Parts(*parts), fields, shares, (), place, interpret=interpret)
+    )
     return done.reshape(q.shape)

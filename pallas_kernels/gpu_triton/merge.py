@@ -14,8 +14,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxserve.pallas_kernels import online_softmax
-from jaxserve.pallas_kernels.gpu_triton.common import BatchRefs, Ref, cdiv, load_rows, store_rows
-from jaxserve.pallas_kernels.gpu_triton.stream_k import Segment, Shares, bounds
+from jaxserve.pallas_kernels.batch import AttentionBatch
+from jaxserve.pallas_kernels.gpu_triton import tuning
+from jaxserve.pallas_kernels.gpu_triton.common import (
+    BatchRefs,
+    Ref,
+    batch_arguments,
+    cdiv,
+    load_rows,
+    store_rows,
+)
+from jaxserve.pallas_kernels.gpu_triton.stream_k import Segment, Shares, bounds, unpacked
 from jaxserve.pallas_kernels.online_softmax import Softmax
 
 TOGETHER = 16  # parts that are merged at once
@@ -64,12 +73,10 @@ def store_segment(
 
 def _kernel(*refs: Ref, members: int, head_dim: int, more: int, place: Place) -> None:
     """One member of the item that share 1 + program_id(1) begins inside of, if no share before
-    does. refs: the batch, the shares, `more` others for `place`, the parts, the output so far
+    does. refs: the batch, `more` others for `place`, the shares, the parts, the output so far
     (aliased) and the output [rows, D]."""
-    fields, held = len(BatchRefs._fields), len(Shares._fields)
-    batch, shares = BatchRefs(*refs[:fields]), Shares(*refs[fields : fields + held])
-    rest = refs[fields + held :]
-    others, parts, out_ref = rest[:more], Parts(*rest[more : more + 3]), rest[-1]
+    batch, others, shares, rest = unpacked(refs, more)
+    parts, out_ref = Parts(*rest[:3]), rest[-1]
     member, program, size = pl.program_id(0), pl.program_id(1) + 1, shares.size[0]
 
     @pl.when(shares.first[program] < shares.end[program])
@@ -131,7 +138,7 @@ def merge_parts(
     if programs == 1:
         return out
     members = parts.total.shape[0] // (2 * programs)
-    arguments = (*fields, *shares, *others, *parts, out)
+    arguments = (*fields, *others, *shares, *parts, out)
     kernel = functools.partial(
         _kernel, members=members, head_dim=out.shape[1], more=len(others), place=place
     )
@@ -145,3 +152,39 @@ def merge_parts(
         name="merge_parts",
     )(*arguments)
     return done
+
+
+def run_shares(
+    kernel: Callable[..., None],
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    shares: Shares,
+    arguments: tuple[jax.Array, ...],
+    out: jax.ShapeDtypeStruct,
+    launch: tuning.Launch,
+    place: Place,
+    *,
+    others: tuple[jax.Array, ...] = (),
+    members: int,
+    width: int,
+    zeros: int = 0,
+    in_place: bool = False,
+    interpret: bool,
+    name: str,
+) -> jax.Array:
+    """The output of a kernel of the shares' programs, and of so many that write zeros; what is cut
+    between them is merged. Its refs: the batch, the others, the shares, the arguments, of which the
+    last is the output so far if it is filled in place, the output, and parts of so many members and
+    so wide."""
+    fields, programs = batch_arguments(layer, batch), shares.first.shape[0]
+    given = (*fields, *others, *shares, *arguments)
+    done, *parts = pl.pallas_call(
+        kernel,
+        out_shape=(out, *part_shapes(programs, members, width)),
+        grid=(programs + zeros,),
+        input_output_aliases={len(given) - 1: 0} if in_place else {},
+        compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
+        interpret=interpret,
+        name=name,
+    )(*given)
+    return merge_parts(done, Parts(*parts), fields, shares, others, place, interpret=interpret)

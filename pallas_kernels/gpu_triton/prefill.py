@@ -8,31 +8,29 @@ sees needs no mask; only the last of it, across the diagonal, has one.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from jaxserve.pallas_kernels import online_softmax
+from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import KV, AttentionBatch
-from jaxserve.pallas_kernels.gpu_triton import tuning
+from jaxserve.pallas_kernels.gpu_triton import common, tuning
 from jaxserve.pallas_kernels.gpu_triton.common import (
     BatchRefs,
     Geometry,
     Ref,
     as_rows,
-    batch_arguments,
     context_of,
     geometry_of,
     load_rows,
     power_of_two,
 )
-from jaxserve.pallas_kernels.gpu_triton.merge import Parts, merge_parts, part_shapes, store_segment
-from jaxserve.pallas_kernels.gpu_triton.stream_k import Segment, Shares, for_each_segment
+from jaxserve.pallas_kernels.gpu_triton.merge import Parts, run_shares, store_segment
+from jaxserve.pallas_kernels.gpu_triton.stream_k import Segment, for_each_segment, unpacked
 from jaxserve.pallas_kernels.gpu_triton.tiles import (
     QueryTiles,
     Sizes,
@@ -45,21 +43,11 @@ from jaxserve.pallas_kernels.gpu_triton.tiles import (
 from jaxserve.pallas_kernels.online_softmax import Softmax
 
 
-class Options(NamedTuple):
-    """What a kernel is compiled for, besides shapes."""
+@dataclasses.dataclass(frozen=True)
+class Options(common.Options):
+    """queries: rows of a query tile, query tokens times heads of a group: a power of two."""
 
-    geometry: Geometry
-    num_heads: int
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    queries: int  # rows of a query tile: query tokens times heads of a group, a power of two
-    tile: int  # tokens of context an iteration
-
-    @property
-    def group(self) -> int:
-        """Query heads of a kv head."""
-        return self.num_heads // self.geometry.kv_heads
+    queries: int
 
     @property
     def members(self) -> int:
@@ -96,13 +84,12 @@ def plan(
 def _kernel(*refs: Ref, options: Options) -> None:
     """refs: the batch, the tiles, the shares, q [T * H, D], the pool's rows, the output so far
     (aliased), the output [T * H, D] and the parts."""
-    fields, held = len(BatchRefs._fields), len(Shares._fields)
-    batch, tiles = BatchRefs(*refs[:fields]), QueryTiles(*refs[fields : fields + 2])
-    rest = refs[fields + 2 :]
-    shares, (q_ref, pool_ref, _, out_ref, *parts) = Shares(*rest[:held]), rest[held:]
+    batch, tiles, shares, (q_ref, pool_ref, _, out_ref, *parts) = unpacked(refs, 2)
 
     def attend(segment: Segment) -> None:
-        _attend(batch, tiles, segment, q_ref, pool_ref, out_ref, Parts(*parts), options)
+        _attend(
+            batch, QueryTiles(*tiles), segment, q_ref, pool_ref, out_ref, Parts(*parts), options
+        )
 
     for_each_segment(shares, attend)
 
@@ -117,7 +104,7 @@ def _attend(
     parts: Parts,
     options: Options,
 ) -> None:
-    geometry, size, window = options.geometry, options.tile, options.sliding_window
+    geometry, size, window = options.geometry, options.tile, options.scoring.sliding_window
     head, width, padded = segment.head, geometry.head_dim, geometry.padded_dim
     tile = tile_of(
         batch,
@@ -140,7 +127,7 @@ def _attend(
         k = load_rows(pool_ref, k_rows, inside, width, padded)
         v = load_rows(pool_ref, v_rows, inside, width, padded)
         products = online_softmax.dot(q, k, transposed=True)
-        scores = online_softmax.prepare(products, options.scale, options.soft_cap)
+        scores = online_softmax.prepare(products, options.scoring)
         if masked:
             scores = jnp.where(seen_by(tile, position, window), scores, -jnp.inf)
         return online_softmax.step(state, scores, v)
@@ -164,9 +151,7 @@ def paged_prefill(
     batch: AttentionBatch,
     work: Work,
     *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    scoring: Scoring,
     interpret: bool = False,
 ) -> jax.Array:
     """out [T, H, D] with the tokens of the KV rows [num_decodes, num_rows) filled in: attention of
@@ -175,28 +160,22 @@ def paged_prefill(
     geometry = geometry_of(pool)
     launch = tuning.launch("prefill", pool.dtype.itemsize, geometry.padded_dim)
     queries = _queries(tokens, num_heads // geometry.kv_heads, launch)
-    options = Options(geometry, num_heads, scale, sliding_window, soft_cap, queries, launch.tile)
+    options = Options(geometry, num_heads, scoring, launch.tile, queries)
     flat = jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype)
-    fields, programs = batch_arguments(layer, batch), work.shares.first.shape[0]
-    arguments = (
-        *fields,
-        *work.tiles,
-        *work.shares,
-        q.reshape(flat.shape),
-        as_rows(pool),
-        out.reshape(flat.shape),
-    )
-    done, *parts = pl.pallas_call(
+    done = run_shares(
         functools.partial(_kernel, options=options),
-        out_shape=(flat, *part_shapes(programs, options.members, geometry.padded_dim)),
-        grid=(programs,),
-        input_output_aliases={len(arguments) - 1: 0},
-        compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
+        layer,
+        batch,
+        work.shares,
+        (q.reshape(flat.shape), as_rows(pool), out.reshape(flat.shape)),
+        flat,
+        launch,
+        functools.partial(place_in_tile, group=options.group, num_heads=num_heads),
+        others=work.tiles,
+        members=options.members,
+        width=geometry.padded_dim,
+        in_place=True,
         interpret=interpret,
         name="paged_prefill",
-    )(*arguments)
-    place = functools.partial(place_in_tile, group=options.group, num_heads=num_heads)
-    done = merge_parts(
-        done, Parts(*parts), fields, work.shares, work.tiles, place, interpret=interpret
     )
     return done.reshape(q.shape)

@@ -7,6 +7,7 @@ the rotation nor the scores (q1 . k1 + q2 . k2) then move anything between lanes
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -17,14 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxserve.pallas_kernels import online_softmax
+from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
-from jaxserve.pallas_kernels.gpu_triton import tuning
+from jaxserve.pallas_kernels.gpu_triton import common, tuning
 from jaxserve.pallas_kernels.gpu_triton.common import (
     BatchRefs,
     Geometry,
     Ref,
     as_rows,
-    batch_arguments,
     cdiv,
     context_of,
     geometry_of,
@@ -32,8 +33,8 @@ from jaxserve.pallas_kernels.gpu_triton.common import (
     store_zeros,
     zero_programs,
 )
-from jaxserve.pallas_kernels.gpu_triton.merge import Parts, merge_parts, part_shapes, store_segment
-from jaxserve.pallas_kernels.gpu_triton.stream_k import Segment, Shares, for_each_segment
+from jaxserve.pallas_kernels.gpu_triton.merge import Parts, run_shares, store_segment
+from jaxserve.pallas_kernels.gpu_triton.stream_k import Segment, for_each_segment, unpacked
 from jaxserve.pallas_kernels.gpu_triton.tiles import (
     QueryTiles,
     Sizes,
@@ -48,19 +49,18 @@ from jaxserve.pallas_kernels.hidden import HiddenProjection
 from jaxserve.pallas_kernels.online_softmax import Softmax, dot
 
 
-class Options(NamedTuple):
-    """What the kernel is compiled for, besides shapes."""
+@dataclasses.dataclass(frozen=True)
+class Options(common.Options):
+    """As of all kernels.
 
-    geometry: Geometry
-    num_heads: int
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
+    queries: rows of a tile of queries; members: so many can be query tokens. chunk: elements of x
+    that one step of the projection takes, a power of two.
+    """
+
     norm_eps: float
-    queries: int  # rows of a tile of queries
-    members: int  # of which so many can be query tokens
-    tile: int  # tokens of context an iteration
-    chunk: int  # elements of x that one step of the projection takes, a power of two
+    queries: int
+    members: int
+    chunk: int
 
     @property
     def half(self) -> int:
@@ -214,8 +214,10 @@ def _attend(
             v = v + _load_row(weights.bv, head * width, width, padded)
         products = dot(q_first, first.astype(dtype), transposed=True)
         products += dot(q_second, second.astype(dtype), transposed=True)
-        scores = online_softmax.prepare(products, options.scale, options.soft_cap)
-        scores = jnp.where(seen_by(tile, position, options.sliding_window), scores, -jnp.inf)
+        scores = online_softmax.prepare(products, options.scoring)
+        scores = jnp.where(
+            seen_by(tile, position, options.scoring.sliding_window), scores, -jnp.inf
+        )
         return online_softmax.step(state, scores, v.astype(dtype))
 
     return lax.fori_loop(*bounds, walk, online_softmax.start(options.queries, geometry.padded_dim))
@@ -224,10 +226,7 @@ def _attend(
 def _kernel(*refs: Ref, options: Options, given: tuple[str, ...]) -> None:
     """refs: the batch, the tiles, the shares, q [T * N, D], the pool's rows, the weights that are
     `given`, the output [T * N, D] and the parts. Programs behind those with shares write zeros."""
-    fields, held = len(BatchRefs._fields), len(Shares._fields)
-    batch, tiles = BatchRefs(*refs[:fields]), QueryTiles(*refs[fields : fields + 2])
-    rest = refs[fields + 2 :]
-    shares, (q_ref, pool_ref, *arrays) = Shares(*rest[:held]), rest[held:]
+    batch, tiles, shares, (q_ref, pool_ref, *arrays) = unpacked(refs, 2)
     by_name = dict(zip(given, arrays, strict=False))
     weights = Weights(*(by_name.get(name) for name in Weights._fields))
     out_ref, *parts = arrays[len(given) :]
@@ -236,13 +235,13 @@ def _kernel(*refs: Ref, options: Options, given: tuple[str, ...]) -> None:
     def attend(segment: Segment) -> None:
         tile = tile_of(
             batch,
-            tiles,
+            QueryTiles(*tiles),
             segment.item,
             segment.head,
             queries=options.queries,
             group=1,
             num_heads=options.num_heads,
-            sliding_window=options.sliding_window,
+            sliding_window=options.scoring.sliding_window,
         )
         first = lax.div(tile.lower, jnp.int32(options.tile))
         bounds = first + segment.begin, first + segment.end
@@ -295,9 +294,7 @@ def projected(
     projection: HiddenProjection,
     work: Work,
     *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    scoring: Scoring,
     decode_only: bool,
     interpret: bool = False,
 ) -> jax.Array:
@@ -310,31 +307,30 @@ def projected(
     options = Options(
         geometry,
         num_heads,
-        scale,
-        sliding_window,
-        soft_cap,
+        scoring,
+        launch.tile,
         projection.norm_eps,
         queries=queries,
         members=members,
-        tile=launch.tile,
         chunk=min(launch.chunk, geometry.padded_dim),
     )
     arrays = {name: getattr(projection, name) for name in Weights._fields}
     arrays = {name: array for name, array in arrays.items() if array is not None}
     out = jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype)
-    fields, programs = batch_arguments(layer, batch), work.shares.first.shape[0]
-    arguments = (*fields, *work.tiles, *work.shares, q.reshape(out.shape), as_rows(pool))
-    arguments = (*arguments, *arrays.values())
-    done, *parts = pl.pallas_call(
+    done = run_shares(
         functools.partial(_kernel, options=options, given=tuple(arrays)),
-        out_shape=(out, *part_shapes(programs, members, geometry.padded_dim)),
-        grid=(programs + zero_programs(tokens, num_heads),),
-        compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
+        layer,
+        batch,
+        work.shares,
+        (q.reshape(out.shape), as_rows(pool), *arrays.values()),
+        out,
+        launch,
+        functools.partial(place_in_tile, group=1, num_heads=num_heads),
+        others=work.tiles,
+        members=members,
+        width=geometry.padded_dim,
+        zeros=zero_programs(tokens, num_heads),
         interpret=interpret,
         name="projected",
-    )(*arguments)
-    place = functools.partial(place_in_tile, group=1, num_heads=num_heads)
-    done = merge_parts(
-        done, Parts(*parts), fields, work.shares, work.tiles, place, interpret=interpret
     )
     return done.reshape(q.shape)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxserve.pallas_kernels.gpu_triton.common import cdiv
+from jaxserve.pallas_kernels.gpu_triton.common import BatchRefs, Ref, cdiv
 from jaxserve.pallas_kernels.gpu_triton.tuning import Cutting
 
 
@@ -45,6 +45,15 @@ class Segment(NamedTuple):
     end: jax.Array
     whole: jax.Array
     place: jax.Array
+
+
+def unpacked(
+    refs: tuple[Ref, ...], others: int = 0
+) -> tuple[BatchRefs, tuple[Ref, ...], Shares, tuple[Ref, ...]]:
+    """A kernel's refs: the batch, so many others, the shares, and the rest."""
+    first = len(BatchRefs._fields)
+    second, third = first + others, first + others + len(Shares._fields)
+    return BatchRefs(*refs[:first]), refs[first:second], Shares(*refs[second:third]), refs[third:]
 
 
 def cut(tiles: jax.Array, heads: int, cutting: Cutting) -> Shares:

@@ -7,6 +7,7 @@ a slice of one slot: element e of the slot is element e % head_dim of head e // 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -113,31 +114,66 @@ def write(
     return done.reshape(pool.shape)
 
 
-def _pool_rows(
-    geometry: Geometry, part: _Slice, layer: jax.Array, block: jax.Array, slot: jax.Array
-) -> jax.Array:
-    return geometry.row(layer, block, part.head, slot)
+# (places, the place's number, layer, part of the slot) -> where in an array.
+Place = Callable[[Ref, jax.Array, jax.Array, _Slice, Geometry], tuple[jax.Array, ...]]
 
 
-def _move_kernel(
-    moves_ref: Ref,  # [M, 4]: block and slot from, block and slot to
-    count_ref: Ref,  # [1]
-    _: Ref,  # the pool's rows, aliased to the output
-    out_ref: Ref,  # [rows, D]
-    *,
+def _pooled(
+    column: int, places: Ref, index: jax.Array, layer: jax.Array, part: _Slice, geometry: Geometry
+) -> tuple[jax.Array, ...]:
+    """In the pool's rows: the block and slot that stand in `places` from this column on."""
+    block, slot = places[index, column], places[index, column + 1]
+    return geometry.row(layer, block, part.head, slot), part.column
+
+
+def _staged(
+    places: Ref, index: jax.Array, layer: jax.Array, part: _Slice, geometry: Geometry
+) -> tuple[jax.Array, ...]:
+    """In a staging buffer [M, layers, E]."""
+    return index, layer, part.at
+
+
+_FIRST, _SECOND = functools.partial(_pooled, 0), functools.partial(_pooled, 2)
+
+
+def _copy_kernel(
+    places: Ref,  # [M, any]
+    count: Ref,  # [1]
+    *arrays: Ref,  # what is read, and last the output, which may have an alias before it
+    source: Place,
+    target: Place,
+    zeros: bool,  # of the places that do not count
     geometry: Geometry,
     size: int,
 ) -> None:
-    part, layer, index = (
-        _Slice(pl.program_id(0), size, geometry),
-        pl.program_id(1),
-        pl.program_id(2),
-    )
-    mask = part.inside & (index < count_ref[0])
-    source = _pool_rows(geometry, part, layer, moves_ref[index, 0], moves_ref[index, 1])
-    target = _pool_rows(geometry, part, layer, moves_ref[index, 2], moves_ref[index, 3])
-    value = plgpu.load(out_ref.at[source, part.column], mask=mask, other=0)
-    plgpu.store(out_ref.at[target, part.column], value, mask=mask)
+    part, layer = _Slice(pl.program_id(0), size, geometry), pl.program_id(1)
+    index, out = pl.program_id(2), arrays[-1]
+    mask, about = part.inside & (index < count[0]), (places, index, layer, part, geometry)
+    value = plgpu.load(arrays[0].at[source(*about)], mask=mask, other=0).astype(out.dtype)
+    plgpu.store(out.at[target(*about)], value, mask=part.inside if zeros else mask)
+
+
+def _copy(
+    geometry: Geometry,
+    places: jax.Array,
+    count: jax.Array,
+    arrays: tuple[jax.Array, ...],
+    source: Place,
+    target: Place,
+    staged: jax.ShapeDtypeStruct | None = None,
+    **options: Any,
+) -> jax.Array:
+    """What is copied to: `staged`, or the last of the arrays in place."""
+    last, in_place = arrays[-1], {1 + len(arrays): 0}
+    done: jax.Array = _call(
+        functools.partial(_copy_kernel, source=source, target=target, zeros=staged is not None),
+        geometry,
+        out_shape=staged or jax.ShapeDtypeStruct(last.shape, last.dtype),
+        grid=(_slices(geometry), geometry.layers, len(places)),
+        input_output_aliases={} if staged else in_place,
+        **options,
+    )(places, jnp.asarray(count, jnp.int32).reshape(1), *arrays)
+    return done
 
 
 def move(
@@ -145,37 +181,9 @@ def move(
 ) -> jax.Array:
     """The first `count` of moves int32 [M, 4] (block, slot to block, slot), all layers, in place.
     Sources and targets must be disjoint: programs run in any order."""
-    geometry, rows = geometry_of(pool), as_rows(pool)
-    done = _call(
-        _move_kernel,
-        geometry,
-        out_shape=jax.ShapeDtypeStruct(rows.shape, rows.dtype),
-        grid=(_slices(geometry), geometry.layers, moves.shape[0]),
-        input_output_aliases={2: 0},
-        interpret=interpret,
-        name="pool_move",
-    )(moves, jnp.asarray(count, jnp.int32).reshape(1), rows)
-    return done.reshape(pool.shape)
-
-
-def _stage_out_kernel(
-    slots_ref: Ref,  # [M, 2]: block and slot
-    count_ref: Ref,  # [1]
-    pool_ref: Ref,  # [rows, D]
-    out_ref: Ref,  # [M, layers, E]
-    *,
-    geometry: Geometry,
-    size: int,
-) -> None:
-    part, layer, index = (
-        _Slice(pl.program_id(0), size, geometry),
-        pl.program_id(1),
-        pl.program_id(2),
-    )
-    source = _pool_rows(geometry, part, layer, slots_ref[index, 0], slots_ref[index, 1])
-    mask = part.inside & (index < count_ref[0])
-    value = plgpu.load(pool_ref.at[source, part.column], mask=mask, other=0)
-    plgpu.store(out_ref.at[index, layer, part.at], value, mask=part.inside)
+    options: dict[str, Any] = {"interpret": interpret, "name": "pool_move"}
+    given = (geometry_of(pool), moves, count, (as_rows(pool),))
+    return _copy(*given, _FIRST, _SECOND, **options).reshape(pool.shape)
 
 
 def stage_out(
@@ -184,37 +192,11 @@ def stage_out(
     """The first `count` of slots int32 [M, 2] (block, slot) of all layers -> [M, layers, kv_heads,
     head_dim]; the rest zeros."""
     geometry = geometry_of(pool)
-    moves, width = slots.shape[0], geometry.kv_heads * geometry.head_dim
-    staged = _call(
-        _stage_out_kernel,
-        geometry,
-        out_shape=jax.ShapeDtypeStruct((moves, geometry.layers, width), pool.dtype),
-        grid=(_slices(geometry), geometry.layers, moves),
-        interpret=interpret,
-        name="pool_stage_out",
-    )(slots, jnp.asarray(count, jnp.int32).reshape(1), as_rows(pool))
-    return staged.reshape(moves, geometry.layers, geometry.kv_heads, geometry.head_dim)
-
-
-def _stage_in_kernel(
-    slots_ref: Ref,  # [M, 2]: block and slot
-    count_ref: Ref,  # [1]
-    staging_ref: Ref,  # [M, layers, E]
-    _: Ref,  # the pool's rows, aliased to the output
-    out_ref: Ref,  # [rows, D]
-    *,
-    geometry: Geometry,
-    size: int,
-) -> None:
-    part, layer, index = (
-        _Slice(pl.program_id(0), size, geometry),
-        pl.program_id(1),
-        pl.program_id(2),
-    )
-    target = _pool_rows(geometry, part, layer, slots_ref[index, 0], slots_ref[index, 1])
-    mask = part.inside & (index < count_ref[0])
-    value = plgpu.load(staging_ref.at[index, layer, part.at], mask=mask, other=0)
-    plgpu.store(out_ref.at[target, part.column], value.astype(out_ref.dtype), mask=mask)
+    shape = (len(slots), geometry.layers, geometry.kv_heads, geometry.head_dim)
+    staged = jax.ShapeDtypeStruct((*shape[:2], shape[2] * shape[3]), pool.dtype)
+    options: dict[str, Any] = {"interpret": interpret, "name": "pool_stage_out"}
+    given = (geometry, slots, count, (as_rows(pool),))
+    return _copy(*given, _FIRST, _staged, staged, **options).reshape(shape)
 
 
 def stage_in(
@@ -227,20 +209,7 @@ def stage_in(
 ) -> jax.Array:
     """The first `count` of staging [M, layers, kv_heads, head_dim] into their slots int32 [M, 2]
     (block, slot) of all layers, in place."""
-    geometry, rows = geometry_of(pool), as_rows(pool)
-    moves, width = slots.shape[0], geometry.kv_heads * geometry.head_dim
-    done = _call(
-        _stage_in_kernel,
-        geometry,
-        out_shape=jax.ShapeDtypeStruct(rows.shape, rows.dtype),
-        grid=(_slices(geometry), geometry.layers, moves),
-        input_output_aliases={3: 0},
-        interpret=interpret,
-        name="pool_stage_in",
-    )(
-        slots,
-        jnp.asarray(count, jnp.int32).reshape(1),
-        staging.reshape(moves, geometry.layers, width),
-        rows,
-    )
-    return done.reshape(pool.shape)
+    flat = staging.reshape(*staging.shape[:2], -1)
+    options: dict[str, Any] = {"interpret": interpret, "name": "pool_stage_in"}
+    given = (geometry_of(pool), slots, count, (flat, as_rows(pool)))
+    return _copy(*given, _staged, _FIRST, **options).reshape(pool.shape)

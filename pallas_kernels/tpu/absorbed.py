@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.tpu import absorbed_two_pass as passes
 from jaxserve.pallas_kernels.tpu import softmax, tuning
@@ -32,7 +33,7 @@ from jaxserve.pallas_kernels.tpu.common import (
     padded,
 )
 from jaxserve.pallas_kernels.tpu.softmax import dot
-from jaxserve.pallas_kernels.tpu.stream import Signals
+from jaxserve.pallas_kernels.tpu.stream import Signals, clean_ends
 from jaxserve.pallas_kernels.tpu.tuning import Sizes
 
 
@@ -62,7 +63,7 @@ def _one_pass(
         softmax.reset(state)
 
         def use(j: jax.Array, half: jax.Array) -> None:
-            passes.clean_ends(chunk, items, i, j, x, half, window)
+            clean_ends(chunk, items, i, j, x, half, window)
             at = chunk.positions(j, items[SIDE, i], 1)
             seen = (at >= low) & (at <= items[FIRST, i])
             scores = softmax.scored(passes.products(q, x, half, sums), seen, options)
@@ -128,15 +129,13 @@ def absorbed(
     batch: AttentionBatch,
     plan: Plan,
     *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    scoring: Scoring,
     axis_name: str | None = None,
     interpret: bool,
 ) -> jax.Array:
     """See `attention.absorbed_attention`: qx [T, H, E] -> the same. ValueError where the items do
     not fit scalar memory."""
-    options = Options(scale, sliding_window, soft_cap, interpret)
+    options = Options.of(scoring, interpret)
     sizes = tuning.sizes(pool.dtype, interpret)
     num_heads = qx.shape[1]
     rows, parts, head_dim = batch.max_rows, pool.shape[2], pool.shape[4]

@@ -23,18 +23,16 @@ from jaxserve.pallas_kernels.tpu.common import (
     END,
     HBM,
     ROW,
-    SIDE,
     Chunk,
     Options,
     Work,
-    bounds,
     compiler,
     interpreted,
     make_chunk,
     make_work,
 )
 from jaxserve.pallas_kernels.tpu.softmax import dot
-from jaxserve.pallas_kernels.tpu.stream import Signals, Stream, clean
+from jaxserve.pallas_kernels.tpu.stream import Signals, Stream, clean_ends
 from jaxserve.pallas_kernels.tpu.tuning import Sizes
 
 TOGETHER = 8  # parts of x whose products the compiler may interleave
@@ -60,24 +58,6 @@ def products(q: Any, x: Any, half: jax.Array, sums: Any) -> jax.Array:
 
     by_parts(x.shape[1], one)
     return sums[...]
-
-
-def clean_ends(
-    chunk: Chunk,
-    items: Any,
-    i: jax.Array,
-    j: jax.Array,
-    x: Any,
-    half: jax.Array,
-    window: int | None,
-) -> None:
-    """Zero what is not the row's own in a chunk at either end of what it sees."""
-    low, high = bounds(items, i, window)
-
-    @pl.when((j * chunk.tokens < low) | ((j + 1) * chunk.tokens > high))
-    def _() -> None:
-        at = chunk.positions(j, items[SIDE, i], 0)
-        clean(x, half, (at >= low) & (at < high))
 
 
 class Shares(NamedTuple):

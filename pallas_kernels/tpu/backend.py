@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxserve.pallas_kernels.backends import Backend
+from jaxserve.pallas_kernels.backends import Backend, Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, AttentionBatch
 from jaxserve.pallas_kernels.tpu import absorbed, common, decode, move, prefill, projected, write
 from jaxserve.pallas_kernels.tpu.common import Options
@@ -46,14 +45,8 @@ def _plan(
 ) -> PagedPlan | Tiles:
     """See `backends.Backend.plan`."""
     if kind == HIDDEN:
-        return projected.plan(
-            batch,
-            shape,
-            dtype,
-            sliding_window=sliding_window,
-            decode_only=decode_only,
-            interpret=interpret,
-        )
+        masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
+        return projected.plan(batch, shape, dtype, interpret=interpret, **masks)
     row = jnp.arange(batch.max_rows, dtype=jnp.int32)
     live = (batch.kind == KV) & (batch.query_lens > 0)
     chunks = None
@@ -72,14 +65,12 @@ def _attend(
     batch: AttentionBatch,
     plan: PagedPlan,
     *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    scoring: Scoring,
     decode_only: bool,
     interpret: bool,
 ) -> jax.Array:
     """See `attention.paged_attention`."""
-    options = Options(scale, sliding_window, soft_cap, interpret)
+    options = Options.of(scoring, interpret)
     width = batch.table_width
     if plan.chunks is None:
         return decode.decode(q, pool, layer, width, plan.decodes, options)
@@ -90,9 +81,7 @@ def _attend(
 
 
 def _backend(interpret: bool) -> Backend:
-    def with_mode(function: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.partial(function, interpret=interpret)
-
+    with_mode = functools.partial(functools.partial, interpret=interpret)
     return Backend(
         write=with_mode(write.write),
         attend=with_mode(_attend),

@@ -8,7 +8,6 @@ whose length is known at run time only, has none that does nothing.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from jaxserve.pallas_kernels.backends import KernelShape, Scoring
 from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.tpu.tuning import Sizes
 
@@ -37,13 +37,15 @@ ROW, FIRST, COUNT, BEGIN, END, SIDE, AT = range(7)
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(Scoring):
     """What a score goes through, and how to run."""
 
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    interpret: bool
+    interpret: bool = False
+
+    @classmethod
+    def of(cls, scoring: Scoring, interpret: bool) -> Options:
+        """The same scoring, interpreted or not."""
+        return cls(**vars(scoring), interpret=interpret)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,23 +198,16 @@ def interpreted(interpret: bool) -> Any:
     return pltpu.InterpretParams(out_of_bounds_reads="raise") if interpret else False
 
 
-def supports(
-    kind: int,
-    *,
-    num_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: Any,
-) -> str | None:
+def supports(kind: int, shape: KernelShape) -> str | None:
     """None, or why the kernels cannot run such a shape (of one shard)."""
-    name = jnp.dtype(dtype).name
+    head_dim, block_size = shape.head_dim, shape.block_size
+    name = jnp.dtype(shape.dtype).name
     if name not in ("float32", "bfloat16"):
         return f"dtype {name}: TPUs compute in float32 and bfloat16"
     if head_dim < LEAST_HEAD_DIM or head_dim % PACKED:
         return f"head_dim {head_dim}: must be a multiple of {PACKED} from {LEAST_HEAD_DIM} up"
     if block_size % GRANULE:
         return f"block_size {block_size}: must be a multiple of {GRANULE}"
-    if math.gcd(num_heads, kv_heads) != kv_heads:
-        return f"num_heads {num_heads}: must be a multiple of kv_heads {kv_heads}"
+    if shape.num_heads % shape.kv_heads:
+        return f"num_heads {shape.num_heads}: must be a multiple of kv_heads {shape.kv_heads}"
     return None

@@ -36,7 +36,7 @@ from jaxserve.pallas_kernels.tpu.common import (
     make_work,
     most_a_program,
 )
-from jaxserve.pallas_kernels.tpu.stream import Signals, Stream, clean
+from jaxserve.pallas_kernels.tpu.stream import Signals, Stream, clean_ends
 
 
 def _kernel(
@@ -56,28 +56,14 @@ def _kernel(
     chunk: Chunk,
     options: Options,
 ) -> None:
-    i, state = pl.program_id(1), (peak, total, acc)
-    stream = Stream(
-        chunk,
-        options.sliding_window,
-        (items, layer),
-        tables,
-        pool,
-        (k, v),
-        signals,
-        pl.program_id(0) * chunk.heads,
-        0,
-        pl.num_programs(1),
-    )
-    low, high = bounds(items, i, options.sliding_window)
+    i, state, window = pl.program_id(1), (peak, total, acc), options.sliding_window
+    share = pl.program_id(0) * chunk.heads, 0, pl.num_programs(1)
+    stream = Stream(chunk, window, (items, layer), tables, pool, (k, v), signals, *share)
+    low, _ = bounds(items, i, window)
     softmax.reset(state)
 
     def use(j: jax.Array, half: jax.Array) -> None:
-        @pl.when((j * chunk.tokens < low) | ((j + 1) * chunk.tokens > high))
-        def _() -> None:
-            at = chunk.positions(j, items[SIDE, i], 0)
-            clean(v, half, (at >= low) & (at < high))
-
+        clean_ends(chunk, items, i, j, v, half, window)
         at = chunk.positions(j, items[SIDE, i], 1)
         seen = ((at >= low) & (at <= items[FIRST, i]))[None]
         softmax.update(state, ..., q[0], k[half], v[half], seen, options)

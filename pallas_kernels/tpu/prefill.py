@@ -25,13 +25,12 @@ from jaxserve.pallas_kernels.tpu.common import (
     SIDE,
     Chunk,
     Options,
-    bounds,
     compiler,
     interpreted,
     make_chunk,
     most_a_program,
 )
-from jaxserve.pallas_kernels.tpu.stream import Signals, Stream, clean
+from jaxserve.pallas_kernels.tpu.stream import Signals, Stream, clean_ends
 from jaxserve.pallas_kernels.tpu.tiles import (
     ALIGNED,
     Outputs,
@@ -65,28 +64,13 @@ def _kernel(
     h, i, window = pl.program_id(0), pl.program_id(1), options.sliding_window
     state = peak, total, acc
     group, tile = done.shape[1:3]
-    stream = Stream(
-        chunk,
-        window,
-        (items, layer),
-        tables,
-        pool,
-        (k, v),
-        signals,
-        h * chunk.heads,
-        0,
-        pl.num_programs(1),
-    )
+    share = h * chunk.heads, 0, pl.num_programs(1)
+    stream = Stream(chunk, window, (items, layer), tables, pool, (k, v), signals, *share)
     outputs = Outputs(items, done, out, sent, pending, chunk.heads)
-    low, high = bounds(items, i, window)
     softmax.reset(state)
 
     def use(j: jax.Array, half: jax.Array) -> None:
-        @pl.when((j * chunk.tokens < low) | ((j + 1) * chunk.tokens > high))
-        def _() -> None:
-            at = chunk.positions(j, items[SIDE, i], 0)
-            clean(v, half, (at >= low) & (at < high))
-
+        clean_ends(chunk, items, i, j, v, half, window)
         at = chunk.positions(j, items[SIDE, i], 1)
         seen = seen_by(items, i, at, group, tile, window)[None]
 
@@ -97,11 +81,7 @@ def _kernel(
             softmax.update(state, one, queries, k[half, one], v[half, one], seen, options)
 
     stream.walk(i, use)
-
-    outputs.wait_for_previous(i)
-    done[...] = softmax.finished(state).astype(done.dtype).reshape(done.shape)
-    outputs.start(h, i)
-    outputs.wait_if_last(i)
+    outputs.put(h, i, softmax.finished(state))
 
 
 def _cut(

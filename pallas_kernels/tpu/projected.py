@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.hidden import HiddenProjection
 from jaxserve.pallas_kernels.tpu import softmax, tuning
@@ -184,10 +185,7 @@ def _kernel(
             softmax.update(state, one, queries, k[one], v[one], seen, options)
 
     stream.walk(i, use)
-    outputs.wait_for_previous(i)
-    done[...] = softmax.finished(state).astype(done.dtype).reshape(done.shape)
-    outputs.start(h, i)
-    outputs.wait_if_last(i)
+    outputs.put(h, i, softmax.finished(state))
 
 
 def _cut(
@@ -224,14 +222,12 @@ def projected(
     projection: HiddenProjection,
     plan: Tiles,
     *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    scoring: Scoring,
     decode_only: bool,
     interpret: bool,
 ) -> jax.Array:
     """See `attention.projected_attention`: q [T, H, D] -> the same."""
-    options = Options(scale, sliding_window, soft_cap, interpret)
+    options = Options.of(scoring, interpret)
     sizes = tuning.sizes(pool.dtype, interpret)
     num_heads, head_dim = q.shape[1:]
     parts = pool.shape[2]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.pallas_kernels.tpu.common import BEGIN, END, ROW, Chunk, bounds
+from jaxserve.pallas_kernels.tpu.common import BEGIN, END, ROW, SIDE, Chunk, bounds
 
 
 class Signals(NamedTuple):
@@ -143,7 +143,21 @@ class Stream:
         )
 
 
-def clean(buffer: Any, half: jax.Array, own: jax.Array) -> None:
-    """Zero the slots of buffer [2, heads, tokens, head_dim] that are not own, bool [tokens, 1]:
-    a weight of 0 times NaN is NaN."""
-    buffer[half] = jnp.where(own[None], buffer[half], jnp.zeros((), buffer.dtype))
+def clean_ends(
+    chunk: Chunk,
+    items: Any,
+    i: jax.Array,
+    j: jax.Array,
+    buffer: Any,
+    half: jax.Array,
+    window: int | None,
+) -> None:
+    """Zero what is not item i's own in a half of buffer [2, heads, tokens, head_dim], where the
+    chunk is at either end of what it sees: a weight of 0 times NaN is NaN."""
+    low, high = bounds(items, i, window)
+
+    @pl.when((j * chunk.tokens < low) | ((j + 1) * chunk.tokens > high))
+    def _() -> None:
+        at = chunk.positions(j, items[SIDE, i], 0)
+        own = (at >= low) & (at < high)
+        buffer[half] = jnp.where(own[None], buffer[half], jnp.zeros((), buffer.dtype))

@@ -146,26 +146,22 @@ class Outputs:
     pending: Any
     heads: int
 
-    def start(self, h: jax.Array, i: jax.Array) -> None:
-        """Send item i of head group h."""
-        units = (self.items[COUNT, i] + ALIGNED - 1) // ALIGNED
-        self.pending[0] = units
-
-        @pl.loop(0, units)
-        def _(u: jax.Array) -> None:
-            self._copy(h, self.items[AT, i] + u, u).start()
-
-    def wait_for_previous(self, i: jax.Array) -> None:
-        """Before item i's results take the place of those of the item before."""
+    def put(self, h: jax.Array, i: jax.Array, values: jax.Array) -> None:
+        """Send item i of head group h, in the place of the item before; nothing is under way when
+        the last one has ended."""
 
         @pl.when(i == 0)
         def _() -> None:
             self.pending[0] = 0
 
         self._wait()
+        self.done[...] = values.astype(self.done.dtype).reshape(self.done.shape)
+        units = (self.items[COUNT, i] + ALIGNED - 1) // ALIGNED
+        self.pending[0] = units
 
-    def wait_if_last(self, i: jax.Array) -> None:
-        """Nothing may be under way when the last item ends."""
+        @pl.loop(0, units)
+        def _(u: jax.Array) -> None:
+            self._copy(h, self.items[AT, i] + u, u).start()
 
         @pl.when(i + 1 == pl.num_programs(1))
         def _() -> None:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import KV, AttentionBatch
 from jaxserve.pallas_kernels.xla import softmax
 from jaxserve.pallas_kernels.xla.gather import chunk_blocks, gather_runs, in_token_order, runs
@@ -215,16 +216,14 @@ def paged_attention(
     layer: jax.Array | int,
     batch: AttentionBatch,
     *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    scoring: Scoring,
     decode_only: bool,
 ) -> jax.Array:
     """See `attention.paged_attention`: q [T, H, D] -> the same, decodes in groups of rows, chunks
     row by row."""
     kv_heads = pool.shape[2]
-    step = softmax.step(soft_cap)
-    scaled = (q * scale).astype(pool.dtype)
+    step, sliding_window = softmax.step(scoring.soft_cap), scoring.sliding_window
+    scaled = (q * scoring.scale).astype(pool.dtype)
 
     def decodes(queries: jax.Array, lens: jax.Array) -> jax.Array:
         shape = (batch.max_rows, kv_heads, q.shape[1] // kv_heads, q.shape[2])

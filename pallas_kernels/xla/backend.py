@@ -2,24 +2,8 @@
 
 from __future__ import annotations
 
-from jax.typing import DTypeLike
-
 from jaxserve.pallas_kernels.backends import Backend
 from jaxserve.pallas_kernels.xla import attention, hidden, write
-
-
-def _supports(
-    kind: int,
-    *,
-    num_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: DTypeLike,
-) -> str | None:
-    """Every shape there can be."""
-    return None
-
 
 BACKEND = Backend(
     write=write.write,
@@ -29,7 +13,7 @@ BACKEND = Backend(
     move=write.move,
     stage_out=write.stage_out,
     stage_in=write.stage_in,
-    supports=_supports,
+    supports=lambda kind, shape: None,  # every shape there can be
     decode_group=attention.DECODE_GROUP,
     decode_chunk=attention.DECODE_CONTEXT,
 )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.hidden import HiddenProjection, project
 from jaxserve.pallas_kernels.xla import softmax
@@ -26,9 +27,7 @@ def absorbed_attention(
     layer: jax.Array | int,
     batch: AttentionBatch,
     *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    scoring: Scoring,
     axis_name: str | None = None,
 ) -> jax.Array:
     """See `attention.absorbed_attention`: qx [T, H, E] -> the same. Hidden vectors lie in the
@@ -40,15 +39,15 @@ def absorbed_attention(
     token = jnp.where(wanted, batch.query_start, tokens)
 
     def attend(out: jax.Array) -> jax.Array:
-        queries = (qx.at[token].get(mode="fill", fill_value=0) * scale).astype(pool.dtype)
+        queries = (qx.at[token].get(mode="fill", fill_value=0) * scoring.scale).astype(pool.dtype)
         done = decode(
             queries.reshape(rows, num_heads, parts, head_dim).transpose(0, 2, 1, 3),
             pool,
             layer,
             batch,
             jnp.where(wanted, batch.context_lens, 0),
-            softmax.step(soft_cap, shared=True, axis_name=axis_name),
-            sliding_window=sliding_window,
+            softmax.step(scoring.soft_cap, shared=True, axis_name=axis_name),
+            sliding_window=scoring.sliding_window,
             shared=True,
         )
         done = done.transpose(0, 2, 1, 3).reshape(rows, *qx.shape[1:]).astype(qx.dtype)
@@ -65,9 +64,7 @@ def projected_attention(
     batch: AttentionBatch,
     projection: HiddenProjection,
     *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    scoring: Scoring,
     decode_only: bool,
 ) -> jax.Array:
     """See `attention.projected_attention`: q [T, H, D] -> the same. A row's context is projected
@@ -75,8 +72,8 @@ def projected_attention(
     more than either."""
     tile = 1 if decode_only else min(TILE_QUERIES, len(q))
     heads, padding = q.shape[1], ((0, tile), (0, 0), (0, 0))
-    queries = jnp.pad((q * scale).astype(pool.dtype), padding)
-    rows = _Rows(pool, layer, batch, projection, heads, sliding_window)
+    queries = jnp.pad((q * scoring.scale).astype(pool.dtype), padding)
+    rows = _Rows(pool, layer, batch, projection, heads, scoring.sliding_window)
     # A KV row has neither tokens nor context here.
     mine = dataclasses.replace(
         batch, query_lens=jnp.where(batch.kind == HIDDEN, batch.query_lens, 0)
@@ -91,10 +88,10 @@ def projected_attention(
             mine,
             row,
             rows.read(row, scratch),
-            softmax.step(soft_cap),
+            softmax.step(scoring.soft_cap),
             kv_heads=heads,
             tile=tile,
-            sliding_window=sliding_window,
+            sliding_window=scoring.sliding_window,
         )
         return out, scratch
 

@@ -11,7 +11,7 @@ import jax
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from jaxserve.pallas_kernels import HIDDEN, KV, get_backend
+from jaxserve.pallas_kernels import HIDDEN, KV, KernelShape, get_backend
 from tests.pallas_kernels.batches import Shape
 
 # Those of other devices are interpreted. How many drawn batches a test has: GPUs are interpreted
@@ -97,16 +97,10 @@ def compiled(
 
 def takes(backend: str, case: Case, kind: int) -> bool:
     """Whether a backend says that it has kernels of this kind for the case's shape."""
-    shape = case.shape
-    reason = get_backend(backend).supports(
-        kind,
-        num_heads=shape.kv_heads if kind == HIDDEN else shape.num_heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        block_size=shape.block_size,
-        dtype=case.dtype,
-    )
-    return reason is None
+    shape, dtype = case.shape, case.dtype
+    num_heads = shape.kv_heads if kind == HIDDEN else shape.num_heads
+    seen = KernelShape(num_heads, shape.kv_heads, shape.head_dim, shape.block_size, dtype)
+    return get_backend(backend).supports(kind, seen) is None
 
 
 def backends_with(purpose: str) -> list[str]:

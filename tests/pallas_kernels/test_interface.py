@@ -14,6 +14,7 @@ from jaxserve.pallas_kernels import (
     BACKENDS,
     HIDDEN,
     KV,
+    KernelShape,
     absorbed_attention,
     backends,
     block_bytes,
@@ -152,24 +153,18 @@ def test_a_gpu_without_kernels(
     monkeypatch: pytest.MonkeyPatch, capability: str, reason: str
 ) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [Device("gpu", capability)])
-    assert select_backend("auto", kinds=(KV,), **MODEL) == ("xla", reason)
+    assert select_backend("auto", (KV,), MODEL) == ("xla", reason)
     with pytest.raises(ValueError, match=f"backend: {reason}"):
-        select_backend("triton", kinds=(KV,), **MODEL)
+        select_backend("triton", (KV,), MODEL)
 
 
-MODEL: dict[str, Any] = {
-    "num_heads": 4,
-    "kv_heads": 2,
-    "head_dim": 64,
-    "block_size": 16,
-    "dtype": "float32",
-}
+MODEL = KernelShape(4, 2, head_dim=64, block_size=16, dtype="float32")
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_backends_are_imported_when_chosen(name: str) -> None:
     needs = missing() if "mosaic" in name else None
-    assert get_backend(name).supports(KV, **{**MODEL, "dtype": "bfloat16"}) == needs
+    assert get_backend(name).supports(KV, dataclasses.replace(MODEL, dtype="bfloat16")) == needs
 
 
 @pytest.mark.parametrize("capability", ["8.0", "10.0"])
@@ -177,47 +172,47 @@ def test_mosaic_gpu_is_for_hopper_and_never_taken_unasked(
     monkeypatch: pytest.MonkeyPatch, capability: str
 ) -> None:
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-    half = {**MODEL, "dtype": "bfloat16"}
+    half = dataclasses.replace(MODEL, dtype="bfloat16")
     monkeypatch.setattr(jax, "devices", lambda: [Device("gpu", "9.0")])
-    assert select_backend("mosaic-gpu", kinds=(KV,), **half) == ("mosaic-gpu", None)
-    assert select_backend("auto", kinds=(KV,), **half) == ("triton", None)
+    assert select_backend("mosaic-gpu", (KV,), half) == ("mosaic-gpu", None)
+    assert select_backend("auto", (KV,), half) == ("triton", None)
     monkeypatch.setattr(jax, "devices", lambda: [Device("gpu", capability)])
     with pytest.raises(ValueError, match=rf"capability 9\.0, this one has {capability}"):
-        select_backend("mosaic-gpu", kinds=(KV,), **half)
+        select_backend("mosaic-gpu", (KV,), half)
 
 
 def test_a_model_that_the_platforms_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert select_backend("auto", kinds=(KV, HIDDEN), **MODEL) == ("numba", None)
+    assert select_backend("auto", (KV, HIDDEN), MODEL) == ("numba", None)
     with pytest.raises(ValueError, match="backend: triton needs a gpu, this is a cpu"):
-        select_backend("triton", kinds=(KV,), **MODEL)
+        select_backend("triton", (KV,), MODEL)
     with pytest.raises(ValueError, match="backend: tpu needs a tpu, this is a cpu"):
-        select_backend("tpu", kinds=(KV,), **MODEL)
-    of_two_bytes = {**MODEL, "dtype": "float16"}
+        select_backend("tpu", (KV,), MODEL)
+    of_two_bytes = dataclasses.replace(MODEL, dtype="float16")
     reason = "numba: the pool must be of float32 or bfloat16, got float16"
-    assert select_backend("auto", kinds=(KV,), **of_two_bytes) == ("xla", reason)
+    assert select_backend("auto", (KV,), of_two_bytes) == ("xla", reason)
 
-    def supports(kind: int, **_: Any) -> str | None:
+    def supports(kind: int, _: KernelShape) -> str | None:
         return "head_dim: too odd" if kind == HIDDEN else None
 
     odd = dataclasses.replace(get_backend("xla"), supports=supports)
     monkeypatch.setattr(jax, "devices", lambda: [Device("gpu", "8.0")])
     monkeypatch.setattr(backends, "get_backend", lambda _: odd)
-    assert select_backend("auto", kinds=(KV,), **MODEL) == ("triton", None)
-    assert select_backend("auto", kinds=(KV, HIDDEN), **MODEL) == (
+    assert select_backend("auto", (KV,), MODEL) == ("triton", None)
+    assert select_backend("auto", (KV, HIDDEN), MODEL) == (
         "xla",
         "triton: head_dim: too odd",
     )
     with pytest.raises(ValueError, match="triton cannot serve this model: head_dim: too odd"):
-        select_backend("triton", kinds=(KV, HIDDEN), **MODEL)
+        select_backend("triton", (KV, HIDDEN), MODEL)
 
 
 def test_a_cpu_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said = "numba is not installed: pip install 'jaxserve[fast]'"
-    assert select_backend("auto", kinds=(KV,), **MODEL) == ("xla", said)
-    assert select_backend("xla", kinds=(KV,), **MODEL) == ("xla", None)
+    assert select_backend("auto", (KV,), MODEL) == ("xla", said)
+    assert select_backend("xla", (KV,), MODEL) == ("xla", None)
     with pytest.raises(ValueError, match=r"backend: numba is not installed: pip install .*fast"):
-        select_backend("numba", kinds=(KV,), **MODEL)
+        select_backend("numba", (KV,), MODEL)
 
 
 def absorb(**changes: Any) -> jax.Array:

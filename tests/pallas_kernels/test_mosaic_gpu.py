@@ -3,6 +3,7 @@ what nobody has written there is NaN, and a race between them is an error."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels import HIDDEN, KV, get_backend, plan_attention
+from jaxserve.pallas_kernels import HIDDEN, KV, KernelShape, get_backend, plan_attention
 from jaxserve.pallas_kernels.gpu_mosaic import common
 from jaxserve.pallas_kernels.gpu_triton import tuning
 from tests.pallas_kernels import edges
@@ -19,7 +20,7 @@ from tests.pallas_kernels.cases import Case
 from tests.pallas_kernels.conformance import PAGED
 
 BACKEND = "mosaic-gpu-interpret"
-MODEL = {"num_heads": 8, "kv_heads": 2, "head_dim": 128, "block_size": 16, "dtype": "bfloat16"}
+MODEL = KernelShape(8, 2, head_dim=128, block_size=16, dtype="bfloat16")
 
 # Four tiles of context, of two blocks each, or two in a block; groups of no power of two.
 PAGES = Case("pages", Shape(6, 2, head_dim=64, block_size=32, width=7, tokens=5), "bfloat16")
@@ -57,17 +58,17 @@ def test_decodes_at_edges(case: Case, programs: int, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_shape_that_it_does_not_take_is_explained(wrong: dict[str, Any], said: str) -> None:
-    reason = get_backend(BACKEND).supports(KV, **{**MODEL, **wrong})
+    reason = get_backend(BACKEND).supports(KV, dataclasses.replace(MODEL, **wrong))
     assert re.fullmatch(said, str(reason))
 
 
 def test_it_wants_a_jax_that_has_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     supports = get_backend(BACKEND).supports
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-    assert supports(KV, **MODEL) is None
+    assert supports(KV, MODEL) is None
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-    assert str(supports(KV, **MODEL)).startswith("jax: must be 0.12 or newer (Python 3.12)")
-    assert supports(HIDDEN, **MODEL) is None  # by Triton's kernels, as ever
+    assert str(supports(KV, MODEL)).startswith("jax: must be 0.12 or newer (Python 3.12)")
+    assert supports(HIDDEN, MODEL) is None  # by Triton's kernels, as ever
 
 
 @pytest.mark.parametrize("window", [None, 100])

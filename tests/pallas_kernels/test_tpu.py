@@ -16,6 +16,7 @@ from jaxserve.pallas_kernels import (
     KV,
     LEFT,
     RIGHT,
+    KernelShape,
     get_backend,
     move_slots,
     plan_absorbed,
@@ -86,8 +87,8 @@ def test_a_write_looks_at_no_more_slots_than_it_fills() -> None:
 
 
 def test_what_the_kernels_take() -> None:
-    shape = {"num_heads": 8, "kv_heads": 2, "head_dim": 128, "block_size": 16, "dtype": "bfloat16"}
-    assert TPU.supports(KV, **shape) is None
+    shape = KernelShape(8, 2, head_dim=128, block_size=16, dtype="bfloat16")
+    assert TPU.supports(KV, shape) is None
     for change, reason in (
         ({"dtype": "float16"}, "dtype float16"),
         ({"head_dim": 72}, "head_dim 72"),
@@ -95,7 +96,7 @@ def test_what_the_kernels_take() -> None:
         ({"block_size": 12}, "block_size 12"),
         ({"kv_heads": 3}, "num_heads 8"),
     ):
-        assert reason in str(TPU.supports(KV, **{**shape, **change}))
+        assert reason in str(TPU.supports(KV, dataclasses.replace(shape, **change)))
 
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=lambda attention: attention.name)

@@ -25,13 +25,13 @@ from typing import Any
 
 import jax
 
+from jaxserve.bench.command import BenchParser
 from jaxserve.bench.kernels import kernels
 from jaxserve.bench.kernels.end_to_end import decode_steps, throughput
 from jaxserve.bench.kernels.gpu_outcome import MINUTES, Outcome, Plan
 from jaxserve.bench.kernels.gpu_report import page
 from jaxserve.bench.kernels.gpu_rivals import run_trials
 from jaxserve.bench.kernels.kernel_checks import check_kernels
-from jaxserve.command_line import Parser
 from jaxserve.machine import machine, versions
 from jaxserve.writable import check_file
 
@@ -42,11 +42,7 @@ Tell = Callable[[str], None]
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked; argparse exits by itself where they are wrong."""
-    parser = Parser(
-        prog="jaxserve bench gpu",
-        description=__doc__,
-    )
-    parser.set_defaults(command="gpu")
+    parser = BenchParser("gpu", json=False, description=__doc__)
     parser.add_argument("--json_file", help="write everything here")
     parser.add_argument("--markdown", help="write the tables here, as a page")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="at most (%(default)s)")

@@ -85,15 +85,7 @@ def run_trials(
 def _refusal(backend: str, heads: Heads, work: Workload) -> str:
     """Why a backend cannot run the decodes of such heads here, or nothing."""
     try:
-        select_backend(
-            backend,
-            kinds=(KV,),
-            num_heads=heads.num_heads,
-            kv_heads=heads.kv_heads,
-            head_dim=heads.head_dim,
-            block_size=work.block_size,
-            dtype=jnp.dtype(work.dtype),
-        )
+        select_backend(backend, (KV,), heads.shape(work.block_size, work.dtype))
     except ValueError as error:
         return str(error)
     return ""

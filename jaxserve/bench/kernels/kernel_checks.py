@@ -73,14 +73,7 @@ def _told(heads: Heads) -> str:
 
 
 def _refusal(backend: str, heads: Heads, dtype: str, kind: int) -> str | None:
-    return get_backend(backend).supports(
-        kind,
-        num_heads=heads.num_heads,
-        kv_heads=heads.kv_heads,
-        head_dim=heads.head_dim,
-        block_size=BLOCK_SIZE,
-        dtype=jnp.dtype(dtype),
-    )
+    return get_backend(backend).supports(kind, heads.shape(BLOCK_SIZE, dtype))
 
 
 def _of_kind(backend: str, heads: Heads, dtype: str, kind: int) -> Iterator[Check]:

@@ -12,7 +12,15 @@ import numpy as np
 
 import jaxserve
 from jaxserve.models.base import ModelConfig
-from jaxserve.pallas_kernels import HIDDEN, KV, LEFT, RIGHT, AttentionBatch, HiddenProjection
+from jaxserve.pallas_kernels import (
+    HIDDEN,
+    KV,
+    LEFT,
+    RIGHT,
+    AttentionBatch,
+    HiddenProjection,
+    KernelShape,
+)
 from jaxserve.sched.cache.cache_kinds import why_no_hidden_caches
 from jaxserve.weights import load_config, load_preset
 
@@ -33,6 +41,12 @@ class Heads:
     def width(self) -> int:
         """Elements of K, or of a hidden vector, of one token."""
         return self.kv_heads * self.head_dim
+
+    def shape(self, block_size: int, dtype: str) -> KernelShape:
+        """What kernels see of such a model and its pool."""
+        return KernelShape(
+            self.num_heads, self.kv_heads, self.head_dim, block_size, jnp.dtype(dtype)
+        )
 
     @property
     def offers_hidden(self) -> bool:

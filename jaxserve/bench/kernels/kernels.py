@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
+from jaxserve.bench.command import BenchParser
 from jaxserve.bench.kernels import kernel_inputs as inputs
 from jaxserve.bench.kernels.device_timing import Loop, Timing, measure
 from jaxserve.bench.kernels.kernel_cases import Case, Workload, cases
-from jaxserve.command_line import Parser
 from jaxserve.machine import machine, versions
 from jaxserve.pallas_kernels import HIDDEN, KV
 from jaxserve.pallas_kernels.backends import select_backend
@@ -65,26 +65,17 @@ class Measured:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked; argparse exits by itself where they are wrong."""
-    parser = Parser(
-        prog="jaxserve bench kernels",
-        description=__doc__,
-    )
-    parser.set_defaults(command="kernels")
+    parser = BenchParser("kernels", description=__doc__)
     parser.add_argument("--model", default=MODELS, help="presets, or tiny (%(default)s)")
     parser.add_argument("--backend", default="auto", help="attention backend (%(default)s)")
     parser.add_argument("--dtype", choices=POOL_DTYPES, default=Workload.dtype, help="%(default)s")
-    for item in fields(Workload):
-        if item.name != "dtype":
-            flag = f"--{item.name}"
-            parser.add_argument(flag, type=int, default=item.default, help="%(default)s")
-    parser.add_argument("--matrix", type=int, default=8192, help="ceilings: its side (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    args = parser.parse_args(argv)
-    for name in [*(item.name for item in fields(Workload)), "matrix"]:
-        value = getattr(args, name)
-        if isinstance(value, int) and value < 1:
-            parser.error(f"--{name} must be at least 1, got {value}")
+    for name, default in asdict(Workload()).items():
+        if name != "dtype":
+            parser.number(name, default, "")
+    parser.number("matrix", 8192, "ceilings: its side")
+    args: argparse.Namespace = parser.parse_args(argv)
     try:
+        parser.check(args)
         args.model = args.model.split(",")
         for model in args.model:
             inputs.model_heads(model)
@@ -157,15 +148,8 @@ def _planned(
 ) -> list[tuple[str, inputs.Heads, str, Case]]:
     """What is measured of a model, with the backend that it is measured on."""
     heads = inputs.model_heads(model)
-    chosen, reason = select_backend(
-        backend,
-        kinds=(KV, HIDDEN) if heads.offers_hidden else (KV,),
-        num_heads=heads.num_heads,
-        kv_heads=heads.kv_heads,
-        head_dim=heads.head_dim,
-        block_size=work.block_size,
-        dtype=jnp.dtype(work.dtype),
-    )
+    kinds = (KV, HIDDEN) if heads.offers_hidden else (KV,)
+    chosen, reason = select_backend(backend, kinds, heads.shape(work.block_size, work.dtype))
     if reason:
         tell(f"{model}: {reason}; measuring {chosen}")
     return [(model, heads, chosen, case) for case in cases(heads, work, chosen)]

@@ -28,7 +28,7 @@ from jaxserve.engine.startup.pool_size import (
 )
 from jaxserve.models import sharding
 from jaxserve.models.base import ModelConfig
-from jaxserve.pallas_kernels import HIDDEN, KV, get_backend, select_backend
+from jaxserve.pallas_kernels import HIDDEN, KV, KernelShape, get_backend, select_backend
 from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.cache.cache_kinds import ABSORBED, PROJECTED
 from jaxserve.sched.policy import Limits, Policy
@@ -159,22 +159,12 @@ def _backend(
     """The kernels to serve with, and how they read hidden caches. Says so once if the platform's
     own ones do not fit the model; if it is hidden caches alone that they cannot read, there are
     none, for the others would slow down all."""
-
-    def select(*kinds: int) -> tuple[str, str | None]:
-        return select_backend(
-            wanted,
-            kinds=kinds,
-            num_heads=model.num_heads // shards,
-            kv_heads=pool_heads // shards,
-            head_dim=model.head_dim,
-            block_size=block_size,
-            dtype=dtype,
-        )
-
+    heads = model.num_heads // shards, pool_heads // shards
+    shape = KernelShape(*heads, model.head_dim, block_size, dtype)
     try:
-        name, reason = select(KV)
+        name, reason = select_backend(wanted, (KV,), shape)
         if read is not None and reason is None:
-            _, no_hidden = select(KV, HIDDEN)
+            _, no_hidden = select_backend(wanted, (KV, HIDDEN), shape)
             if no_hidden is not None:
                 log.warning("no hidden caches, all are KV: %s", no_hidden)
                 read = None

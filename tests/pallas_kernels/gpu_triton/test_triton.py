@@ -12,6 +12,7 @@ from _pytest.mark.structures import ParameterSet
 from jax.experimental import pallas as pl
 
 from jaxserve.pallas_kernels import KV, LEFT, RIGHT, plan_absorbed, plan_attention
+from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.gpu_triton import absorbed, decode, merge, tuning
 from jaxserve.pallas_kernels.gpu_triton.common import Geometry
 from tests.pallas_kernels import edges
@@ -96,7 +97,8 @@ def test_decodes_leave_chunks_alone(shares: str, monkeypatch: pytest.MonkeyPatch
     queries, pool, layer, _ = PAGED.arguments(case, batch, 1)
     masks = {"sliding_window": None, "decode_only": False}
     plan = decode.plan(batch, Geometry(*pool.shape), 4, **masks)
-    options = {**PAGED.options(case), "decode_only": False, "interpret": True}
+    scoring = Scoring(**PAGED.options(case))
+    options = {"scoring": scoring, "decode_only": False, "interpret": True}
     got = decode.paged_decode(queries, jnp.asarray(pool), layer, batch, plan, **options)
     want = PAGED.reference(queries, pool, int(layer), batch, **PAGED.options(case))
     decodes = tokens_of(batch, KV, decodes=True)

@@ -18,6 +18,7 @@ from jaxserve.pallas_kernels import (
     KV,
     AttentionBatch,
     HiddenProjection,
+    KernelShape,
     absorbed_attention,
     paged_attention,
     projected_attention,
@@ -86,17 +87,10 @@ def test_gpus_with_less_shared_memory_get_less_to_hold() -> None:
     ],
 )
 def test_supports_says_why_not(change: dict[str, Any], message: str) -> None:
-    shape: dict[str, Any] = {
-        "kind": KV,
-        "num_heads": 40,
-        "kv_heads": 40,
-        "head_dim": 128,
-        "block_size": 16,
-        "dtype": jnp.bfloat16,
-    }
-    assert BACKEND.supports(shape.pop("kind"), **shape) is None
-    shape = {"kind": KV, **shape, **change}
-    assert message in (BACKEND.supports(shape.pop("kind"), **shape) or "")
+    shape = KernelShape(40, 40, head_dim=128, block_size=16, dtype=jnp.bfloat16)
+    assert BACKEND.supports(KV, shape) is None
+    kind, fields = change.get("kind", KV), {n: v for n, v in change.items() if n != "kind"}
+    assert message in (BACKEND.supports(kind, dataclasses.replace(shape, **fields)) or "")
 
 
 def test_query_tiles_cover_every_query_once() -> None:
