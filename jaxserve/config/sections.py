@@ -37,6 +37,12 @@ def _require(fine: bool, problem: str) -> None:
         raise ConfigError(problem)
 
 
+def _check(section: object, path: str, fine: bool, must: str) -> None:
+    """Refuses a value unless it is fine. path: SECTION.FIELD. must: what it has to be."""
+    value = getattr(section, path.partition(".")[2])
+    _require(fine, f"{path}{must}, got {value!r}")
+
+
 def _listed(text: str) -> tuple[str, ...]:
     return tuple(each.strip() for each in text.split(",") if each.strip())
 
@@ -73,27 +79,18 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("block_size", "memory_gib", "host_gib"):
-            value = getattr(self, name)
-            _require(0 <= value < math.inf, f"cache.{name} must be at least 0, got {value}")
-        _require(
-            self.num_blocks == 0 or self.num_blocks >= 2,
-            "cache.num_blocks must be at least 2, one for K and one for V (0 for as many as fit), "
-            f"got {self.num_blocks}",
-        )
-        _require(
-            0 < self.memory_fraction <= 1,
-            f"cache.memory_fraction must be in (0, 1], got {self.memory_fraction}",
-        )
-        _require(
-            self.hidden_read in (AUTO, *HIDDEN_READS),
-            f"cache.hidden_read must be auto or one of {', '.join(HIDDEN_READS)}, got "
-            f"{self.hidden_read!r}",
-        )
+            fine = 0 <= getattr(self, name) < math.inf
+            _check(self, f"cache.{name}", fine, " must be at least 0")
+        least = " must be at least 2, one for K and one for V (0 for as many as fit)"
+        _check(self, "cache.num_blocks", self.num_blocks == 0 or self.num_blocks >= 2, least)
+        _check(self, "cache.memory_fraction", 0 < self.memory_fraction <= 1, " must be in (0, 1]")
+        known = f" must be auto or one of {', '.join(HIDDEN_READS)}"
+        _check(self, "cache.hidden_read", self.hidden_read in (AUTO, *HIDDEN_READS), known)
         try:
             fine = self.rho == AUTO or math.isfinite(float(self.rho))
         except ValueError:
             fine = False
-        _require(fine, f"cache.rho must be auto or a number of seconds, got {self.rho!r}")
+        _check(self, "cache.rho", fine, " must be auto or a number of seconds")
 
 
 @dataclass(frozen=True)
@@ -133,14 +130,9 @@ class EngineConfig:
     record_mib: int = 64
 
     def __post_init__(self) -> None:
-        _require(
-            0 <= self.stall_s <= _MAX_S,
-            f"engine.stall_s: must be 0 to {_MAX_S}, got {self.stall_s}",
-        )
-        _require(
-            not self.record or self.record_mib >= 1,
-            f"engine.record_mib must be at least 1, got {self.record_mib}",
-        )
+        _check(self, "engine.stall_s", 0 <= self.stall_s <= _MAX_S, f": must be 0 to {_MAX_S}")
+        fine = not self.record or self.record_mib >= 1
+        _check(self, "engine.record_mib", fine, " must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -190,14 +182,10 @@ class ServedModelConfig:
     name: str = ""
 
     def __post_init__(self) -> None:
-        _require(
-            self.load_format in LOAD_FORMATS,
-            f"model.load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}",
-        )
-        _require(
-            self.dtype in (AUTO, *DTYPES),
-            f"model.dtype must be auto or one of {', '.join(DTYPES)}, got {self.dtype!r}",
-        )
+        formats = f" must be one of {', '.join(LOAD_FORMATS)}"
+        _check(self, "model.load_format", self.load_format in LOAD_FORMATS, formats)
+        dtypes = f" must be auto or one of {', '.join(DTYPES)}"
+        _check(self, "model.dtype", self.dtype in (AUTO, *DTYPES), dtypes)
 
 
 @dataclass(frozen=True)
@@ -236,20 +224,14 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "max_rows"):
-            value = getattr(self, name)
-            _require(value >= 1, f"scheduler.{name} must be at least 1, got {value}")
+            _check(self, f"scheduler.{name}", getattr(self, name) >= 1, " must be at least 1")
         _require(
             self.max_rows <= self.max_batch_tokens,
             f"scheduler.max_rows ({self.max_rows}) must be at most scheduler.max_batch_tokens "
             f"({self.max_batch_tokens}): each request of a batch has at least a token in it",
         )
-        _require(
-            self.max_queue >= 0, f"scheduler.max_queue must be at least 0, got {self.max_queue}"
-        )
-        _require(
-            0 <= self.seed <= MAX_SEED,
-            f"scheduler.seed must be 0 to {MAX_SEED}, got {self.seed}",
-        )
+        _check(self, "scheduler.max_queue", self.max_queue >= 0, " must be at least 0")
+        _check(self, "scheduler.seed", 0 <= self.seed <= MAX_SEED, f" must be 0 to {MAX_SEED}")
 
 
 @dataclass(frozen=True)
@@ -344,23 +326,18 @@ class ServerConfig:
             ("write_timeout_s", 0.1, _MAX_S),
             ("refuse_late", 0, _MAX_SHARE),
         ):
-            value = getattr(self, name)
-            _require(low <= value <= high, f"server.{name}: must be {low} to {high}, got {value}")
+            fine = low <= getattr(self, name) <= high
+            _check(self, f"server.{name}", fine, f": must be {low} to {high}")
         for name, least in (("max_calls", 0), ("batch_key_files", 1)):
-            value = getattr(self, name)
-            _require(value >= least, f"server.{name}: must be at least {least}, got {value}")
+            fine = getattr(self, name) >= least
+            _check(self, f"server.{name}", fine, f": must be at least {least}")
         for name in ("batch_keep_days", "batch_gib"):
-            value = getattr(self, name)
-            _require(0 < value < math.inf, f"server.{name}: must be more than 0, got {value}")
-        _require(
-            0 < self.batch_key_share <= 1,
-            f"server.batch_key_share: must be more than 0 and at most 1, got "
-            f"{self.batch_key_share}",
-        )
-        _require(
-            self.exit_on_failure in ("on", "off"),
-            f"server.exit_on_failure: must be on or off, got {self.exit_on_failure!r}",
-        )
+            fine = 0 < getattr(self, name) < math.inf
+            _check(self, f"server.{name}", fine, ": must be more than 0")
+        share = ": must be more than 0 and at most 1"
+        _check(self, "server.batch_key_share", 0 < self.batch_key_share <= 1, share)
+        fine = self.exit_on_failure in ("on", "off")
+        _check(self, "server.exit_on_failure", fine, ": must be on or off")
         for name in ("tls_cert", "tls_key"):
             _require(
                 bool(getattr(self, name))
@@ -369,12 +346,12 @@ class ServerConfig:
             )
         for origin in self.origins:
             like = "must be like https://example.org, without a path, or *"
-            fine = _ORIGIN.fullmatch(origin) is not None
-            _require(fine, f"server.cors_origins: {like}; got {origin!r}")
+            _require(
+                bool(_ORIGIN.fullmatch(origin)), f"server.cors_origins: {like}; got {origin!r}"
+            )
         for host in self.names:
             like = "must be a name such as gpu1.example or *.example, without a port, or *"
-            fine = _HOST.fullmatch(host) is not None
-            _require(fine, f"server.allowed_hosts: {like}; got {host!r}")
+            _require(bool(_HOST.fullmatch(host)), f"server.allowed_hosts: {like}; got {host!r}")
 
     @property
     def origins(self) -> tuple[str, ...]:
@@ -406,10 +383,8 @@ class TelemetryConfig:
     otlp_endpoint: str = ""
 
     def __post_init__(self) -> None:
-        _require(
-            self.log_format in (TEXT, JSON),
-            f"telemetry.log_format: must be {TEXT} or {JSON}, got {self.log_format!r}",
-        )
+        form = f": must be {TEXT} or {JSON}"
+        _check(self, "telemetry.log_format", self.log_format in (TEXT, JSON), form)
         _require(
             self.request_log or not self.log_prompts,
             "telemetry.log_prompts: needs telemetry.request_log, whose lines they are in",
@@ -419,8 +394,5 @@ class TelemetryConfig:
             fine = parts.scheme in ("http", "https") and bool(parts.hostname and parts.port)
         except ValueError:
             fine = False
-        _require(
-            fine or not self.otlp_endpoint,
-            "telemetry.otlp_endpoint: must be a URL as http://localhost:4317, got "
-            f"{self.otlp_endpoint!r}",
-        )
+        url = ": must be a URL as http://localhost:4317"
+        _check(self, "telemetry.otlp_endpoint", fine or not self.otlp_endpoint, url)

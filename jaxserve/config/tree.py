@@ -70,9 +70,10 @@ class Config:
         return dataclasses.asdict(self)
 
 
+_DEFAULT = Config()
 DEFAULTS: Mapping[str, Any] = {
     f"{section}.{name}": value
-    for section, fields in Config().as_dict().items()
+    for section, fields in _DEFAULT.as_dict().items()
     for name, value in fields.items()
 }
 """By path, SECTION.FIELD: all fields there are."""
@@ -108,20 +109,12 @@ def config_from_dict(given: Mapping[str, Any], fields: Mapping[str, Any] | None 
     for path, value in leaves.items():
         section, _, name = path.partition(".")
         sections.setdefault(section, {})[name] = value
-    return Config(
-        cache=CacheConfig(**sections["cache"]),
-        engine=EngineConfig(**sections["engine"]),
-        mesh=MeshConfig(**sections["mesh"]),
-        model=ServedModelConfig(**sections["model"]),
-        scheduler=SchedulerConfig(**sections["scheduler"]),
-        server=ServerConfig(**sections["server"]),
-        telemetry=TelemetryConfig(**sections["telemetry"]),
-    )
+    return Config(**{name: type(getattr(_DEFAULT, name))(**of) for name, of in sections.items()})
 
 
 def field_docs(section: str) -> dict[str, str]:
     """By name of a field of the section: what its docstring says."""
-    text = inspect.getdoc(type(getattr(Config(), section))) or ""
+    text = inspect.getdoc(getattr(_DEFAULT, section)) or ""
     found: dict[str, str] = {}
     name = ""
     for line in text.partition("Attributes:\n")[2].splitlines():
@@ -136,8 +129,8 @@ def field_docs(section: str) -> dict[str, str]:
 def section_docs() -> dict[str, str]:
     """By name of a section: what it is."""
     return {
-        each.name: (inspect.getdoc(type(getattr(Config(), each.name))) or "").partition("\n")[0]
-        for each in dataclasses.fields(Config)
+        name: (inspect.getdoc(section) or "").partition("\n")[0]
+        for name, section in vars(_DEFAULT).items()
     }
 
 
