@@ -15,9 +15,8 @@ import traceback
 from collections.abc import Sequence
 
 from jaxserve.config import TEXT, ConfigError
-from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.process_exit import end_process
-from jaxserve.hosts.rank import find_rank
+from jaxserve.hosts.rank import GroupError, find_rank
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.batches.options import open_batches
 from jaxserve.server.http.frontend import http_settings

@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
 
 from jaxserve.config import Config, ConfigError
+from jaxserve.config.tree import DEFAULTS
 from jaxserve.configs import base
-from jaxserve.hosts.errors import GroupError
-from jaxserve.hosts.rank import check_tensor, check_wait
+from jaxserve.hosts.rank import GroupError, check_tensor, check_wait
 from jaxserve.server.startup import launch
 
 _DEFAULT = Path(base.__file__).parent / "tiny_cpu.py"
 _PROXIES = "Ray Serve's proxies listen, with the http_options and grpc_options of its config"
+_NO_BATCHES = "replicas take no batches"
+_PLACED = "Ray places the hosts, as many as the setting hosts says"
 _ELSEWHERE = {
-    "host": _PROXIES,
-    "port": _PROXIES,
-    "http_port": _PROXIES,
-    "metrics_port": "the HTTP proxy answers /metrics",
-    "tls_cert": _PROXIES,
-    "tls_key": _PROXIES,
-    "tls_client_ca": _PROXIES,
-    "exit_on_failure": "Ray Serve starts a replica again whose health check fails",
-    "reflection": "Ray Serve's gRPC proxy offers it or not",
-    "batch_dir": "replicas take no batches",
-    "batch_in_flight": "replicas take no batches",
-    "batch_keep_days": "replicas take no batches",
-    "batch_gib": "replicas take no batches",
+    "server.host": _PROXIES,
+    "server.port": _PROXIES,
+    "server.http_port": _PROXIES,
+    "server.metrics_port": "the HTTP proxy answers /metrics",
+    "server.tls_cert": _PROXIES,
+    "server.tls_key": _PROXIES,
+    "server.tls_client_ca": _PROXIES,
+    "server.exit_on_failure": "Ray Serve starts a replica again whose health check fails",
+    "server.reflection": "Ray Serve's gRPC proxy offers it or not",
+    "server.batch_dir": _NO_BATCHES,
+    "server.batch_in_flight": _NO_BATCHES,
+    "server.batch_keep_days": _NO_BATCHES,
+    "server.batch_gib": _NO_BATCHES,
+    "mesh.hosts": _PLACED,
+    "mesh.coordinator": _PLACED,
+    "mesh.host_index": _PLACED,
 }
-
-
-_GROUP = ("hosts", "coordinator", "host_index")
 
 
 def replica_config(given: Sequence[str], hosts: int = 1) -> Config:
@@ -45,14 +48,9 @@ def replica_config(given: Sequence[str], hosts: int = 1) -> Config:
     except launch.UsageError as error:
         raise ConfigError(f"flags: {error}") from None
     config = launch.read_config(values)
-    default = Config()
-    for name, why in _ELSEWHERE.items():
-        if getattr(config.server, name) != getattr(default.server, name):
-            raise ConfigError(f"flags: server.{name} has no meaning for a replica: {why}")
-    for name in _GROUP:
-        if getattr(config.mesh, name) != getattr(default.mesh, name):
-            why = "Ray places the hosts, as many as the setting hosts says"
-            raise ConfigError(f"flags: mesh.{name} has no meaning for a replica: {why}")
+    for path, why in _ELSEWHERE.items():
+        if operator.attrgetter(path)(config) != DEFAULTS[path]:
+            raise ConfigError(f"flags: {path} has no meaning for a replica: {why}")
     config = config.with_fields(mesh__hosts=hosts)
     try:
         check_wait(config.mesh.hosts_wait_s)

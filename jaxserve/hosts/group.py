@@ -13,11 +13,10 @@ from typing import Any, Protocol
 
 from jaxserve.hosts.callers import Callers
 from jaxserve.hosts.channel import Channel, Closed
-from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.link import CLOSE, FAILED, Link
 from jaxserve.hosts.messages import BadMessage, Message
 from jaxserve.hosts.process_exit import end_process
-from jaxserve.hosts.rank import Rank
+from jaxserve.hosts.rank import GroupError, Rank
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +39,7 @@ class Group:
     `tell` and `mark` are for one thread.
     """
 
-    def __init__(
-        self,
-        channels: Mapping[int, Channel],
-        coordinator: str,
-    ) -> None:
+    def __init__(self, channels: Mapping[int, Channel], coordinator: str) -> None:
         self._lost = threading.Event()
         self._lock = threading.Lock()
         self._why = ""

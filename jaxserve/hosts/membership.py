@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.hosts.channel import Channel, Closed
-from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.group import HELLO, HELLO_BYTES, HERE, WELCOME
 from jaxserve.hosts.link import FAILED, PATIENCE_S, Link
 from jaxserve.hosts.messages import BadMessage, Message
 from jaxserve.hosts.process_exit import end_process
-from jaxserve.hosts.rank import Rank
+from jaxserve.hosts.rank import GroupError, Rank
 
 log = logging.getLogger(__name__)
 

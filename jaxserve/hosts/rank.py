@@ -6,10 +6,13 @@ import importlib
 from dataclasses import dataclass
 
 from jaxserve.config import MeshConfig
-from jaxserve.hosts.errors import GroupError
 
 _WAIT_S = 60  # for a cluster that answers questions about itself
 _MAX_HOSTS_WAIT_S = 86400.0
+
+
+class GroupError(ValueError):
+    """The hosts do not make a group; the message names the field, in one line."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from contextlib import closing, contextmanager
 
 import jax
 
-from jaxserve.hosts.errors import GroupError
-from jaxserve.hosts.rank import Rank
+from jaxserve.hosts.rank import GroupError, Rank
 
 # Hosts that are lost are noticed by the group's own beats, and long before: what JAX does then is
 # to abort the process, with many lines.

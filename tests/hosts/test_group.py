@@ -18,12 +18,11 @@ import pytest
 from jaxserve.hosts import group as group_module
 from jaxserve.hosts.callers import MOST
 from jaxserve.hosts.channel import Channel, Closed
-from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.group import Group, gather
 from jaxserve.hosts.link import CLOSE, Link
 from jaxserve.hosts.membership import join_group
 from jaxserve.hosts.messages import Message
-from jaxserve.hosts.rank import Rank
+from jaxserve.hosts.rank import GroupError, Rank
 
 from .peers import TIMEOUT, Losses, channels, ranks
 

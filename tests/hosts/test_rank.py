@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve.config import MeshConfig
-from jaxserve.hosts.errors import GroupError
-from jaxserve.hosts.rank import Rank, find_rank
+from jaxserve.hosts.rank import GroupError, Rank, find_rank
 
 SLURM = {
     "SLURM_JOB_ID": "4096",

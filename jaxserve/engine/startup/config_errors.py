@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax
 
 from jaxserve.config import ConfigError
-from jaxserve.hosts.errors import GroupError
+from jaxserve.hosts.rank import GroupError
 from jaxserve.weights import CheckpointError
 
 OUT_OF_MEMORY = (

@@ -21,12 +21,11 @@ from jaxserve.engine.startup.blueprint import Blueprint, build_executor
 from jaxserve.engine.startup.config_errors import config_errors, first_line
 from jaxserve.engine.startup.device_memory import free_memory
 from jaxserve.engine.startup.host_group import BUILD, FACTS, host_profile
-from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.link import CLOSE, FAILED, Link
 from jaxserve.hosts.membership import barrier, join_group
 from jaxserve.hosts.messages import Message
 from jaxserve.hosts.process_exit import end_process
-from jaxserve.hosts.rank import Rank
+from jaxserve.hosts.rank import GroupError, Rank
 from jaxserve.hosts.runtime import start_jax
 from jaxserve.progress import Show
 
