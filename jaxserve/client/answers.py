@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
-from jaxserve.client.batch_results import ResultsError
+from jaxserve.client.batch_results import ResultsError, replace_file
 
 
 class Answers:
@@ -34,7 +32,7 @@ class Answers:
         kept = _read(path, prompts) if resume and path.exists() else {}
         self.done = dict.fromkeys(kept)
         if resume and path.exists():
-            _replace(path, kept.values())
+            replace_file(path, kept.values())
         self._file = open(path, "a" if resume else "w", encoding="utf-8")  # noqa: SIM115
 
     def write(self, line: int, record: Mapping[str, Any]) -> None:
@@ -50,17 +48,12 @@ class Answers:
         if list(self.done) != sorted(self.done):
             with open(self._path, "rb") as file:
                 in_order = sorted(file, key=lambda text: int(json.loads(text)["line"]))
-            _replace(self._path, in_order)
+            replace_file(self._path, in_order)
 
     def __enter__(self) -> Answers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -82,13 +75,3 @@ def _read(path: Path, prompts: Mapping[int, str]) -> dict[int, bytes]:
             if "error" not in found:
                 kept.setdefault(line, text)
     return kept
-
-
-def _replace(path: Path, lines: Iterable[bytes]) -> None:
-    """All of a file, whatever happens meanwhile."""
-    scratch = path.with_name(f"{path.name}.new")
-    with open(scratch, "wb") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)

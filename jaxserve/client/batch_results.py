@@ -15,10 +15,9 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
-from jaxserve.client.batch_prompts import Prompts
+from jaxserve.client.prompts import Prompts
 
 
 class ResultsError(ValueError):
@@ -38,6 +37,16 @@ class BatchOnServer:
 def state_path(path: Path) -> Path:
     """What stands beside a results file while there are results to come."""
     return path.with_name(f"{path.name}.batch")
+
+
+def replace_file(path: Path, lines: Iterable[bytes]) -> None:
+    """All of a file, whatever happens meanwhile."""
+    scratch = path.with_name(f"{path.name}.new")
+    with open(scratch, "wb") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
 
 
 class ResultsFile:
@@ -69,13 +78,7 @@ class ResultsFile:
         """A new batch, of the prompts without a result. It is on the disk before it is returned, so
         whatever happens at the server is found again."""
         self.batch = BatchOnServer(uuid.uuid4().hex, self.done, self._digest)
-        text = json.dumps(asdict(self.batch))
-        scratch = self._state.with_name(f"{self._state.name}.new")
-        with open(scratch, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(self._state)
+        replace_file(self._state, [json.dumps(asdict(self.batch)).encode()])
         self._sync_folder()
         return self.batch
 
@@ -115,12 +118,7 @@ class ResultsFile:
     def __enter__(self) -> ResultsFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read_state(self) -> BatchOnServer | None:

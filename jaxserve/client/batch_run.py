@@ -12,10 +12,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxserve.client.batch_prompts import Prompts
 from jaxserve.client.batch_results import BatchOnServer, ResultsFile
 from jaxserve.client.client import Client, Completion
 from jaxserve.client.errors import ServerError
+from jaxserve.client.prompts import Prompts
 from jaxserve.client.records import completion_records, error_record
 from jaxserve.server.proto import batches_pb2 as pb
 

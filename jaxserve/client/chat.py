@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxserve.client.access_flags import add_access_flags, read_key, read_tls
 from jaxserve.client.connection import Tls, key_metadata
+from jaxserve.client.flags import add_access_flags, read_key, read_tls
 from jaxserve.command_line import Parser
 
 DEFAULT_ADDRESS = "localhost:8000"

@@ -8,18 +8,22 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.client.access_flags import add_access_flags, read_key, read_tls
 from jaxserve.client.answers import Answers
-from jaxserve.client.batch_prompts import PromptError, read_prompts
 from jaxserve.client.batch_results import ResultsError, ResultsFile, state_path
 from jaxserve.client.batch_run import PATIENCE_S, BatchCancelled, BatchRun
 from jaxserve.client.client import DEFAULT_ADDRESS, Client
 from jaxserve.client.errors import ServerError
-from jaxserve.client.grammar_flags import add_grammar_flags, read_grammar
+from jaxserve.client.flags import (
+    add_access_flags,
+    add_grammar_flags,
+    read_grammar,
+    read_key,
+    read_tls,
+)
 from jaxserve.client.many import ManyPrompts, ServerAway
 from jaxserve.client.messages import TIERS
-from jaxserve.client.prompt_lines import read_lines
-from jaxserve.client.verdicts import verdict_line
+from jaxserve.client.prompts import PromptError, read_lines, read_prompts
+from jaxserve.client.records import verdict_line
 from jaxserve.command_line import Parser
 from jaxserve.server.proto import batches_pb2 as pb
 from jaxserve.writable import check_file
@@ -258,29 +262,24 @@ def _complete_parser() -> Parser:
         "Continues a prompt, or a file of them, on a jaxserve server.",
         resumes="with --resume goes on",
     )
-    parser.add_argument("prompt", nargs="?", help="the text to continue")
-    parser.add_argument("--info", action="store_true", help="show what is served instead")
-    many = parser.add_argument_group("many prompts")
-    many.add_argument(
-        "--file", help="prompts, one a line (- is stdin); answers are JSON lines in that order"
-    )
-    many.add_argument("--concurrency", type=int, help=f"with --file, calls at once ({CONCURRENCY})")
-    many.add_argument("--out", metavar="FILE", help="where the answers go (stdout)")
-    many.add_argument(
+    add = parser.add_argument
+    add("prompt", nargs="?", help="the text to continue")
+    add("--info", action="store_true", help="show what is served instead")
+    add = parser.add_argument_group("many prompts").add_argument
+    add("--file", help="prompts, one a line (- is stdin); answers are JSON lines in that order")
+    add("--concurrency", type=int, help=f"with --file, calls at once ({CONCURRENCY})")
+    add("--out", metavar="FILE", help="where the answers go (stdout)")
+    add(
         "--resume", action="store_true", help="with --file, keep the answers that --out has already"
     )
     _add_sampling(parser, "Absent ones have the server's default.")
-    service = parser.add_argument_group("service level")
-    service.add_argument(
-        "--slo_class", default="", help="one of the server's (--info), for what is not given here"
-    )
-    service.add_argument("--tier", choices=tuple(TIERS), help="realtime")
-    service.add_argument("--ttft_ms", type=float, help="target: arrival to first token")
-    service.add_argument("--tbt_ms", type=float, help="target: between two tokens")
-    service.add_argument("--jct_ms", type=float, help="target: arrival to last token")
-    service.add_argument(
-        "--serve_late", action="store_true", help="not refused though the first token will be late"
-    )
+    add = parser.add_argument_group("service level").add_argument
+    add("--slo_class", default="", help="one of the server's (--info), for what is not given here")
+    add("--tier", choices=tuple(TIERS), help="realtime")
+    add("--ttft_ms", type=float, help="target: arrival to first token")
+    add("--tbt_ms", type=float, help="target: between two tokens")
+    add("--jct_ms", type=float, help="target: arrival to last token")
+    add("--serve_late", action="store_true", help="not refused though the first token will be late")
     return parser
 
 
@@ -292,14 +291,15 @@ def _batch_parser() -> Parser:
         resumes="goes on, with --cancel it ends the batch",
         timeout=f"; until a server that is away is ({PATIENCE_S:g})",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "file",
         metavar="FILE",
         help='prompts as JSON lines: {"prompt": "Once upon a time"} or {"token_ids": [5, 6]}, if '
         'you like with "id": "a" and "sampling": {"max_tokens": 64}',
     )
-    parser.add_argument("--out", metavar="FILE", required=True, help="where the results go")
-    parser.add_argument("--cancel", action="store_true", help="end the batch that --out waits for")
+    add("--out", metavar="FILE", required=True, help="where the results go")
+    add("--cancel", action="store_true", help="end the batch that --out waits for")
     _add_sampling(parser, "For lines that do not say. Absent ones have the server's default.")
     return parser
 
@@ -318,13 +318,11 @@ def _parser(prog: str, description: str, *, resumes: str, timeout: str = "") -> 
 
 
 def _add_sampling(parser: Parser, description: str) -> None:
-    sampling = parser.add_argument_group("sampling", description)
+    add = parser.add_argument_group("sampling", description).add_argument
     for name, kind, text in _NUMBERS:
-        sampling.add_argument(f"--{name}", type=kind, help=text)
-    sampling.add_argument("--stop", action="append", help="end before this string; repeatable")
-    sampling.add_argument("--stop_token_id", action="append", type=int, help="repeatable")
-    sampling.add_argument("--ignore_eos", action="store_true", help="go on after end of sequence")
-    sampling.add_argument(
-        "--logit_bias", action="append", type=_bias, default=[], metavar="TOKEN_ID:BIAS"
-    )
+        add(f"--{name}", type=kind, help=text)
+    add("--stop", action="append", help="end before this string; repeatable")
+    add("--stop_token_id", action="append", type=int, help="repeatable")
+    add("--ignore_eos", action="store_true", help="go on after end of sequence")
+    add("--logit_bias", action="append", type=_bias, default=[], metavar="TOKEN_ID:BIAS")
     add_grammar_flags(parser)

@@ -1,4 +1,5 @@
-"""Completions as JSON, for files of answers."""
+"""Completions as JSON, for files of answers, and what came of their targets as a line for people,
+too."""
 
 from __future__ import annotations
 
@@ -6,8 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.client.client import Completion
-from jaxserve.client.verdicts import verdict_record
 from jaxserve.server.proto import generation_pb2 as pb
+
+TARGETS = tuple(pb.Slo.DESCRIPTOR.fields_by_name)  # ttft_ms, tbt_ms, jct_ms
+_LIMITS = {
+    "TTFT_UNREACHABLE": "ttft_ms {} is less than the {} that the prompt takes alone",
+    "TBT_UNREACHABLE": "tbt_ms {} is less than the {} that a step takes alone",
+    "JCT_UNREACHABLE": "jct_ms {} is less than the {} that the request takes alone at least",
+    "JCT_BEFORE_TTFT": "jct_ms {} is less than ttft_ms, {}",
+}
 
 
 def completion_records(completions: Sequence[Completion]) -> dict[str, Any]:
@@ -52,3 +60,71 @@ def _logprobs(entries: Sequence[pb.TokenLogprobs]) -> list[dict[str, Any]]:
         }
         for entry in entries
     ]
+
+
+def verdict_record(verdict: pb.SloVerdict) -> dict[str, Any]:
+    """Milliseconds; only the targets that there are."""
+    asked = [name for name in TARGETS if verdict.targets.HasField(name)]
+    return {
+        "class": verdict.slo_class,
+        "tier": pb.Tier.Name(verdict.tier).removeprefix("TIER_").lower(),
+        "targets": {name: getattr(verdict.targets, name) for name in asked},
+        "targets_met": {name: _met(verdict, name) for name in asked},
+        "met": verdict.met,
+        "problems": [
+            {
+                "kind": _kind(problem).lower(),
+                "target_ms": problem.target_ms,
+                "limit_ms": problem.limit_ms,
+            }
+            for problem in verdict.problems
+        ],
+    }
+
+
+def verdict_line(verdict: pb.SloVerdict, timings: pb.Timings) -> str:
+    """As `interactive met: TTFT 31 of 1000 ms, TBT 4 of 187.5 ms`; what is wrong with the targets
+    follows."""
+    got = {
+        "ttft_ms": timings.ttft_ms,
+        "tbt_ms": timings.tbt_ms if timings.HasField("tbt_ms") else None,
+        "jct_ms": timings.total_ms,
+    }
+    parts = []
+    for name in TARGETS:
+        if not verdict.targets.HasField(name):
+            continue
+        label, took = name.removesuffix("_ms").upper(), got[name]
+        had = "none" if took is None else _number(took)
+        missed = "" if _met(verdict, name) else ", missed"
+        parts.append(f"{label} {had} of {_number(getattr(verdict.targets, name))} ms{missed}")
+    notes = [
+        "note: " + _LIMITS[_kind(problem)].format(*map(_number, _times(problem)))
+        for problem in verdict.problems
+        if _kind(problem) in _LIMITS  # a newer server may know others
+    ]
+    met = "met" if verdict.met else "missed"
+    return "; ".join([f"slo {verdict.slo_class} {met}: {', '.join(parts)}", *notes])
+
+
+def _times(problem: pb.SloProblem) -> tuple[float, float]:
+    return problem.target_ms, problem.limit_ms
+
+
+def _kind(problem: pb.SloProblem) -> str:
+    """As the enum has it, or a number that it has not."""
+    known = pb.SloProblemKind.values()
+    if problem.kind not in known:
+        return str(problem.kind)
+    return pb.SloProblemKind.Name(problem.kind).removeprefix("SLO_PROBLEM_KIND_")
+
+
+def _met(verdict: pb.SloVerdict, target: str) -> bool:
+    """Servers of the last release have only fields of their own for them."""
+    if verdict.HasField("targets_met"):
+        return bool(getattr(verdict.targets_met, target))
+    return bool(getattr(verdict, f"{target.removesuffix('_ms')}_met"))
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from jaxserve.client import Client, ServerError
-from jaxserve.client.verdicts import TARGETS
+from jaxserve.client.records import TARGETS
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import Observer, RequestStats, StepRecorder, StepStats

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.client import Client, ServerError, batch_run
-from jaxserve.client.batch_prompts import read_prompts
 from jaxserve.client.batch_results import ResultsFile
 from jaxserve.client.batch_run import BatchRun
 from jaxserve.client.cli import batch
+from jaxserve.client.prompts import read_prompts
 from tests.server.batches.prompt_files import command, write
 from tests.server.batches.relay import Relay
 from tests.server.batches.serving import PATIENCE, CallerBatches, batch_server

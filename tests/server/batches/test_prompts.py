@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.client import make_line
-from jaxserve.client.batch_prompts import PromptError, Prompts, read_prompts
+from jaxserve.client.prompts import PromptError, Prompts, read_prompts
 
 
 def read(path: Path, *lines: object, **defaults) -> Prompts:

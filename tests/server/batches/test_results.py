@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.client import make_line
-from jaxserve.client.batch_prompts import Prompts
 from jaxserve.client.batch_results import ResultsError, ResultsFile
+from jaxserve.client.prompts import Prompts
 
 PROMPTS = Prompts(
     Path("prompts.jsonl"),

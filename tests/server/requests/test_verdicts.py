@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.client import Client
 from jaxserve.client.cli import complete
-from jaxserve.client.verdicts import verdict_line, verdict_record
+from jaxserve.client.records import verdict_line, verdict_record
 from jaxserve.sched.cost.reachability import SloProblem, SloProblemKind
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.server.proto import generation_pb2 as pb

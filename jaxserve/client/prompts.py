@@ -1,4 +1,4 @@
-"""The prompts of a batch, from a file of JSON lines.
+"""Prompts from a file: plain lines, or for a batch JSON.
 
     {"id": "a", "prompt": "Once upon a time", "sampling": {"max_tokens": 64}}
     {"token_ids": [5, 6, 7]}
@@ -10,7 +10,9 @@ SamplingParams, are not. Blank lines are skipped.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 from jaxserve.client.messages import make_line
 from jaxserve.server.proto import batches_pb2 as pb
 
+STDIN = "-"
 _FIELDS = ("id", "prompt", "token_ids", "sampling")
 _MAX_ID = 128
 _MAX_BYTES = 6 << 20  # of a message: what the server takes in one call is 8 MiB
@@ -69,6 +72,21 @@ def read_prompts(path: Path, defaults: Mapping[str, Any]) -> Prompts:
     if not lines:
         raise PromptError(f"{path}: there are no prompts in it")
     return Prompts(path, numbers, lines)
+
+
+def read_lines(source: str) -> dict[int, str]:
+    """The prompts by the numbers of their lines, from 1. source: a path, or "-" for stdin.
+
+    A line ends with LF, CR LF or CR, and nothing else; a byte order mark is none of its text. Blank
+    lines are skipped. Raises PromptError where nothing is left, OSError, UnicodeDecodeError.
+    """
+    stdin = source == STDIN
+    raw = sys.stdin.buffer.read() if stdin else Path(source).read_bytes()
+    lines = enumerate(io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8-sig"), start=1)
+    prompts = {number: line.removesuffix("\n") for number, line in lines if line.strip()}
+    if not prompts:
+        raise PromptError(f"{'stdin' if stdin else source}: there are no prompts in it")
+    return prompts
 
 
 def _line(text: str, defaults: Mapping[str, Any]) -> pb.BatchLine:
