@@ -25,7 +25,7 @@ from jaxserve.deploy.in_process import Status
 from jaxserve.deploy.metrics import metrics_page
 from jaxserve.deploy.relay import Pieces, ReplicaLost, Unserved, relay_response
 from jaxserve.deploy.replicas import AVOID, NOTHING, ROUTING_REQUEST
-from jaxserve.deploy.response_kind import ResponseKind, grpc_response_kind, http_response_kind
+from jaxserve.deploy.response_kind import grpc_response_kind, http_response_kind
 from jaxserve.deploy.routing_request import RoutingRequestBuilder
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.http.admission_middleware import limited_receive
@@ -106,10 +106,7 @@ class Ingress:
     ) -> AsyncGenerator[Message, None]:
         """What a replica answers."""
         send_to = functools.partial(self._pieces, self._http, routing_request, scope, body)
-        pieces = relay_response(
-            send_to, lambda part: http_response_kind(part) is not ResponseKind.NOTHING
-        )
-        async with aclosing(pieces):
+        async with aclosing(relay_response(send_to, http_response_kind)) as pieces:
             async for piece in pieces:
                 for message in piece:
                     yield message
@@ -179,10 +176,7 @@ class Ingress:
             send_to = functools.partial(
                 self._pieces, self._grpc, routing_request, method, raw, metadata, peer
             )
-            pieces = relay_response(
-                send_to, lambda part: grpc_response_kind(part) is not ResponseKind.NOTHING
-            )
-            async with aclosing(pieces):
+            async with aclosing(relay_response(send_to, grpc_response_kind)) as pieces:
                 async for piece in pieces:
                     for part in piece:
                         if isinstance(part, Status):
@@ -204,10 +198,7 @@ class Ingress:
         except Unserved as error:
             said = getattr(error, "cause", error)  # Ray's own error is of this kind, too
             raise ReplicaLost(said.reason, dead=True, replica=said.replica) from None
-        except (
-            RayTaskError,
-            TaskCancelledError,
-        ):  # an error in the replica; a client that has gone
+        except (RayTaskError, TaskCancelledError):  # the replica's error; a client that has gone
             raise
         except RayError as error:  # of its actor, its node, or what it has sent
             dead = isinstance(error, ActorDiedError)

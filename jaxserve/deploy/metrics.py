@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import Metric, generate_latest
 from prometheus_client.registry import Collector
 
 REPLICA = "replica"
@@ -31,6 +31,4 @@ class _Gathered(Collector):
 
 def metrics_page(metrics: Mapping[str, Iterable[Metric]]) -> bytes:
     """As Prometheus reads them. metrics: of each replica, by its name."""
-    registry = CollectorRegistry()
-    registry.register(_Gathered(dict(sorted(metrics.items()))))
-    return generate_latest(registry)
+    return generate_latest(_Gathered(dict(sorted(metrics.items()))))

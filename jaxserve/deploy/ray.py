@@ -8,16 +8,22 @@ docs/ray.md describes it. The gRPC API needs Ray Serve's gRPC proxy, which the c
 """
 
 # Annotations are not postponed: Ray Serve looks at that of `app`, and makes its arguments of it.
+from collections import defaultdict
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import (
+    AutoscalingConfig,
+    AutoscalingContext,
+    AutoscalingPolicy,
+    RequestRouterConfig,
+)
 
-from jaxserve.deploy.autoscaling import scale
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.followers import running_engine
 from jaxserve.deploy.ingress import Ingress
+from jaxserve.deploy.load import Load, wanted_replicas
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.router import SnapshotRouter
 from jaxserve.deploy.settings import ENGINE, INGRESS, Settings
@@ -65,6 +71,17 @@ def app(settings: Settings) -> Application:
 def replica_name() -> str:
     """Of the replica that asks, as Ray Serve has it."""
     return serve.get_replica_context().replica_tag
+
+
+def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """How many replicas there should be; Ray Serve keeps it within its bounds and delays. It has
+    the means over `look_back_period_s` of what each replica's `record_autoscaling_stats` said."""
+    by_replica: dict[Any, dict[str, float]] = defaultdict(dict)
+    for name, values in (context.aggregated_metrics or {}).items():
+        for replica, value in values.items():
+            by_replica[replica][name] = value
+    loads = [Load.from_metrics(metrics) for metrics in by_replica.values() if "busy" in metrics]
+    return wanted_replicas(loads, context.current_num_replicas), {}
 
 
 def _place(settings: Settings) -> dict[str, Any]:

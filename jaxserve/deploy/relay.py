@@ -33,7 +33,7 @@ class ReplicaLost(RuntimeError):
         self.dead, self.replica = dead, replica
 
 
-async def relay_response(send: Callable[[str], Pieces], tells: Callable[[Any], bool]) -> Pieces:
+async def relay_response(send: Callable[[str], Pieces], tells: Callable[[Any], object]) -> Pieces:
     """The answer, piece by piece. send: gives the request to some replica, to none of that name
     where there are others; its answer raises ReplicaLost. tells: whether a part of it has anything
     of what was asked for; what comes before is held back. Raises ReplicaLost where the request is

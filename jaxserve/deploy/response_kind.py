@@ -13,13 +13,13 @@ from jaxserve.server.http.openai.sse import DONE
 _EVENT = b"data: "
 
 
-class ResponseKind(enum.Enum):
-    """NOTHING of what was asked for: a head, or who is speaking. ANSWER: some of it, or what is
-    wrong with the call. FAILURE: that the server could not serve it."""
+class ResponseKind(enum.IntEnum):
+    """NOTHING of what was asked for, which is false: a head, or who is speaking. ANSWER: some of
+    it, or what is wrong with the call. FAILURE: that the server could not serve it."""
 
-    NOTHING = enum.auto()
-    ANSWER = enum.auto()
-    FAILURE = enum.auto()
+    NOTHING = 0
+    ANSWER = 1
+    FAILURE = 2
 
 
 def http_response_kind(message: Mapping[str, Any]) -> ResponseKind:
@@ -40,7 +40,7 @@ def grpc_response_kind(part: Any) -> ResponseKind:
 
 def first_response_kind(told: Iterable[ResponseKind]) -> ResponseKind:
     """The first thing that is told in several parts."""
-    return next((each for each in told if each is not ResponseKind.NOTHING), ResponseKind.NOTHING)
+    return next(filter(None, told), ResponseKind.NOTHING)
 
 
 def _of_event(event: bytes) -> ResponseKind:

@@ -285,8 +285,8 @@ def test_info_is_any_replicas() -> None:
 
 
 def test_the_autoscaler_reads_what_replicas_say() -> None:
-    from jaxserve.deploy.autoscaling import scale
     from jaxserve.deploy.load import Load
+    from jaxserve.deploy.ray import scale
 
     late = Load(wait_share=2.0, busy=0.9).as_metrics()
     metrics = {name: {"a": value} for name, value in late.items()}
