@@ -56,4 +56,4 @@ class GenerationService:
             if delta.last is not None:
                 cancelled |= delta.last.finish_reason is FinishReason.CANCELLED
         if cancelled:
-            raise streams.cancelled_error()
+            raise self._requests.cancelled_error()

@@ -42,7 +42,3 @@ class CallStreams:
         """Whatever is unfinished is cancelled."""
         for stream in self.streams:
             self._requests.end_stream(stream)
-
-    def cancelled_error(self) -> Exception:
-        """`EngineRequests.cancelled_error`."""
-        return self._requests.cancelled_error()

@@ -14,9 +14,10 @@ from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.batches.batch_lines import NO_ROOM, Completion, Line, Result
 from jaxserve.server.batches.records import NewLine
 from jaxserve.server.http.errors import ApiError
-from jaxserve.server.http.openai import request_options, response_format
+from jaxserve.server.http.openai import request_options
 from jaxserve.server.http.openai.body_limits import parse_body, validate_body
-from jaxserve.server.http.openai.chat import chat_sampling
+from jaxserve.server.http.openai.chat import assistant_message, chat_sampling
+from jaxserve.server.http.openai.choices import usage_fields
 from jaxserve.server.http.openai.files import MAX_LINE
 from jaxserve.server.http.openai.logprobs import CompletionLogprobs, chat_logprobs
 from jaxserve.server.http.openai.route_context import RouteContext
@@ -64,7 +65,7 @@ def read_line(context: RouteContext, endpoint: str, text: str, tenant: str) -> N
         problem = InvalidRequest(where, str(error).removeprefix(f"{where}: "))
         return Line(text, {}, name).checked(requests, problem)
     return line.checked(
-        requests, named=functools.partial(response_format.naming_grammar_fields, body)
+        requests, named=functools.partial(request_options.naming_grammar_fields, body)
     )
 
 
@@ -123,16 +124,12 @@ def _answer(
     context: RouteContext, endpoint: str, completions: tuple[Completion, ...]
 ) -> dict[str, Any]:
     chat = endpoint == CHAT
-    usage = completions[0].usage
+    prompt = completions[0].usage.prompt_tokens
     output = sum(each.usage.output_tokens for each in completions)
     return {
         "object": "chat.completion" if chat else "text_completion",
         "choices": [_choice(context, chat, each) for each in completions],
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": output,
-            "total_tokens": usage.prompt_tokens + output,
-        },
+        "usage": usage_fields(prompt, output),
     }
 
 
@@ -145,7 +142,7 @@ def _choice(context: RouteContext, chat: bool, found: Completion) -> dict[str, A
         else:
             choice["logprobs"] = CompletionLogprobs(context.engine).as_dict(found.logprobs)
     if chat:
-        choice["message"] = {"role": "assistant", "content": found.text, "refusal": None}
+        choice["message"] = assistant_message(found.text)
     else:
         choice["text"] = found.text
     return choice

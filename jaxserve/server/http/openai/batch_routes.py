@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Annotated, Any, BinaryIO
 
 from fastapi import FastAPI, Query, Request, Response
@@ -37,6 +37,8 @@ _FORM = {
 }
 _UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
 
+Door = Callable[[Request], CallerBatches]
+
 
 def add_batch_routes(
     app: FastAPI, context: RouteContext, batches: Batches | None, store: FileStore | None
@@ -58,12 +60,11 @@ def add_batch_routes(
     _add_files(app, files, door)
 
 
-def _add_batches(app: FastAPI, door: Any) -> None:
+def _add_batches(app: FastAPI, door: Door) -> None:
     @app.post("/v1/batches")
     async def create(body: BatchRequest, http: Request) -> dict[str, Any]:
         """Has a file's lines served, as best-effort requests."""
-        found: dict[str, Any] = await door(http).create(body)
-        return found
+        return await door(http).create(body)
 
     @app.get("/v1/batches")
     async def every(
@@ -75,14 +76,12 @@ def _add_batches(app: FastAPI, door: Any) -> None:
     @app.get("/v1/batches/{batch_id}")
     async def get(batch_id: str, http: Request) -> dict[str, Any]:
         """Where it is."""
-        found: dict[str, Any] = await door(http).get(batch_id)
-        return found
+        return await door(http).get(batch_id)
 
     @app.post("/v1/batches/{batch_id}/cancel")
     async def cancel(batch_id: str, http: Request) -> dict[str, Any]:
         """Lines without a result get none."""
-        found: dict[str, Any] = await door(http).cancel(batch_id)
-        return found
+        return await door(http).cancel(batch_id)
 
     @app.delete("/v1/batches/{batch_id}")
     async def delete(batch_id: str, http: Request) -> dict[str, Any]:
@@ -91,7 +90,7 @@ def _add_batches(app: FastAPI, door: Any) -> None:
         return {"id": batch_id, "object": "batch", "deleted": True}
 
 
-def _add_files(app: FastAPI, store: Any, door: Any) -> None:
+def _add_files(app: FastAPI, store: Callable[[Request], FileStore], door: Door) -> None:
     @app.post("/v1/files", openapi_extra=_UPLOAD)
     async def upload(http: Request) -> dict[str, Any]:
         """A file to make a batch of: JSONL."""
@@ -108,9 +107,7 @@ def _add_files(app: FastAPI, store: Any, door: Any) -> None:
     @app.get("/v1/files/{file_id}")
     async def get(file_id: str, http: Request) -> dict[str, Any]:
         """An upload."""
-        kept = await asyncio.to_thread(store(http).find_file, file_id)
-        found: dict[str, Any] = kept.as_dict()
-        return found
+        return (await asyncio.to_thread(store(http).find_file, file_id)).as_dict()
 
     @app.delete("/v1/files/{file_id}")
     async def delete(file_id: str, http: Request) -> dict[str, Any]:

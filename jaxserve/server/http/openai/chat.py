@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,32 +14,18 @@ from jaxserve.sched.request import InvalidRequest, Request
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.http.errors import record_of
 from jaxserve.server.http.openai import request_options
-from jaxserve.server.http.openai.choices import (
-    LogprobLists,
-    UsageCount,
-    finish_fields,
-    response_head,
-    whole_answer,
-)
+from jaxserve.server.http.openai.choices import Answer, LogprobLists, finish_fields
 from jaxserve.server.http.openai.logprobs import chat_logprobs
-from jaxserve.server.http.openai.multi_prompt import Generating, unless_gone
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import ChatRequest, TokenizeRequest
-from jaxserve.server.http.openai.sse import EventStream
+from jaxserve.server.requests.output_streams import Delta
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 
 
 async def chat_response(context: RouteContext, body: ChatRequest, http: HttpRequest) -> Response:
     """The answer, whole or as a stream of events."""
     wanted = await _wanted(context, body, record_of(http).caller)
-    generating = Generating(context.requests, wanted, record_of(http))
-    answer = _Answer(context, body, generating)
-    if body.stream:
-        return EventStream(answer.chunks(), generating.end, generating.record)
-    try:
-        return await unless_gone(http, answer.whole())
-    finally:
-        generating.end()
+    return await _ChatAnswer(context, body, wanted, http).response()
 
 
 async def _wanted(context: RouteContext, body: ChatRequest, caller: Caller) -> list[Request]:
@@ -89,65 +75,37 @@ def _sampling(context: RouteContext, body: ChatRequest, prompt_tokens: int) -> d
     return fields
 
 
-class _Answer:
-    """Of one call."""
+def assistant_message(text: str) -> dict[str, Any]:
+    """What the model says, as a turn of the chat."""
+    return {"role": "assistant", "content": text, "refusal": None}
 
-    def __init__(self, context: RouteContext, body: ChatRequest, generating: Generating) -> None:
-        self._engine, self._requests = context.engine, context.requests
-        self._generating = generating
-        self._n = generating.wanted[0].sampling.n
-        self._model = context.model
-        self._usage = UsageCount(generating.wanted)
-        self._stream = body.stream_options
-        self._with_logprobs = bool(body.logprobs)
 
-    async def whole(self) -> Response:
-        """The object."""
-        ends: list[dict[str, Any]] = [{} for _ in range(self._n)]
-        texts: list[list[str]] = [[] for _ in ends]
-        lists = [LogprobLists(refusal=None) if self._with_logprobs else None for _ in ends]
-        async for number, delta in self._generating.deltas():
-            texts[number] += delta.text
-            if (told := lists[number]) is not None:
-                told.add(chat_logprobs(self._engine, delta.logprobs))
-            self._usage.add(len(delta.token_ids))
-            if delta.last is not None:
-                ends[number] = finish_fields(delta.last)
-        messages = [
-            {"role": "assistant", "content": "".join(text), "refusal": None} for text in texts
-        ]
-        choices = [
-            ({"index": number, "message": messages[number], **ends[number]}, lists[number])
-            for number in range(self._n)
-        ]
-        first = response_head("chat.completion", "chatcmpl", self._model, self._generating)
-        characters = sum(len(each["content"] or "") for each in messages)
-        fields = {**first, "usage": self._usage.as_dict()}
-        return await whole_answer(self._requests, fields, choices, characters)
+class _ChatAnswer(Answer):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The role of each continuation first, then one for each piece of news."""
-        first = response_head("chat.completion.chunk", "chatcmpl", self._model, self._generating)
+    def __init__(
+        self, context: RouteContext, body: ChatRequest, wanted: Sequence[Request], http: HttpRequest
+    ) -> None:
+        self._engine, self._with_logprobs = context.engine, bool(body.logprobs)
+        super().__init__(context, body, wanted, http)
+
+    def lists(self) -> LogprobLists | None:
+        return LogprobLists(refusal=None) if self._with_logprobs else None
+
+    def news(self, number: int, delta: Delta) -> tuple[str, Any, dict[str, Any]]:
+        self._output_tokens += len(delta.token_ids)
+        ended = {} if delta.last is None else finish_fields(delta.last)
+        logprobs = chat_logprobs(self._engine, delta.logprobs) if self._with_logprobs else None
+        return "".join(delta.text), logprobs, ended
+
+    def text_fields(self, text: str) -> dict[str, Any]:
+        return {"message": assistant_message(text)}
+
+    def piece_fields(self, text: str, logprobs: Any) -> dict[str, Any]:
+        told = logprobs if logprobs is not None and logprobs["content"] else None
+        return {"delta": {"content": text} if text else {}, "logprobs": told}
+
+    def beginnings(self) -> Iterable[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
         for number in range(self._n):
-            yield self._chunk(first, number, {"role": "assistant", "content": ""})
-        async for number, delta in self._generating.deltas():
-            self._usage.add(len(delta.token_ids))
-            text = "".join(delta.text)
-            chunk = self._chunk(first, number, {"content": text} if text else {})
-            (choice,) = chunk["choices"]
-            if self._with_logprobs and delta.logprobs:
-                choice["logprobs"] = chat_logprobs(self._engine, delta.logprobs)
-            if delta.last is not None:
-                choice.update(finish_fields(delta.last))
-            yield chunk
-        if self._stream is not None and self._stream.include_usage:
-            yield {**first, "choices": [], "usage": self._usage.as_dict()}
-
-    def _chunk(self, first: dict[str, Any], number: int, delta: dict[str, str]) -> dict[str, Any]:
-        choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
-        chunk = {**first, "choices": [choice]}
-        if self._stream is not None and self._stream.continuous_usage_stats:
-            chunk["usage"] = self._usage.as_dict()
-        elif self._stream is not None and self._stream.include_usage:
-            chunk["usage"] = None
-        return chunk
+            yield {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}

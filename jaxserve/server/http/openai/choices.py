@@ -1,11 +1,13 @@
-"""What completions and chats count and say alike of what the engine tells them."""
+"""The answers of completions and chats, as far as they are alike."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any
 
+from fastapi import Request as HttpRequest
 from fastapi import Response
 from pydantic_core import to_json
 
@@ -13,31 +15,15 @@ from jaxserve.engine.output import Output, Timings
 from jaxserve.sched.request import Request
 from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.sched.slo.verdict import Verdict
-from jaxserve.server.http.openai.multi_prompt import Generating
+from jaxserve.server.http.errors import record_of
+from jaxserve.server.http.openai.multi_prompt import Generating, unless_gone
 from jaxserve.server.http.openai.request_options import SERVED_AS
-from jaxserve.server.requests.engine_requests import EngineRequests
+from jaxserve.server.http.openai.route_context import RouteContext
+from jaxserve.server.http.openai.schema import Generation
+from jaxserve.server.http.openai.sse import EventStream
+from jaxserve.server.requests.output_streams import Delta
 
 _INLINE_BYTES = 64 << 10  # longer answers become JSON beside the event loop
-
-
-class UsageCount:
-    """Tokens of a call, so far."""
-
-    def __init__(self, wanted: Sequence[Request]) -> None:
-        self._prompt = sum(len(request.prompt) for request in wanted)
-        self._output = 0
-
-    def add(self, tokens: int) -> None:
-        """Of some continuation."""
-        self._output += tokens
-
-    def as_dict(self) -> dict[str, int]:
-        """The usage object."""
-        return {
-            "prompt_tokens": self._prompt,
-            "completion_tokens": self._output,
-            "total_tokens": self._prompt + self._output,
-        }
 
 
 class LogprobLists:
@@ -63,48 +49,133 @@ class LogprobLists:
         return _with(to_json(self._fields), lists)
 
 
-async def whole_answer(
-    requests: EngineRequests,
-    fields: Mapping[str, Any],
-    choices: Sequence[tuple[Mapping[str, Any], LogprobLists | None]],
-    characters: int,
-) -> Response:
-    """The answer of a call that asked for no stream.
+class Answer(ABC):
+    """To one call: continuations in the order of their numbers. Submits the requests.
 
-    Args:
-        requests: whose threads are for long ones.
-        fields: of the answer, but its choices.
-        choices: the fields of each but its log-probabilities, and those.
-        characters: of all its texts.
+    Attributes:
+        kind: what the object is called.
+        chunk_kind: the same of a piece of a stream.
+        prefix: of the answer's id.
     """
 
-    def made() -> bytes:
-        told = [
-            _with(to_json(each), {"logprobs": b"null" if lists is None else lists.json()})
-            for each, lists in choices
-        ]
-        return _with(to_json(fields), {"choices": b"[%s]" % b",".join(told)})
+    kind: str
+    chunk_kind: str
+    prefix: str
 
-    size = characters + sum(lists.bytes for _, lists in choices if lists is not None)
-    body = made() if size <= _INLINE_BYTES else await requests.run_beside(made)
-    return Response(body, media_type="application/json")
+    def __init__(
+        self, context: RouteContext, body: Generation, wanted: Sequence[Request], http: HttpRequest
+    ) -> None:
+        self._requests, self._model, self._http = context.requests, context.model, http
+        self._streams, self._options = bool(body.stream), body.stream_options
+        self._n = wanted[0].sampling.n
+        self._output_tokens = 0
+        self._generating = Generating(context.requests, wanted, record_of(http))
+
+    @abstractmethod
+    def lists(self) -> LogprobLists | None:
+        """Where the log-probabilities of a continuation go; None: nobody has asked for them."""
+
+    @abstractmethod
+    def news(self, number: int, delta: Delta) -> tuple[str, Any, dict[str, Any]]:
+        """What is new of a continuation: its text, log-probabilities, and how it has ended."""
+
+    @abstractmethod
+    def text_fields(self, text: str) -> dict[str, Any]:
+        """What a continuation has of its whole text."""
+
+    @abstractmethod
+    def piece_fields(self, text: str, logprobs: Any) -> dict[str, Any]:
+        """The same of a piece of it."""
+
+    async def response(self) -> Response:
+        """Whole, or as a stream of events."""
+        generating = self._generating
+        if self._streams:
+            return EventStream(self._chunks(), generating.end, generating.record)
+        try:
+            return await unless_gone(self._http, self._whole())
+        finally:
+            generating.end()
+
+    async def _whole(self) -> Response:
+        numbers = range(self._n * len(self._generating.wanted))
+        ends: list[dict[str, Any]] = [{} for _ in numbers]
+        texts: list[list[str]] = [[] for _ in numbers]
+        lists = [self.lists() for _ in numbers]
+        async for number, delta in self._generating.deltas():
+            text, logprobs, ended = self.news(number, delta)
+            texts[number].append(text)
+            ends[number] |= ended
+            if (told := lists[number]) is not None:
+                told.add(logprobs)
+        whole = ["".join(pieces) for pieces in texts]
+        fields = {**self._head(self.kind), "usage": self._usage()}
+
+        def made() -> bytes:
+            choices = [
+                _with(
+                    to_json({"index": number, **self.text_fields(text), **ends[number]}),
+                    {"logprobs": b"null" if told is None else told.json()},
+                )
+                for number, (text, told) in enumerate(zip(whole, lists, strict=True))
+            ]
+            return _with(to_json(fields), {"choices": b"[%s]" % b",".join(choices)})
+
+        size = sum(map(len, whole)) + sum(told.bytes for told in lists if told is not None)
+        body = made() if size <= _INLINE_BYTES else await self._requests.run_beside(made)
+        return Response(body, media_type="application/json")
+
+    async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """One for each piece of news."""
+        head, options = self._head(self.chunk_kind), self._options
+        for choice in self.beginnings():
+            yield self._chunk(head, choice)
+        async for number, delta in self._generating.deltas():
+            text, logprobs, ended = self.news(number, delta)
+            piece = self.piece_fields(text, logprobs)
+            yield self._chunk(head, {"index": number, **piece, "finish_reason": None, **ended})
+        if options is not None and options.include_usage:
+            yield {**head, "choices": [], "usage": self._usage()}
+
+    def beginnings(self) -> Iterable[dict[str, Any]]:
+        """The choices that a stream begins with."""
+        return ()
+
+    def _chunk(self, head: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
+        chunk = {**head, "choices": [choice]}
+        if self._options is not None and self._options.continuous_usage_stats:
+            chunk["usage"] = self._usage()
+        elif self._options is not None and self._options.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"{self.prefix}-{self._generating.record.request_id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._model,
+            "service_tier": SERVED_AS[self._generating.wanted[0].tier],
+        }
+
+    def _usage(self) -> dict[str, int]:
+        prompt = sum(len(request.prompt) for request in self._generating.wanted)
+        return usage_fields(prompt, self._output_tokens)
+
+
+def usage_fields(prompt_tokens: int, output_tokens: int) -> dict[str, int]:
+    """The usage object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+    }
 
 
 def _with(json: bytes, raw: Mapping[str, bytes]) -> bytes:
     """The object with further fields, which are JSON already."""
     more = [b'"%s":%s' % (name.encode(), value) for name, value in raw.items()]
     return b"{%s}" % b",".join([*filter(None, [json[1:-1]]), *more])
-
-
-def response_head(kind: str, prefix: str, model: str, generating: Generating) -> dict[str, Any]:
-    """The fields that every object and chunk of a call begins with."""
-    return {
-        "id": f"{prefix}-{generating.record.request_id}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-        "service_tier": SERVED_AS[generating.wanted[0].tier],
-    }
 
 
 def finish_fields(last: Output) -> dict[str, Any]:

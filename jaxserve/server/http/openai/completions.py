@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -13,18 +13,10 @@ from jaxserve.sched.request import InvalidRequest, Request
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.http.errors import record_of
 from jaxserve.server.http.openai import request_options
-from jaxserve.server.http.openai.choices import (
-    LogprobLists,
-    UsageCount,
-    finish_fields,
-    response_head,
-    whole_answer,
-)
+from jaxserve.server.http.openai.choices import Answer, LogprobLists, finish_fields
 from jaxserve.server.http.openai.logprobs import CompletionLogprobs
-from jaxserve.server.http.openai.multi_prompt import Generating, unless_gone
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import MAX_PROMPTS, CompletionRequest
-from jaxserve.server.http.openai.sse import EventStream
 from jaxserve.server.requests.output_streams import Delta
 
 MAX_PROMPT_LOGPROBS = 1 << 18
@@ -40,18 +32,7 @@ async def completion_response(
     echo = [""] * len(prompts)
     if body.echo:
         echo = await context.requests.run_beside(_texts, context, prompts)
-    generating = Generating(context.requests, wanted, record_of(http))
-    try:
-        answer = _Answer(context, body, echo, generating)
-    except BaseException:
-        generating.end()
-        raise
-    if body.stream:
-        return EventStream(answer.chunks(), generating.end, generating.record)
-    try:
-        return await unless_gone(http, answer.whole())
-    finally:
-        generating.end()
+    return await _CompletionAnswer(context, body, echo, wanted, http).response()
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
@@ -95,84 +76,50 @@ async def _wanted(
     return wanted
 
 
-class _Answer:
-    """Of one call: continuations in the order of their numbers."""
+class _CompletionAnswer(Answer):
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
 
     def __init__(
         self,
         context: RouteContext,
         body: CompletionRequest,
         echo: Sequence[str],
-        generating: Generating,
+        wanted: Sequence[Request],
+        http: HttpRequest,
     ) -> None:
-        self._generating, self._requests = generating, context.requests
-        wanted = generating.wanted
-        self._n = wanted[0].sampling.n
-        self._head = response_head("text_completion", "cmpl", context.model, generating)
-        self._usage = UsageCount(wanted)
-        self._stream = body.stream_options
-        self._echo = echo
+        self._echo, self._told = echo, set[int]()
         self._only_prompt = request_options.scores_prompt_only(body)
         self._logprobs = None
         if body.logprobs is not None:
             self._logprobs = [
                 CompletionLogprobs(context.engine, request.prompt[0] if body.echo else None)
                 for request in wanted
-                for _ in range(self._n)
+                for _ in range(request.sampling.n)
             ]
+        super().__init__(context, body, wanted, http)
 
-    async def whole(self) -> Response:
-        """The object."""
-        numbers = range(self._n * len(self._generating.wanted))
-        ends: list[dict[str, Any]] = [{} for _ in numbers]
-        texts = [[self._prefix(number)] for number in numbers]
-        lists = [None if self._logprobs is None else LogprobLists() for _ in numbers]
-        async for number, delta in self._generating.deltas():
-            ends[number] = self._choice(number, delta)
-            texts[number].append(ends[number].pop("text"))
-            logprobs, told = ends[number].pop("logprobs"), lists[number]
-            if told is not None:
-                told.add(logprobs)
-        choices = [
-            ({"index": number, "text": "".join(texts[number]), **ends[number]}, lists[number])
-            for number in numbers
-        ]
-        characters = sum(len(each["text"]) for each, _ in choices)
-        fields = {**self._head, "usage": self._usage.as_dict()}
-        return await whole_answer(self._requests, fields, choices, characters)
+    def lists(self) -> LogprobLists | None:
+        return None if self._logprobs is None else LogprobLists()
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """One for each piece of news."""
-        told: set[int] = set()
-        async for number, delta in self._generating.deltas():
-            choice = self._choice(number, delta)
-            if number not in told:
-                told.add(number)
-                choice["text"] = self._prefix(number) + choice["text"]
-            chunk = {**self._head, "choices": [choice]}
-            if self._stream is not None and self._stream.continuous_usage_stats:
-                chunk["usage"] = self._usage.as_dict()
-            elif self._stream is not None and self._stream.include_usage:
-                chunk["usage"] = None
-            yield chunk
-        if self._stream is not None and self._stream.include_usage:
-            yield {**self._head, "choices": [], "usage": self._usage.as_dict()}
-
-    def _prefix(self, number: int) -> str:
-        return self._echo[number // self._n]
-
-    def _choice(self, number: int, delta: Delta) -> dict[str, Any]:
-        """What is new of a continuation."""
+    def news(self, number: int, delta: Delta) -> tuple[str, Any, dict[str, Any]]:
         text, entries = "".join(delta.text), delta.prompt_logprobs
-        ended: dict[str, Any] = {"finish_reason": None}
-        if delta.last is not None:
-            ended = finish_fields(delta.last)
+        ended = {} if delta.last is None else finish_fields(delta.last)
         if self._only_prompt:  # without the token that was drawn behind it, however that ended
             text = ""
-            if delta.last is not None:
+            if ended:
                 ended["finish_reason"] = str(FinishReason.LENGTH)
         else:
             entries += delta.logprobs
-            self._usage.add(len(delta.token_ids))
+            self._output_tokens += len(delta.token_ids)
+        if number not in self._told:
+            self._told.add(number)
+            text = self._echo[number // self._n] + text
         logprobs = None if self._logprobs is None else self._logprobs[number].as_dict(entries)
-        return {"index": number, "text": text, "logprobs": logprobs, **ended}
+        return text, logprobs, ended
+
+    def text_fields(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def piece_fields(self, text: str, logprobs: Any) -> dict[str, Any]:
+        return {"text": text, "logprobs": logprobs}

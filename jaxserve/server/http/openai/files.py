@@ -12,7 +12,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -111,14 +111,13 @@ class FileStore:
             if length is not None and length - FORM_BYTES > room.bytes:
                 raise room.too_small()
             taken = room.bytes if length is None else min(length, room.bytes)
-            place = StoredFile("", "", "", taken, 0, self._owner)
+            place = StoredFile(uuid.uuid4().hex, "", "", taken, 0, self._owner)
             self._shelf.reserved.append(place)
         try:
             yield room
         finally:
-            with self._shelf.lock:  # by identity: others may look the same
-                mine = next(k for k, each in enumerate(self._shelf.reserved) if each is place)
-                del self._shelf.reserved[mine]
+            with self._shelf.lock:
+                self._shelf.reserved.remove(place)
 
     def save(self, filename: str, purpose: str, source: BinaryIO, room: Room) -> StoredFile:
         """Keeps an upload for which there is that room; once this returns, it is on the disk."""
@@ -129,9 +128,10 @@ class FileStore:
         content = self._directory / (name + _CONTENT)
         with _disk():
             try:
-                size = _copy(source, content, room)
-                kept = StoredFile(name, filename, purpose, size, int(time.time()), self._owner)
-                _write(self._directory / (name + _META), json.dumps(asdict(kept)).encode())
+                _write(content, _bounded(source, room))
+                size, now = content.stat().st_size, int(time.time())
+                kept = StoredFile(name, filename, purpose, size, now, self._owner)
+                _write(self._directory / (name + _META), [json.dumps(asdict(kept)).encode()])
             except BaseException:
                 content.unlink(missing_ok=True)
                 raise
@@ -144,7 +144,7 @@ class FileStore:
         with self._shelf.lock, _disk():
             found = self._all().get(name)
         if found is None or self._owner not in ("", found.owner):
-            raise ApiError(404, f"there is no {name!r}", param="id", code="not_found")
+            raise _no_file(name)
         return found
 
     def list_files(self, after: str | None, limit: int) -> tuple[list[StoredFile], bool]:
@@ -165,7 +165,7 @@ class FileStore:
             try:
                 return (self._directory / (name + _CONTENT)).open("rb")
             except FileNotFoundError:  # deleted meanwhile
-                raise ApiError(404, f"there is no {name!r}", param="id", code="not_found") from None
+                raise _no_file(name) from None
 
     def delete_file(self, name: str) -> None:
         """Forgets a file."""
@@ -206,12 +206,9 @@ class FileStore:
         if self._quota is None:
             return min(rooms)
         if len(mine) >= self._quota.count:
-            problem = (
-                f"there are {len(mine)} files of {owner_words(self._owner)}, as many as it may have"
-            )
-            raise ApiError(
-                413, f"file: {problem} (files); delete some", param="file", code="too_many_files"
-            )
+            whose = f"{len(mine)} files of {owner_words(self._owner)}, as many as it may have"
+            problem = f"file: there are {whose} (files); delete some"
+            raise ApiError(413, problem, param="file", code="too_many_files")
         own = self._quota.max_bytes - _size(mine)
         return min(*rooms, Room(own, f"in files_mib of {owner_words(self._owner)}"))
 
@@ -236,6 +233,10 @@ class FileStore:
                     path.unlink(missing_ok=True)
             self._shelf.files = files
         return self._shelf.files
+
+
+def _no_file(name: str) -> ApiError:
+    return ApiError(404, f"there is no {name!r}", param="id", code="not_found")
 
 
 def _size(files: list[StoredFile]) -> int:
@@ -269,33 +270,25 @@ def disk_error(error: OSError) -> ApiError:
     return ApiError(507, f"file: the server's disk: {why}", param="file", code="disk_error")
 
 
-def _copy(source: BinaryIO, path: Path, room: Room) -> int:
+def _bounded(source: BinaryIO, room: Room) -> Iterator[bytes]:
     size = 0
-    with _private(path) as target:
-        while piece := source.read(_CHUNK):
-            size += len(piece)
-            if size > room.bytes:
-                raise room.too_small()
-            target.write(piece)
-        target.flush()
-        os.fsync(target.fileno())
-    return size
+    while piece := source.read(_CHUNK):
+        size += len(piece)
+        if size > room.bytes:
+            raise room.too_small()
+        yield piece
 
 
-def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing, whatever happens meanwhile."""
-    partial = path.with_suffix(_PARTIAL)
+def _write(path: Path, pieces: Iterable[bytes]) -> None:
+    """A new file, for its owner's eyes only; all of it or nothing, whatever happens meanwhile."""
+    partial = path.with_name(path.name + _PARTIAL)
     try:
-        with _private(partial) as target:
-            target.write(content)
+        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(file, "wb") as target:
+            target.writelines(pieces)
             target.flush()
             os.fsync(target.fileno())
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def _private(path: Path) -> BinaryIO:
-    """A new file, for its owner's eyes only."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")

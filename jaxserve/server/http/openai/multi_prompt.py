@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request as HttpRequest
 
@@ -32,25 +32,28 @@ class Generating(CallStreams):
                 yield only
             return
         # One place: whoever reads slowly gets fewer and larger pieces.
-        news: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue(1)
+        news: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue(1)
 
         async def read(place: int) -> None:
             async for numbered in self._of(place):
                 await news.put(numbered)
 
         async def read_all() -> None:
-            async with asyncio.TaskGroup() as group:
-                for place in range(len(self.streams)):
-                    group.create_task(read(place))
-            await news.put(None)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for place in range(len(self.streams)):
+                        group.create_task(read(place))
+            except BaseExceptionGroup as errors:
+                await news.put(errors.exceptions[0])
+            else:
+                await news.put(None)
 
         reading = asyncio.create_task(read_all())
         try:
-            while True:
-                numbered = await _first(news.get(), reading)
-                if numbered is None:
-                    return
-                yield numbered
+            while (found := await news.get()) is not None:
+                if isinstance(found, BaseException):
+                    raise found
+                yield found
         finally:
             reading.cancel()
             with suppress(BaseException):
@@ -60,22 +63,10 @@ class Generating(CallStreams):
         stream, n = self.streams[place], self.wanted[place].sampling.n
         while (delta := await stream.next()) is not None:
             if delta.last is not None and delta.last.finish_reason is FinishReason.CANCELLED:
-                raise self.cancelled_error()
+                raise self._requests.cancelled_error()
             yield place * n + delta.index, delta
             if delta.size > _LARGE:
                 await asyncio.sleep(0)  # more may be there already, and each takes milliseconds
-
-
-async def _first(wanted: Coroutine[Any, Any, T], failing: asyncio.Task[Any]) -> T:
-    """The wanted one's result; whatever the other raises before it."""
-    task = asyncio.ensure_future(wanted)
-    try:
-        await asyncio.wait((task, failing), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done() and failing.done() and (error := failing.exception()) is not None:
-            raise error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
-        return await task
-    finally:
-        task.cancel()
 
 
 async def unless_gone(http: HttpRequest, work: Awaitable[T]) -> T:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxserve.sched.request import Request
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.http.errors import ApiError
-from jaxserve.server.http.openai import request_options, response_format
+from jaxserve.server.http.openai import request_options
 from jaxserve.server.http.openai.schema import Generation
 from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.engine_requests import MAX_REQUEST_ID, EngineRequests, RequestFields
@@ -44,13 +44,11 @@ class RouteContext:
         and ApiError."""
         self.check_model(body.model)
         self.requests.check_open()
-        (slo, slo_class), tier = (
-            request_options.requested_targets(body),
-            request_options.requested_tier(body),
-        )
+        slo, slo_class = request_options.requested_targets(body)
+        tier = request_options.requested_tier(body)
         name = body.request_id or ""
         wanted = []
-        with response_format.naming_grammar_fields(body):
+        with request_options.naming_grammar_fields(body):
             for place, prompt in enumerate(prompts):
                 await asyncio.sleep(0)  # others come in between: each may take milliseconds
                 fields = RequestFields(
