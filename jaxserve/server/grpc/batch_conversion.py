@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from jaxserve.sched.request import InvalidRequest
@@ -11,12 +12,7 @@ from jaxserve.server.batches.records import BatchState, Outcome
 from jaxserve.server.grpc import message_conversion
 from jaxserve.server.proto import batches_pb2 as pb
 
-STATES = {
-    BatchState.OPEN: pb.BATCH_STATE_OPEN,
-    BatchState.COMMITTED: pb.BATCH_STATE_COMMITTED,
-    BatchState.ENDED: pb.BATCH_STATE_ENDED,
-    BatchState.CANCELLED: pb.BATCH_STATE_CANCELLED,
-}
+STATES = {state: pb.BatchState.Value(f"BATCH_STATE_{state.name}") for state in BatchState}
 MAX_ID = 128
 
 
@@ -32,8 +28,7 @@ def check_call(message: Call) -> None:
         del shell.lines[:]  # each is looked at by itself
     message_conversion.check_unknown_fields("request", shell)
     message_conversion.check_length("batch_id", message.batch_id, MAX_ID)
-    counts = isinstance(message, pb.SubmitBatchRequest | pb.GetBatchRequest)
-    if counts and message.first_line < 0:
+    if isinstance(message, pb.SubmitBatchRequest | pb.GetBatchRequest) and message.first_line < 0:
         raise InvalidRequest("first_line", f"must be at least 0, got {message.first_line}")
 
 
@@ -73,14 +68,12 @@ def status_message(progress: Progress) -> pb.BatchStatus:
 def result_message(outcome: Outcome) -> pb.BatchResult:
     """What became of a line."""
     found = Result.from_json(outcome.result)
-    message = pb.BatchResult(
+    return pb.BatchResult(
         line=outcome.line,
         id=found.name,
-        completions=[_completion(each) for each in found.completions],
+        completions=map(_completion, found.completions),
+        error=None if found.error is None else pb.BatchError(**asdict(found.error)),
     )
-    if found.error is not None:
-        message.error.code, message.error.message = found.error.code, found.error.message
-    return message
 
 
 def _completion(found: Completion) -> pb.Completion:
@@ -88,9 +81,7 @@ def _completion(found: Completion) -> pb.Completion:
         index=found.index,
         text=found.text,
         token_ids=found.token_ids,
-        logprobs=[message_conversion.logprobs_message(entry) for entry in found.logprobs],
-        prompt_logprobs=[
-            message_conversion.logprobs_message(entry) for entry in found.prompt_logprobs
-        ],
+        logprobs=map(message_conversion.logprobs_message, found.logprobs),
+        prompt_logprobs=map(message_conversion.logprobs_message, found.prompt_logprobs),
         finish=message_conversion.finish_message(found.finish_reason, found.usage, found.timings),
     )

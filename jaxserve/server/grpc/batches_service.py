@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import grpc
 
 from jaxserve.server.batches.batch_operations import Batches
-from jaxserve.server.batches.records import Outcome
 from jaxserve.server.grpc import batch_conversion as convert
 from jaxserve.server.grpc.calls import Call, Method
 from jaxserve.server.proto import batches_pb2 as pb
@@ -35,8 +34,7 @@ class BatchesService:
         self, request: pb.SubmitBatchRequest, call: Call
     ) -> pb.SubmitBatchResponse:
         """The RPC: adds lines, and commits."""
-        batches = await self._served(call)
-        convert.check_call(request)
+        batches = await self._served(request, call)
         lines = await asyncio.to_thread(
             batches.checked, map(convert.line_from_message, request.lines)
         )
@@ -51,8 +49,7 @@ class BatchesService:
 
     async def get_batch(self, request: pb.GetBatchRequest, call: Call) -> None:
         """The RPC: streams results."""
-        batches = await self._served(call)
-        convert.check_call(request)
+        batches = await self._served(request, call)
         pages = batches.results(
             request.batch_id,
             request.first_line,
@@ -61,7 +58,7 @@ class BatchesService:
         )
         async with contextlib.aclosing(pages):
             async for progress, page in pages:
-                results = await asyncio.to_thread(_messages, page)
+                results = await asyncio.to_thread(list, map(convert.result_message, page))
                 status = convert.status_message(progress)
                 await call.write(pb.GetBatchResponse(status=status, results=results))
 
@@ -69,8 +66,7 @@ class BatchesService:
         self, request: pb.CancelBatchRequest, call: Call
     ) -> pb.CancelBatchResponse:
         """The RPC: ends what waits and runs."""
-        batches = await self._served(call)
-        convert.check_call(request)
+        batches = await self._served(request, call)
         progress = await batches.cancel(request.batch_id, call.record.caller.name)
         return pb.CancelBatchResponse(status=convert.status_message(progress))
 
@@ -78,18 +74,14 @@ class BatchesService:
         self, request: pb.DeleteBatchRequest, call: Call
     ) -> pb.DeleteBatchResponse:
         """The RPC: forgets a batch."""
-        batches = await self._served(call)
-        convert.check_call(request)
+        batches = await self._served(request, call)
         await batches.delete(request.batch_id, call.record.caller.name)
         return pb.DeleteBatchResponse()
 
-    async def _served(self, call: Call) -> Batches:
-        """Ends the call where there are none."""
+    async def _served(self, request: convert.Call, call: Call) -> Batches:
+        """Ends the call where there are none. Raises InvalidRequest."""
         if self._batches is None:
             code = grpc.StatusCode.FAILED_PRECONDITION
             await call.abort(code, NO_BATCHES, CallOutcome.REFUSED)
+        convert.check_call(request)
         return self._batches
-
-
-def _messages(page: list[Outcome]) -> list[pb.BatchResult]:
-    return [convert.result_message(outcome) for outcome in page]

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import message_factory
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from jaxserve.sched.request import InvalidRequest
@@ -47,22 +47,25 @@ Method = Callable[[Any, "Call"], Awaitable[Message | None]]
 
 @dataclass(frozen=True)
 class _Rpc:
-    """One of a service: who answers, who counts its calls, how many bytes a request has at most."""
+    """One of a service: who answers, who counts its calls, what a request is, and how many bytes it
+    has at most."""
 
     method: Method
     admission: Admission | None
+    request_type: type[Message]
     longest: int
 
 
 class Call:
-    """One running call, for its method. record: what the log is to say of it."""
+    """One running call, for its method. record: what the log is to say of it. authorization: that
+    came with it."""
 
     def __init__(
         self, context: grpc.aio.ServicerContext, record: CallRecord, writes: WriteTimeout
     ) -> None:
         self.record = record
-        self._context = context
-        self._writes = writes
+        self._context, self._writes = context, writes
+        self.authorization = authorization_header(context.invocation_metadata())
 
     async def write(self, message: Message) -> None:
         """Sends a message; returns once the transport has taken it. Raises SlowReader."""
@@ -90,6 +93,21 @@ class Call:
         assert known is not None
         code = grpc.StatusCode[known.grpc_code]
         await self.abort(code, known.message or str(error), known.outcome, known.retry_s)
+
+    async def read(self) -> bytes:
+        """The request as it came; the call is ended where there is none."""
+        malformed = grpc.StatusCode.INVALID_ARGUMENT
+        try:
+            async with asyncio.timeout(_READ_S):
+                raw = await self._context.read()
+        except TimeoutError:
+            details = f"request: has not come within {_READ_S:g} s"
+            await self.abort(malformed, details, CallOutcome.MALFORMED)
+        if raw is grpc.aio.EOF:
+            details = "request: there is none, or it is larger than the server takes"
+            await self.abort(malformed, details, CallOutcome.MALFORMED)
+        assert isinstance(raw, bytes)
+        return raw
 
     def ended_by_client(self) -> None:
         """Cancelled, past its deadline, or nobody is there any more."""
@@ -124,22 +142,26 @@ class Calls:
         admissions: of those whose calls are counted. longest: of its requests, in bytes."""
         handlers = {
             each.name: self._handler(
-                each, _Rpc(methods[each.name], admissions.get(each.name), longest)
+                each.name,
+                _Rpc(
+                    methods[each.name],
+                    admissions.get(each.name),
+                    message_factory.GetMessageClass(each.input_type),
+                    longest,
+                ),
             )
             for each in service.methods
         }
         return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
-    def _handler(self, descriptor: MethodDescriptor, rpc: _Rpc) -> grpc.RpcMethodHandler:
-        request_type = message_factory.GetMessageClass(descriptor.input_type)
-
+    def _handler(self, name: str, rpc: _Rpc) -> grpc.RpcMethodHandler:
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
             carrier = trace_context(context.invocation_metadata() or ())
-            record = self._tracker.begin(CallSource.GRPC, descriptor.name, context.peer(), carrier)
+            record = self._tracker.begin(CallSource.GRPC, name, context.peer(), carrier)
             call = Call(context, record, self._writes)
             try:
-                with await self._caller(context, call):
-                    await self._admitted(context, call, request_type, rpc)
+                with await self._caller(call):
+                    await self._admitted(call, rpc)
             except asyncio.CancelledError:
                 call.ended_by_client()
                 raise
@@ -151,10 +173,10 @@ class Calls:
 
         return grpc.stream_stream_rpc_method_handler(run, None, _serialized)
 
-    async def _caller(self, context: grpc.aio.ServicerContext, call: Call) -> ExitStack:
+    async def _caller(self, call: Call) -> ExitStack:
         """The place that the call has among those of its key."""
         try:
-            caller = self._keys.caller(authorization_header(context.invocation_metadata()))
+            caller = self._keys.caller(call.authorization)
             call.record.caller = caller
             return caller.enter()
         except Unauthenticated as error:
@@ -164,16 +186,10 @@ class Calls:
             self._log.warning("rate", "refused a call: %s", error)
             await call.fail(error)
 
-    async def _admitted(
-        self,
-        context: grpc.aio.ServicerContext,
-        call: Call,
-        request_type: type[Message],
-        rpc: _Rpc,
-    ) -> None:
+    async def _admitted(self, call: Call, rpc: _Rpc) -> None:
         admission, caller = rpc.admission, call.record.caller
         if admission is None:
-            return await self._answered(context, call, request_type, rpc)
+            return await self._answered(call, rpc)
         try:
             admission.enter(caller)
         except Overloaded as error:
@@ -181,7 +197,7 @@ class Calls:
             await call.fail(error)
         leave: Callable[[], None] = functools.partial(admission.leave, caller)
         try:
-            await self._answered(context, call, request_type, rpc)
+            await self._answered(call, rpc)
         except SlowReader as error:
             admission.give_up(caller)
             leave = admission.unstick
@@ -190,24 +206,19 @@ class Calls:
         finally:
             leave()
 
-    async def _answered(
-        self,
-        context: grpc.aio.ServicerContext,
-        call: Call,
-        request_type: type[Message],
-        rpc: _Rpc,
-    ) -> None:
-        raw = await self._received(context, call)
+    async def _answered(self, call: Call, rpc: _Rpc) -> None:
+        raw = await call.read()
         if len(raw) > rpc.longest:
             details = f"request: has {len(raw):,} bytes; at most {rpc.longest:,} bytes are taken"
             await call.abort(_NO_PLACE, details, CallOutcome.INVALID)
         try:
             if len(raw) > _FEW_BYTES:
+                kind = rpc.request_type.DESCRIPTOR
                 try:
-                    check_fields(raw, request_type.DESCRIPTOR, _FEW_FIELDS)
+                    check_fields(raw, kind, _FEW_FIELDS)
                 except InvalidRequest:
-                    await asyncio.to_thread(check_fields, raw, request_type.DESCRIPTOR)
-            request = await self._parsed(call, request_type, raw)
+                    await asyncio.to_thread(check_fields, raw, kind)
+            request = await self._parsed(call, rpc.request_type, raw)
             del raw
             answer = await rpc.method(request, call)
         except (SlowReader, grpc.aio.AbortError, grpc.aio.InternalError):
@@ -229,19 +240,6 @@ class Calls:
             self._log.warning("malformed", "%s sent no %s: %s", call.record.peer, name, error)
             details = f"request: is not a {name}: {error}"
             await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, CallOutcome.MALFORMED)
-
-    async def _received(self, context: grpc.aio.ServicerContext, call: Call) -> bytes:
-        try:
-            async with asyncio.timeout(_READ_S):
-                raw = await context.read()
-        except TimeoutError:
-            details = f"request: has not come within {_READ_S:g} s"
-            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, CallOutcome.MALFORMED)
-        if raw is grpc.aio.EOF:
-            details = "request: there is none, or it is larger than the server takes"
-            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, CallOutcome.MALFORMED)
-        assert isinstance(raw, bytes)
-        return raw
 
 
 def authorization_header(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:

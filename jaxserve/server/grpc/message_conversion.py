@@ -123,19 +123,18 @@ def slo_from_message(message: pb.Slo) -> SLO:
 
 def response_message(request_id: str, delta: Delta) -> pb.GenerateResponse:
     """One message from all that one continuation has to say."""
-    message = pb.GenerateResponse(
+    last, ended = delta.last, None
+    if last is not None and last.finish_reason is not None:
+        ended = finish_message(last.finish_reason, last.usage, last.timings, last.verdict)
+    return pb.GenerateResponse(
         request_id=request_id,
         index=delta.index,
         token_ids=delta.token_ids,
         text="".join(delta.text),
-        logprobs=[logprobs_message(entry) for entry in delta.logprobs],
-        prompt_logprobs=[logprobs_message(entry) for entry in delta.prompt_logprobs],
+        logprobs=map(logprobs_message, delta.logprobs),
+        prompt_logprobs=map(logprobs_message, delta.prompt_logprobs),
+        finish=ended,
     )
-    last = delta.last
-    if last is not None and last.finish_reason is not None:
-        ended = finish_message(last.finish_reason, last.usage, last.timings, last.verdict)
-        message.finish.CopyFrom(ended)
-    return message
 
 
 def finish_message(
@@ -145,20 +144,21 @@ def finish_message(
     verdict: Verdict | None = None,
 ) -> pb.Finish:
     """How a continuation ended."""
-    message = pb.Finish(reason=REASONS[reason])
-    if usage is not None:
-        message.usage.prompt_tokens = usage.prompt_tokens
-        message.usage.output_tokens = usage.output_tokens
-        message.usage.preemptions = usage.preemptions
-    if timings is not None:
-        message.timings.queue_ms = timings.queue * 1000
-        message.timings.ttft_ms = timings.ttft * 1000
-        message.timings.total_ms = timings.total * 1000
-        if timings.tbt is not None:
-            message.timings.tbt_ms = timings.tbt * 1000
-    if verdict is not None:
-        message.slo.CopyFrom(verdict_message(verdict))
-    return message
+    return pb.Finish(
+        reason=REASONS[reason],
+        usage=None if usage is None else pb.Usage(**asdict(usage)),
+        timings=None if timings is None else _timings_message(timings),
+        slo=None if verdict is None else verdict_message(verdict),
+    )
+
+
+def _timings_message(timings: Timings) -> pb.Timings:
+    return pb.Timings(
+        queue_ms=timings.queue * 1000,
+        ttft_ms=timings.ttft * 1000,
+        tbt_ms=None if timings.tbt is None else timings.tbt * 1000,
+        total_ms=timings.total * 1000,
+    )
 
 
 def verdict_message(verdict: Verdict) -> pb.SloVerdict:
