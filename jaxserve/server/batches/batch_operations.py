@@ -14,9 +14,8 @@ from pathlib import Path
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.access.api_keys import Caller
-from jaxserve.server.batches.async_journal import DiskThread
 from jaxserve.server.batches.batch_lines import Line
-from jaxserve.server.batches.batch_runner import BatchRunner
+from jaxserve.server.batches.batch_runner import BatchRunner, DiskThread
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.records import (
     BatchConflict,

@@ -9,13 +9,13 @@ import logging
 import sqlite3
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.access.api_keys import Caller
-from jaxserve.server.batches.async_journal import DiskThread
 from jaxserve.server.batches.batch_lines import Completion, Line, LineError, Result
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.records import Outcome, Position, Work
@@ -34,6 +34,18 @@ RETRY_S = 0.5
 _AHEAD = 64  # lines read from the journal at once
 
 T = TypeVar("T")
+
+
+class DiskThread:
+    """Makes calls that wait for the disk, one after the other, on a thread of their own: so they
+    hold up neither the event loop nor those who wait for its other threads."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-batches")
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """What the function returns, or raises."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
 
 class BatchRunner:

@@ -351,11 +351,7 @@ class Journal:
         raise JournalFull(f"batch_id: {problem} (files); delete some")
 
     def _check_quota(self, owner: str, more: int, quota: Quota | None) -> None:
-        used = "SELECT COALESCE(SUM(bytes), 0) FROM batches WHERE owner = ?"
-        if quota is None:
-            return
-        size = self._db.execute(used, (owner,)).fetchone()[0] + more
-        if size > quota.max_bytes:
+        if quota is not None and (size := self._used(owner) + more) > quota.max_bytes:
             problem = f"the batches of {owner_words(owner)} would take {size:,} bytes"
             most = f"at most {quota.max_bytes:,} are allowed (files_mib)"
             raise JournalFull(f"lines: {problem}; {most}; delete some")
@@ -363,12 +359,15 @@ class Journal:
     def _has_room(self, outcome: Outcome) -> bool:
         if not outcome.instead:
             return True
-        (used,) = self._db.execute(
-            "SELECT COALESCE(SUM(bytes), 0) FROM batches WHERE owner != ''"
-            " AND owner = (SELECT owner FROM batches WHERE key = ?)",
-            (outcome.batch,),
-        ).fetchone()
-        return int(used) + len(outcome.result) <= self.max_bytes
+        whose = "SELECT owner FROM batches WHERE key = ?"
+        (owner,) = self._db.execute(whose, (outcome.batch,)).fetchone() or ("",)
+        used = self._used(owner) if owner else 0
+        return used + len(outcome.result) <= self.max_bytes
+
+    def _used(self, owner: str) -> int:
+        """Bytes of an owner's batches."""
+        used = "SELECT COALESCE(SUM(bytes), 0) FROM batches WHERE owner = ?"
+        return int(self._db.execute(used, (owner,)).fetchone()[0])
 
     def _insert(self, status: Status, lines: Sequence[NewLine], quota: Quota | None) -> None:
         if status.state is not BatchState.OPEN:
