@@ -33,7 +33,6 @@ from jaxserve.server.access.options import access_settings
 from jaxserve.server.frontends import Frontends, make_call_tracker
 from jaxserve.server.http.app import build_app
 from jaxserve.server.http.openai.route_context import RouteContext
-from jaxserve.server.http.transport.cors import with_cors
 from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.options import server_options
 from jaxserve.server.requests.output_streams import StreamFailed
@@ -80,14 +79,12 @@ class EngineReplica:
         self._metrics = MetricsRegistry(self._engine, tracker)
         context = RouteContext(self._engine, self._frontends.requests, template)
         app = build_app(context, metrics=self._metrics.page)
-        self._app = with_cors(self._frontends.middleware.around(app), access.cors_origins)
+        self._app = self._frontends.middleware.around(app)
         self._handler = self._frontends.generation_handler()
         self._loop = asyncio.get_running_loop()
         self._engine.add_failure_listener(self._on_failure)
-        self._watching = None
-        if options.stall_s:
-            looking = watch_for_stalls(self._engine, options.stall_s, self._on_stall)
-            self._watching = asyncio.create_task(looking)
+        looking = watch_for_stalls(self._engine, options.stall_s, self._on_stall)
+        self._watching = asyncio.create_task(looking)
 
     # Calls.
 
@@ -157,7 +154,7 @@ class EngineReplica:
         return {SNAPSHOT: self._stats.snapshot(draining=draining).as_dict()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `autoscaling.scale` sees of it."""
+        """What `ray.scale` sees of it."""
         return self._stats.load().as_metrics()
 
     def __del__(self) -> Awaitable[None] | None:
@@ -175,8 +172,7 @@ class EngineReplica:
 
     async def _stop(self) -> None:
         self._frontends.requests.stop_admission()
-        if self._watching is not None:
-            self._watching.cancel()
+        self._watching.cancel()
         if self._frontends.requests.failure is None:
             await asyncio.to_thread(self._engine.drain, self._grace_s)
         await asyncio.to_thread(self._serving.close)

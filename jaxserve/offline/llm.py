@@ -14,7 +14,6 @@ import dataclasses
 import math
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
@@ -24,9 +23,9 @@ from jaxserve.config import Config
 from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.configs import base, tiny_cpu
 from jaxserve.engine.errors import QueueFull
-from jaxserve.offline.loop import LoopThread
 from jaxserve.offline.outputs import CompletionOutput, Piece, RequestOutput
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.server.loop_thread import LoopThread
 from jaxserve.server.requests.engine_requests import EngineRequests, RequestFields
 from jaxserve.server.requests.output_streams import Stream
 from jaxserve.server.requests.templates.chat_template import ChatTemplate, load_chat_template
@@ -173,12 +172,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # On the loop.

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 
 import grpc
 
@@ -23,6 +22,7 @@ from jaxserve.server.grpc.batches_service import BatchesService
 from jaxserve.server.grpc.grpc_server import SERVICES, listen_grpc, make_server
 from jaxserve.server.grpc.health import Health
 from jaxserve.server.http.frontend import HttpFrontend, HttpSettings
+from jaxserve.server.http.metrics_server import MetricsServer
 from jaxserve.server.requests.addresses import addresses_of
 from jaxserve.server.requests.admission import Admission
 from jaxserve.server.requests.call_outcome import Sink
@@ -33,7 +33,7 @@ from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.output_streams import StreamFailed
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.requests.watchdog import watch_for_stalls
-from jaxserve.server.telemetry.metrics import MetricsRegistry, MetricsServer
+from jaxserve.server.telemetry.metrics import MetricsRegistry
 
 log = logging.getLogger(__name__)
 
@@ -103,16 +103,18 @@ class Server:
     def start(self) -> str:
         """Listens, and returns "host:port". Raises ConfigError if a port is taken."""
         http, batches = self._http_settings is not None, self._batch_settings is not None
-        metrics_on = self._metrics_port >= 0
+        scraped = self._metrics_port >= 0
         for line in exposure_warnings(
-            self._host, self.access, http=http, metrics=metrics_on, batches=batches
+            self._host, self.access, http=http, metrics=scraped, batches=batches
         ):
             log.warning("%s", line)
-        if self._metrics_port >= 0 or self._http_settings is not None:
+        if scraped or http:
             metrics = MetricsRegistry(self._engine, self._tracker)
         try:
-            if self._metrics_port >= 0:
-                self._metrics = MetricsServer(metrics, self._host, self._metrics_port, self.access)
+            if scraped:
+                self._metrics = MetricsServer(
+                    metrics.registry, self._host, self._metrics_port, self.access
+                )
             if self._http_settings is not None:
                 self._http = HttpFrontend(
                     self._engine, self._host, self._http_settings, metrics.page, self.access
@@ -192,12 +194,7 @@ class Server:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _call(self, function: Callable[[], object]) -> None:
@@ -248,15 +245,12 @@ class Server:
             self._http.start(self._requests, self._batches, frontends.middleware)
         if self._batches is not None:
             self._batches.start()
-        watching = None
-        if options.stall_s:
-            watching = asyncio.create_task(
-                watch_for_stalls(self._engine, options.stall_s, self._on_stall)
-            )
+        watching = asyncio.create_task(
+            watch_for_stalls(self._engine, options.stall_s, self._on_stall)
+        )
         self._bound.set_result(address)
         await self._stop_requested.wait()
-        if watching is not None:
-            watching.cancel()
+        watching.cancel()
         await self._shut_down(server)
         self._requests.close()
 
@@ -312,10 +306,9 @@ class Server:
             await asyncio.gather(server.stop(_CLOSE_S), self._stop_http(_CLOSE_S))
             return
         await self._stop_http(max(min(deadline - loop.time(), _MAX_FLUSH_S), _FLUSH_S))
+        await server.stop(_CLOSE_S)
         if self._metrics is not None:
-            await asyncio.gather(server.stop(_CLOSE_S), asyncio.to_thread(self._metrics.stop))
-        else:
-            await server.stop(_CLOSE_S)
+            await asyncio.to_thread(self._metrics.stop)
         await asyncio.to_thread(self._engine.stop)
 
     async def _stop_http(self, patience: float) -> None:

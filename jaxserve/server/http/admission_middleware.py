@@ -11,23 +11,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.access.api_keys import Caller, RateLimited, Unauthenticated
 from jaxserve.server.access.browser_origins import NotAllowed
 from jaxserve.server.access.options import Access
-from jaxserve.server.http.errors import (
-    RECORD,
-    ApiError,
-    as_api_error,
-)
+from jaxserve.server.http.errors import RECORD, ApiError, as_api_error
 from jaxserve.server.http.openai.files import FORM_BYTES, MAX_FILE_BYTES
 from jaxserve.server.http.transport.connections import Place
 from jaxserve.server.http.transport.protocol import LOST, PLACE, REQUEST_ID
 from jaxserve.server.requests.admission import Admission, Overloaded
 from jaxserve.server.requests.call_outcome import (
     CallOutcome,
-    CallRecord,
     CallSource,
     CallTracker,
     RateLimitedLog,
@@ -77,16 +73,19 @@ class AdmissionMiddleware:
         writes: WriteTimeout,
     ) -> None:
         self._keys, self._browsers = access.keys, access.browsers
+        self._cors_origins = access.cors_origins
         self._admission, self._few = admission, few
         self._consoles = Admission(_CONSOLES, "this server takes of consoles")
-        self._tracker = tracker
+        self.tracker = tracker
         self._body_bytes = body_bytes
         self.writes = writes
-        self._log = RateLimitedLog(quiet=tracker.logged)
+        self.log = RateLimitedLog(quiet=tracker.logged)
         self._log_of_quiet = RateLimitedLog()  # calls that are not counted have no line else
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """The application with all that."""
+        """The application with all that, for pages of other sites, too, where some may call
+        (https://fetch.spec.whatwg.org/#http-cors-protocol). Browsers ask before they send a key.
+        Cookies are never taken."""
 
         async def kept(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or scope["path"] in _HEALTH:
@@ -97,7 +96,15 @@ class AdmissionMiddleware:
             else:
                 await _Visit(self, app, scope, send).run(receive)
 
-        return kept
+        if not self._cors_origins:
+            return kept
+        return CORSMiddleware(
+            kept,
+            allow_origins=self._cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("Retry-After", "WWW-Authenticate", "x-request-id"),
+        )
 
     async def _quietly(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """A call of which nobody is told. A console's stream is one of its key's open calls."""
@@ -123,7 +130,7 @@ class AdmissionMiddleware:
                     places.callback(self._consoles.leave, caller)
                     places.enter_context(_place(scope).calling())
             except _REFUSALS as error:
-                await _refusal(error).response()(scope, receive, sent)
+                await refusal_of(error).response()(scope, receive, sent)
             else:
                 try:
                     await app(scope, receive, sent)
@@ -134,12 +141,10 @@ class AdmissionMiddleware:
     def caller(self, scope: Scope, log: RateLimitedLog | None = None) -> Caller:
         """Whose call it is. Raises NotAllowed and Unauthenticated, which go to the log."""
         self._check_page(scope, log)
-        found = [value for name, value in scope["headers"] if name == b"authorization"]
         try:
-            caller = self._keys.caller(found[0] if len(found) == 1 else None)
+            caller = self._keys.caller(authorization(scope))
         except Unauthenticated as error:
-            text = "refused a call from %s: %s"
-            (log or self._log).warning("key", text, _peer(scope), error)
+            (log or self.log).warning("key", "refused a call from %s: %s", _peer(scope), error)
             raise
         _place(scope).known()
         return caller
@@ -149,10 +154,9 @@ class AdmissionMiddleware:
         if self._browsers is None:
             return
         try:
-            self._browsers.check(_all(scope, b"host"), _all(scope, b"origin"))
+            self._browsers.check(header_values(scope, b"host"), header_values(scope, b"origin"))
         except NotAllowed as error:
-            text = "refused a call from %s: %s"
-            (log or self._log).warning("browser", text, _peer(scope), error)
+            (log or self.log).warning("browser", "refused a call from %s: %s", _peer(scope), error)
             raise
 
     def admission_of(self, scope: Scope) -> Admission | None:
@@ -167,21 +171,6 @@ class AdmissionMiddleware:
             return MAX_FILE_BYTES + FORM_BYTES
         return self._body_bytes if scope["path"] in _WITH_PROMPTS else _SMALL_BYTES
 
-    def begin(self, scope: Scope) -> CallRecord:
-        """One more call."""
-        carrier = trace_context(scope["headers"])
-        record = self._tracker.begin(CallSource.HTTP, _label(scope["path"]), _peer(scope), carrier)
-        record.x_request_id = scope.get("state", {}).get(REQUEST_ID, "")
-        return record
-
-    def ended(self, record: CallRecord) -> None:
-        """Counts it."""
-        self._tracker.ended(record)
-
-    def warning(self, kind: str, text: str, *arguments: object) -> None:
-        """As RateLimitedLog has it."""
-        self._log.warning(kind, text, *arguments)
-
 
 class _Visit:
     """One call."""
@@ -190,9 +179,12 @@ class _Visit:
         self, middleware: AdmissionMiddleware, app: ASGIApp, scope: Scope, send: Send
     ) -> None:
         self._middleware, self._app, self._send = middleware, app, send
-        self._record = middleware.begin(scope)
-        self._scope: dict[str, Any] = {**scope, RECORD: self._record}
         self._state: Mapping[str, Any] = scope.get("state", {})
+        self._record = middleware.tracker.begin(
+            CallSource.HTTP, _label(scope["path"]), _peer(scope), trace_context(scope["headers"])
+        )
+        self._record.x_request_id = self._state.get(REQUEST_ID, "")
+        self._scope: dict[str, Any] = {**scope, RECORD: self._record}
         self._done = False
         self._too_slow: SlowReader | None = None
 
@@ -216,8 +208,8 @@ class _Visit:
                 record.outcome = CallOutcome.SLOW_READER if unread else CallOutcome.CANCELLED
             if record.outcome is CallOutcome.SLOW_READER:
                 text = "gave up on %r, whose client reads too slowly"
-                self._middleware.warning("slow", text, record.request_id)
-            self._middleware.ended(record)
+                self._middleware.log.warning("slow", text, record.request_id)
+            self._middleware.tracker.ended(record)
 
     async def _called(self, receive: Receive) -> None:
         try:
@@ -227,7 +219,7 @@ class _Visit:
                 await self._admitted(receive)
         except _REFUSALS as error:
             if isinstance(error, RateLimited):
-                self._middleware.warning("rate", "refused a call: %s", error)
+                self._middleware.log.warning("rate", "refused a call: %s", error)
             await self._refuse(error, receive)
 
     async def _admitted(self, receive: Receive) -> None:
@@ -239,13 +231,13 @@ class _Visit:
                     places.callback(admission.leave, caller)
                 places.enter_context(_place(self._scope).calling())
             except Overloaded as error:
-                self._middleware.warning("overload", "refused a call: %s", error)
+                self._middleware.log.warning("overload", "refused a call: %s", error)
                 return await self._refuse(error, receive)
             limit = self._middleware.body_limit(self._scope)
             await self._app(self._scope, limited_receive(receive, self._scope, limit), self._sent)
 
     async def _refuse(self, error: Exception, receive: Receive) -> None:
-        refusal = _refusal(error)
+        refusal = refusal_of(error)
         refusal.note(self._record)
         await refusal.response()(self._scope, receive, self._sent)
 
@@ -260,7 +252,14 @@ class _Visit:
             self._done = True
 
 
-def _refusal(error: Exception) -> ApiError:
+def authorization(scope: Scope) -> bytes | None:
+    """Of a call; None where it says nothing, or several things."""
+    found = [value for name, value in scope["headers"] if name == b"authorization"]
+    return found[0] if len(found) == 1 else None
+
+
+def refusal_of(error: Exception) -> ApiError:
+    """What somebody is told who is not let in."""
     known = as_api_error(error)
     assert known is not None
     return known
@@ -294,7 +293,7 @@ def limited_receive(receive: Receive, scope: Scope, limit: int) -> Receive:
     return within
 
 
-def _all(scope: Scope, name: bytes) -> list[str]:
+def header_values(scope: Scope, name: bytes) -> list[str]:
     """What the call says under that name."""
     return [value.decode("latin-1") for found, value in scope["headers"] if found == name]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,20 +12,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from jaxserve.engine.errors import EngineStopped, QueueFull
-from jaxserve.sched.request import InvalidRequest
-from jaxserve.server.access.api_keys import RateLimited, TooManyRequests, Unauthenticated
+from jaxserve.server.access.api_keys import Unauthenticated
 from jaxserve.server.access.browser_origins import NotAllowed
-from jaxserve.server.requests.admission import Overloaded, retry_s
-from jaxserve.server.requests.call_errors import CallRefused, call_error_of
+from jaxserve.server.requests.admission import retry_s
+from jaxserve.server.requests.call_errors import call_error_of
 from jaxserve.server.requests.call_outcome import CallOutcome, CallRecord
-from jaxserve.server.requests.output_streams import (
-    DuplicateRequest,
-    RequestCancelled,
-    SlowReader,
-    StreamFailed,
-)
-from jaxserve.server.requests.slo_admission import ExpectedLate
 
 RECORD = "jaxserve.record"
 """Where the scope of a call has its CallRecord, if somebody keeps one."""
@@ -110,33 +100,11 @@ def as_api_error(error: Exception) -> ApiError | None:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Has every error of the app end as an error object."""
-    for kind in (
-        ApiError,
-        CallRefused,
-        InvalidRequest,
-        DuplicateRequest,
-        TooManyRequests,
-        RateLimited,
-        Overloaded,
-        QueueFull,
-        ExpectedLate,
-        EngineStopped,
-        SlowReader,
-        RequestCancelled,
-        StreamFailed,
-        sqlite3.Error,
-    ):
-        app.add_exception_handler(kind, _known)
+    """Has the errors of others, and unexpected ones, end as an error object; routes do so with
+    those of calls."""
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _of_http)
     app.add_exception_handler(Exception, _unexpected)
-
-
-async def _known(request: Request, error: Exception) -> JSONResponse:
-    told = as_api_error(error)
-    assert told is not None
-    return error_response(request, told)
 
 
 def error_response(request: Request, error: ApiError) -> JSONResponse:

@@ -13,7 +13,6 @@ from jaxserve.server.http.app import build_app
 from jaxserve.server.http.live_feed import Limits, LiveFeed
 from jaxserve.server.http.openai.files import FileStore
 from jaxserve.server.http.openai.route_context import RouteContext
-from jaxserve.server.http.transport.cors import with_cors
 from jaxserve.server.http.transport.http_server import HttpServer
 from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.engine_requests import EngineRequests
@@ -60,7 +59,6 @@ class HttpFrontend:
         engine.add_observer(self._feed)
         self._settings = settings
         self._server = HttpServer(host, settings.port, access.tls)
-        self._cors_origins = access.cors_origins
 
     @property
     def address(self) -> str:
@@ -80,8 +78,7 @@ class HttpFrontend:
         if batches is not None:
             store = FileStore(batches.directory / "files", batches.max_bytes, batches.keep_s)
         app = build_app(context, batches, store, self._metrics, self._feed)
-        guarded = with_cors(middleware.around(app), self._cors_origins)
-        self._server.start(guarded, middleware.writes.limit_s)
+        self._server.start(middleware.around(app), middleware.writes.limit_s)
 
     def close(self) -> None:
         """Frees the port of a door that was never started."""

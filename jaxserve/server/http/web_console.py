@@ -37,14 +37,8 @@ def add_console(app: FastAPI, context: RouteContext, feed: LiveFeed) -> None:
     async def info() -> dict[str, Any]:
         """What does not change."""
         found = context.requests.info()
-        return {
-            "version": __version__,
-            "model": found.model,
-            "policy": found.policy,
-            "device": found.device,
-            "block_size": found.block_size,
-            "slo_classes": list(context.requests.slo_classes),
-        }
+        told = {name: getattr(found, name) for name in ("model", "policy", "device", "block_size")}
+        return {"version": __version__, **told, "slo_classes": list(context.requests.slo_classes)}
 
     events = Events(context.requests, feed)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import os
 import socket
 from typing import Any
 
@@ -40,14 +40,15 @@ def bind_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
         listeners: list[socket.socket] = []
         try:
             for family, address in addresses:
-                listeners.append(_listener(family, (address[0], bound, *address[2:]), backlog))
+                where = (address[0], bound, *address[2:])
+                listeners.append(socket.create_server(where, family=family, backlog=backlog))
                 bound = listeners[0].getsockname()[1]
             return listeners
-        except OSError:
+        except OSError as error:
             for listener in listeners:
                 listener.close()
             if not left:
-                raise
+                raise OSError(error.errno, os.strerror(error.errno or 0)) from None
     raise AssertionError("unreachable")
 
 
@@ -56,30 +57,10 @@ def bracketed_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _listener(family: socket.AddressFamily, address: Any, backlog: int) -> socket.socket:
-    listener = _socket(family)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(backlog)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
 def _is_here(family: socket.AddressFamily, address: Any) -> bool:
     try:
-        with _socket(family) as probe:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address[0], 0, *address[2:]))
     except OSError as error:
         return error.errno not in _NOT_HERE
     return True
-
-
-def _socket(family: socket.AddressFamily) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
-    if family == socket.AF_INET6:  # else :: takes IPv4's calls, too, and 0.0.0.0 none
-        with contextlib.suppress(OSError):
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-    return made

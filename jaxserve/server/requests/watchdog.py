@@ -22,7 +22,10 @@ async def watch_for_stalls(
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
     """Looks at the engine until it is cancelled. tell(why) is called once it has finished no step
-    for stall_s seconds though it has requests, tell(None) once it goes on. clock: seconds."""
+    for stall_s seconds though it has requests, tell(None) once it goes on. stall_s: 0 never looks.
+    clock: seconds."""
+    if not stall_s:
+        return
     now = clock or asyncio.get_running_loop().time
     each, waited, stalled = stall_s / _LOOKS, 0.0, False
     last, steps = now(), engine.stats().steps

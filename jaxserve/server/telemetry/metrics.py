@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -23,16 +24,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from jaxserve.config import ConfigError
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.sched.request import NO_CLASS, Tier
 from jaxserve.sched.slo.slo_columns import TARGETS
-from jaxserve.server.access.options import Access
-from jaxserve.server.requests.addresses import bracketed_host
 from jaxserve.server.requests.call_outcome import CallTracker
 from jaxserve.server.requests.engine_client import EngineClient
-from jaxserve.server.telemetry.metrics_http import MetricsHttp
 
 PREFIX = "jaxserve:"
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -160,11 +157,9 @@ class EngineMetrics(Collector, Observer):
         yield self._gauge("num_blocks", "Blocks of the pool.", stats.blocks_total)
         yield self._gauge("num_blocks_free", "Blocks in no use.", stats.blocks_free)
         yield self._cache_config()
-        name, text = "num_blocks_used", "Blocks in use, by what they cache and who fills them."
-        blocks = GaugeMetricFamily(PREFIX + name, text, labels=("model_name", "kind", "tier"))
-        for (kind, tier), count in sorted(stats.blocks.items()):
-            blocks.add_metric((self._model, kind, tier), count)
-        yield blocks
+        text = "Blocks in use, by what they cache and who fills them."
+        blocks = dict(sorted(stats.blocks.items()))
+        yield self._family(GaugeMetricFamily, "num_blocks_used", text, blocks, "kind", "tier")
         text = "Slots of host memory for checkpoints; a token takes one, K and V take two."
         yield self._gauge("num_host_slots", text, stats.host_slots_total)
         text = "Slots of host memory that hold checkpoints."
@@ -179,11 +174,9 @@ class EngineMetrics(Collector, Observer):
         yield self._gauge("step_time_error", text, stats.step_time_error)
         text = "Requests that lost their blocks to others."
         yield self._counter("num_preemptions", text, stats.preemptions)
-        name, text = "expected_wait_seconds", "Until the first token of a prompt that came now."
-        waits = GaugeMetricFamily(PREFIX + name, text, labels=("model_name", "tier"))
-        for tier, seconds in stats.expected_wait.items():
-            waits.add_metric((self._model, tier), seconds)
-        yield waits
+        text = "Until the first token of a prompt that came now."
+        waits = {(tier,): seconds for tier, seconds in stats.expected_wait.items()}
+        yield self._family(GaugeMetricFamily, "expected_wait_seconds", text, waits, "tier")
         text = "Compilations after warm-up; each one stalled every request."
         yield self._counter("compiles_after_warmup", text, stats.compiles_after_warmup)
         yield self._counter("engine_steps", "Batches executed.", stats.steps)
@@ -198,23 +191,20 @@ class EngineMetrics(Collector, Observer):
         """As the Gateway API Inference Extension's model-server protocol has it (BlockSize and
         NumGPUBlocks): a block there holds K and V of its tokens, where two of `num_blocks` do."""
         name, text = "cache_config_info", "Tokens of a block; such blocks of K and V in the pool."
-        labels = ("model_name", "block_size", "num_gpu_blocks")
-        family = GaugeMetricFamily(PREFIX + name, text, labels=labels)
         size = self._info.block_size
-        family.add_metric((self._model, str(size), str(self._info.pool_tokens // size)), 1)
-        return family
+        blocks = {(str(size), str(self._info.pool_tokens // size)): 1}
+        return self._family(GaugeMetricFamily, name, text, blocks, "block_size", "num_gpu_blocks")
 
     def _live(self) -> Metric:
         """Requests without a class are there for each tier, even if there are none."""
         name, text = "num_requests", "Continuations in the engine, by whether they hold cache."
-        labels = ("model_name", "slo_class", "tier", "state")
-        family = GaugeMetricFamily(PREFIX + name, text, labels=labels)
         counts = {(NO_CLASS, tier.name.lower(), held): 0 for tier in Tier for held in (True, False)}
         counts.update(self._engine.live_counts())
-        for (slo_class, tier, held), count in sorted(counts.items()):
-            state = "running" if held else "waiting"
-            family.add_metric((self._model, slo_class, tier, state), count)
-        return family
+        named = {
+            (slo_class, tier, "running" if held else "waiting"): count
+            for (slo_class, tier, held), count in sorted(counts.items())
+        }
+        return self._family(GaugeMetricFamily, name, text, named, "slo_class", "tier", "state")
 
     def _counters(self) -> Iterator[Metric]:
         text = "Prompt tokens computed, each counted once."
@@ -226,45 +216,30 @@ class EngineMetrics(Collector, Observer):
         yield from self._best_effort(generated[Tier.BEST_EFFORT])
         yield self._counter("padding_tokens", "Padding that batches carried.", self._padding)
         name, text = "request_success", "Finished continuations, by why they ended."
-        finished = CounterMetricFamily(
-            PREFIX + name, text, labels=("model_name", "finished_reason")
-        )
-        for reason, label in _REASONS.items():
-            finished.add_metric((self._model, label), self._finished.get(reason, 0))
-        yield finished
+        ended = {(label,): self._finished.get(reason, 0) for reason, label in _REASONS.items()}
+        yield self._family(CounterMetricFamily, name, text, ended, "finished_reason")
         yield from self._slo()
         text = "Calls that have ended, by method and how."
-        calls = CounterMetricFamily(
-            PREFIX + "calls", text, labels=("model_name", "method", "ending")
-        )
-        for (method, ending), count in self._tracker.counts.items():
-            calls.add_metric((self._model, method, ending), count)
-        yield calls
+        calls = self._tracker.counts
+        yield self._family(CounterMetricFamily, "calls", text, calls, "method", "ending")
         text = "Lines of batches that the engine has served, by how they ended."
-        lines = CounterMetricFamily(PREFIX + "batch_lines", text, labels=("model_name", "ending"))
-        for ending, count in self._tracker.lines.items():
-            lines.add_metric((self._model, ending), count)
-        yield lines
+        lines = {(ending,): count for ending, count in self._tracker.lines.items()}
+        yield self._family(CounterMetricFamily, "batch_lines", text, lines, "ending")
 
     def _slo(self) -> Iterator[Metric]:
         """Of those that had targets, whatever ended them; for each of them both counters, so that
         shares can be taken."""
-        text = "Continuations with that target that"
-        attained, missed = (
-            CounterMetricFamily(
-                PREFIX + name,
-                f"{text} {did} it.",
-                labels=("model_name", "slo_class", "tier", "target"),
-            )
-            for name, did in (("slo_attained", "met"), ("slo_missed", "missed"))
-        )
         judged = dict(self._judged)
-        for slo_class, tier, target in sorted({key[:3] for key in judged}):
-            labels = (self._model, slo_class, tier.name.lower(), target)
-            for family, met in ((attained, True), (missed, False)):
-                family.add_metric(labels, judged.get((slo_class, tier, target, met), 0))
-        yield attained
-        yield missed
+        for name, did, met in (("slo_attained", "met", True), ("slo_missed", "missed", False)):
+            text = f"Continuations with that target that {did} it."
+            counts = {
+                (slo_class, tier.name.lower(), target): judged.get(
+                    (slo_class, tier, target, met), 0
+                )
+                for slo_class, tier, target in sorted({key[:3] for key in judged})
+            }
+            labels = ("slo_class", "tier", "target")
+            yield self._family(CounterMetricFamily, name, text, counts, *labels)
 
     def _best_effort(self, generated: int) -> Iterator[Metric]:
         """What best-effort requests brought, and what they cost the real-time ones."""
@@ -283,10 +258,8 @@ class EngineMetrics(Collector, Observer):
             ("request_queue_time_seconds", "Arrival to first scheduled.", self._queue),
         )
         for name, text, group in by_tier:
-            family = HistogramMetricFamily(PREFIX + name, text, labels=("model_name", "tier"))
-            for tier, histogram in group.items():
-                family.add_metric((self._model, tier.name.lower()), *histogram.cumulative())
-            yield family
+            found = {(tier.name.lower(),): each.cumulative() for tier, each in group.items()}
+            yield self._family(HistogramMetricFamily, name, text, found, "tier")
         plain = (
             ("step_time_seconds", "A batch, launch to tokens on the host.", self._step_time),
             ("device_time_seconds", "A batch, on the device.", self._device_time),
@@ -297,18 +270,22 @@ class EngineMetrics(Collector, Observer):
             ("request_generation_tokens", "Its output length.", self._output_lengths),
         )
         for name, text, histogram in plain:
-            family = HistogramMetricFamily(PREFIX + name, text, labels=("model_name",))
-            family.add_metric((self._model,), *histogram.cumulative())
-            yield family
+            yield self._family(HistogramMetricFamily, name, text, {(): histogram.cumulative()})
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=("model_name",))
-        family.add_metric((self._model,), value)
-        return family
+        return self._family(GaugeMetricFamily, name, text, {(): value})
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, text, labels=("model_name",))
-        family.add_metric((self._model,), value)
+        return self._family(CounterMetricFamily, name, text, {(): value})
+
+    def _family(
+        self, kind: Any, name: str, text: str, values: Mapping[Any, Any], *labels: str
+    ) -> Metric:
+        """values: by the values of the labels; a histogram's are its buckets and its sum."""
+        family: Metric = kind(PREFIX + name, text, labels=("model_name", *labels))
+        for named, value in values.items():
+            given = value if kind is HistogramMetricFamily else (value,)
+            family.add_metric((self._model, *named), *given)  # type: ignore[attr-defined]
         return family
 
 
@@ -325,20 +302,3 @@ class MetricsRegistry:
     def page(self) -> bytes:
         """All of them, as Prometheus reads them."""
         return generate_latest(self.registry)
-
-
-class MetricsServer:
-    """Serves /metrics to those whom `access` lets in; port 0 takes a free one. address:
-    "host:port". Raises ConfigError if the port is taken."""
-
-    def __init__(self, metrics: MetricsRegistry, host: str, port: int, access: Access) -> None:
-        try:
-            self._http = MetricsHttp(metrics.registry, host, port, access)
-        except OSError as error:
-            problem = f"cannot listen on {host}:{port} ({error.strerror or error})"
-            raise ConfigError(f"server.metrics_port: {problem}; -1 is off, 0 any port") from None
-        self.address = f"{bracketed_host(host)}:{self._http.port}"
-
-    def stop(self) -> None:
-        """Closes the port and ends the thread."""
-        self._http.stop()

@@ -122,7 +122,8 @@ def test_whether_it_is_well_anybody_may_ask(server: Server) -> None:
 
 def test_the_metrics_port_wants_one_too(server: Server) -> None:
     status, text, headers = asked(server.metrics_address, "GET", "/metrics")
-    assert (status, headers["www-authenticate"]) == (401, "Bearer") and b"jaxserve:" not in text
+    refused = status, headers["www-authenticate"]
+    assert refused == (401, 'Bearer realm="jaxserve"') and b"jaxserve:" not in text
     status, text, _ = asked(server.metrics_address, "GET", "/metrics", "alice")
     assert status == 200 and b"jaxserve:" in text
 

@@ -15,7 +15,7 @@ from email.message import Message as MimeHeaders
 from typing import Any, TypeVar
 
 import numpy as np
-from fastapi import Request, Response, params
+from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
@@ -23,6 +23,8 @@ from starlette.requests import ClientDisconnect
 from jaxserve.server.http.errors import (
     SHOWN,
     ApiError,
+    as_api_error,
+    error_response,
     record_of,
     validation_message,
 )
@@ -54,21 +56,27 @@ Beside = Callable[..., Awaitable[Any]]
 
 def body_route(beside: Beside) -> type[APIRoute]:
     """Routes whose one JSON body is read here instead of by FastAPI, which parses and validates on
-    the event loop, whatever comes, and lists all that is wrong."""
+    the event loop, whatever comes, and lists all that is wrong. Errors of a call end as its error
+    object."""
     room = Admission(BODIES_BYTES, "this server reads at once", "bytes of bodies are being read")
 
     class BodyRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handler = super().get_route_handler()
             field = self.body_field
-            if field is None or isinstance(field.field_info, params.Form):
-                return handler
-            kind = field.field_info.annotation
-            assert isinstance(kind, type) and issubclass(kind, BaseModel)
+            kind: Any = None if field is None else field.field_info.annotation
 
             async def handle(request: Request) -> Response:
-                body = await _read(request, kind, beside, room)
-                return await handler(_ReadRequest(request, body))
+                try:
+                    if kind is not None:
+                        body = await _read(request, kind, beside, room)
+                        request = _ReadRequest(request, body)
+                    return await handler(request)
+                except Exception as error:
+                    told = as_api_error(error)
+                    if told is None:
+                        raise
+                    return error_response(request, told)
 
             return handle
 

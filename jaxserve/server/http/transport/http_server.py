@@ -31,13 +31,26 @@ _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 class HttpServer:
     """A port, and the application on it. host: as for gRPC; port: 0 takes a free one; tls: None is
-    in the clear. Raises ConfigError if it is taken."""
+    in the clear. field: that has the port. connections: at most; by default as many as open files
+    allow. Raises ConfigError if it is taken."""
 
-    def __init__(self, host: str, port: int, tls: Tls | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        tls: Tls | None = None,
+        *,
+        field: str = "server.http_port",
+        connections: int | None = None,
+    ) -> None:
         self._host = host
         self._context = None if tls is None else tls.context()
-        self._sockets = _bind(host, port)
-        self._connections = Connections(connections_of_a_door())
+        try:  # from now on callers wait, until the server takes them
+            self._sockets = bind_sockets(host, port, _BACKLOG)
+        except OSError as error:
+            where = f"cannot listen on {host}:{port} ({error.strerror})"
+            raise ConfigError(f"{field}: {where}; 0 takes any free port") from None
+        self._connections = Connections(connections or connections_of_a_door())
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._acceptor: _Acceptor | None = None
@@ -150,13 +163,3 @@ class _Acceptor:
         except asyncio.CancelledError:
             place.leave()
             raise
-
-
-def _bind(host: str, port: int) -> list[socket.socket]:
-    try:
-        return bind_sockets(
-            host, port, _BACKLOG
-        )  # from now on callers wait, until the server takes them
-    except OSError as error:
-        where = f"cannot listen on {host}:{port} ({error.strerror})"
-        raise ConfigError(f"server.http_port: {where}; 0 takes any free port") from None

@@ -1,0 +1,52 @@
+"""The port for Prometheus, on a thread of its own: it answers whatever the event loop does."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, make_asgi_app
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxserve.server.access.api_keys import Unauthenticated
+from jaxserve.server.access.browser_origins import NotAllowed
+from jaxserve.server.access.options import Access
+from jaxserve.server.http.admission_middleware import authorization, header_values, refusal_of
+from jaxserve.server.http.transport.http_server import HttpServer
+from jaxserve.server.loop_thread import LoopThread
+
+MAX_CONNECTIONS = 16  # one more closes the longest silent
+_WRITE_S = 10.0
+
+
+class MetricsServer:
+    """Serves /metrics to those whom `access` lets in; port 0 takes a free one. address:
+    "host:port". Raises ConfigError if the port is taken."""
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int, access: Access) -> None:
+        self._http = HttpServer(
+            host, port, access.tls, field="server.metrics_port", connections=MAX_CONNECTIONS
+        )
+        self.address = self._http.address
+        self._loop = LoopThread("jaxserve-metrics")
+        app = _guarded(make_asgi_app(registry), access)
+        self._loop.call(lambda: self._http.start(app, _WRITE_S))
+
+    def stop(self) -> None:
+        """Closes the port and ends the thread."""
+        self._loop.run(self._http.stop(patience=0))
+        self._loop.close()
+
+
+def _guarded(app: ASGIApp, access: Access) -> ASGIApp:
+    """For those who have a key; where none is needed, for no other site's pages."""
+    browsers = access.browsers
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if browsers is not None:
+                browsers.check(header_values(scope, b"host"), header_values(scope, b"origin"))
+            access.keys.caller(authorization(scope))
+        except (NotAllowed, Unauthenticated) as error:
+            await refusal_of(error).response()(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return guarded
