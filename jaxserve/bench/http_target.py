@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
-import threading
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.bench.load_target import Job, Record, clock, take
+from jaxserve.bench.load_target import Job, Record, ThreadedTarget, clock, take
 
 _PATIENCE_S = 600.0
 
 
-class HttpTarget:
-    """A running server; a `Target`. One thread and one connection a request: what is timed includes
-    this client. served: the fields of EngineInfo, which HTTP does not tell."""
+class HttpTarget(ThreadedTarget):
+    """A running server; a `Target` of jobs without SLO targets. served: the fields of EngineInfo,
+    which HTTP does not tell."""
 
     def __init__(self, address: str, served: Mapping[str, Any]) -> None:
         self._address, self._served = address, dict(served)
@@ -24,19 +23,8 @@ class HttpTarget:
         """See `Target`."""
         return self._served
 
-    def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
-        """See `Target`. The job has no targets."""
-        threading.Thread(target=self._call, args=(job, record, done), daemon=True).start()
-
-    def _call(self, job: Job, record: Record, done: threading.Semaphore) -> None:
-        try:
-            self._read(job, record)
-        except Exception as error:  # whatever it is, the run must not wait for ever
-            record.outcome, record.error = "failed", f"{type(error).__name__}: {error}"
-        finally:
-            done.release()
-
-    def _read(self, job: Job, record: Record) -> None:
+    def serve(self, job: Job, record: Record) -> None:
+        """See `ThreadedTarget`; a connection of its own."""
         body = {
             "prompt": job.prompt,
             "max_tokens": job.max_tokens,

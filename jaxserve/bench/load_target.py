@@ -20,6 +20,7 @@ from jaxserve.sched.request import NO_CLASS, SLO, Request, SamplingParams, Tier
 from jaxserve.sched.slo.metrics import Times
 from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.sched.workloads.workload import Workload
+from jaxserve.server.requests.engine_client import EngineClient
 
 NO_SLO = SLO()
 clock = time.monotonic
@@ -72,30 +73,10 @@ class Target(Protocol):
         ...
 
 
-class SubmittingEngine(Protocol):
-    """What is needed of an engine."""
-
-    def check(self, request: Request) -> None:
-        """As `Engine.check`."""
-        ...
-
-    def submit(self, request: Request, on_output: Any) -> None:
-        """As `Engine.submit`."""
-        ...
-
-    def cancel(self, request_id: str) -> None:
-        """As `Engine.cancel`."""
-        ...
-
-    def info(self) -> Any:
-        """As `Engine.info`."""
-        ...
-
-
 class EngineTarget:
     """An engine in this process, started."""
 
-    def __init__(self, engine: SubmittingEngine) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._sent = 0
 
@@ -135,8 +116,28 @@ class EngineTarget:
             done.release()
 
 
-class ServerTarget:
-    """A running server. One thread a request: what is timed includes this client."""
+class ThreadedTarget:
+    """One thread a request: what is timed includes this client."""
+
+    def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+        """See `Target`."""
+        threading.Thread(target=self._call, args=(job, record, done), daemon=True).start()
+
+    def _call(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+        try:
+            self.serve(job, record)
+        except Exception as error:  # whatever it is, the run must not wait for ever
+            record.outcome, record.error = "failed", f"{type(error).__name__}: {error}"
+        finally:
+            done.release()
+
+    def serve(self, job: Job, record: Record) -> None:
+        """Writes what comes of the job into the record; what it raises is that it failed."""
+        raise NotImplementedError
+
+
+class ServerTarget(ThreadedTarget):
+    """A running server; a `Target`."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -146,12 +147,8 @@ class ServerTarget:
         message = self._client.info(timeout=30.0)
         return {f.name: getattr(message, f.name) for f in dataclasses.fields(EngineInfo)}
 
-    def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
-        """See `Target`."""
-        run = threading.Thread(target=self._call, args=(job, record, done), daemon=True)
-        run.start()
-
-    def _call(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+    def serve(self, job: Job, record: Record) -> None:
+        """See `ThreadedTarget`."""
         targets = {name: getattr(job.slo, name) for name in TARGETS}
         try:
             generation = self._client.generate(
@@ -175,10 +172,6 @@ class ServerTarget:
         except ServerError as error:
             full = error.code == "RESOURCE_EXHAUSTED"
             record.outcome, record.error = "rejected" if full else "failed", str(error)
-        except Exception as error:  # whatever it is, the run must not wait for ever
-            record.outcome, record.error = "failed", f"{type(error).__name__}: {error}"
-        finally:
-            done.release()
 
 
 def take(record: Record, job: Job, times: Sequence[float]) -> bool:

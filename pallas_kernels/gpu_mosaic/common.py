@@ -16,11 +16,10 @@ from jaxserve.pallas_kernels.gpu_triton import common, tuning
 from jaxserve.pallas_kernels.gpu_triton.common import (
     BatchRefs,
     Geometry,
-    cdiv,
-    context_tiles,
     decode_row,
 )
-from jaxserve.pallas_kernels.gpu_triton.stream_k import Shares, bounds, cut
+from jaxserve.pallas_kernels.gpu_triton.decode import decode_shares
+from jaxserve.pallas_kernels.gpu_triton.stream_k import Shares, bounds
 
 plgpu: Any = mosaic_gpu  # jax 0.10 has less in it, which type checkers would mind
 OLDEST_JAX = (0, 12)
@@ -68,18 +67,8 @@ class Piece(NamedTuple):
 def plan(batch: AttentionBatch, geometry: Geometry, *, sliding_window: int | None) -> Shares:
     """The work of decodes over a pool of this geometry: an item is a row of the batch. Rows of
     nothing have a tile, which writes zeros."""
-    mine = (batch.kind == KV) & (batch.query_lens > 0)
-    length = jnp.where(mine, batch.context_lens, 0)
-    tiles = context_tiles(length, TILE, sliding_window)
-    # No slot has two tokens, and a token takes two.
-    tokens = min(
-        batch.max_rows * batch.table_width * geometry.block_size,
-        geometry.blocks * geometry.block_size // 2,
-    )
-    most = (cdiv(tokens, TILE) + batch.max_rows) * geometry.kv_heads
     # One program a multiprocessor, which keeps its copies coming from one row to the next.
-    cutting = tuning.cutting(tuning.Launch(TILE), most)
-    return cut(jnp.maximum(tiles, 1), geometry.kv_heads, cutting)
+    return decode_shares(batch, geometry, tuning.Launch(TILE), sliding_window, decode_only=True)
 
 
 def each_piece(

@@ -68,21 +68,29 @@ def plan(
     """The work of `paged_decode` over a pool of this geometry, of elements of itemsize bytes: an
     item is a row of the batch. With decode_only rows of nothing have a tile, which writes zeros."""
     launch = tuning.launch("decode", itemsize, geometry.padded_dim)
-    row = jnp.arange(batch.max_rows, dtype=jnp.int32)
+    tokens = tuning.DECODE_TOKENS
+    return decode_shares(batch, geometry, launch, sliding_window, decode_only, tokens=tokens)
+
+
+def decode_shares(
+    batch: AttentionBatch,
+    geometry: Geometry,
+    launch: tuning.Launch,
+    window: int | None,
+    decode_only: bool,
+    **cutting: int,
+) -> Shares:
+    """See `plan`. cutting: options of `tuning.cutting`."""
     mine = (batch.kind == KV) & (batch.query_lens > 0)
     if not decode_only:
-        mine &= row < batch.num_decodes
-    length = jnp.where(mine, batch.context_lens, 0)
-    tiles = context_tiles(length, launch.tile, sliding_window)
+        mine &= jnp.arange(batch.max_rows, dtype=jnp.int32) < batch.num_decodes
+    tiles = context_tiles(jnp.where(mine, batch.context_lens, 0), launch.tile, window)
     if decode_only:
         tiles = jnp.maximum(tiles, 1)
     # No slot has two tokens, and a token of KV takes two.
-    tokens = min(
-        batch.max_rows * batch.table_width * geometry.block_size,
-        geometry.blocks * geometry.block_size // 2,
-    )
-    most = (cdiv(tokens, launch.tile) + batch.max_rows) * geometry.kv_heads
-    return cut(tiles, geometry.kv_heads, tuning.cutting(launch, most, tokens=tuning.DECODE_TOKENS))
+    slots = min(2 * batch.max_rows * batch.table_width, geometry.blocks) * geometry.block_size
+    most = (cdiv(slots // 2, launch.tile) + batch.max_rows) * geometry.kv_heads
+    return cut(tiles, geometry.kv_heads, tuning.cutting(launch, most, **cutting))
 
 
 def _attend(

@@ -4,6 +4,7 @@ multiplied."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,10 +58,8 @@ def cases(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
     """Every kernel that a model with such heads can use."""
     yield decode_case(heads, work, backend)
     yield _prefill(heads, work, backend)
-    if heads.offers_hidden and not heads.rotary:
-        yield _absorbed(heads, work, backend)
     if heads.offers_hidden:
-        yield _projected(heads, work, backend)
+        yield from _hidden(heads, work, backend)
     yield _write(heads, work, backend)
     yield from _moves(heads, work, backend)
 
@@ -74,14 +73,21 @@ def _layer(i: jax.Array, work: Workload) -> jax.Array:
 
 
 def _attention(
+    name: str,
     function: Callable[..., jax.Array],
     rows: list[Row],
-    q_shape: tuple[int, ...],
     heads: Heads,
     work: Workload,
+    *,
+    read: int,
+    operations: int,
+    width: int = 0,
     **options: Any,
-) -> Callable[[jax.Array], Loop]:
-    """A loop whose output is the next call's query: each waits for the one before."""
+) -> Case:
+    """A kernel whose output is the next call's query: each waits for the one before. read: elements
+    that must be read beside the queries. width: of a query; 0 is a head's."""
+    tokens = sum(row.query for row in rows)
+    q_shape = (tokens, heads.num_heads, width or heads.head_dim)
 
     def make(pool: jax.Array) -> Loop:
         rng = np.random.default_rng(0)
@@ -99,87 +105,67 @@ def _attention(
         q = inputs.vectors(q_shape, jnp.dtype(work.dtype), 1)
         return Loop(step, q, (pool, batch, *extra))
 
-    return make
+    shape = f"{len(rows)} x {rows[0].context}"
+    return Case(name, shape, (read + 2 * math.prod(q_shape)) * _item(work), operations, make)
 
 
 def decode_case(heads: Heads, work: Workload, backend: str) -> Case:
     """Attention of `work.rows` decodes over K and V."""
-    q = (work.rows, heads.num_heads, heads.head_dim)
-    cached = work.rows * work.context
-    return Case(
+    cached, rows = work.rows * work.context, [Row(work.context)] * work.rows
+    return _attention(
         "decode attention",
-        f"{work.rows} x {work.context}",
-        (2 * cached * heads.width + 2 * int(np.prod(q))) * _item(work),
-        4 * cached * heads.num_heads * heads.head_dim,
-        _attention(
-            attend.paged_attention,
-            [Row(work.context)] * work.rows,
-            q,
-            heads,
-            work,
-            decode_only=True,
-            backend=backend,
-        ),
+        attend.paged_attention,
+        rows,
+        heads,
+        work,
+        read=2 * cached * heads.width,
+        operations=4 * cached * heads.num_heads * heads.head_dim,
+        decode_only=True,
+        backend=backend,
     )
 
 
 def _prefill(heads: Heads, work: Workload, backend: str) -> Case:
     tokens = work.prefill
-    q = (tokens, heads.num_heads, heads.head_dim)
-    return Case(
+    return _attention(
         "prefill attention",
-        f"1 x {tokens}",
-        (2 * tokens * heads.width + 2 * int(np.prod(q))) * _item(work),
-        2 * tokens * (tokens + 1) * heads.num_heads * heads.head_dim,
-        _attention(
-            attend.paged_attention,
-            [Row(tokens, tokens)],
-            q,
-            heads,
-            work,
-            decode_only=False,
-            backend=backend,
-        ),
+        attend.paged_attention,
+        [Row(tokens, tokens)],
+        heads,
+        work,
+        read=2 * tokens * heads.width,
+        operations=2 * tokens * (tokens + 1) * heads.num_heads * heads.head_dim,
+        decode_only=False,
+        backend=backend,
     )
 
 
-def _absorbed(heads: Heads, work: Workload, backend: str) -> Case:
-    q = (work.rows, heads.num_heads, heads.width)
-    cached = work.rows * work.context
-    return Case(
-        "absorbed hidden decode",
-        f"{work.rows} x {work.context}",
-        (cached * heads.width + 2 * int(np.prod(q))) * _item(work),
-        4 * cached * heads.num_heads * heads.width,
-        _attention(
+def _hidden(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
+    """Decodes over hidden vectors: absorbed, where keys are not rotated, and projected."""
+    cached, rows = work.rows * work.context, [Row(work.context, kind=HIDDEN)] * work.rows
+    width = heads.width
+    if not heads.rotary:
+        yield _attention(
+            "absorbed hidden decode",
             attend.absorbed_attention,
-            [Row(work.context, kind=HIDDEN)] * work.rows,
-            q,
+            rows,
             heads,
             work,
+            read=cached * width,
+            operations=4 * cached * heads.num_heads * width,
+            width=width,
             backend=backend,
-        ),
-    )
-
-
-def _projected(heads: Heads, work: Workload, backend: str) -> Case:
-    q = (work.rows, heads.num_heads, heads.head_dim)
-    cached = work.rows * work.context
-    weights = 2 * heads.width * heads.width
-    return Case(
+        )
+    yield _attention(
         "projected hidden decode",
-        f"{work.rows} x {work.context}",
-        (cached * heads.width + weights + 2 * int(np.prod(q))) * _item(work),
-        4 * cached * heads.width * (heads.width + 1),
-        _attention(
-            attend.projected_attention,
-            [Row(work.context, kind=HIDDEN)] * work.rows,
-            q,
-            heads,
-            work,
-            decode_only=True,
-            backend=backend,
-        ),
+        attend.projected_attention,
+        rows,
+        heads,
+        work,
+        read=cached * width + 2 * width * width,
+        operations=4 * cached * width * (width + 1),
+        decode_only=True,
+        backend=backend,
     )
 
 
