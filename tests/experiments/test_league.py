@@ -58,7 +58,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever has to be run is a mistake."""
-    for name in ("run", "saturate", "optimum", "latencies"):
+    for name in ("run", "saturate", "optimum", "latency"):
         monkeypatch.setattr(collect, name, refuse)
     monkeypatch.setattr(collect.planning_time, "measure", refuse)
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from jaxserve.bench import planning_time
 from jaxserve.experiments.common.processes import worked
 from jaxserve.experiments.league.code import code_of
-from jaxserve.experiments.league.optimum import CutCase, Optimum, latencies, optimum
+from jaxserve.experiments.league.optimum import CutCase, Optimum, latency, optimum
 from jaxserve.experiments.league.runs import (
     LeagueCase,
     LeagueNumbers,
@@ -95,7 +95,7 @@ def collect(
     kept = {
         (case.system, case.workload): found
         for case in saturation_cases(scale, places, traces)
-        if (found := _saturation(store, case)) is not None
+        if (found := _fact(store, case)) is not None
     }
     cases = league_cases(scale, policies, kept, traces)
     missing = count - sum(store.numbers(case) is not None for case in cases)
@@ -146,10 +146,22 @@ def _runs_a_place(scale: Scale, policies: int) -> int:
     return len(LOADS) * policies * scale.seeds
 
 
-def _saturation(store: Store, case: SaturationCase) -> Saturation | None:
+# What is found once: what it is called, and the dataclass of its numbers.
+_FACTS: dict[type, tuple[str, type]] = {
+    SaturationCase: ("saturation", Saturation),
+    CutCase: ("optimum", Optimum),
+}
+
+
+def _name(case: SaturationCase | CutCase) -> tuple[str, ...]:
+    """Of a fact."""
+    return (_FACTS[type(case)][0], *map(str, case.named().values()))
+
+
+def _fact(store: Store, case: SaturationCase | CutCase) -> Any:
     """As it is kept; None where it is not."""
-    value = store.fact(*_name("saturation", case))
-    return None if value is None else Saturation(**value)
+    value = store.fact(*_name(case))
+    return None if value is None else _FACTS[type(case)][1](**value)
 
 
 def saturation_cases(
@@ -199,32 +211,20 @@ class _League:
 
     def saturations(self, places: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Saturation]:
         cases = saturation_cases(self.scale, places, self.traces)
-
-        def keep(case: SaturationCase, found: Saturation) -> None:
-            self.store.learn(asdict(found), *_name("saturation", case))
-
-        results = self._all(cases, saturate, partial(_saturation, self.store), keep)
+        results = self._facts(cases, saturate)
         return {(case.system, case.workload): results[case] for case in cases}
 
     def cuts(self) -> dict[str, Cut]:
         cases = [CutCase(name, self.scale.time_limit) for name in self.scale.workloads]
-
-        def keep(case: CutCase, found: Optimum) -> None:
-            self.store.learn(asdict(found), *_name("optimum", case))
-
-        def known(case: CutCase) -> Optimum | None:
-            value = self.store.fact(*_name("optimum", case))
-            return None if value is None else Optimum(**value)
-
-        results = self._all(cases, optimum, known, keep)
+        results = self._facts(cases, optimum)
         found = {}
         for case in cases:
             took: dict[str, float | None] = {}
             for policy in self.policies:
-                name = ("cut", policy, *_name("optimum", case)[1:])
+                name = ("cut", policy, *_name(case)[1:])
                 if self.store.fact(*name) is None:
-                    value = latencies(case.workload, [policy])[policy]
-                    self.store.learn({"latency": value}, *name, policy=policy)
+                    value = {"latency": latency(case.workload, policy)}
+                    self.store.learn(value, *name, policy=policy)
                 took[policy] = self.store.fact(*name)["latency"]
             found[case.workload] = Cut(results[case], took)
             self.bar.update()
@@ -251,6 +251,12 @@ class _League:
             self.bar.update()
         return found, where
 
+    def _facts(self, cases: Sequence[Any], work: Callable[[Any], Any]) -> dict[Any, Any]:
+        def keep(case: Any, found: Any) -> None:
+            self.store.learn(asdict(found), *_name(case))
+
+        return self._all(cases, work, partial(_fact, self.store), keep)
+
     def _all(
         self,
         cases: Sequence[Any],
@@ -274,8 +280,3 @@ def _longest(case: Any) -> float:
     if not isinstance(case, LeagueCase):
         return 0.0
     return -case.count * SLOW.get(case.policy.partition("_")[0], 1.0)
-
-
-def _name(kind: str, case: SaturationCase | CutCase) -> tuple[str, ...]:
-    """Of a fact."""
-    return (kind, *map(str, case.named().values()))

@@ -6,12 +6,12 @@ outputs cut down, all there at the start, in so little memory that half of them 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from jaxserve.experiments.common.runs import digits
 from jaxserve.experiments.league.workloads import LONGEST, OPT, make
 from jaxserve.sched.optimal.replay import Replay, ReplayError
 from jaxserve.sched.optimal.replay import run as replay_of
@@ -71,22 +71,16 @@ def optimum(case: CutCase) -> Optimum:
     start = min((_played(problem, name) for name in START), key=lambda played: played.latency)
     found = solve(problem, warm_start=start.schedule, time_limit=case.time_limit, workers=1)
     assert found.objective is not None and found.bound is not None
-    return Optimum(
-        float(f"{found.objective:.6g}"), float(f"{found.bound:.6g}"), found.status == "optimal"
-    )
+    return Optimum(digits(found.objective, 6), digits(found.bound, 6), found.status == "optimal")
 
 
-def latencies(workload: str, policies: Sequence[str]) -> dict[str, float | None]:
-    """Seconds that each takes for the problem of the workload, K and V only and without host
-    memory; None for one that does not get through it so. Who cuts prompts may."""
-    problem = cut_down(workload)
-    found: dict[str, float | None] = {}
-    for name in policies:
-        try:
-            found[name] = float(f"{_played(problem, name).latency:.6g}")
-        except (InvalidPlan, ReplayError):
-            found[name] = None
-    return found
+def latency(workload: str, policy: str) -> float | None:
+    """Seconds that the policy takes for the problem of the workload, K and V only and without host
+    memory; None if it does not get through it so. Who cuts prompts may."""
+    try:
+        return digits(_played(cut_down(workload), policy).latency, 6)
+    except (InvalidPlan, ReplayError):
+        return None
 
 
 def _played(problem: Problem, policy: str) -> Replay:

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class Store:
         new = not self._rows
         self._rows[_key(case)] = row
         with open(self._runs, "w" if new else "a", newline="", encoding="utf-8") as file:
-            file.write(_csv([_HEADER] if new else []) + _csv([[row[name] for name in _HEADER]]))
+            file.write(_csv([row], header=new))
 
     def fact(self, *name: str) -> Any:
         """What is known under that name, ready for JSON; None if nothing is."""
@@ -98,18 +98,13 @@ class Store:
         """Makes the files what `Store` read of them: of rows that were cut off, or are of other
         code, nothing stays."""
         self._runs.parent.mkdir(parents=True, exist_ok=True)
-        self._write_rows(list(self._rows.values()))
+        _replace(self._runs, _csv(self._rows.values()))
         self._write_facts()
 
-    def end(self, cases: Mapping[LeagueCase, LeagueNumbers]) -> None:
+    def end(self, cases: Iterable[LeagueCase]) -> None:
         """Writes the runs of a whole league in its order: the same numbers are the same file."""
-        rows = [self._rows[_key(case)] for case in cases]
-        self._write_rows(rows)
+        _replace(self._runs, _csv([self._rows[_key(case)] for case in cases]))
         self._write_facts()
-
-    def _write_rows(self, rows: list[dict[str, str]]) -> None:
-        lines = [[row[name] for name in _HEADER] for row in rows]
-        _replace(self._runs, _csv([_HEADER, *lines] if lines else []))
 
     def _write_facts(self) -> None:
         lines = [f"{json.dumps(name)}: {json.dumps(f)}" for name, f in sorted(self._known.items())]
@@ -143,9 +138,13 @@ def _number(text: str) -> float | None:
     return float(text) if text else None
 
 
-def _csv(rows: list[list[str]]) -> str:
+def _csv(rows: Collection[dict[str, str]], *, header: bool = True) -> str:
+    """Nothing of no rows."""
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(rows)
+    writer = csv.DictWriter(out, _HEADER, lineterminator="\n")
+    if rows and header:
+        writer.writeheader()
+    writer.writerows(rows)
     return out.getvalue()
 
 
