@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from . import frame
 from .words import phrases, rows
 from .writer import Writer
 
@@ -26,7 +25,10 @@ def wish(w: Writer) -> None:
     w.draw("need wished comes", _NEEDS)
     w.slots["magic"] = w.pick(_MAGIC)
     w.slots["obj"] = w.slots["magic"].split()[-1]
-    frame.start(w, "{h} found {magic} {in_place}.", "[surprised|happy]", "{he} had found {magic}")
+    w.start("""
+        out: {h} found {magic} {in_place}.
+        [surprised|happy] because {he} had found {magic}
+    """)
     w.tell("""
         "[I am magic|Do not be afraid]," said the {obj}. "You have one wish. [Think well|Use it \
             well]."
@@ -41,8 +43,7 @@ def wish(w: Writer) -> None:
         60% the {obj} was gone, but {h} [did not mind|was not sad at all].
         40% "[You made a good wish|That was very kind]," said {elder}.
     """)
-    frame.end(
-        w,
+    w.end(
         "[the best wish is a wish for someone else|{h} was happy, because {his} friend was happy].",
     )
 
@@ -66,13 +67,10 @@ def promise(w: Writer) -> None:
     """The hero plays and forgets a promise; with the friend's help it is made good, and told."""
     w.draw("task things bad fix good", _PROMISES)
     w.slots["game"] = w.pick(("play by the river", "pick berries", "fly a kite", "play ball"))
-    frame.start(
-        w,
-        "{elder} had to go away for the day. {h} promised to {task}.",
-        "[sorry|worried]",
-        "{he} had promised to {task}, and then {he} forgot",
-        where="home",
-    )
+    w.start("""
+        home: {elder} had to go away for the day. {h} promised to {task}.
+        [sorry|worried] because {he} had promised to {task}, and then {he} forgot
+    """)
     w.tell("""
         [but then|just then] {his} friend {fx} came by. "Come and {game} with me," said {f}.
         {h} went along, and they had so much fun that {h} forgot all about {his} promise.
@@ -85,7 +83,7 @@ def promise(w: Writer) -> None:
         {h} told {elder} [everything|what had happened]. "[Next time, do it first|You told me the \
             truth, and that is good]," said {elder}.
     """)
-    frame.end(w, "after that, {h} always kept {his} promises.")
+    w.end("after that, {h} always kept {his} promises.")
 
 
 # Who is found, which animal that is, what helps, and how it leaves.
@@ -108,7 +106,10 @@ _RESCUES = rows("""
 def rescue(w: Writer) -> None:
     """The hero nurses a small animal and, though it is dear by now, lets it go."""
     w.draw("found animal care leaves", _RESCUES)
-    frame.start(w, "{h} found {found}.", "worried", "{he} had found {found}")
+    w.start("""
+        out: {h} found {found}.
+        worried because {he} had found {found}
+    """)
     w.tell("""
         "[Poor little thing|Oh, you poor thing]," said {h}. "[I will take care of you|Do not be \
             afraid]."
@@ -127,4 +128,4 @@ def rescue(w: Writer) -> None:
         50% the next [spring|morning], {h} saw the {animal} again. "[Look, it remembers us|It came \
             back to say hello]!" said {f}.
     """)
-    frame.end(w, "[to love someone also means to let go|even a small friend is a friend].")
+    w.end("[to love someone also means to let go|even a small friend is a friend].")

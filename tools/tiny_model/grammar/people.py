@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import frame, words
+from . import words
 from .words import rows
 from .writer import Writer
 
@@ -31,12 +31,10 @@ _TROUBLES = rows("""
 def helping(w: Writer) -> None:
     """The friend is in trouble; a first attempt fails, a second one works."""
     w.draw("trouble failed solved safe", _TROUBLES)
-    frame.start(
-        w,
-        '{h} heard someone call, "[Help! Help!|Please help me!]"',
-        "worried",
-        "{he} heard someone [cry|call for help] {in_place}",
-    )
+    w.start("""
+        out: {h} heard someone call, "[Help! Help!|Please help me!]"
+        worried because {he} heard someone [cry|call for help] {in_place}
+    """)
     w.tell("""
         {he} ran [as fast as {he} could|quickly] to see who it was. it was {fx}.
         {trouble}.
@@ -53,15 +51,16 @@ def helping(w: Writer) -> None:
             {f} came with [soup and flowers|a cup of tea and a book]. "Now I can help you," \
                 said {f}.
         """)
-    frame.end(
-        w, "[a good friend helps when it is needed|when you help others, they will help you too]."
-    )
+    w.end("[a good friend helps when it is needed|when you help others, they will help you too].")
 
 
 def new_friend(w: Writer) -> None:
     """A lonely and shy hero says hello to somebody who plays alone."""
     w.own([*words.TOYS, "kite", "boat"])
-    frame.start(w, "{h} was all alone {in_place}.", "[sad|lonely]", "{he} had nobody to play with")
+    w.start("""
+        out: {h} was all alone {in_place}.
+        [sad|lonely] because {he} had nobody to play with
+    """)
     w.tell("""
         50% {he} had just come to live there and did not know anyone.
         {h} wished for a friend.
@@ -75,7 +74,7 @@ def new_friend(w: Writer) -> None:
         60% {f} loved to {like}, and so did {h}.
         "Will you come back tomorrow?" asked {f}. "Of course," said {h}.
     """)
-    frame.end(w, "{h} was not lonely any more, because now {he} had a friend.")
+    w.end("{h} was not lonely any more, because now {he} had a friend.")
 
 
 # Of what, when, what the elder says, what the hero does, and how it goes on.
@@ -100,13 +99,10 @@ _FEARS = rows("""
 def fear(w: Writer) -> None:
     """What the elder says, and the friend at hand, help the hero face a fear in small steps."""
     w.draw("obj when advice does then", _FEARS)
-    frame.start(
-        w,
-        "{h} {when} and began to shake. {he} was afraid of {obj}.",
-        "[afraid|scared]",
-        "{he} {when}",
-        where="home",
-    )
+    w.start("""
+        home: {h} {when} and began to shake. {he} was afraid of {obj}.
+        [afraid|scared] because {he} {when}
+    """)
     w.tell("""
         {h} wanted to [run away|hide]. "I cannot do it," {he} said.
         {elder} took {him} by the {limb}. "[Do not be afraid|Listen]," {ehe} said, "{advice}."
@@ -118,8 +114,7 @@ def fear(w: Writer) -> None:
         60% "[I knew you could do it|I am proud of you]," said {elder}.
         40% the next time, it was {h} who helped someone who was afraid of {obj}.
     """)
-    frame.end(
-        w,
+    w.end(
         "{h} learned that being brave means to [try even when you are afraid|take one small step].",
     )
 
@@ -144,13 +139,10 @@ def practice(w: Writer) -> None:
     """The hero fails at a skill, gets advice, practises, and succeeds."""
     w.draw("skill fails advice success", _SKILLS)
     w.slots["mine"] = w.slots["skill"].replace("{his}", "my")
-    frame.start(
-        w,
-        "{h} [wanted to|decided to] learn to {skill}.",
-        "[sad|angry]",
-        "{he} could not {skill}",
-        where="home",
-    )
+    w.start("""
+        home: {h} [wanted to|decided to] learn to {skill}.
+        [sad|angry] because {he} could not {skill}
+    """)
     w.tell("""
         50% {his} friend {fx} could do it so well!
         {h} tried, but {he} {fails}. {he} tried again, and again {he} {fails}.
@@ -163,7 +155,7 @@ def practice(w: Writer) -> None:
         "[You did it|Well done], {h}!" shouted {f}.
         "I only had to [keep trying|try one more time]," said {h} [proudly|with a big smile].
     """)
-    frame.end(w, "{h} learned that [nobody can do everything at first|you should never give up].")
+    w.end("{h} learned that [nobody can do everything at first|you should never give up].")
 
 
 # What it is, what one does there, the training, the friend's trouble, and what the hero does then.
@@ -186,13 +178,10 @@ def contest(w: Writer) -> None:
     """The hero gives up the lead to help the friend; half of the time they win together."""
     w.draw("event verb training trouble deed", _CONTESTS)
     w.slots["prize"] = w.pick(("a golden cup", "a big cake", "a silver bell", "a basket of apples"))
-    frame.start(
-        w,
-        "{h} heard about the big {event}. the prize was {prize}.",
-        "excited",
-        "there was going to be a big {event}, and the prize was {prize}",
-        where="home",
-    )
+    w.start("""
+        home: {h} heard about the big {event}. the prize was {prize}.
+        excited because there was going to be a big {event}, and the prize was {prize}
+    """)
     w.tell("""
         "I want to win," said {h}. {he} [wanted to {verb} better than anyone|could already {verb} \
             quite well].
@@ -213,7 +202,7 @@ def contest(w: Writer) -> None:
             in the end, they both did so well that they won together!
             "We will share the prize," said {h}, and {f} [laughed|danced with joy].
         """)
-    frame.end(w, "{h} learned that [being kind is better than winning|a friend is the best prize].")
+    w.end("{h} learned that [being kind is better than winning|a friend is the best prize].")
 
 
 # Why the hero cannot sleep, what the elder does, and what comes of it.
@@ -232,13 +221,10 @@ _SLEEP = rows("""
 def bedtime(w: Writer) -> None:
     """The hero cannot sleep until the elder finds out why and does something about it."""
     w.draw("why help then", _SLEEP)
-    frame.start(
-        w,
-        "{h} went to bed, but {he} could not sleep.",
-        "tired",
-        "{he} could not sleep",
-        where="night",
-    )
+    w.start("""
+        night: {h} went to bed, but {he} could not sleep.
+        tired because {he} could not sleep
+    """)
     w.maybe(0.6, "{he} turned to the left, and {he} turned to the right.")
     w.slots["one"], w.slots["other"] = w.rng.sample(
         ("count sheep", "sing a song", "think of {f}", "close {his} eyes very tight"), 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import frame, words
+from . import words
 from .words import phrases, rows
 from .writer import Writer
 
@@ -32,8 +32,12 @@ def lost(w: Writer) -> None:
     """Something is lost; the friend finds it, and the hero sees to it that it stays."""
     things, (what, where, why, lesson) = w.pick(list(zip(_LOST, _LOSSES, strict=True)))
     w.own(things)
+    w.slots |= {"what": what, "why": why, "lesson": lesson}
     w.set(where=where)
-    frame.start(w, what + ".", "sad", f"[{what}|{{he}} had lost {{his}} {{cobj}}]")
+    w.start("""
+        out: {what}.
+        sad because [{what}|{he} had lost {his} {cobj}]
+    """)
     w.maybe(0.4, "it was a present from {elder}, and {h} loved it very much.")
     w.slots["here"], w.slots["there"] = w.rng.sample(
         ("under the bed", "behind the door", "in the garden", "by the well"), 2
@@ -48,10 +52,10 @@ def lost(w: Writer) -> None:
         40% they asked {elder}, but {ehe} had not seen the {obj}.
         [at last|then|in the end], {f} [pointed|looked up and shouted|called out].
         "Look, there it is!" The {cobj} was {where}.
+        60% {why}.
+        "Thank you, {f}!" said {h}, [and gave {fhim} a big hug|full of joy].
     """)
-    w.maybe(0.6, why + ".")
-    w.say('"Thank you, {f}!" said {h}, [and gave {fhim} a big hug|full of joy].')
-    frame.end(w, lesson)
+    w.end("{lesson}")
 
 
 def sharing(w: Writer) -> None:
@@ -63,13 +67,10 @@ def sharing(w: Writer) -> None:
     else:
         w.own([toy for toy in words.TOYS if toy != "blanket"])
         w.set(some="a turn with the {obj}", use="play with the {obj} all alone")
-    frame.start(
-        w,
-        "{elder} gave {h} a~ {cobj}.",
-        "[happy|excited]",
-        "{he} had a~ {cobj}, a present from {elder}",
-        where="home",
-    )
+    w.start("""
+        home: {elder} gave {h} a~ {cobj}.
+        [happy|excited] because {he} had a~ {cobj}, a present from {elder}
+    """)
     w.tell("""
         {his} friend {fx} saw it. "May I have {some}, please?" asked {f}.
         "No," said {h}. "[All of it is mine|I want it for myself]!"
@@ -87,7 +88,7 @@ def sharing(w: Writer) -> None:
         )
     else:
         w.say("they [took turns|played together] with the {obj} until the sun went down.")
-    frame.end(w, "{h} learned that [sharing makes everything better|it is more fun to share].")
+    w.end("{h} learned that [sharing makes everything better|it is more fun to share].")
 
 
 # What is broken, what the hero did, how it came, and how it is mended.
@@ -104,13 +105,10 @@ _BREAKS = rows("""
 def mistake(w: Writer) -> None:
     """The hero breaks something, hides, owns up, and mends it with the elder."""
     w.draw("obj doing how fix", _BREAKS)
-    frame.start(
-        w,
-        "{h} {doing}. then {how}, and [crash!|bang!] The {obj} was broken.",
-        "[worried|sorry|sad]",
-        "{he} had broken the {obj}",
-        where="home",
-    )
+    w.start("""
+        home: {h} {doing}. then {how}, and [crash!|bang!] The {obj} was broken.
+        [worried|sorry|sad] because {he} had broken the {obj}
+    """)
     w.tell("""
         60% it was the {obj} that {elder} [loved most|liked so much].
         {h} was afraid, so {he} hid [behind the door|under the bed|behind a big tree].
@@ -125,9 +123,7 @@ def mistake(w: Writer) -> None:
         together they {fix}, and soon the {obj} was [as good as new|almost like new].
         40% {h} promised to be more careful.
     """)
-    frame.end(
-        w, "{h} learned that [it is best to tell the truth|the truth makes your heart light]."
-    )
+    w.end("{h} learned that [it is best to tell the truth|the truth makes your heart light].")
 
 
 # What is made, of what, how, and why it suits the friend.
@@ -147,14 +143,11 @@ def present(w: Writer) -> None:
     w.draw("gift stuff making because", _GIFTS)
     w.slots["color"] = w.pick(words.COLORS)
     w.slots["obj"] = w.slots["gift"].split()[-1]
-    frame.start(
-        w,
-        "{h} remembered that it was the birthday of {his} friend {fx}. but {h} had no money "
-        "for a present.",
-        "worried",
-        "it was the birthday of {his} friend {fx}, and {he} had no present",
-        where="home",
-    )
+    w.start("""
+        home: {h} remembered that it was the birthday of {his} friend {fx}. but {h} had no money \
+            for a present.
+        worried because it was the birthday of {his} friend {fx}, and {he} had no present
+    """)
     w.tell("""
         {h} thought and thought. "What does {f} like?" {he} asked {himself}.
         then {he} remembered that {f} {because}.
@@ -168,9 +161,7 @@ def present(w: Writer) -> None:
             yourself?"
         "Yes," said {h}, and {he} [felt very proud|smiled].
     """)
-    frame.end(
-        w, "[the best presents come from the heart|a present made with love is the best present]."
-    )
+    w.end("[the best presents come from the heart|a present made with love is the best present].")
 
 
 # Who took the things, why, what is given instead, and what was found.
@@ -188,13 +179,10 @@ def mystery(w: Writer) -> None:
     """Things vanish from the kitchen; the thief is a small animal in need, and is helped."""
     w.draw("thief reason gift clue", _THIEVES)
     w.slots |= {"small": w.slots["thief"].split()[-1], "obj": w.pick(_TAKEN)}
-    frame.start(
-        w,
-        "{h} saw that {obj} was gone from the kitchen. the next day, something else was gone.",
-        "[curious|puzzled]",
-        "every night something was gone from the kitchen",
-        where="home",
-    )
+    w.start("""
+        home: {h} saw that {obj} was gone from the kitchen. the next day, something else was gone.
+        [curious|puzzled] because every night something was gone from the kitchen
+    """)
     w.tell("""
         "Did you take {obj}?" {h} asked {his} friend {fx}. "No, it was not me," said {f}.
         "[Then who was it?|How strange!]" said {h}. "[Let us find out|We must find out]."
@@ -206,8 +194,7 @@ def mystery(w: Writer) -> None:
         {h} was not angry at all. "You only had to ask," {he} said.
         {h} gave the {small} {gift}, and {f} [helped|was happy too].
     """)
-    frame.end(
-        w,
+    w.end(
         "[now the mystery was solved, and they had a new friend|"
         "after that, nothing was ever missing again, and the {small} came to visit every day].",
     )
@@ -232,13 +219,10 @@ def baking(w: Writer) -> None:
     w.slots["guest"] = w.pick(("{elder}", "{f}"))
     w.slots["who"] = "{his} friend {fx}" if w.slots["guest"] == "{f}" else "{elder}"
     w.slots["were"] = "were" if w.slots["missing"] == "eggs" else "was"
-    frame.start(
-        w,
-        "{h} wanted to bake a~ {cake} for {who}.",
-        "[excited|happy]",
-        "{he} was going to bake a~ {cake} for {who}",
-        where="home",
-    )
+    w.start("""
+        home: {h} wanted to bake a~ {cake} for {who}.
+        [excited|happy] because {he} was going to bake a~ {cake} for {who}
+    """)
     w.tell("""
         {he} took out a big bowl and a wooden spoon. but there {were} no {missing}!
         "[Oh no|Oh dear]," said {h}. "I cannot bake a~ {obj} without {missing}."
@@ -251,19 +235,16 @@ def baking(w: Writer) -> None:
         they sat down [at the table|in the garden] and ate the {obj} [until not a crumb was \
             left|together].
     """)
-    frame.end(w, "{h} [was proud|was happy], because {he} had made the {obj} {himself}.")
+    w.end("{h} [was proud|was happy], because {he} had made the {obj} {himself}.")
 
 
 def planting(w: Writer) -> None:
     """A seed takes its time; the hero waters it, waits, and is right to."""
     plant = w.slots["obj"] = w.pick(("sunflower", "pumpkin", "apple tree", "rose", "bean"))
-    frame.start(
-        w,
-        '{elder} gave {h} a tiny seed. "Plant it and wait," said {elder}.',
-        "[curious|excited]",
-        "{elder} had given {him} a tiny seed",
-        where="home",
-    )
+    w.start("""
+        home: {elder} gave {h} a tiny seed. "Plant it and wait," said {elder}.
+        [curious|excited] because {elder} had given {him} a tiny seed
+    """)
     w.tell("""
         {h} made a hole in the ground, put in the seed and gave it water.
         the next morning, {he} ran outside to look, but there was nothing to see.
@@ -283,4 +264,4 @@ def planting(w: Writer) -> None:
         )
     else:
         w.say("the bees came to visit, and the whole garden was full of [color|life].")
-    frame.end(w, "{h} learned that [it is good to be patient|good things need time and care].")
+    w.end("{h} learned that [it is good to be patient|good things need time and care].")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from . import frame
 from .words import phrases, rows
 from .writer import Writer
 
@@ -29,13 +28,10 @@ def weather(w: Writer) -> None:
     w.draw("comes worse after play", _WEATHER)
     w.slots["shelter"] = w.pick(_SHELTERS)
     w.slots["inside"] = w.slots["shelter"].split()[-1]
-    frame.start(
-        w,
-        "{h} and {his} friend {fx} went for a long walk.",
-        "[worried|cold]",
-        "{he} was far from home with {his} friend {fx}",
-        where="home",
-    )
+    w.start("""
+        home: {h} and {his} friend {fx} went for a long walk.
+        [worried|cold] because {he} was far from home with {his} friend {fx}
+    """)
     w.tell("""
         [suddenly|then], {comes}.
         "[We must find a dry place!|Where can we go?]" said {f}. {worse}.
@@ -51,9 +47,7 @@ def weather(w: Writer) -> None:
         when they came home, {elder} was [waiting at the door|so glad to see them]. "[There you \
             are|I was so worried]!" said {elder}.
     """)
-    frame.end(
-        w, "[with a friend, no storm is too bad|a friend makes you warm, even when it is cold]."
-    )
+    w.end("[with a friend, no storm is too bad|a friend makes you warm, even when it is cold].")
 
 
 # Where to, what is there, and what is brought home.
@@ -81,13 +75,10 @@ def journey(w: Writer) -> None:
     """On the way to a place of wonder the hero helps an animal, which then shows a short way."""
     w.draw("goal sight keepsake", _GOALS)
     w.draw("item other deed animal", _MEETINGS)
-    frame.start(
-        w,
-        "{h} wanted to see {goal}.",
-        "[excited|curious]",
-        "{he} was going to see {goal} for the first time",
-        where="home",
-    )
+    w.start("""
+        home: {h} wanted to see {goal}.
+        [excited|curious] because {he} was going to see {goal} for the first time
+    """)
     w.tell("""
         {he} [packed a small bag|put a few things into a bag]. "Take this {item} with you," said \
             {elder}. "[You may need it|It may help you]."
@@ -103,9 +94,7 @@ def journey(w: Writer) -> None:
         "[It is even more beautiful than I thought|How wonderful]," [said|whispered] {h}.
         {h} took home {keepsake} and gave it to {elder}.
     """)
-    frame.end(
-        w, "{h} learned that [the way is better with a friend|it is good to help on the way]."
-    )
+    w.end("{h} learned that [the way is better with a friend|it is good to help on the way].")
 
 
 # What, why, how it fails, how it is mended, and what it is good for.
@@ -129,13 +118,10 @@ def building(w: Writer) -> None:
     """What the two build fails; they quarrel, make up, and build it again, better."""
     w.draw("what why fails fix use", _BUILDS)
     w.slots["obj"] = w.slots["what"].split(" over ")[0].split(" for ")[0]
-    frame.start(
-        w,
-        '{h} and {his} friend {fx} {why}. "Let us build a {what}," said {h}.',
-        "[busy|happy]",
-        "{he} was building a {what} with {his} friend {fx}",
-        where="home",
-    )
+    w.start("""
+        home: {h} and {his} friend {fx} {why}. "Let us build a {what}," said {h}.
+        [busy|happy] because {he} was building a {what} with {his} friend {fx}
+    """)
     w.tell("""
         they [looked for wood and rope|brought everything they needed] and [worked all day|began \
             to work].
@@ -151,4 +137,4 @@ def building(w: Writer) -> None:
         the {obj} was strong, and it did not break. they {use}.
         "[We did it|Together we can do anything]!" [they shouted|said {f}].
     """)
-    frame.end(w, "[two heads are better than one|working together is better than fighting].")
+    w.end("[two heads are better than one|working together is better than fighting].")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from . import words
+from . import frame, words
 from .words import Kind
 
 T = TypeVar("T")
@@ -92,6 +92,47 @@ class Writer:
     def draw(self, names: str, rows: Sequence[Sequence[str]]) -> None:
         """Fill the slots of these names with one of the rows, templates."""
         self.slots |= zip(names.split(), self.pick(rows), strict=True)
+
+    def start(self, lines: str) -> None:
+        """Introduce the hero and what sets the story going.
+
+        Of two lines the first is `out: `, `home: ` or `night: `, so that the first sentence does
+        not contradict it, and a sentence that can follow "One day, ". The second says the same:
+        a feeling, ` because `, and a clause.
+        """
+        first, why = (" ".join(line.split()) for line in lines.strip().splitlines())
+        where, _, hook = first.partition(": ")
+        if self.chance(0.05):
+            request = self.fill(self.pick(frame.REQUEST))
+            self.prefix = request[0].upper() + request[1:]
+        roll = self.rng.random()
+        if roll < 0.52:
+            self.say(self.pick(frame.WHO))
+            self.maybe(0.35, self.pick(frame.MORE))
+            self.say(self.pick(frame.AT_NIGHT if where == "night" else frame.CONNECT) + hook)
+        elif roll < 0.76 and where != "night":
+            outing = self.pick(words.OUTINGS if where == "out" else words.AT_HOME)
+            who = self.pick(("{kind} [named|called] {h} ", "{kind} [named|called] {h} ", "{kind} "))
+            self.say("[one day|one day|one morning], a~ {trait} " + who + outing + ".")
+            if who == "{kind} ":
+                self.say("{his} name was {h}.")
+            self.say(hook)
+        elif roll < 0.95 or where != "out":
+            self.say("{h} was [|very ]" + why + ".")
+            home = "[in a {home} near {near}|near {near}]"
+            self.maybe(0.4, f"{{he}} was a~ {{trait}} {{kind}} who lived {home}.")
+        else:
+            self.say(
+                "it was a [warm|cold|bright|quiet] morning {in_place}, "
+                "and {hx} was [awake early|in a good mood]."
+            )
+            self.say(hook)
+
+    def end(self, moral: str) -> None:
+        """Close the story: its own lesson most of the time, then perhaps a general ending."""
+        self.maybe(0.85, moral)
+        self.maybe(0.45, self.pick(frame.CLOSE))
+        self.maybe(0.12, "The end.")
 
     def set(self, **slots: str) -> None:
         """Fill slots by name, each with a template that is expanded now, by the slots as they
