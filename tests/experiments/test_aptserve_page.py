@@ -1,8 +1,7 @@
-"""`python -m jaxserve.experiments.aptserve` at toy size, and the page in docs/."""
+"""What docs/aptserve.md is made of: its cases, their numbers, and the times of plans."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -20,52 +19,6 @@ from jaxserve.experiments.aptserve.page import MODELS, SLOS, AptServe, Scale, ch
 from jaxserve.experiments.common.runs import Results
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.workloads.workload import Lengths
-
-DOCS = Path(__file__).parents[2] / "docs"
-PNG = b"\x89PNG"
-
-
-def refuse(case: OnlineCase) -> OnlineNumbers:
-    raise AssertionError(f"{case} was simulated")
-
-
-def figures_of(page: str) -> list[str]:
-    return [line.split("](")[1].rstrip(")") for line in page.splitlines() if line[:2] == "!["]
-
-
-@pytest.mark.slow
-def test_the_experiment_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["--quick", "--jobs=1"]
-    assert aptserve.main([*arguments, f"--out={tmp_path}"]) == 0
-    page = (tmp_path / "aptserve.md").read_text()
-    for number in range(1, 12):
-        assert f"\n## {number}. " in page
-    assert "Toy sizes" in page and str(tmp_path) not in page
-    named = figures_of(page)
-    assert len(named) == 6
-    for name in named:
-        assert (tmp_path / name).read_bytes().startswith(PNG)
-    numbers = tmp_path / "figures" / "aptserve.json"
-    runs = json.loads(numbers.read_text())
-    assert len({json.dumps(run["case"]) for run in runs}) == len(runs)
-    # The same numbers give the same page, and nothing is simulated or timed again.
-    monkeypatch.setattr(aptserve, "run", refuse)
-    again = tmp_path / "again"
-    assert aptserve.main([*arguments, f"--out={again}", f"--numbers={numbers}"]) == 0
-    assert (again / "aptserve.md").read_text() == page
-    numbers.write_text("[1]")
-    assert aptserve.main([*arguments, f"--out={again}", f"--numbers={numbers}"]) == 2
-
-
-@pytest.mark.slow
-def test_the_page_is_what_its_numbers_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aptserve, "run", refuse)
-    numbers = DOCS / "figures" / "aptserve.json"
-    assert aptserve.main(["--jobs=1", f"--out={tmp_path}", f"--numbers={numbers}"]) == 0
-    page = (DOCS / "aptserve.md").read_text()
-    assert (tmp_path / "aptserve.md").read_text() == page
-    for name in figures_of(page):
-        assert (DOCS / name).read_bytes().startswith(PNG)
 
 
 def test_a_case_is_the_papers_setting() -> None:

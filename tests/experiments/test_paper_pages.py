@@ -1,0 +1,72 @@
+"""The pages on papers: their commands at toy size, and the pages in docs/."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.experiments.accelgen import page as accelgen
+from jaxserve.experiments.aptserve import page as aptserve
+from jaxserve.experiments.bros import page as bros
+
+DOCS = Path(__file__).parents[2] / "docs"
+BEGINS = {".svg": b"<?xml", ".png": b"\x89PNG"}
+
+
+def refuse(case: object) -> None:
+    raise AssertionError(f"{case} was simulated")
+
+
+def check_figures(page: str, folder: Path, count: int | None = None) -> None:
+    """So many, all of which are pictures."""
+    named = [line.split("](")[1].rstrip(")") for line in page.splitlines() if line[:2] == "!["]
+    assert named and count in (None, len(named))
+    for name in named:
+        assert (folder / name).read_bytes().startswith(BEGINS[Path(name).suffix])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("made", "sections", "figures"), [(accelgen, 11, 5), (aptserve, 11, 6), (bros, 8, 4)]
+)
+def test_the_experiment_at_toy_size(
+    made: Any, sections: int, figures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = made.__name__.split(".")[-2]
+    arguments = ["--quick", "--jobs=1"]
+    assert made.main([*arguments, f"--out={tmp_path}"]) == 0
+    page = (tmp_path / f"{name}.md").read_text()
+    for number in range(1, sections + 1):
+        assert f"\n## {number}. " in page
+    assert "Toy sizes" in page and str(tmp_path) not in page
+    if made is not aptserve:
+        assert "\n## In short\n" in page and "nan" not in page
+    check_figures(page, tmp_path, figures)
+    numbers = tmp_path / "figures" / f"{name}.json"
+    runs = json.loads(numbers.read_text())
+    assert len({json.dumps(run["case"]) for run in runs}) == len(runs)
+    # The same numbers give the same page, and nothing is simulated or timed again.
+    monkeypatch.setattr(made, "run", refuse)
+    again = tmp_path / "again"
+    assert made.main([*arguments, f"--out={again}", f"--numbers={numbers}"]) == 0
+    assert (again / f"{name}.md").read_text() == page
+    assert (again / "figures" / f"{name}.json").read_text() == numbers.read_text()
+    numbers.write_text("[1]")
+    assert made.main([*arguments, f"--out={again}", f"--numbers={numbers}"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", [accelgen, aptserve, bros])
+def test_the_page_is_what_its_numbers_say(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = made.__name__.split(".")[-2]
+    monkeypatch.setattr(made, "run", refuse)
+    numbers = DOCS / "figures" / f"{name}.json"
+    assert made.main(["--jobs=1", f"--out={tmp_path}", f"--numbers={numbers}"]) == 0
+    page = (DOCS / f"{name}.md").read_text()
+    assert (tmp_path / f"{name}.md").read_text() == page
+    check_figures(page, DOCS)
