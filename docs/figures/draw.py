@@ -34,8 +34,8 @@ def request_path() -> Drawing:
     d.box(504, 314, 190, 70, DEVICE, "block pool", "K and V of all requests,", "updated in place")
     d.box(192, 314, 276, 70, DEVICE, "sampling", "per request, in one batch")
 
-    for x in (142, 312, 468, 694):
-        d.arrow((x, 83), ({142: 192, 312: 348, 468: 504, 694: 730}[x] - 2, 83))
+    for x, other in ((142, 190), (312, 346), (468, 502), (694, 728)):
+        d.arrow((x, 83), (other, 83))
     d.arrow((820, 118), (820, 312))
     d.note(828, 212, "launch")
     d.arrow((599, 164), (599, 120))
@@ -59,25 +59,22 @@ def block_pool() -> Drawing:
         20, 47, "A block holds K or V of 16 tokens, for all layers. Any request may take any block."
     )
     tables = {"A": (35, (0, 5, 17), (1, 6, 18)), "B": (22, (2, 9), (3, 12))}
-    cell, left, top, columns = 58, 20, 62, 8
-    for block in range(24):
-        x, y = left + cell * (block % columns), top + cell * (block // columns)
-        d.rect(x, y, cell - 6, cell - 6, "#f1f3f5", "#b6bec6", 3)
+    places = [(20 + 58 * (block % 8), 62 + 58 * (block // 8)) for block in range(24)]
+    for x, y in places:
+        d.rect(x, y, 52, 52, "#f1f3f5", "#b6bec6", 3)
     for name, (tokens, *planes) in tables.items():
         for letter, ids in zip("KV", planes, strict=True):
             for index, block in enumerate(ids):
-                x, y = left + cell * (block % columns), top + cell * (block // columns)
-                fill = min(tokens / 16 - index, 1.0)
-                d.rect(x, y, (cell - 6) * fill, cell - 6, OWNERS[name], "none", 3)
+                (x, y), fill = places[block], min(tokens / 16 - index, 1.0)
+                d.rect(x, y, 52 * fill, 52, OWNERS[name], "none", 3)
                 d.text(x + (26 if fill == 1.0 else 34), y + 28, letter, bold=True)
-    for block in range(24):
-        x, y = left + cell * (block % columns), top + cell * (block // columns)
+    for block, (x, y) in enumerate(places):
         d.text(x + 47, y + 46, str(block), size=10, anchor="end")
     d.note(
-        20, 262, "Blocks 17 and 18 have room for 13 more tokens of A. For the one after, A takes"
-    )
-    d.note(
-        20, 279, "any two free blocks. When A ends, its blocks go back to the stack of free ones."
+        20,
+        262,
+        "Blocks 17 and 18 have room for 13 more tokens of A. For the one after, A takes",
+        "any two free blocks. When A ends, its blocks go back to the stack of free ones.",
     )
     for place, (name, (tokens, *planes)) in enumerate(tables.items()):
         _table(d, 520, 62 + 104 * place, name, tokens, planes)
@@ -170,34 +167,27 @@ def shared_blocks() -> Drawing:
     """A block with two owners: it has room, one end grows over the other, and that comes back."""
     d = Drawing(900, 330, "A block that two requests fill: what is written over, and comes back")
     d.note(
-        20, 24, "A block of 16 tokens. Real-time A fills it from the left, best-effort b from the"
+        20,
+        24,
+        "A block of 16 tokens. Real-time A fills it from the left, best-effort b from the",
+        "right. Slots in order of the block; b's tokens count from its own end.",
     )
-    d.note(20, 41, "right. Slots in order of the block; b's tokens count from its own end.")
+    notes = (
+        ("Nothing moves: A takes", "slots that b has not used."),
+        ("What A is about to write", "over goes to the host. b waits."),
+        ("The slots are free: what b", "lacks comes back in place."),
+        ("b takes what is left of it to", "a free block; the rest joins it."),
+    )
     states = (
-        (20, "Room for both", 5, 8, 0, ("Nothing moves: A takes", "slots that b has not used.")),
-        (
-            240,
-            "A grows over b",
-            11,
-            5,
-            3,
-            ("What A is about to write", "over goes to the host. b waits."),
-        ),
-        (460, "A has ended", 0, 8, 0, ("The slots are free: what b", "lacks comes back in place.")),
-        (
-            680,
-            "A goes on",
-            14,
-            0,
-            0,
-            ("b takes what is left of it to", "a free block; the rest joins it."),
-        ),
+        (20, "Room for both", 5, 8, 0),
+        (240, "A grows over b", 11, 5, 3),
+        (460, "A has ended", 0, 8, 0),
+        (680, "A goes on", 14, 0, 0),
     )
-    for x, name, left, right, away, notes in states:
+    for (x, name, left, right, away), lines in zip(states, notes, strict=True):
         d.text(x, 82, name, anchor="start", bold=True)
         _slots(d, x, 96, left, right)
-        for i, note in enumerate(notes):
-            d.note(x, 146 + 17 * i, note)
+        d.note(x, 146, *lines)
         if away:
             d.text(x, 232, "host memory", anchor="start", size=12, colour=QUIET)
             _slots(d, x, 242, 0, away, slots=away)

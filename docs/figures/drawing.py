@@ -46,9 +46,10 @@ class Drawing:
             f'text-anchor="{anchor}"{weight}>{words}</text>'
         )
 
-    def note(self, x: float, y: float, words: str) -> None:
-        """Small print from x to the right."""
-        self.text(x, y, words, size=12, colour=QUIET, anchor="start")
+    def note(self, x: float, y: float, *lines: str) -> None:
+        """Lines of small print from x to the right."""
+        for i, words in enumerate(lines):
+            self.text(x, y + 17 * i, words, size=12, colour=QUIET, anchor="start")
 
     def box(
         self, x: float, y: float, w: float, h: float, fill: str, name: str, *notes: str
@@ -65,12 +66,8 @@ class Drawing:
         (x0, y0), (x1, y1) = points[-2:]
         length = max(((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5, 1e-9)
         ux, uy = (x1 - x0) / length, (y1 - y0) / length
-        base = (x1 - 9 * ux, y1 - 9 * uy)
-        head = [
-            (x1, y1),
-            (base[0] - 4 * uy, base[1] + 4 * ux),
-            (base[0] + 4 * uy, base[1] - 4 * ux),
-        ]
+        x, y = base = (x1 - 9 * ux, y1 - 9 * uy)
+        head = [(x1, y1), (x - 4 * uy, y + 4 * ux), (x + 4 * uy, y - 4 * ux)]
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         self._parts.append(
             f'<polyline points="{_points([*points[:-1], base])}" fill="none" '

@@ -40,15 +40,9 @@ def trace_events(result: SimulationResult) -> Iterator[Event]:
     one, only that. Times in microseconds. For results with `record_rows`: ValueError without."""
     if result.rows is None:
         raise ValueError("a trace needs a simulation with record_rows")
-    return _events(result)
-
-
-def _events(result: SimulationResult) -> Iterator[Event]:
-    assert result.rows is not None
     replicas = len(result.rows)
-    for replica in range(replicas):
-        yield from _steps(result, replica)
-    yield from _requests(result, process=replicas)
+    steps = (_steps(result, replica) for replica in range(replicas))
+    return itertools.chain(*steps, _requests(result, process=replicas))
 
 
 def _steps(result: SimulationResult, replica: int) -> Iterator[Event]:
@@ -101,7 +95,8 @@ def _requests(result: SimulationResult, process: int) -> Iterator[Event]:
         start, end = int(arrival[number]), int(finish[number])
         yield _name("thread_name", process, number, f"request {number}")
         if refused[number]:
-            yield _instant("refused", process, number, start)
+            at = {"pid": process, "tid": number, "ts": start / 1000}
+            yield {"name": "refused", "ph": "i", "s": "t", **at}
             continue
         yield _slice("request", process, number, start, end, args)
         begins = _nanoseconds(np.array([at for _, at in phases])).tolist()
@@ -151,10 +146,6 @@ def _slice(name: str, pid: int, tid: int, start: int, end: int, args: Event) -> 
     """start, end: nanoseconds."""
     times = {"ts": start / 1000, "dur": (end - start) / 1000}
     return {"name": name, "ph": "X", "pid": pid, "tid": tid, **times, "args": args}
-
-
-def _instant(name: str, pid: int, tid: int, at: int) -> Event:
-    return {"name": name, "ph": "i", "s": "t", "pid": pid, "tid": tid, "ts": at / 1000}
 
 
 def _counter(pid: int, at: int, tokens: int) -> Event:

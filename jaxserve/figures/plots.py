@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.sched.simulation.replica.batch_rows import BatchRows
 from jaxserve.sched.simulation.results import SimulationResult
 
 try:
@@ -80,7 +81,8 @@ def attainment(
     """Share of requests within their SLO, in percent, against the request rate, requests a second;
     a line a policy. summaries: as in `draw_all`. spread: half the width of each one's interval,
     drawn as a bar; None for those without."""
-    figure, axes = _figure(6.4, 4.0)
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
     bars = [None] * len(summaries) if spread is None else spread
     for i, policy in enumerate(dict.fromkeys(s["policy"] for s in summaries)):
         points = sorted(
@@ -95,7 +97,9 @@ def attainment(
         ends = around if any(around) else None
         axes.errorbar(rates, percent, ends, label=policy, elinewidth=0.9, capsize=3, **look)
     axes.set(xlabel="requests per second", ylabel="requests within their SLO, %", ylim=(-3, 103))
-    _finish(axes)
+    axes.grid(alpha=0.3)
+    if summaries:
+        axes.legend(frameon=False, fontsize=8)
     return figure
 
 
@@ -166,9 +170,9 @@ def schedule(result: SimulationResult, title: str = "", replica: int = 0) -> Fig
     size = (max(5.0, 1.3 + cell * width), 2.6 + height * count)
     figure = Figure(figsize=size, layout="constrained")
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=[max(0.6, height * count), 1.1])
-    _boxes(top, result, replica, lines=0.4 if cell > 0.1 else 0.0)
+    _boxes(top, batches, lines=0.4 if cell > 0.1 else 0.0)
     if cell > 0.25:
-        _write_prefills(top, result, replica)
+        _write_prefills(top, batches)
     top.set(ylim=(count - 0.4, -0.6), ylabel="request", xlim=(-0.6, width - 0.4))
     step = max(1, count // 20)
     top.set_yticks(range(0, count, step))
@@ -198,10 +202,9 @@ def schedule(result: SimulationResult, title: str = "", replica: int = 0) -> Fig
     return figure
 
 
-def _boxes(axes: Axes, result: SimulationResult, replica: int, lines: float) -> None:
-    assert result.rows is not None
+def _boxes(axes: Axes, batches: Sequence[BatchRows], lines: float) -> None:
     corners: dict[str, list[tuple[float, float]]] = {PREFILL: [], DECODE: [], PREEMPT: []}
-    for x, batch in enumerate(result.rows[replica]):
+    for x, batch in enumerate(batches):
         for color, who in (
             (PREFILL, batch.requests[~batch.decoding]),
             (DECODE, batch.requests[batch.decoding]),
@@ -217,9 +220,8 @@ def _boxes(axes: Axes, result: SimulationResult, replica: int, lines: float) -> 
             )
 
 
-def _write_prefills(axes: Axes, result: SimulationResult, replica: int) -> None:
-    assert result.rows is not None
-    for x, batch in enumerate(result.rows[replica]):
+def _write_prefills(axes: Axes, batches: Sequence[BatchRows]) -> None:
+    for x, batch in enumerate(batches):
         chunks = ~batch.decoding
         pairs = zip(batch.requests[chunks].tolist(), batch.tokens[chunks].tolist(), strict=True)
         for y, tokens in pairs:
@@ -232,10 +234,10 @@ def _policy(name: str) -> str:
 
 def _style(name: str, results: Results) -> tuple[str, Any]:
     """Colour and dashes of one of the results."""
-    policies = list(dict.fromkeys(_policy(other) for other, _ in results))
-    rates = list(dict.fromkeys(other.partition(" at ")[2] for other, _ in results))
-    color = f"C{policies.index(_policy(name)) % 10}"
-    return color, _LINES[rates.index(name.partition(" at ")[2]) % len(_LINES)]
+    policies, rates = ([other.partition(" at ")[part] for other, _ in results] for part in (0, 2))
+    policy, _, rate = name.partition(" at ")
+    color = f"C{list(dict.fromkeys(policies)).index(policy) % 10}"
+    return color, _LINES[list(dict.fromkeys(rates)).index(rate) % len(_LINES)]
 
 
 def _cdf(axes: Axes, values: np.ndarray, name: str, color: str, dash: Any) -> None:
@@ -245,17 +247,6 @@ def _cdf(axes: Axes, values: np.ndarray, name: str, color: str, dash: Any) -> No
     share = np.arange(1, len(values) + 1) / len(values)
     few = np.unique(np.linspace(0, len(values) - 1, MAX_POINTS).astype(int))
     axes.plot(np.maximum(values[few], 1e-6), share[few], color=color, ls=dash, lw=1.2, label=name)
-
-
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots()
-
-
-def _finish(axes: Axes) -> None:
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, fontsize=8)
 
 
 _MARKERS = "osD^v<>P*X"
