@@ -206,28 +206,18 @@ def run(args: argparse.Namespace, config: opt.OPTConfig, tokenizer: Tokenizer) -
     """Train as the arguments say, log, save, and return the last state."""
     begin, losses, last = time.monotonic(), [], time.monotonic()
     log = args.log.open("a", encoding="utf-8") if args.log else None
-    steps = train(
-        config,
-        tokenizer,
-        steps=args.steps,
-        batch_tokens=args.batch_tokens,
-        row_length=args.row_length,
-        learning_rate=args.learning_rate,
-        seed=args.seed,
-        saved=args.saved,
-    )
+    asked = ("steps", "batch_tokens", "row_length", "learning_rate", "seed", "saved")
+    steps = train(config, tokenizer, **{name: getattr(args, name) for name in asked})
     for state, loss in steps:
         losses.append(loss)
         if state.step % 50 == 0 or state.step == args.steps:
             seconds, last = time.monotonic() - last, time.monotonic()
             rate = args.batch_tokens * len(losses) / seconds
-            entry = {"step": state.step, "loss": round(float(np.mean(losses)), 4)}
-            print(
-                f"step {state.step}/{args.steps} loss {entry['loss']} {rate:.0f} tokens/s",
-                flush=True,
-            )
+            mean = round(float(np.mean(losses)), 4)
+            print(f"step {state.step}/{args.steps} loss {mean} {rate:.0f} tokens/s", flush=True)
             if log:
-                print(json.dumps(entry | {"tokens_per_s": round(rate)}), file=log, flush=True)
+                entry = {"step": state.step, "loss": mean, "tokens_per_s": round(rate)}
+                print(json.dumps(entry), file=log, flush=True)
             losses.clear()
         if args.saved and state.step % args.save_every == 0:
             save(state, args.saved)

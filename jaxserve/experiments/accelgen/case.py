@@ -17,7 +17,7 @@ from jaxserve.experiments.accelgen.requests import (
     prefill_seconds,
     with_slos,
 )
-from jaxserve.experiments.common.runs import Case, Timed, digits, say_compiling
+from jaxserve.experiments.common.runs import Case, Timed, digits, say_compiling, shortened
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation.results import SimulationResult
@@ -166,16 +166,13 @@ def run(case: SloCase) -> SloNumbers:
         "reading": (batches.duration <= READING).mean(),
         "compute": compute.mean(),
         "cache": summary["mean_kv_used"],
+        "preemptions": summary["num_preemptions"],
         "bound": summary.get("goodput_bound_per_s") or 0.0,
         "plan": np.mean(timed.seconds) if timed else 0.0,
         "plan_p99": np.quantile(timed.seconds, 0.99) if timed else 0.0,
     }
     quantiles = np.quantile(batches.duration, QUANTILES).tolist() if case.quantiles else ()
-    return SloNumbers(
-        **{name: digits(value) for name, value in values.items()},
-        preemptions=summary["num_preemptions"],
-        steps=tuple(map(digits, quantiles)),
-    )
+    return SloNumbers(**shortened(values), steps=tuple(map(digits, quantiles)))
 
 
 def jct_targets(asked: Workload) -> np.ndarray:

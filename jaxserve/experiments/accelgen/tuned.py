@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from jaxserve.experiments.accelgen.case import SloCase, SloNumbers
 from jaxserve.experiments.accelgen.places import PLACES
+from jaxserve.experiments.common.runs import Results
 
 TRIAL = 100  # seed of a trace that is on no other part of the page
 BUDGETS = (128, 256, 512, 1024, 2048)  # tokens, beside the paper's pivot
@@ -17,13 +17,6 @@ FASTSERVE = (
     "fastserve:patience=1000:max_rows=8:reserve=whole",
 )
 FASTGEN = ("fastgen", "fastgen:watermark=0.3")
-
-
-class Known(Protocol):
-    """Numbers of some cases."""
-
-    def get(self, case: SloCase, /) -> SloNumbers | None:
-        """None for one that is not known."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +60,7 @@ class Trial:
             for one in found
         }
 
-    def best(self, results: Known, name: str, model: str) -> Tuned | None:
+    def best(self, results: Results[SloCase, SloNumbers], name: str, model: str) -> Tuned | None:
         """The setting that is; None until all have been tried."""
         found = {chosen: results.get(case) for chosen, case in self.runs(name, model).items()}
         if None in found.values():

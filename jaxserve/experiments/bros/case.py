@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from jaxserve.experiments.common.runs import Case, Timed, digits
+from jaxserve.experiments.common.runs import Case, Timed, shortened
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Tier
@@ -89,29 +88,25 @@ def run(case: MixedCase) -> MixedNumbers:
     realtime, best_effort = tiers["realtime"], tiers["best_effort"]
     requests = result.requests
     mine = requests.workload.tier == Tier.REALTIME
-    numbers = MixedNumbers(
-        latency=latency_of(result, mine, case.duration),
-        ttft=realtime["slo"]["ttft_attainment"],
-        tpot=within_tpot(requests.times.take(mine)),
-        tbt=realtime["slo"]["tbt_attainment"],
-        ended=realtime["finished"] / realtime["requests"],
-        best_effort=best_effort["finished"] / case.duration,
-        tokens=best_effort["output_tokens"] / case.duration,
-        step=float(batches.duration.mean()),
-        kv_used=summary["mean_kv_used"],
-        preemptions=summary["num_preemptions"],
-        recomputed=summary["recomputed_tokens"],
-        saved=summary["saved_slots"],
-        loaded=summary["loaded_slots"],
-        shared=summary["mean_shared_blocks"],
-        plan=sum(policy.seconds) / float(batches.duration.sum()) if case.timed else 0.0,
-        plan_p99=float(np.quantile(policy.seconds, 0.99)) if case.timed else 0.0,
-    )
-    short: dict[str, Any] = {
-        name: value if isinstance(value, int) else digits(value)
-        for name, value in vars(numbers).items()
+    values = {
+        "latency": latency_of(result, mine, case.duration),
+        "ttft": realtime["slo"]["ttft_attainment"],
+        "tpot": within_tpot(requests.times.take(mine)),
+        "tbt": realtime["slo"]["tbt_attainment"],
+        "ended": realtime["finished"] / realtime["requests"],
+        "best_effort": best_effort["finished"] / case.duration,
+        "tokens": best_effort["output_tokens"] / case.duration,
+        "step": batches.duration.mean(),
+        "kv_used": summary["mean_kv_used"],
+        "preemptions": summary["num_preemptions"],
+        "recomputed": summary["recomputed_tokens"],
+        "saved": summary["saved_slots"],
+        "loaded": summary["loaded_slots"],
+        "shared": summary["mean_shared_blocks"],
+        "plan": sum(policy.seconds) / batches.duration.sum() if case.timed else 0.0,
+        "plan_p99": np.quantile(policy.seconds, 0.99) if case.timed else 0.0,
     }
-    return MixedNumbers(**short)
+    return MixedNumbers(**shortened(values))
 
 
 def _simulated(case: MixedCase, policy: Policy) -> SimulationResult:

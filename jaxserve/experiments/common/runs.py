@@ -82,9 +82,6 @@ class Results(Generic[C, N]):
                 raise _refused(self._earlier, error) from error
         return self._found[case]
 
-    def __setitem__(self, case: C, numbers: N) -> None:
-        self._found[case] = numbers
-
     @property
     def complete(self) -> bool:
         """Whether all that was asked for is there."""
@@ -181,6 +178,11 @@ class Timed(Policy):
 def digits(value: float, count: int = 5) -> float:
     """As many digits as a file needs."""
     return float(f"{float(value):.{count}g}")
+
+
+def shortened(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with `digits`, those that are whole numbers as they are."""
+    return {name: v if isinstance(v, int) else digits(v) for name, v in values.items()}
 
 
 def say_compiling() -> None:
