@@ -39,6 +39,12 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
     )
 
 
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of a page."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
 def _cells(group: Mapping[str, Any], spread: Mapping[str, Any] | None) -> list[str]:
     widths = spread or {}
     cells = [_cell("{:.0f}", group, widths, "requests")]

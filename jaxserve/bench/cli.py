@@ -41,7 +41,6 @@ from jaxserve.bench import runs
 from jaxserve.bench.command import BenchParser, tell
 from jaxserve.bench.load_target import BenchError, EngineTarget, ServerTarget, Target
 from jaxserve.bench.report import text
-from jaxserve.bench.steps import step_metrics
 from jaxserve.client import Client, ServerError
 from jaxserve.command_line import Parser
 from jaxserve.config import Config, ConfigError
@@ -213,7 +212,7 @@ def _in_process(
         results = run(target)
         stats = engine.stats()
         about = {
-            "steps": step_metrics(recorder.steps),
+            "steps": runs.step_metrics(recorder.steps),
             "preemptions": stats.preemptions - before,
             "compiles_after_warmup": stats.compiles_after_warmup,
         }

@@ -29,9 +29,8 @@ from jaxserve.bench.load_target import (
     BenchError,
     EngineTarget,
     check_fits,
-    drive,
-    must_finish,
-    random_jobs,
+    last_token,
+    serve_all,
 )
 from jaxserve.config import Config
 from jaxserve.machine import machine, versions
@@ -192,23 +191,16 @@ def _serve(
         every = offline(num_requests, min(info["max_model_len"], info["pool_tokens"]), seed)
         for load in every:
             check_fits(load.workload, info)
-        took = _drive(target, every[-1], info["vocab_size"], seed)
+        start, records = serve_all(target, every[-1].workload, np.random.default_rng(seed))
+        took = last_token(records) - start
         rate = rate or float(f"{SHARE * num_requests / took:.2g}")
         every.append(online(every[-1].workload, rate, seed))
         turns = [load for _ in range(repeats) for load in every]
         for load in tqdm(turns, desc="serving", unit="load", disable=not show):
-            _drive(target, load, info["vocab_size"], seed)
+            serve_all(target, load.workload, np.random.default_rng(seed))
     finally:
         engine.stop()
     return [load.name for load in every], info
-
-
-def _drive(target: EngineTarget, load: Load, vocab_size: int, seed: int) -> float:
-    """Serves it. Seconds to the last token."""
-    jobs = random_jobs(load.workload, vocab_size, np.random.default_rng(seed))
-    start, records = drive(target, jobs, load.workload.arrival)
-    must_finish(jobs, records)
-    return max(record.token_times[-1] for record in records) - start
 
 
 def _compare(name: str, recording: Recording, parts: list[tuple[int, int]]) -> dict[str, Any]:

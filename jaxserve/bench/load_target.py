@@ -236,13 +236,26 @@ def drive(target: Target, jobs: Sequence[Job], arrival: np.ndarray) -> tuple[flo
     return start, records
 
 
-def must_finish(jobs: Sequence[Job], records: Sequence[Record]) -> None:
-    """BenchError unless every job got all of its tokens."""
+def serve_all(
+    target: Target, workload: Workload, rng: np.random.Generator
+) -> tuple[float, list[Record]]:
+    """Requests of random prompts, each served to its end: the start on `clock`, and the records.
+    BenchError where the target cannot serve one of them, or does not."""
+    info = target.info()
+    check_fits(workload, info)
+    jobs = random_jobs(workload, info["vocab_size"], rng)
+    start, records = drive(target, jobs, workload.arrival)
     for job, record in zip(jobs, records, strict=True):
         if record.outcome != "finished":
             raise BenchError(f"a request was {record.outcome}: {record.error}")
         if len(record.token_times) != job.output_len:
             raise BenchError(f"{len(record.token_times)} tokens came, not {job.output_len}")
+    return start, records
+
+
+def last_token(records: Sequence[Record]) -> float:
+    """When it came, on `clock`."""
+    return max(record.token_times[-1] for record in records)
 
 
 def times(due: np.ndarray, records: Sequence[Record]) -> Times:

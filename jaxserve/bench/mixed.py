@@ -36,7 +36,7 @@ from jaxserve.bench.interleaved import (
     engines,
     in_turns,
 )
-from jaxserve.bench.load_target import EngineTarget, drive, must_finish, random_jobs
+from jaxserve.bench.load_target import EngineTarget, serve_all
 from jaxserve.config import Config
 from jaxserve.engine.stats import StepRecorder, StepStats
 from jaxserve.group_table import aligned
@@ -152,9 +152,8 @@ def _serve(
             info = EngineTarget(engine).info()
         for turn, name in in_turns(args.policies, args.repeats):
             recorders[name].steps = []
-            jobs = random_jobs(loads[turn], info["vocab_size"], np.random.default_rng(args.seed))
-            _, records = drive(EngineTarget(serving[name]), jobs, loads[turn].arrival)
-            must_finish(jobs, records)
+            rng = np.random.default_rng(args.seed)
+            serve_all(EngineTarget(serving[name]), loads[turn], rng)
             steps[name].append(recorders[name].steps)
     return steps, info
 

@@ -1,8 +1,10 @@
-"""The three measurements: offline throughput, single-stream latency, open-loop load."""
+"""The three measurements: offline throughput, single-stream latency, open-loop load; and what the
+engine's own steps took meanwhile."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,12 @@ from jaxserve.bench.load_target import (
     Target,
     check_fits,
     drive,
-    must_finish,
+    last_token,
     random_jobs,
+    serve_all,
     times,
 )
+from jaxserve.engine.stats import StepStats
 from jaxserve.sched.slo.metrics import load_metrics, summarise
 from jaxserve.sched.workloads.workload import Workload, all_at_once, fixed_lengths
 
@@ -24,16 +28,11 @@ def throughput(
 ) -> dict[str, Any]:
     """`count` random requests submitted at once, `repeats` times; seconds are from the first
     submission to the last token. Rates are of output tokens, and of prompt and output tokens."""
-    info = target.info()
-    workload = _all_at_once(count, input_len, output_len)
-    check_fits(workload, info)
-    rng = np.random.default_rng(seed)
+    workload, rng = _all_at_once(count, input_len, output_len), np.random.default_rng(seed)
     seconds = []
     for _ in range(repeats):
-        jobs = random_jobs(workload, info["vocab_size"], rng)
-        start, records = drive(target, jobs, workload.arrival)
-        must_finish(jobs, records)
-        seconds.append(max(record.token_times[-1] for record in records) - start)
+        start, records = serve_all(target, workload, rng)
+        seconds.append(last_token(records) - start)
     return {
         "output_tokens_per_s": _values([count * output_len / s for s in seconds]),
         "total_tokens_per_s": _values([count * (input_len + output_len) / s for s in seconds]),
@@ -46,14 +45,10 @@ def latency(
 ) -> dict[str, Any]:
     """`count` random requests, each sent when the one before is done. TPOT: time between tokens
     after the first, averaged over a request."""
-    info = target.info()
-    workload = _all_at_once(count, input_len, output_len)
-    check_fits(workload, info)
-    rng = np.random.default_rng(seed)
+    one, rng = _all_at_once(1, input_len, output_len), np.random.default_rng(seed)
     due, served = [], []
-    for job in random_jobs(workload, info["vocab_size"], rng):
-        start, records = drive(target, [job], np.zeros(1))
-        must_finish([job], records)
+    for _ in range(count):
+        start, records = serve_all(target, one, rng)
         due.append(start)
         served += records
     found = times(np.array(due), served)
@@ -92,12 +87,7 @@ def load(target: Target, workload: Workload, seed: int) -> dict[str, Any]:
 
 def warm_up(target: Target, count: int, input_len: int, output_len: int, seed: int) -> None:
     """The same kind of work before what is measured. Raises as the measurement would."""
-    info = target.info()
-    workload = _all_at_once(count, input_len, output_len)
-    check_fits(workload, info)
-    jobs = random_jobs(workload, info["vocab_size"], np.random.default_rng((seed, 1)))
-    _, records = drive(target, jobs, workload.arrival)
-    must_finish(jobs, records)
+    serve_all(target, _all_at_once(count, input_len, output_len), np.random.default_rng((seed, 1)))
 
 
 def _all_at_once(count: int, input_len: int, output_len: int) -> Workload:
@@ -108,3 +98,26 @@ def _all_at_once(count: int, input_len: int, output_len: int) -> Workload:
 
 def _values(values: list[float]) -> dict[str, Any]:
     return {"median": statistics.median(values), "values": values}
+
+
+def step_metrics(steps: Sequence[StepStats]) -> dict[str, Any]:
+    """Times of all steps, of those that only decode, of those with prompt tokens, and of the
+    decode steps with the most rows there were."""
+    decode = [s for s in steps if s.num_decodes == s.num_rows]
+    most = max((s.num_rows for s in decode), default=0)
+    return {
+        "all": _group(steps),
+        "decode": _group(decode),
+        "with_prefill": _group([s for s in steps if s.num_decodes < s.num_rows]),
+        "fullest_decode": {"rows": most, **_group([s for s in decode if s.num_rows == most])},
+        "preemptions": sum(s.preemptions for s in steps),
+        "padded_tokens": sum(s.padded_tokens - s.num_tokens for s in steps),
+    }
+
+
+def _group(steps: Sequence[StepStats]) -> dict[str, Any]:
+    return {
+        "count": len(steps),
+        "step_ms": summarise([s.step_time for s in steps], 1e3),
+        "host_ms": summarise([s.host_time for s in steps], 1e3),
+    }

@@ -83,27 +83,23 @@ def _model(case: Case, *, hidden: bool) -> StepModel:
     return StepModel(case.family, case.config, case.backend, mesh, read, length)
 
 
+def _largest_step(case: Case, **options: bool) -> jax.stages.Lowered:
+    return _step(case, _layout(case, **options))
+
+
 def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
     pool, model = _pool(case), _model(case, hidden=layout.hidden > 0)
-    step = make_model_step(model, pool.format)
+    step: Any = make_model_step(model, pool.format)
     newest = Newest(*2 * [_array(case, (layout.slots,), jnp.int32)])
     packed = _array(case, (layout.size,), jnp.int32)
-    lowered: jax.stages.Lowered = step.lower(  # type: ignore[attr-defined]
+    lowered: jax.stages.Lowered = step.lower(
         _params(case, model), pool, newest, packed, layout=layout
     )
     return lowered
 
 
-def _decode_step(case: Case, *, hidden: bool) -> jax.stages.Lowered:
-    return _step(case, _decode_layout(case, hidden=hidden))
-
-
-def _mixed_step(case: Case, *, hidden: bool) -> jax.stages.Lowered:
-    return _step(case, _mixed_layout(case, hidden=hidden))
-
-
 def _prompt_step(case: Case) -> jax.stages.Lowered:
-    layout = _mixed_layout(case)
+    layout = _layout(case, decode=False)
     hidden = _array(case, (layout.tokens, case.config.d_model), case.dtype, None, None)
     targets = _array(case, (layout.tokens,), jnp.int32)
     model = _model(case, hidden=False)
@@ -123,14 +119,11 @@ def _project_to_kv(case: Case) -> jax.stages.Lowered:
     return lowered
 
 
-def _decode_layout(case: Case, *, hidden: bool = False) -> Layout:
-    """hidden: with room for hidden caches in all rows, beside KV caches."""
-    rows = case.sizes.max_rows
-    return case.buckets.decode(rows, hidden=max(1, rows - 1) if hidden else 0)
-
-
-def _mixed_layout(case: Case, *, hidden: bool = False) -> Layout:
+def _layout(case: Case, *, decode: bool, hidden: bool = False) -> Layout:
+    """The largest. hidden: with room for hidden caches in all rows, beside KV caches."""
     rows, tokens = case.sizes.max_rows, case.sizes.max_batch_tokens
+    if decode:
+        return case.buckets.decode(rows, hidden=max(1, rows - 1) if hidden else 0)
     return case.buckets.mixed(tokens, hidden=min(rows, tokens) if hidden else 0)
 
 
@@ -155,12 +148,14 @@ def _heads(case: Case, layout: Layout, heads: int) -> Any:
     return _array(case, shape, case.dtype, "tokens", "heads", "head_dim")
 
 
-def _lower(case: Case, function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
+def _lower(
+    case: Case, function: Callable[..., Any], *arrays: Any, changes: bool = True, **options: Any
+) -> Any:
+    """changes: a pool that comes first is written, in place."""
     mesh = case.mesh if case.shards > 1 else None
     bound = functools.partial(function, backend=case.backend, mesh=mesh, **options)
-    if getattr(arrays[0], "ndim", 0) != len(POOL_AXES):
+    if not changes or getattr(arrays[0], "ndim", 0) != len(POOL_AXES):
         return jax.jit(bound).lower(*arrays)
-    # A pool that comes first is written in place.
     return jax.jit(bound, donate_argnums=0, out_shardings=arrays[0].format).lower(*arrays)
 
 
@@ -169,7 +164,7 @@ def _layer(case: Case) -> Any:
 
 
 def _write(case: Case, *, hidden: bool) -> jax.stages.Lowered:
-    layout = _mixed_layout(case)
+    layout = _layout(case, decode=False)
     new = _heads(case, layout, case.pool_heads)
     arrays = [_pool(case), _layer(case), new, new, _batch(case, layout)]
 
@@ -184,14 +179,14 @@ def _options(case: Case) -> dict[str, Any]:
 
 
 def _attention(case: Case, *, decode: bool) -> jax.stages.Lowered:
-    layout = _decode_layout(case) if decode else _mixed_layout(case)
+    layout = _layout(case, decode=decode)
     q = _heads(case, layout, case.config.num_heads)
     arrays = (q, _pool(case), _layer(case), _batch(case, layout))
     return _lower(case, attend.paged_attention, *arrays, decode_only=decode, **_options(case))
 
 
 def _absorbed(case: Case) -> jax.stages.Lowered:
-    layout, config = _decode_layout(case), case.config
+    layout, config = _layout(case, decode=True), case.config
     spec = PartitionSpec(None, None, sharding.TENSOR if case.shards > 1 else None)
     qx = jax.ShapeDtypeStruct(
         (layout.tokens, config.num_heads, config.d_model),
@@ -203,7 +198,7 @@ def _absorbed(case: Case) -> jax.stages.Lowered:
 
 
 def _projected(case: Case, *, decode: bool) -> jax.stages.Lowered:
-    layout, config = _decode_layout(case) if decode else _mixed_layout(case), case.config
+    layout, config = _layout(case, decode=decode), case.config
     q = _heads(case, layout, config.num_heads)
     weight = _array(case, (config.d_model, config.d_model), case.dtype, "embed", "heads")
     bias = _array(case, (config.d_model,), case.dtype, "heads")
@@ -226,11 +221,8 @@ def _move(case: Case) -> jax.stages.Lowered:
 
 
 def _stage_out(case: Case) -> jax.stages.Lowered:
-    slots, count = _array(case, (MOVES, 2), jnp.int32), _layer(case)
-    bound = functools.partial(
-        moving.stage_out, backend=case.backend, mesh=case.mesh if case.shards > 1 else None
-    )
-    return jax.jit(bound).lower(_pool(case), slots, count)
+    slots = _array(case, (MOVES, 2), jnp.int32)
+    return _lower(case, moving.stage_out, _pool(case), slots, _layer(case), changes=False)
 
 
 def _stage_in(case: Case) -> jax.stages.Lowered:
@@ -256,11 +248,12 @@ def _through_host(case: Case) -> jax.stages.Lowered:
     return _lower(case, swap, _pool(case), slots, slots, _layer(case))
 
 
+_hidden_step = functools.partial(_largest_step, hidden=True)
 PROGRAMS = (
-    Program("decode step", functools.partial(_decode_step, hidden=False), whole=True),
-    Program("prefill and mixed step", functools.partial(_mixed_step, hidden=False), whole=True),
-    Program("hidden decode step", functools.partial(_decode_step, hidden=True), True, True),
-    Program("hidden mixed step", functools.partial(_mixed_step, hidden=True), True, True),
+    Program("decode step", functools.partial(_largest_step, decode=True), whole=True),
+    Program("prefill and mixed step", functools.partial(_largest_step, decode=False), whole=True),
+    Program("hidden decode step", functools.partial(_hidden_step, decode=True), True, True),
+    Program("hidden mixed step", functools.partial(_hidden_step, decode=False), True, True),
     Program("prompt log-probabilities", _prompt_step, whole=True),
     Program("hidden to KV", _project_to_kv, hidden=True, whole=True),
     Program("write", functools.partial(_write, hidden=False)),

@@ -12,6 +12,7 @@ from jaxserve.compile_check.analysis.ptx import KernelUse
 from jaxserve.compile_check.case import Sizes
 from jaxserve.compile_check.check import Checked, Wish
 from jaxserve.compile_check.compiling import COMPILED, NOT_CHECKED, Result
+from jaxserve.group_table import markdown
 from jaxserve.pallas_kernels import default_block_size
 
 GIB = 1 << 30
@@ -157,11 +158,6 @@ def _blocks(sizes: Sizes) -> str:
     return f"{default_block_size('tpu')} (TPUs) or {default_block_size('cuda')} (GPUs)"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
 def _overview(ones: Sequence[Checked]) -> str:
     head = ("target", "device", "memory", "devices", "weights", "pool", "backend", "result")
     rows = []
@@ -175,7 +171,7 @@ def _overview(ones: Sequence[Checked]) -> str:
         memory = _gib(one.target.memory_bytes)
         name = _label(one.results[0]) if one.results else one.target.name
         rows.append([name, one.target.device, memory, *laid, verdict(one).split(",")[0]])
-    return _table(head, rows)
+    return markdown(head, rows)
 
 
 def _too_small(ones: Sequence[Checked]) -> str:
@@ -201,7 +197,7 @@ def _steps(ones: Sequence[Checked]) -> str:
             f"{moved.kernels / layers:.1f}",
         ]
         rows.append([*about, *memory, _gib(result.needed), fits, *of_step, on_chip(result)])
-    return _table(head, rows)
+    return markdown(head, rows)
 
 
 def _kernels(ones: Sequence[Checked]) -> str:
@@ -215,7 +211,7 @@ def _kernels(ones: Sequence[Checked]) -> str:
         elif result.fits is None:
             about = [_label(result), result.program, f"{result.seconds:.1f}"]
             rows.append([*about, _gib(result.memory["temporaries"]), on_chip(result)])
-    return _table(head, rows)
+    return markdown(head, rows)
 
 
 def _gib(size: int) -> str:

@@ -14,7 +14,6 @@ from jaxserve.pallas_kernels.batch import HIDDEN, KV, AttentionBatch
 from jaxserve.pallas_kernels.tpu import absorbed, common, decode, move, prefill, projected, write
 from jaxserve.pallas_kernels.tpu.common import Options
 from jaxserve.pallas_kernels.tpu.decode import Decodes
-from jaxserve.pallas_kernels.tpu.granules import Puts
 from jaxserve.pallas_kernels.tpu.tiles import Tiles
 
 
@@ -25,11 +24,6 @@ class PagedPlan(NamedTuple):
     decodes: Decodes
     token: jax.Array
     chunks: Tiles | None
-
-
-def _plan_write(batch: AttentionBatch, shape: tuple[int, ...], *, hidden: bool) -> Puts:
-    """See `backends.Backend.plan_write`."""
-    return write.plan(batch, shape[3], hidden=hidden)
 
 
 def _plan(
@@ -93,7 +87,7 @@ def _backend(interpret: bool) -> Backend:
         supports=common.supports,
         plan=with_mode(_plan),
         plan_absorbed=with_mode(absorbed.plan),
-        plan_write=_plan_write,
+        plan_write=write.plan,
     )
 
 

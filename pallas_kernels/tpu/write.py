@@ -16,9 +16,10 @@ def _candidates(batch: AttentionBatch) -> int:
     return min(batch.max_tokens, spread)
 
 
-def plan(batch: AttentionBatch, block_size: int, *, hidden: bool) -> Puts:
+def plan(batch: AttentionBatch, shape: tuple[int, ...], *, hidden: bool) -> Puts:
     """See `backends.Backend.plan_write`: what `granules.put_vectors` is to do, with k, v and x as
     its arrays."""
+    block_size = shape[3]
     # A row's tokens touch consecutive granules, in units counted along its positions.
     start = batch.context_lens - batch.query_lens
     used = jnp.arange(batch.max_rows) < batch.num_rows

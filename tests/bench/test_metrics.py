@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.bench.steps import step_metrics
+from jaxserve.bench.runs import step_metrics
 from jaxserve.engine.stats import StepStats
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.sched.slo.metrics import (

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 import jaxserve
 from jaxserve.compile_check import cli, programs, report, toolchain
-from jaxserve.compile_check.analysis.host_memory import host_copies
+from jaxserve.compile_check.analysis.findings import host_copies
 from jaxserve.compile_check.analysis.launches import shared_in, shared_memory
 from jaxserve.compile_check.analysis.ptx import parse
 from jaxserve.compile_check.case import Case, Sizes, make_case, model_shape

@@ -18,13 +18,7 @@ from jaxserve.bench import runs
 from jaxserve.bench.kernels import kernel_inputs as inputs
 from jaxserve.bench.kernels.kernel_inputs import Heads
 from jaxserve.bench.load_target import EngineTarget
-from jaxserve.config import (
-    CacheConfig,
-    Config,
-    EngineConfig,
-    SchedulerConfig,
-    ServedModelConfig,
-)
+from jaxserve.config import Config
 from jaxserve.engine.device.batch_layout import Layout, Rows
 from jaxserve.engine.device.model_step import make_model_step
 from jaxserve.engine.device.sampling import Newest
@@ -186,27 +180,21 @@ def throughput(load: Load, backend: str) -> dict[str, Any]:
     in little time. ConfigError for a model or backend that the engine does not take."""
     tiny, longest = load.model == inputs.TINY, load.input_len + load.output_len
     blocks = load.requests * int(blocks_for(longest, choose_block_size(0)))
-    config = Config(
-        model=ServedModelConfig(
-            path=str(inputs.TINY_FOLDER) if tiny else "",
-            preset="" if tiny else load.model,
-            load_format="random",
-            dtype=load.dtype,
-        ),
-        engine=EngineConfig(
-            attention_backend=backend,
-            max_model_len=longest,
-            row_buckets=(load.requests,),
-            token_buckets=(load.batch_tokens,),
-            compilation_cache_dir="",
-        ),
-        cache=CacheConfig(num_blocks=blocks),
-        scheduler=SchedulerConfig(
-            max_rows=load.requests,
-            max_queue=2 * load.requests,
-            max_batch_tokens=load.batch_tokens,
-            max_prefill_tokens=load.batch_tokens,
-        ),
+    config = Config().with_fields(
+        model__path=str(inputs.TINY_FOLDER) if tiny else "",
+        model__preset="" if tiny else load.model,
+        model__load_format="random",
+        model__dtype=load.dtype,
+        engine__attention_backend=backend,
+        engine__max_model_len=longest,
+        engine__row_buckets=(load.requests,),
+        engine__token_buckets=(load.batch_tokens,),
+        engine__compilation_cache_dir="",
+        cache__num_blocks=blocks,
+        scheduler__max_rows=load.requests,
+        scheduler__max_queue=2 * load.requests,
+        scheduler__max_batch_tokens=load.batch_tokens,
+        scheduler__max_prefill_tokens=load.batch_tokens,
     )
     engine = build_engine(config, progress=False)
     engine.start()

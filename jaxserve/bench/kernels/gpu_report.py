@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxserve.bench.kernels.gpu_outcome import Outcome, Plan
 from jaxserve.bench.kernels.kernels import Measured
+from jaxserve.group_table import markdown
 
 
 def page(plan: Plan, outcome: Outcome, about: dict[str, Any]) -> str:
@@ -17,7 +18,7 @@ def page(plan: Plan, outcome: Outcome, about: dict[str, Any]) -> str:
         "## Kernels\n\n" + _kernels(outcome),
         "## Decode attention by other backends\n\n" + _trials(outcome),
         f"## {plan.step.model}, end to end\n\n" + _end_to_end(plan, outcome),
-        "## Against the targets\n\n" + _table(("target", "measured", ""), targets(outcome)),
+        "## Against the targets\n\n" + markdown(("target", "measured", ""), targets(outcome)),
     ]
     if outcome.left_out:
         parts.append(f"Left out for lack of time: {', '.join(outcome.left_out)}.")
@@ -90,7 +91,7 @@ def _kernels(outcome: Outcome) -> str:
         f"Ceilings measured in the same run: copy {ceilings.copy / 1e9:,.0f} GB/s, matrix product "
         f"{ceilings.matmul / 1e12:,.1f} TFLOP/s."
     )
-    return said + "\n\n" + _table(head, [_row(one) for one in outcome.kernels])
+    return said + "\n\n" + markdown(head, [_row(one) for one in outcome.kernels])
 
 
 def _trials(outcome: Outcome) -> str:
@@ -98,7 +99,7 @@ def _trials(outcome: Outcome) -> str:
         (one.model, one.backend, f"{one.seconds * 1e6:.1f}", f"{one.own * 1e6:.1f}", one.verdict)
         for one in outcome.trials
     ]
-    return _table(("model", "backend", "us", "own, us", ""), rows) if rows else "None was tried."
+    return markdown(("model", "backend", "us", "own, us", ""), rows) if rows else "None was tried."
 
 
 def _row(one: Measured) -> Sequence[str]:
@@ -128,7 +129,7 @@ def _end_to_end(plan: Plan, outcome: Outcome) -> str:
         for step in outcome.steps
     ]
     head = ("cache", "decode step", "ms", "GB to read", "floor, ms", "x floor")
-    parts = [_table(head, rows) if rows else "Decode step: not run."]
+    parts = [markdown(head, rows) if rows else "Decode step: not run."]
     if outcome.load:
         load, rate = plan.load, outcome.load["output_tokens_per_s"]["median"]
         parts.append(
@@ -136,8 +137,3 @@ def _end_to_end(plan: Plan, outcome: Outcome) -> str:
             f"out: {rate:,.0f} output tokens/s (random weights, {load.dtype})."
         )
     return "\n\n".join(parts)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

@@ -4,7 +4,7 @@ whose every slot that is not the batch's own holds NaN."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +49,10 @@ def check_kernels(
     that it does not."""
     for heads in shapes:
         for dtype in dtypes:
-            for kind in (KV, HIDDEN) if heads.offers_hidden else (KV,):
-                yield from _of_kind(backend, heads, dtype, kind)
+            given = backend, heads, dtype
+            yield from _checked(KV, _kv(*given), *given, copies=_copies(*given))
+            if heads.offers_hidden:
+                yield from _checked(HIDDEN, _hidden(*given), *given)
 
 
 def check_decodes(
@@ -59,35 +61,29 @@ def check_decodes(
     """Of the same, attention of batches of nothing but decodes, over K and V."""
     for heads in shapes:
         for dtype in dtypes:
-            reason = _refusal(backend, heads, dtype, KV)
-            if reason is not None:
-                yield Check("KV", _told(heads), dtype, 0.0, 0.0, why=reason)
-                continue
-            for name, got, want in _decodes(backend, heads, dtype):
-                yield Check(name, _told(heads), dtype, relative_error(got, want), LIMITS[dtype])
+            given = backend, heads, dtype
+            yield from _checked(KV, _decodes(*given), *given)
 
 
-def _told(heads: Heads) -> str:
+def _checked(
+    kind: int,
+    runs: Iterator[Run],
+    backend: str,
+    heads: Heads,
+    dtype: str,
+    copies: Iterable[Run] = (),
+) -> Iterator[Check]:
+    """Runs of a cache kind, or why there are none. copies: runs whose every bit counts."""
     rotary = " rotary" if heads.rotary else ""
-    return f"{heads.num_heads}/{heads.kv_heads} x {heads.head_dim}{rotary}"
-
-
-def _refusal(backend: str, heads: Heads, dtype: str, kind: int) -> str | None:
-    return get_backend(backend).supports(kind, heads.shape(BLOCK_SIZE, dtype))
-
-
-def _of_kind(backend: str, heads: Heads, dtype: str, kind: int) -> Iterator[Check]:
-    shape = _told(heads)
-    reason = _refusal(backend, heads, dtype, kind)
+    shape = f"{heads.num_heads}/{heads.kv_heads} x {heads.head_dim}{rotary}"
+    reason = get_backend(backend).supports(kind, heads.shape(BLOCK_SIZE, dtype))
     if reason is not None:
         yield Check("hidden" if kind == HIDDEN else "KV", shape, dtype, 0.0, 0.0, why=reason)
         return
-    runs = _hidden(backend, heads, dtype) if kind == HIDDEN else _kv(backend, heads, dtype)
     for name, got, want in runs:
         yield Check(name, shape, dtype, relative_error(got, want), LIMITS[dtype])
-    if kind == KV:
-        for name, got, want in _copies(backend, heads, dtype):
-            yield Check(name, shape, dtype, wrong_share(got, want), 0.0)
+    for name, got, want in copies:
+        yield Check(name, shape, dtype, wrong_share(got, want), 0.0)
 
 
 Run = tuple[str, jax.Array, np.ndarray]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,8 +10,7 @@ from pathlib import Path
 import jax
 
 from jaxserve.compile_check import toolchain
-from jaxserve.compile_check.analysis import gathers, hlo, weights
-from jaxserve.compile_check.analysis.host_memory import host_copies
+from jaxserve.compile_check.analysis import hlo, weights
 from jaxserve.compile_check.analysis.indices import narrow_indices
 from jaxserve.compile_check.analysis.launches import outside_buffers
 from jaxserve.compile_check.analysis.ptx import KernelUse, kernel_uses
@@ -18,9 +18,14 @@ from jaxserve.compile_check.analysis.traffic import Traffic, traffic
 from jaxserve.compile_check.bundles import Loops, kernel_loops
 from jaxserve.compile_check.case import Case
 from jaxserve.compile_check.programs import Program
+from jaxserve.engine.device.buckets import PROJECTED_TOKENS
 
 _MIB = 1 << 20
 _LARGE = 64 * _MIB  # of a step's arguments only weights and the pool are
+_SPACE = "S(5)"  # host memory in XLA's layouts
+# What an asynchronous copy writes to, and what it reads, with their layouts.
+_START = re.compile(r"(%[\w.-]+) = \((\S+), (\S+), \S+\) copy-start\(")
+_DONE = re.compile(r" copy-done\((%[\w.-]+)\)")
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ def find_problems(
         # XLA for TPUs turns Wv around for the hidden decodes of a mixed step.
         if moved and not (program.hidden and case.target.platform == "tpu"):
             problems.append(_told(moved))
-        problems += gathers.too_large(case, module)
+        problems += _too_large(case, module)
         problems += _problems_of_step(case, module, folder)
     if cuda:
         problems += [f"32-bit indices: {where}" for where in narrow_indices(lowered)]
@@ -126,3 +131,32 @@ def _check_host_copies(text: str) -> None:
     to_host, back = host_copies(text)
     if not (to_host and back):
         raise RuntimeError(f"asynchronous copies: {to_host} to host memory, {back} from there")
+
+
+def host_copies(text: str) -> tuple[int, int]:
+    """How many asynchronous copies go to host memory, and how many come from there, by the text of
+    a compiled program: each with a start and a done."""
+    done = set(_DONE.findall(text))
+    found = [0, 0]
+    for name, target, source in _START.findall(text):
+        ends = (_SPACE in target, _SPACE in source)
+        if name in done and ends[0] != ends[1]:
+            found[ends[1]] += 1
+    return found[0], found[1]
+
+
+def _too_large(case: Case, module: hlo.Module) -> Iterator[str]:
+    """Each all-gather whose result is more than any of these: the hidden vectors of the longest
+    request (or of those tokens that become K and V at once, in all layers), float32 activations of
+    the largest batch, its logits. What is gathered for all requests together is far more."""
+    config, sizes = case.config, case.sizes
+    tokens = max(config.max_position * case.dtype.itemsize, sizes.max_batch_tokens * 4)
+    projected = PROJECTED_TOKENS * config.num_layers * case.dtype.itemsize
+    most = max(config.d_model * max(tokens, projected), sizes.max_rows * config.vocab_size * 4)
+    for operations in module.computations.values():
+        for op in operations:
+            if op.opcode not in ("all-gather", "all-gather-start"):
+                continue
+            size = max((array.size for part in op.written for array in part), default=0)
+            if size > most:
+                yield f"{op.name} gathers {size >> 20} MiB of all devices at once"
