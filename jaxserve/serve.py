@@ -21,8 +21,7 @@ from jaxserve.server.access.options import access_settings
 from jaxserve.server.batches.options import open_batches
 from jaxserve.server.http.frontend import http_settings
 from jaxserve.server.startup import launch
-from jaxserve.server.startup.process import run_server
-from jaxserve.server.startup.terminal import announce, complain
+from jaxserve.server.startup.process import announce, complain, run_server
 from jaxserve.server.telemetry.logs import log_to_stderr
 from jaxserve.server.telemetry.trace_options import open_traces
 

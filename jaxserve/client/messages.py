@@ -41,10 +41,8 @@ def make_request(
     if tier is not None:
         message.tier = TIERS[tier]
     _set_prompt(message, prompt)
-    for name, value in (slo or {}).items():
-        _set(message.slo, name, value)
-    for name, value in sampling.items():
-        _set(message.sampling, name, value)
+    _fill(message.slo, slo or {})
+    _fill(message.sampling, sampling)
     return message
 
 
@@ -56,8 +54,7 @@ def make_line(
     _known("sampling parameter", sampling, SAMPLING)
     message = batches_pb2.BatchLine(id=line_id)
     _set_prompt(message, prompt)
-    for name, value in sampling.items():
-        _set(message.sampling, name, value)
+    _fill(message.sampling, sampling)
     return message
 
 
@@ -69,22 +66,17 @@ def _set_prompt(message: Any, prompt: str | Sequence[int]) -> None:
         message.token_ids.ids.extend(int(token) for token in prompt)
 
 
-def _set(message: Message, name: str, value: Any) -> None:
-    """Sets a field, adds to a repeated one; None leaves it. ValueError, naming the field, for what
-    its protobuf type cannot hold."""
-    try:
+def _fill(message: Message, fields: Mapping[str, Any]) -> None:
+    """Sets fields; None leaves one. ValueError, naming the field, for what its protobuf type cannot
+    hold."""
+    for name, value in fields.items():
         if value is None:
-            return
-        if name == "logit_bias":
-            message.logit_bias.update(value)
-        elif name == "grammar":
-            message.grammar.CopyFrom(pb.Grammar(**value))
-        elif name in ("stop", "stop_token_ids"):
-            getattr(message, name).extend([value] if isinstance(value, str) else value)
-        else:
-            setattr(message, name, value)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{name}: {error}") from None
+            continue
+        given = [value] if name == "stop" and isinstance(value, str) else value
+        try:
+            message.MergeFrom(type(message)(**{name: given}))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{name}: {error}") from None
 
 
 def _known(what: str, given: Mapping[str, Any], names: frozenset[str]) -> None:

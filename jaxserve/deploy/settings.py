@@ -56,13 +56,9 @@ class Settings(BaseModel):
         return {name: count for name, count in named.items() if count > 0}
 
     @model_validator(mode="after")
-    def _reserved(self) -> Settings:
+    def _together(self) -> Settings:
         if self.hosts > 1 and not self.bundle:
             raise ValueError("num_cpus: with hosts, Ray has to reserve something of each; got 0")
-        return self
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Settings:
         if 0 < self.max_replicas < self.replicas:
             limits = f"must be 0 or at least replicas ({self.replicas})"
             raise ValueError(f"max_replicas: {limits}, got {self.max_replicas}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
-from itertools import islice
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -122,14 +122,10 @@ class LiveFeed(Observer):
 
     def _rate(self) -> float:
         """Output tokens a second over the last ten seconds."""
-        now, recent = time.monotonic(), 10.0
-        count = 0
-        for times in (self._first, self._between):
-            for at, _ in islice(reversed(tuple(times)), _MAX_TIMES):
-                if now - at > recent:
-                    break
-                count += 1
-        return count / recent
+        recent = 10.0
+        since = time.monotonic() - recent
+        latest = (reversed(tuple(times)) for times in (self._first, self._between))
+        return sum(len(list(takewhile(lambda seen: seen[0] >= since, t))) for t in latest) / recent
 
     def _decision(self, stats: EngineStats) -> str:
         if not self._steps:

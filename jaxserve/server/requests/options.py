@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from jaxserve.config import Config
 from jaxserve.server.requests.output_streams import BUFFER_BYTES
 
-_KIB = 1 << 10
-
 
 @dataclass(frozen=True)
 class ServerOptions:
@@ -33,7 +31,7 @@ def server_options(config: Config) -> ServerOptions:
     server = config.server
     return ServerOptions(
         max_calls=server.max_calls or config.scheduler.max_queue + config.scheduler.max_rows,
-        stream_buffer_bytes=server.stream_buffer_kib * _KIB,
+        stream_buffer_bytes=server.stream_buffer_kib << 10,
         write_timeout_s=server.write_timeout_s,
         stall_s=config.engine.stall_s,
         exit_on_failure=server.exit_on_failure == "on",

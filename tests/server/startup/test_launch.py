@@ -24,7 +24,7 @@ from jaxserve.models.presets import preset_names
 from jaxserve.server.access.options import Access
 from jaxserve.server.access.tls import Tls
 from jaxserve.server.server import Server
-from jaxserve.server.startup import flag_hints, launch, terminal
+from jaxserve.server.startup import flag_hints, launch, process
 from tests.server.fake_engine import INFO, FakeEngine
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -366,7 +366,7 @@ def test_a_server_goes_on_where_nobody_reads_what_it_prints(
     read, write = os.pipe()
     os.close(read)
     monkeypatch.setattr(sys, "stdout", os.fdopen(write, "w"))
-    terminal.announce("ready\nat localhost:1", "text")
+    process.announce("ready\nat localhost:1", "text")
     (record,) = caplog.records
     assert record.getMessage() == "stdout: Broken pipe; ready"
     print("and nothing is raised at the end", flush=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.server.startup import terminal
+from jaxserve.server.startup import process
 from jaxserve.server.telemetry.logs import BackgroundHandler, log_to_stderr
 from jaxserve.server.telemetry.request_log import Fields
 from tests.server.fake_engine import PATIENCE
@@ -168,12 +168,12 @@ def test_where_the_log_is_json_nothing_is_said_beside_it(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "jaxserve")
-    terminal.announce("ready\nat localhost:1", "json")
-    terminal.complain("serve.py: cannot", "json")
+    process.announce("ready\nat localhost:1", "json")
+    process.complain("serve.py: cannot", "json")
     assert capsys.readouterr() == ("", "")
     assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
         ("INFO", "ready\nat localhost:1"),
         ("CRITICAL", "serve.py: cannot"),
     ]
-    terminal.complain("serve.py: cannot", "text")
+    process.complain("serve.py: cannot", "text")
     assert capsys.readouterr() == ("", "serve.py: cannot\n")

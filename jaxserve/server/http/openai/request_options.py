@@ -22,7 +22,6 @@ _PLAIN = (
     "min_tokens",
     "ignore_eos",
 )
-_TIERS = {"realtime": Tier.REALTIME, "best_effort": Tier.BEST_EFFORT}
 _SERVICE_TIERS = {
     "auto": None,
     "default": Tier.REALTIME,
@@ -92,7 +91,7 @@ def requested_tier(body: Generation) -> Tier | None:
     """`tier`, else what `service_tier` says, else None. Raises InvalidRequest if they
     contradict."""
     of_service = _SERVICE_TIERS.get(body.service_tier or "")
-    own = None if body.tier is None else _TIERS[body.tier]
+    own = None if body.tier is None else Tier[body.tier.upper()]
     if own is not None and of_service is not None and own is not of_service:
         raise InvalidRequest("tier", f"{body.tier} contradicts service_tier {body.service_tier}")
     return of_service if own is None else own
