@@ -95,11 +95,7 @@ class Client:
     """
 
     def __init__(
-        self,
-        address: str = DEFAULT_ADDRESS,
-        *,
-        api_key: str | None = None,
-        tls: Tls | None = None,
+        self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None, tls: Tls | None = None
     ) -> None:
         self.address = address
         self._metadata = key_metadata(api_key, address, tls)

@@ -23,12 +23,12 @@ _PLACES = 8  # to begin with
 
 
 class Replicas:
-    """Those of one router. routing: of `ROUTERS`; ValueError for an unknown one. seed, number: of
-    its draws, as `Router`."""
+    """Those of one router. routing: of `ROUTERS`; ValueError for an unknown one. seed: of its
+    draws."""
 
-    def __init__(self, routing: str, seed: int = 0, number: int = 0) -> None:
+    def __init__(self, routing: str, seed: int = 0) -> None:
         self._fleet = Fleet(_PLACES)
-        self._router = Router(routing, self._fleet, seed, number)
+        self._router = Router(routing, self._fleet, seed)
         self._places: dict[Hashable, int] = {}
         self._names: dict[int, Hashable] = {}
         self._heard: dict[Hashable, float] = {}

@@ -141,7 +141,7 @@ def gather(
     """Waits for all followers, by index, whose `profile` is this one's; who has another one is
     refused, and told why. starter: None where others start them. Raises GroupError."""
     try:
-        listener = socket.create_server((rank.address, rank.port), family=_family(rank))
+        listener = socket.create_server((rank.address, rank.port), family=rank.family)
     except OSError as error:
         where = f"cannot listen on {rank.coordinator}"
         raise GroupError(f"mesh.coordinator: {where} ({error.strerror or error})") from error
@@ -185,10 +185,6 @@ def _all_of(callers: Callers, rank: Rank, starter: Starter | None) -> dict[int, 
             _refuse(found[index], f"mesh.host_index: another host has come as {index}")
         found[index] = channel
     return dict(sorted(found.items()))
-
-
-def _family(rank: Rank) -> socket.AddressFamily:
-    return socket.getaddrinfo(rank.address, rank.port, type=socket.SOCK_STREAM)[0][0]
 
 
 def _admitted(channel: Channel, address: str, rank: Rank, profile: Mapping[str, Any]) -> int | None:

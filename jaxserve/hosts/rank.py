@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import socket
 from dataclasses import dataclass
 
 from jaxserve.config import MeshConfig
@@ -32,6 +33,11 @@ class Rank:
     def leads(self) -> bool:
         """Whether this one schedules and serves."""
         return self.index == 0
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        """Of the address."""
+        return socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0][0]
 
     @property
     def coordinator(self) -> str:

@@ -21,8 +21,7 @@ def reserved_address(rank: Rank) -> Iterator[str]:
     """Where JAX may coordinate: at the leader's address, on a free port, which meanwhile nobody
     else is given. JAX can listen there: its gRPC shares ports (SO_REUSEPORT), as this does, and a
     socket that does not listen takes no connection from it."""
-    family = socket.getaddrinfo(rank.address, rank.port, type=socket.SOCK_STREAM)[0][0]
-    with closing(socket.socket(family, socket.SOCK_STREAM)) as place:
+    with closing(socket.socket(rank.family, socket.SOCK_STREAM)) as place:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         place.bind((rank.address, 0))
         yield f"{_quoted(rank.address)}:{place.getsockname()[1]}"

@@ -272,7 +272,7 @@ class Server:
         self.failed, self.hung = True, lost
         text = f"the engine failed: {str(error) or type(error).__name__}"
 
-        async def tell() -> None:
+        def tell() -> None:
             self._requests.fail(text, EngineStopped if lost else StreamFailed)
             if self._batches is not None:
                 self._batches.closed()
@@ -281,12 +281,7 @@ class Server:
                 log.error("the server stops: %s", text)
                 self._stop_requested.set()
 
-        assert self._loop is not None
-        coroutine = tell()
-        try:
-            asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except RuntimeError:  # the loop is closed: the server has stopped
-            coroutine.close()
+        self._call(tell)
 
     async def _shut_down(self, server: grpc.aio.Server) -> None:
         loop = asyncio.get_running_loop()

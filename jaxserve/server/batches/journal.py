@@ -146,13 +146,7 @@ class Journal:
         return [_status(row) for row in rows]
 
     def results(
-        self,
-        batch_id: str,
-        first: int,
-        *,
-        max_bytes: int,
-        gapless: bool = False,
-        owner: str = "",
+        self, batch_id: str, first: int, *, max_bytes: int, gapless: bool = False, owner: str = ""
     ) -> list[Outcome]:
         """Of lines from `first` on, in order: as many as take max_bytes, but at least one if there
         is one. gapless: only up to the first line that has none. Raises UnknownBatch."""

@@ -88,10 +88,7 @@ def make_server(
         name: reading if name == "GetBatch" else few for name in batches.methods
     }
     server.add_generic_rpc_handlers(
-        (
-            generation,
-            calls.handler(BATCHES, batches.methods, of_batches, message_bytes),
-        )
+        (generation, calls.handler(BATCHES, batches.methods, of_batches, message_bytes))
     )
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if reflects:

@@ -10,13 +10,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest as _Request
+from grpc_health.v1.health_pb2 import HealthCheckResponse as _Reply
 
 from jaxserve.server.requests.admission import Admission, Overloaded
 from jaxserve.server.requests.output_streams import SlowReader
 from jaxserve.server.requests.write_timeout import WriteTimeout
 
-_Request, _Reply = health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
 _FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -42,17 +43,13 @@ class Health(health_pb2_grpc.HealthServicer):
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def Check(
-        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
-    ) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: _Request, context: grpc.aio.ServicerContext) -> _Reply:
         """The RPC: the status now."""
         if request.service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return _Reply(status=self._status(request.service))
 
-    async def Watch(
-        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def Watch(self, request: _Request, context: grpc.aio.ServicerContext) -> None:
         """The RPC: the status, and each other one from then on."""
         try:
             self._watchers.enter()
@@ -74,7 +71,7 @@ class Health(health_pb2_grpc.HealthServicer):
         finally:
             leave()
 
-    def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
+    def _status(self, service: str) -> _Reply.ServingStatus:
         if service not in self._services:
             return _Reply.SERVICE_UNKNOWN
         return _Reply.SERVING if self.serving else _Reply.NOT_SERVING

@@ -66,10 +66,7 @@ class HttpFrontend:
         return self._server.address
 
     def start(
-        self,
-        requests: EngineRequests,
-        batches: Batches | None,
-        middleware: AdmissionMiddleware,
+        self, requests: EngineRequests, batches: Batches | None, middleware: AdmissionMiddleware
     ) -> None:
         """Takes calls from now on, as many as `middleware` lets in, and hands them to `requests`
         and `batches`."""

@@ -221,12 +221,7 @@ class OutputRouter:
         self._streams: dict[str, Stream] = {}
 
     def open_stream(
-        self,
-        request_id: str,
-        n: int,
-        *,
-        bounded: bool = True,
-        record: CallRecord | None = None,
+        self, request_id: str, n: int, *, bounded: bool = True, record: CallRecord | None = None
     ) -> Stream:
         """The stream of a new request of n continuations, which `record` hears, too. Raises
         DuplicateRequest while one of that id is open."""

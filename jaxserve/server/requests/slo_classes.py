@@ -94,14 +94,11 @@ def _parsed(name: str, text: object) -> ServiceLevel:
         raise ConfigError(str(error)) from None
 
 
-def find_slo_class(
-    classes: Mapping[str, ServiceLevel], name: str, field: str = "slo_class"
-) -> ServiceLevel:
-    """The class of that name; "" is none. Raises InvalidRequest, which lists them. field: what the
-    door calls it."""
+def find_slo_class(classes: Mapping[str, ServiceLevel], name: str) -> ServiceLevel:
+    """The class of that name; "" is none. Raises InvalidRequest, which lists them."""
     if not name:
         return ServiceLevel()
     if name not in classes:
         known = ", ".join(classes) or "none"
-        raise InvalidRequest(field, f"there is no {name!r:.80}; this server has {known}")
+        raise InvalidRequest("slo_class", f"there is no {name!r:.80}; this server has {known}")
     return classes[name]

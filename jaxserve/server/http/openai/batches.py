@@ -15,13 +15,7 @@ from typing import Any, Literal
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.batches.batch_lines import Result
 from jaxserve.server.batches.batch_operations import Batches, Progress
-from jaxserve.server.batches.records import (
-    BatchRefused,
-    BatchState,
-    NewLine,
-    Outcome,
-    UnknownBatch,
-)
+from jaxserve.server.batches.records import BatchRefused, BatchState, NewLine, Outcome, UnknownBatch
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.openai.batch_file_lines import jsonl_line, read_line, written_line
 from jaxserve.server.http.openai.files import FileStore

@@ -69,11 +69,7 @@ def _to_json(
 ) -> str:
     """Unlike Jinja's own, it does not write <, > and & as for HTML."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
