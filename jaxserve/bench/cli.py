@@ -16,16 +16,10 @@
     jaxserve bench gpu
     jaxserve bench league
 
-`mixed` serves real-time requests over a best-effort batch, under several policies, and `slo`
-requests of several SLO classes; see mixed.py and slo.py.
-`abuse` tries what hostile and clumsy clients can do, and `soak` does it for a while, beside good
-ones; see abuse.py and soak.py. `fronts` measures what gRPC and HTTP cost; see frontends.py.
-`plan` and `simulate` have no engine: they time policies and simulations, see plan.py and
-simulate.py. `league` simulates all policies on all workloads and writes docs/league.md. `kernels`
-times the attention kernels, and `gpu` is everything there is to measure on a GPU; see kernels.py
-and gpu.py. For the others the engine runs in this process, with the presets and
-flags of serve.py (--config, --model, --load_format, --policy, --config.x.y=); `load --address` goes
-to a running server instead. Prompts are random token ids, and the end-of-sequence token is ignored.
+`jaxserve bench COMMAND --help` says more of each. The engine runs in this process, with the presets
+and flags of serve.py (--config, --model, --load_format, --policy, --config.x.y=); `load --address`
+goes to a running server instead, `plan` and `simulate` have no engine, `abuse` and `soak` start
+servers of their own. Prompts are random token ids, and the end-of-sequence token is ignored.
 """
 
 from __future__ import annotations
@@ -63,34 +57,19 @@ Measure = Callable[[Target], dict[str, Any]]
 # Commands with a parse(argv) and a show(args) of their own, imported when named (jax is slow); and
 # what they do.
 STANDALONE = {
-    "plan": ("jaxserve.bench.planning_time", "host time of each policy's plan, without an engine"),
-    "simulate": (
-        "jaxserve.bench.simulation_speed",
-        "how long it takes to simulate an hour of traffic",
-    ),
-    "mixed": ("jaxserve.bench.mixed", "real-time requests over a best-effort batch, by policy"),
-    "slo": ("jaxserve.bench.slo", "requests of several SLO classes, by policy"),
-    "abuse": (
-        "jaxserve.bench.stress.abuse",
-        "hostile and clumsy clients against a server of its own",
-    ),
-    "soak": (
-        "jaxserve.bench.stress.soak",
-        "everything at once for a while, and what is left of it",
-    ),
-    "fronts": ("jaxserve.bench.frontends", "what gRPC and HTTP cost, beside the engine alone"),
-    "fidelity": ("jaxserve.bench.fidelity", "how well the simulator predicts this engine"),
-    "kernels": (
-        "jaxserve.bench.kernels.kernels",
-        "the kernels against the device's copy and matmul rates",
-    ),
-    "gpu": (
-        "jaxserve.bench.kernels.gpu",
-        "everything on a GPU: checks, kernels, OPT-13B end to end",
-    ),
+    "plan": ("bench.planning_time", "host time of each policy's plan, without an engine"),
+    "simulate": ("bench.simulation_speed", "how long it takes to simulate an hour of traffic"),
+    "mixed": ("bench.mixed", "real-time requests over a best-effort batch, by policy"),
+    "slo": ("bench.slo", "requests of several SLO classes, by policy"),
+    "abuse": ("bench.stress.abuse", "hostile and clumsy clients against a server of its own"),
+    "soak": ("bench.stress.soak", "everything at once for a while, and what is left of it"),
+    "fronts": ("bench.frontends", "what gRPC and HTTP cost, beside the engine alone"),
+    "fidelity": ("bench.fidelity", "how well the simulator predicts this engine"),
+    "kernels": ("bench.kernels.kernels", "the kernels against the device's copy and matmul rates"),
+    "gpu": ("bench.kernels.gpu", "everything on a GPU: checks, kernels, OPT-13B end to end"),
     "league": (
-        "jaxserve.experiments.league.cli",
-        "all policies on all workloads, simulated: docs/league.md",
+        "experiments.league.cli",
+        "all policies on all workloads: docs/league.md",
     ),
 }
 WRONG = (UsageError, ConfigError, WorkloadError)  # command lines
@@ -141,7 +120,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _standalone(name: str) -> Any:
     """The module of a command of STANDALONE."""
-    return importlib.import_module(STANDALONE[name][0])
+    return importlib.import_module(f"jaxserve.{STANDALONE[name][0]}")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -15,18 +15,24 @@ from numba import types
 from numba.core import cgutils
 
 from jaxserve.pallas_kernels.cpu.numba_ffi import intrinsic
+from jaxserve.pallas_kernels.cpu.tiles import (
+    INDEX,
+    LANES,
+    WORD,
+    fetch,
+    load,
+    shuffle,
+    spread,
+    store,
+)
 
 TILE_ROWS = 8
-LANES = 16  # of 32 bits
 TILE_COLUMNS = 2 * LANES
 LINE = 64  # bytes of a vector
 _FEATURE = "avx512bf16"
-_WORD = ir.IntType(64)
-_INDEX = ir.IntType(32)
 _HALF = ir.IntType(16)
 _SUMS = ir.VectorType(ir.FloatType(), LANES)
-_WORDS = ir.VectorType(_INDEX, LANES)
-_PART = ir.VectorType(_INDEX, 4)
+_PART = ir.VectorType(INDEX, 4)
 _HALVES = ir.VectorType(_HALF, 2 * LANES)
 
 
@@ -56,34 +62,8 @@ def has_vectors() -> bool:
     return bool(llvm.get_host_cpu_features().get("avx512f", False))
 
 
-def _load(builder: Any, address: Any, kind: Any, align: int) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
-
-
-def _store(builder: Any, value: Any, address: Any) -> None:
-    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=LINE)
-
-
-def _prefetch(builder: Any, address: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _INDEX, _INDEX, _INDEX])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    hints = [ir.Constant(_INDEX, value) for value in (0, 2, 1)]  # reads, of data used again
-    builder.call(function, [builder.inttoptr(address, cgutils.voidptr_t), *hints])
-
-
 def _constant(value: int) -> Any:
-    return ir.Constant(_WORD, value)
-
-
-def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INDEX, len(lanes)), lanes))
-
-
-def _spread(builder: Any, word: Any) -> Any:
-    """The word in all lanes."""
-    empty = ir.Constant(_WORDS, ir.Undefined)
-    first = builder.insert_element(empty, word, ir.Constant(_INDEX, 0))
-    return _shuffle(builder, first, empty, [0] * LANES)
+    return ir.Constant(WORD, value)
 
 
 @intrinsic
@@ -92,12 +72,12 @@ def interleave(_: Any, above: Any, below: Any, to: Any) -> Any:
     two vectors at `to`, a multiple of LINE. All are addresses."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows = [_load(builder, address, _HALVES, 2) for address in args[:2]]
+        rows = [load(builder, address, _HALVES, 2) for address in args[:2]]
         for part in range(2):
             columns = range(part * LANES, (part + 1) * LANES)
             lanes = [lane for column in columns for lane in (column, TILE_COLUMNS + column)]
             at = builder.add(args[2], _constant(part * LINE))
-            _store(builder, _shuffle(builder, rows[0], rows[1], lanes), at)
+            store(builder, shuffle(builder, rows[0], rows[1], lanes), at, LINE)
         return context.get_dummy_value()
 
     return types.none(*[types.int64] * 3), generate
@@ -115,8 +95,8 @@ _PAIRED = [
 
 def _joined(builder: Any, parts: list[Any]) -> Any:
     """Four vectors of four words as one."""
-    halves = [_shuffle(builder, parts[i], parts[i + 1], list(range(8))) for i in (0, 2)]
-    return _shuffle(builder, halves[0], halves[1], list(range(LANES)))
+    halves = [shuffle(builder, parts[i], parts[i + 1], list(range(8))) for i in (0, 2)]
+    return shuffle(builder, halves[0], halves[1], list(range(LANES)))
 
 
 @intrinsic
@@ -129,18 +109,18 @@ def transpose(_: Any, rows: Any, row: Any, to: Any, to_row: Any) -> Any:
 
         def part(i: int, words: int) -> Any:
             at = builder.add(start, builder.mul(row, _constant(i)))
-            return _load(builder, builder.add(at, _constant(4 * words)), _PART, 2)
+            return load(builder, builder.add(at, _constant(4 * words)), _PART, 2)
 
         for words in range(0, LANES, 4):
             # Lane q of vector i: four words of row 4 q + i.
             a, b, c, d = (
                 _joined(builder, [part(4 * q + i, words) for q in range(4)]) for i in range(4)
             )
-            halves = [_shuffle(builder, *two, w) for two in ((a, b), (c, d)) for w in (_LOW, _HIGH)]
+            halves = [shuffle(builder, *two, w) for two in ((a, b), (c, d)) for w in (_LOW, _HIGH)]
             for i in range(4):
-                line = _shuffle(builder, halves[i // 2], halves[2 + i // 2], _PAIRED[i % 2])
+                line = shuffle(builder, halves[i // 2], halves[2 + i // 2], _PAIRED[i % 2])
                 at = builder.add(to, builder.mul(to_row, _constant(words + i)))
-                _store(builder, line, at)
+                store(builder, line, at, LINE)
         return context.get_dummy_value()
 
     return types.none(*[types.int64] * 4), generate
@@ -168,22 +148,22 @@ def _adding(lines: int, wide: bool) -> Any:
                 for part in range(2):
                     at = builder.add(sums, builder.mul(sums_row, _constant(m)))
                     at = builder.add(at, _constant(part * LINE))
-                    found = _load(builder, at, _SUMS, LINE)
+                    found = load(builder, at, _SUMS, LINE)
                     tile.append((at, cgutils.alloca_once_value(builder, found)))
             x_rows = [builder.add(x, builder.mul(x_row, _constant(m))) for m in range(TILE_ROWS)]
             with cgutils.for_range(builder, words) as loop:
                 line = builder.add(packed, builder.mul(packed_row, loop.index))
                 right = [
-                    _load(builder, builder.add(line, _constant(part * LINE)), factor, LINE)
+                    load(builder, builder.add(line, _constant(part * LINE)), factor, LINE)
                     for part in range(2)
                 ]
                 column = builder.mul(loop.index, _constant(4))
                 fetched = builder.add(ahead, builder.mul(ahead_row, loop.index))
                 for i in range(lines):
-                    _prefetch(builder, builder.add(fetched, other) if i else fetched)
+                    fetch(builder, builder.add(fetched, other) if i else fetched, 2)
                 for m in range(TILE_ROWS):
-                    word = _load(builder, builder.add(x_rows[m], column), _INDEX, 4)
-                    left = builder.bitcast(_spread(builder, word), factor)
+                    word = load(builder, builder.add(x_rows[m], column), INDEX, 4)
+                    left = builder.bitcast(spread(builder, word), factor)
                     for part in range(2):
                         where = tile[2 * m + part][1]
                         old = builder.load(where)
@@ -191,7 +171,7 @@ def _adding(lines: int, wide: bool) -> Any:
                         given = [*factors, old] if wide else [old, *factors]
                         builder.store(builder.call(dot, given), where)
             for at, where in tile:
-                _store(builder, builder.load(where), at)
+                store(builder, builder.load(where), at, LINE)
             return context.get_dummy_value()
 
         return types.none(*[types.int64] * 10), generate

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from numba import carray, njit
 
-from jaxserve.pallas_kernels.cpu import pairs
+from jaxserve.pallas_kernels.cpu import pairs, tiles
 from jaxserve.pallas_kernels.cpu.numba_ffi import (
     FAST,
     OPTIONS,
@@ -82,7 +82,7 @@ def target(*, transposed: bool, wide: bool) -> str:
     def panel(given: Any, _: int, i: int) -> None:
         _panel(given, i, transposed, wide)
 
-    return register(name, _panels, panel, __file__, pairs.__file__)
+    return register(name, _panels, panel, __file__, pairs.__file__, tiles.__file__)
 
 
 @njit(**OPTIONS)

@@ -15,19 +15,45 @@ ROWS = 4  # of a tile
 BYTES = 4  # of a number
 _NUMBER = ir.FloatType()
 _VECTOR = ir.VectorType(_NUMBER, LANES)
-_WORD = ir.IntType(64)
-_INDEX = ir.IntType(32)
+WORD = ir.IntType(64)
+INDEX = ir.IntType(32)
 _FUSED = ("contract",)  # a product and a sum are one instruction
 
 
-def _load(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=BYTES)
+def load(builder: Any, address: Any, kind: Any, align: int = BYTES) -> Any:
+    """The value of an LLVM type at an address."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def store(builder: Any, value: Any, address: Any, align: int = BYTES) -> None:
+    """Puts it there."""
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    """A vector of these lanes of two, those of b counted behind those of a."""
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INDEX, len(lanes)), lanes))
+
+
+def spread(builder: Any, value: Any) -> Any:
+    """The value in all lanes."""
+    empty = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+    first = builder.insert_element(empty, value, ir.Constant(INDEX, 0))
+    return shuffle(builder, first, empty, [0] * LANES)
+
+
+def fetch(builder: Any, address: Any, locality: int) -> None:
+    """Has the processor fetch a line that will be read. locality: 3 for what is read often."""
+    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, INDEX, INDEX, INDEX])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    hints = [ir.Constant(INDEX, value) for value in (0, locality, 1)]  # reads, of data
+    builder.call(function, [builder.inttoptr(address, cgutils.voidptr_t), *hints])
 
 
 def _plus(builder: Any, address: Any, row: Any, numbers: int) -> Any:
     """The address, `row` bytes and some numbers further; row None: none."""
     moved = address if row is None else builder.add(address, row)
-    return builder.add(moved, ir.Constant(_WORD, numbers * BYTES))
+    return builder.add(moved, ir.Constant(WORD, numbers * BYTES))
 
 
 def _product(vectors: int) -> Any:
@@ -43,45 +69,34 @@ def _product(vectors: int) -> Any:
             tile = [
                 [cgutils.alloca_once(builder, _VECTOR) for _ in range(vectors)] for _ in range(ROWS)
             ]
-            c_rows = [builder.mul(c_row, ir.Constant(_WORD, m)) for m in range(ROWS)]
-            a_rows = [
-                builder.add(a, builder.mul(a_row, ir.Constant(_WORD, m))) for m in range(ROWS)
-            ]
+            c_rows = [builder.mul(c_row, ir.Constant(WORD, m)) for m in range(ROWS)]
+            a_rows = [builder.add(a, builder.mul(a_row, ir.Constant(WORD, m))) for m in range(ROWS)]
             for m in range(ROWS):
                 for n in range(vectors):
                     at = _plus(builder, c, c_rows[m], n * LANES)
-                    builder.store(_load(builder, at, _VECTOR), tile[m][n])
+                    builder.store(load(builder, at, _VECTOR), tile[m][n])
             with cgutils.for_range(builder, depth) as loop:
                 line = builder.add(b, builder.mul(b_row, loop.index))
-                column = builder.mul(loop.index, ir.Constant(_WORD, BYTES))
+                column = builder.mul(loop.index, ir.Constant(WORD, BYTES))
                 many = [
-                    _load(builder, _plus(builder, line, None, n * LANES), _VECTOR)
+                    load(builder, _plus(builder, line, None, n * LANES), _VECTOR)
                     for n in range(vectors)
                 ]
                 for m in range(ROWS):
-                    one = _load(builder, builder.add(a_rows[m], column), _NUMBER)
-                    spread = _spread(builder, one)
+                    one = load(builder, builder.add(a_rows[m], column), _NUMBER)
+                    factor = spread(builder, one)
                     for n in range(vectors):
                         old = builder.load(tile[m][n])
-                        new = builder.fmul(spread, many[n], flags=_FUSED)
-                        builder.store(builder.fadd(new, old, flags=_FUSED), tile[m][n])
+                        builder.store(_fused(builder, factor, many[n], old), tile[m][n])
             for m in range(ROWS):
                 for n in range(vectors):
                     at = _plus(builder, c, c_rows[m], n * LANES)
-                    where = builder.inttoptr(at, _VECTOR.as_pointer())
-                    builder.store(builder.load(tile[m][n]), where, align=BYTES)
+                    store(builder, builder.load(tile[m][n]), at)
             return context.get_dummy_value()
 
         return types.none(*[types.int64] * 7), generate
 
     return product
-
-
-def _spread(builder: Any, number: Any) -> Any:
-    """The number in all lanes."""
-    empty = ir.Constant(_VECTOR, ir.Undefined)
-    first = builder.insert_element(empty, number, ir.Constant(_INDEX, 0))
-    return builder.shuffle_vector(first, empty, ir.Constant(ir.VectorType(_INDEX, LANES), None))
 
 
 product_1 = _product(1)
@@ -91,14 +106,14 @@ product_2 = _product(2)
 # Two numbers of bfloat16 are the halves of a word of 32 bits, the first the lower one; a float32 is
 # one of them above 16 zeros. So a vector of words is two of numbers, those at even and odd places.
 PAIRS = 2 * LANES
-_WORDS = ir.VectorType(_INDEX, LANES)
+WORDS = ir.VectorType(INDEX, LANES)
 
 
 def _halves(builder: Any, address: Any) -> tuple[Any, Any]:
     """The PAIRS numbers of bfloat16 at an address: those at even places, those at odd ones."""
-    found = _load(builder, address, _WORDS)
-    low = builder.shl(found, ir.Constant(_WORDS, [16] * LANES))
-    high = builder.and_(found, ir.Constant(_WORDS, [0xFFFF0000] * LANES))
+    found = load(builder, address, WORDS)
+    low = builder.shl(found, ir.Constant(WORDS, [16] * LANES))
+    high = builder.and_(found, ir.Constant(WORDS, [0xFFFF0000] * LANES))
     return builder.bitcast(low, _VECTOR), builder.bitcast(high, _VECTOR)
 
 
@@ -114,7 +129,7 @@ def widened(_: Any, number: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if signature.args[0] == types.float32:
             return args[0]
-        word = builder.shl(builder.zext(args[0], _INDEX), ir.Constant(_INDEX, 16))
+        word = builder.shl(builder.zext(args[0], INDEX), ir.Constant(INDEX, 16))
         return builder.bitcast(word, _NUMBER)
 
     return types.float32(number), generate
@@ -125,16 +140,13 @@ def prefetch(_: Any, address: Any, size: Any) -> Any:
     """Has the processor fetch so many bytes at an address before they are read."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _INDEX, _INDEX, _INDEX])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         line = BYTES * LANES
         lines = builder.udiv(
-            builder.add(args[1], ir.Constant(_WORD, line - 1)), ir.Constant(_WORD, line)
+            builder.add(args[1], ir.Constant(WORD, line - 1)), ir.Constant(WORD, line)
         )
-        hints = [ir.Constant(_INDEX, value) for value in (0, 3, 1)]  # reads, of data used again
         with cgutils.for_range(builder, lines) as loop:
-            at = builder.add(args[0], builder.mul(loop.index, ir.Constant(_WORD, line)))
-            builder.call(function, [builder.inttoptr(at, cgutils.voidptr_t), *hints])
+            at = builder.add(args[0], builder.mul(loop.index, ir.Constant(WORD, line)))
+            fetch(builder, at, 3)
         return context.get_dummy_value()
 
     return types.none(types.int64, types.int64), generate
@@ -156,11 +168,11 @@ def _add_rows(count: int) -> Any:
             sums, sums_row, x, x_row, weights, row, columns = args
 
             def constant(value: int) -> Any:
-                return ir.Constant(_WORD, value)
+                return ir.Constant(WORD, value)
 
             factors = [
                 [
-                    _spread(builder, _load(builder, _plus(builder, line, None, k), _NUMBER))
+                    spread(builder, load(builder, _plus(builder, line, None, k), _NUMBER))
                     for k in range(TOGETHER)
                 ]
                 for line in (builder.add(x, builder.mul(x_row, constant(m))) for m in range(count))
@@ -171,8 +183,8 @@ def _add_rows(count: int) -> Any:
                 here = builder.mul(loop.index, constant(PAIRS * BYTES))
                 at = [builder.add(line, here) for line in lines]
                 odd_at = [_plus(builder, line, None, LANES) for line in at]
-                even = [_load(builder, where, _VECTOR) for where in at]
-                odd = [_load(builder, where, _VECTOR) for where in odd_at]
+                even = [load(builder, where, _VECTOR) for where in at]
+                odd = [load(builder, where, _VECTOR) for where in odd_at]
                 there = builder.mul(loop.index, constant(PAIRS * 2))
                 for k in range(TOGETHER):
                     low, high = _halves(builder, builder.add(rows[k], there))
@@ -181,9 +193,7 @@ def _add_rows(count: int) -> Any:
                         odd[m] = _fused(builder, factors[m][k], high, odd[m])
                 for m in range(count):
                     for where, found in ((at[m], even[m]), (odd_at[m], odd[m])):
-                        builder.store(
-                            found, builder.inttoptr(where, _VECTOR.as_pointer()), align=BYTES
-                        )
+                        store(builder, found, where)
             return context.get_dummy_value()
 
         return types.none(*[types.int64] * 7), generate
@@ -203,28 +213,21 @@ def dot_pairs(_: Any, x: Any, weights: Any, count: Any) -> Any:
         x, weights, count = args
         zero = ir.Constant(_VECTOR, [0.0] * LANES)
         sums = [cgutils.alloca_once_value(builder, zero) for _ in range(2)]
-        steps = builder.udiv(count, ir.Constant(_WORD, PAIRS))
+        steps = builder.udiv(count, ir.Constant(WORD, PAIRS))
         with cgutils.for_range(builder, steps) as loop:
-            there = builder.mul(loop.index, ir.Constant(_WORD, PAIRS * 2))
-            at = builder.add(x, builder.mul(loop.index, ir.Constant(_WORD, PAIRS * BYTES)))
+            there = builder.mul(loop.index, ir.Constant(WORD, PAIRS * 2))
+            at = builder.add(x, builder.mul(loop.index, ir.Constant(WORD, PAIRS * BYTES)))
             halves = _halves(builder, builder.add(weights, there))
             for part, half in enumerate(halves):
-                mine = _load(builder, _plus(builder, at, None, part * LANES), _VECTOR)
+                mine = load(builder, _plus(builder, at, None, part * LANES), _VECTOR)
                 builder.store(_fused(builder, mine, half, builder.load(sums[part])), sums[part])
         found = builder.fadd(builder.load(sums[0]), builder.load(sums[1]))
         width = LANES
         while width > 1:
             width //= 2
             empty = ir.Constant(found.type, ir.Undefined)
-            parts = [
-                builder.shuffle_vector(
-                    found,
-                    empty,
-                    ir.Constant(ir.VectorType(_INDEX, width), list(range(first, first + width))),
-                )
-                for first in (0, width)
-            ]
-            found = builder.fadd(*parts)
-        return builder.extract_element(found, ir.Constant(_INDEX, 0))
+            parts = (list(range(first, first + width)) for first in (0, width))
+            found = builder.fadd(*(shuffle(builder, found, empty, lanes) for lanes in parts))
+        return builder.extract_element(found, ir.Constant(INDEX, 0))
 
     return types.float32(*[types.int64] * 3), generate
