@@ -163,6 +163,10 @@ class AccelGen(Page[SloCase, SloNumbers]):
             for seed in range(self.scale.seeds)
         ]
 
+    def of(self, number: str, name: str, model: str, rate: float, *ease: float) -> float:
+        """The number of `seeds`, mean."""
+        return self.mean(number, self.seeds(name, model, rate, *ease))
+
     def cells(self, cases: Sequence[SloCase], columns: Sequence[Column]) -> list[str]:
         """As any page's; nothing for a bound where nobody searched."""
         texts = super().cells(cases, columns)
@@ -225,9 +229,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
 
     def met(self, model: str, rate: float) -> dict[str, float]:
         """Requests that end within all of their targets a second, by policy, with such TTFTs."""
-        return {
-            name: self.mean("met", self.seeds(name, model, rate, EASE)) for name in WITH_PRINTED
-        }
+        return {name: self.of("met", name, model, rate, EASE) for name in WITH_PRINTED}
 
     def judged(self) -> str:
         """Against the best of the others at each point, by rate."""
@@ -244,10 +246,8 @@ class AccelGen(Page[SloCase, SloNumbers]):
         """Of what the fastest finishes at the highest rate."""
         most = []
         for model in self.scale.models:
-            mine, *others = (
-                self.mean("requests", self.seeds(name, model, self.scale.rates(model)[-1]))
-                for name in ALL
-            )
+            rate = self.scale.rates(model)[-1]
+            mine, *others = (self.of("requests", name, model, rate) for name in ALL)
             most.append(times(mine, max(others)))
         return span(most, "{:.2f}x")
 
@@ -268,11 +268,8 @@ class AccelGen(Page[SloCase, SloNumbers]):
         rows = []
         for name in OTHERS:
             goodput, iterations, in_jct, jct = (
-                [
-                    [self.mean(number, self.seeds(who, *point)) for who in (ACCELGEN, name)]
-                    for point in self.points
-                ]
-                for number in ("goodput", "iterations", "in_jct", "jct")
+                [(self.of(n, ACCELGEN, *point), self.of(n, name, *point)) for point in self.points]
+                for n in ("goodput", "iterations", "in_jct", "jct")
             )
             rows.append(
                 [
@@ -291,7 +288,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         """Who comes first with that model."""
         said = []
         for rate in (self.scale.rates(model)[0], self.scale.rates(model)[-1]):
-            found = {name: self.mean("goodput", self.seeds(name, model, rate)) for name in ALL}
+            found = {name: self.of("goodput", name, model, rate) for name in ALL}
             order = sorted(found, key=lambda name: -found[name])
             said.append(
                 f"at {rate:g}/s {order[0]} has most ({found[order[0]]:.0f} tokens/s), `accelgen` "
@@ -353,12 +350,8 @@ class AccelGen(Page[SloCase, SloNumbers]):
 
     def short_steps(self) -> str:
         """The share of the steps that take at most 0.1875 s."""
-        found = [
-            self.mean("reading", self._measured(name, model))
-            for model in self.measured_on
-            for name in MEASURED
-        ]
-        return span(found, "{:.0%}")
+        both = product(MEASURED, self.measured_on)
+        return span([self.mean("reading", self._measured(*at)) for at in both], "{:.0%}")
 
     def used(self, number: str) -> str:
         """Utilisation, mean over models."""
@@ -421,12 +414,9 @@ class AccelGen(Page[SloCase, SloNumbers]):
         """By how much JCTs are more than the others'."""
         said = []
         for name in ("sarathi", "fastgen", NOT_EXCLUSIVE):
-            long, every = (
-                self.mean(number, self._exclusive(ACCELGEN))
-                / self.mean(number, self._exclusive(name))
-                - 1
-                for number in ("jct_long", "jct")
-            )
+            both = [self._exclusive(ACCELGEN), self._exclusive(name)]
+            ratios = (times(*(self.mean(n, one) for one in both)) for n in ("jct_long", "jct"))
+            long, every = (ratio - 1 for ratio in ratios)
             said.append(f"against `{name}` {long:+.0%} of the long, {every:+.0%} of all")
         return "; ".join(said)
 
@@ -443,9 +433,9 @@ class AccelGen(Page[SloCase, SloNumbers]):
             found = {}
             for model in self.scale.models:
                 rate = self.scale.rates(model)[at]
-                ours = self.mean(number, self.seeds(ACCELGEN, model, rate))
+                ours = self.of(number, ACCELGEN, model, rate)
                 for name in PAPERS:
-                    theirs = self.mean(number, self.seeds(name, model, rate))
+                    theirs = self.of(number, name, model, rate)
                     found[f"`{name}`, {model}"] = compared(ours, theirs)
             both = (
                 f"{'where they have none' if found[who] == math.inf else form.format(found[who])} "
@@ -465,7 +455,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
                     ALL,
                     self.scale.rates(model),
                     lambda name, rate, number=number, factor=factor, model=model: (
-                        factor * self.mean(number, self.seeds(name, model, rate))
+                        factor * self.of(number, name, model, rate)
                     ),
                 )
                 for model in self.scale.models
@@ -531,12 +521,11 @@ class AccelGen(Page[SloCase, SloNumbers]):
             ("at 8/s", number, -1, 1.0),
             (f"TTFT x {EASE:g}", eased or number, LOADED, EASE),
         ):
-            changes = (
-                f"{fmean(self._change(which, name, m, at, ease) for m in self.scale.varied):+.0%} "
-                f"without {_part(name)}"
-                for name in ABLATIONS
-            )
-            said.append(f"{what} {', '.join(changes)}")
+            parts = []
+            for name in ABLATIONS:
+                changes = (self._change(which, name, m, at, ease) for m in self.scale.varied)
+                parts.append(f"{fmean(changes):+.0%} without {_part(name)}")
+            said.append(f"{what} {', '.join(parts)}")
         return "; ".join(said)
 
     def _change(self, number: str, name: str, model: str, at: int, ease: float) -> float:
@@ -588,8 +577,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
 
     def goodputs(self, model: str) -> str:
         """By rate."""
-        rates = self.scale.rates(model)
-        found = (self.mean("goodput", self.seeds(ACCELGEN, model, rate)) for rate in rates)
+        found = (self.of("goodput", ACCELGEN, model, rate) for rate in self.scale.rates(model))
         return f"{model} {', '.join(f'{value:.0f}' for value in found)}"
 
     def sensitive(self) -> str:
@@ -692,10 +680,8 @@ class AccelGen(Page[SloCase, SloNumbers]):
         for ease in self.scale.eases:
             changes = []
             for model in self.scale.models:
-                ours, best = (
-                    self.mean(number, self._searched(name, model, ease))
-                    for name in (ACCELGEN, "oracle")
-                )
+                both = (self._searched(name, model, ease) for name in (ACCELGEN, "oracle"))
+                ours, best = (self.mean(number, cases) for cases in both)
                 changes.append(f"{model} {best / ours - 1:+.0%}" if ours else model)
             said.append(f"TTFT x {ease:g}: {', '.join(changes)}")
         return "; ".join(said)

@@ -275,18 +275,15 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
     def rates(self, systems: Sequence[str], panels: Iterable[tuple[str, str]] = ()) -> str:
         """A table: what each system sustains at every level. panels: those of ONE, which is not
         said then, instead of all."""
-        rows = [
-            [
-                LABELS[data] if panels else f"{LABELS[data]}, {model}",
-                *(
-                    " / ".join(
-                        str(self.sustained(name, model, data, level)) for level in self.scale.levels
-                    )
-                    for name in systems
-                ),
-            ]
-            for model, data in panels or self.panels
-        ]
+
+        def cell(name: str, model: str, data: str) -> str:
+            found = (self.sustained(name, model, data, level) for level in self.scale.levels)
+            return " / ".join(map(str, found))
+
+        rows = []
+        for model, data in panels or self.panels:
+            where = LABELS[data] if panels else f"{LABELS[data]}, {model}"
+            rows.append([where, *(cell(name, model, data) for name in systems)])
         levels = " / ".join(f"{level:.0%}" for level in self.scale.levels)
         return table([f"requests/s at {levels}", *(f"`{name}`" for name in systems)], rows)
 
@@ -355,24 +352,18 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
 
     def most(self, system: str) -> str:
         """The largest factor over a baseline; one that attains nothing counts as 1e-9."""
-        return Extreme.of(
-            {
-                f"{LABELS[data]}, CV {cv:g}, `{below}`": self.burst(system, data, cv)
-                / max(self.burst(below, data, cv), 1e-9)
-                for data, cv in self._bursts
-                for below in BURSTY[:2]
-            }
-        ).times()
+        found = {}
+        for (data, cv), below in product(self._bursts, BURSTY[:2]):
+            theirs = max(self.burst(below, data, cv), 1e-9)
+            found[f"{LABELS[data]}, CV {cv:g}, `{below}`"] = self.burst(system, data, cv) / theirs
+        return Extreme.of(found).times()
 
     def bursts(self) -> str:
         """Attainment in percent, a line a data set and CV, a column a system."""
-        rows = [
-            [
-                f"{LABELS[data]}, CV {cv:g}",
-                *(percent(self.burst(system, data, cv)) for system in BURSTY),
-            ]
-            for data, cv in self._bursts
-        ]
+        rows = []
+        for data, cv in self._bursts:
+            cells = (percent(self.burst(system, data, cv)) for system in BURSTY)
+            rows.append([f"{LABELS[data]}, CV {cv:g}", *cells])
         return table(["attainment, %", *(f"`{system}`" for system in BURSTY)], rows)
 
     def by_burst(self) -> str:
