@@ -17,6 +17,23 @@ class Closed(ConnectionError):
     """The other side has gone, or is not what it should be."""
 
 
+def receive_exactly(connection: socket.socket, size: int, deadline: float | None) -> bytes:
+    """So many bytes; deadline: of time.monotonic(). Raises Closed, TimeoutError, OSError."""
+    parts = bytearray(size)
+    view, have = memoryview(parts), 0
+    while have < size:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("timed out")
+            connection.settimeout(left)
+        count = connection.recv_into(view[have:])
+        if not count:
+            raise Closed("the connection is closed")
+        have += count
+    return bytes(parts)
+
+
 class Channel:
     """One end of a connection, which becomes its own. Any thread may send, one receives.
 
@@ -48,29 +65,14 @@ class Channel:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             self._socket.settimeout(timeout_s)
-            (length,) = LENGTH.unpack(self._exactly(LENGTH.size, deadline))
+            (length,) = LENGTH.unpack(receive_exactly(self._socket, LENGTH.size, deadline))
             if length > most:
                 raise Closed(f"it sends {length} bytes at once")
-            return unpack(self._exactly(length, deadline))
+            return unpack(receive_exactly(self._socket, length, deadline))
         except TimeoutError:
             raise
         except OSError as error:
             raise Closed(str(error)) from error
-
-    def _exactly(self, size: int, deadline: float | None) -> bytes:
-        parts = bytearray(size)
-        view, have = memoryview(parts), 0
-        while have < size:
-            if deadline is not None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError("timed out")
-                self._socket.settimeout(left)
-            count = self._socket.recv_into(view[have:])
-            if not count:
-                raise Closed("the connection is closed")
-            have += count
-        return bytes(parts)
 
     def close(self) -> None:
         """Idempotent; a `receive` that waits raises Closed."""

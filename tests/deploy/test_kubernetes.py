@@ -17,12 +17,12 @@ import yaml
 from absl import flags
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxserve.config import SchedulerConfig
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.settings import Settings
 from jaxserve.server import server as runner
 from jaxserve.server.access.options import KEYS_VARIABLE
 from jaxserve.server.http.frontend import HttpSettings
-from jaxserve.server.http.live_feed import Limits
 from jaxserve.server.requests.templates.chat_template import load_chat_template
 from jaxserve.server.server import Server
 from jaxserve.server.startup import launch
@@ -83,7 +83,7 @@ def served(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    settings = HttpSettings(0, load_chat_template(""), Limits(16, 512))
+    settings = HttpSettings(0, load_chat_template(""), SchedulerConfig(max_rows=16))
     with Server(FakeEngine(), grace_s=0.0, http=settings) as running:
         yield running
 

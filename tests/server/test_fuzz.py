@@ -24,6 +24,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxserve.config import SchedulerConfig
 from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.configs import tiny_cpu
 from jaxserve.engine.startup.build import build_engine
@@ -31,7 +32,6 @@ from jaxserve.sched.request import SLO, Tier
 from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.http.frontend import HttpSettings
-from jaxserve.server.http.live_feed import Limits
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
@@ -126,7 +126,7 @@ def engine() -> Iterator[Any]:
 def target(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     journal = Journal(tmp_path_factory.mktemp("batches"), max_bytes=1 << 24)
     template = ChatTemplate(TEMPLATE)
-    http_settings = HttpSettings(port=0, template=template, limits=Limits(16, 512))
+    http_settings = HttpSettings(port=0, template=template, limits=SchedulerConfig(max_rows=16))
     classes = {"offline": ServiceLevel(SLO(jct=60.0), Tier.BEST_EFFORT, "offline")}
     errors = Errors()
     logging.getLogger().addHandler(errors)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxserve.config import Config
+from jaxserve.config import Config, SchedulerConfig
 from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batch_operations import Batches
 from jaxserve.server.http.admission_middleware import AdmissionMiddleware
 from jaxserve.server.http.app import build_app
-from jaxserve.server.http.live_feed import Limits, LiveFeed
+from jaxserve.server.http.live_feed import LiveFeed
 from jaxserve.server.http.openai.files import FileStore
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.transport.http_server import HttpServer
@@ -25,7 +25,7 @@ class HttpSettings:
 
     port: int
     template: ChatTemplate
-    limits: Limits
+    limits: SchedulerConfig
 
 
 def http_settings(config: Config) -> HttpSettings | None:
@@ -33,12 +33,8 @@ def http_settings(config: Config) -> HttpSettings | None:
     read."""
     if config.server.http_port < 0:
         return None
-    scheduler = config.scheduler
-    return HttpSettings(
-        config.server.http_port,
-        load_chat_template(config.model.path),
-        Limits(scheduler.max_rows, scheduler.max_batch_tokens),
-    )
+    template = load_chat_template(config.model.path)
+    return HttpSettings(config.server.http_port, template, config.scheduler)
 
 
 class HttpFrontend:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
+from jaxserve.config import SchedulerConfig
 from jaxserve.engine.stats import EngineStats, Observer, RequestStats, StepStats
 from jaxserve.sched.request import Request, Tier
 from jaxserve.server.requests.engine_client import EngineClient
@@ -20,18 +20,11 @@ _MAX_TIMES = 50_000  # of tokens and of requests that are kept
 _FULL = 0.02  # share of the pool below which it counts as full
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Of a batch: what the policy may put into one."""
-
-    max_rows: int
-    max_batch_tokens: int
-
-
 class LiveFeed(Observer):
-    """Observes the engine, on its thread, and says what the console shows, on any other."""
+    """Observes the engine, on its thread, and says what the console shows, on any other. limits: of
+    what the policy may put into a batch."""
 
-    def __init__(self, engine: EngineClient, limits: Limits) -> None:
+    def __init__(self, engine: EngineClient, limits: SchedulerConfig) -> None:
         self._engine, self._limits = engine, limits
         self._steps: deque[StepStats] = deque(maxlen=STEPS)
         self._first: deque[tuple[float, float]] = deque(maxlen=_MAX_TIMES)
@@ -133,7 +126,7 @@ class LiveFeed(Observer):
         return scheduling_decision(self._steps[-1], stats, self._limits)
 
 
-def scheduling_decision(step: StepStats, stats: EngineStats, limits: Limits) -> str:
+def scheduling_decision(step: StepStats, stats: EngineStats, limits: SchedulerConfig) -> str:
     """What the last batch was, and why no more was in it, in one line."""
     parts = []
     if step.num_decodes:
@@ -148,7 +141,7 @@ def scheduling_decision(step: StepStats, stats: EngineStats, limits: Limits) -> 
     return f"{' + '.join(parts) or 'no tokens'} ({took}): {_why(step, stats, limits)}"
 
 
-def _why(step: StepStats, stats: EngineStats, limits: Limits) -> str:
+def _why(step: StepStats, stats: EngineStats, limits: SchedulerConfig) -> str:
     if not stats.waiting:
         return "nobody else waits"
     who = f"{stats.waiting} wait" if stats.waiting > 1 else "1 waits"

@@ -11,9 +11,9 @@ from typing import Any
 import openai
 import pytest
 
+from jaxserve.config import SchedulerConfig
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.server.http.frontend import HttpSettings
-from jaxserve.server.http.live_feed import Limits
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.server import Server
@@ -22,7 +22,7 @@ from tests.server.fake_engine import PATIENCE, FakeEngine
 SETTINGS = HttpSettings(
     port=0,
     template=ChatTemplate(),
-    limits=Limits(max_rows=16, max_batch_tokens=512),
+    limits=SchedulerConfig(max_rows=16),
 )
 
 CLASSES = {"offline": ServiceLevel(SLO(jct=60.0), Tier.BEST_EFFORT, "offline")}

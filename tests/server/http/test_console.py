@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxserve.client import Client
+from jaxserve.config import SchedulerConfig
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import RequestStats
 from jaxserve.sched.cache.block_pool import BlockPool
@@ -22,7 +23,7 @@ from jaxserve.sched.request import NO_CLASS, SLO, Request, Tier
 from jaxserve.sched.slo.ttft_estimator import Wait
 from jaxserve.sched.slo.verdict import Verdict
 from jaxserve.server.http import live_feed, web_console
-from jaxserve.server.http.live_feed import PARTS, STEPS, Limits, LiveFeed, scheduling_decision
+from jaxserve.server.http.live_feed import PARTS, STEPS, LiveFeed, scheduling_decision
 from jaxserve.server.http.web_console import PAGE, Events
 from jaxserve.server.requests.engine_requests import EngineRequests
 from jaxserve.server.server import Server
@@ -123,7 +124,7 @@ def test_the_events_end_with_the_server(plain: Plain, engine: FakeEngine) -> Non
 
 def test_the_feed_keeps_the_last_steps_and_minutes() -> None:
     engine = FakeEngine()
-    feed = LiveFeed(engine, Limits(16, 512))
+    feed = LiveFeed(engine, SchedulerConfig(max_rows=16))
     assert feed.snapshot()["decision"] == "Nothing has been served yet."
     assert feed.snapshot()["ttft_ms"] is None
     for rows in range(1, STEPS + 10):
@@ -147,7 +148,7 @@ def ended(prompt_tokens: int, met: bool | None = None) -> RequestStats:
 
 def test_what_a_newcomer_of_median_length_would_wait() -> None:
     engine, asked = FakeEngine(), list[Request]()
-    feed = LiveFeed(engine, Limits(16, 512))
+    feed = LiveFeed(engine, SchedulerConfig(max_rows=16))
     assert feed.snapshot()["newcomer"] is None, "nobody knows how long prompts are"
     engine.expected_wait = lambda one: asked.append(one) or Wait(0.5, 0.1)  # type: ignore[method-assign]
     for tokens in (3, 70, 90, 1000):
@@ -157,7 +158,7 @@ def test_what_a_newcomer_of_median_length_would_wait() -> None:
 
 
 def test_targets_met_have_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    feed, now = LiveFeed(FakeEngine(), Limits(16, 512)), [1000.0]
+    feed, now = LiveFeed(FakeEngine(), SchedulerConfig(max_rows=16)), [1000.0]
     monkeypatch.setattr(live_feed.time, "monotonic", lambda: now[0])
     for second, met in ((0.0, False), (1.0, True), (200.0, True), (310.0, False), (310.0, True)):
         now[0] = 1000.0 + second
@@ -195,7 +196,7 @@ def test_why_no_more_were_in_the_batch(
     step = dataclasses.replace(
         step_stats(rows), num_decodes=0, num_decode_tokens=0, num_prefill_tokens=tokens
     )
-    line = scheduling_decision(step, stats, Limits(16, 512))
+    line = scheduling_decision(step, stats, SchedulerConfig(max_rows=16))
     assert line.endswith(f": {says}")
     assert line.startswith(f"{tokens} prompt tokens (8.0 ms, predicted 9.0)")
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jaxserve
 from jaxserve.engine.errors import EngineStopped, QueueFull
+from jaxserve.hosts.channel import receive_exactly
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.requests.templates.template_limits import CPU_S, LENGTH, MAX_TEXT, WALL_S
 
@@ -179,25 +180,14 @@ class TemplateProcess:
 
 
 def _exchange(connection: socket.socket, question: bytes, deadline: float) -> dict[str, Any]:
-    """Raises TimeoutError, EOFError and OSError."""
+    """Raises TimeoutError, EOFError, OSError."""
     connection.settimeout(max(deadline - time.monotonic(), 0.001))
     connection.sendall(LENGTH.pack(len(question)) + question)
-    (length,) = LENGTH.unpack(_receive(connection, LENGTH.size, deadline))
+    (length,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size, deadline))
     if length > MAX_TEXT:
         raise EOFError
-    answer: dict[str, Any] = json.loads(_receive(connection, length, deadline))
+    answer: dict[str, Any] = json.loads(receive_exactly(connection, length, deadline))
     return answer
-
-
-def _receive(connection: socket.socket, size: int, deadline: float) -> bytearray:
-    received = bytearray()
-    while len(received) < size:
-        connection.settimeout(max(deadline - time.monotonic(), 0.001))
-        piece = connection.recv(min(size - len(received), 1 << 20))
-        if not piece:
-            raise EOFError
-        received += piece
-    return received
 
 
 def _environment() -> dict[str, str]:
