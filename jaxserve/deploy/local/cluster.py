@@ -58,11 +58,12 @@ class Cluster:
         return time.monotonic() - began
 
     def _problems(self) -> list[str]:
-        """What Ray Serve says of the deployments, a line each."""
+        """What Ray Serve says of the deployments, the last line of each: of a traceback, that which
+        says what was wrong."""
         from ray import serve
 
         told = serve.status().applications[APP].deployments.values()
-        return [_last_line(each.message) for each in told if each.message.strip()]
+        return [each.message.strip().splitlines()[-1] for each in told if each.message.strip()]
 
     def replicas(self) -> int:
         """Engines that run; those not counted that are to go."""
@@ -122,11 +123,6 @@ def local_cluster(*, cpus: int, http_port: int = 0, grpc_port: int = 0) -> Itera
             with contextlib.suppress(Exception):  # what is broken is ended with the processes
                 serve.shutdown()
             ray.shutdown()
-
-
-def _last_line(text: str) -> str:
-    """Of a traceback in a message, that which says what was wrong."""
-    return text.strip().splitlines()[-1]
 
 
 @contextlib.contextmanager

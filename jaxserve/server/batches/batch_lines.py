@@ -37,7 +37,7 @@ class Line:
     @classmethod
     def from_json(cls, text: str) -> Line:
         """The line of which `to_json` made the text."""
-        line = cls(**{name: _frozen(value) for name, value in json.loads(text).items()})
+        line = cls(**_frozen(json.loads(text)))
         grammar = line.sampling.get("grammar")
         if grammar is None:
             return line
@@ -149,7 +149,7 @@ def _fields(value: Any) -> dict[str, Any]:
 def _completion(found: dict[str, Any]) -> Completion:
     found["finish_reason"] = FinishReason(found["finish_reason"])
     found["usage"] = Usage(**found["usage"])
-    found["timings"] = Timings(**_deep(found["timings"]))
+    found["timings"] = Timings(**_frozen(found["timings"]))
     found["token_ids"] = tuple(found["token_ids"])
     for name in ("logprobs", "prompt_logprobs"):
         found[name] = tuple(
@@ -161,10 +161,6 @@ def _completion(found: dict[str, Any]) -> Completion:
 
 def _frozen(value: Any) -> Any:
     """Lists, however deep, as the tuples that they were."""
-    return tuple(_frozen(each) for each in value) if isinstance(value, list) else _deep(value)
-
-
-def _deep(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _frozen(each) for name, each in value.items()}
-    return value
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

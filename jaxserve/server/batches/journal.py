@@ -247,13 +247,10 @@ class Journal:
     def cancel(self, batch_id: str, owner: str = "") -> Status:
         """Lines without a result get none any more; nothing happens to a batch that is over. Raises
         UnknownBatch."""
-        with self._transaction() as db:
+        with self._transaction():
             status = self.status(batch_id, owner)
             if not status.over:
-                db.execute(
-                    "UPDATE batches SET state = ?, changed = ? WHERE key = ?",
-                    (BatchState.CANCELLED, self._clock(), status.key),
-                )
+                self._set_state(status.key, BatchState.CANCELLED)
             return self.status(batch_id, owner)
 
     def delete(self, batch_id: str, owner: str = "") -> None:
@@ -392,18 +389,17 @@ class Journal:
     def _commit(self, status: Status) -> None:
         if not status.num_lines:
             raise BatchConflict(f"commit: batch {status.batch_id!r} has no lines")
-        self._db.execute(
-            "UPDATE batches SET state = ?, changed = ? WHERE key = ?",
-            (BatchState.COMMITTED, self._clock(), status.key),
-        )
+        self._set_state(status.key, BatchState.COMMITTED)
         self._db.execute("INSERT INTO commits (batch) VALUES (?)", (status.key,))
         self._end_if_whole(status.key)
 
     def _end_if_whole(self, key: int) -> None:
+        self._set_state(key, BatchState.ENDED, "state = 'committed' AND done + failed = num_lines")
+
+    def _set_state(self, key: int, state: BatchState, where: str = "TRUE") -> None:
         self._db.execute(
-            "UPDATE batches SET state = ?, changed = ?"
-            " WHERE key = ? AND state = ? AND done + failed = num_lines",
-            (BatchState.ENDED, self._clock(), key, BatchState.COMMITTED),
+            f"UPDATE batches SET state = ?, changed = ? WHERE key = ? AND {where}",
+            (state, self._clock(), key),
         )
 
     def _size(self) -> int:

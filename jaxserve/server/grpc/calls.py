@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import operator
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -171,7 +172,9 @@ class Calls:
             finally:
                 self._tracker.ended(record)
 
-        return grpc.stream_stream_rpc_method_handler(run, None, _serialized)
+        return grpc.stream_stream_rpc_method_handler(
+            run, None, operator.methodcaller("SerializeToString")
+        )
 
     async def _caller(self, call: Call) -> ExitStack:
         """The place that the call has among those of its key."""
@@ -248,7 +251,3 @@ def authorization_header(metadata: Iterable[tuple[str, str | bytes]] | None) -> 
     if len(found) != 1:
         return None
     return found[0] if isinstance(found[0], bytes) else found[0].encode()
-
-
-def _serialized(message: Message) -> bytes:
-    return message.SerializeToString()

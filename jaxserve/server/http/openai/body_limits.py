@@ -31,6 +31,7 @@ from jaxserve.server.http.errors import (
 from jaxserve.server.http.openai.multi_prompt import ClientGone
 from jaxserve.server.requests.admission import Admission
 from jaxserve.server.requests.call_outcome import CallOutcome
+from jaxserve.server.requests.engine_requests import half_surrogate
 
 MAX_PARTS = 1 << 16
 """Strings (names of fields among them), lists and objects of a body: 10,000 messages, say."""
@@ -186,8 +187,7 @@ def _check_text(value: Any, place: tuple[str | int, ...] = ()) -> None:
             value.encode()
         except UnicodeEncodeError as error:
             where = ".".join(str(each)[:SHOWN] for each in place[:SHOWN_DEEP]) or None
-            half = f"U+{ord(value[error.start]):04X}, half a surrogate pair"
-            problem = f"{where or 'the body'}: has {half}, which is no text"
+            problem = f"{where or 'the body'}: {half_surrogate(error)}"
             raise ApiError(400, problem, param=where, code="invalid_value") from None
     elif isinstance(value, dict):
         for name, each in value.items():
