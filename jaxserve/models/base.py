@@ -186,7 +186,7 @@ class Embed(Protocol):
     def __call__(
         self,
         params: Params,
-        config: Any,
+        config: ModelConfig,
         inputs: StepInputs,
         *,
         dtype: DTypeLike,
@@ -201,7 +201,13 @@ class Layer(Protocol):
     """A family's function for one of its layers, whichever it is."""
 
     def __call__(
-        self, weights: Params, config: Any, x: jax.Array, attention: Attention, *, mesh: Mesh | None
+        self,
+        weights: Params,
+        config: ModelConfig,
+        x: jax.Array,
+        attention: Attention,
+        *,
+        mesh: Mesh | None,
     ) -> tuple[Carry, jax.Array]:
         """x [T, d_model] -> the same shape, with attention's carry. weights: the layer's own tree.
         `attention` is to be called once. mesh: as in `Embed`."""
@@ -213,7 +219,7 @@ class Finish(Protocol):
     row, so it may run on chosen rows only."""
 
     def __call__(
-        self, params: Params, config: Any, x: jax.Array, *, mesh: Mesh | None
+        self, params: Params, config: ModelConfig, x: jax.Array, *, mesh: Mesh | None
     ) -> jax.Array:
         """x [R, d_model], the last layer's output -> [R, width of the output embedding]. mesh: as
         in `Embed`."""
@@ -239,7 +245,7 @@ class Family:
     model_types: tuple[str, ...]
     prefix: str
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
-    leaves: Callable[[Any], Params]
+    leaves: Callable[[ModelConfig], Params]
     embed: Embed
     layer: Layer
     finish: Finish

@@ -120,8 +120,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     )
 
 
-def leaves(config: LlamaConfig) -> LlamaParams:
+def leaves(config: ModelConfig) -> LlamaParams:
     """The parameters' specs and places in a checkpoint, see `jaxserve.models.base.Family`."""
+    assert isinstance(config, LlamaConfig)
     d, vocab, std = config.d_model, config.vocab_size, config.init_std
     return LlamaParams(
         embed_tokens=table_leaf(f"{PREFIX}embed_tokens", vocab, d, "vocab", std),
@@ -135,7 +136,7 @@ def leaves(config: LlamaConfig) -> LlamaParams:
 
 def embed(
     params: LlamaParams,
-    config: LlamaConfig,
+    config: ModelConfig,
     inputs: StepInputs,
     *,
     dtype: DTypeLike,
@@ -148,7 +149,7 @@ def embed(
 
 def layer(
     weights: LlamaLayer,
-    config: LlamaConfig,
+    config: ModelConfig,
     x: jax.Array,
     attention: Attention,
     *,
@@ -164,7 +165,7 @@ def layer(
 
 
 def finish(
-    params: LlamaParams, config: LlamaConfig, x: jax.Array, *, mesh: Mesh | None
+    params: LlamaParams, config: ModelConfig, x: jax.Array, *, mesh: Mesh | None
 ) -> jax.Array:
     """The final norm of x [R, d_model]; see `jaxserve.models.base.Finish`."""
     return rms_norm(x, params.final_norm.scale, config.norm_eps)

@@ -121,8 +121,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> OPTConfig:
     )
 
 
-def leaves(config: OPTConfig) -> OPTParams:
+def leaves(config: ModelConfig) -> OPTParams:
     """The parameters' specs and places in a checkpoint, see `jaxserve.models.base.Family`."""
+    assert isinstance(config, OPTConfig)
     d, e, std = config.d_model, config.embed_dim, config.init_std
     decoder = f"{PREFIX}decoder"
 
@@ -148,7 +149,7 @@ def leaves(config: OPTConfig) -> OPTParams:
 
 def embed(
     params: OPTParams,
-    config: OPTConfig,
+    config: ModelConfig,
     inputs: StepInputs,
     *,
     dtype: DTypeLike,
@@ -163,9 +164,10 @@ def embed(
 
 
 def layer(
-    weights: OPTLayer, config: OPTConfig, x: jax.Array, attention: Attention, *, mesh: Mesh | None
+    weights: OPTLayer, config: ModelConfig, x: jax.Array, attention: Attention, *, mesh: Mesh | None
 ) -> tuple[Carry, jax.Array]:
     """One layer of x [T, d_model]; see `jaxserve.models.base.Layer`."""
+    assert isinstance(config, OPTConfig)
 
     def norm(x: jax.Array, norm: Norm, *, before: bool) -> jax.Array:
         # Pre-norm models normalise a sub-layer's input, post-norm ones its sum with the residual.
@@ -181,7 +183,7 @@ def layer(
     return carry, norm(x, weights.mlp_norm, before=False)
 
 
-def finish(params: OPTParams, config: OPTConfig, x: jax.Array, *, mesh: Mesh | None) -> jax.Array:
+def finish(params: OPTParams, config: ModelConfig, x: jax.Array, *, mesh: Mesh | None) -> jax.Array:
     """The final norm, where there is one, and [R, d_model] -> [R, embed_dim]; see
     `jaxserve.models.base.Finish`."""
     if params.final_norm is not None:

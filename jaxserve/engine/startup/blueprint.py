@@ -17,6 +17,7 @@ from jaxserve.engine.device.step_model import StepModel
 from jaxserve.engine.startup.engine_choices import Choices
 from jaxserve.engine.startup.model_options import load_shape
 from jaxserve.models import sharding
+from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import make_pool
 from jaxserve.progress import Show
 from jaxserve.weights import fuse_loaded, load_params
@@ -155,5 +156,5 @@ def _step_model(served: ServedModelConfig, tensor: int, blueprint: Blueprint) ->
     )
 
 
-def _shape(model: Any) -> dict[str, str]:
+def _shape(model: ModelConfig) -> dict[str, str]:
     return {field.name: repr(getattr(model, field.name)) for field in dataclasses.fields(model)}
