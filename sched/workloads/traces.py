@@ -45,7 +45,6 @@ class Trace:
 
 # (arrival in seconds from any start, or None; prompt tokens; output tokens)
 Row = tuple[float | None, int, int]
-CsvRow = Callable[[str, Sequence[str]], Row | None]
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -90,31 +89,31 @@ def _is_json(path: str | Path) -> bool:
 def _csv_rows(path: str | Path, file: Iterable[str]) -> Iterator[tuple[Row, Extras]]:
     reader = csv.reader(file)
     header = tuple(next(reader, []))
-    own, parse = _format_of(path, header)
+    known = _format_of(path, header)
+    own = len(known.columns)
     last = -math.inf
     for fields in reader:
         where = f"{path}:{reader.line_num}"
         if len(fields) != len(header):
             raise WorkloadError(f"{where}: {len(header)} columns expected, got {len(fields)}")
-        row = parse(where, fields)
+        row = known.row(where, fields)
         if row is not None:
             last = _in_order(where, row[0], last)
             cells = dict(zip(header[own:], fields[own:], strict=True))
             yield row, extras_of(where, cells, row[2])
 
 
-def _format_of(path: str | Path, header: tuple[str, ...]) -> tuple[int, CsvRow]:
-    """How many columns are the format's own, and what reads them."""
-    for names, parse in _FORMATS.items():
-        more = header[len(names) :]
-        if header[: len(names)] == names and (set(more) <= set(OPTIONAL_COLUMNS)):
+def _format_of(path: str | Path, header: tuple[str, ...]) -> _Format:
+    for known in _FORMATS:
+        more = header[len(known.columns) :]
+        if header[: len(known.columns)] == known.columns and set(more) <= set(OPTIONAL_COLUMNS):
             if len(set(more)) < len(more):
                 raise WorkloadError(f"{path}:1: a column comes twice in {','.join(header)!r}")
-            return len(names), parse
-    known = "; ".join(",".join(names) for names in _FORMATS)
+            return known
+    headers = "; ".join(",".join(known.columns) for known in _FORMATS)
     raise WorkloadError(
-        f"{path}:1: unknown header {','.join(header)!r:.200}; known: {known}; each may be followed "
-        f"by {','.join(OPTIONAL_COLUMNS)}"
+        f"{path}:1: unknown header {','.join(header)!r:.200}; known: {headers}; each may be "
+        f"followed by {','.join(OPTIONAL_COLUMNS)}"
     )
 
 
@@ -180,61 +179,44 @@ def _number(where: str, name: str, value: Any) -> str:
     return str(value)
 
 
-def _azure(where: str, fields: Sequence[str]) -> Row:
+def _moment(where: str, name: str, text: str) -> float:
     try:
-        at = datetime.fromisoformat(fields[0]).timestamp()
+        return datetime.fromisoformat(text).timestamp()
     except ValueError as error:
-        raise WorkloadError(f"{where}: TIMESTAMP must be a time, got {fields[0]!r:.40}") from error
-    return (
-        at,
-        length_of(where, "ContextTokens", fields[1]),
-        length_of(where, "GeneratedTokens", fields[2]),
-    )
+        raise WorkloadError(f"{where}: {name} must be a time, got {text!r:.40}") from error
 
 
-def _burstgpt(where: str, fields: Sequence[str]) -> Row | None:
-    at = seconds_of(where, "Timestamp", fields[0])
-    if fields[3] == "0":
-        return None
-    return (
-        at,
-        length_of(where, "Request tokens", fields[2]),
-        length_of(where, "Response tokens", fields[3]),
-    )
+@dataclass(frozen=True)
+class _Format:
+    """columns: of a CSV file, at the beginning of each row. prompt, output, at: which of them have
+    the lengths, and the arrival, None for none; moment: what reads that. failures: whether rows
+    without output are of requests that failed."""
+
+    columns: tuple[str, ...]
+    prompt: int
+    output: int
+    at: int | None = None
+    moment: Callable[[str, str, str], float] = seconds_of
+    failures: bool = False
+
+    def row(self, where: str, fields: Sequence[str]) -> Row | None:
+        """What a row says; None of one that failed."""
+        at = None
+        if self.at is not None:
+            at = self.moment(where, self.columns[self.at], fields[self.at])
+        if self.failures and fields[self.output] == "0":
+            return None
+        prompt, output = (
+            length_of(where, self.columns[i], fields[i]) for i in (self.prompt, self.output)
+        )
+        return at, prompt, output
 
 
-def _infermax(where: str, fields: Sequence[str]) -> Row:
-    return (
-        seconds_of(where, "arrived_at", fields[1]),
-        length_of(where, "I", fields[2]),
-        length_of(where, "O", fields[3]),
-    )
-
-
-def _lengths(where: str, fields: Sequence[str]) -> Row:
-    return (
-        None,
-        length_of(where, "prompt_tokens", fields[0]),
-        length_of(where, "output_tokens", fields[1]),
-    )
-
-
-def _timed_lengths(where: str, fields: Sequence[str]) -> Row:
-    _, prompt, output = _lengths(where, fields[1:])
-    return seconds_of(where, "arrival_s", fields[0]), prompt, output
-
-
-_FORMATS: dict[tuple[str, ...], CsvRow] = {
-    ("prompt_tokens", "output_tokens"): _lengths,
-    ("arrival_s", "prompt_tokens", "output_tokens"): _timed_lengths,
-    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"): _azure,
-    (
-        "Timestamp",
-        "Model",
-        "Request tokens",
-        "Response tokens",
-        "Total tokens",
-        "Log Type",
-    ): _burstgpt,
-    ("id", "arrived_at", "I", "O"): _infermax,
-}
+_BURSTGPT = ("Timestamp", "Model", "Request tokens", "Response tokens", "Total tokens", "Log Type")
+_FORMATS = (
+    _Format(("prompt_tokens", "output_tokens"), 0, 1),
+    _Format(("arrival_s", "prompt_tokens", "output_tokens"), 1, 2, 0),
+    _Format(("TIMESTAMP", "ContextTokens", "GeneratedTokens"), 1, 2, 0, _moment),
+    _Format(_BURSTGPT, 2, 3, 0, failures=True),
+    _Format(("id", "arrived_at", "I", "O"), 2, 3, 1),
+)
