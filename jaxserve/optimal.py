@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from jaxserve.sched.simulation.systems.profiles import UnknownSystem
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.workload import WorkloadError
-from jaxserve.workload_flags import positive_int
+from jaxserve.workload_flags import positive_int, seconds
 from jaxserve.writable import check_file
 
 
@@ -202,21 +201,14 @@ def _parser() -> Parser:
     add("--block_size", type=positive_int, default=1, help="tokens of a block (1)")
     add("--whole_prompts", action="store_true", help="prompts are not cut; much faster to solve")
     add("--objective", choices=OBJECTIVES, default="latency", help="what to make small (latency)")
-    add("--better_than", type=_seconds, help="only ask whether a schedule below so many s exists")
+    add("--better_than", type=seconds, help="only ask whether a schedule below so many s exists")
     add("--warm_start", default="vllm", help="a policy to start from, or none (vllm)")
     add(
         "--max_batches", type=positive_int, default=0, help="of a schedule (all that can be needed)"
     )
-    add("--time_limit", type=_seconds, default=60.0, help="seconds (60)")
+    add("--time_limit", type=seconds, default=60.0, help="seconds (60)")
     add("--workers", type=positive_int, default=2, help="of the solver (2)")
     add("--seed", type=int, default=0, help="of the solver (0)")
     add("--json", action="store_true", help="one JSON object as the last line")
     add("--picture", metavar="PATH", help="requests by batches, as in the paper's Figure 15")
     return parser
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
-    return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from typing import Any
 
 from jaxserve.sched.request import SLO
@@ -44,6 +45,24 @@ def positive_int(text: str, most: int = MOST) -> int:
     if value > most:
         raise argparse.ArgumentTypeError(f"must be at most {most}, got {value}")
     return value
+
+
+def number(limits: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """The type of a flag whose value fits; argparse says of any other what the limits are."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"must be {limits}, got {text!r:.40}")
+        return value
+
+    return parse
+
+
+seconds = number("a positive number of seconds", lambda value: 0 < value < math.inf)
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:

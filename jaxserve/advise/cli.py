@@ -34,7 +34,7 @@ from jaxserve.advise.rounds import Advice, advise
 from jaxserve.command_line import Parser, exit_code
 from jaxserve.sched.registry import deployable, make_policy
 from jaxserve.sched.slo.metrics import has_targets
-from jaxserve.simulate import asked, flags, output, replay
+from jaxserve.simulate import flags, output, replay
 from jaxserve.simulate.runs import REFUSED, Run
 from jaxserve.simulate.workers import Workers
 
@@ -95,13 +95,13 @@ def _advise(args: argparse.Namespace) -> int:
             args.seed = recorded.recording.header.seed
         served = recorded.recording.header.policy
         args.policy += [served] if served not in args.policy else []
-        runs = asked.runs(args, [recorded.workload])
+        runs = flags.runs(args, [recorded.workload])
         if args.system is None:
             runs = [recorded.on_the_recorded(run) for run in runs]
         notes = recorded.notes
     else:
         args.seed = args.seed or 0
-        runs, notes = asked.runs(args, asked.specs(args)), ()
+        runs, notes = flags.runs(args, flags.specs(args)), ()
     _check_targets(runs[0])
     with Workers(args.jobs) as workers:
         advice = advise(runs, args.seeds, workers)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from jaxserve.advise.margins import ATTAINMENT, DEFAULT, margin, plainness, score
 from jaxserve.sched.simulation.simulator import SimulationError
 from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.simulate.replay import Recorded
 from jaxserve.simulate.runs import REFUSED, Outcome, Run, Source
 from jaxserve.simulate.sweep import Point, sweep
 from jaxserve.simulate.workers import Workers
@@ -137,7 +136,6 @@ def _at(source: Source, factor: float) -> Source | None:
     if isinstance(source, WorkloadSpec):
         rate = source.rate or _rate(source)
         return None if rate is None else dataclasses.replace(source, rate=_short(rate * factor))
-    assert isinstance(source, Recorded)
     own = _rate(source)
     if own is None:
         return None

@@ -66,11 +66,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.command_line import exit_code
-from jaxserve.simulate import as_json, asked, flags, output, replay
+from jaxserve.simulate import flags, output, replay
 from jaxserve.simulate.report import capacity_report, columns, report
 from jaxserve.simulate.runs import REFUSED
 from jaxserve.simulate.search import search
-from jaxserve.simulate.sweep import paired, sweep
+from jaxserve.simulate.sweep import Point, Ratios, paired, sweep
 from jaxserve.simulate.workers import Workers
 
 
@@ -95,13 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     """Every policy at every rate."""
-    runs = asked.runs(args, asked.specs(args))
+    runs = flags.runs(args, flags.specs(args))
     output.check(args, len(runs))
     with Workers(args.jobs) as workers:
         points = sweep(runs, args.seeds, workers)
     compared = paired(points)
     output.write(args, points)
-    _say(args, report(points, compared, _seeds(args)), as_json.comparison(points, compared))
+    _say(args, report(points, compared, _seeds(args)), _comparison(points, compared))
     return 0
 
 
@@ -110,7 +110,7 @@ def _replay(args: argparse.Namespace) -> int:
     recorded = replay.read(args)
     if args.seed is None:
         args.seed = recorded.recording.header.seed
-    runs = asked.runs(args, [recorded.workload])
+    runs = flags.runs(args, [recorded.workload])
     if args.system is None:
         runs = [recorded.on_the_recorded(run) for run in runs]
     output.check(args, len(runs))
@@ -121,9 +121,14 @@ def _replay(args: argparse.Namespace) -> int:
     points = [served, *points]
     compared = paired(points)
     text = report(points, compared, _seeds(args))
-    found = as_json.comparison(points, compared) | {"recording": recorded.as_json()}
+    found = _comparison(points, compared) | {"recording": recorded.as_json()}
     _say(args, "\n".join([text, "", *recorded.notes]), found)
     return 0
+
+
+def _comparison(points: Sequence[Point], compared: Sequence[Ratios]) -> dict[str, Any]:
+    """`points`: every policy at every rate; `ratios`: those of the policies to the first one."""
+    return {"points": [p.as_json() for p in points], "ratios": [one.as_json() for one in compared]}
 
 
 def _seeds(args: argparse.Namespace) -> range:
@@ -134,13 +139,19 @@ def _find(args: argparse.Namespace) -> int:
     """The capacity of every policy."""
     args.rate = args.rate or [flags.FIRST_RATE]
     level = flags.ATTAINMENT if args.attainment is None else args.attainment
-    runs = asked.runs(args, asked.specs(args))
+    runs = flags.runs(args, flags.specs(args))
     output.check(args, len(runs))
     with Workers(args.jobs) as workers:
         searches = search(runs, level, args.seeds, workers)
-    output.write(args, [point for one in searches for point in one.points()])
+    tried = [point for one in searches for point in one.points()]
+    output.write(args, tried)
     found = [(one.point(), one.capacity()) for one in searches]
-    _say(args, capacity_report(found, level), as_json.capacities(searches))
+    capacities = [
+        {"policy": point.run.policy, "rate": capacity.rate, "bound": capacity.bound}
+        for point, capacity in found
+    ]
+    content = {"capacity": capacities, "points": [point.as_json() for point in tried]}
+    _say(args, capacity_report(found, level), content)
     problems = [one.problem() for one in searches if one.problem()]
     for problem in problems:
         print(f"jaxserve simulate: {problem}", file=sys.stderr)

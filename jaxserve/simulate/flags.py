@@ -1,21 +1,23 @@
-"""The flags of the command, and which of them do not go together."""
+"""The flags of the command, which of them do not go together, and the runs that they ask for."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from jaxserve import workload_flags
 from jaxserve.command_line import Parser
 from jaxserve.sched.cache.cache_kinds import HIDDEN_READS
+from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation import simulator
 from jaxserve.sched.workloads.closed_loop import ClosedLoop, parse_closed_loop
-from jaxserve.sched.workloads.specs import ARRIVALS
+from jaxserve.sched.workloads.specs import ARRIVALS, WorkloadSpec
 from jaxserve.sched.workloads.workload import WorkloadError
-from jaxserve.simulate import routing_flags
-from jaxserve.workload_flags import positive_int
+from jaxserve.simulate import output, routing_flags
+from jaxserve.simulate.runs import Run, Source
+from jaxserve.workload_flags import number, positive_int, seconds
 
 SYSTEM = "llama-2-7b@a100"
 SEEDS = 5
@@ -36,6 +38,10 @@ NOT_REPLAYED = (  # with --replay, which says all of it
     "classes",
     "max_tokens",
     "find",
+)
+_OF_A_RUN = (  # as `Run` has them
+    *("rules", "kv_tokens", "host_tokens", "block_size", "max_batch_tokens", "max_prefill_tokens"),
+    *("max_rows", "replicas", "seed", "hidden_read", "max_queue", "refuse_late"),
 )
 NOT_FOUND = ("requests_table", "batches_table", "chrome_trace", "plots")  # not with --find
 
@@ -119,7 +125,7 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
     add("--cv", type=float, help="of gamma arrivals: deviation of the gaps over their mean")
     add("--on_s", type=float, help="of on_off arrivals: mean seconds on")
     add("--off_s", type=float, help="of on_off arrivals: mean seconds off")
-    add("--duration", type=_seconds, help="seconds; who comes later is left out, the run cut off")
+    add("--duration", type=seconds, help="seconds; who comes later is left out, the run cut off")
     add(
         "--best_effort",
         type=_closed_loop,
@@ -137,7 +143,7 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
     add("--max_queue", type=int, help="unfinished requests beside max_rows; refuse more (no limit)")
     add(
         "--refuse_late",
-        type=_share_of_target,
+        type=number("at least 0", lambda share: share >= 0),
         help="refuse who is expected to wait for more than this share of the TTFT, as the server "
         "does (nobody)",
     )
@@ -160,7 +166,8 @@ def add_how_often(parser: Parser) -> None:
 def _add_what_is_asked(parser: Parser) -> None:
     add = parser.add_argument
     add("--find", choices=("capacity",), help="the highest rate that attains the SLO; see above")
-    add("--attainment", type=_share, help=f"share of the requests that have to ({ATTAINMENT})")
+    share = number("above 0 and at most 1", lambda share: 0 < share <= 1)
+    add("--attainment", type=share, help=f"share of the requests that have to ({ATTAINMENT})")
     add("--summary", type=_path, metavar="PATH", help="a row a run, and their means, .csv")
     add("--requests_table", type=_path, metavar="PATH", help="a row a request, .csv or .json")
     add("--batches_table", type=_path, metavar="PATH", help="a row a batch, .csv or .json")
@@ -195,26 +202,6 @@ def _rates(text: str) -> list[float]:
     return _different(rates)
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
-    return value
-
-
-def _share_of_target(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
-    return value
-
-
 def _closed_loop(text: str) -> ClosedLoop:
     try:
         return parse_closed_loop(text)
@@ -235,17 +222,28 @@ def _seed(text: str) -> int:
     return int(text)
 
 
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = math.nan
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r:.40}")
-    return share
-
-
 def _path(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("needs a path")
     return text
+
+
+def specs(args: argparse.Namespace) -> list[WorkloadSpec]:
+    """One a rate."""
+    named = ("num_requests", "arrivals", "cv", "on_s", "off_s", "duration", "best_effort")
+    given = {name: getattr(args, name) for name in named} | workload_flags.options(args)
+    return [WorkloadSpec(args.workload, rate=rate, **given) for rate in args.rate or [None]]
+
+
+def runs(args: argparse.Namespace, sources: Sequence[Source]) -> list[Run]:
+    """One a policy and source, with the first seed. What is wrong with any is said before anything
+    runs."""
+    given: dict[str, Any] = {name: getattr(args, name) for name in _OF_A_RUN}
+    given |= {"routing": routing_flags.routing(args), "keep": output.keeps(args)}
+    given |= {"system": args.system or SYSTEM, "record_rows": output.records_rows(args)}
+    found = [Run(policy, workload=one, **given) for policy in args.policy for one in sources]
+    for run in found:
+        run.limits()
+    if args.max_prefill_tokens and not any(make_policy(name).chunked for name in args.policy):
+        raise ValueError("--max_prefill_tokens is for policies that compute prompts in chunks")
+    return found

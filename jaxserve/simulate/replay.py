@@ -13,34 +13,9 @@ from jaxserve.sched.simulation.recording import replay
 from jaxserve.sched.simulation.recording.replay import Recording
 from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.workloads.classes import with_targets
-from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.workload import Workload
-from jaxserve.simulate.runs import Outcome, Run
+from jaxserve.simulate.runs import Outcome, Recorded, Run
 from jaxserve.simulate.sweep import Point
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A workload that is there already, for `Run.workload`. lengths: what it is called."""
-
-    lengths: str
-    workload: Workload
-    rate: float | None = None
-    duration: float | None = None
-    best_effort: ClosedLoop | None = None
-
-    @property
-    def count(self) -> float:
-        """Requests."""
-        return len(self.workload)
-
-    def make(self, seed: int) -> Workload:
-        """The same for every seed."""
-        return self.workload
-
-    def drawn(self) -> bool:
-        """Whether the seed matters: it does not."""
-        return False
 
 
 @dataclass(frozen=True)

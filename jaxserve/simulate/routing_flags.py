@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 
 from jaxserve.command_line import Parser
 from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.simulation.settings import Fault, Routing
 from jaxserve.sched.workloads.classes import time_of, values_of
 from jaxserve.sched.workloads.workload import WorkloadError
-from jaxserve.workload_flags import positive_int
+from jaxserve.workload_flags import number, positive_int
 
 MOST_REPLICAS = 1 << 14  # each has a scheduler
 MOST_SECONDS = 1e6
@@ -34,7 +35,7 @@ def add_flags(parser: Parser) -> None:
         help="from one of a replica's to the next (0: seen as it is)",
     )
     add("--snapshot_age_s", type=_seconds, help="that one is under way, less than that (0)")
-    add("--snapshot_loss", type=_loss, help="share of them that is lost (0)")
+    add("--snapshot_loss", type=_number(0.0, 1.0), help="share of them that is lost (0)")
     add("--faults", type=_faults, metavar="REPLICA[:at=60s]...", help="see above")
 
 
@@ -90,23 +91,12 @@ def _interval(text: str) -> float:
     return value
 
 
-def _seconds(text: str) -> float:
-    return _number(text, 0.0, MOST_SECONDS)
+def _number(low: float, high: float) -> Callable[[str], float]:
+    return number(f"a number from {low:g} to {high:g}", lambda value: low <= value <= high)
 
 
-def _loss(text: str) -> float:
-    return _number(text, 0.0, 1.0)
-
-
-def _number(text: str, low: float, high: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high:
-        limits = f"must be a number from {low:g} to {high:g}"
-        raise argparse.ArgumentTypeError(f"{limits}, got {text!r:.40}")
-    return value
+_seconds = _number(0.0, MOST_SECONDS)
+_slowdown = _number(1.0, MOST_SLOWDOWN)
 
 
 def _faults(text: str) -> tuple[Fault, ...]:
@@ -134,7 +124,7 @@ def _fault(part: str) -> Fault:
         if "notice" in values:
             raise WorkloadError(f"{where}: notice= is of one that dies, slow= of one that does not")
         try:
-            slowdown = _number(values["slow"], 1.0, MOST_SLOWDOWN)
+            slowdown = _slowdown(values["slow"])
         except argparse.ArgumentTypeError as error:
             raise WorkloadError(f"{where}: slow {error}") from None
     times = {

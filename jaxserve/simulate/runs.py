@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,15 @@ from jaxserve.sched.simulation.settings import Routing
 from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
+from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.workload import Workload
 
 REFUSED = (ValueError, InvalidPlan, OSError)
+# Of a run, as `simulate` has them.
+_SIMULATED = (
+    *("kv_tokens", "num_blocks", "host_tokens", "block_size", "rules", "overlap", "replicas"),
+    *("routing", "max_queue", "refuse_late", "record_rows"),
+)
 
 
 @dataclass(frozen=True)
@@ -42,41 +48,32 @@ class Outcome:
         return cls(result.summary(), result.kv_tokens, result.seed_read, result.attained, kept)
 
 
-class Source(Protocol):
-    """Where a workload comes from: `WorkloadSpec`, or a recording."""
+@dataclass(frozen=True)
+class Recorded:
+    """A workload that is there already, beside those that a `WorkloadSpec` makes. lengths: what it
+    is called."""
 
-    @property
-    def lengths(self) -> str:
-        """What it is called."""
-        ...
+    lengths: str
+    workload: Workload
+    rate: float | None = None
+    duration: float | None = None
+    best_effort: ClosedLoop | None = None
 
     @property
     def count(self) -> float:
-        """Requests; infinity where that is known only when they are made."""
-        ...
-
-    @property
-    def rate(self) -> float | None:
-        """Requests/s; None if it is not given."""
-        ...
-
-    @property
-    def duration(self) -> float | None:
-        """Seconds after which the run is cut off; None for never."""
-        ...
-
-    @property
-    def best_effort(self) -> ClosedLoop | None:
-        """What comes beside the workload."""
-        ...
+        """Requests."""
+        return len(self.workload)
 
     def make(self, seed: int) -> Workload:
-        """The workload; the same for the same seed."""
-        ...
+        """The same for every seed."""
+        return self.workload
 
     def drawn(self) -> bool:
-        """Whether the seed matters."""
-        ...
+        """Whether the seed matters: it does not."""
+        return False
+
+
+Source = WorkloadSpec | Recorded
 
 
 @dataclass(frozen=True)
@@ -152,20 +149,10 @@ class Run:
             workload,
             self.place(),
             limits=self.limits(),
-            kv_tokens=self.kv_tokens,
-            num_blocks=self.num_blocks,
-            host_tokens=self.host_tokens,
-            block_size=self.block_size,
-            rules=self.rules,
-            overlap=self.overlap,
-            replicas=self.replicas,
-            routing=self.routing,
-            max_queue=self.max_queue,
-            refuse_late=self.refuse_late,
             seed=self.seed,
             best_effort=self.workload.best_effort,
             until=math.inf if self.workload.duration is None else self.workload.duration,
-            record_rows=self.record_rows,
+            **{name: getattr(self, name) for name in _SIMULATED},
             progress=None if progress is None else lambda count: progress(count * share),
             compiling=compiling,
         )

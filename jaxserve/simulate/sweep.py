@@ -54,6 +54,16 @@ class Point:
         """Of the confidence intervals; None for each number of one seed."""
         return half_width(self.numbers)
 
+    def as_json(self) -> dict[str, Any]:
+        """Its numbers, and those of each run."""
+        return {
+            **self.named,
+            "seed_matters": self.seed_matters,
+            "mean": self.mean,
+            "half_width": self.half_width,
+            "runs": _by_seed(self.seeds, self.numbers),
+        }
+
 
 @dataclass(frozen=True)
 class Ratios:
@@ -74,6 +84,21 @@ class Ratios:
         ours, theirs = (one.numbers * (count // len(one.outcomes)) for one in (point, base))
         values = ratios(ours, theirs)
         return cls(point.run.policy, base.run.policy, point.run.rate, longer.seeds, values)
+
+    def as_json(self) -> dict[str, Any]:
+        """Likewise."""
+        return {
+            "policy": self.policy,
+            "to": self.to,
+            "rate": self.rate,
+            "mean": mean(self.values),
+            "half_width": half_width(self.values),
+            "runs": _by_seed(self.seeds, self.values),
+        }
+
+
+def _by_seed(seeds: range, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"seed": seed, **numbers} for seed, numbers in zip(seeds, values, strict=True)]
 
 
 def sweep(runs: Sequence[Run], seeds: int, workers: Workers) -> list[Point]:

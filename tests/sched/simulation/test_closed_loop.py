@@ -327,7 +327,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         ([LOAD], "--duration is needed"),
         (["--best_effort=open", "--duration=2"], "argument --best_effort: best-effort load is"),
         (["--duration=0"], "argument --duration: must be a positive number of seconds"),
-        (["--duration=long"], "argument --duration: must be a number"),
+        (
+            ["--duration=long"],
+            "argument --duration: must be a positive number of seconds, got 'long'",
+        ),
         ([LOAD, "--duration=2", "--max_queue=2"], "--max_queue does not go with them"),
         ([LOAD, "--duration=2", "--find=capacity"], "no SLO that --find=capacity could look at"),
     ],
