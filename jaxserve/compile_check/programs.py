@@ -16,7 +16,7 @@ from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.hidden_cache import make_project_to_kv
 from jaxserve.engine.device.model_step import make_model_step
 from jaxserve.engine.device.prompt_logprobs_step import make_prompt_step
-from jaxserve.engine.device.sampling import Newest
+from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.models import sharding
 from jaxserve.models.fused import fused_specs

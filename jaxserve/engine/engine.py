@@ -13,34 +13,35 @@ import functools
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
-from jaxserve.engine.commands import Cancel, Submit
 from jaxserve.engine.device.compile_counter import CompileCounter
 from jaxserve.engine.device.executor import Executor
-from jaxserve.engine.device.sampling import RequestRow
-from jaxserve.engine.engine_snapshot import EngineSnapshot
+from jaxserve.engine.device.sampling_state import RequestRow
 from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.engine.failures import attempt, describe, refuse, with_traceback
 from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.request_places import RequestPlaces
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
-from jaxserve.engine.step_loop import StepLoop
+from jaxserve.engine.step_loop import StepLoop, Submit
 from jaxserve.engine.text.detokenizer import Tokenizer
 from jaxserve.engine.text.grammars import Grammars
 from jaxserve.engine.text.stop_conditions import ContinuationText
 from jaxserve.engine.ttft_estimator import LiveTtftEstimator
+from jaxserve.sched.cache.pool_map import pool_map
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.cost.reachability import slo_problems
 from jaxserve.sched.request import Grammar, Request, validate
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo.backlog import Backlog
+from jaxserve.sched.slo.tiers import blocks_used
 from jaxserve.sched.slo.ttft_estimator import Wait
+from jaxserve.sched.state.request_table import DRAINING, HELD, RUNNING, WAITING
 from jaxserve.sched.step_timing import StepWatch
 
 log = logging.getLogger(__name__)
@@ -96,15 +97,12 @@ class Engine:
         self._ttft_estimator = LiveTtftEstimator(
             scheduler, step_loop.watch, clock, lambda: step_loop.arrivals
         )
-        self._snapshot = EngineSnapshot(
-            scheduler, self._step_loop, self._compiles, self._ttft_estimator
-        )
         self._grammars = Grammars(tokenizer.definition(), info.vocab_size, eos_ids)
         self._failure_listeners: list[Callable[[BaseException], None]] = []
         self._thread: threading.Thread | None = None
         # Shared between threads, under the condition's lock.
         self._wake = threading.Condition()
-        self._inbox: deque[Submit | Cancel] = deque()
+        self._inbox: deque[Submit | str] = deque()  # and ids of requests to cancel
         self._places = RequestPlaces(scheduler.table.capacity)
         self._open, self._stop = True, False
         self._failure: BaseException | None = None
@@ -212,14 +210,35 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         """Ends a request; its blocks are free within one step. Unknown or ended ids are ignored."""
         with self._wake:
-            self._inbox.append(Cancel(request_id))
+            self._inbox.append(request_id)
             self._wake.notify()
 
     def stats(self) -> EngineStats:
         """A snapshot, taken while the engine runs: its counts may be one step apart."""
         with self._wake:
             queued = sum(isinstance(c, Submit) for c in self._inbox)
-        return self._snapshot.stats(queued, self._cost_model.error)
+        scheduler, failures = self._scheduler, self._step_loop.failures
+        table, pool, host = scheduler.table, scheduler.pool, scheduler.host
+        return EngineStats(
+            waiting=int(np.isin(table.state, (WAITING, HELD)).sum()) + queued,
+            running=int(np.isin(table.state, (RUNNING, DRAINING)).sum()),
+            blocks_total=pool.num_blocks,
+            blocks_free=pool.num_free,
+            blocks=blocks_used(pool, table.tier),
+            host_slots_total=host.capacity,
+            host_slots_used=host.num_used,
+            slots_checkpointed=host.num_saved,
+            slots_restored=host.num_restored,
+            host_full=host.num_full,
+            preemptions=scheduler.preemptions,
+            compiles_after_warmup=self._compiles.count,
+            steps=self._step_loop.steps,
+            step_time_error=self._cost_model.error,
+            expected_wait=self._ttft_estimator.by_tier(),
+            request_failures=failures.requests,
+            step_failures=failures.steps,
+            observer_failures=failures.observers,
+        )
 
     def expected_wait(self, request: Request) -> Wait:
         """How long a request that is submitted now is expected to wait for its first token."""
@@ -232,11 +251,15 @@ class Engine:
     def block_map(self) -> np.ndarray:
         """What each block holds, uint8 [num_blocks] of `sched.pool_map.BlockUse`. Taken while the
         engine runs: parts of it may be one step apart."""
-        return self._snapshot.block_map()
+        return pool_map(self._scheduler.pool, self._scheduler.table.tier)
 
     def live_counts(self) -> dict[tuple[str, str, bool], int]:
         """Continuations by (SLO class, tier, whether they hold cache), one step apart at most."""
-        return self._snapshot.live_counts()
+        held = self._scheduler.pool.held
+        return Counter(
+            (one.request.slo_class, one.request.tier.name.lower(), bool(held[row]))
+            for row, one in list(self._step_loop.live.items())
+        )
 
     def add_observer(self, observer: Observer) -> None:
         """Calls the observer for every step and token from now on, on the engine thread: it must
@@ -273,7 +296,7 @@ class Engine:
         with self._wake:
             self._open = False
             clean = self._wake.wait_for(lambda: not self._places, timeout=grace_s)
-            self._inbox.extend(Cancel(name) for name in self._places.ids)
+            self._inbox.extend(self._places.ids)
             self._wake.notify_all()
             self._wake.wait_for(lambda: not self._places)
         return clean
@@ -355,7 +378,7 @@ class Engine:
             if isinstance(command, Submit):
                 self._step_loop.admit(command)
             else:
-                self._step_loop.cancel(command.request_id)
+                self._step_loop.cancel(command)
         return True
 
     def _over(self, request_id: str) -> None:

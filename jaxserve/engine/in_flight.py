@@ -7,35 +7,22 @@ from dataclasses import dataclass
 from jaxserve.engine.device.executor import Handle, PendingSample
 from jaxserve.engine.prompt_logprobs import PromptLogprobs
 from jaxserve.engine.sequence import Continuation
-from jaxserve.sched.step import Step
+from jaxserve.engine.stats import StepStats
 from jaxserve.sched.step_timing import Watched
 
 
 @dataclass(frozen=True)
 class InFlight:
     """A launched step and whom its results belong to; rows i of the batch that sample. prompts:
-    what it tells of prompts, None if nothing. begin: when it was planned, in seconds; the others
-    are as `StepStats` has them."""
+    what it tells of prompts, None if nothing. begin: when it was planned, in seconds. stats: of it,
+    but for what is known at its end."""
 
     handle: Handle | PendingSample
     emitting: list[tuple[int, Continuation]]
     prompts: PromptLogprobs | None
-    step: Step
     watched: Watched
-    lengthening: float
-    padded_tokens: int
-    preemptions: int
-    num_live: int
-    num_received: int
-    num_admitted: int
-    after_idle: bool
-    kv_used: int
-    num_shared: int
     begin: float
-    wake_time: float
-    receive_time: float
-    plan_time: float
-    launch_time: float
+    stats: StepStats
 
     @property
     def recipients(self) -> list[Continuation]:

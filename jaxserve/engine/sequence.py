@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from jaxserve.engine.device.sampling import RequestRow, SlotParams
+from jaxserve.engine.device.sampling_state import RequestRow, SlotParams
 from jaxserve.engine.failures import refuse
 from jaxserve.engine.output import COMPLETE, FinishReason, Output, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import RequestStats

@@ -53,20 +53,21 @@ class StepStats:
     num_emitting: int
     after_idle: bool
     features: BatchFeatures
-    received: tuple[int, ...]
     kv_used: int
     num_hidden: int
     num_shared: int
-    end: float
-    step_time: float
-    device_time: float
     predicted_time: float
     lengthening: float
     wake_time: float
     receive_time: float
     plan_time: float
     launch_time: float
-    finish_time: float
+    # Known at its end.
+    received: tuple[int, ...] = ()
+    end: float = 0.0
+    step_time: float = 0.0
+    device_time: float = 0.0
+    finish_time: float = 0.0
 
     @property
     def num_tokens(self) -> int:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from jaxserve.engine.commands import Submit
 from jaxserve.engine.device.batch_layout import Layout, PackedBatch
 from jaxserve.engine.device.batching import build_batch, carry_out, sampling_rows
 from jaxserve.engine.device.compile_counter import CompileCounter, CompiledAfterWarmup
 from jaxserve.engine.device.executor import Executor, Handle, PendingSample
-from jaxserve.engine.device.sampling import SampleResult, SlotParams, mask_words, plain_slot
+from jaxserve.engine.device.sampling import SampleResult, mask_words
+from jaxserve.engine.device.sampling_state import RequestRow, SlotParams, plain_slot
 from jaxserve.engine.failures import (
     OF_NEWCOMERS,
     Failures,
@@ -23,16 +23,33 @@ from jaxserve.engine.failures import (
     refuse,
 )
 from jaxserve.engine.in_flight import InFlight
-from jaxserve.engine.output import COMPLETE, FinishReason
+from jaxserve.engine.output import COMPLETE, FinishReason, Output
 from jaxserve.engine.prompt_logprobs import PromptLogprobs, entries, untold
 from jaxserve.engine.sequence import NO_SLOT, Continuation
 from jaxserve.engine.stats import EngineInfo, StepStats
+from jaxserve.engine.text.stop_conditions import ContinuationText
 from jaxserve.sched.cache.cache_kinds import HIDDEN
+from jaxserve.sched.cost.reachability import Alone, SloProblem
 from jaxserve.sched.plan import BatchPlan, InvalidPlan, Join
+from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo.tiers import lengthening
 from jaxserve.sched.step import Discard, Step
 from jaxserve.sched.step_timing import StepWatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Submit:
+    """A request to serve, with all that it is served with, made on its caller's thread. texts: of
+    its continuations. row: for the device. alone: what an idle engine takes for it. problems: with
+    its targets."""
+
+    request: Request
+    on_output: Callable[[Output], None]
+    texts: Sequence[ContinuationText]
+    row: RequestRow
+    alone: Alone
+    problems: tuple[SloProblem, ...] = ()
 
 
 class StepLoop:
@@ -184,27 +201,32 @@ class StepLoop:
         for row in scheduler.release_finished(step).tolist():
             self._release_slot(self.live[row])
         watched = self.watch.launched(step, self._clock(), usual=prompts is None)
-        flying = InFlight(
-            handle,
-            emitting,
-            prompts,
-            step,
-            watched,
-            lengthening(step, scheduler.view, watched.predicted),
-            layout.tokens,
-            self._preemptions,
+        stats = StepStats(
+            num_rows=len(step),
+            num_decodes=step.num_decodes,
+            num_decode_tokens=step.num_decode_tokens,
+            num_prefill_tokens=step.num_prefill_tokens,
+            num_recomputed_tokens=step.num_recomputed_tokens,
+            padded_tokens=layout.tokens,
+            preemptions=self._preemptions,
             num_live=num_live,
             num_received=self._received,
             num_admitted=len(admitted),
+            num_moves=sum(not isinstance(move, Discard) for move in step.moves),
+            num_emitting=len(emitting),
             after_idle=idle,
+            features=watched.features,
             kv_used=kv_used,
+            num_hidden=int(np.count_nonzero(step.plan.kinds == HIDDEN)),
             num_shared=num_shared,
-            begin=begin,
+            predicted_time=watched.predicted,
+            lengthening=lengthening(step, scheduler.view, watched.predicted),
             wake_time=self._wake_time,
             receive_time=self._receive_time,
             plan_time=planned - begin,
             launch_time=self._clock() - planned,
         )
+        flying = InFlight(handle, emitting, prompts, watched, begin, stats)
         self._end_failed_members()
         self._preemptions = self._received = 0
         self._wake_time = self._receive_time = 0.0
@@ -262,8 +284,9 @@ class StepLoop:
             self._fail_step(error, step.recipients)
             return None
         self._since = self._clock()
-        took = step.launch_time + self._since - begin
-        return dataclasses.replace(step, handle=handle, launch_time=took)
+        took = step.stats.launch_time + self._since - begin
+        stats = dataclasses.replace(step.stats, launch_time=took)
+        return dataclasses.replace(step, handle=handle, stats=stats)
 
     def _mask(self, continuation: Continuation, to: np.ndarray) -> None:
         """Writes what its grammar allows next; it ends where that is nothing."""
@@ -294,7 +317,7 @@ class StepLoop:
         if self._compiles is not None and self._compiles.count:
             raise CompiledAfterWarmup(
                 f"{self._compiles.count} compilation(s) after the warm-up; the last step had "
-                f"{len(step.step)} rows and {step.padded_tokens} padded tokens"
+                f"{step.stats.num_rows} rows and {step.stats.padded_tokens} padded tokens"
             )
 
     def _take_in(self, step: InFlight, result: SampleResult, prompt: SampleResult | None) -> None:
@@ -331,35 +354,13 @@ class StepLoop:
         self, step: InFlight, received: tuple[int, ...], now: float, device_time: float
     ) -> None:
         """Tells the observers of a step whose tokens came now, to whom."""
-        booked, self._since = step.step, self._clock()
-        stats = StepStats(
-            num_rows=len(booked),
-            num_decodes=booked.num_decodes,
-            num_decode_tokens=booked.num_decode_tokens,
-            num_prefill_tokens=booked.num_prefill_tokens,
-            num_recomputed_tokens=booked.num_recomputed_tokens,
-            padded_tokens=step.padded_tokens,
-            preemptions=step.preemptions,
-            num_live=step.num_live,
-            num_received=step.num_received,
-            num_admitted=step.num_admitted,
-            num_moves=sum(not isinstance(move, Discard) for move in booked.moves),
-            num_emitting=len(step.emitting),
-            after_idle=step.after_idle,
-            features=step.watched.features,
+        self._since = self._clock()
+        stats = dataclasses.replace(
+            step.stats,
             received=received,
-            kv_used=step.kv_used,
-            num_hidden=int(np.count_nonzero(booked.plan.kinds == HIDDEN)),
-            num_shared=step.num_shared,
             end=now,
             step_time=now - step.begin,
             device_time=device_time,
-            predicted_time=step.watched.predicted,
-            lengthening=step.lengthening,
-            wake_time=step.wake_time,
-            receive_time=step.receive_time,
-            plan_time=step.plan_time,
-            launch_time=step.launch_time,
             finish_time=self._since - now,
         )
         self.observers.notify(lambda observer: observer.on_step(stats))

@@ -21,7 +21,7 @@ from jaxserve.bench.load_target import EngineTarget
 from jaxserve.config import Config
 from jaxserve.engine.device.batch_layout import Layout, Rows
 from jaxserve.engine.device.model_step import make_model_step
-from jaxserve.engine.device.sampling import Newest
+from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.engine.startup.build import build_engine
 from jaxserve.engine.startup.pool_size import choose_block_size

@@ -25,15 +25,8 @@ from jaxserve.engine.device.device_arrays import put_replicated
 from jaxserve.engine.device.hidden_cache import make_project_to_kv
 from jaxserve.engine.device.model_step import StepOutput, make_model_step
 from jaxserve.engine.device.prompt_logprobs_step import make_prompt_step
-from jaxserve.engine.device.sampling import (
-    SampleResult,
-    SlotParams,
-    admit,
-    init_state,
-    mask_words,
-    sample_full,
-    warm_up,
-)
+from jaxserve.engine.device.sampling import SampleResult, mask_words, sample_full
+from jaxserve.engine.device.sampling_state import SlotParams, admit, init_state, warm_up
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.models.base import Params
 from jaxserve.pallas_kernels import row_major

@@ -15,7 +15,8 @@ import numpy as np
 from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.buckets import Buckets
 from jaxserve.engine.device.executor import Executor, Handle, PendingSample
-from jaxserve.engine.device.sampling import SampleResult, SlotParams
+from jaxserve.engine.device.sampling import SampleResult
+from jaxserve.engine.device.sampling_state import SlotParams
 from jaxserve.engine.errors import HostLost
 from jaxserve.hosts.group import Group
 from jaxserve.hosts.link import PATIENCE_S

@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.engine.device.batch_layout import PLACEHOLDER, Layout, attention_batch, positions
 from jaxserve.engine.device.hidden_cache import attend_hidden, hidden_rows
-from jaxserve.engine.device.sampling import Newest, sample_greedy
+from jaxserve.engine.device.sampling import sample_greedy
+from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel, compiler_options
 from jaxserve.models.attention import kv_projection
 from jaxserve.models.base import AttentionInput, LayerIndex, Params, StepInputs

@@ -36,35 +36,12 @@ from jaxserve.engine.device.sampling_state import (
     COUNT_MASK,
     Knobs,
     Newest,
-    RequestRow,
     SamplingState,
-    SlotParams,
-    admit,
-    init_state,
     on_mesh,
-    plain_slot,
     unpack,
-    warm_up,
 )
 from jaxserve.pallas_kernels import argmax
 from jaxserve.sched.request import MAX_TOP_LOGPROBS
-
-__all__ = [
-    "Newest",
-    "RequestRow",
-    "SampleResult",
-    "SamplingState",
-    "SlotParams",
-    "admit",
-    "init_state",
-    "mask_words",
-    "plain_slot",
-    "sample_full",
-    "sample_greedy",
-    "warm_up",
-    "with_logprobs",
-    "without_logprobs",
-]
 
 _INF_BITS = 0x7F800000  # float32 infinity
 

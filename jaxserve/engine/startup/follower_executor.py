@@ -15,7 +15,7 @@ from jaxserve.config import Config
 from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.executor import Executor, Handle, PendingSample
 from jaxserve.engine.device.leader_executor import Calls
-from jaxserve.engine.device.sampling import SlotParams
+from jaxserve.engine.device.sampling_state import SlotParams
 from jaxserve.engine.startup import compilation_cache
 from jaxserve.engine.startup.blueprint import Blueprint, build_executor
 from jaxserve.engine.startup.config_errors import config_errors, first_line

@@ -14,7 +14,8 @@ from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.buckets import make_buckets
 from jaxserve.engine.device.executor import PendingSample
 from jaxserve.engine.device.leader_executor import LeaderExecutor
-from jaxserve.engine.device.sampling import SampleResult, SlotParams
+from jaxserve.engine.device.sampling import SampleResult
+from jaxserve.engine.device.sampling_state import SlotParams
 from jaxserve.engine.errors import HostLost
 from jaxserve.engine.startup.follower_executor import IN_FLIGHT, replay_calls
 from jaxserve.hosts import group as group_module

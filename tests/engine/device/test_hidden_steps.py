@@ -14,7 +14,7 @@ import pytest
 
 from jaxserve.engine.device.batch_layout import Layout, Rows
 from jaxserve.engine.device.model_step import make_model_step
-from jaxserve.engine.device.sampling import Newest
+from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.models.base import Family, ModelConfig, Params
 from jaxserve.models.registry import family_for

@@ -11,7 +11,7 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxserve.engine.device.executor import JaxExecutor
-from jaxserve.engine.device.sampling import Newest
+from jaxserve.engine.device.sampling_state import Newest
 from tests.engine.harness import SHAPES, engine
 
 TOKENS, ROWS, VOCABULARY = 64, 8, 101

@@ -8,14 +8,8 @@ from functools import partial
 import jax
 import numpy as np
 
-from jaxserve.engine.device.sampling import (
-    RequestRow,
-    SampleResult,
-    SamplingState,
-    admit,
-    sample_full,
-    sample_greedy,
-)
+from jaxserve.engine.device.sampling import SampleResult, sample_full, sample_greedy
+from jaxserve.engine.device.sampling_state import RequestRow, SamplingState, admit
 from jaxserve.sched.request import Request, SamplingParams
 
 V, S, R = 40, 9, 6

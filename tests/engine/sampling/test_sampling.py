@@ -12,11 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tests.engine.sampling.sampling_reference as reference
-from jaxserve.engine.device.sampling import (
-    RequestRow,
-    init_state,
-    threefry2x32,
-)
+from jaxserve.engine.device.sampling import threefry2x32
+from jaxserve.engine.device.sampling_state import RequestRow, init_state
 from jaxserve.sched.request import Request, SamplingParams
 from tests.engine.sampling.sampling_steps import (
     EOS,

@@ -13,14 +13,8 @@ import pytest
 
 import tests.engine.sampling.sampling_reference as reference
 from jaxserve.engine.device import sampling_state
-from jaxserve.engine.device.sampling import (
-    RequestRow,
-    admit,
-    init_state,
-    mask_words,
-    sample_full,
-    warm_up,
-)
+from jaxserve.engine.device.sampling import mask_words, sample_full
+from jaxserve.engine.device.sampling_state import RequestRow, admit, init_state, warm_up
 from jaxserve.sched.request import (
     MAX_LOGIT_BIAS,
     MIN_REPETITION_PENALTY,
@@ -139,7 +133,7 @@ def test_errors_name_the_field() -> None:
 SHARDED = """
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jaxserve.engine.device.sampling import RequestRow, admit, init_state
+from jaxserve.engine.device.sampling_state import RequestRow, admit, init_state
 from jaxserve.sched.request import Request, SamplingParams
 V, S = 96, 8
 kinds = [dict(), dict(temperature=1.0, seed=1, top_k=9), dict(temperature=1.0, seed=2, top_p=0.7),

@@ -13,7 +13,7 @@ from jaxserve.compile_check.analysis import hlo
 from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.buckets import make_buckets
 from jaxserve.engine.device.model_step import make_model_step
-from jaxserve.engine.device.sampling import Newest
+from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel, cached_in
 from jaxserve.engine.startup import model_options
 from jaxserve.engine.startup.cpu_bfloat16 import has_instructions
