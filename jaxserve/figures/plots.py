@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.simulation.replica.batch_rows import BatchRows
 from jaxserve.sched.simulation.results import SimulationResult
+from jaxserve.sched.simulation.settings import BatchRows
 
 try:
     from matplotlib.axes import Axes

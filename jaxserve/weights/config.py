@@ -17,7 +17,11 @@ from jaxserve.models.base import Family, ModelConfig
 from jaxserve.models.hf import refuse_quantized, shown, token_ids
 from jaxserve.models.presets import preset
 from jaxserve.models.registry import family_for
-from jaxserve.weights.errors import CheckpointError
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used; the message names the file, tensor or field, in one line."""
+
 
 log = logging.getLogger(__name__)
 

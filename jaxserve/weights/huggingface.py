@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxserve.models.base import Family, HFTensor, ModelConfig, Params, ParamSpec
 from jaxserve.models.sharding import padded_shape, param_sharding
 from jaxserve.progress import Show, shown
-from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.config import CheckpointError
 from jaxserve.weights.tensors import TensorFiles
 
 log = logging.getLogger(__name__)

@@ -14,12 +14,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxserve.config import LOAD_FORMATS
-from jaxserve.models.base import Family, ModelConfig, Params
-from jaxserve.models.fused import fused_specs
+from jaxserve.models.attention import FusedAttention
+from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
+from jaxserve.models.fused import fused_specs, side_by_side
 from jaxserve.models.registry import get_family
 from jaxserve.models.sharding import TENSOR, check_tensor, padded_shape, param_sharding
 from jaxserve.progress import Show
-from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.config import CheckpointError
 from jaxserve.weights.huggingface import load_safetensors
 from jaxserve.weights.orbax_io import is_orbax, load_orbax
 from jaxserve.weights.random_init import random_params
@@ -121,3 +122,36 @@ def param_bytes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None)
         for spec in specs
     )
     return elements * jnp.dtype(dtype).itemsize
+
+
+def fuse_loaded(
+    params: Params, family: Family, config: ModelConfig, mesh: Mesh | None = None
+) -> Params:
+    """The parameters with q, k and v of each layer as one array on the devices; those of `params`
+    are deleted, one layer's after the other's, so that there is never more than one of them
+    twice."""
+    shards = 1 if mesh is None else mesh.shape[TENSOR]
+    layers = []
+    for layer, spec in zip(params.layers, fused_specs(family, config, shards).layers, strict=True):
+        attn = layer.attn
+
+        def join(spec: ParamSpec, *parts: jax.Array) -> jax.Array:
+            fused = _joining(config, shards, param_sharding(mesh, spec))(parts)
+            for part in parts:
+                part.delete()
+            return fused
+
+        qkv = jax.tree.map(join, spec.attn.qkv, attn.q, attn.k, attn.v)
+        fused = FusedAttention(qkv=qkv, o=attn.o, q_norm=attn.q_norm, k_norm=attn.k_norm)
+        layers.append(layer.replace(attn=fused))
+    return params.replace(layers=tuple(layers))
+
+
+@functools.cache
+def _joining(
+    config: ModelConfig, shards: int, sharding: jax.sharding.Sharding
+) -> Callable[[tuple[jax.Array, ...]], jax.Array]:
+    """`side_by_side` onto a sharding: compiled once for all layers."""
+    return jax.jit(
+        functools.partial(side_by_side, config=config, shards=shards), out_shardings=sharding
+    )

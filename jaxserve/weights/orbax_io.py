@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
 from jaxserve.models.sharding import padded_shape, param_sharding
-from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.config import CheckpointError
 
 FOLDER = "params"
 

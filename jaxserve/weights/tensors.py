@@ -12,8 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxserve.checkpoint_files import regular_file, without_safetensors
-from jaxserve.weights.config import read_json
-from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.config import CheckpointError, read_json
 
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES = {"F64", "F32", "F16", "BF16"}

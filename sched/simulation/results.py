@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.request import Tier
-from jaxserve.sched.simulation.replica.batch_rows import BatchRows
-from jaxserve.sched.simulation.settings import BATCH, REFUSED, Outcome
+from jaxserve.sched.simulation.settings import BATCH, REFUSED, BatchRows, Outcome
 from jaxserve.sched.slo.metrics import Times, attained, group_metrics, rate, span, split_metrics
 from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.sched.workloads.workload import Workload

@@ -30,7 +30,7 @@ from jaxserve.compile_check.compiling import (
 )
 from jaxserve.compile_check.programs import PROGRAMS, Program, choose
 from jaxserve.compile_check.targets import Target, TargetError, load_target, target_names
-from jaxserve.engine.startup.hidden_options import choose_read
+from jaxserve.engine.startup.model_options import choose_read
 from jaxserve.engine.startup.pool_size import choose_block_size
 from jaxserve.models.presets import preset_names
 from jaxserve.sched.registry import make_policy

@@ -13,8 +13,13 @@ from jaxserve.config import CacheConfig, Config, ConfigError, SchedulerConfig
 from jaxserve.engine.device.buckets import Buckets, make_buckets
 from jaxserve.engine.device.sampling_state import MAX_EOS
 from jaxserve.engine.device.step_model import StepModel, activations_in, cached_in
-from jaxserve.engine.startup.hidden_options import choose_read, given_rho
-from jaxserve.engine.startup.model_options import choose_dtype, choose_max_len, load_shape
+from jaxserve.engine.startup.model_options import (
+    choose_dtype,
+    choose_max_len,
+    choose_read,
+    given_rho,
+    load_shape,
+)
 from jaxserve.engine.startup.pool_size import (
     GIB,
     Demand,

@@ -1,19 +1,26 @@
-"""What is decided about the model before anything is loaded: its shape, dtype, tokenizer and the
-longest request."""
+"""What is decided about the model before anything is loaded: its shape, dtype, tokenizer, the
+longest request, and how hidden caches are read."""
 
 from __future__ import annotations
 
+import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import ConfigError, ServedModelConfig
-from jaxserve.engine.startup.cpu_bfloat16 import has_instructions
+from jaxserve.config import AUTO, ConfigError, ServedModelConfig
 from jaxserve.engine.text.detokenizer import FILE_NAME
 from jaxserve.models.base import Family, ModelConfig
+from jaxserve.sched.cache.cache_kinds import ABSORBED, default_hidden_read, why_no_hidden_caches
+from jaxserve.sched.policy import Policy
 from jaxserve.weights import checkpoint_dtype, load_config, load_preset
+
+log = logging.getLogger(__name__)
+
+INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # Linux's names, x86 and Arm
 
 
 def load_shape(served: ServedModelConfig) -> tuple[Family, ModelConfig, dict[str, Any]]:
@@ -69,3 +76,57 @@ def choose_max_len(wanted: int, model: ModelConfig) -> int:
             f"all of them), got {wanted}"
         )
     return wanted or model.max_position
+
+
+def has_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor has products of bfloat16, by its instructions alone: what is timed as a
+    server starts depends on what else the machine does, and the type decides what is answered, how
+    long steps take and which of them are compiled already (docs/performance.md has what both types
+    gave). False where Linux does not say."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    flags = (line.partition(":") for line in lines)
+    found = (value.split() for key, _, value in flags if key.strip() in ("flags", "Features"))
+    return not INSTRUCTIONS.isdisjoint(next(found, []))
+
+
+def choose_read(wanted: str, policy_name: str, policy: Policy, config: ModelConfig) -> str | None:
+    """How hidden caches are read, `HIDDEN_READS`, or None: there are none, since the policy plans
+    none, or since the model gains nothing by them, which is said once.
+
+    ConfigError if `wanted` is not auto and cannot be had.
+    """
+    field = f"cache.hidden_read={wanted}"
+    if not policy.hybrid_cache:
+        if wanted != AUTO:
+            raise ConfigError(f"{field}: scheduler.policy={policy_name} keeps KV caches only")
+        return None
+    reason = why_no_hidden_caches(
+        config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
+    )
+    if reason is not None:
+        if wanted != AUTO:
+            raise ConfigError(f"{field}: {reason}")
+        log.warning("no hidden caches, all are KV: %s", reason)
+        return None
+    rotary = config.rope is not None
+    if wanted == ABSORBED and rotary:
+        raise ConfigError(
+            f"{field}: the model rotates its keys by position, so Wk cannot be folded into the "
+            "query; use projected"
+        )
+    if wanted != AUTO:
+        return wanted
+    return default_hidden_read(rotary=rotary)
+
+
+def given_rho(text: str, read: str | None) -> float | None:
+    """The number that cache.rho says, None for auto. ConfigError for a number where there are no
+    hidden caches to read (read is None)."""
+    if text == AUTO:
+        return None
+    if read is None:
+        raise ConfigError(f"cache.rho={text}: there are no hidden caches here, only KV")
+    return float(text)

@@ -17,9 +17,8 @@ from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.accelgen.allowance import Allowances, laxity
 from jaxserve.sched.policies.accelgen.batch import Batch, Work
 from jaxserve.sched.policies.accelgen.filling import Filling
-from jaxserve.sched.policies.accelgen.history import History
+from jaxserve.sched.policies.accelgen.history import History, Missed
 from jaxserve.sched.policies.accelgen.memory_budget import AccelGenBudget
-from jaxserve.sched.policies.accelgen.missed import Missed
 from jaxserve.sched.policies.accelgen.pivot import Gauge, Pivot
 from jaxserve.sched.policies.accelgen.remaining import Targets, chunks, left
 from jaxserve.sched.policy import Policy, View

@@ -20,15 +20,13 @@ from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.request import Request
+from jaxserve.sched.simulation.replica.admission import BoundedQueue, Lateness
 from jaxserve.sched.simulation.replica.arrivals import Arrivals
-from jaxserve.sched.simulation.replica.batch_rows import BatchRows
-from jaxserve.sched.simulation.replica.bounded_queue import BoundedQueue
 from jaxserve.sched.simulation.replica.event_queue import Events
 from jaxserve.sched.simulation.replica.replica import Replica
 from jaxserve.sched.simulation.replica.router_front import Front
 from jaxserve.sched.simulation.replica.scheduler_state import SimulatedScheduler
-from jaxserve.sched.simulation.replica.slo_admission import Lateness
-from jaxserve.sched.simulation.settings import REFUSED, Outcome, Setting
+from jaxserve.sched.simulation.settings import REFUSED, BatchRows, Outcome, Setting
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.workload import Workload
 

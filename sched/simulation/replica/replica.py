@@ -21,12 +21,11 @@ from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.request import Request
 from jaxserve.sched.routing.take_snapshot import Lately
 from jaxserve.sched.row_columns import grow_columns
-from jaxserve.sched.simulation.replica.batch_rows import BatchRows
 from jaxserve.sched.simulation.replica.clock import Clock
 from jaxserve.sched.simulation.replica.multi_step import Decoding, InFlight, Stretch, stretch
 from jaxserve.sched.simulation.replica.outputs import Outputs
 from jaxserve.sched.simulation.replica.scheduler_state import SimulatedScheduler
-from jaxserve.sched.simulation.settings import BATCH, Setting
+from jaxserve.sched.simulation.settings import BATCH, BatchRows, Setting
 from jaxserve.sched.slo.tiers import lengthening
 from jaxserve.sched.state.request_table import DRAINING, FREE
 from jaxserve.sched.step import Discard, Step

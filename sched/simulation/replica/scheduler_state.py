@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from jaxserve.sched.cache.block_pool import BlockPool
 from jaxserve.sched.cost.reachability import NOTHING, Alone
-from jaxserve.sched.policy import Limits, Policy
+from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.request import Request
 from jaxserve.sched.row_columns import grow_columns
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.simulation.replica.counted_pool import CountedPool
-from jaxserve.sched.simulation.replica.seed_use import SeedWatch
 from jaxserve.sched.state.request_table import RequestTable
 
 FIRST_ROWS = 64
@@ -71,3 +72,31 @@ class SimulatedScheduler(Scheduler):
         table.last_batch_order[latest] = np.arange(order, order + len(latest))
         self._batch_order += len(latest)
         self._progress.advance(int(steps.max()))
+
+
+class SeedWatch(View):
+    """A view that knows whether its policy asked for the seed."""
+
+    seed_read = False
+
+    @property
+    def seed(self) -> int:
+        """The view's seed; asking for it is noted."""
+        vars(self)["seed_read"] = True
+        return int(vars(self)["seed"])
+
+    @seed.setter
+    def seed(self, value: int) -> None:  # by the dataclass's own __init__
+        vars(self)["seed"] = value
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Where it is not the policy that asks."""
+        before = self.seed_read
+        yield
+        vars(self)["seed_read"] = before
+
+    @classmethod
+    def from_view(cls, view: View) -> SeedWatch:
+        """The same view, watched."""
+        return cls(**vars(view))

@@ -14,7 +14,7 @@ from jaxserve.config import ConfigError
 from jaxserve.engine.device import buckets
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.startup import engine_choices
-from jaxserve.engine.startup.hidden_options import choose_read
+from jaxserve.engine.startup.model_options import choose_read
 from jaxserve.weights import load_config
 from tests.engine import mixed_caches
 from tests.engine.harness import SAMPLING, SCARCE, SHAPES, engine, generate, prompts, send

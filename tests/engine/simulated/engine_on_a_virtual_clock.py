@@ -25,7 +25,7 @@ from jaxserve.progress import Show
 from jaxserve.sched.cache.cache_kinds import PROJECTED, CacheKind
 from jaxserve.sched.cost.cost_model import CostModel, LinearCostModel
 from jaxserve.sched.plan import BatchPlan, Preempt
-from jaxserve.sched.simulation.replica.requests import Requests
+from jaxserve.sched.simulation.replica.arrivals import Requests
 from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.step import Step
 from jaxserve.sched.workloads.workload import Workload

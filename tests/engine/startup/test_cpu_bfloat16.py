@@ -16,7 +16,7 @@ from jaxserve.engine.device.model_step import make_model_step
 from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel, cached_in
 from jaxserve.engine.startup import model_options
-from jaxserve.engine.startup.cpu_bfloat16 import has_instructions
+from jaxserve.engine.startup.model_options import has_instructions
 from jaxserve.models.base import ParamSpec
 from jaxserve.models.fused import fused_specs
 from jaxserve.models.registry import family_for

@@ -13,9 +13,8 @@ from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.policies.accelgen.allowance import ENOUGH, Allowances, laxity
 from jaxserve.sched.policies.accelgen.batch import Batch, Work
-from jaxserve.sched.policies.accelgen.history import History
-from jaxserve.sched.policies.accelgen.missed import Missed
-from jaxserve.sched.policies.accelgen.nearest import nearest
+from jaxserve.sched.policies.accelgen.filling import nearest
+from jaxserve.sched.policies.accelgen.history import History, Missed
 from jaxserve.sched.policies.accelgen.pivot import EVERY, Gauge, Pivot
 from jaxserve.sched.policies.accelgen.remaining import Targets, chunks, left
 from jaxserve.sched.policy import Limits, View

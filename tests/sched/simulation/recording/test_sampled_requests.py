@@ -15,7 +15,7 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.optimal.problem import OptimalError, Problem
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import Request
-from jaxserve.sched.simulation.replica.requests import Requests
+from jaxserve.sched.simulation.replica.arrivals import Requests
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.slo_columns import SloColumns
