@@ -21,7 +21,6 @@ from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.file_lock import lock, private
 from jaxserve.sched.request import Request
 from jaxserve.sched.simulation.recording.recording import (
-    FEATURES,
     Arrival,
     End,
     Event,
@@ -141,7 +140,7 @@ def _event(what: _Told, start: float) -> Event:
     match what:
         case StepStats():
             numbers = {name: getattr(what, name) for name in _STEP_NUMBERS}
-            features = [int(getattr(what.features, name)) for name in FEATURES]
+            features = [int(feature) for feature in what.features]
             return Step(
                 end=round(what.end - start, DIGITS),
                 **{name: round(value, DIGITS) for name, value in numbers.items()},

@@ -7,16 +7,15 @@ the pool operations' beside them. Times are in seconds, lengths in tokens.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from jaxserve.sched.cost.padding import Padding
 
 
-@dataclass(frozen=True, slots=True)
-class BatchFeatures:
+class BatchFeatures(NamedTuple):
     """What a batch costs depends on these. Each is a number, or an array over several batches.
 
     padded_tokens: what runs, num_tokens rounded up. decode_kv: cached tokens that the decodes read,
@@ -116,7 +115,7 @@ class BatchFeatures:
         """The same batches, rounded up."""
         singles = self.num_tokens == self.num_decodes + self.num_prefills
         hidden = (self.hidden_tokens > 0) | (self.hidden_prefill > 0)
-        return replace(self, padded_tokens=padding.of(self.num_tokens, singles, hidden))
+        return self._replace(padded_tokens=padding.of(self.num_tokens, singles, hidden))
 
 
 def _plain(lengths: np.ndarray, padded_tokens: int) -> int:

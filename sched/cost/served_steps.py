@@ -56,7 +56,7 @@ class ServedSteps:
             for field in fields(cls)
             if field.name != "features"
         }
-        names = [field.name for field in fields(BatchFeatures)]
+        names = BatchFeatures._fields
         features = {n: np.array([getattr(s.features, n) for s in steps]) for n in names}
         return cls(features=BatchFeatures(**features), **arrays)
 
@@ -67,13 +67,26 @@ class ServedSteps:
         """Seconds that the host's thread took around each step, without waking up, float64 [n]."""
         return self.receive_time + self.plan_time + self.launch_time + self.finish_time
 
+    def host_features(self) -> dict[str, dict[str, np.ndarray]]:
+        """What the host's terms are of: by the name of each of its times, the terms that add up to
+        it, and how often each counts, float64 [n]."""
+        one = np.ones(len(self))
+        return {
+            "receive_time": {"receive": one, "receive_row": self.num_received},
+            "plan_time": {"plan": one, "plan_row": self.num_live},
+            "launch_time": {
+                "launch": one,
+                "launch_row": self.num_rows,
+                "admit": self.num_admitted,
+                "move": self.num_moves,
+            },
+            "finish_time": {"finish": one, "finish_row": self.num_emitting},
+        }
+
     def predicted_host_time(self, host: HostOverhead) -> np.ndarray:
-        """The same as the terms have it."""
-        before = host.receive + host.receive_row * self.num_received
-        before = before + host.plan + host.plan_row * self.num_live
-        before = before + host.launch + host.launch_row * self.num_rows
-        before = before + host.admit * self.num_admitted + host.move * self.num_moves
-        return before + host.finish + host.finish_row * self.num_emitting
+        """`host_time` as the terms have it."""
+        terms = ((n, c) for counts in self.host_features().values() for n, c in counts.items())
+        return np.asarray(sum(getattr(host, name) * count for name, count in terms))
 
     def take(self, which: np.ndarray) -> ServedSteps:
         """Some of them: indices, or a mask."""
@@ -122,26 +135,11 @@ def fit_host(steps: ServedSteps, model: LinearCostModel) -> HostOverhead:
     idle. No steps: nothing takes any time."""
     if not len(steps):
         return HostOverhead()
-    one = np.ones(len(steps))
-    plan, plan_row = _terms(steps.plan_time, one, steps.num_live)
-    launch, launch_row, admit, move = _terms(
-        steps.launch_time, one, steps.num_rows, steps.num_admitted, steps.num_moves
-    )
-    finish, finish_row = _terms(steps.finish_time, one, steps.num_emitting)
-    receive, receive_row = _terms(steps.receive_time, one, steps.num_received)
-    host = HostOverhead(
-        plan,
-        plan_row,
-        launch,
-        launch_row,
-        admit,
-        move,
-        finish,
-        finish_row,
-        _idle(steps, model),
-        receive,
-        receive_row,
-    )
+    found: dict[str, float] = {}
+    for name, counts in steps.host_features().items():
+        terms = _terms(getattr(steps, name), *counts.values())
+        found |= dict(zip(counts, terms, strict=True))
+    host = HostOverhead(**found, idle=_idle(steps, model))
     return replace(host, wake=_wake(steps, host))
 
 
@@ -193,5 +191,4 @@ def _robust(
 
 
 def _taken(features: BatchFeatures, which: np.ndarray) -> BatchFeatures:
-    names = (field.name for field in fields(BatchFeatures))
-    return BatchFeatures(*(getattr(features, name)[which] for name in names))
+    return BatchFeatures(*(feature[which] for feature in features))

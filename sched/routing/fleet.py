@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,8 +12,7 @@ from jaxserve.sched.request import Request
 from jaxserve.sched.routing.snapshot import KNOWN, Snapshot, add_request, reset_known
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingRequest:
+class RoutingRequest(NamedTuple):
     """What a router sees of a call.
 
     Attributes:

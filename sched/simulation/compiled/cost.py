@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.sched.cost.cost_model import (
+    BatchFeatures,
     Coefficients,
     InferMaxCostModel,
     LinearCostModel,
@@ -54,27 +55,8 @@ class Costs(NamedTuple):
     lots: np.ndarray
 
 
-class Features(NamedTuple):
-    """As `BatchFeatures`."""
-
-    num_tokens: int
-    padded_tokens: int
-    decode_kv: int
-    num_decodes: int
-    prefill_quad: int
-    num_prefills: int
-    prefill_m: int
-    hidden_tokens: int
-    projected_tokens: int
-    copied_slots: int
-    saved_slots: int
-    loaded_slots: int
-    hidden_prefill: int
-    sampled_rows: int
-
-
 @kernel
-def features(m: Machine, costs: Costs) -> Features:
+def features(m: Machine, costs: Costs) -> BatchFeatures:
     """Of the batch that has been made; before it is booked."""
     me = m.me[0]
     tokens = decodes = kv = quad = cached = 0
@@ -100,11 +82,11 @@ def features(m: Machine, costs: Costs) -> Features:
     sampled = rows if sampling else 0
     prefills = me.chosen - decodes
     none = (0, 0, 0, 0, 0, 0)  # hidden caches and what is moved
-    return Features(tokens, padded, kv, decodes, quad, prefills, cached, *none, sampled)
+    return BatchFeatures(tokens, padded, kv, decodes, quad, prefills, cached, *none, sampled)
 
 
 @kernel
-def batch_time(costs: Costs, batch: Features) -> float:
+def batch_time(costs: Costs, batch: BatchFeatures) -> float:
     """Seconds."""
     if costs.is_paper:
         return _paper_time(costs.paper, batch)
@@ -112,7 +94,7 @@ def batch_time(costs: Costs, batch: Features) -> float:
 
 
 @kernel
-def scattered(costs: Costs, lot: int, batch: Features, seconds: float) -> float:
+def scattered(costs: Costs, lot: int, batch: BatchFeatures, seconds: float) -> float:
     """What a batch takes that should take so long. lot: which is its."""
     if not len(costs.host):
         return seconds

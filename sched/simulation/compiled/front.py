@@ -4,13 +4,13 @@ routers, who choose, and who dies. As `simulation/replica/router_front.py`."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 from numba.extending import register_jitable
 
 from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.routing import estimate, random_draws, snapshot, take_snapshot
+from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.simulation.compiled.blocks import PLANES
 from jaxserve.sched.simulation.compiled.events import (
@@ -38,20 +38,9 @@ _drawn, _below = kernel(random_draws.drawn), kernel(random_draws.below)
 lately = kernel(take_snapshot.lately)
 
 
-class Asked(NamedTuple):
-    """As `routing.fleet.RoutingRequest`."""
-
-    prompt_len: int
-    tier: int
-    ttft: float
-    tbt: float
-    jct: float
-    sequences: int
-
-
 @kernel
-def _asked(r: np.record) -> Asked:
-    return Asked(r.prompt_len, r.tier, r.asked_ttft, r.asked_tbt, r.asked_jct, 1)
+def _asked(r: np.record) -> RoutingRequest:
+    return RoutingRequest(r.prompt_len, r.tier, r.asked_ttft, r.asked_tbt, r.asked_jct, 1)
 
 
 @kernel

@@ -17,7 +17,7 @@ from numba.core.event import Listener, install_listener
 from jaxserve.sched import progress
 from jaxserve.sched.cache import block_sizes
 from jaxserve.sched.cost import cost_model, host_overhead
-from jaxserve.sched.routing import estimate, random_draws, routers, snapshot, take_snapshot
+from jaxserve.sched.routing import estimate, fleet, random_draws, routers, snapshot, take_snapshot
 from jaxserve.sched.simulation.compiled import code_cache
 from jaxserve.sched.simulation.compiled.jit import OPTIONS
 from jaxserve.sched.simulation.compiled.loop import serve
@@ -125,17 +125,9 @@ def _compiled_key(parts: tuple[Key, ...], values: tuple[Any, ...]) -> Any:
 
 def _digest() -> str:
     modules = (
-        *(
-            block_sizes,
-            cost_model,
-            host_overhead,
-            policy_spec,
-            output_lengths,
-            progress,
-            request_table,
-            slo_columns,
-        ),
-        *(unified_policy, random_draws, estimate, take_snapshot, routers, snapshot),
+        *(block_sizes, cost_model, host_overhead, policy_spec, output_lengths, progress),
+        *(request_table, slo_columns, unified_policy),
+        *(random_draws, estimate, fleet, take_snapshot, routers, snapshot),
     )
     outside = [module.__file__ or "" for module in modules]
     files = [*map(Path, outside), *sorted(Path(__file__).parent.glob("*.py"))]

@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 
+from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.cost.host_overhead import BURST
 from jaxserve.sched.progress import FUTILE
 from jaxserve.sched.routing.take_snapshot import PACE
 from jaxserve.sched.simulation.compiled.bookkeeping import book, receive, sample
 from jaxserve.sched.simulation.compiled.cost import (
     Costs,
-    Features,
     batch_time,
     features,
     pace,
@@ -186,7 +186,7 @@ def _once(m: Machine, rules: Rules, costs: Costs, key: Keys, token_times: np.nda
 
 @kernel
 def _launch(
-    m: Machine, rules: Rules, batch: Features, seconds: float, started: int, idle: bool
+    m: Machine, rules: Rules, batch: BatchFeatures, seconds: float, started: int, idle: bool
 ) -> None:
     """Starts the batch on the device, and keeps a record of it."""
     me, settings, host = m.me[0], rules.settings[0], rules.host[0]

@@ -110,23 +110,22 @@ def _no_key(request: Any) -> float:
 def _rules(policy: UnifiedPolicy, form: CompiledSpec, setting: Setting) -> Rules:
     limits = setting.limits
     s = np.zeros(1, SETTINGS)
-    s["max_batch_tokens"] = limits.max_batch_tokens
-    s["max_prefill_tokens"] = limits.max_prefill_tokens
+    for owner, names in (
+        (limits, ("max_batch_tokens", "max_prefill_tokens")),
+        (setting, ("num_blocks", "block_size", "overlap", "keeps_batches")),
+        (setting.routing, ("looks", "routers", "interval", "age", "loss")),
+        (policy, ("mixed_batches", "chunked", "requeue", "probing")),
+        (form, ("expects", "promises", "enough")),
+    ):
+        for name in names:
+            s[name] = getattr(owner, name)
     if policy.full_prefill:
         s["max_prefill_tokens"] = limits.max_batch_tokens
     s["max_rows"] = policy.row_limit(limits)
     s["watermark"] = int(policy.watermark * setting.num_blocks)
     s["reserve"] = list(Reserve).index(policy.reserve)
-    s["num_blocks"], s["block_size"] = setting.num_blocks, setting.block_size
-    for name in ("mixed_batches", "chunked", "requeue", "probing"):
-        s[name] = getattr(policy, name)
     s["keyed"], s["lapses"] = form.key is not None, form.lapse is not None
-    s["expects"], s["promises"], s["enough"] = form.expects, form.promises, form.enough
-    s["overlap"], s["keeps_batches"] = setting.overlap, setting.keeps_batches
-    s["routing"], s["looks"] = list(ROUTERS).index(setting.routing.name), setting.routing.looks
-    s["routers"] = setting.routing.routers
-    for name in ("interval", "age", "loss"):
-        s[name] = getattr(setting.routing, name)
+    s["routing"] = list(ROUTERS).index(setting.routing.name)
     s["capacity"] = min(setting.capacity, NO_CAPACITY)
     groups = np.zeros(len(policy.groups), GROUP)
     for i, group in enumerate(policy.groups):

@@ -25,7 +25,7 @@ from jaxserve.sched.policy import Limits
 
 FORMAT = 4
 MOST = 2**53  # of whole numbers: what a float counts to
-FEATURES = tuple(field.name for field in dataclasses.fields(BatchFeatures))
+FEATURES = BatchFeatures._fields
 
 
 class RecordingError(ValueError):

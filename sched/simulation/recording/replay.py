@@ -140,7 +140,7 @@ class _Reader:
         columns = dict(zip(_NUMBERS, numbers.T, strict=True))
         features = np.array(self._features).reshape(self._steps, len(FEATURES))
         steps = ServedSteps(
-            features=BatchFeatures(**dict(zip(FEATURES, features.T, strict=True))),
+            features=BatchFeatures(*features.T),
             **{
                 field.name: columns.pop(field.name)
                 for field in dataclasses.fields(ServedSteps)

@@ -94,16 +94,16 @@ def test_overlapped_copies_take_the_longer_way_of_the_link() -> None:
     alone = BatchFeatures(2, 2, 10, 2, 0, 0, 0)
     assert model.batch_time(alone) == 2 * 64  # 5 slots and a bit of the link, 11 each
     for saved, loaded, seconds in ((5, 5, 128), (6, 5, 2 * 66), (0, 6, 2 * 66), (9, 7, 2 * 99)):
-        moved = replace(alone, saved_slots=saved, loaded_slots=loaded)
+        moved = alone._replace(saved_slots=saved, loaded_slots=loaded)
         assert model.batch_time(moved) == seconds
-    several = replace(alone, saved_slots=np.array([0, 6, 9]), loaded_slots=np.array([5, 0, 7]))
+    several = alone._replace(saved_slots=np.array([0, 6, 9]), loaded_slots=np.array([5, 0, 7]))
     assert model.batch_time(several).tolist() == [128, 132, 198]
 
 
 def test_a_step_tells_a_fit_what_it_was_as_long_as() -> None:
     model = LinearCostModel(UNIT, num_layers=2, overlapped=True)
     batch = BatchFeatures(2, 2, 10, 2, 0, 0, 0)
-    short, long = (replace(batch, saved_slots=n, loaded_slots=2) for n in (5, 6))
+    short, long = (batch._replace(saved_slots=n, loaded_slots=2) for n in (5, 6))
     prices = np.array(list(UNIT.as_dict().values()))
     for features in (batch, short, long):
         assert 2 * (np.array(columns(features, model)) @ prices) == model.batch_time(features)
@@ -115,7 +115,7 @@ def test_a_step_tells_a_fit_what_it_was_as_long_as() -> None:
     adds = replace(model, overlapped=False)
     assert columns(long, adds) == columns(long)
     assert columns(long)[names.index("swapped_slot")] == 8
-    both = replace(batch, saved_slots=np.array([5, 6]), loaded_slots=np.array([2, 2]))
+    both = batch._replace(saved_slots=np.array([5, 6]), loaded_slots=np.array([2, 2]))
     stacked = np.stack([np.broadcast_to(c, 2) for c in columns(both, model)])
     np.testing.assert_array_equal(stacked.T, [columns(short, model), columns(long, model)])
 

@@ -112,7 +112,7 @@ def test_copies_beside_the_batch_teach_what_they_cost() -> None:
     rng = np.random.default_rng(0)
     for i in range(600):
         slots = int(rng.integers(3000, 9000)) if i % 3 == 0 else int(rng.integers(0, 40))
-        features = dataclasses.replace(batch(rng), loaded_slots=slots, saved_slots=slots // 2)
+        features = batch(rng)._replace(loaded_slots=slots, saved_slots=slots // 2)
         model.observe(features, float(true.batch_time(features)))
     assert model.model.overlapped
     assert model.model.coefficients.swapped_slot == pytest.approx(2e-6, rel=0.02)
@@ -143,7 +143,7 @@ def test_a_view_predicts_batches_as_they_will_be_padded() -> None:
     view = dataclasses.replace(Drive("sarathi", cost_model=PRIOR).scheduler.view, padding=PADDING)
     counts, contexts = np.array([1, 5]), np.array([40, 0])
     plain = BatchFeatures.from_rows(counts, contexts, np.array([True, False]))
-    padded = dataclasses.replace(plain, padded_tokens=64)
+    padded = plain._replace(padded_tokens=64)
     assert view.step_time(plain) == PRIOR.batch_time(padded) > PRIOR.batch_time(plain)
     decodes = BatchFeatures.of_decodes(np.array([1, 5, 64]), np.array([10, 10, 10]))
     expected = [

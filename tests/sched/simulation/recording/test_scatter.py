@@ -44,12 +44,7 @@ def steps(prompts: np.ndarray, factors: np.ndarray) -> ServedSteps:
         num_prefills=np.where(prompts, 1, 0),
         prefill_m=zero,
     )
-    features = BatchFeatures(
-        **{
-            field.name: np.broadcast_to(getattr(features, field.name), count)
-            for field in dataclasses.fields(BatchFeatures)
-        }
-    )
+    features = BatchFeatures(*(np.broadcast_to(feature, count) for feature in features))
     others = {f.name: zero for f in dataclasses.fields(ServedSteps)}
     times = SEVEN.batch_time(features) * factors
     others |= {"features": features, "device_time": times, "after_idle": zero > 0}

@@ -84,11 +84,11 @@ def test_swapping_takes_what_the_links_to_the_host_do(
     slots = 2 * 1_000_000  # K and V of a million tokens
     size = slots // 2 * MODELS[name.partition("@")[0]].kv_bytes * system(name).cost_model.num_layers
     for moved in ({"saved_slots": slots}, {"loaded_slots": slots, "saved_slots": slots // 2}):
-        took = model.batch_time(replace(decode, **moved))
+        took = model.batch_time(decode._replace(**moved))
         assert took == pytest.approx(size / (0.8 * gigabytes * 1e9))
-    few = replace(decode, saved_slots=2, loaded_slots=2)
+    few = decode._replace(saved_slots=2, loaded_slots=2)
     assert model.batch_time(few) == model.batch_time(decode)
-    copied = replace(decode, copied_slots=1)
+    copied = decode._replace(copied_slots=1)
     assert model.batch_time(copied) > model.batch_time(decode)
 
 
