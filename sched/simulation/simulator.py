@@ -19,11 +19,12 @@ from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policies.oracle import OraclePolicy
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import PolicyName, is_built_in, make_policy
+from jaxserve.sched.routing.snapshot import Prices
+from jaxserve.sched.routing.take_snapshot import constant_fields
 from jaxserve.sched.simulation.dispatch import NotCompiled, run
 from jaxserve.sched.simulation.oracle.search import Found, search
 from jaxserve.sched.simulation.replica.event_loop import Options, Served
 from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
-from jaxserve.sched.simulation.routing_setup import routed
 from jaxserve.sched.simulation.settings import Routing, Setting
 from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
@@ -216,9 +217,31 @@ def _several(
         setting = replace(setting, keeps_batches=keeps_batches)
         if isinstance(policy, OraclePolicy):  # its bound is of steps as the model has them
             setting = replace(setting, scatter=None)
-        return routed(setting, policy, routing)
+        return _routed(setting, policy, routing)
     except ValueError as error:
         raise SimulationError(str(error)) from error
+
+
+def _routed(setting: Setting, policy: Policy, routing: str | Routing) -> Setting:
+    """The setting with that before its replicas; a name stands for one router that sees them as
+    they are. ValueError says what is wrong."""
+    if isinstance(routing, str):
+        routing = Routing(routing)
+    if routing.routers > setting.replicas:
+        raise ValueError(
+            f"routers must be at most as many as replicas, {setting.replicas}, got "
+            f"{routing.routers}"
+        )
+    last = max((fault.replica for fault in routing.faults), default=0)
+    if last >= setting.replicas:
+        raise ValueError(f"there is no replica {last} that could have a fault")
+    known: dict[str, Any] = {}
+    if routing.looks:
+        prices = Prices.from_cost_model(setting.cost_model)
+        known = constant_fields(
+            prices, policy, setting.limits, setting.num_blocks, setting.block_size
+        )
+    return replace(setting, routing=routing, fixed=known)
 
 
 def _compiled(wanted: bool | None, options: Options, checked: bool) -> bool | None:
