@@ -75,24 +75,22 @@ class PromptLogprobs:
             at.append(begin)
         return cls(pieces, targets, at)
 
-    def deliver(
-        self, found: SampleResult, now: float
-    ) -> Iterator[tuple[Continuation, BaseException]]:
+    def deliver(self, found: SampleResult) -> Iterator[tuple[Continuation, BaseException]]:
         """Hands out what the step has found, [T], to those that are not over. Yields those for whom
         that failed, each once, and has the others told all the same."""
         for piece, at in zip(self.pieces, self.at, strict=True):
             try:
-                self._deliver(piece, at, found, now)
+                self._deliver(piece, at, found)
             except BaseException as error:
                 yield piece.continuation, error
 
-    def _deliver(self, piece: Piece, at: int, found: SampleResult, now: float) -> None:
+    def _deliver(self, piece: Piece, at: int, found: SampleResult) -> None:
         count, continuation = piece.end - piece.first, piece.continuation
         for begin in range(at, at + count, TOLD_AT_ONCE):
             if not continuation.finished:
                 end = min(begin + TOLD_AT_ONCE, at + count)
                 wanted = continuation.request.sampling.prompt_logprobs
-                continuation.tell_prompt(entries(found, begin, end, wanted), now)
+                continuation.tell_prompt(entries(found, begin, end, wanted))
 
 
 def entries(

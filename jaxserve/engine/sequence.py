@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -75,9 +76,9 @@ class Continuation:
         prompt = self.request.prompt[first:end]
         return (*prompt, *self.output_tokens[max(first - split, 0) : max(end - split, 0)])
 
-    def tell_prompt(self, logprobs: tuple[TokenLogprobs, ...], now: float) -> None:
+    def tell_prompt(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """Streams those of the next tokens of its prompt."""
-        self._send(prompt_logprobs=logprobs, finish_reason=None, preemptions=0, now=now)
+        self._tell(Output(self.request.id, self.index, prompt_logprobs=logprobs))
 
     def feed(
         self, token: int, now: float, preemptions: int, logprobs: tuple[TokenLogprobs, ...]
@@ -87,15 +88,16 @@ class Continuation:
         self.output_tokens.append(token)
         delta, reason = self._text.feed(token)
         self.finished = reason is not None
-        self._send(
-            token_ids=(token,),
-            text=delta,
-            logprobs=logprobs,
-            token_times=(now,),
+        news = Output(
+            self.request.id,
+            self.index,
+            (token,),
+            delta,
+            logprobs,
             finish_reason=reason,
-            preemptions=preemptions,
-            now=now,
+            token_times=(now,),
         )
+        self._tell(news if reason is None else self._last(news, reason, now, preemptions))
         return reason
 
     def fail(self, now: float, preemptions: int, error: str, *, engine_failed: bool) -> None:
@@ -112,47 +114,19 @@ class Continuation:
     def end(self, reason: FinishReason, now: float, preemptions: int, error: str = "") -> None:
         """Ends it from outside: cancelled, or the engine failed."""
         self.finished = True
-        self._send(
-            text=self._text.flush(),
-            finish_reason=reason,
-            preemptions=preemptions,
-            now=now,
-            error=error,
-        )
+        text, own = self._text.flush(), (self.request.id, self.index)
+        news = Output(*own, text=text, finish_reason=reason, error=error)
+        self._tell(self._last(news, reason, now, preemptions))
 
-    def _send(
-        self,
-        *,
-        now: float,
-        preemptions: int,
-        finish_reason: FinishReason | None,
-        token_ids: tuple[int, ...] = (),
-        text: str = "",
-        logprobs: tuple[TokenLogprobs, ...] = (),
-        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
-        token_times: tuple[float, ...] = (),
-        error: str = "",
-    ) -> None:
-        usage = None
-        if finish_reason is not None:
-            usage = Usage(len(self.request.prompt), len(self.output_tokens), preemptions)
-            self._conclude(finish_reason, now)
-        self._tell(
-            Output(
-                self.request.id,
-                self.index,
-                token_ids,
-                text,
-                logprobs,
-                finish_reason,
-                usage,
-                self._timings,
-                error,
-                token_times,
-                self._verdict,
-                prompt_logprobs,
-                self._engine_failed,
-            )
+    def _last(self, news: Output, reason: FinishReason, now: float, preemptions: int) -> Output:
+        """With what the last one says besides."""
+        self._conclude(reason, now)
+        return dataclasses.replace(
+            news,
+            usage=Usage(len(self.request.prompt), len(self.output_tokens), preemptions),
+            timings=self._timings,
+            verdict=self._verdict,
+            engine_failed=self._engine_failed,
         )
 
     def _tell(self, output: Output) -> None:

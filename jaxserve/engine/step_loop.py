@@ -324,7 +324,7 @@ class StepLoop:
         now = self._clock()
         device_time = self.watch.finished(step.watched, now)
         if step.prompts is not None and prompt is not None:
-            for continuation, error in step.prompts.deliver(prompt, now):
+            for continuation, error in step.prompts.deliver(prompt):
                 self._fail(continuation, error)
         mine = [(i, c) for i, c in step.emitting if not c.finished]
         self._scheduler.receive(np.array([c.row for _, c in mine], np.int64), now)
