@@ -152,13 +152,6 @@ def _project_apart(
     return q, repeated(weights.k), repeated(weights.v)
 
 
-def attention_output(
-    weights: AttentionParams | FusedAttention, mixed: jax.Array, mesh: Mesh | None
-) -> jax.Array:
-    """[T, d_model] of what the heads attended to, mixed [T, num_heads, head_dim]; in its dtype."""
-    return linear(mixed.reshape(mixed.shape[0], -1), weights.o, mesh)
-
-
 def kv_weights(weights: AttentionParams) -> KVWeights:
     """The part of a layer's attention that makes K and V; the arrays are those of `weights`."""
     norm = None if weights.k_norm is None else weights.k_norm.scale

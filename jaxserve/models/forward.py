@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxserve.models.attention import attention_input, attention_output
+from jaxserve.models.attention import attention_input
 from jaxserve.models.base import (
     Attend,
     Carry,
@@ -20,7 +20,7 @@ from jaxserve.models.base import (
     Params,
     StepInputs,
 )
-from jaxserve.models.layers import vocab_logits
+from jaxserve.models.layers import linear, vocab_logits
 from jaxserve.models.rope import angles
 
 State = TypeVar("State")
@@ -60,7 +60,8 @@ def forward(
         def attention(h: jax.Array) -> tuple[Carry, jax.Array]:
             given = attention_input(weights.attn, config, h, rotation, mesh)
             after, mixed = attend(carry, index, given)
-            return after, attention_output(weights.attn, mixed.astype(h.dtype), mesh)
+            mixed = mixed.astype(h.dtype).reshape(len(mixed), -1)
+            return after, linear(mixed, weights.attn.o, mesh)
 
         return family.layer(weights, config, x, attention, mesh=mesh)
 

@@ -67,7 +67,7 @@ def one_of(hf: Mapping[str, Any], field: str, known: tuple[str, ...]) -> str:
     value = known[0] if value is None else value
     if value not in known:
         raise ValueError(
-            f"config.json: {field} {shown(value)} is not supported (known: {_list(known)})"
+            f"config.json: {field} {shown(value)} is not supported (known: {', '.join(known)})"
         )
     return value
 
@@ -110,7 +110,3 @@ def refuse_quantized(hf: Mapping[str, Any], folder: Path) -> None:
     for name in ("quantize_config.json", "quant_config.json", "hf_quant_config.json"):
         if (folder / name).exists():
             raise ValueError(f"{name}: quantized weights are not supported; {instead}")
-
-
-def _list(known: tuple[str, ...]) -> str:
-    return ", ".join(known)

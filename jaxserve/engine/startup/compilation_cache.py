@@ -13,6 +13,7 @@ import os
 import tempfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -68,13 +69,11 @@ def note(directory: str) -> None:
         return
     path = Path(os.path.expanduser(directory))
     known, found = _read(path), {}
-    part = path / f"{INDEX}.{os.getpid()}"
     try:
         for entry in path.glob("*-cache"):
             found[entry.name] = known.get(entry.name) or zlib.crc32(entry.read_bytes())
         if found != known:
-            part.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
-            part.replace(path / INDEX)
+            write_kept(path / INDEX, found)
     except OSError as error:
         log.warning("%s: %s", _FIELD, error)
 
@@ -82,10 +81,25 @@ def note(directory: str) -> None:
 def _read(path: Path) -> dict[str, int]:
     """Empty if there is none, or it is none of ours."""
     try:
-        content = json.loads((path / INDEX).read_text(encoding="utf-8"))
-        return {str(name): int(value) for name, value in content.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
+        return {name: int(value) for name, value in read_kept(path / INDEX).items()}
+    except (ValueError, TypeError):
         return {}
+
+
+def read_kept(path: Path) -> dict[str, Any]:
+    """What `write_kept` has written; empty if there is none, or it is none of ours."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def write_kept(path: Path, content: dict[str, Any]) -> None:
+    """Writes all of it, or nothing, whoever else writes there. Raises OSError."""
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def _whole(content: bytes) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxserve import __version__
+from jaxserve.engine.startup.compilation_cache import read_kept, write_kept
 from jaxserve.engine.startup.engine_choices import Choices
 from jaxserve.sched.cost.cost_model import Coefficients
 
@@ -86,14 +87,7 @@ def _path(directory: str, file: str) -> Path:
 
 
 def _read(directory: str, file: str) -> dict[str, Any]:
-    """Empty if there is none, or it is none of ours."""
-    if not directory:
-        return {}
-    try:
-        content = json.loads(_path(directory, file).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_kept(_path(directory, file)) if directory else {}
 
 
 def _write(directory: str, file: str, name: str, value: Any) -> None:
@@ -102,10 +96,8 @@ def _write(directory: str, file: str, name: str, value: Any) -> None:
     path, known = _path(directory, file), _read(directory, file)
     if known.get(name) == value:
         return
-    part = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({**known, name: value}, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        write_kept(path, {**known, name: value})
     except OSError as error:
         log.warning("nothing can be kept in %s for the next start: %s", file, error)
