@@ -11,20 +11,20 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from jaxserve.sched.optimal.cells import Bounds, Sums
+from jaxserve.sched.optimal.cells import Sums
 from jaxserve.sched.optimal.cost import ScaledCost
+from jaxserve.sched.optimal.problem import Problem
 
 
 @dataclass(frozen=True)
 class BatchTime:
     """Adds to `model` what the time of a batch needs. longest: no batch takes more units.
-    requests: of the workload; most_cached: tokens in the cache of one of them, at most."""
+    most_cached: tokens in the cache of one request, at most."""
 
     model: cp_model.CpModel
     cost: ScaledCost
-    bounds: Bounds
+    problem: Problem
     longest: int
-    requests: int
     most_cached: int
 
     def of(self, batch: Sums, active: Any, has_prefill: Any, has_decode: Any) -> Any:
@@ -49,7 +49,7 @@ class BatchTime:
         return self._variable(time, "time")
 
     def _residual(self, tokens: Any) -> Any:
-        most = -(-min(self.bounds.max_batch_tokens, self.bounds.kv_tokens) // 8)
+        most = -(-min(self.problem.max_batch_tokens, self.problem.kv_tokens) // 8)
         table = [self.cost.residual_of(eights) for eights in range(most + 1)]
         eights = self.model.new_int_var(0, most, "eights")
         self.model.add(8 * eights >= tokens)
@@ -60,10 +60,10 @@ class BatchTime:
 
     def _mean_rounded_down(self, batch: Sums) -> Any:
         """Number of decodes times floor(KV / decodes)."""
-        model = self.model
+        model, requests = self.model, len(self.problem.workload)
         mean = model.new_int_var(0, self.most_cached, "mean")
-        product = model.new_int_var(0, self.most_cached * self.requests, "product")
-        rest = model.new_int_var(0, max(self.requests - 1, 0), "rest")
+        product = model.new_int_var(0, self.most_cached * requests, "product")
+        rest = model.new_int_var(0, max(requests - 1, 0), "rest")
         several = self._several(batch.decodes)
         model.add_multiplication_equality(product, [mean, self._variable(batch.decodes, "n")])
         model.add(batch.kv == product + rest)

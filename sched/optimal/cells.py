@@ -10,26 +10,6 @@ WHOLE = ("prefill", "decode", "hold")  # after these, all tokens but the newest 
 PARTIAL = ("chunk", "rest")
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """C, P, M in tokens; block_size: tokens that a block holds; chunked: prompts may be cut."""
-
-    max_batch_tokens: int
-    max_prefill_tokens: int
-    kv_tokens: int
-    block_size: int
-    chunked: bool
-
-    @property
-    def blocks(self) -> int:
-        """Whole blocks in M, K and V counted as one."""
-        return self.kv_tokens // self.block_size
-
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that the cache of so many tokens of a request takes."""
-        return -(-tokens // self.block_size)
-
-
 @dataclass
 class Cell:
     """Request i in batch j. states: literal by (kind, k). part: tokens in the cache in `chunk` and

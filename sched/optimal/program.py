@@ -33,26 +33,25 @@ from typing import Any
 import numpy as np
 from ortools.sat.python import cp_model
 
+from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.optimal.batch_time import BatchTime
-from jaxserve.sched.optimal.cells import PARTIAL, RUNS, WHOLE, Bounds, Cell, Sums
+from jaxserve.sched.optimal.cells import PARTIAL, RUNS, WHOLE, Cell, Sums
 from jaxserve.sched.optimal.cost import ScaledCost
+from jaxserve.sched.optimal.problem import Problem
 from jaxserve.sched.optimal.replay import Replay, Schedule
-from jaxserve.sched.workloads.workload import Workload
 
 
 class Program:
-    """The program of one workload.
+    """The program of one problem.
 
     model: CP-SAT's own. cells: [request][batch]. active: whether a batch computes anything, a
     literal a batch; the active ones come first. batch_cost: expressions, units of time a batch.
     longest: no batch takes more units of time. batches: of a schedule, at most.
     """
 
-    def __init__(
-        self, workload: Workload, bounds: Bounds, cost: ScaledCost, batches: int, longest: int
-    ) -> None:
-        self.workload = workload
-        self.bounds = bounds
+    def __init__(self, problem: Problem, cost: ScaledCost, batches: int, longest: int) -> None:
+        self.problem = problem
+        workload = problem.workload
         self.cost = cost
         self.model = cp_model.CpModel()
         self.prompt = workload.prompt_len.tolist()
@@ -63,7 +62,7 @@ class Program:
             self._follow(i, line)
         self.active = [self.model.new_bool_var(f"active_{j}") for j in range(batches)]
         most_cached = max(self.cached(i, k) for i, k in enumerate(self.output))
-        time = BatchTime(self.model, cost, bounds, longest, len(workload), most_cached)
+        time = BatchTime(self.model, cost, problem, longest, most_cached)
         self.batch_cost = [self._batch(j, time) for j in range(batches)]
         self._order_twins()
 
@@ -71,29 +70,32 @@ class Program:
         """Tokens in the cache of request i once token k is written: the last is never stored."""
         return int(self.prompt[i] + k - 1)
 
+    def _blocks(self, tokens: int) -> int:
+        return int(blocks_a_plane(tokens, self.problem.block_size))
+
     def _cell(self, i: int, j: int) -> Cell:
         """The states that request i can be in during batch j: k tokens need k batches, and the
         other O - k as many again."""
         out, left = self.output[i], self.batches - 1 - j
-        room = min(self.bounds.max_batch_tokens, self.bounds.max_prefill_tokens)
+        room = self.problem.prefill_tokens
         kinds: list[tuple[str, Iterable[int]]] = [
             ("wait", range(out + 1)),
             ("prefill", range(1, out + 1)),
             ("decode", range(2, out + 1)),
             ("hold", range(1, out)),
         ]
-        if self.bounds.chunked:
+        if self.problem.chunked:
             kinds += [("chunk", range(out)), ("rest", range(out))]
         states = {
             (kind, k): self.model.new_bool_var(f"{kind}_{i}_{j}_{k}")
             for kind, ks in kinds
             for k in ks
             if max(0, out - left) <= k <= j + (kind in ("prefill", "decode"))
-            and not (kind == "prefill" and not self.bounds.chunked and self.cached(i, k) > room)
+            and not (kind == "prefill" and not self.problem.chunked and self.cached(i, k) > room)
         }
         self.model.add_exactly_one(states.values())
         cell = Cell(states)
-        if self.bounds.chunked:
+        if self.problem.chunked:
             self._parts(i, j, cell)
         return cell
 
@@ -108,9 +110,9 @@ class Program:
         for _, lit in cell.of("wait", *WHOLE):
             model.add(cell.part == 0).only_enforce_if(lit)
         cell.part_blocks = cell.part
-        if self.bounds.block_size > 1:
-            cell.part_blocks = model.new_int_var(0, self.bounds.blocks_for(most), f"blocks_{i}_{j}")
-            model.add(cell.part_blocks * self.bounds.block_size >= cell.part)
+        if self.problem.block_size > 1:
+            cell.part_blocks = model.new_int_var(0, self._blocks(most), f"blocks_{i}_{j}")
+            model.add(cell.part_blocks * self.problem.block_size >= cell.part)
 
     def _follow(self, i: int, line: list[Cell]) -> None:
         """Who may follow whom; before the first batch everyone waits with no tokens."""
@@ -119,7 +121,7 @@ class Program:
         for cell in line:
             for k in range(out + 1):
                 self._flow(before, cell, k)
-            if self.bounds.chunked:
+            if self.problem.chunked:
                 self._follow_parts(i, before, cell)
             before = cell
         total = Sums()
@@ -205,7 +207,7 @@ class Program:
 
     def _batch(self, j: int, time: BatchTime) -> Any:
         """Constraint (4), P and the time of batch j, in units."""
-        model, bounds, cells = self.model, self.bounds, [line[j] for line in self.cells]
+        model, problem, cells = self.model, self.problem, [line[j] for line in self.cells]
         batch = Sums()
         for i, cell in enumerate(cells):
             batch.add(cell, [self.cached(i, k) for k in range(self.output[i] + 1)])
@@ -219,22 +221,22 @@ class Program:
         for cell in cells:
             model.add(sum(lit for _, lit in cell.of(*RUNS)) <= active)
         self._memory(cells, active)
-        model.add(batch.tokens <= bounds.max_batch_tokens * active)
-        if bounds.max_prefill_tokens < bounds.max_batch_tokens:
-            model.add(batch.tokens - batch.decodes <= bounds.max_prefill_tokens * has_prefill)
+        model.add(batch.tokens <= problem.max_batch_tokens * active)
+        if problem.prefill_tokens < problem.max_batch_tokens:
+            model.add(batch.tokens - batch.decodes <= problem.prefill_tokens * has_prefill)
         return time.of(batch, active, has_prefill, has_decode)
 
     def _memory(self, cells: list[Cell], active: Any) -> None:
         """M. Nothing is held once all is done, and until then no batch is empty."""
-        add, blocks = self.model.add, self.bounds.blocks
+        add, blocks = self.model.add, self.problem.kv_tokens // self.problem.block_size
         held = [
-            (self.bounds.blocks_for(self.cached(i, k)), lit)
+            (self._blocks(self.cached(i, k)), lit)
             for i, cell in enumerate(cells)
             for k, lit in cell.of(*WHOLE)
         ]
         whole = sum(size * lit for size, lit in held)
         add(whole + sum(cell.part_blocks for cell in cells) <= blocks * active)
-        if self.bounds.chunked:  # implied; they say it in literals alone, which the solver cuts on
+        if self.problem.chunked:  # implied; they say it in literals alone, which the solver cuts on
             some = sum(lit for cell in cells for _, lit in cell.of(*PARTIAL))
             add(whole + some <= blocks * active)
             add(sum(lit for size, lit in held if 2 * size > blocks) <= active)
@@ -250,7 +252,7 @@ class Program:
     def _order_twins(self) -> None:
         """Equal requests end in the order of their numbers: they could be renamed."""
         last: dict[tuple[float, int, int], int] = {}
-        arrival = self.workload.arrival.tolist()
+        arrival = self.problem.workload.arrival.tolist()
         for i, key in enumerate(zip(arrival, self.prompt, self.output, strict=True)):
             if key in last:
                 self.model.add(self.end_batch(last[key]) <= self.end_batch(i))
@@ -284,7 +286,7 @@ class Program:
                     state = idle if held else "wait"
                 for key, lit in cell.states.items():
                     self.model.add_hint(lit, int(key == (state, k)))
-                if self.bounds.chunked:
+                if self.problem.chunked:
                     self.model.add_hint(cell.part, held if state in PARTIAL else 0)
 
     def schedule(self, solver: cp_model.CpSolver) -> Schedule:

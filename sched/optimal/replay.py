@@ -7,7 +7,8 @@ policies run on; a schedule that breaks a limit raises InvalidPlan there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,10 +52,6 @@ class Schedule:
     def preemptions(self) -> int:
         """How often a request loses its cache."""
         return int(self.preempt.sum())
-
-    def reordered(self, order: np.ndarray) -> Schedule:
-        """Request i does what request `order[i]` did."""
-        return Schedule(self.tokens[:, order], self.preempt[:, order])
 
 
 class ScriptedPolicy(Policy):
@@ -125,41 +122,16 @@ class Replay:
         return float((self.first_token - self.workload.arrival).mean())
 
 
-@dataclass
-class _Tape:
-    """Batches as they come."""
+class _Batch(NamedTuple):
+    """One of those that `Replay` holds; its arrays are [n]."""
 
-    workload: Workload
-    tokens: list[np.ndarray] = field(default_factory=list)
-    preempt: list[np.ndarray] = field(default_factory=list)
-    decoding: list[np.ndarray] = field(default_factory=list)
-    kv: list[np.ndarray] = field(default_factory=list)
-    kv_used: list[int] = field(default_factory=list)
-    start: list[float] = field(default_factory=list)
-    duration: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.first_token = np.full(len(self.workload), np.nan)
-        self.finish = np.full(len(self.workload), np.nan)
-
-    def scatter(self, seq: np.ndarray, values: np.ndarray | int | bool) -> np.ndarray:
-        line = np.zeros(len(self.workload), np.asarray(values).dtype)
-        line[seq] = values
-        return line
-
-    def replay(self) -> Replay:
-        schedule = Schedule(np.stack(self.tokens), np.stack(self.preempt))
-        return Replay(
-            self.workload,
-            schedule,
-            np.array(self.start),
-            np.array(self.duration),
-            np.array(self.kv_used),
-            np.stack(self.decoding),
-            np.stack(self.kv),
-            self.first_token,
-            self.finish,
-        )
+    tokens: np.ndarray
+    preempt: np.ndarray
+    start: float
+    duration: float
+    kv_used: int
+    decoding: np.ndarray
+    kv: np.ndarray
 
 
 def run(
@@ -187,20 +159,26 @@ def run(
         capacity=len(workload),
         cost_model=cost_model,
     )
-    tape, now, added = _Tape(workload), 0.0, 0
-    while np.isnan(tape.finish).any():
+    first_token, finish = np.full((2, len(workload)), np.nan)
+    batches: list[_Batch] = []
+    now, added = 0.0, 0
+    while np.isnan(finish).any():
         while added < len(workload) and workload.arrival[added] <= now:
             scheduler.add(_request(workload, added), int(workload.output_len[added]))
             added += 1
-        took = _step(scheduler, cost_model, tape, now)
-        if took is not None:
-            now += took
+        batch = _step(scheduler, cost_model, now, first_token, finish)
+        if batch is not None:
+            batches.append(batch)
+            now += batch.duration
         elif added < len(workload):
             now = float(workload.arrival[added])
         else:
-            left = int(np.isnan(tape.finish).sum())
-            raise ReplayError(f"after {len(tape.start)} batches {left} requests have not ended")
-    return tape.replay()
+            left = int(np.isnan(finish).sum())
+            raise ReplayError(f"after {len(batches)} batches {left} requests have not ended")
+    fields = map(np.array, zip(*batches, strict=True))
+    tokens, preempt, start, duration, kv_used, decoding, kv = fields
+    schedule, ends = Schedule(tokens, preempt), (first_token, finish)
+    return Replay(workload, schedule, start, duration, kv_used, decoding, kv, *ends)
 
 
 def replay(
@@ -239,29 +217,36 @@ def _request(workload: Workload, index: int) -> Request:
     )
 
 
-def _step(scheduler: Scheduler, cost: CostModel, tape: _Tape, now: float) -> float | None:
-    """One batch; its seconds, or None if the policy has nothing to do."""
+def _step(
+    scheduler: Scheduler, cost: CostModel, now: float, first_token: np.ndarray, finish: np.ndarray
+) -> _Batch | None:
+    """One batch, None if the policy has nothing to do. Writes down whose first token it gives, and
+    who ends."""
     table = scheduler.table
     step = scheduler.schedule(now)
     if not len(step):
         return None
-    rows, seq = step.rows, table.seq
-    took = float(cost.batch_time(step.features()))
-    running = table.in_state(State.RUNNING)
-    tape.tokens.append(tape.scatter(seq[rows], step.plan.num_tokens))
-    gone = step.preempted
-    tape.preempt.append(tape.scatter(seq[gone], np.ones(len(gone), bool)))
-    tape.decoding.append(tape.scatter(seq[rows], step.decodes))
-    tape.kv.append(tape.scatter(seq[running], table.computed[running]))
-    tape.kv_used.append(int(scheduler.pool.as_tokens(scheduler.pool.num_used)))
-    tape.start.append(now)
-    tape.duration.append(took)
-    end = now + took
-    first = seq[rows[step.emits & (step.generated == 1)]]
-    tape.first_token[first] = end
+
+    def line(rows: np.ndarray, values: np.ndarray | bool) -> np.ndarray:
+        found = np.zeros(len(finish), np.asarray(values).dtype)
+        found[table.seq[rows]] = values
+        return found
+
+    rows, running = step.rows, table.in_state(State.RUNNING)
+    batch = _Batch(
+        tokens=line(rows, step.plan.num_tokens),
+        preempt=line(step.preempted, True),
+        start=now,
+        duration=float(cost.batch_time(step.features())),
+        kv_used=int(scheduler.pool.as_tokens(scheduler.pool.num_used)),
+        decoding=line(rows, step.decodes),
+        kv=line(running, table.computed[running]),
+    )
+    end = now + batch.duration
+    first_token[table.seq[rows[step.emits & (step.generated == 1)]]] = end
     done = scheduler.release_finished(step)
-    tape.finish[seq[done]] = end
+    finish[table.seq[done]] = end
     scheduler.receive(step.emitting, end)
     for row in done.tolist():
         scheduler.finish(row)
-    return took
+    return batch

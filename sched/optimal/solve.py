@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.sched.optimal.cells import Bounds
 from jaxserve.sched.optimal.cost import ScaledCost
 from jaxserve.sched.optimal.problem import (
     OBJECTIVES,
@@ -158,16 +157,7 @@ class _Task:
 
         problem, cost = self.problem, self.cost
         check_size(problem.workload, self.batches, problem.chunked)
-        bounds = Bounds(
-            problem.max_batch_tokens,
-            problem.prefill_tokens,
-            problem.kv_tokens,
-            problem.block_size,
-            problem.chunked,
-        )
-        program = Program(
-            problem.workload, bounds, cost, self.batches, longest_batch(problem, cost)
-        )
+        program = Program(problem, cost, self.batches, longest_batch(problem, cost))
         objective, offset = _objective(program, problem, self._most_time())
         count = len(problem.workload) if problem.objective == "mean_ttft" else 1
 
