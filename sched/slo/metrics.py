@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.sched.parallel_arrays import ParallelArrays
 from jaxserve.sched.request import Tier
 from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
 
@@ -127,7 +128,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Attained:
+class Attained(ParallelArrays):
     """Which requests are within their targets, bool [n] each; whoever finished without a target is
     within it."""
 
@@ -139,10 +140,6 @@ class Attained:
     def slo(self) -> np.ndarray:
         """All three, bool [n]."""
         return np.asarray(self.ttft & self.tbt & self.jct)
-
-    def take(self, which: np.ndarray) -> Attained:
-        """Those of some requests. which: bool [n]."""
-        return Attained(self.ttft[which], self.tbt[which], self.jct[which])
 
 
 def summarise(values: Sequence[float] | np.ndarray, scale: float = 1.0) -> dict[str, float] | None:
@@ -221,7 +218,7 @@ def split_metrics(
     def group(which: np.ndarray) -> dict[str, Any]:
         if which.all():
             return dict(total)
-        return group_metrics(times.take(which), terms.take(which), met.take(which), duration)
+        return group_metrics(times.take(which), terms.take(which), met[which], duration)
 
     tiers = {tier.name.lower(): terms.tier == tier for tier in Tier}
     classes = {name: terms.slo_class == index for index, name in enumerate(terms.classes)}

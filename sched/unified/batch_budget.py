@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxserve.sched.parallel_arrays import ParallelArrays
 from jaxserve.sched.plan import BatchPlan, Operation, Preempt
 from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import RUNNING, WAITING
@@ -69,7 +70,7 @@ class Expected:
 
 
 @dataclass
-class Candidates:
+class Candidates(ParallelArrays):
     """Parallel arrays [n], most urgent first. tokens: to compute now; reserve: cache tokens to
     have room for; kinds: `CacheKind`; prefill: whether P applies. new: free blocks that each takes,
     once `BatchBudget.new_blocks` has been asked."""
@@ -80,20 +81,6 @@ class Candidates:
     kinds: np.ndarray
     prefill: np.ndarray
     new: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, part: slice | np.ndarray) -> Candidates:
-        """A slice of them, or those that a mask or indices choose."""
-        return Candidates(
-            self.rows[part],
-            self.tokens[part],
-            self.reserve[part],
-            self.kinds[part],
-            self.prefill[part],
-            None if self.new is None else self.new[part],
-        )
 
 
 class BatchBudget(MemoryBudget):
@@ -210,16 +197,11 @@ class BatchBudget(MemoryBudget):
         operations = self.preemptions()
         if not self.chosen:
             return BatchPlan(operations=operations)
-        if len(self.chosen) == 1:
-            only = self.chosen[0]
-            return BatchPlan(only.rows, only.tokens, only.reserve, only.kinds, operations)
-        return BatchPlan(
-            np.concatenate([c.rows for c in self.chosen]),
-            np.concatenate([c.tokens for c in self.chosen]),
-            np.concatenate([c.reserve for c in self.chosen]),
-            np.concatenate([c.kinds for c in self.chosen]),
-            operations,
+        parts = [(c.rows, c.tokens, c.reserve, c.kinds) for c in self.chosen]
+        rows, tokens, reserve, kinds = (
+            parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
         )
+        return BatchPlan(rows, tokens, reserve, kinds, operations)
 
     def _growth_of(self, rows: np.ndarray) -> np.ndarray:
         """Free blocks that each is expected to take yet, [n]."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
 from jaxserve.sched.cost.batch_feature_sums import columns, features
+from jaxserve.sched.parallel_arrays import ParallelArrays
 from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import WAITING
 
 
 @dataclass
-class PlannedWork:
+class PlannedWork(ParallelArrays):
     """What requests would do in the step, in order: parallel arrays [n]. Policies add their own.
 
     Attributes:
@@ -43,20 +43,6 @@ class PlannedWork:
         new = view.pool.needed(rows, known, np.zeros(len(rows), np.int64))
         starts, decodes = table.state[rows] == WAITING, (tokens == 1) & (generated > 0)
         return cls(rows, tokens, start, new, starts, decodes, **own)
-
-    @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """All of several, of which there must be one."""
-        if len(parts) == 1:
-            return parts[0]
-        return cls(*map(np.concatenate, zip(*(vars(p).values() for p in parts), strict=True)))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, part: slice | np.ndarray) -> Self:
-        """A slice of them, or those that a mask or indices choose."""
-        return type(self)(*[column[part] for column in vars(self).values()])
 
     def columns(self) -> np.ndarray:
         """What each adds to the features of a batch, int64 [NUM_COLUMNS or more, n]."""

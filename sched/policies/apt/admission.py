@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxserve.sched.cache.block_sizes import tokens_in
 from jaxserve.sched.cache.cache_kinds import CacheKind
+from jaxserve.sched.parallel_arrays import ParallelArrays
 from jaxserve.sched.policies.apt.knapsack import Choice, Offers, choose, fit
 from jaxserve.sched.policies.apt.value import Value, Weighed
 from jaxserve.sched.policy import View
@@ -40,22 +41,12 @@ class StartBudget:
 
 
 @dataclass(frozen=True)
-class Starts:
+class Starts(ParallelArrays):
     """Arrays [n], most valuable first: rows, tokens that each computes now, and `CacheKind`s."""
 
     rows: np.ndarray
     tokens: np.ndarray
     kinds: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __add__(self, others: Starts) -> Starts:
-        return Starts(
-            np.concatenate([self.rows, others.rows]),
-            np.concatenate([self.tokens, others.tokens]),
-            np.concatenate([self.kinds, others.kinds]),
-        )
 
 
 def start(view: View, queue: Weighed, budget: StartBudget) -> Starts:
@@ -71,7 +62,7 @@ def start(view: View, queue: Weighed, budget: StartBudget) -> Starts:
     if not budget.spare or not np.count_nonzero(values.late):
         return _start(view, rows, values, budget)
     fresh = np.flatnonzero(~values.late)
-    first = _start(view, rows[fresh], values.of(fresh), budget)
+    first = _start(view, rows[fresh], values[fresh], budget)
     known = view.table.prompt_len[first.rows] + view.table.generated[first.rows]
     used = view.pool.blocks_for(known, first.kinds)
     left = replace(
@@ -83,7 +74,7 @@ def start(view: View, queue: Weighed, budget: StartBudget) -> Starts:
     )
     late = np.flatnonzero(values.late)
     late = late[values.tokens[late] <= left.most(view.pool.block_size)]
-    return first + _start(view, rows[late], values.of(late), left)
+    return Starts.joined([first, _start(view, rows[late], values[late], left)])
 
 
 def _start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> Starts:
@@ -101,7 +92,7 @@ def _start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> 
         else:
             keep = fit(np.arange(len(order)), tokens, budget.tokens)
         kept = np.sort(order[keep[: budget.slots]])
-        rows, values = rows[kept], values.of(kept)
+        rows, values = rows[kept], values[kept]
         choice = _choose(view, values, budget.blocks)
         order = choice.served
         tokens = values.tokens[order]

@@ -164,7 +164,7 @@ class AptServe(Policy):
             left -= int(pool.blocks_for(pool.room(project), CacheKind.HIDDEN).sum())
             left -= int(pool.blocks_for(1)) * len(project)
             budget = self._budget(view, left, len(batch), int(tokens.sum()))
-            batch += self._start(view, queue, budget)
+            batch = Starts.joined([batch, self._start(view, queue, budget)])
         return _plan(view, batch, preempt, project)
 
     def _share(self, view: View, ran: Weighed) -> np.ndarray:

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.parallel_arrays import ParallelArrays
 from jaxserve.sched.policy import View
 
 NEAR_ZERO = 1e-6  # the share of its value that a late request keeps
@@ -31,7 +32,7 @@ class Penalty(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Value:
+class Value(ParallelArrays):
     """Of rows: pending, seconds without a token; value and penalty as in `Offers`; late: which
     have missed their target. Arrays [n]; tokens: what each has cached after its next step."""
 
@@ -40,17 +41,6 @@ class Value:
     penalty: np.ndarray | None
     late: np.ndarray
     tokens: np.ndarray
-
-    def of(self, chosen: np.ndarray) -> Value:
-        """The rows that a mask, bool [n], or indices choose."""
-        penalty = None if self.penalty is None else self.penalty[chosen]
-        return Value(
-            self.pending[chosen],
-            self.value[chosen],
-            penalty,
-            self.late[chosen],
-            self.tokens[chosen],
-        )
 
 
 class Weighed:
