@@ -98,7 +98,7 @@ def search(
     told = _Told(progress, len(workload))
     bound = goodput_bound(workload, setting, options.rho is not None, options.until)
     best = _search(oracle, runner, bound, told)
-    told.all()
+    told.share(1.0)
     served = best.served
     if options.record_rows:
         served = run([best.policy], workload, best.setting, options, False, None, None)
@@ -120,10 +120,6 @@ class _Told:
         if self.progress is not None and now > self.said:
             self.progress(now - self.said)
             self.said = now
-
-    def all(self) -> None:
-        """It is over."""
-        self.share(1.0)
 
 
 @dataclass
