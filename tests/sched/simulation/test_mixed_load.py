@@ -113,7 +113,7 @@ def test_what_is_said_of_numbers() -> None:
     page = page_of(scale)
     for policy, found in numbers.items():
         for case in page.seeds(policy, "OPT-13B", "sharegpt", 10.0):
-            page.results[case] = found
+            page.results._found[case] = found
     verdict = page.verdict()
     # Latency and throughput relative to the other's; attainments as differences.
     assert "| `vllm` | -75.0 | +0.0 | +90.0 | -1.0 | 1 | 0 |" in verdict
