@@ -9,6 +9,7 @@ and a notebook's cell may use `register` too.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import pkgutil
@@ -89,10 +90,16 @@ def register_variant(suffix: str, summary: str, source: str) -> Callable[[_Chang
 def policies() -> dict[str, PolicyEntry]:
     """Every registered policy by name, without variants; imports the files in
     `sched/policies/` and its folders."""
+    _import_built_in()
+    return dict(sorted(_REGISTRY.items()))
+
+
+@functools.cache
+def _import_built_in() -> None:
+    """Once, as to look into the folders takes longer than to make a policy."""
     package = importlib.import_module("jaxserve.sched.policies")
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
-    return dict(sorted(_REGISTRY.items()))
 
 
 def variants() -> dict[str, Variant]:

@@ -19,10 +19,11 @@ from jaxserve.sched.cache import block_sizes
 from jaxserve.sched.cost import cost_model, host_overhead
 from jaxserve.sched.routing import estimate, fleet, random_draws, routers, snapshot, take_snapshot
 from jaxserve.sched.simulation.compiled import code_cache
+from jaxserve.sched.simulation.compiled.cost import Costs
 from jaxserve.sched.simulation.compiled.jit import OPTIONS
 from jaxserve.sched.simulation.compiled.loop import serve
 from jaxserve.sched.simulation.compiled.order import LATER, LEAD
-from jaxserve.sched.simulation.compiled.state import REQUEST
+from jaxserve.sched.simulation.compiled.state import REQUEST, Rules, World
 from jaxserve.sched.slo import slo_columns
 from jaxserve.sched.state import output_lengths, request_table
 from jaxserve.sched.unified import policy_spec, unified_policy
@@ -33,33 +34,36 @@ KEY = types.float64(numba.from_dtype(REQUEST), types.int64)
 _DIRECTORY = "~/.cache/jaxserve/numba"  # where NUMBA_CACHE_DIR does not say otherwise
 
 
-_serves: dict[tuple[types.Type, ...], Any] = {}
+_serves: dict[types.Type, Any] = {}  # by that of the costs
 
 
 def compiled_serve(
-    world: types.Type, rules: types.Type, costs: types.Type, compiling: Callable[[], None] | None
+    world: World, rules: Rules, costs: Costs, compiling: Callable[[], None] | None
 ) -> Any:
-    """`loop.serve` for arguments of these types, which takes a while to compile, but only once.
-    compiling: told when that begins.
+    """`loop.serve` for such arguments, which takes a while to compile, but only once. compiling:
+    told when that begins.
 
     What numba keeps is good for as long as the file of the function itself is the same. This one's
     code is in several, so there is a directory for each state of them. Where that cannot be written
     nothing is kept.
     """
-    kinds = (world, rules, costs)
-    if kinds not in _serves:
+    # All worlds and rules are of one type, and numba takes as long to find it as to serve some
+    # hundred requests.
+    kind = numba.typeof(costs)
+    if kind not in _serves:
+        kinds = (numba.typeof(world), numba.typeof(rules), kind)
         directory = Path(_CONFIG.CACHE_DIR or _DIRECTORY).expanduser() / _digest()
         keeps = code_cache.use(directory)
         # One of several processes compiles, and the others take what it keeps.
         alone = code_cache.only_one(directory) if keeps and code_cache.is_empty(directory) else None
         watch = _Watch(compiling)
         with install_listener("numba:compile", watch):
-            _serves[kinds] = _compile(kinds, directory, keeps)
+            _serves[kind] = _compile(kinds, directory, keeps)
         if alone is not None:
             alone.close()
         if keeps and watch.compiled:
             code_cache.remove_old(directory)
-    return _serves[kinds]
+    return _serves[kind]
 
 
 class _Watch(Listener):

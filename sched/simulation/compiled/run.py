@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from numba.core.errors import NumbaError
 
@@ -77,8 +76,7 @@ def run(
     rules, costs = _rules(policy, form, setting), _costs(setting)
     chunk = policy.prefill_limit(setting.limits)
     world = _world(workload, setting, form.given, chunk, knows=policy.hypothetical)
-    kinds = numba.typeof(world), numba.typeof(rules), numba.typeof(costs)
-    serve = compiled_serve(*kinds, compiling)
+    serve = compiled_serve(world, rules, costs, compiling)
     count, seen = len(workload), 0
     every = count if progress is None else max(count // _PAUSES, 1)
     while True:

@@ -183,7 +183,8 @@ def test_without_numba_it_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> Non
     workload = drawn(1, 9, 9.0)
     compiled = simulate("edf", workload, SEVEN, compiled=True)
     package = "jaxserve.sched.simulation.compiled"
-    monkeypatch.delitem(sys.modules, f"{package}.run")
+    for name in ("run", "kernel"):
+        monkeypatch.delitem(sys.modules, f"{package}.{name}")
     monkeypatch.delattr(sys.modules[package], "run")
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.setattr(dispatch, "_FEW", 0)

@@ -10,7 +10,6 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
-from numba import types
 
 from jaxserve.file_lock import lock
 from jaxserve.sched.simulation import simulator
@@ -32,9 +31,9 @@ def test_only_what_is_compiled_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     told: list[int] = []
     for times in (1, 1):  # compiled, then read
         monkeypatch.setattr(kernel, "_serves", {})
-        kinds = (types.int64, types.int64, types.int64)
-        serve = kernel.compiled_serve(*kinds, lambda: told.append(1))
-        assert kernel.compiled_serve(*kinds, lambda: told.append(2)) is serve
+        numbers: Any = (5, 0, 0)
+        serve = kernel.compiled_serve(*numbers, lambda: told.append(1))
+        assert kernel.compiled_serve(*numbers, lambda: told.append(2)) is serve
         assert serve(5, 0, 0, kernel.compiled_key(lambda r: 0.0), 2) == 7
         assert told == [1] * times
     (folder,) = tmp_path.iterdir()
