@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.policies.oracle import Ordered, Portfolio
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
+from jaxserve.sched.simulation.oracle import search
 from jaxserve.sched.simulation.oracle.candidates import SHAPES
 from jaxserve.sched.simulation.oracle.goodput_bound import goodput_bound, most_met
 from jaxserve.sched.simulation.oracle.least_work import Work, latest
@@ -42,6 +44,11 @@ from tests.sched.simulation.compiled.test_compiled import (
 OPT = system("opt-13b@a100-40g")  # with hidden caches
 LIMITS = Limits(400, 100, 12)
 QUICK = "oracle:portfolio=quick"
+
+
+def few_first(*names: str) -> Any:
+    """Has a search begin with one policy, or these, instead of some twenty."""
+    return patch.object(search, "portfolio", lambda which: names or ("sarathi",))
 
 
 def goodput(result: Any) -> float:
@@ -91,22 +98,23 @@ def test_no_policy_exceeds_the_bound(
     shared: dict[str, Any] = {"kv_tokens": 900, "limits": LIMITS, "compiled": False} | options
     if not make_policy(policy).chunked:
         shared["limits"] = Limits(400, 400, 12)
-    bound = simulate(f"{QUICK}:runs=0", workload, place, **shared).goodput_bound
+    with few_first():
+        bound = simulate(f"{QUICK}:runs=0", workload, place, **shared).goodput_bound
     assert bound is not None
     assert goodput(simulate(policy, workload, place, **shared)) <= bound * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("seed", "rate"), [(1, 20.0), (2, 1e4)])
-def test_it_finds_no_less_than_any_policy(seed: int, rate: float) -> None:
-    workload, options = drawn(seed, 12, rate), {"kv_tokens": 700, "limits": LIMITS}
-    found = simulate("oracle:runs=3", workload, SEVEN, **options)
+def test_it_finds_no_less_than_any_policy() -> None:
+    workload = drawn(2, 8, 1e4)
+    options: dict[str, Any] = {"kv_tokens": 600, "compiled": False}
+    found = simulate("oracle:runs=3", workload, SEVEN, limits=LIMITS, **options)
     assert found.goodput_bound is not None and found.search_runs is not None
     assert goodput(found) <= found.goodput_bound
     names = portfolio(Portfolio.ALL)
     assert found.search_runs <= len(names) + 3
     for name in names:
         limits = LIMITS if make_policy(name).chunked else Limits(400, 400, 12)
-        one = simulate(name, workload, SEVEN, kv_tokens=700, limits=limits)
+        one = simulate(name, workload, SEVEN, limits=limits, **options)
         assert goodput(one) <= goodput(found), name
 
 
@@ -117,41 +125,45 @@ def test_the_portfolio_has_every_other_policy() -> None:
     assert {"edf", "sarathi+ef"} < set(quick) and not {"bros", "accelgen"} & set(quick)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_tiny_cases_are_solved(seed: int) -> None:
-    """No order of five requests, in any of the shapes, has more."""
+    """No order of four requests, in any of the shapes, has more."""
     rng = np.random.default_rng(seed)
-    lengths = Lengths(rng.integers(50, 400, 5), rng.integers(1, 30, 5))
-    workload = with_targets(Workload.create(all_at_once(5), lengths), ttft=0.12, jct=0.6)
-    options: dict[str, Any] = {"kv_tokens": 900, "limits": Limits(400, 400, 4)}
+    lengths = Lengths(rng.integers(50, 400, 4), rng.integers(1, 30, 4))
+    workload = with_targets(Workload.create(all_at_once(4), lengths), ttft=0.09, jct=0.45)
+    options: dict[str, Any] = {"kv_tokens": 700, "limits": Limits(400, 400, 3)}
     best = 0.0
     for groups, mixed in SHAPES:
-        for order in itertools.permutations(range(5)):
+        for order in itertools.permutations(range(4)):
             policy = Ordered(groups, mixed, True, reserve=Reserve.WHOLE, given=np.array(order))
             best = max(best, goodput(simulate(policy, workload, SEVEN, **options)))
-    found = simulate(f"{QUICK}:runs=600", workload, SEVEN, **options)
+    with few_first():
+        found = simulate(f"{QUICK}:runs=600", workload, SEVEN, **options)
     assert 0 < best <= goodput(found)
 
 
 def test_a_search_finds_more_than_the_policies() -> None:
     """Under more load than can be served, who is served is chosen."""
-    workload = scaled(drawn(4, 60, 200.0), 0.4)
+    workload = scaled(drawn(4, 40, 200.0), 0.4)
     options: dict[str, Any] = {"kv_tokens": 1500, "limits": LIMITS}
-    none, some, more = (
-        simulate(f"{QUICK}:runs={runs}", workload, SEVEN, **options) for runs in (0, 60, 300)
-    )
+    names = ("edf+ef", "infermax", "sarathi", "sarathi+ef", "vllm", "vllm+ef")
+    with few_first(*names):
+        none, some, more = (
+            simulate(f"{QUICK}:runs={runs}", workload, SEVEN, **options) for runs in (0, 60, 120)
+        )
     assert goodput(none) < goodput(some) <= goodput(more)
-    assert none.found_by in portfolio(Portfolio.QUICK) and more.found_by == "ordered"
-    assert none.search_runs == len(portfolio(Portfolio.QUICK))
-    assert more.search_runs == none.search_runs + 300
+    assert none.found_by in names and more.found_by == "ordered"
+    assert none.search_runs == len(names)
+    assert more.search_runs == none.search_runs + 120
 
 
 def test_so_many_runs_find_the_same_each_time() -> None:
     workload, options = scaled(drawn(4, 40, 200.0), 0.4), {"kv_tokens": 1500, "limits": LIMITS}
-    one, same, rows = (
-        simulate(f"{QUICK}:runs=120", workload, SEVEN, record_rows=asked, **options)
-        for asked in (False, False, True)
-    )
+    with few_first():
+        one, same, rows = (
+            simulate(f"{QUICK}:runs=120", workload, SEVEN, record_rows=asked, **options)
+            for asked in (False, False, True)
+        )
     assert_same(one, same)
     assert_same(one, rows)
     assert one.rows is None and rows.rows is not None
@@ -161,17 +173,19 @@ def test_so_many_runs_find_the_same_each_time() -> None:
 
 def test_time_may_end_the_search() -> None:
     workload = drawn(4, 20, 200.0)
-    found = simulate(f"{QUICK}:seconds=0", workload, SEVEN, kv_tokens=900, limits=LIMITS)
-    assert found.search_runs == len(portfolio(Portfolio.QUICK))
+    with few_first():
+        found = simulate(f"{QUICK}:seconds=0", workload, SEVEN, kv_tokens=900, limits=LIMITS)
+    assert found.search_runs == 1
 
 
 def test_what_it_finds_can_be_booked() -> None:
-    workload = scaled(drawn(4, 30, 200.0), 0.4)
+    workload = scaled(drawn(4, 20, 200.0), 0.4)
     options: dict[str, Any] = {"kv_tokens": 900, "limits": LIMITS}
-    plain, checked = (
-        simulate(f"{QUICK}:runs=40", workload, SEVEN, checked=checked, **options)
-        for checked in (None, True)
-    )
+    with few_first():
+        plain, checked = (
+            simulate(f"{QUICK}:runs=30", workload, SEVEN, checked=checked, **options)
+            for checked in (None, True)
+        )
     assert_same(plain, checked)
 
 
@@ -233,7 +247,8 @@ def test_wrong_parameters_are_refused(params: str, problem: str) -> None:
 def test_the_command_says_the_bound_and_the_tries(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--policy=sarathi,oracle:portfolio=quick:runs=3", "--workload=fixed:64x8x12"]
     argv += ["--kv_tokens=400", "--slo_jct_ms=150", "--seeds=1", "--json"]
-    assert command.main(argv) == 0
+    with few_first():
+        assert command.main(argv) == 0
     said = capsys.readouterr()
     sarathi, oracle = json.loads(said.out.splitlines()[-1])["points"]
     assert oracle["mean"]["search_runs"] > 3 and "search_runs" not in sarathi["mean"]
@@ -281,7 +296,8 @@ def test_a_window_holds_so_many_at_most() -> None:
     alone = float(Work.of(plain, setting(), False).jct[0])
     workload = with_targets(plain, jct=3.5 * alone)
     bound = goodput_bound(workload, setting(), False, math.inf)
-    found = simulate(f"{QUICK}:runs=150", workload, SEVEN, kv_tokens=16000, overlap=False)
+    with few_first():
+        found = simulate(f"{QUICK}:runs=150", workload, SEVEN, kv_tokens=16000, overlap=False)
     assert 0 < goodput(found) <= bound <= 1.35 * goodput(found)
 
 
