@@ -158,8 +158,7 @@ class Served(Observer):
     """An engine that has served a workload on its virtual clock.
 
     plans: with the requests' numbers instead of rows, and of the operations only who lost all since
-    the last batch. token_times: of each request. steps: what observers were told. errors: the
-    running error of the cost model after each of them.
+    the last batch. token_times: of each request. steps: what observers were told.
     """
 
     def __init__(self, config: Config, workload: Workload, cost_model: CostModel) -> None:
@@ -167,7 +166,6 @@ class Served(Observer):
         self.plans: list[BatchPlan] = []
         self.token_times: dict[int, list[float]] = {}
         self.steps: list[StepStats] = []
-        self.errors: list[float] = []
         self._workload, self._requests, self._sent = workload, Requests(workload), 0
         self._clock = Clock()
         buckets = self.chosen.buckets
@@ -245,4 +243,3 @@ class Served(Observer):
 
     def on_step(self, stats: StepStats) -> None:
         self.steps.append(stats)
-        self.errors.append(self.engine.stats().step_time_error)

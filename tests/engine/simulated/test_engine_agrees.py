@@ -214,8 +214,15 @@ def test_so_they_are_where_hidden_caches_are_projected(
     assert result.batches.num_hidden.sum() > 0
 
 
-@pytest.mark.parametrize("policy", ["sarathi", "vllm", "infermax", "aptserve"])
-@pytest.mark.parametrize(("rate", "blocks", "early"), [(100.0, SMALL, False), (6.0, LARGE, True)])
+@pytest.mark.parametrize(
+    ("policy", "rate", "blocks", "early"),
+    [
+        ("sarathi", 100.0, SMALL, False),
+        ("vllm", 6.0, LARGE, True),
+        ("infermax", 6.0, LARGE, True),
+        ("aptserve", 100.0, SMALL, False),
+    ],
+)
 def test_so_they_are_without_overlap(
     policy: str, rate: float, blocks: int, early: bool, agree: Callable[..., SimulationResult]
 ) -> None:
@@ -259,8 +266,7 @@ def test_blocks_are_shared_alike(overlap: bool, agree: Callable[..., SimulationR
     assert min(made[0].did[name] for name in ("join", "checkpoint", "restore", "elsewhere")) > 5
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("host_tokens", [40, HOST_TOKENS])
+@pytest.mark.parametrize(("overlap", "host_tokens"), [(True, 40), (False, HOST_TOKENS)])
 def test_bros_shares_blocks_alike(
     overlap: bool, host_tokens: int, agree: Callable[..., SimulationResult]
 ) -> None:

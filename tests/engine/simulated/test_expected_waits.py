@@ -76,7 +76,7 @@ def test_blocks_that_are_waited_for(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["sarathi", "vllm", "edf", "bros"])
 def test_who_refuses_serves_more_in_time(policy: str) -> None:
-    workload = load(15.0, 120 if policy == "bros" else 250)
+    workload = load(15.0, 120 if policy == "bros" else 180)
     all_of_them, some = (served(policy, workload, share).summary() for share in (math.inf, 0.75))
     assert all_of_them["num_refused"] == 0 < some["num_refused"]
     assert some["goodput_per_s"] >= all_of_them["goodput_per_s"]
@@ -116,7 +116,7 @@ def test_predicting_changes_nothing() -> None:
 
 def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--policy=sarathi", "--workload=fixed:512x64x200", "--rate=60", "--slo_ttft_ms=500"]
-    argv += ["--max_rows=8", "--json", "--refuse_late=0.75"]
+    argv += ["--max_rows=8", "--json", "--seeds=1", "--refuse_late=0.75"]
     assert command.main(argv) == 0
     (point,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["points"]
     assert 0 < point["mean"]["num_refused"] < 200
