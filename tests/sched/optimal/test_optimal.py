@@ -83,7 +83,7 @@ TINY = {
         arrivals=(0, 0.001, 0.004),
     ),
     "online_latency": problem((4, 2), (6, 2), m=8, chunked=False, arrivals=(0.0, 0.5)),
-    "online_gap": problem((4, 2), (6, 2), m=8, objective="makespan", arrivals=(0.01, 0.5)),
+    "online_gap": problem((4, 2), (6, 2), m=8, objective="makespan", arrivals=(0.01, 0.05)),
 }
 
 
@@ -128,7 +128,7 @@ def test_a_policys_schedule_is_a_start(policy: str) -> None:
     chunk = 12 if policy == "sarathi" else 0
     task = problem((6, 4), (6, 4), (6, 4), m=14, c=24, max_prefill_tokens=chunk)
     start = task.record(make_policy(policy))
-    found = solve(task, warm_start=start, workers=1, time_limit=1, max_batches=len(start))
+    found = solve(task, warm_start=start, workers=1, time_limit=0.2, max_batches=len(start))
     assert found.objective is not None and "left out" not in found.note
     assert found.objective <= task.value(task.play(start))
 

@@ -49,7 +49,7 @@ def load(count: int, rate: float, seed: int) -> Workload:
 def test_both_tiers_end(
     policy: str, rate: float, seed: int, blocks: int, rows: int, host: int, overlap: bool
 ) -> None:
-    work = load(40, rate, seed)
+    work = load(24, rate, seed)
     result = simulate(
         policy,
         work,
@@ -68,7 +68,7 @@ def test_both_tiers_end(
 def test_real_time_requests_are_served_beside_a_batch_job() -> None:
     """More best-effort work than memory holds is there from the start."""
     rng = np.random.default_rng(1)
-    best, real = 60, 100
+    best, real = 50, 60
     lengths = Lengths(
         np.concatenate([rng.integers(512, 1025, best), rng.integers(20, 400, real)]),
         np.concatenate([rng.integers(32, 129, best), rng.integers(20, 300, real)]),

@@ -230,7 +230,7 @@ def test_taking_steps_together_changes_nothing(name: str) -> None:
             "record_rows": True,
             "checked": True,
         }
-        workload = random_workload(trial, 25, (200.0, 9.0, 6.0)[trial])
+        workload = random_workload(trial, 14, (200.0, 9.0, 6.0)[trial])
         compare(
             simulate(name, workload, SEVEN, coast=True, **options),
             simulate(name, workload, SEVEN, coast=False, **options),
@@ -243,7 +243,7 @@ def test_taking_steps_together_changes_nothing(name: str) -> None:
     kv_tokens=st.integers(350, 3000),
     rules=st.sampled_from(["jaxserve", "infermax_paper"]),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_every_request_gets_its_tokens_within_the_limits(
     seed: int, policy: str, kv_tokens: int, rules: str
 ) -> None:

@@ -79,7 +79,7 @@ def plans_before(result: SimulationResult, time: float) -> list[tuple[Any, ...]]
 
 
 @pytest.mark.parametrize("policy", NAMES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(pair=pairs())
 def test_plans_are_the_same_until_an_output_ends(policy: str, pair: Pair) -> None:
     one, other = run(policy, pair.one, pair), run(policy, pair.other, pair)
