@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.client import Client
+from tests.compiling import virtual_devices
 from tests.server.processes import ROOT, serve_command
 
 from .peers import free_port
@@ -70,7 +71,7 @@ def hosts(folder: Path, count: int, devices: int, *flags: str) -> Iterator[Hosts
     port, logs = free_port(), [folder / f"host{index}.log" for index in range(count)]
     environment = {
         **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": virtual_devices(devices),
     }
     processes = []
     try:

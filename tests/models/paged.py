@@ -26,6 +26,7 @@ class PagedRun:
     Args:
         lengths: tokens that each row may hold.
         backend: of the kernels. Activations are of float32, whatever parameters and pool are.
+        compiler_options: of XLA, for the steps.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class PagedRun:
         *,
         pool_dtype: str = "float32",
         backend: str = "xla",
+        compiler_options: dict[str, Any] | None = None,
     ) -> None:
         self.backend = backend
         self.family, self.config, self.params, self.mesh = family, config, params, mesh
@@ -54,7 +56,12 @@ class PagedRun:
         shape = (config.num_layers, num_blocks, kv_heads, block_size, config.head_dim)
         pool = make_pool(*shape, pool_dtype, sharding)
         self.pool = jax.jit(lambda p: p + jnp.nan, donate_argnums=0)(pool)
-        self._step = jax.jit(self._forward, static_argnames="decode_only", donate_argnums=1)
+        self._step = jax.jit(
+            self._forward,
+            static_argnames="decode_only",
+            donate_argnums=1,
+            compiler_options=compiler_options,
+        )
 
     def step(
         self, chunks: list[tuple[int, np.ndarray]], rows: int, tokens: int

@@ -1,4 +1,5 @@
-"""Every family against transformers' logits: dense attention, and the paged pool."""
+"""Every family against transformers' logits: dense attention, and the paged pool. Compiled as users
+have it."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 
 from jaxserve.models.dense import sequence_logits
 from jaxserve.models.registry import family_for
+from tests.compiling import OPTIMISED
 from tests.models.fixtures import NAMES, Reference, hf_config, load_reference, saved_config
 from tests.models.paged import PagedRun
 
@@ -25,7 +27,8 @@ def test_every_family_has_a_reference():
 def test_dense_logits(name):
     case = load_reference(name)
     run = jax.jit(
-        jax.vmap(lambda params, t: sequence_logits(case.family, params, case.config, t), (None, 0))
+        jax.vmap(lambda params, t: sequence_logits(case.family, params, case.config, t), (None, 0)),
+        compiler_options=OPTIMISED,
     )
     got = run(case.params, case.tokens)
     np.testing.assert_allclose(got, case.logits, atol=TOLERANCE, rtol=0)
@@ -43,7 +46,8 @@ def test_dense_logits_of_bfloat16_weights_are_as_near_as_that_allows(name):
                 case.family, params, case.config, t, dtype=jnp.float32
             ),
             (None, 0),
-        )
+        ),
+        compiler_options=OPTIMISED,
     )
     got = run(rounded, case.tokens)
     error = np.abs(got - case.logits).max() / np.abs(case.logits).max()
@@ -67,7 +71,15 @@ def _prefill_then_decode(
     """
     sequences, length = case.tokens, case.tokens.shape[1]
     lengths = [length] * len(sequences)
-    run = PagedRun(case.family, case.config, case.params, lengths, block_size, **run_options)
+    run = PagedRun(
+        case.family,
+        case.config,
+        case.params,
+        lengths,
+        block_size,
+        compiler_options=OPTIMISED,
+        **run_options,
+    )
     out: list[list[np.ndarray]] = [[] for _ in sequences]
 
     def step(counts: dict[int, int], rows: int, tokens: int) -> None:
@@ -87,7 +99,7 @@ def _prefill_then_decode(
 
 # One case of each family and kind of attention; rope variants differ only in constants, which the
 # dense test covers. The second pair of buckets has padding rows and cuts the last chunk short.
-# `test_layers.py` has opt and llama3 in the first, scanned.
+# `test_sharding.py` has opt and llama3, sharded.
 SMALL, PADDED = (4, 2, 16), (8, 4, 24)
 PAGED = [(name, *SMALL) for name in ("opt_post_norm", "llama2", "yi", "qwen2", "qwen3")]
 PAGED += [(name, *PADDED) for name in ("opt", "mistral", "qwen2_yarn")]

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.models.registry import family_for
 from jaxserve.models.sharding import check_tensor, constrain, make_mesh, pool_kv_heads, spec
+from tests.compiling import virtual_devices
 from tests.models.fixtures import ROOT, hf_config
 
 TOLERANCE = 1e-4
@@ -24,7 +25,7 @@ def run_checks():
     env = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": virtual_devices(8),
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(

@@ -11,7 +11,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from tests.conftest import CACHES
+from tests.compiling import CACHES
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"

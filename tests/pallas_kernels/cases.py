@@ -12,6 +12,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 from jaxserve.pallas_kernels import HIDDEN, KV, KernelShape, get_backend
+from tests.compiling import OPTIMISED
 from tests.pallas_kernels.batches import Shape
 
 # Those of other devices are interpreted. How many drawn batches a test has: GPUs are interpreted
@@ -19,8 +20,6 @@ from tests.pallas_kernels.batches import Shape
 BACKENDS = {"xla": 6, "numba": 6, "triton-interpret": 3, "tpu-interpret": 2}
 # Relative error (L2) that is allowed.
 LIMITS = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
-# XLA's own defaults, which the suite's are not (tests/conftest.py).
-OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.compiling import virtual_devices
+
 
 @pytest.mark.parametrize(
     ("backend", "head_dim", "pairs"),
@@ -20,13 +22,12 @@ import pytest
 )
 def test_sharded_heads(backend: str, head_dim: str, pairs: list[str]) -> None:
     """pairs: shards and tokens of a step, of decodes or with chunks."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     done = subprocess.run(
         [sys.executable, "-m", "tests.pallas_kernels.run_sharded", backend, head_dim, *pairs],
         cwd=Path(__file__).parents[2],
         # Interpreted TPU kernels wait for each other on the host: a thread for each, however many
         # cores there are (XLA sizes its pools by NPROC).
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "32"},
+        env={**os.environ, "XLA_FLAGS": virtual_devices(4), "JAX_PLATFORMS": "cpu", "NPROC": "32"},
         capture_output=True,
         text=True,
         timeout=400,

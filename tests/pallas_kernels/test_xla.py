@@ -21,6 +21,7 @@ from jaxserve.pallas_kernels import (
 )
 from jaxserve.pallas_kernels.xla import attention as xla_attention
 from jaxserve.pallas_kernels.xla.gather import chunk_blocks
+from tests.compiling import OPTIMISED
 from tests.pallas_kernels import edges
 from tests.pallas_kernels.batches import Shape, make_batch
 from tests.pallas_kernels.cases import Case
@@ -72,13 +73,15 @@ def test_writes_in_a_scan_are_in_place() -> None:
         return pool, x
 
     pool = jax.ShapeDtypeStruct((3, 4000, 2, shape.block_size, shape.head_dim), jnp.float32)
-    assert_in_place(jax.jit(step, donate_argnums=0).lower(pool, x, batch).compile(), pool)
+    assert_in_place(jax.jit(step, donate_argnums=0).lower(pool, x, batch).compile(OPTIMISED), pool)
 
 
 def test_moves_are_in_place() -> None:
     pool = jax.ShapeDtypeStruct((3, 4000, 2, 8, 16), jnp.float32)
     moves = jax.ShapeDtypeStruct((16, 4), jnp.int32)
-    assert_in_place(jax.jit(move_slots, donate_argnums=0).lower(pool, moves, 3).compile(), pool)
+    assert_in_place(
+        jax.jit(move_slots, donate_argnums=0).lower(pool, moves, 3).compile(OPTIMISED), pool
+    )
 
 
 @pytest.mark.parametrize(("block_size", "width"), [(16, 32), (16, 3), (24, 9), (128, 2)])

@@ -21,6 +21,7 @@ from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import HIDDEN, KV, make_pool, row_major
 from jaxserve.sched.cache.cache_kinds import ABSORBED, PROJECTED
 from jaxserve.weights import load_params
+from tests.compiling import OPTIMISED
 from tests.engine.harness import SHAPES
 
 ROWS, WIDTH, BLOCK_SIZE, LAYERS = 16, 4, 8, 1
@@ -112,7 +113,7 @@ def matmuls(layout: Layout) -> int:
     pool = random_pool()
     step: Any = make_model_step(step_model(ABSORBED), row_major(pool.sharding))
     given = (params, pool, NEWEST, jnp.zeros(layout.size, jnp.int32))
-    text = step.lower(*given, layout=layout).compile().as_text()
+    text = step.lower(*given, layout=layout).compile(OPTIMISED).as_text()
     found = len(re.findall(rf"= f32\[{ROWS},{config.d_model}\]\S* (dot|custom-call)\(", text))
     assert found
     return found

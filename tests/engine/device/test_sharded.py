@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.compiling import virtual_devices
 from tests.engine.device import sharded_main
 
 ROOT = Path(__file__).parents[3]
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize("family", sharded_main.SHARDS)
 def test_shards_agree(tmp_path: Path, family: str) -> None:
-    env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    env = dict(os.environ, XLA_FLAGS=virtual_devices(8))
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.device.sharded_main", str(tmp_path), family],
         cwd=ROOT,

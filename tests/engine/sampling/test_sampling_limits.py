@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ from jaxserve.sched.request import (
     Request,
     SamplingParams,
 )
+from tests.compiling import virtual_devices
 from tests.engine.sampling.sampling_steps import EOS, S, V, enter, request, step
 
 
@@ -162,9 +164,9 @@ print("same")
 
 
 def test_logits_sharded_over_the_vocabulary_give_the_same_tokens() -> None:
-    code = "import os\nos.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=4'\n"
+    env = {**os.environ, "XLA_FLAGS": virtual_devices(4)}
     done = subprocess.run(
-        [sys.executable, "-c", code + SHARDED], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.strip() == "same", done.stderr[-2000:]
 

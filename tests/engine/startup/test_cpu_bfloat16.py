@@ -22,6 +22,7 @@ from jaxserve.models.fused import fused_specs
 from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import make_pool, row_major
 from jaxserve.pallas_kernels.cpu.pairs import has_pairs
+from tests.compiling import OPTIMISED
 from tests.engine.harness import SAMPLING, SCARCE, SHAPES, engine, generate, prompts, write_shape
 
 # Dimensions that nothing else in a step has, so that an array of theirs is a weight.
@@ -65,7 +66,7 @@ def compiled(family_name: str, layout: Layout) -> tuple[hlo.Module, Any]:
     step: Any = make_model_step(model, row_major(pool.sharding))
     newest = Newest(*2 * [jax.ShapeDtypeStruct((layout.slots,), jnp.int32)])
     packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-    text = step.lower(params, pool, newest, packed, layout=layout).compile().as_text()
+    text = step.lower(params, pool, newest, packed, layout=layout).compile(OPTIMISED).as_text()
     return hlo.read(text), specs
 
 

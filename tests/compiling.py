@@ -1,0 +1,39 @@
+"""How steps and kernels are compiled in tests; imported before jax, which reads the environment.
+
+Most of what the suite takes is compiling, and most of that work on loops that run for milliseconds:
+LLVM is told not to optimise, and jaxlib 0.10, the newest for Python 3.11, writes loops as LLVM's
+code at once, not by way of MLIR, which takes twice as long. Later ones know no other way. XLA's own
+passes, and the libraries that multiply, are as ever. One cache of what is compiled serves all tests
+and workers, kept from run to run beside the packages that it belongs to.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from pathlib import Path
+
+CACHES = Path(__file__).parents[1] / ".venv" / "test-caches"
+# XLA's own defaults, for what says how a model or a kernel computes: it is compiled as users have
+# it all the same. So is all that `make soak` serves.
+OPTIMISED: dict[str, bool | int | str] = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+}
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHES / "xla"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    OPTIMISED["xla_cpu_use_fusion_emitters"] = True
+    _flag = "--xla_cpu_use_fusion_emitters=false"
+    if _flag not in (_given := os.environ.get("XLA_FLAGS", "")):
+        os.environ["XLA_FLAGS"] = f"{_given} {_flag}".strip()
+
+
+def virtual_devices(count: int) -> str:
+    """XLA_FLAGS for a process that has so many."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    return f"{flags} --xla_force_host_platform_device_count={count}".strip()
