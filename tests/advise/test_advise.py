@@ -39,10 +39,10 @@ def advised(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, A
 
 
 def test_who_keeps_targets_beats_who_does_not(capsys: pytest.CaptureFixture[str]) -> None:
-    found, said = advised(capsys, *PLACE, *MIXED, "--policy=vllm,priority,sarathi", "--seeds=4")
+    found, said = advised(capsys, *PLACE, *MIXED, "--policy=vllm,priority,sarathi", "--seeds=3")
     assert found["policy"] == "priority" and found["within_noise"] == ["priority"]
     first, *others = found["ranking"]
-    assert first["policy"] == "priority" and first["seeds"] == [0, 1, 2, 3]
+    assert first["policy"] == "priority" and first["seeds"] == [0, 1, 2]
     for one in others:
         assert one["less_than_best"] > one["half_width"] > 0
         assert one["attainment"] < first["attainment"]

@@ -102,7 +102,7 @@ def test_a_league_that_was_killed_goes_on(
     shutil.copytree(league, tmp_path, dirs_exist_ok=True)
     runs = tmp_path / "figures" / "league.csv"
     lines = runs.read_text().splitlines(keepends=True)
-    runs.write_text("".join(lines[:20]) + lines[20][:20])  # in the middle of a row
+    runs.write_text("".join(lines[:22]) + lines[22][:20])  # in the middle of a row
     done: list[LeagueCase] = []
 
     def count(case: LeagueCase) -> LeagueNumbers:
@@ -111,9 +111,9 @@ def test_a_league_that_was_killed_goes_on(
 
     monkeypatch.setattr(collect, "run", count)
     assert bench.main([*QUICK, f"--out={tmp_path}"]) == 0
-    assert len(done) == 24 - 19
+    assert len(done) == 24 - 21
     ahead = capsys.readouterr().err.partition("\n")[0]
-    assert ahead.startswith("league: 5 of 24 runs are to be done: a minute or so on ")
+    assert ahead.startswith("league: 3 of 24 runs are to be done: a minute or so on ")
     assert same(league, tmp_path)
 
 
@@ -130,8 +130,8 @@ def test_an_interrupt_loses_nothing(
 ) -> None:
     shutil.copytree(league, tmp_path, dirs_exist_ok=True)
     runs = tmp_path / "figures" / "league.csv"
-    runs.write_text("".join(runs.read_text().splitlines(keepends=True)[:14]))
-    left = [7]
+    runs.write_text("".join(runs.read_text().splitlines(keepends=True)[:20]))
+    left = [2]
 
     def interrupted(case: LeagueCase) -> LeagueNumbers:
         left[0] -= 1
@@ -142,8 +142,8 @@ def test_an_interrupt_loses_nothing(
     monkeypatch.setattr(collect, "run", interrupted)
     monkeypatch.setattr(cli, "DOCS", str(tmp_path))  # whose runs are known, too, while they are new
     assert bench.main([*QUICK, f"--out={tmp_path}"]) == 130
-    assert len(rows_of(tmp_path)) == 13 + 7
-    left[0] = 24 - 20
+    assert len(rows_of(tmp_path)) == 19 + 2
+    left[0] = 24 - 21
     assert bench.main([*QUICK, f"--out={tmp_path}"]) == 0
     assert left == [0] and same(league, tmp_path)
 
@@ -155,7 +155,7 @@ def test_other_code_has_its_runs_done_again(
     done: list[str] = []
 
     def code(policy: str) -> str:
-        return "new" if policy == "bros" else code_of(policy)
+        return "new" if policy == "sarathi" else code_of(policy)
 
     def count(case: LeagueCase) -> LeagueNumbers:
         done.append(case.policy)
@@ -164,8 +164,8 @@ def test_other_code_has_its_runs_done_again(
     monkeypatch.setattr(store, "code_of", code)
     monkeypatch.setattr(collect, "run", count)
     assert bench.main([*QUICK, f"--out={tmp_path}"]) == 0
-    assert done == ["bros"] * 12
-    assert {row["code"] for row in rows_of(tmp_path)} == {"new", code_of("sarathi")}
+    assert done == ["sarathi"] * 12
+    assert {row["code"] for row in rows_of(tmp_path)} == {"new", code_of("bros")}
     monkeypatch.setattr(collect, "run", refuse)
     numbers = league / "figures" / "league.csv"
     again = tmp_path / "again"

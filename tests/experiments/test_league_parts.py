@@ -160,17 +160,8 @@ def test_a_sentence_that_the_numbers_do_not_carry_is_refused(
         list(reading.reading(made))
 
 
-@pytest.mark.parametrize(
-    ("file", "changed"),
-    [
-        ("policies/apt/knapsack.py", {"aptserve"}),
-        ("policies/sarathi.py", {"sarathi"}),
-        ("unified/unified_policy.py", {"sarathi", "aptserve", "bros"}),
-        ("optimal/solve.py", set()),
-    ],
-)
 def test_which_runs_a_change_of_code_makes_old(
-    file: str, changed: set[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     def forget() -> None:
         code.of_all.cache_clear()
@@ -179,17 +170,22 @@ def test_which_runs_a_change_of_code_makes_old(
     request.addfinalizer(forget)
     names = ("sarathi", "aptserve", "bros")
     before = {name: code.code_of(name) for name in names}
-    read, added = Path.read_text, ""
+    read, edits = Path.read_text, dict[str, str]()
 
     def edited(path: Path, *args: str, **more: str) -> str:
-        return read(path, *args, **more) + (added if str(path).endswith(f"sched/{file}") else "")
+        _, _, name = str(path).rpartition("/sched/")
+        return read(path, *args, **more) + edits.get(name, "")
 
-    def others() -> set[str]:
+    def changed(files: dict[str, str]) -> set[str]:
+        edits.clear()
+        edits.update(files)
         forget()
         return {name for name in names if code.code_of(name) != before[name]}
 
     monkeypatch.setattr(Path, "read_text", edited)
-    added = "\n# A comment.\n"
-    assert others() == set()
-    added = "\nMORE = 1\n"
-    assert others() == changed
+    comment, more = "\n# A comment.\n", "\nMORE = 1\n"
+    nobodys = {"unified/unified_policy.py": comment, "optimal/solve.py": more}
+    assert changed(nobodys) == set()
+    assert changed({"policies/apt/knapsack.py": more}) == {"aptserve"}
+    assert changed({"policies/sarathi.py": more}) == {"sarathi"}
+    assert changed({"unified/unified_policy.py": more}) == set(names)

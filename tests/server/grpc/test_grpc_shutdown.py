@@ -76,9 +76,10 @@ def test_what_is_there_from_the_start_is_not_gone_through_again() -> None:
         assert server.process.stdout is not None
         assert int(server.process.stdout.readline()) > 10_000
         server.process.send_signal(signal.SIGTERM)
+    assert server.log.splitlines() == ["stopping: nothing runs"]
 
 
-def test_sigterm_finishes_what_runs_and_exits_0() -> None:
+def test_sigterm_finishes_what_runs_says_so_and_exits_0() -> None:
     with fake_server(grace_s=1000) as server:
         stream = server.client.generate("hi", max_tokens=2)
         _first(server, stream)
@@ -91,6 +92,8 @@ def test_sigterm_finishes_what_runs_and_exits_0() -> None:
         (last,) = stream
         assert last.text == " w1" and last.finish.usage.output_tokens == 2
     assert server.process.returncode == 0
+    line = "stopping: up to 1000 s for 1 request; a second signal cancels them"
+    assert server.log.splitlines() == [line]
 
 
 def test_after_the_grace_period_calls_are_cut_and_the_process_exits_0() -> None:
@@ -159,22 +162,6 @@ def test_a_hung_engine_ends_the_process_where_the_config_says_so() -> None:
             list(server.client.generate("hi"))
         assert error.value.code == "INTERNAL"
     assert server.process.returncode == 1
-
-
-def test_whoever_stops_it_is_told_what_drains_and_how_long() -> None:
-    with fake_server(grace_s=1000) as server:
-        stream = server.client.generate("hi", max_tokens=2)
-        _first(server, stream)
-        server.process.send_signal(signal.SIGINT)
-        server.wait_not_serving()
-        server.tell("step")
-        assert list(stream)
-    line = "stopping: up to 1000 s for 1 request; a second signal cancels them"
-    assert server.log.splitlines() == [line]
-    with fake_server(grace_s=1000) as server:
-        server.client.info()
-        server.process.send_signal(signal.SIGINT)
-    assert server.log.splitlines() == ["stopping: nothing runs"]
 
 
 def test_ctrl_c_ends_a_server_that_still_loads_at_once(tmp_path: Path) -> None:
