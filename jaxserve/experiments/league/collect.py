@@ -59,7 +59,7 @@ class Scale:
                     yield system, workload
 
 
-QUICK = Scale(("lmsys", "two-tiers"), (next(iter(SYSTEMS)),), 2, 2.0, 6, 30, 5.0, (8,), 2)
+QUICK = Scale(("lmsys", "two-tiers"), (next(iter(SYSTEMS)),), 2, 1.0, 6, 12, 5.0, (8,), 2)
 
 
 @dataclass(frozen=True)
