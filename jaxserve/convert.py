@@ -59,7 +59,7 @@ def convert(source: Path, target: Path, dtype: str = "auto", *, progress: bool =
         dtype=chosen,
         mesh=mesh,
         load_format="safetensors",
-        progress=Show.of(progress),
+        progress=Show.where_wanted(progress),
     )
     target.mkdir(parents=True, exist_ok=True)
     save_orbax(target, params)

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _problem(args: argparse.Namespace) -> Problem:
     place = system(args.system)
-    workload = WorkloadSpec(args.workload, num_requests=args.num_requests).make(args.seed)
+    workload = WorkloadSpec(args.workload, num_requests=args.num_requests).make_workload(args.seed)
     cost: Any = place.cost_under(args.rules)
     return Problem(
         workload,

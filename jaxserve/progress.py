@@ -24,7 +24,7 @@ class Show(enum.Enum):
     NOTHING, BAR, LINES = range(3)
 
     @classmethod
-    def of(cls, wanted: bool, *, lines: bool = False) -> Show:
+    def where_wanted(cls, wanted: bool, *, lines: bool = False) -> Show:
         """BAR where stderr is a terminal and no lines are asked for."""
         if not wanted:
             return cls.NOTHING

@@ -59,11 +59,11 @@ def test_where_there_is_no_log_the_lines_are_on_stderr(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(progress, "EVERY_S", 0.01)
     monkeypatch.setattr(sys, "stderr", told := Notebook())
-    for _ in shown(Show.of(True), "compiling", "step", work=[1]):
+    for _ in shown(Show.where_wanted(True), "compiling", "step", work=[1]):
         assert came.wait(PATIENCE)
     assert told.getvalue().startswith("compiling: 0 of 1 steps after 0 s\n")
     monkeypatch.setattr(sys, "stderr", None)
-    assert Show.of(True) is Show.LINES
+    assert Show.where_wanted(True) is Show.LINES
 
 
 def test_bytes_are_told_in_mib(seen: Seen) -> None:
@@ -86,10 +86,10 @@ def test_work_that_fails_leaves_no_thread(seen: Seen) -> None:
 def test_a_bar_is_for_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert Show.of(True) is Show.LINES
+    assert Show.where_wanted(True) is Show.LINES
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert (Show.of(True), Show.of(True, lines=True)) == (Show.BAR, Show.LINES)
-    assert Show.of(False, lines=True) is Show.NOTHING
+    assert (Show.where_wanted(True), Show.where_wanted(True, lines=True)) == (Show.BAR, Show.LINES)
+    assert Show.where_wanted(False, lines=True) is Show.NOTHING
     assert list(shown(Show.NOTHING, "compiling", "step", work=[1, 2])) == [1, 2]
     assert capsys.readouterr().err == ""
     assert list(shown(Show.BAR, "compiling", "step", work=[1, 2])) == [1, 2]

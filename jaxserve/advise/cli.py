@@ -110,7 +110,7 @@ def _advise(args: argparse.Namespace) -> int:
 
 
 def _check_targets(run: Run) -> None:
-    if not has_targets(run.workload.make(run.seed).terms):
+    if not has_targets(run.workload.make_workload(run.seed).terms):
         raise ValueError(
             "nobody has a target that could be missed: --slo_ttft_ms, --slo_tbt_ms, --slo_jct_ms, "
             "--classes with one, or traffic with them"

@@ -145,7 +145,7 @@ def _at(source: Source, factor: float) -> Source | None:
 
 def _rate(source: Source) -> float | None:
     """Of what a trace says itself, requests/s."""
-    arrival = source.make(0).arrival
+    arrival = source.make_workload(0).arrival
     return float((len(arrival) - 1) / arrival[-1]) if len(arrival) > 1 and arrival[-1] else None
 
 

@@ -162,7 +162,7 @@ def _prepare(args: argparse.Namespace) -> tuple[dict[str, Any], Measure]:
         return said, lambda target: runs.latency(
             target, count, args.input_len, args.output_len, seed
         )
-    workload = _spec(args).make(seed)
+    workload = _spec(args).make_workload(seed)
     said["num_requests"] = len(workload)
     said["prompt_tokens"] = int(workload.prompt_len.sum())
     said["output_tokens"] = int(workload.output_len.sum())

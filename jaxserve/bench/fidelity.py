@@ -207,7 +207,7 @@ def _compare(name: str, recording: Recording, parts: list[tuple[int, int]]) -> d
     """One load. parts: the requests of each time that it was served, the first and one behind the
     last."""
     own = np.any([recording.within(*part) for part in parts], axis=0)
-    others = dataclasses.replace(recording, steps=recording.steps.take(~own))
+    others = dataclasses.replace(recording, steps=recording.steps.select(~own))
     system = replay.system_of(others)
     served = [recording.part(*part) for part in parts]
     found = [_measures(replay.served(part)) for part in served]

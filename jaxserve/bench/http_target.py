@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.bench.load_target import Job, Record, ThreadedTarget, clock, take
+from jaxserve.bench.load_target import Job, Record, ThreadedTarget, book_times, clock
 
 _PATIENCE_S = 600.0
 
@@ -50,6 +50,6 @@ class HttpTarget(ThreadedTarget):
             if data:
                 now, event = clock(), json.loads(data)
                 tokens = event["usage"]["completion_tokens"]
-                take(record, job, [now] * (tokens - told))
+                book_times(record, job, [now] * (tokens - told))
                 told = tokens
         connection.close()

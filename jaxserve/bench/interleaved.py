@@ -106,7 +106,7 @@ def again(
     steps. own_steps: to theirs, too, for want of others. RecordingError if they say too little."""
     steps = recording.steps
     if not own_steps:
-        steps = steps.take(~recording.within(first, first + count))
+        steps = steps.select(~recording.within(first, first + count))
     system = replay.system_of(dataclasses.replace(recording, steps=steps))
     part = recording.part(first, first + count)
     return part, replay.again(part, system, record_rows=True)

@@ -90,7 +90,7 @@ class EngineTarget:
         name = f"bench-{self._sent}"
 
         def on_output(output: Output) -> None:
-            ended = take(record, job, output.token_times)
+            ended = book_times(record, job, output.token_times)
             if output.finish_reason is None:
                 if ended and job.output_len < job.max_tokens:
                     self._engine.cancel(name)
@@ -161,7 +161,7 @@ class ServerTarget(ThreadedTarget):
             )
             for message in generation:
                 # A message may carry several tokens: they reached the caller together.
-                ended = take(record, job, [clock()] * len(message.token_ids))
+                ended = book_times(record, job, [clock()] * len(message.token_ids))
                 if message.HasField("finish"):
                     record.preemptions = message.finish.usage.preemptions
                     record.outcome = "finished"
@@ -174,7 +174,7 @@ class ServerTarget(ThreadedTarget):
             record.outcome, record.error = "rejected" if full else "failed", str(error)
 
 
-def take(record: Record, job: Job, times: Sequence[float]) -> bool:
+def book_times(record: Record, job: Job, times: Sequence[float]) -> bool:
     """Notes the tokens that are the job's; those that came while it was being cancelled are not.
     Whether it has all of its own."""
     record.token_times.extend(times[: job.output_len - len(record.token_times)])

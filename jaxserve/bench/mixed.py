@@ -114,7 +114,7 @@ def _in_order(
     )
     order = np.argsort(due, kind="stable")
     both = Lengths(prompt[order], output[order])
-    return Workload.create(due[order], both, limit=both.output_len, terms=terms.take(order))
+    return Workload.create(due[order], both, limit=both.output_len, terms=terms.select(order))
 
 
 def show(args: argparse.Namespace) -> int:
@@ -184,8 +184,8 @@ def _measures(result: SimulationResult, lengthening: np.ndarray) -> dict[str, fl
     one, and what it cost. lengthening: of each step, see `sched.tiers`."""
     terms = result.requests.workload.terms
     realtime = terms.tier == Tier.REALTIME
-    mine, batch = result.requests.times.take(realtime), result.requests.times.take(~realtime)
-    asked = terms.take(realtime)
+    mine, batch = result.requests.times.select(realtime), result.requests.times.select(~realtime)
+    asked = terms.select(realtime)
     several = mine.tokens > 1
     tpot = (mine.e2e - mine.ttft)[several] / (mine.tokens[several] - 1)
     tbt, _ = mine.tbt

@@ -58,7 +58,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def show(args: argparse.Namespace) -> int:
     """Measures and prints, policy by policy; the exit code. WorkloadError if there is no such
     workload."""
-    workload = args.spec.make()
+    workload = args.spec.make_workload()
     out = sys.stderr if args.json else sys.stdout
     width = max(map(len, args.policies)) + 1
     head = "".join(f"{way:>10}" for way in args.ways)

@@ -163,4 +163,4 @@ def _one_call(lines: Iterator[pb.BatchLine]) -> Iterator[pb.BatchLine]:
 def _record(result: pb.BatchResult) -> dict[str, Any]:
     if result.HasField("error"):
         return error_record(result.error.code, result.error.message)
-    return completion_records([Completion.of(each) for each in result.completions])
+    return completion_records([Completion.from_message(each) for each in result.completions])

@@ -46,7 +46,7 @@ class Completion:
         self.slo = message.slo if message.HasField("slo") else None
 
     @classmethod
-    def of(cls, message: batches_pb2.Completion) -> Completion:
+    def from_message(cls, message: batches_pb2.Completion) -> Completion:
         """One of a line of a batch."""
         completion = cls(
             message.index,

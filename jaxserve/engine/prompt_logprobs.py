@@ -58,7 +58,7 @@ class PromptLogprobs:
     at: Sequence[int]
 
     @classmethod
-    def of(
+    def of_step(
         cls, pieces: Sequence[Piece], step: Step, layout: Layout, batch: PackedBatch
     ) -> PromptLogprobs | None:
         """None of no pieces. batch: of the step, by no decode layout."""

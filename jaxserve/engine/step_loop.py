@@ -245,7 +245,7 @@ class StepLoop:
         slots = np.array([member.slot for member in members], np.int32)
         buckets, pool, pieces = self._executor.buckets, self._scheduler.pool, untold(members, step)
         layout, batch = build_batch(buckets, step, pool, slots, self._tokens_of, mixed=bool(pieces))
-        return layout, batch, PromptLogprobs.of(pieces, step, layout, batch)
+        return layout, batch, PromptLogprobs.of_step(pieces, step, layout, batch)
 
     def _start(
         self,

@@ -49,7 +49,7 @@ class Replay:
         workload = with_slo(result.requests.workload, self.slo)
         requests = dataclasses.replace(result.requests, workload=workload)
         result = dataclasses.replace(result, requests=requests)
-        outcome = Outcome.of(result, keep=run.keep)
+        outcome = Outcome.from_result(result, keep=run.keep)
         named = dataclasses.replace(
             run, policy=f"served: {self.recording.header.policy}", system=self.system
         )

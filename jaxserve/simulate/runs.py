@@ -42,7 +42,7 @@ class Outcome:
     result: SimulationResult | None
 
     @classmethod
-    def of(cls, result: SimulationResult, *, keep: bool) -> Outcome:
+    def from_result(cls, result: SimulationResult, *, keep: bool) -> Outcome:
         """Of a simulation, or of what was served."""
         kept = result if keep else None
         return cls(result.summary(), result.kv_tokens, result.seed_read, result.attained, kept)
@@ -64,7 +64,7 @@ class Recorded:
         """Requests."""
         return len(self.workload)
 
-    def make(self, seed: int) -> Workload:
+    def make_workload(self, seed: int) -> Workload:
         """The same for every seed."""
         return self.workload
 
@@ -142,7 +142,7 @@ class Run:
     ) -> Outcome:
         """Simulates it. progress(share): so much more of it is done, 1 in all. compiling: as
         `simulate` has it. Raises one of REFUSED."""
-        workload = self.workload.make(self.seed)
+        workload = self.workload.make_workload(self.seed)
         share = 1 / len(workload)  # those of the loop, which nobody can count, come beside
         result = simulator.simulate(
             self.policy,
@@ -156,4 +156,4 @@ class Run:
             progress=None if progress is None else lambda count: progress(count * share),
             compiling=compiling,
         )
-        return Outcome.of(result, keep=self.keep)
+        return Outcome.from_result(result, keep=self.keep)

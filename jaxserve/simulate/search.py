@@ -74,7 +74,7 @@ def search(runs: Sequence[Run], level: float, seeds: int, workers: Workers) -> l
     mean over so many seeds. ValueError if nobody has a target; else raises one of
     `runs.REFUSED`."""
     searches = [Search(run, level) for run in runs]
-    if not has_targets(runs[0].workload.make(runs[0].seed).terms):
+    if not has_targets(runs[0].workload.make_workload(runs[0].seed).terms):
         raise ValueError(
             "--find=capacity needs a target: --slo_ttft_ms, --slo_tbt_ms, --slo_jct_ms, --classes "
             "with one, or a trace with them"

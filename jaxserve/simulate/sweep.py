@@ -77,7 +77,7 @@ class Ratios:
     values: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, point: Point, base: Point) -> Ratios:
+    def between(cls, point: Point, base: Point) -> Ratios:
         """A point whose seed does not matter counts for every seed of the other."""
         longer = max(point, base, key=lambda one: len(one.outcomes))
         count = len(longer.outcomes)
@@ -129,7 +129,7 @@ def paired(points: Sequence[Point]) -> list[Ratios]:
     first = points[0].run.policy
     base = {point.run.rate: point for point in points if point.run.policy == first}
     others = [point for point in points if point.run.policy != first]
-    return [Ratios.of(point, base[point.run.rate]) for point in others]
+    return [Ratios.between(point, base[point.run.rate]) for point in others]
 
 
 def _seeded(run: Run, which: range) -> list[Run]:

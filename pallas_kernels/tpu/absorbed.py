@@ -135,7 +135,7 @@ def absorbed(
 ) -> jax.Array:
     """See `attention.absorbed_attention`: qx [T, H, E] -> the same. ValueError where the items do
     not fit scalar memory."""
-    options = Options.of(scoring, interpret)
+    options = Options.from_scoring(scoring, interpret)
     sizes = tuning.sizes(pool.dtype, interpret)
     num_heads = qx.shape[1]
     rows, parts, head_dim = batch.max_rows, pool.shape[2], pool.shape[4]

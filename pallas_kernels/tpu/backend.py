@@ -64,7 +64,7 @@ def _attend(
     interpret: bool,
 ) -> jax.Array:
     """See `attention.paged_attention`."""
-    options = Options.of(scoring, interpret)
+    options = Options.from_scoring(scoring, interpret)
     width = batch.table_width
     if plan.chunks is None:
         return decode.decode(q, pool, layer, width, plan.decodes, options)

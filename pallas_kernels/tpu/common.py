@@ -43,7 +43,7 @@ class Options(Scoring):
     interpret: bool = False
 
     @classmethod
-    def of(cls, scoring: Scoring, interpret: bool) -> Options:
+    def from_scoring(cls, scoring: Scoring, interpret: bool) -> Options:
         """The same scoring, interpreted or not."""
         return cls(**vars(scoring), interpret=interpret)
 

@@ -227,7 +227,7 @@ def projected(
     interpret: bool,
 ) -> jax.Array:
     """See `attention.projected_attention`: q [T, H, D] -> the same."""
-    options = Options.of(scoring, interpret)
+    options = Options.from_scoring(scoring, interpret)
     sizes = tuning.sizes(pool.dtype, interpret)
     num_heads, head_dim = q.shape[1:]
     parts = pool.shape[2]

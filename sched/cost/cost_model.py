@@ -75,7 +75,7 @@ class BatchFeatures(NamedTuple):
             # Over all rows, less the decodes, whose c is 1.
             quad = int(counts @ (counts + 2 * contexts)) - decodes - 2 * read
         some_hidden = hidden is not None and bool(np.count_nonzero(hidden))
-        padded = tokens if padding is None else padding.of(tokens, tokens == rows, some_hidden)
+        padded = tokens if padding is None else padding.padded(tokens, tokens == rows, some_hidden)
         hidden_read = hidden_before = 0
         read_as = _plain if padding is None else padding.read
         if hidden is not None and some_hidden:
@@ -108,14 +108,14 @@ class BatchFeatures(NamedTuple):
     ) -> BatchFeatures:
         """Several batches of nothing but decodes. num_decodes, decode_kv: arrays over the batches,
         the latter of cached tokens read, those being fed included."""
-        padded = num_decodes if padding is None else padding.of(num_decodes, True)
+        padded = num_decodes if padding is None else padding.padded(num_decodes, True)
         return cls(num_decodes, padded, decode_kv, num_decodes, 0, 0, 0)
 
     def padded(self, padding: Padding) -> BatchFeatures:
         """The same batches, rounded up."""
         singles = self.num_tokens == self.num_decodes + self.num_prefills
         hidden = (self.hidden_tokens > 0) | (self.hidden_prefill > 0)
-        return self._replace(padded_tokens=padding.of(self.num_tokens, singles, hidden))
+        return self._replace(padded_tokens=padding.padded(self.num_tokens, singles, hidden))
 
 
 def _plain(lengths: np.ndarray, padded_tokens: int) -> int:

@@ -40,7 +40,7 @@ class Padding:
         """Every other one of `tokens`: steps with hidden rows take long to compile."""
         return self.tokens[::-2][::-1]
 
-    def of(self, num_tokens: Any, singles: Any, hidden: Any = False) -> Any:
+    def padded(self, num_tokens: Any, singles: Any, hidden: Any = False) -> Any:
         """Padded size of batches with `num_tokens` tokens; singles: whether each row has one;
         hidden: whether any has a hidden cache. Numbers or arrays. What is over the last bucket
         counts as the last."""

@@ -88,7 +88,7 @@ class ServedSteps:
         terms = ((n, c) for counts in self.host_features().values() for n, c in counts.items())
         return np.asarray(sum(getattr(host, name) * count for name, count in terms))
 
-    def take(self, which: np.ndarray) -> ServedSteps:
+    def select(self, which: np.ndarray) -> ServedSteps:
         """Some of them: indices, or a mask."""
         return replace(
             self,
@@ -105,7 +105,7 @@ def fit_device(steps: ServedSteps, prior: LinearCostModel) -> LinearCostModel:
     """What explains the steps' device times, near a multiple of the prior where they say nothing.
     Steps after idle take something longer that is not in it: a server with little to do has no
     other ones with prompts. FitError for fewer than MIN_STEPS steps."""
-    steps = steps.take(steps.device_time > 0)
+    steps = steps.select(steps.device_time > 0)
     if len(steps) < MIN_STEPS:
         raise FitError(f"at least {MIN_STEPS} steps are needed, there are {len(steps)}")
     design = [np.broadcast_to(c, len(steps)) for c in columns(steps.features, prior)]
@@ -154,7 +154,7 @@ def _terms(seconds: np.ndarray, *features: np.ndarray) -> list[float]:
 
 def _idle(steps: ServedSteps, model: LinearCostModel) -> float:
     """The median; 0 if there are few, or the model is of nothing but such steps."""
-    idle = steps.take(steps.after_idle & (steps.device_time > 0))
+    idle = steps.select(steps.after_idle & (steps.device_time > 0))
     if len(idle) < MIN_IDLE or _without_overlap(steps):
         return 0.0
     return max(0.0, float(np.median(idle.device_time - model.batch_time(idle.features))))
@@ -163,7 +163,7 @@ def _idle(steps: ServedSteps, model: LinearCostModel) -> float:
 def _wake(steps: ServedSteps, host: HostOverhead) -> float:
     """The median over the steps before which the thread slept, from the arrival to the launch, of
     what they took beside `host`: caches are cold after it. 0 if there are few."""
-    slept = steps.take(steps.wake_time > 0)
+    slept = steps.select(steps.wake_time > 0)
     if len(slept) < MIN_IDLE:
         return 0.0
     took = slept.wake_time + slept.receive_time + slept.plan_time + slept.launch_time

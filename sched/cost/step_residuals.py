@@ -65,7 +65,7 @@ def fit_scatter(steps: ServedSteps, model: LinearCostModel, host: HostOverhead) 
     Returns:
         None for fewer than MIN_STEPS steps.
     """
-    steps = steps.take(steps.device_time > 0)
+    steps = steps.select(steps.device_time > 0)
     if len(steps) < MIN_STEPS:
         return None
     predicted = np.broadcast_to(model.batch_time(steps.features), len(steps))
@@ -126,7 +126,7 @@ class Draws:
         self._scatter = scatter
         self._lots = np.roll(scatter.lots(seed), -first_lot(replica), axis=1)
 
-    def of(self, first: int, predicted: np.ndarray, *, prompts: bool) -> np.ndarray:
+    def residuals(self, first: int, predicted: np.ndarray, *, prompts: bool) -> np.ndarray:
         """Those of batches that follow each other.
 
         Args:

@@ -27,7 +27,7 @@ class BatchTime:
     longest: int
     most_cached: int
 
-    def of(self, batch: Sums, active: Any, has_prefill: Any, has_decode: Any) -> Any:
+    def seconds_of(self, batch: Sums, active: Any, has_prefill: Any, has_decode: Any) -> Any:
         """A variable: units of time that the batch takes, 0 unless active. The last three are
         literals."""
         cost, k = self.cost, self.cost.coefficients
@@ -50,7 +50,7 @@ class BatchTime:
 
     def _residual(self, tokens: Any) -> Any:
         most = -(-min(self.problem.max_batch_tokens, self.problem.kv_tokens) // 8)
-        table = [self.cost.residual_of(eights) for eights in range(most + 1)]
+        table = [self.cost.residuals(eights) for eights in range(most + 1)]
         eights = self.model.new_int_var(0, most, "eights")
         self.model.add(8 * eights >= tokens)
         self.model.add(8 * eights <= tokens + 7)

@@ -23,7 +23,7 @@ class Cell:
     rested: Any = 0
     part_blocks: Any = 0
 
-    def of(self, *kinds: str) -> list[tuple[int, Any]]:
+    def of_kinds(self, *kinds: str) -> list[tuple[int, Any]]:
         """(k, literal) of those states."""
         return [(k, lit) for (kind, k), lit in self.states.items() if kind in kinds]
 
@@ -42,10 +42,10 @@ class Sums:
     def add(self, cell: Cell, cached: list[int]) -> None:
         """Adds what one request has in the batch. cached[k]: tokens in its cache once token k is
         written."""
-        decodes, prefills = cell.of("decode"), cell.of("prefill")
+        decodes, prefills = cell.of_kinds("decode"), cell.of_kinds("prefill")
         self.decodes += sum(lit for _, lit in decodes)
         self.kv += sum(cached[k] * lit for k, lit in decodes)
-        self.prefills += sum(lit for _, lit in cell.of("prefill", "chunk"))
+        self.prefills += sum(lit for _, lit in cell.of_kinds("prefill", "chunk"))
         self.tokens += cell.part - cell.reused + sum(lit for _, lit in decodes)
         self.tokens += sum(cached[k] * lit for k, lit in prefills)
         self.quad += cell.part_squared - cell.reused_squared

@@ -65,7 +65,7 @@ class ScaledCost:
             errors.append(0.5 / max(a + 8 * b + 64 * c, 1e-300) * unit / layers)
         return cls(unit, scaled, residual, paper is not None, extra, max(errors, default=0.0))
 
-    def residual_of(self, eights: int) -> int:
+    def residuals(self, eights: int) -> int:
         """Units of time of the residual connection over 8 x eights tokens; 0 without any."""
         if self.residual is None or eights == 0:
             return 0
@@ -77,7 +77,7 @@ class ScaledCost:
         """Units of time that a batch of so many tokens takes at least."""
         k = self.coefficients
         bias = min(k["decode_bias"] + k["per_decode"], k["prefill_bias"] + k["per_prefill"])
-        return k["token_bias"] + bias + k["per_token"] * tokens + self.residual_of(1)
+        return k["token_bias"] + bias + k["per_token"] * tokens + self.residuals(1)
 
     def units(self, seconds: float) -> int:
         """The least number of units in which so many seconds have passed."""

@@ -145,7 +145,7 @@ def longest_batch(problem: Problem, cost: ScaledCost) -> int:
     tokens = min(problem.max_batch_tokens, problem.kv_tokens)
     longest = int((problem.workload.prompt_len + problem.workload.output_len).max())
     time = k["token_bias"] + k["batch_bias"] + k["per_token"] * tokens
-    time += cost.residual_of(-(-tokens // 8))
+    time += cost.residuals(-(-tokens // 8))
     attention = k["decode_bias"] + k["decode_kv"] * problem.kv_tokens
     attention += k["prefill_bias"] + k["prefill_m"] * problem.kv_tokens
     attention += k["prefill_quad"] * n * longest**2

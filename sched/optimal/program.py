@@ -104,10 +104,10 @@ class Program:
         cell.part = model.new_int_var(0, most, f"part_{i}_{j}")
         cell.part_squared = model.new_int_var(0, most**2, f"part2_{i}_{j}")
         model.add_multiplication_equality(cell.part_squared, [cell.part, cell.part])
-        for k, lit in cell.of(*PARTIAL):
+        for k, lit in cell.of_kinds(*PARTIAL):
             model.add(cell.part <= self.prompt[i] + k - 1).only_enforce_if(lit)
             model.add(cell.part >= 1).only_enforce_if(lit)
-        for _, lit in cell.of("wait", *WHOLE):
+        for _, lit in cell.of_kinds("wait", *WHOLE):
             model.add(cell.part == 0).only_enforce_if(lit)
         cell.part_blocks = cell.part
         if self.problem.block_size > 1:
@@ -162,13 +162,13 @@ class Program:
         cell.reused = model.new_int_var(0, most, f"reused_{i}")
         cell.reused_squared = model.new_int_var(0, most**2, f"reused2_{i}")
         cell.rested = model.new_int_var(0, most, f"rested_{i}")
-        for _, lit in cell.of("prefill", *PARTIAL):
+        for _, lit in cell.of_kinds("prefill", *PARTIAL):
             model.add(cell.reused == before.part).only_enforce_if(lit)
             model.add(cell.reused_squared == before.part_squared).only_enforce_if(lit)
-        for _, lit in cell.of("wait", "decode", "hold"):
+        for _, lit in cell.of_kinds("wait", "decode", "hold"):
             model.add(cell.reused == 0).only_enforce_if(lit)
             model.add(cell.reused_squared == 0).only_enforce_if(lit)
-        for _, lit in cell.of("chunk"):
+        for _, lit in cell.of_kinds("chunk"):
             model.add(cell.part >= cell.reused + 1).only_enforce_if(lit)
         for kind, k in cell.states:
             lit = cell.states[kind, k]
@@ -195,10 +195,10 @@ class Program:
     def _last_token(self, i: int, before: Cell, cell: Cell) -> None:
         """One pending token after a first one written is a decode, whatever came before it:
         `RequestTable.decoding` sees no difference, nor does a kernel."""
-        for k, lit in cell.of("prefill"):
+        for k, lit in cell.of_kinds("prefill"):
             pending = 1 if k == 1 else 2
             self.model.add(cell.reused <= self.cached(i, k) - pending).only_enforce_if(lit)
-        for k, lit in cell.of("decode"):
+        for k, lit in cell.of_kinds("decode"):
             for kind in PARTIAL:
                 if (kind, k - 1) in before.states:
                     self.model.add(before.part == self.cached(i, k) - 1).only_enforce_if(
@@ -219,12 +219,12 @@ class Program:
         if j:
             model.add_implication(active, self.active[j - 1])
         for cell in cells:
-            model.add(sum(lit for _, lit in cell.of(*RUNS)) <= active)
+            model.add(sum(lit for _, lit in cell.of_kinds(*RUNS)) <= active)
         self._memory(cells, active)
         model.add(batch.tokens <= problem.max_batch_tokens * active)
         if problem.prefill_tokens < problem.max_batch_tokens:
             model.add(batch.tokens - batch.decodes <= problem.prefill_tokens * has_prefill)
-        return time.of(batch, active, has_prefill, has_decode)
+        return time.seconds_of(batch, active, has_prefill, has_decode)
 
     def _memory(self, cells: list[Cell], active: Any) -> None:
         """M. Nothing is held once all is done, and until then no batch is empty."""
@@ -232,21 +232,23 @@ class Program:
         held = [
             (self._blocks(self.cached(i, k)), lit)
             for i, cell in enumerate(cells)
-            for k, lit in cell.of(*WHOLE)
+            for k, lit in cell.of_kinds(*WHOLE)
         ]
         whole = sum(size * lit for size, lit in held)
         add(whole + sum(cell.part_blocks for cell in cells) <= blocks * active)
         if self.problem.chunked:  # implied; they say it in literals alone, which the solver cuts on
-            some = sum(lit for cell in cells for _, lit in cell.of(*PARTIAL))
+            some = sum(lit for cell in cells for _, lit in cell.of_kinds(*PARTIAL))
             add(whole + some <= blocks * active)
             add(sum(lit for size, lit in held if 2 * size > blocks) <= active)
 
     def _any(self, cells: list[Cell], *kinds: str) -> Any:
         """Whether a request is in one of these states."""
         found = self.model.new_bool_var("any")
-        self.model.add_bool_or([~found, *(lit for cell in cells for _, lit in cell.of(*kinds))])
+        self.model.add_bool_or(
+            [~found, *(lit for cell in cells for _, lit in cell.of_kinds(*kinds))]
+        )
         for cell in cells:  # a request is in one state, so the sum is tighter than each literal
-            self.model.add(sum(lit for _, lit in cell.of(*kinds)) <= found)
+            self.model.add(sum(lit for _, lit in cell.of_kinds(*kinds)) <= found)
         return found
 
     def _order_twins(self) -> None:
@@ -264,7 +266,7 @@ class Program:
         return sum(
             j * lit
             for j, cell in enumerate(self.cells[i])
-            for k, lit in cell.of("prefill", "decode")
+            for k, lit in cell.of_kinds("prefill", "decode")
             if k == out
         )
 

@@ -260,7 +260,7 @@ def _objective(program: Program, problem: Problem, most: int) -> tuple[Any, int]
             begin = model.new_int_var(0, most, f"begin_{j}")
             model.add(begin >= end)
             for i, line in enumerate(program.cells):
-                running = sum(lit for _, lit in line[j].of("prefill", "decode", "chunk"))
+                running = sum(lit for _, lit in line[j].of_kinds("prefill", "decode", "chunk"))
                 if arrival[i]:
                     model.add(begin >= arrival[i] * running)
         end = model.new_int_var(0, most, f"end_{j}")

@@ -97,7 +97,7 @@ class Times:
         within[self.offsets[self.tokens > 0]] = False
         return gaps[within], np.maximum(self.tokens - 1, 0)
 
-    def take(self, which: np.ndarray) -> Times:
+    def select(self, which: np.ndarray) -> Times:
         """Those of some requests. which: bool [n]."""
         return dataclasses.replace(
             self,
@@ -192,7 +192,7 @@ def group_metrics(
     """The numbers of some requests; latencies are of the finished ones. duration: seconds that
     rates are of, by default from first due time to last token. `slo` is None where nobody has a
     target."""
-    done = times.take(times.finished)
+    done = times.select(times.finished)
     tbt, _ = done.tbt
     duration = span(times) if duration is None else duration
     return {
@@ -218,7 +218,7 @@ def split_metrics(
     def group(which: np.ndarray) -> dict[str, Any]:
         if which.all():
             return dict(total)
-        return group_metrics(times.take(which), terms.take(which), met[which], duration)
+        return group_metrics(times.select(which), terms.select(which), met[which], duration)
 
     tiers = {tier.name.lower(): terms.tier == tier for tier in Tier}
     classes = {name: terms.slo_class == index for index, name in enumerate(terms.classes)}
@@ -235,7 +235,7 @@ def load_metrics(times: Times, terms: SloColumns) -> dict[str, Any]:
     Latencies are of the finished requests only. duration_s: first due time to last token.
     """
     met, duration = attained(times, terms), span(times)
-    done = times.take(times.finished)
+    done = times.select(times.finished)
     total = group_metrics(times, terms, met)
     return {
         "duration_s": duration,
@@ -263,7 +263,7 @@ def overtaken(times: Times, group: np.ndarray) -> float:
     Returns:
         Seconds; 0 if nobody was ever overtaken.
     """
-    return max((_overtaken(times.take(group == one)) for one in np.unique(group)), default=0.0)
+    return max((_overtaken(times.select(group == one)) for one in np.unique(group)), default=0.0)
 
 
 def _overtaken(times: Times) -> float:

@@ -69,7 +69,7 @@ class SloColumns:
         columns = {n: np.concatenate([getattr(part, n) for part in parts]) for n in names}
         return cls(**columns, slo_class=np.concatenate(index), classes=classes)
 
-    def take(self, which: np.ndarray) -> SloColumns:
+    def select(self, which: np.ndarray) -> SloColumns:
         """Those of some requests: indices, or a mask."""
         names = ("tier", *TARGETS, "slo_class", "greedy")
         return dataclasses.replace(self, **{name: getattr(self, name)[which] for name in names})

@@ -36,7 +36,7 @@ class MemoryBudget:
         self.slots = max(most - len(view.table.in_state(RUNNING)), 0)
         self.preempted: list[int] = []
 
-    def take(self, work: PlannedWork) -> None:
+    def allocate(self, work: PlannedWork) -> None:
         """They have their blocks and slots."""
         self.free -= int(work.new.sum())
         self.slots -= int(np.count_nonzero(work.starts))
@@ -149,7 +149,7 @@ class BatchBudget(MemoryBudget):
         each = OneByOne(self, cands, keep_free)
         count = 0
         while self.rows_left and each.fits_budget(count) and each.fits_memory(count):
-            each.take(count)
+            each.allocate_one(count)
             count += 1
         each.close()
         return count
@@ -261,7 +261,7 @@ class OneByOne:
         promised = budget._promised if budget._promises else 0
         return budget.alone or promised + self._peak[i] <= budget.free - self._keep_free
 
-    def take(self, i: int) -> None:
+    def allocate_one(self, i: int) -> None:
         """Puts number i into the batch; the caller has asked whether it fits."""
         budget, tokens, new = self._budget, self.tokens[i], self.new[i]
         budget.batch_left -= tokens

@@ -106,7 +106,7 @@ class Filling:
                 at += 1
             elif each.fits_budget(i):
                 if each.fits_memory(i):
-                    each.take(i)
+                    each.allocate_one(i)
                     at += 1
                 elif not (preempts and self._make_room(each, i)):
                     rest, at = self._without_head(each, rest[at:], preempts), 0
@@ -176,7 +176,7 @@ class Filling:
         while not one.fits_memory(0):
             if not (preempts and self._make_room(one, 0)) or self.budget.decided[one.rows[0]]:
                 return False
-        one.take(0)
+        one.allocate_one(0)
         one.close()
         return True
 

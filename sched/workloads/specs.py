@@ -92,7 +92,7 @@ class WorkloadSpec:
         """Requests; infinity where that is known only when they are made."""
         return math.inf if self.num_requests is None else self.num_requests
 
-    def make(self, seed: int = 0) -> Workload:
+    def make_workload(self, seed: int = 0) -> Workload:
         """The workload; the same for the same seed. Arrivals and lengths are the same with and
         without classes. WorkloadError says what is wrong with it."""
         if self.duration is None:
@@ -100,14 +100,18 @@ class WorkloadSpec:
         whole = replace(self, duration=None, best_effort=None)
         sampled = _is_sampled(self.lengths) and self.num_requests is None and self.rate is not None
         count = int(self.rate * self.duration) + DEFAULT_COUNT if sampled and self.rate else None
-        made = replace(whole, num_requests=count).make(seed) if sampled else whole.make(seed)
+        made = (
+            replace(whole, num_requests=count).make_workload(seed)
+            if sampled
+            else whole.make_workload(seed)
+        )
         while sampled and made.arrival[-1] < self.duration:
             count = 2 * len(made)
-            made = replace(whole, num_requests=count).make(seed)
+            made = replace(whole, num_requests=count).make_workload(seed)
         kept = made.arrival < self.duration
         if not kept.any():
             raise WorkloadError(f"no request comes within {self.duration:g} s")
-        return made.take(kept)
+        return made.select(kept)
 
     def drawn(self) -> bool:
         """Whether the seed matters: whether making it takes a random number. WorkloadError as

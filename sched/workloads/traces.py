@@ -40,7 +40,7 @@ class Trace:
         """The first `count` requests. WorkloadError if there are fewer."""
         lengths, which = self.lengths.first(count), np.arange(count)
         arrival = None if self.arrival is None else self.arrival[:count]
-        return Trace(arrival, lengths, self.limit[:count], self.terms.take(which))
+        return Trace(arrival, lengths, self.limit[:count], self.terms.select(which))
 
 
 # (arrival in seconds from any start, or None; prompt tokens; output tokens)

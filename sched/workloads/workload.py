@@ -116,7 +116,7 @@ class Workload:
         columns = [np.concatenate([getattr(part, name) for part in parts]) for name in names]
         order = np.argsort(columns[0], kind="stable")
         arrival, prompt, output, limit = (column[order] for column in columns)
-        terms = SloColumns.joined([part.terms for part in parts]).take(order)
+        terms = SloColumns.joined([part.terms for part in parts]).select(order)
         return cls.create(arrival, Lengths(prompt, output), limit=limit, terms=terms), order
 
     def __len__(self) -> int:
@@ -133,18 +133,18 @@ class Workload:
         columns = (getattr(self, field.name) for field in dataclasses.fields(SloColumns))
         return SloColumns(*columns)
 
-    def take(self, which: np.ndarray) -> Workload:
+    def select(self, which: np.ndarray) -> Workload:
         """Some of the requests: ascending indices, or a mask. Their limits stay as they are."""
         return Workload.create(
             self.arrival[which],
             Lengths(self.prompt_len[which], self.output_len[which]),
             limit=self.limit[which],
-            terms=self.terms.take(which),
+            terms=self.terms.select(which),
         )
 
     def first(self, count: int) -> Workload:
         """The first `count` requests. WorkloadError if there are fewer."""
-        return self.take(np.arange(len(self.lengths.first(count))))
+        return self.select(np.arange(len(self.lengths.first(count))))
 
     def within(self, total: int) -> Workload:
         """The same with prompts, then outputs and limits cut so that none may get longer than

@@ -89,7 +89,7 @@ def test_classes_are_drawn_with_their_shares() -> None:
     for index, (tier, ttft, tbt, jct) in enumerate(
         [(0, 1.0, INF, INF), (1, INF, INF, 5.0), (0, INF, 0.02, INF)]
     ):
-        mine = terms.take(terms.slo_class == index)
+        mine = terms.select(terms.slo_class == index)
         for column, value in ((mine.tier, tier), (mine.ttft, ttft), (mine.tbt, tbt)):
             assert set(column.tolist()) == {value}
         assert set(mine.jct.tolist()) == {jct}
@@ -113,9 +113,9 @@ def test_targets_are_for_those_that_have_none() -> None:
 
 def test_a_spec_draws_classes_from_a_generator_of_its_own() -> None:
     words = {"lengths": "sharegpt", "num_requests": 200, "arrivals": "gamma", "rate": 2.0}
-    plain = WorkloadSpec(**words, cv=2.0).make(3)  # type: ignore[arg-type]
+    plain = WorkloadSpec(**words, cv=2.0).make_workload(3)  # type: ignore[arg-type]
     spec = WorkloadSpec(**words, cv=2.0, classes=parse_classes(WORDS))  # type: ignore[arg-type]
-    drawn, again, other = spec.make(3), spec.make(3), spec.make(4)
+    drawn, again, other = spec.make_workload(3), spec.make_workload(3), spec.make_workload(4)
     for name in ("arrival", "prompt_len", "output_len", "limit"):
         assert (getattr(plain, name) == getattr(drawn, name)).all()
     assert drawn.classes == ("chat", "batch") and plain.classes == ("default",)
@@ -126,9 +126,9 @@ def test_a_spec_draws_classes_from_a_generator_of_its_own() -> None:
 def test_a_spec_sets_limits() -> None:
     def limit(**more: object) -> list[int]:
         spec = WorkloadSpec("lilo+siso", 20, **more)  # type: ignore[arg-type]
-        return list(spec.make().limit.tolist())
+        return list(spec.make_workload().limit.tolist())
 
-    made = WorkloadSpec("lilo+siso", 20).make()
+    made = WorkloadSpec("lilo+siso", 20).make_workload()
     longest = int((made.prompt_len + made.output_len).max())
     assert limit() == (longest - made.prompt_len).tolist()
     assert limit(max_tokens="length") == made.output_len.tolist()
@@ -150,7 +150,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 def check(trace: Path) -> None:
-    made = WorkloadSpec(str(trace)).make()
+    made = WorkloadSpec(str(trace)).make_workload()
     assert made.limit.tolist() == [64, 30, 29]  # the longest has 9 + 30 tokens
     assert made.tier.tolist() == [0, 1, 0]
     assert made.ttft.tolist() == [0.2, INF, INF]
@@ -158,10 +158,10 @@ def check(trace: Path) -> None:
     assert made.jct.tolist() == [INF, 60.0, INF]
     assert [made.classes[i] for i in made.slo_class] == ["chat", "batch", "default"]
     assert made.greedy.tolist() == [True, False, True]
-    asked = WorkloadSpec(str(trace), slo=SLO(ttft=3.0), max_tokens=40).make()
+    asked = WorkloadSpec(str(trace), slo=SLO(ttft=3.0), max_tokens=40).make_workload()
     assert asked.ttft.tolist() == [0.2, INF, 3.0] and asked.limit.tolist() == [64, 40, 40]
     with pytest.raises(WorkloadError, match="has tiers, targets, classes or sampling of"):
-        WorkloadSpec(str(trace), classes=parse_classes(WORDS)).make()
+        WorkloadSpec(str(trace), classes=parse_classes(WORDS)).make_workload()
 
 
 def test_traces_say_what_requests_ask_for(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_parts_of_a_workload_keep_what_they_ask_for() -> None:
     made = Workload.create(
         np.arange(200.0), fixed_lengths(9, 4, 200), terms=draw_terms(classes, 200, rng())
     )
-    odd = made.take(np.arange(200) % 2 == 1)
+    odd = made.select(np.arange(200) % 2 == 1)
     for name in ("arrival", "limit", "tier", "ttft", "tbt", "jct", "slo_class"):
         assert (getattr(odd, name) == getattr(made, name)[1::2]).all()
     assert odd.classes == ("a", "b")

@@ -132,7 +132,7 @@ def test_an_engine_that_fails_ends_all_hosts_as_failures(
 
 def test_a_blueprint_crosses_as_json_and_hosts_with_other_models_say_so(tmp_path: Path) -> None:
     config = configured(tmp_path, 64, PRIOR, cache__num_blocks=64)
-    blueprint = Blueprint.of(choose(config), masked_sampling=True)
+    blueprint = Blueprint.from_choices(choose(config), masked_sampling=True)
     crossed = Blueprint.from_plain(json.loads(json.dumps(blueprint.plain())))
     assert crossed == blueprint and crossed.masked_sampling
     other = {**MODEL, "max_position_embeddings": 64, "ffn_dim": 128}

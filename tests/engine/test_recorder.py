@@ -140,7 +140,7 @@ def test_a_large_file_goes_on_as_another_and_the_new_one_says_who_is_there(tmp_p
     assert 10 < count < steps
     traffic = replay.traffic_of(whole)
     assert any("older than the recording" in note for note in traffic.notes)
-    first = traffic.workload.take(np.array([0]))
+    first = traffic.workload.select(np.array([0]))
     assert first.output_len[0] == count
     assert first.prompt_len[0] == 1 + steps - count, "what it had written counts as its prompt"
     assert first.limit[0] == 50 - (steps - count)

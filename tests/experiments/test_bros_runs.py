@@ -48,7 +48,7 @@ def test_time_per_output_token_is_a_mean_of_each_request() -> None:
     for end, share in ((2.3, 2 / 3), (2.5, 1 / 3)):
         cut = dataclasses.replace(times, going=going, end=end)
         assert within_tpot(cut) == pytest.approx(share)
-    assert within_tpot(times.take(np.array([False, False, True, False]))) == 1.0
+    assert within_tpot(times.select(np.array([False, False, True, False]))) == 1.0
 
 
 def test_numbers_of_a_run() -> None:

@@ -114,7 +114,7 @@ def test_what_a_replica_serves_is_of_every_request_once(monkeypatch: pytest.Monk
     def served(policy: str, flood: Workload, *_: object, **__: object) -> SimulationResult:
         seen.append(flood.slo_class)
         assert not flood.arrival.any()
-        return simulate(policy, flood.take(np.arange(50)), system(cell.SYSTEM))
+        return simulate(policy, flood.select(np.arange(50)), system(cell.SYSTEM))
 
     monkeypatch.setattr(cell, "simulate", served)
     cell.most.__wrapped__("")

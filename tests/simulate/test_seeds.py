@@ -37,7 +37,7 @@ def test_a_workload_knows_whether_it_is_drawn(
     path.write_text(TRACE)
     spec = WorkloadSpec(**{"lengths": str(path), **options})
     assert spec.drawn() is drawn
-    one, other = spec.make(0), spec.make(1)
+    one, other = spec.make_workload(0), spec.make_workload(1)
     same = [(getattr(one, name) == getattr(other, name)).all() for name in ARRAYS]
     assert all(same) is not drawn
 
@@ -49,7 +49,7 @@ def test_a_workload_knows_whether_it_is_drawn(
 def test_a_simulation_knows_whether_its_policy_drew_lots(
     policy: str, read: bool, replicas: int
 ) -> None:
-    workload = WorkloadSpec("fixed:64x16x12").make()
+    workload = WorkloadSpec("fixed:64x16x12").make_workload()
     place = system("llama-2-7b@a100")
     found = simulate(policy, workload, place, kv_tokens=256, replicas=replicas)
     assert found.seed_read is read

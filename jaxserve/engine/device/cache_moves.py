@@ -95,7 +95,7 @@ class Mover:
         self, pool: jax.Array, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray
     ) -> jax.Array:
         """The pool with what is kept under the keys in these slots, as in `save`."""
-        kept = {key: self._host.get(key) for key in keys}
+        kept = {key: self._host.get_copy(key) for key in keys}
         first = 0
         for piece, count in _pieces(slots):
             parts = [kept[key][a:b] for key, a, b in _parts(keys, counts, first, first + count)]

@@ -63,7 +63,7 @@ class HostCopies:
         for key, _, _ in parts:
             self._copied[key].append(copied)
 
-    def get(self, key: int) -> np.ndarray:
+    def get_copy(self, key: int) -> np.ndarray:
         """What is kept under `key`; waits for its own copies alone, and raises what one of them has
         raised: the rest of it is nobody's cache. Nobody writes to it."""
         for copied in self._copied[key]:

@@ -45,7 +45,7 @@ class Blueprint:
     masked_sampling: bool
 
     @classmethod
-    def of(cls, chosen: Choices, *, masked_sampling: bool) -> Blueprint:
+    def from_choices(cls, chosen: Choices, *, masked_sampling: bool) -> Blueprint:
         """What was chosen, for a tokenizer that has masks drawn or has not."""
         model = chosen.model
         return cls(

@@ -88,10 +88,10 @@ def _build(
         cache_dir, config.mesh.tensor, choose(config, memory)
     )
     tokenizer = load_tokenizer(tokenizer_path(config.model), chosen.model.config.vocab_size)
-    blueprint = Blueprint.of(chosen, masked_sampling=tokenizer.definition() is not None)
+    blueprint = Blueprint.from_choices(chosen, masked_sampling=tokenizer.definition() is not None)
     if group is not None:
         group.broadcast(Message(BUILD, blueprint.plain()))
-    show = Show.of(progress, lines=config.telemetry.log_format == JSON)
+    show = Show.where_wanted(progress, lines=config.telemetry.log_format == JSON)
     bar = _bar("compiling", show)
     barrier = _alone if group is None else group.barrier
     local, pool_bytes = build_executor(

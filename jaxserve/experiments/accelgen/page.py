@@ -163,7 +163,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
             for seed in range(self.scale.seeds)
         ]
 
-    def of(self, number: str, name: str, model: str, rate: float, *ease: float) -> float:
+    def numbers_of(self, number: str, name: str, model: str, rate: float, *ease: float) -> float:
         """The number of `seeds`, mean."""
         return self.mean(number, self.seeds(name, model, rate, *ease))
 
@@ -229,7 +229,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
 
     def met(self, model: str, rate: float) -> dict[str, float]:
         """Requests that end within all of their targets a second, by policy, with such TTFTs."""
-        return {name: self.of("met", name, model, rate, EASE) for name in WITH_PRINTED}
+        return {name: self.numbers_of("met", name, model, rate, EASE) for name in WITH_PRINTED}
 
     def judged(self) -> str:
         """Against the best of the others at each point, by rate."""
@@ -247,7 +247,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         most = []
         for model in self.scale.models:
             rate = self.scale.rates(model)[-1]
-            mine, *others = (self.of("requests", name, model, rate) for name in ALL)
+            mine, *others = (self.numbers_of("requests", name, model, rate) for name in ALL)
             most.append(times(mine, max(others)))
         return span(most, "{:.2f}x")
 
@@ -268,7 +268,10 @@ class AccelGen(Page[SloCase, SloNumbers]):
         rows = []
         for name in OTHERS:
             goodput, iterations, in_jct, jct = (
-                [(self.of(n, ACCELGEN, *point), self.of(n, name, *point)) for point in self.points]
+                [
+                    (self.numbers_of(n, ACCELGEN, *point), self.numbers_of(n, name, *point))
+                    for point in self.points
+                ]
                 for n in ("goodput", "iterations", "in_jct", "jct")
             )
             rows.append(
@@ -288,7 +291,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         """Who comes first with that model."""
         said = []
         for rate in (self.scale.rates(model)[0], self.scale.rates(model)[-1]):
-            found = {name: self.of("goodput", name, model, rate) for name in ALL}
+            found = {name: self.numbers_of("goodput", name, model, rate) for name in ALL}
             order = sorted(found, key=lambda name: -found[name])
             said.append(
                 f"at {rate:g}/s {order[0]} has most ({found[order[0]]:.0f} tokens/s), `accelgen` "
@@ -433,9 +436,9 @@ class AccelGen(Page[SloCase, SloNumbers]):
             found = {}
             for model in self.scale.models:
                 rate = self.scale.rates(model)[at]
-                ours = self.of(number, ACCELGEN, model, rate)
+                ours = self.numbers_of(number, ACCELGEN, model, rate)
                 for name in PAPERS:
-                    theirs = self.of(number, name, model, rate)
+                    theirs = self.numbers_of(number, name, model, rate)
                     found[f"`{name}`, {model}"] = compared(ours, theirs)
             both = (
                 f"{'where they have none' if found[who] == math.inf else form.format(found[who])} "
@@ -455,7 +458,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
                     ALL,
                     self.scale.rates(model),
                     lambda name, rate, number=number, factor=factor, model=model: (
-                        factor * self.of(number, name, model, rate)
+                        factor * self.numbers_of(number, name, model, rate)
                     ),
                 )
                 for model in self.scale.models
@@ -577,7 +580,9 @@ class AccelGen(Page[SloCase, SloNumbers]):
 
     def goodputs(self, model: str) -> str:
         """By rate."""
-        found = (self.of("goodput", ACCELGEN, model, rate) for rate in self.scale.rates(model))
+        found = (
+            self.numbers_of("goodput", ACCELGEN, model, rate) for rate in self.scale.rates(model)
+        )
         return f"{model} {', '.join(f'{value:.0f}' for value in found)}"
 
     def sensitive(self) -> str:

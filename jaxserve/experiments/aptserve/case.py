@@ -96,7 +96,9 @@ def workload_of(case: OnlineCase) -> Workload:
     kind = "poisson" if case.cv == 1 else "gamma"
     cv = None if case.cv == 1 else case.cv
     spec = WorkloadSpec(case.workload, case.requests, kind, case.rate, cv, slo=case.slo)
-    return spec.make() if case.longest is None else spec.make().within(case.longest)
+    return (
+        spec.make_workload() if case.longest is None else spec.make_workload().within(case.longest)
+    )
 
 
 def simulated(case: OnlineCase, compiled: bool | None = None) -> SimulationResult:

@@ -209,7 +209,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
             **more,  # type: ignore[arg-type]
         )
 
-    def of(self, system: str, data: str, rate: float, **more: object) -> OnlineNumbers:
+    def numbers_of(self, system: str, data: str, rate: float, **more: object) -> OnlineNumbers:
         """What such a trace of ONE comes to."""
         return self.results[self.case(system, ONE, data, rate, **more)]
 
@@ -334,7 +334,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
     def burst(self, system: str, data: str, cv: float) -> float:
         """Attainment. cv: of the gaps between arrivals, standard deviation over mean; 1 is
         Poisson."""
-        return self.of(system, data, BURST_RATES[data], cv=cv).attainment
+        return self.numbers_of(system, data, BURST_RATES[data], cv=cv).attainment
 
     def falls(self, system: str) -> int:
         """In how many data sets it attains less at the largest CV than at the least."""
@@ -356,7 +356,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         for (data, cv), below in product(self._bursts, BURSTY[:2]):
             theirs = max(self.burst(below, data, cv), 1e-9)
             found[f"{LABELS[data]}, CV {cv:g}, `{below}`"] = self.burst(system, data, cv) / theirs
-        return Extreme.of(found).times()
+        return Extreme.of_values(found).times()
 
     def bursts(self) -> str:
         """Attainment in percent, a line a data set and CV, a column a system."""
@@ -403,7 +403,9 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         """By how many points of attainment the one has more."""
         found = {}
         for data, rate, cv in self.settings:
-            ours, theirs = (self.of(s, data, rate, cv=cv).attainment for s in (above, below))
+            ours, theirs = (
+                self.numbers_of(s, data, rate, cv=cv).attainment for s in (above, below)
+            )
             found[f"{LABELS[data]}, {rate:g}/s, CV {cv}"] = 100 * (ours - theirs)
         said = " to ".join(f"{found[where]:+.1f} ({where})" for where in ends(found))
         better = sum(value > 0 for value in found.values())
@@ -412,7 +414,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
     def hidden_and_step(self, system: str) -> str:
         """At the first setting."""
         data, rate, cv = self.settings[0]
-        n = self.of(system, data, rate, cv=cv)
+        n = self.numbers_of(system, data, rate, cv=cv)
         return f"{n.hidden:.0%} of requests hidden, {1e3 * n.step:.0f} ms a step"
 
     def dear(self) -> dict[str, float]:
@@ -434,7 +436,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         for data, rate, cv in self.settings:
             paper = dict(zip((KV, PROJECTED, FCFS), TABLES[data, rate, cv], strict=True))
             cells = (
-                percent(self.of(system, data, rate, cv=cv).attainment)
+                percent(self.numbers_of(system, data, rate, cv=cv).attainment)
                 + (f" ({paper[system]})" if system in paper else "")
                 for system in ABLATED
             )
@@ -444,14 +446,14 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
     def cheaper(self, data: str, rate: float, cost: float) -> OnlineNumbers:
         """`aptserve` with Poisson arrivals; cost: factor on what reading a projected token
         takes."""
-        return self.of(PROJECTED, data, rate, hidden_cost=cost)
+        return self.numbers_of(PROJECTED, data, rate, hidden_cost=cost)
 
     def costs(self) -> str:
         """How attainment depends on what a hidden token costs."""
         rows = [
             [
                 f"{LABELS[data]}, {rate:g}/s",
-                _hidden(self.of(KV, data, rate)),
+                _hidden(self.numbers_of(KV, data, rate)),
                 *(_hidden(self.cheaper(data, rate, cost)) for cost in self.scale.costs),
             ]
             for data, rate in self.poisson
@@ -466,7 +468,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
 
     def breaks_even(self, data: str, rate: float) -> str:
         """The largest factor from which on, downwards, the hybrid cache is no worse."""
-        kv = self.of(KV, data, rate).attainment
+        kv = self.numbers_of(KV, data, rate).attainment
         enough = None
         for cost in sorted(self.scale.costs):
             if self.cheaper(data, rate, cost).attainment < kv:
@@ -480,7 +482,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         """With their quantiles. read: a key of READS."""
         policy = (FCFS if system == FCFS else PROJECTED) + READS[read]
         switches = SWITCHES[system]
-        return self.of(policy, data, LATENCY_RATES[data], switches=switches, quantiles=True)
+        return self.numbers_of(policy, data, LATENCY_RATES[data], switches=switches, quantiles=True)
 
     def _each(self, say: Callable[[str, str], str]) -> str:
         """By read and data set."""
@@ -689,8 +691,11 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         rows = []
         for system, read in ((PROJECTED, "projected"), (ABSORBED, "absorbed")):
             for data, rate in self.poisson:
-                kv = percent(self.of(KV, data, rate).attainment)
-                found = [self.of(system, data, rate, switches=(("penalty", p),)) for p in PENALTIES]
+                kv = percent(self.numbers_of(KV, data, rate).attainment)
+                found = [
+                    self.numbers_of(system, data, rate, switches=(("penalty", p),))
+                    for p in PENALTIES
+                ]
                 cells = (_hidden(n, f", {n.preemptions:,} preempted") for n in found)
                 rows.append([f"{LABELS[data]}, {rate:g}/s, {read}", kv, *cells])
         return table(["CV 1", "K and V only", *(f"`penalty={p}`" for p in PENALTIES)], rows)

@@ -91,7 +91,7 @@ def run(case: MixedCase) -> MixedNumbers:
     values = {
         "latency": latency_of(result, mine, case.duration),
         "ttft": realtime["slo"]["ttft_attainment"],
-        "tpot": within_tpot(requests.times.take(mine)),
+        "tpot": within_tpot(requests.times.select(mine)),
         "tbt": realtime["slo"]["tbt_attainment"],
         "ended": realtime["finished"] / realtime["requests"],
         "best_effort": best_effort["finished"] / case.duration,
@@ -114,7 +114,7 @@ def _simulated(case: MixedCase, policy: Policy) -> SimulationResult:
     spec = WorkloadSpec(case.workload, rate=case.rate, duration=case.duration, slo=SLO(TTFT, TPOT))
     return simulate(
         policy,
-        spec.make(case.seed).within(LONGEST),
+        spec.make_workload(case.seed).within(LONGEST),
         place,
         limits=default_limits(policy, place, max_batch_tokens=BATCH_TOKENS, max_rows=ROWS),
         host_tokens=place.kv_tokens,

@@ -158,7 +158,7 @@ class Extreme:
     where: str
 
     @classmethod
-    def of(cls, values: dict[str, float]) -> Extreme:
+    def of_values(cls, values: dict[str, float]) -> Extreme:
         """From values by where they were found; the first of equals. ValueError if there are
         none."""
         where = ends(values)[1]

@@ -74,7 +74,7 @@ def simulated(case: Case, compiled: bool | None = None) -> SimulationResult:
     spec = WorkloadSpec(case.workload, num_requests=case.num_requests)
     return simulate(
         policy,
-        spec.make(),
+        spec.make_workload(),
         place,
         limits=default_limits(policy, place),
         kv_tokens=case.kv_tokens,

@@ -152,21 +152,21 @@ class InferMax(Page[Case, Numbers]):
 
     # What comes of it.
 
-    def of(self, number: str, policy: str, at: Callable[[str], Case]) -> float:
+    def numbers_of(self, number: str, policy: str, at: Callable[[str], Case]) -> float:
         """The policy's number there."""
         return float(getattr(self.results[at(policy)], number))
 
     def ratios(self, number: str, above: str, below: str, where: Where) -> dict[str, float]:
         """One policy's number over another's; nothing over nothing, as TPOT where O = 1."""
         return {
-            label: self.of(number, above, at) / self.of(number, below, at)
+            label: self.numbers_of(number, above, at) / self.numbers_of(number, below, at)
             for label, at in where.items()
-            if self.of(number, below, at)
+            if self.numbers_of(number, below, at)
         }
 
     def most(self, number: str, above: str, below: str, where: Where) -> Extreme:
         """The largest ratio."""
-        return Extreme.of(self.ratios(number, above, below, where))
+        return Extreme.of_values(self.ratios(number, above, below, where))
 
     def preemptions(self, policies: Sequence[str], where: Where) -> int:
         """Of all the runs."""
@@ -197,7 +197,8 @@ class InferMax(Page[Case, Numbers]):
         """Where `sarathi_pc` is within 1% of the highest throughput."""
         where = self.high()
         count = sum(
-            self.of("tps", PLAIN[-1], at) >= 0.99 * max(self.of("tps", p, at) for p in PLAIN)
+            self.numbers_of("tps", PLAIN[-1], at)
+            >= 0.99 * max(self.numbers_of("tps", p, at) for p in PLAIN)
             for at in where.values()
         )
         return f"{count} of {len(where)} settings"
@@ -221,7 +222,7 @@ class InferMax(Page[Case, Numbers]):
                     LABELS[number],
                     policies,
                     self.scale.prompts,
-                    lambda policy, i, o=o, number=number: self.of(
+                    lambda policy, i, o=o, number=number: self.numbers_of(
                         number, policy, partial(self.fixed, i=i, o=o, requests=requests)
                     ),
                     log_y=number != "preemptions",
@@ -245,7 +246,7 @@ class InferMax(Page[Case, Numbers]):
                 LABELS[number],
                 [p + v for p in PLAIN for v in ("", EF)],
                 self.scale.prompts,
-                lambda policy, i, number=number: self.of(
+                lambda policy, i, number=number: self.numbers_of(
                     number, policy, partial(self.fixed, i=i, o=o)
                 ),
                 log_y=number != "tps",
@@ -272,7 +273,7 @@ class InferMax(Page[Case, Numbers]):
     def used(self) -> float:
         """The most of the largest M that `sarathi` uses on average."""
         places = self.within(self.scale.memories[-1]).values()
-        return max(self.of("kv_used", "sarathi", at) for at in places)
+        return max(self.numbers_of("kv_used", "sarathi", at) for at in places)
 
     def by_memory(self) -> str:
         """A figure: TPS above TPOT, a column an M."""
@@ -283,7 +284,7 @@ class InferMax(Page[Case, Numbers]):
                     LABELS[number],
                     [p + v for p in PLAIN[:2] for v in ("", EF)],
                     self._fitting(memory),
-                    lambda policy, i, memory=memory, number=number: self.of(
+                    lambda policy, i, memory=memory, number=number: self.numbers_of(
                         number, policy, self.within(memory)[f"I = {i}"]
                     ),
                     log_y=True,
@@ -316,7 +317,7 @@ class InferMax(Page[Case, Numbers]):
                     LABELS[number],
                     RANKED,
                     self.scale.mixed,
-                    lambda policy, n, mix=mix, number=number: self.of(
+                    lambda policy, n, mix=mix, number=number: self.numbers_of(
                         number, policy, partial(self.mixed, mix=mix, count=n)
                     ),
                     log_y=True,

@@ -123,9 +123,9 @@ def _store(args: argparse.Namespace) -> Store:
     if args.reproduce:
         reproduce(store, args.reproduce, args.jobs)
     if args.numbers is not None:
-        store.take(Store(*_files(Path(args.numbers)), any_code=True))
+        store.merge(Store(*_files(Path(args.numbers)), any_code=True))
     elif not args.whole:
-        store.take(Store(*_files(Path(DOCS) / "figures" / "league.csv")))
+        store.merge(Store(*_files(Path(DOCS) / "figures" / "league.csv")))
     store.begin()
     return store
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.experiments.common.runs import digits
-from jaxserve.experiments.league.workloads import LONGEST, OPT, make
+from jaxserve.experiments.league.workloads import LONGEST, OPT, make_workload
 from jaxserve.sched.optimal.replay import Replay, ReplayError
 from jaxserve.sched.optimal.replay import run as replay_of
 from jaxserve.sched.optimal.solve import Problem, solve
@@ -51,7 +51,7 @@ class Optimum:
 def cut_down(workload: str) -> Problem:
     """The problem of the workload: lengths as there, outputs divided by what makes the longest
     OUTPUT; M: half of what all of them come to, or what the longest of them takes."""
-    lengths = make(workload, PLACE, 1.0, 100, 0).lengths.first(REQUESTS)
+    lengths = make_workload(workload, PLACE, 1.0, 100, 0).lengths.first(REQUESTS)
     output = np.maximum(1, np.rint(lengths.output_len * OUTPUT / lengths.output_len.max()))
     cut = Lengths(lengths.prompt_len, output.astype(np.int64))
     place = system(PLACE)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.experiments.common.runs import digits, say_compiling
-from jaxserve.experiments.league.workloads import LONGEST, make
+from jaxserve.experiments.league.workloads import LONGEST, make_workload
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Tier
@@ -69,7 +69,9 @@ class LeagueNumbers:
 def simulated(case: LeagueCase) -> SimulationResult:
     """The case. ValueError if it cannot be simulated, or the policy plans what cannot be done."""
     place, policy = system(case.system), make_policy(case.policy)
-    workload = make(case.workload, case.system, case.rate, case.count, case.seed, case.trace)
+    workload = make_workload(
+        case.workload, case.system, case.rate, case.count, case.seed, case.trace
+    )
     limits = default_limits(policy, place, max_batch_tokens=LONGEST[case.system], max_rows=ROWS)
     try:
         return simulate(

@@ -69,7 +69,7 @@ class Store:
         self._known["/".join(name)] = {"policy": policy, "code": _now(policy), "value": value}
         self._write_facts()
 
-    def take(self, other: Store) -> None:
+    def merge(self, other: Store) -> None:
         """Knows from now on what the other does, too."""
         self._rows = other._rows | self._rows
         self._known = other._known | self._known

@@ -120,7 +120,9 @@ WORKLOADS = {
 }
 
 
-def make(name: str, place: str, rate: float, count: int, seed: int, trace: str = "") -> Workload:
+def make_workload(
+    name: str, place: str, rate: float, count: int, seed: int, trace: str = ""
+) -> Workload:
     """`count` requests of the workload for that system, at `rate` requests/s: the same but for the
     gaps' length at every rate. trace: the path of its hour, of which a stretch is taken that begins
     elsewhere for every seed. WorkloadError for a trace that has fewer requests, or is none."""
@@ -145,7 +147,7 @@ def make(name: str, place: str, rate: float, count: int, seed: int, trace: str =
     # Nobody asks for a max_tokens: a server gives what the model has left.
     limit = LONGEST[place] - lengths.prompt_len
     made = Workload.create(
-        arrival, lengths, limit=limit, terms=SloColumns.joined(terms).take(order)
+        arrival, lengths, limit=limit, terms=SloColumns.joined(terms).select(order)
     )
     return made.at_rate(rate)
 

@@ -171,7 +171,7 @@ def _met(requests: RequestRecords) -> np.ndarray:
             finished=times.finished[which],
             going=None,
         )
-        found.append(attained(part, terms.take(which)).slo)
+        found.append(attained(part, terms.select(which)).slo)
     return np.concatenate(found)
 
 

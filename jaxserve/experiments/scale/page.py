@@ -110,7 +110,7 @@ class Fleets(Page[Case, Found]):
         """Requests a second that one replica serves."""
         return most(self.azure)
 
-    def of(
+    def numbers_of(
         self, router: str, replicas: int, load: float, scene: str = "published", **more: Any
     ) -> Numbers:
         """Of a run. more: other fields of `Cell`."""
@@ -121,23 +121,31 @@ class Fleets(Page[Case, Found]):
 
     def few(self, router: str, load: float) -> Numbers:
         """Before the most replicas, with fewer requests."""
-        return self.of(router, self.scale.replicas[-1], load, requests=self.scale.few)
+        return self.numbers_of(router, self.scale.replicas[-1], load, requests=self.scale.few)
 
     def sharded(self, router: str, routers: int) -> Numbers:
         """Several routers before the most replicas."""
-        return self.of(router, self.scale.replicas[-1], self.scale.loads[-1], routers=routers)
+        return self.numbers_of(
+            router, self.scale.replicas[-1], self.scale.loads[-1], routers=routers
+        )
 
     def gains(self) -> dict[tuple[int, float], float]:
         """By how much `slo` is ahead of the best of the others, by replicas and load."""
         return {
-            (replicas, load): _gain(lambda router, at=(replicas, load): self.of(router, *at))
+            (replicas, load): _gain(
+                lambda router, at=(replicas, load): self.numbers_of(router, *at)
+            )
             for replicas, load in product(self.scale.replicas, self.scale.loads)
         }
 
     def loads(self) -> str:
         """By replicas and load."""
         rows = [
-            [f"{n}", f"{load:.0%}", *_cells(lambda router, at=(n, load): self.of(router, *at))]
+            [
+                f"{n}",
+                f"{load:.0%}",
+                *_cells(lambda router, at=(n, load): self.numbers_of(router, *at)),
+            ]
             for n, load in product(self.scale.replicas, self.scale.loads)
         ]
         return table(["replicas", "load", *_names()], rows)
@@ -151,7 +159,9 @@ class Fleets(Page[Case, Found]):
                     label,
                     list(ROUTERS),
                     self.scale.loads,
-                    lambda router, load, n=replicas, value=value: value(self.of(router, n, load)),
+                    lambda router, load, n=replicas, value=value: value(
+                        self.numbers_of(router, n, load)
+                    ),
                     100,
                     log_y=log_y,
                 )
@@ -172,7 +182,7 @@ class Fleets(Page[Case, Found]):
 
             def of(router: str, load: float = load, few: bool = few) -> Numbers:
                 more = self.few(router, load)
-                return more if few else self.of(router, scale.replicas[-1], load)
+                return more if few else self.numbers_of(router, scale.replicas[-1], load)
 
             rows.append([f"{load:.0%}", f"{scale.few if few else scale.requests:,}", *_cells(of)])
             gains.append(_gain(of))
@@ -184,7 +194,7 @@ class Fleets(Page[Case, Found]):
         for replicas, scene in product(self.scale.replicas, WORDS):
 
             def of(router: str, at: tuple[int, str] = (replicas, scene)) -> Numbers:
-                return self.of(router, at[0], self.scale.load, at[1])
+                return self.numbers_of(router, at[0], self.scale.load, at[1])
 
             cells = _cells(of)
             if scene == "dead":
@@ -195,7 +205,9 @@ class Fleets(Page[Case, Found]):
 
     def _slow(self, router: str) -> list[float]:
         """P99 TTFTs with a slow replica, by replicas."""
-        return [self.of(router, n, self.scale.load, "slow").p99 for n in self.scale.replicas]
+        return [
+            self.numbers_of(router, n, self.scale.load, "slow").p99 for n in self.scale.replicas
+        ]
 
     def slow(self, router: str) -> str:
         """The same as in a sentence."""
@@ -209,8 +221,8 @@ class Fleets(Page[Case, Found]):
     def stale(self) -> float:
         """What stale snapshots cost `slo` at most."""
         return max(
-            self.of("slo", replicas, self.scale.load, "live").attainment
-            - self.of("slo", replicas, self.scale.load, "stale").attainment
+            self.numbers_of("slo", replicas, self.scale.load, "live").attainment
+            - self.numbers_of("slo", replicas, self.scale.load, "stale").attainment
             for replicas in self.scale.replicas
         )
 
@@ -257,7 +269,11 @@ class Fleets(Page[Case, Found]):
     def speeds(self) -> str:
         """Requests simulated in a second, at least, by replicas."""
         least = (
-            min(self.of(router, n, load).per_s for router in ROUTERS for load in self.scale.loads)
+            min(
+                self.numbers_of(router, n, load).per_s
+                for router in ROUTERS
+                for load in self.scale.loads
+            )
             for n in self.scale.replicas
         )
         return listed([f"{rate:,.0f}" for rate in least])

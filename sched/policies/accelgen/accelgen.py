@@ -131,9 +131,9 @@ class AccelGen(Policy):
         """All requests, the most urgent first, but for long prompts that wait for another."""
         table = view.table
         rows = np.concatenate([table.in_state(RUNNING), table.in_state(WAITING)])
-        work = Work.of(view, rows, table.arrival[rows], table.prompt_len[rows] >= self.long)
+        work = Work.of_rows(view, rows, table.arrival[rows], table.prompt_len[rows] >= self.long)
         parts = self._chunks(work.tokens, pivot)
-        slo = Targets(self.ttft, self.tbt).of(view, rows)
+        slo = Targets(self.ttft, self.tbt).token_targets(view, rows)
         time, loss = left(view, rows, slo, clock), self._history.loss
         slack = wait = laxity(view, rows, parts, clock, longest, loss)
         if self.paced:

@@ -34,7 +34,7 @@ class Work(PlannedWork):
     lost: np.ndarray
 
     @classmethod
-    def of(cls, view: View, rows: np.ndarray, key: np.ndarray, long: np.ndarray) -> Work:
+    def of_rows(cls, view: View, rows: np.ndarray, key: np.ndarray, long: np.ndarray) -> Work:
         """All that each has pending. long: bool [n]. They limit no step yet."""
         table, never = view.table, np.full(len(rows), np.inf)
         return cls.pending(
@@ -64,7 +64,7 @@ class Batch(BatchBuilder[Work]):
 
     def __init__(self, view: View) -> None:
         rows = np.zeros(0, np.int64)
-        super().__init__(view, Work.of(view, rows, np.zeros(0), rows > 0))
+        super().__init__(view, Work.of_rows(view, rows, np.zeros(0), rows > 0))
 
     def longest(self, start: int, limit: float, most: int) -> int:
         """The most tokens of a prompt, `start` of them cached, with which it takes no longer than

@@ -48,7 +48,7 @@ class Filling:
             if piece is None:
                 break
             if not self.room.fit(piece):
-                if savable[0] and self.room.make(piece):
+                if savable[0] and self.room.make_room(piece):
                     stays = ~self.room.is_out(work.rows)
                     work, savable = work[stays], savable[stays]
                     continue
@@ -138,7 +138,7 @@ class Filling:
         return less if tokens[0] > 0 and self.room.fit(less) else None
 
     def _take(self, work: Work) -> None:
-        self.room.take(work)
+        self.room.allocate(work)
         self.batch.add(work)
         self.limit = min(self.limit, float(work.limit.min(initial=np.inf)))
 

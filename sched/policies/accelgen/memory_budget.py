@@ -55,9 +55,9 @@ class AccelGenBudget(MemoryBudget):
         free = np.where(self._alone(work), self.free, self.startable) // PLANES[KV]
         return np.maximum(pool.room(work.rows) + free * pool.block_size - work.start, 0)
 
-    def take(self, work: PlannedWork) -> None:
+    def allocate(self, work: PlannedWork) -> None:
         """They have their blocks and places."""
-        super().take(work)
+        super().allocate(work)
         self._taken[work.rows] = work.new
         self._holders += int(np.count_nonzero(work.starts))
 
@@ -74,10 +74,10 @@ class AccelGenBudget(MemoryBudget):
                 need[at[row]] = 0
         if self.preempted:
             work = work[~self.is_out(work.rows)]
-        self.take(work)
+        self.allocate(work)
         return work
 
-    def make(self, one: Work) -> bool:
+    def make_room(self, one: Work) -> bool:
         """Preempts those that can spare their caches for longer than this request can wait, until
         it finds blocks and a place; nobody if that is not enough. Whether it does now."""
         ok = (self._spare > one.key[0]) & (self.view.table.preemptions[self._running] < MOST_LOSSES)

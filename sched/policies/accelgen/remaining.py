@@ -17,7 +17,7 @@ class Targets:
     ttft: float
     tbt: float
 
-    def of(self, view: View, rows: np.ndarray) -> np.ndarray:
+    def token_targets(self, view: View, rows: np.ndarray) -> np.ndarray:
         """The SLO of each one's next token, float64 [n]; inf for none. A real-time request without
         one for the whole job has the defaults for what it does not name."""
         table = view.table

@@ -55,7 +55,7 @@ def start(view: View, queue: Weighed, budget: StartBudget) -> Starts:
     fallback would come too late for them (section 6.6)."""
     fits = queue.tokens <= budget.most(view.pool.block_size)
     if np.count_nonzero(fits) < len(queue):
-        queue = queue.of(fits)  # of a long queue that may be few, or nobody
+        queue = queue.of_chosen(fits)  # of a long queue that may be few, or nobody
     if not len(queue):
         return Starts(queue.rows, queue.rows, queue.rows)
     rows, values = queue.rows, queue.values
@@ -123,7 +123,7 @@ def start_in_turn(view: View, queue: Weighed, budget: StartBudget) -> Starts:
     fits &= (before < budget.tokens) if budget.chunked else (before + tokens <= budget.tokens)
     count = len(rows) if fits.all() else int(np.argmin(fits))
     kinds = np.full(count, _KV)
-    penalty = queue.of(slice(count)).values.penalty if budget.hidden and count else None
+    penalty = queue.of_chosen(slice(count)).values.penalty if budget.hidden and count else None
     if penalty is not None:
         left = budget.blocks - int(least[:count].sum())
         more = most[:count] - least[:count]

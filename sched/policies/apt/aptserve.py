@@ -90,7 +90,7 @@ class AptServe(Policy):
         ran = Weighed(running, known(view, running), moment.weigh)
         if len(queue) and not self.chunked:
             budget = self._budget(view, view.pool.num_free)
-            some = queue.of(queue.tokens <= budget.most(view.pool.block_size))
+            some = queue.of_chosen(queue.tokens <= budget.most(view.pool.block_size))
             if len(some) and self._prefills(moment, queue, some, running):
                 starts = self._start(view, some if self.adaptive else queue, budget)
                 if len(starts):
@@ -149,7 +149,7 @@ class AptServe(Policy):
         else:
             goes, preempt, left = go_on(view, ran, in_turn=not self.adaptive)
         if np.count_nonzero(goes) < len(ran):
-            ran = ran.of(goes)
+            ran = ran.of_chosen(goes)
         rows = ran.rows
         tokens = self._share(view, ran)
         kinds = view.pool.kind[rows].astype(np.int64)

@@ -60,7 +60,7 @@ class Weighed:
         """See `weigh`."""
         return self._weigh(self.rows)
 
-    def of(self, chosen: np.ndarray | slice) -> Weighed:
+    def of_chosen(self, chosen: np.ndarray | slice) -> Weighed:
         """The rows that a mask, indices or a slice choose."""
         return Weighed(self.rows[chosen], self.tokens[chosen], self._weigh)
 

@@ -20,7 +20,7 @@ def fill(batch: Batch, room: BrosBudget, work: Work, limit: float, *, chunked: b
         timely = prefix(batch.times(work[:count]) <= limit)
         found = _memory(batch, room, work[:timely])
         taken = work[:found]
-        room.take(taken)
+        room.allocate(taken)
         batch.add(taken)
         if found == len(work):
             return
@@ -39,7 +39,7 @@ def fill(batch: Batch, room: BrosBudget, work: Work, limit: float, *, chunked: b
                 continue
             head = head if head.starts[0] else piece
             if _memory(batch, room, head):
-                room.take(piece)
+                room.allocate(piece)
                 batch.add(piece)
                 return
         if head.starts[0]:
@@ -69,7 +69,7 @@ def fill_first(
         work = work if piece is None else Work.joined([work, piece])
         fits = (np.cumsum(work.new) <= room.free) & (np.cumsum(work.starts) <= room.slots)
         found = prefix(fits)
-        room.take(work[:found])
+        room.allocate(work[:found])
         batch.add(work[:found])
         rows = work.rows[found:]
         if not len(rows):

@@ -76,9 +76,9 @@ class SharedBlocksBudget(BrosBudget):
         rows = super().best_effort()
         return rows[~self._hit[rows] & ~self._lends[rows]]
 
-    def take(self, work: PlannedWork) -> None:
+    def allocate(self, work: PlannedWork) -> None:
         """They have their blocks and places, and what is to be copied is."""
-        super().take(work)
+        super().allocate(work)
         rows, index = self._restore.all_copies(work.rows)
         for row, number in zip(rows.tolist(), index, strict=True):
             self._let_go(row, np.array([number]))
@@ -128,7 +128,7 @@ class SharedBlocksBudget(BrosBudget):
         self.left[lent] = np.repeat(loan.filled, _PLANES)
         self._refs[lent] += 1
         self.free += lent.size
-        super().take(work)
+        super().allocate(work)
         return work
 
     def preempt(self, row: int, gives: int | None = None) -> None:

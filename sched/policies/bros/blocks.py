@@ -51,7 +51,7 @@ class BrosBudget(MemoryBudget):
 
     def offers(self, rows: np.ndarray) -> Work:
         """What these best-effort rows would do, those left out that cannot be in this step."""
-        return Work.of(self.view, rows[~self._batch.chosen[rows] & ~self.is_out(rows)])
+        return Work.of_rows(self.view, rows[~self._batch.chosen[rows] & ~self.is_out(rows)])
 
     def affordable(self, work: Work, late: np.ndarray) -> np.ndarray:
         """Which real-time requests, in order of urgency, find blocks and a place: a mask [n]. All
@@ -85,7 +85,7 @@ class BrosBudget(MemoryBudget):
             if need <= self.free and starts <= self.slots:
                 break
             self.preempt(row)
-        self.take(work)
+        self.allocate(work)
         return work
 
     def offers_first(self, rows: np.ndarray) -> Work:

@@ -44,7 +44,7 @@ class CacheRestore:
             start[i], loaded[i] = back.computed, back.loaded
             self._first[row] = back.first
             self._leave(row, back.copy)
-        work = Work.of(view, rows, start)
+        work = Work.of_rows(view, rows, start)
         work.loaded = loaded
         self._leave_blocks(work, left, every_block)
         for i in np.flatnonzero(np.isin(rows, list(self._copy))).tolist():

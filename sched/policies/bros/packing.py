@@ -26,7 +26,7 @@ class Work(PlannedWork):
     copied: np.ndarray
 
     @classmethod
-    def of(cls, view: View, rows: np.ndarray, start: np.ndarray | None = None) -> Work:
+    def of_rows(cls, view: View, rows: np.ndarray, start: np.ndarray | None = None) -> Work:
         """Of these rows: whole prompts. start: tokens that each has cached, by default what it has
         in the pool, or if it waits on the host."""
         table, kept = view.table, view.host.tokens[rows]
@@ -63,7 +63,7 @@ class Batch(BatchBuilder[Work]):
     """A batch in the making. size: requests that it may hold (B of BROS section 4.2)."""
 
     def __init__(self, view: View, size: int) -> None:
-        super().__init__(view, Work.of(view, np.zeros(0, np.int64)))
+        super().__init__(view, Work.of_rows(view, np.zeros(0, np.int64)))
         self.rows_left = min(size, view.limits.max_rows)
         self.tokens_left = view.limits.max_batch_tokens
         self.chosen = np.zeros(view.table.capacity, bool)

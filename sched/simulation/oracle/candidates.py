@@ -86,7 +86,7 @@ class Changes:
     setting: Setting
     rng: np.random.Generator
 
-    def of(self, candidate: Candidate, met: np.ndarray) -> Candidate:
+    def changed(self, candidate: Candidate, met: np.ndarray) -> Candidate:
         """One or two changes. met: who was with the candidate, bool [n]."""
         for _ in range(int(self.rng.integers(1, 3))):
             candidate = self._one(candidate, met)

@@ -26,7 +26,7 @@ def goodput_bound(workload: Workload, setting: Setting, hidden: bool, until: flo
     With k of them met, the run lasts until the k-th of those that could be first to end at best;
     and where nobody is refused and nothing cut off, until all have.
     """
-    work = Work.of(workload, setting, hidden)
+    work = Work.of_workload(workload, setting, hidden)
     begin = float(workload.arrival.min())
     ends = workload.arrival + work.jct
     met = work.met & (ends <= until * (1 + _ROUNDING))

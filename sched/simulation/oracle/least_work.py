@@ -50,7 +50,7 @@ class Work:
     met: np.ndarray
 
     @classmethod
-    def of(cls, workload: Workload, setting: Setting, hidden: bool) -> Work:
+    def of_workload(cls, workload: Workload, setting: Setting, hidden: bool) -> Work:
         """hidden: whether there are hidden caches, which read and hold otherwise."""
         prices = _Prices.of(setting, hidden)
         p, later = workload.prompt_len, workload.output_len - 1

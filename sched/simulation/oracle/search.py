@@ -176,7 +176,7 @@ def _search(oracle: OraclePolicy, runner: _Runner, bound: float, told: _Told) ->
     for one in _portfolio(oracle, runner):
         note(one)
     workload, setting = runner.workload, runner.setting
-    work = Work.of(workload, setting, runner.options.rho is not None)
+    work = Work.of_workload(workload, setting, runner.options.rho is not None)
     left = _Left(oracle, told)
     rng = np.random.default_rng((setting.seed, 11))
     changes = Changes(workload, work.jct, setting, rng)
@@ -188,7 +188,7 @@ def _search(oracle: OraclePolicy, runner: _Runner, bound: float, told: _Told) ->
         # Half of the time the best of all, so that it gets better soon.
         parent = pool[0 if rng.random() < 0.5 else int(rng.integers(len(pool)))]
         assert parent.candidate is not None
-        note(runner.candidate(changes.of(parent.candidate, parent.met)))
+        note(runner.candidate(changes.changed(parent.candidate, parent.met)))
     if best is None:
         raise InvalidPlan("policy oracle: no policy can serve the workload")
     return best

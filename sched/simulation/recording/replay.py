@@ -69,7 +69,7 @@ class Recording:
             start=self.arrivals[first].time,
             arrivals={n: one for n, one in self.arrivals.items() if first <= n < behind},
             ends={n: one for n, one in self.ends.items() if first <= n < behind},
-            steps=self.steps.take(steps),
+            steps=self.steps.select(steps),
             columns={name: column[steps] for name, column in self.columns.items()},
             token_request=self.token_request[mine],
             token_step=(np.cumsum(steps) - 1)[self.token_step[mine]],
@@ -100,7 +100,7 @@ def read(path: str | Path) -> Recording:
     reader = _Reader()
     for file in files:
         for event in file.events():
-            reader.take(event)
+            reader.on_event(event)
         if file.torn:
             notes.append(f"the last line of {file.path} is torn: left out")
     if reader.lost:
@@ -119,7 +119,7 @@ class _Reader:
         self._received, self._received_by = array("q"), array("q")
         self._steps = 0
 
-    def take(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         match event:
             case Arrival():
                 self._arrivals.setdefault(event.number, event)  # PATH says again who is there

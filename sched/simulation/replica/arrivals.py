@@ -29,7 +29,7 @@ class Requests:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def make(self, number: int) -> Request:
+    def make_request(self, number: int) -> Request:
         """Request `number`, from 0 in order of arrival."""
         asked = limit, greedy = self._limits[number], self._greedy[number]
         if asked not in self._sampling:
@@ -82,14 +82,14 @@ class Arrivals:
         """Nobody comes before; 0 while a batch may follow at any time."""
         return self.next_time if self._loop is None else 0.0
 
-    def take(self) -> tuple[int, Request]:
+    def take_first(self) -> tuple[int, Request]:
         """The number of the request that comes next, and the request."""
         if self._open.arrival[self._next] <= self._batch_time:
             self._next += 1
-            return self._next - 1, self._open.make(self._next - 1)
+            return self._next - 1, self._open.make_request(self._next - 1)
         assert self._batch is not None
         self._coming += 1
-        return self._coming - 1, self._batch.make(self._coming - 1 - self._first)
+        return self._coming - 1, self._batch.make_request(self._coming - 1 - self._first)
 
     def follow(self) -> None:
         """Submits the loop's next batch if all of the last one have ended."""
@@ -104,7 +104,7 @@ class Arrivals:
         batches = self._batches if self._coming > self._first else self._batches[:-1]
         looped = sum(map(len, batches))
         numbers = np.r_[: self._next, self.num_open : self.num_open + looped]
-        merged, order = Workload.merged([self._workload.take(np.arange(self._next)), *batches])
+        merged, order = Workload.merged([self._workload.select(np.arange(self._next)), *batches])
         return merged, numbers[order]
 
     @property

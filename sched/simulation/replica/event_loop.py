@@ -180,7 +180,7 @@ def _serve(
         if not min(arrival, timer, time) < until:
             break
         if arrival <= min(timer, time):
-            number, request = arrivals.take()
+            number, request = arrivals.take_first()
             place(number, request, arrival)
             if progress is not None and number < arrivals.num_open:
                 progress(1)

@@ -87,7 +87,7 @@ def stretch(
     draws, batch = ahead
     paces = [1.0] * steps
     if draws is not None:
-        seconds = seconds * draws.of(batch, seconds, prompts=False)
+        seconds = seconds * draws.residuals(batch, seconds, prompts=False)
         paces = draws.of_host(batch, steps).tolist()
     found = _go(setting, clock, flying, rows.tolist(), seconds.tolist(), paces, horizon)
     log, steps = found.log, len(found)
@@ -140,7 +140,7 @@ def _read(length: np.ndarray, rows: np.ndarray, padding: Padding | None) -> np.n
         return np.asarray(length.sum(axis=0))
     return np.array(
         [
-            padding.read(column[column > 0], padding.of(count, True))
+            padding.read(column[column > 0], padding.padded(count, True))
             for column, count in zip(length.T, rows.tolist(), strict=True)
         ],
         np.int64,

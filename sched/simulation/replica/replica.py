@@ -181,7 +181,7 @@ class Replica:
         duration = float(self._cost.batch_time(features))
         if self._draws is not None:
             prompts = features.num_prefills > 0
-            (drawn,) = self._draws.of(self._batches, np.array([duration]), prompts=prompts)
+            (drawn,) = self._draws.residuals(self._batches, np.array([duration]), prompts=prompts)
             duration *= float(drawn)
         duration *= self.slowdown
         self._batches += 1

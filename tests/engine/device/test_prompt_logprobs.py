@@ -246,7 +246,7 @@ def test_each_token_is_told_once(data: st.DataObject) -> None:
         rows = Rows(np.array([other, end - cached]), np.array([0, cached]), np.zeros((2, 2, 1)))
         batch = layout.pack(rows)
         nobody = Continuation(Request("b", (1, 2)), 0, 1, 1, text, row, lambda _: None)
-        scored = PromptLogprobs.of(untold([nobody, member], step), step, layout, batch)
+        scored = PromptLogprobs.of_step(untold([nobody, member], step), step, layout, batch)
         if scored is not None:
             begin = int(layout.views(batch.buffer)["query_start"][batch.order.tolist().index(1)])
             for at in np.flatnonzero(scored.targets != NO_TARGET).tolist():

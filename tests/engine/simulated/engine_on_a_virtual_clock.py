@@ -236,7 +236,7 @@ class Served(Observer):
 
     def _submit(self, number: int) -> None:
         times = self.token_times[number] = []
-        request = self._requests.make(number)
+        request = self._requests.make_request(number)
         self.engine.submit(request, lambda output: times.extend(output.token_times))
 
     # As an observer.

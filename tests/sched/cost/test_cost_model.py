@@ -137,9 +137,9 @@ def test_bad_coefficients_are_refused(value: float) -> None:
 
 def test_padding_goes_to_the_next_bucket() -> None:
     padding = Padding((1, 4, 8), (16, 64))
-    assert padding.of(3, True) == 4
-    assert padding.of(17, False) == 64
-    assert padding.of(np.array([1, 5]), True).tolist() == [1, 8]
+    assert padding.padded(3, True) == 4
+    assert padding.padded(17, False) == 64
+    assert padding.padded(np.array([1, 5]), True).tolist() == [1, 8]
     mixed = BatchFeatures.from_rows(
         np.array([1, 5]), np.array([3, 0]), np.array([True, False]), padding=padding
     )

@@ -132,7 +132,7 @@ def test_without_overlap_every_step_is_after_idle_and_counts() -> None:
 
 def test_prompts_that_only_come_when_nothing_runs_say_what_prompts_take() -> None:
     steps = served(2000, noise=0.1)
-    steps = steps.take(steps.after_idle | (steps.features.num_prefills == 0))
+    steps = steps.select(steps.after_idle | (steps.features.num_prefills == 0))
     prompts = steps.features.num_prefills > 0
     assert steps.after_idle[prompts].all()
     wrong = dataclasses.replace(TRUE.coefficients, per_token=3e-5, prefill_bias=3e-4)
@@ -162,14 +162,14 @@ def test_a_clock_that_stands_still_on_the_host_says_that_it_takes_no_time() -> N
     still = dict.fromkeys(HOST_TIMES, nothing)
     steps = dataclasses.replace(steps, after_idle=nothing > 0, **still)
     assert fit_host(steps, TRUE) == HostOverhead()
-    assert fit_host(steps.take(np.zeros(0, np.int64)), TRUE) == HostOverhead()
+    assert fit_host(steps.select(np.zeros(0, np.int64)), TRUE) == HostOverhead()
 
 
 def test_a_step_of_a_token_takes_some_time_whatever_the_others_say() -> None:
     """As where a busy machine leaves nothing to what is common to all steps."""
     nothing = Coefficients(*[0.0] * 9, batch_bias=1e-3)
     steps = served()
-    steps = steps.take(steps.features.padded_tokens > 1)
+    steps = steps.select(steps.features.padded_tokens > 1)
     steps = dataclasses.replace(steps, device_time=np.full(len(steps), 4e-3))
     model = fit_device(steps, LinearCostModel(nothing, 4))
     for one in (BatchFeatures(1, 1, 1, 1, 0, 0, 0), BatchFeatures(1, 1, 0, 0, 1, 1, 0)):
@@ -177,6 +177,6 @@ def test_a_step_of_a_token_takes_some_time_whatever_the_others_say() -> None:
 
 
 def test_too_few_steps_are_refused() -> None:
-    steps = served().take(np.arange(MIN_STEPS - 1))
+    steps = served().select(np.arange(MIN_STEPS - 1))
     with pytest.raises(FitError, match="at least 10 steps are needed, there are 9"):
         fit_device(steps, TRUE)

@@ -85,14 +85,16 @@ def test_time_left_and_chunks() -> None:
     slo = {"ttft": 9.0, "tbt": 3.0}
     row = np.array([run.add(25, 4, arrival=1.0, **slo)])
     targets, view = Targets(1.0, 0.5), run.scheduler.view
-    assert targets.of(view, row).tolist() == [9.0]
-    assert left(view, row, targets.of(view, row), 3.0).tolist() == [7.0]
+    assert targets.token_targets(view, row).tolist() == [9.0]
+    assert left(view, row, targets.token_targets(view, row), 3.0).tolist() == [7.0]
     assert chunks(run.table.pending(row), 10.0).tolist() == [3]
     assert chunks(run.table.pending(row), None).tolist() == [1]
     run.scheduler.schedule(3.0)
-    assert left(view, row, targets.of(view, row), 4.0).tolist() == [3.0], "its token is on its way"
+    assert left(view, row, targets.token_targets(view, row), 4.0).tolist() == [3.0], (
+        "its token is on its way"
+    )
     run.scheduler.receive(row, 4.0)
-    assert left(view, row, targets.of(view, row), 4.5).tolist() == [2.5]
+    assert left(view, row, targets.token_targets(view, row), 4.5).tolist() == [2.5]
 
 
 def test_who_has_which_target() -> None:
@@ -100,7 +102,7 @@ def test_who_has_which_target() -> None:
     best = Tier.BEST_EFFORT
     rows = [run.add(2, 4), run.add(2, 4, tbt=9.0), run.add(2, 4, tier=best)]
     rows += [run.add(2, 4, jct=9.0), run.add(2, 4, tier=best, ttft=7.0)]
-    found = Targets(1.0, 0.5).of(run.scheduler.view, np.array(rows))
+    found = Targets(1.0, 0.5).token_targets(run.scheduler.view, np.array(rows))
     assert found.tolist() == [1.0, 1.0, np.inf, np.inf, 7.0]
 
 
@@ -276,7 +278,7 @@ def test_a_batch_takes_what_its_requests_take_together() -> None:
     rows = np.array([run.add(n, 3) for n in (4, 30)])
     run.step()
     view = run.scheduler.view
-    work = Work.of(view, rows, np.zeros(2), np.zeros(2, bool))
+    work = Work.of_rows(view, rows, np.zeros(2), np.zeros(2, bool))
     batch = Batch(view)
     times = batch.times(work)
     assert times[0] == batch.with_each(work)[0]

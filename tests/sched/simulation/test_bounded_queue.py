@@ -107,7 +107,7 @@ def test_never_are_more_unfinished_and_the_refused_change_nothing(
         before = served[:number]
         unfinished = int((requests.finish[:number][before] > arrival[number]).sum())
         assert served[number] == (unfinished < rows + queue)
-    alone = simulate(policy, workload.take(served), place, kv_tokens=900, limits=limits)
+    alone = simulate(policy, workload.select(served), place, kv_tokens=900, limits=limits)
     np.testing.assert_allclose(alone.requests.token_times, requests.token_times, rtol=1e-12)
 
 

@@ -253,15 +253,15 @@ def test_what_cannot_be_simulated(options: dict[str, Any], problem: str) -> None
 
 def test_a_workload_for_a_time() -> None:
     spec = WorkloadSpec("sharegpt", rate=20.0, duration=100.0)
-    found = spec.make(seed=1)
+    found = spec.make_workload(seed=1)
     assert 1800 < len(found) < 2200 and 99.0 < found.arrival[-1] < 100.0
-    assert len(spec.make(seed=1)) == len(found) != len(spec.make(seed=2))
+    assert len(spec.make_workload(seed=1)) == len(found) != len(spec.make_workload(seed=2))
     bursts = WorkloadSpec("sharegpt", arrivals="gamma", cv=20.0, rate=3.0, duration=3000.0)
-    assert 2400 < bursts.make(seed=8).arrival[-1] < 3000
+    assert 2400 < bursts.make_workload(seed=8).arrival[-1] < 3000
     few = WorkloadSpec("sharegpt", num_requests=5, rate=1.0, duration=1000.0)
-    assert len(few.make()) == 5
+    assert len(few.make_workload()) == 5
     with pytest.raises(WorkloadError, match=r"no request comes within 1e-09 s"):
-        WorkloadSpec("sharegpt", rate=1.0, duration=1e-9).make()
+        WorkloadSpec("sharegpt", rate=1.0, duration=1e-9).make_workload()
     with pytest.raises(WorkloadError, match="duration must be a positive time"):
         WorkloadSpec("sharegpt", rate=1.0, duration=float("inf"))
     with pytest.raises(WorkloadError, match="duration is needed"):

@@ -25,24 +25,24 @@ def test_a_billion_requests_are_one_line(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_so_are_too_many_of_a_sampler_and_endless_ones_of_a_trace(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="would take about 400,000,000 GB"):
-        WorkloadSpec("sharegpt", num_requests=10**15).make()
+        WorkloadSpec("sharegpt", num_requests=10**15).make_workload()
     trace = tmp_path / "long.csv"
     trace.write_text("prompt_tokens,output_tokens\n" + "5,2147483647\n" * 50)
     with pytest.raises(WorkloadError, match=r"long.csv: 50 requests with 107,374,182,350 tokens"):
-        WorkloadSpec(str(trace)).make()
+        WorkloadSpec(str(trace)).make_workload()
 
 
 def test_what_fits_exactly_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = WorkloadSpec("fixed:8x5x3")
     needed = memory.memory_for(3, 15)
     monkeypatch.setattr(memory, "machine_memory", lambda: needed)
-    assert len(spec.make()) == 3
+    assert len(spec.make_workload()) == 3
     monkeypatch.setattr(memory, "machine_memory", lambda: needed - 1)
     with pytest.raises(WorkloadError, match="3 requests with 15 tokens"):
-        spec.make()
+        spec.make_workload()
     monkeypatch.setattr(memory, "machine_memory", lambda: memory.memory_for(10, 10))
     with pytest.raises(WorkloadError, match="sharegpt: 10 requests with"):
-        dataclasses.replace(spec, lengths="sharegpt", num_requests=10).make()
+        dataclasses.replace(spec, lengths="sharegpt", num_requests=10).make_workload()
 
 
 @pytest.mark.parametrize(("limit", "bound"), [("5000\n", 5000), ("max\n", None), (None, None)])

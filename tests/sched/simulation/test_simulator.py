@@ -174,7 +174,7 @@ def test_two_replicas_are_two_simulations() -> None:
     both = simulate("sarathi", workload, SEVEN, kv_tokens=2000, replicas=2)
     for one in (0, 1):
         mine = np.flatnonzero(both.requests.replica == one)
-        alone = simulate("sarathi", workload.take(mine), SEVEN, kv_tokens=2000)
+        alone = simulate("sarathi", workload.select(mine), SEVEN, kv_tokens=2000)
         np.testing.assert_allclose(both.requests.finish[mine], alone.requests.finish, rtol=1e-12)
 
 

@@ -211,7 +211,7 @@ def test_mixed_prompts_are_as_figure_8_of_accelgen_prints_them() -> None:
     # What is above 4K is cut to 2,048.
     assert shares(printed.output_len) == pytest.approx((0.51, 0.49, 0.0), abs=0.01)
     assert (printed.output_len == 2048).mean() == pytest.approx(0.13, abs=0.01)
-    named = WorkloadSpec("mixed-prompts", num_requests=30, rate=8.0).make()
+    named = WorkloadSpec("mixed-prompts", num_requests=30, rate=8.0).make_workload()
     assert len(named) == 30 and named.prompt_len.max() > 4096
 
 
@@ -252,23 +252,25 @@ def test_on_off_arrivals_have_their_rate_and_their_pauses() -> None:
 
 
 def test_words_make_workloads(tmp_path: Path) -> None:
-    fixed = WorkloadSpec("fixed:1024x128x32").make()
+    fixed = WorkloadSpec("fixed:1024x128x32").make_workload()
     assert (len(fixed), fixed.arrival.max()) == (32, 0.0)
     assert set(fixed.prompt_len.tolist()) == {1024}
-    poisson = WorkloadSpec("sharegpt", num_requests=50, rate=2.0).make(seed=1)
+    poisson = WorkloadSpec("sharegpt", num_requests=50, rate=2.0).make_workload(seed=1)
     assert len(poisson) == 50 and poisson.arrival[0] > 0
-    again = WorkloadSpec("sharegpt", num_requests=50, rate=2.0).make(seed=1)
+    again = WorkloadSpec("sharegpt", num_requests=50, rate=2.0).make_workload(seed=1)
     assert (poisson.arrival == again.arrival).all()
     assert (poisson.prompt_len == again.prompt_len).all()
     azure = str(write(tmp_path, "azure.csv", AZURE))
-    assert WorkloadSpec(azure).make().arrival[1] == pytest.approx(4.314579)
-    assert WorkloadSpec(azure, rate=1.0).make().arrival[-1] == pytest.approx(2.0)
-    assert WorkloadSpec(azure, arrivals="all").make().arrival.max() == 0.0
-    assert len(WorkloadSpec(azure, num_requests=2).make()) == 2
-    bursty = WorkloadSpec("lilo+siso", 300, "gamma", rate=2.0, cv=4.0).make()
+    assert WorkloadSpec(azure).make_workload().arrival[1] == pytest.approx(4.314579)
+    assert WorkloadSpec(azure, rate=1.0).make_workload().arrival[-1] == pytest.approx(2.0)
+    assert WorkloadSpec(azure, arrivals="all").make_workload().arrival.max() == 0.0
+    assert len(WorkloadSpec(azure, num_requests=2).make_workload()) == 2
+    bursty = WorkloadSpec("lilo+siso", 300, "gamma", rate=2.0, cv=4.0).make_workload()
     gaps = np.diff(bursty.arrival)
     assert gaps.std() / gaps.mean() > 2
-    assert len(WorkloadSpec("alpaca", 9, "on_off", rate=2.0, on_s=1.0, off_s=1.0).make()) == 9
+    assert (
+        len(WorkloadSpec("alpaca", 9, "on_off", rate=2.0, on_s=1.0, off_s=1.0).make_workload()) == 9
+    )
 
 
 @pytest.mark.parametrize(
@@ -289,7 +291,7 @@ def test_words_make_workloads(tmp_path: Path) -> None:
 )
 def test_wrong_words_are_refused(fields: dict[str, object], problem: str) -> None:
     with pytest.raises(WorkloadError, match=problem):
-        WorkloadSpec(**fields).make()  # type: ignore[arg-type]
+        WorkloadSpec(**fields).make_workload()  # type: ignore[arg-type]
 
 
 def test_lengths_are_cut_to_a_limit() -> None:

@@ -143,7 +143,7 @@ def test_too_few_steps_are_said(tmp_path: Path) -> None:
     workload = trace(3, 20.0, True, count=1)
     _, path = recorded(tmp_path, workload)
     recording = replay.read(path)
-    few = dataclasses.replace(recording, steps=recording.steps.take(np.arange(3)))
+    few = dataclasses.replace(recording, steps=recording.steps.select(np.arange(3)))
     with pytest.raises(RecordingError, match="at least 10 steps are needed, there are 3"):
         replay.system_of(few)
     with pytest.raises(RecordingError, match="no request in it that wrote a token"):

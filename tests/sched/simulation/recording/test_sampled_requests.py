@@ -56,13 +56,13 @@ def test_padded_rows_sample_too() -> None:
 
 def test_requests_say_how_they_sample() -> None:
     requests = Requests(workload(True, False, True))
-    made = [requests.make(number).sampling for number in range(3)]
+    made = [requests.make_request(number).sampling for number in range(3)]
     assert [one.is_plain_greedy for one in made] == [True, False, True]
     assert all(one.max_tokens == 3 for one in made)
 
 
 def test_the_table_of_requests_has_it() -> None:
-    asked = workload(True, False).take(np.array([1, 0]))
+    asked = workload(True, False).select(np.array([1, 0]))
     result = simulate("vllm", asked, COST, kv_tokens=999)
     assert result.request_table()["greedy"].tolist() == [False, True]
 

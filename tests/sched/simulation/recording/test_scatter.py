@@ -65,15 +65,15 @@ def test_each_kind_has_its_own_residuals_and_they_follow_each_other() -> None:
     levels = (50, 90, 99)
     want = np.percentile(factors[~prompts], levels)
     draws, decodes = Draws(found, 0, 0), DECODES[np.arange(LOTS) % 300]
-    drawn = draws.of(0, decodes, prompts=False)
+    drawn = draws.residuals(0, decodes, prompts=False)
     assert np.percentile(drawn, levels) == pytest.approx(want, rel=0.1)
     served = np.log(factors[~prompts])
     like, found_like = (np.corrcoef(x[:-1], x[1:])[0, 1] for x in (served, np.log(drawn)))
     assert found_like > 0.5 * like > 0.3, "a slow step is followed by slow ones"
     long = np.full(9, 1.0)
-    assert draws.of(0, long, prompts=True) == pytest.approx(1.5)
-    assert (draws.of(7, decodes[7:9], prompts=False) == drawn[7:9]).all()
-    assert (draws.of(LOTS + 7, decodes[7:9], prompts=False) == drawn[7:9]).all()
+    assert draws.residuals(0, long, prompts=True) == pytest.approx(1.5)
+    assert (draws.residuals(7, decodes[7:9], prompts=False) == drawn[7:9]).all()
+    assert (draws.residuals(LOTS + 7, decodes[7:9], prompts=False) == drawn[7:9]).all()
 
 
 def test_all_steps_together_take_as_long_as_they_did() -> None:
@@ -82,7 +82,7 @@ def test_all_steps_together_take_as_long_as_they_did() -> None:
     served, found = steps(prompts, factors), fitted(prompts, factors)
     expected = SEVEN.batch_time(served.features)
     total = float(np.minimum(served.device_time, 5 * expected).sum())
-    drawn = Draws(found, 0, 0).of(0, np.resize(expected, LOTS), prompts=False)
+    drawn = Draws(found, 0, 0).residuals(0, np.resize(expected, LOTS), prompts=False)
     drawn_total = float((np.resize(expected, LOTS) * drawn).sum()) * STEPS / LOTS
     assert drawn_total == pytest.approx(total, rel=0.03)
 
@@ -100,9 +100,9 @@ def test_the_seed_says_what_is_drawn_and_replicas_are_apart() -> None:
     assert (found.lots(3) == found.lots(3)).all() and (found.lots(3) != found.lots(4)).any()
     assert found.lots(0).shape == (2, LOTS) and LOTS > 100 * RUN
     some = DECODES[:9]
-    one, two = (Draws(found, 3, replica).of(0, some, prompts=False) for replica in (0, 1))
+    one, two = (Draws(found, 3, replica).residuals(0, some, prompts=False) for replica in (0, 1))
     assert (one != two).any()
-    assert (two == Draws(found, 3, 0).of(first_lot(1), some, prompts=False)).all()
+    assert (two == Draws(found, 3, 0).residuals(first_lot(1), some, prompts=False)).all()
 
 
 def run(policy: str, workload: Workload, scatter: Scatter | None, **how: Any) -> Any:
