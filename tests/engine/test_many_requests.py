@@ -1,4 +1,4 @@
-"""Hundreds of requests of both tiers through a pool that holds a few; `make soak` has thousands."""
+"""More requests of both tiers than a pool holds go through it; `make soak` has thousands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.sched.request import Tier
 from tests.engine.conftest import Texts
 from tests.engine.harness import SCARCE, TIMEOUT, Stream, engine, prompts, send
 
-COUNT = 400
+COUNT = 150
 AT_ONCE = 40  # requests, those that wait included
 CANCELLED = 0.03
 HOST = {"cache__host_gib": 1e-5}  # forty slots, so that it is full now and then

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.models.attention import FusedAttention
@@ -18,6 +18,7 @@ from jaxserve.weights import fuse_loaded, load_config, load_params, param_bytes
 from tests.models.fixtures import NAMES, hf_config, load_reference, write_checkpoint
 
 
+@settings(max_examples=40)
 @given(
     kv=st.integers(1, 6),
     group=st.integers(1, 4),

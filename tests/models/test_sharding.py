@@ -1,4 +1,4 @@
-"""Tensor parallelism: rules, KV heads fewer than shards, and logits on 8 virtual CPU devices."""
+"""Tensor parallelism: rules, KV heads fewer than shards, and logits on 4 virtual CPU devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_checks():
     env = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": virtual_devices(8),
+        "XLA_FLAGS": virtual_devices(4),
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
@@ -40,7 +40,7 @@ def run_checks():
     return json.loads(done.stdout)
 
 
-def test_on_eight_devices():
+def test_on_four_devices():
     """One test, so that the process runs once however the tests are spread over workers."""
     results = run_checks()
     check_errors(results["dense"], {"opt": {"4"}, "llama3": {"2"}})

@@ -1,5 +1,6 @@
-"""Run by test_sharded.py in a process of its own with 8 virtual devices: serves the same requests
-on one shard and on several, and prints tokens and log-probabilities as JSON, by shards.
+"""Run by test_sharded.py in a process of its own with 4 virtual devices: serves the same requests
+on one shard and on several, and prints tokens and log-probabilities as JSON, by family and by
+shards.
 
 OPT on four shards has caches of both kinds: it absorbs decodes and projects chunks, so it takes
 both ways over the shards. Llama has fewer KV heads than four. One layer each, since compiling takes
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from jaxserve.engine.startup import engine_choices
 from tests.engine import mixed_caches
@@ -21,11 +23,11 @@ SHARDS = {"opt": (1, 4), "llama": (1, 4)}  # compiling for several takes long
 MIXED = ("opt", 4)
 
 
-def main(folder: Path, family: str) -> None:
+def serve(folder: Path, family: str) -> dict[int, Any]:
+    """What it has written, by shards."""
     SHAPES[family] |= {"num_hidden_layers": 1, "vocab_size": 97}  # no multiple of the shards
-    engine_choices.make_policy = mixed_caches.make
     path = write_shape(folder, family)
-    report = {}
+    report: dict[int, Any] = {}
     for shards in SHARDS[family]:
         mixed = (family, shards) == MIXED
         hybrid = {"scheduler__policy": "mixed_chunks", "cache__rho": "0"} if mixed else {}
@@ -58,8 +60,9 @@ def main(folder: Path, family: str) -> None:
             if mixed:
                 seen = running._scheduler.policy.seen  # type: ignore[attr-defined]
                 assert seen.mixed and seen.projected, seen
-    print(json.dumps(report))
+    return report
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    engine_choices.make_policy = mixed_caches.make
+    print(json.dumps({family: serve(Path(sys.argv[1]), family) for family in SHARDS}))

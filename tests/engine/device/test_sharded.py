@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,19 +18,26 @@ from tests.engine.device import sharded_main
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("family", sharded_main.SHARDS)
-def test_shards_agree(tmp_path: Path, family: str) -> None:
-    env = dict(os.environ, XLA_FLAGS=virtual_devices(8))
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By family, of a process that serves them all."""
+    folder = str(tmp_path_factory.mktemp("sharded"))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.device.sharded_main", str(tmp_path), family],
+        [sys.executable, "-m", "tests.engine.device.sharded_main", folder],
         cwd=ROOT,
-        env=env,
+        env={**os.environ, "XLA_FLAGS": virtual_devices(4)},
         capture_output=True,
         text=True,
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("family", sharded_main.SHARDS)
+def test_shards_agree(reports: dict[str, Any], family: str) -> None:
+    report = reports[family]
     whole = report["1"]
     assert report.keys() == set(map(str, sharded_main.SHARDS[family]))
     for cut in (report[shards] for shards in report if shards != "1"):

@@ -103,7 +103,7 @@ SCHEMAS = st.recursive(_leaves, _nested, max_leaves=4)
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(schema=SCHEMAS, seed=st.integers(0, 10**6), min_tokens=st.sampled_from([0, 30]))
 def test_json_is_valid_by_its_schema(
@@ -172,7 +172,7 @@ def test_length_ends_it_with_a_valid_beginning(on: Engine) -> None:
     whole = ask(on, grammar).wait()
     assert whole.reason is FinishReason.STOP
     assert whole.tokens()[-1] != EOS, "nothing could follow, but something was drawn"
-    limits = range(1, len(whole.tokens()))
+    limits = range(1, len(whole.tokens()), 4)
     for cut in [ask(on, grammar, max_tokens=most) for most in limits]:
         assert cut.wait().reason is FinishReason.LENGTH
         assert whole.text().startswith(cut.text())
@@ -225,10 +225,8 @@ def alone(shared: Engine) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("fields", "preempts"),
     [
-        ({}, False),
         ({"engine__overlap": False}, False),
         ({"scheduler__max_prefill_tokens": 7}, False),
-        ({**SCARCE, "scheduler__policy": "vllm"}, True),
         ({**SCARCE, "scheduler__policy": "bros"}, True),
     ],
 )
@@ -239,6 +237,11 @@ def test_text_is_the_same_in_any_company(
         streams = [ask(running, g, t, **how) for g, t, how in everything()]
         assert [stream.wait().tokens() for stream in streams] == alone
         assert not preempts or running.stats().preemptions
+
+
+def test_text_is_the_same_beside_all_others(alone: list[list[int]], on: Engine) -> None:
+    streams = [ask(on, g, t, **how) for g, t, how in everything()]
+    assert [stream.wait().tokens() for stream in streams] == alone
 
 
 def test_a_batch_without_grammars_is_drawn_as_ever(on: Engine) -> None:
