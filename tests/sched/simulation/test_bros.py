@@ -49,7 +49,7 @@ def load(count: int, rate: float, seed: int) -> Workload:
 def test_both_tiers_end(
     policy: str, rate: float, seed: int, blocks: int, rows: int, host: int, overlap: bool
 ) -> None:
-    work = load(24, rate, seed)
+    work = load(40, rate, seed)
     result = simulate(
         policy,
         work,

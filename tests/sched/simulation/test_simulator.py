@@ -243,7 +243,7 @@ def test_taking_steps_together_changes_nothing(name: str) -> None:
     kv_tokens=st.integers(350, 3000),
     rules=st.sampled_from(["jaxserve", "infermax_paper"]),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_every_request_gets_its_tokens_within_the_limits(
     seed: int, policy: str, kv_tokens: int, rules: str
 ) -> None:
