@@ -22,7 +22,7 @@ from jaxserve.experiments.league.runs import (
     saturate,
 )
 from jaxserve.experiments.league.standings import Standings
-from jaxserve.experiments.league.workloads import LONGEST, OPT, WORKLOADS, make, trace_of
+from jaxserve.experiments.league.workloads import LONGEST, OPT, WORKLOADS, make_workload, trace_of
 from jaxserve.sched.request import Tier
 from jaxserve.sched.simulation.capacity import FINE
 from jaxserve.sched.workloads.workload import WorkloadError
@@ -35,18 +35,18 @@ HOUR = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_workload_fits_and_is_the_same_at_every_rate(name: str) -> None:
     for place in WORKLOADS[name].systems:
-        slow, fast = make(name, place, 0.5, 40, 1), make(name, place, 4.0, 40, 1)
+        slow, fast = make_workload(name, place, 0.5, 40, 1), make_workload(name, place, 4.0, 40, 1)
         assert len(slow) == 40 and slow.arrival[0] == 0
         assert (slow.prompt_len + slow.limit == LONGEST[place]).all()
         assert (slow.prompt_len == fast.prompt_len).all() and (slow.ttft == fast.ttft).all()
         np.testing.assert_allclose(slow.arrival, 8 * fast.arrival)
         targets = np.array([slow.ttft, slow.tbt, slow.jct])
         assert np.isfinite(targets).any(axis=0).all()  # everybody has one
-        assert (make(name, place, 0.5, 40, 2).prompt_len != slow.prompt_len).any()
+        assert (make_workload(name, place, 0.5, 40, 2).prompt_len != slow.prompt_len).any()
 
 
 def test_shares_and_tiers_of_a_mixed_workload() -> None:
-    made = make("three-classes", OPT, 1.0, 200, 0)
+    made = make_workload("three-classes", OPT, 1.0, 200, 0)
     best_effort = made.tier == Tier.BEST_EFFORT
     assert best_effort.sum() == 40 and np.isinf(made.ttft[best_effort]).all()
     assert (made.jct[best_effort] == 60.0).all()
@@ -55,11 +55,11 @@ def test_shares_and_tiers_of_a_mixed_workload() -> None:
 
 
 def test_targets_drawn_as_accelgen_has_them() -> None:
-    made = make("mixed-prompts", OPT, 1.0, 600, 0)
+    made = make_workload("mixed-prompts", OPT, 1.0, 600, 0)
     assert 0.14 < made.tbt.min() < 0.15 and 0.225 < made.tbt.max() < 0.235
     assert made.ttft[made.prompt_len > 1536].mean() > 3 * made.ttft[made.prompt_len < 512].mean()
     # Scales are from 0.5 to 1.5 of one time for prompts of a group.
-    made = make("alpaca", OPT, 1.0, 600, 0)
+    made = make_workload("alpaca", OPT, 1.0, 600, 0)
     assert 2.5 < made.ttft.max() / made.ttft.min() < 3.0
 
 
@@ -70,13 +70,13 @@ def test_an_hour_is_taken_where_it_is_there(tmp_path: Path) -> None:
         trace_of("azure-conv", str(tmp_path))
     file.write_text(HOUR)
     path = trace_of("azure-conv", str(tmp_path))
-    made = [make("azure-conv", OPT, 2.0, 50, seed, path) for seed in range(3)]
+    made = [make_workload("azure-conv", OPT, 2.0, 50, seed, path) for seed in range(3)]
     assert [one.prompt_len[0] for one in made] == [100, 200, 300]  # elsewhere in the hour
     for one in made:
         assert (np.diff(one.prompt_len) == 1).all()
         assert one.arrival[-1] == pytest.approx(49 / 2.0)
     with pytest.raises(WorkloadError, match="301 requests are needed"):
-        make("azure-conv", OPT, 2.0, 301, 0, path)
+        make_workload("azure-conv", OPT, 2.0, 301, 0, path)
 
 
 def test_saturation_is_where_the_better_reference_falls() -> None:
