@@ -39,7 +39,7 @@ def explained(error: Any, address: str) -> ServerError:
         why = details.rpartition("last error: ")[2]
         return Unreachable(code.name, f"no TLS with {address}: {why}")
     if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
-        problem = f"no server answers at {address}: is it running? (make serve)"
+        problem = f"no server answers at {address}: is it running? (jaxserve serve)"
         if "socket closed" in details.lower():
             problem = f"{address} hangs up at once: does it speak TLS? (--tls)"
         return Unreachable(code.name, problem)

@@ -186,9 +186,8 @@ def test_nobody_there_is_one_clear_line(
     given = "hi" if what == "prompt" else f"--file={source}"
     assert complete([f"--address={nobody}", given]) == 1
     error = capsys.readouterr().err
-    assert (
-        error == f"jaxserve complete: no server answers at {nobody}: is it running? (make serve)\n"
-    )
+    problem = f"no server answers at {nobody}: is it running? (jaxserve serve)"
+    assert error == f"jaxserve complete: {problem}\n"
 
 
 def test_a_refusal_is_one_clear_line(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
