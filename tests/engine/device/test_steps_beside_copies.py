@@ -137,9 +137,9 @@ class Late(HostCopies):
         if self._staged + slots <= self._room // 2:
             self._gate.clear()
 
-    def get(self, key: int) -> np.ndarray:
+    def get_copy(self, key: int) -> np.ndarray:
         self._gate.set()
-        return super().get(key)
+        return super().get_copy(key)
 
     def close(self) -> None:
         self._gate.set()
