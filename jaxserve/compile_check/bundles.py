@@ -15,7 +15,13 @@ _FILE = re.compile(r"^\d+-(.*?)(?:\.\d+)?-\d+-final_bundles\.txt$")
 
 @dataclass(frozen=True)
 class Loops:
-    """Of one kernel. bundles: all of it; cycles: of each loop, loops within it left out."""
+    """The loops of one kernel.
+
+    Attributes:
+        name: the kernel's.
+        bundles: of the whole kernel.
+        cycles: of one round of each loop, in the order of the code, without loops inside it.
+    """
 
     name: str
     bundles: int
@@ -23,8 +29,8 @@ class Loops:
 
 
 def kernel_loops(folder: Path, kernels: set[str]) -> list[Loops]:
-    """The loops of those kernels, by name, in `folder`, the dump of one compilation. A kernel that
-    is there for each layer comes once."""
+    """The loops of the kernels that are named, read from `folder`, the dump of one compilation. A
+    kernel that is there once for each layer is returned once."""
     found: dict[str, Loops] = {}
     for path in sorted(folder.glob("*-final_bundles.txt")):
         name = _FILE.match(path.name)

@@ -34,10 +34,13 @@ BACKENDS = {"cuda": "triton", "tpu": "tpu"}
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the engine is configured with: the largest buckets follow from it.
+    """The engine's configuration, from which its largest buckets follow.
 
-    block_size, max_batch_tokens: in tokens; a wish's block_size may be 0, the engine's default for
-    the target. max_rows: requests of a batch. dtype: of weights and pool.
+    Attributes:
+        block_size: tokens of a block; 0 in a `Wish` for the engine's default on the target.
+        max_rows: requests of a batch.
+        max_batch_tokens: tokens of a batch.
+        dtype: of weights and pool.
     """
 
     block_size: int
@@ -48,8 +51,20 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Case:
-    """One model on `mesh` devices of a target. blocks: of the pool. note: why the backend is not
-    the platform's own, or None. no_hidden: why it does not take hidden blocks, or None."""
+    """One model as the engine would lay it out on a mesh of a target's devices.
+
+    Attributes:
+        model: its name, as for `model_shape`.
+        target: the kind of device.
+        family, config: the model's architecture and shape.
+        sizes: with the block size that is used.
+        mesh: the devices, along one axis, "tensor".
+        blocks: of the pool.
+        weights_bytes: bytes of weights on each device.
+        backend: the attention backend.
+        note: why that is not the platform's own backend; None if it is.
+        no_hidden: why the backend does not take hidden blocks; None if it does.
+    """
 
     model: str
     target: Target
@@ -102,8 +117,8 @@ class Case:
 
 
 def model_shape(name: str) -> tuple[Family, ModelConfig]:
-    """Of a preset, of "tiny", the model in the box, or of a folder with a config.json; ValueError
-    lists the names, or says what is wrong with the file."""
+    """The architecture and shape of a preset, of "tiny", the model in the box, or of a folder with
+    a config.json. ValueError lists the names, or says what is wrong with the file."""
     box = Path(jaxserve.__file__).parent / "assets" / "tiny-stories"
     path = (box if name == TINY else Path(name)) / "config.json"
     if name not in preset_names() and not path.is_file():
@@ -122,11 +137,20 @@ def model_shape(name: str) -> tuple[Family, ModelConfig]:
 
 
 def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str) -> Case:
-    """The model with its pool sized as the engine sizes it, given the target's memory.
+    """Sizes the model's pool as the engine would, given the target's memory.
 
-    backend: "auto" for the platform's own (XLA's where that does not take the shape), or a name.
-    ConfigError where the weights leave no room for a pool; ValueError where the model cannot be
-    cut over the mesh, or a named backend does not take it.
+    Args:
+        model: as for `model_shape`.
+        target: the kind of device.
+        mesh: the devices to cut the model over.
+        sizes: the engine's configuration.
+        backend: a backend's name, or "auto" for the platform's own, with XLA's where that does not
+            take the shape.
+
+    Raises:
+        ConfigError: the weights leave no room for a pool.
+        ValueError: the model is not known or cannot be cut over the mesh, or a named backend does
+            not take it.
     """
     block_size = sizes.block_size or default_block_size(target.platform)
     sizes = dataclasses.replace(sizes, block_size=block_size)
@@ -179,7 +203,8 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
 
 
 def param_sharding(mesh: Mesh, param: ParamSpec) -> jax.sharding.NamedSharding:
-    """As the engine places it, but on a mesh of one device too: there is no default device here."""
+    """Places a parameter as the engine does, but also on a mesh of one device: there is no default
+    device here."""
     if mesh.size == 1:
         return sharding.named(mesh, ())
     placed = sharding.param_sharding(mesh, param)

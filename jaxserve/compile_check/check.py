@@ -24,7 +24,13 @@ AUTO = 0  # as many devices as the model needs
 
 @dataclass(frozen=True)
 class Wish:
-    """What to compile, and for which engine. backend: "auto", or the kernels' name."""
+    """What to compile, and for which engine.
+
+    Attributes:
+        programs: in any order.
+        sizes: the engine's configuration.
+        backend: "auto", or an attention backend's name.
+    """
 
     programs: Sequence[Program]
     sizes: Sizes
@@ -33,7 +39,14 @@ class Wish:
 
 @dataclass(frozen=True)
 class Checked:
-    """case: None where nothing was compiled. too_small: why fewer devices did not do."""
+    """One model on one target, checked.
+
+    Attributes:
+        model, target: what was checked.
+        case: the layout that was compiled; None where nothing was.
+        results: one for each program, or a single one that says why nothing was compiled.
+        too_small: why fewer devices are not enough, one line for each number tried.
+    """
 
     model: str
     target: Target
@@ -45,7 +58,18 @@ class Checked:
 def check_model(
     model: str, target: Target, count: int, wish: Wish, tell: Callable[[Result], None]
 ) -> Checked:
-    """Compiles for `count` devices, or AUTO; `tell` hears every result at once."""
+    """Compiles a model's programs for a target, on as few devices as it fits.
+
+    Args:
+        model: as for `model_shape`.
+        target: the kind of device.
+        count: number of devices; AUTO tries powers of two until the model fits.
+        wish: what to compile.
+        tell: called with each result as soon as there is one.
+
+    Raises:
+        TargetError: the target has no group of so many devices.
+    """
 
     def nothing(devices: int, status: str, reason: str) -> Checked:
         fits = False if status == NO_ROOM else None

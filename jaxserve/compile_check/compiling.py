@@ -34,10 +34,19 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Result:
-    """One program on one target. seconds: tracing, lowering and compiling. memory: bytes on each
-    device by kind. needed: at one time, at most. fits: needed against what the device has; None
-    for a kernel alone, which is not all that the device must hold. reason: of what did not
-    compile."""
+    """The outcome of one program on one target.
+
+    Attributes:
+        target, model, devices, program: what was compiled; devices is their number.
+        status: COMPILED, FAILED, NO_ROOM, NOT_CHECKED or NOT_SUPPORTED.
+        seconds: of tracing, lowering and compiling.
+        memory: bytes on each device, by kind.
+        needed: bytes that a device needs at one time, at most.
+        fits: whether the device has that much. None for a kernel alone, which is not all that the
+            device must hold.
+        findings: what was seen in the compiled program.
+        reason: why it was not compiled; "" if it was.
+    """
 
     target: str
     model: str
@@ -53,19 +62,21 @@ class Result:
 
     @property
     def is_bad(self) -> bool:
-        """Whether it failed to compile, does not fit or is not to be served; what was not checked
-        is not bad."""
+        """Whether it failed to compile, does not fit or has problems. What was not checked is not
+        bad."""
         failed = self.status in (FAILED, NO_ROOM)
         return failed or self.fits is False or bool(self.findings.problems)
 
     def as_json(self) -> dict[str, Any]:
-        """All fields by name, the findings' among them, kernels and loops as dicts likewise."""
+        """All fields by name, with the findings' fields beside them; kernels and loops are dicts
+        too."""
         fields = asdict(self)
         return fields | fields.pop("findings")
 
 
 def compile_program(case: Case, program: Program) -> Result:
-    """Never raises for what the compiler or the program's tracing says: that is the result."""
+    """Compiles one program. Errors of the compiler or of tracing are not raised: they are the
+    result."""
     about = (case.target.name, case.model, case.shards, program.name)
     begin = time.perf_counter()
     with _folder(case) as folder, _target(case):

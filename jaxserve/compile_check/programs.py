@@ -31,9 +31,15 @@ POOL_AXES = ("layers", "blocks", "kv_heads", "slots", "head_dim")
 
 @dataclass(frozen=True)
 class Program:
-    """lower() traces and lowers it for the case's devices. hidden: reads hidden blocks, so it is
-    only for models that can have them. whole: takes the weights too, so its memory is the
-    device's. host: has to copy to host memory and back, asynchronously."""
+    """A program to compile.
+
+    Attributes:
+        name: as the report prints it.
+        lower: traces and lowers it for the case's devices.
+        hidden: it reads hidden blocks, so it is only for models that can have them.
+        whole: it takes the weights too, so what it needs is what the device must hold.
+        host: it must copy to host memory and back, asynchronously.
+    """
 
     name: str
     lower: Callable[[Case], jax.stages.Lowered]

@@ -20,10 +20,15 @@ class TargetError(ValueError):
 class Target:
     """One kind of device.
 
-    platform: "cuda" or "tpu". device: the maker's name. memory_bytes: what a program on one device
-    may use; source: who says so. topologies: the compiler's names of device groups, and how many
-    devices each has. options: further arguments of the topology. gpu: the fields of XLA's
-    description of a GPU.
+    Attributes:
+        name: of its file under targets/.
+        platform: "cuda" or "tpu".
+        device: the maker's name.
+        memory_bytes: what a program on one device may use.
+        source: where memory_bytes is from.
+        topologies: the compiler's names of device groups, with the number of devices in each.
+        options: further arguments of `get_topology_desc`; TPU only.
+        gpu: fields of XLA's GpuDeviceInfoProto; GPU only.
     """
 
     name: str

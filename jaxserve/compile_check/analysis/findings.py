@@ -30,8 +30,15 @@ _DONE = re.compile(r" copy-done\((%[\w.-]+)\)")
 
 @dataclass(frozen=True)
 class Findings:
-    """kernels: GPU only. loops: of kernels, TPU only. traffic, and weights_moved in bytes, see
-    `weights.moves`: of whole steps. problems: why it is not to be served, one line each."""
+    """What was found in a compiled program.
+
+    Attributes:
+        kernels: registers, spills and shared memory of each; GPU only.
+        loops: of each Pallas kernel; TPU only.
+        traffic: of a whole step.
+        weights_moved: bytes of weights that a whole step moves, see `weights.moves`.
+        problems: why it is not to be served, one line each.
+    """
 
     kernels: list[KernelUse] = field(default_factory=list)
     loops: list[Loops] = field(default_factory=list)
@@ -43,10 +50,18 @@ class Findings:
 def find_problems(
     case: Case, program: Program, lowered: jax.stages.Lowered, text: str, folder: Path
 ) -> Findings:
-    """text: the optimised HLO. folder: what the compiler has dumped.
+    """Analyses a compiled program.
+
+    Args:
+        case: the model and its devices.
+        program: what was compiled.
+        lowered: the program before XLA optimised it.
+        text: the optimised HLO.
+        folder: the compiler's dump.
 
     Raises:
-        RuntimeError: the compiler does not say what is asked, or what it says cannot run.
+        RuntimeError: the compiler's output lacks what is looked for, or shows that the program
+            cannot run.
     """
     module = hlo.read(text)
     cuda = case.target.platform == "cuda"
@@ -134,8 +149,8 @@ def _check_host_copies(text: str) -> None:
 
 
 def host_copies(text: str) -> tuple[int, int]:
-    """How many asynchronous copies go to host memory, and how many come from there, by the text of
-    a compiled program: each with a start and a done."""
+    """Counts the asynchronous copies in a compiled program's text that have both a start and a
+    done: (to host memory, from host memory)."""
     done = set(_DONE.findall(text))
     found = [0, 0]
     for name, target, source in _START.findall(text):

@@ -22,7 +22,13 @@ _ON_CHIP = re.compile(r"S\([13]\)")  # of a layout on TPUs: VMEM, or the v4's CM
 
 @dataclass(frozen=True)
 class Array:
-    """An array of a value. layout: as printed, "" where there is none."""
+    """An array, as a shape is printed in HLO.
+
+    Attributes:
+        dtype: XLA's name, such as "bf16", or "token".
+        dims: its shape; () for a scalar.
+        layout: as printed, "" where there is none.
+    """
 
     dtype: str
     dims: tuple[int, ...]
@@ -30,21 +36,31 @@ class Array:
 
     @property
     def size(self) -> int:
-        """In bytes; tokens and tuples have none."""
+        """Bytes; 0 for a token."""
         bits = _BITS.match(self.dtype)
         width = 8 if self.dtype == "pred" else int(bits[1]) if bits else 0
         return math.prod(self.dims) * width // 8
 
     @property
     def on_chip(self) -> bool:
-        """Whether it lies in memory of a TPU's chip itself."""
+        """Whether its layout puts it in a TPU's on-chip memory."""
         return bool(_ON_CHIP.search(self.layout))
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One line. number: of a parameter, or of the element that a get-tuple-element takes, else -1.
-    called: computations. rest: what is printed behind the operands."""
+    """One line of HLO.
+
+    Attributes:
+        name: with its "%".
+        opcode: such as "fusion".
+        shape: of its value, as printed.
+        operands: names.
+        number: of a parameter, or of the element that a get-tuple-element takes; else -1.
+        called: names of the computations that it calls.
+        is_root: whether its value is the computation's.
+        rest: what is printed behind the operands.
+    """
 
     name: str
     opcode: str
@@ -57,20 +73,20 @@ class Operation:
 
     @functools.cached_property
     def elements(self) -> tuple[tuple[Array, ...], ...]:
-        """The arrays of each element of a tuple; of another value its one array."""
+        """The arrays of each element of a tuple; for any other value, its one array."""
         if not self.shape.startswith("("):
             return (arrays(self.shape),)
         return tuple(arrays(part) for part in _split(self.shape[1:-1]))
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """All arrays of its value."""
+        """All arrays of its value, in order."""
         return arrays(self.shape)
 
     @property
     def written(self) -> tuple[tuple[Array, ...], ...]:
-        """The elements that it writes: of what begins an asynchronous copy only the target, which
-        is printed beside the source."""
+        """The elements that it writes. The start of an asynchronous copy is printed with its source
+        and its target, and writes only the target."""
         if not self.opcode.endswith("-start") or len(self.elements) < 2:
             return self.elements
         return (self.elements[0 if self.opcode == "copy-start" else 1],)
@@ -90,14 +106,19 @@ class Operation:
 
 @dataclass(frozen=True)
 class Module:
-    """Computations by name, operations in their order. entry: the name of the one that is run."""
+    """An HLO module.
+
+    Attributes:
+        computations: operations in order, by the computation's name.
+        entry: name of the computation that is run.
+    """
 
     computations: dict[str, tuple[Operation, ...]]
     entry: str
 
 
 def read(text: str) -> Module:
-    """ValueError if no computation in it is an entry."""
+    """Parses a module's text. ValueError if it has no entry computation."""
     computations: dict[str, list[Operation]] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -112,7 +133,7 @@ def read(text: str) -> Module:
 
 
 def arrays(shape: str) -> tuple[Array, ...]:
-    """Those in a shape as it is printed."""
+    """Parses the arrays in a printed shape."""
     return tuple(
         Array(dtype, tuple(int(n) for n in dims.split(",") if n), layout)
         for dtype, dims, layout in _ARRAY.findall(shape)

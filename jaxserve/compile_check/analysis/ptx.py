@@ -21,8 +21,15 @@ class AssemblerError(RuntimeError):
 
 @dataclass(frozen=True)
 class KernelUse:
-    """registers: a thread's. Spills: bytes a thread moves to memory and back. shared: bytes of
-    shared memory that a launch asks for."""
+    """What one GPU kernel uses.
+
+    Attributes:
+        name: the kernel's.
+        registers: of each thread.
+        spill_stores: bytes that a thread spills to memory.
+        spill_loads: bytes that it reads back.
+        shared: bytes of shared memory that a launch asks for.
+    """
 
     name: str
     registers: int
@@ -32,8 +39,8 @@ class KernelUse:
 
 
 def kernel_uses(folder: Path, ptxas: Path) -> list[KernelUse]:
-    """Every kernel in `folder`, the dump of one compilation, as the assembler `ptxas` sees it.
-    AssemblerError says what it says."""
+    """Assembles every kernel in `folder`, the dump of one compilation, with `ptxas`, and reads what
+    each uses. AssemblerError if one is refused."""
     found: dict[str, KernelUse] = {}
     shared = shared_memory(folder)
     for path in sorted(folder.glob("*.ptx")):
@@ -54,7 +61,7 @@ def kernel_uses(folder: Path, ptxas: Path) -> list[KernelUse]:
 
 
 def parse(log: str) -> list[KernelUse]:
-    """The kernels in what `ptxas -v` prints; it knows nothing of the shared memory of a launch."""
+    """The kernels in the log of `ptxas -v`, which does not know a launch's shared memory."""
     uses, name, spills = [], "", (0, 0)
     for line in log.splitlines():
         if entry := _ENTRY.search(line):

@@ -25,12 +25,16 @@ _PARTS = {"slice", "dynamic-slice", "gather"}  # they read what they give, not a
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one step, on each device.
+    """Bytes that one step moves on each device.
 
-    moved: bytes that operations read from memory and write to it. floor: each argument that is
-    read, read once, and the results written. Neither counts the pool, of which attention reads
-    what the contexts say. kernels: operations that run. A loop counts as often as the compiler
-    knows it to run, else once; of a choice the branch that moves most.
+    Neither number of bytes counts the pool: what attention reads of it depends on the contexts. A
+    loop counts as often as the compiler knows it to run, else once; of a conditional, the branch
+    that moves most.
+
+    Attributes:
+        moved: bytes that operations read from memory and write to it.
+        floor: the least possible: what is read of the arguments, once, and the results written.
+        kernels: operations that run.
     """
 
     moved: int = 0
@@ -39,12 +43,12 @@ class Traffic:
 
     @property
     def times_floor(self) -> float:
-        """1 is as little as can be; 0 where nothing is known."""
+        """moved / floor: 1 is as little as can be; 0 where nothing is known."""
         return self.moved / self.floor if self.floor else 0.0
 
 
 def traffic(module: Module, is_pool: Callable[[Operation], bool]) -> Traffic:
-    """is_pool: of a parameter of the entry."""
+    """Counts the traffic of a step. is_pool says whether a parameter of the entry is the pool."""
     entry = module.computations[module.entry]
     pools = {a.size for op in entry if op.opcode == "parameter" and is_pool(op) for a in op.arrays}
     count = _Count(module, pools)

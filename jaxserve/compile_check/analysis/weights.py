@@ -43,7 +43,13 @@ _FIRST_ONLY = {"dynamic-slice", "pad"}
 
 @dataclass(frozen=True)
 class Move:
-    """An operation that writes `size` bytes of weights to memory."""
+    """An operation that moves weights.
+
+    Attributes:
+        name: with its "%".
+        opcode: such as "copy".
+        size: bytes of weights that it writes to memory.
+    """
 
     name: str
     opcode: str
@@ -51,7 +57,8 @@ class Move:
 
 
 def moves(module: Module, is_weight: Callable[[Operation], bool], most: int = MOST) -> list[Move]:
-    """Those of more than `most` bytes each. is_weight: of a parameter of the entry."""
+    """The operations that move more than `most` bytes of weights each. is_weight says whether a
+    parameter of the entry is a weight."""
     entry = module.computations[module.entry]
     given = {op.number: is_weight(op) for op in entry if op.opcode == "parameter"}
     found: list[Move] = []
