@@ -24,7 +24,13 @@ DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
 
 
 class BenchParser(Parser):
-    """Of `jaxserve bench NAME`. json: whether it has --json, see `tell`."""
+    """The parser of `jaxserve bench NAME`.
+
+    Args:
+        name: the command's.
+        json: whether it has a flag --json, see `tell`.
+        options: of `Parser`.
+    """
 
     def __init__(self, name: str, *, json: bool = True, **options: Any) -> None:
         super().__init__(prog=f"jaxserve bench {name}", **options)
@@ -44,7 +50,16 @@ class BenchParser(Parser):
         least: int | None = 1,
         required: bool = False,
     ) -> None:
-        """A flag for a whole number of at least so much; least None: for a positive number."""
+        """Adds a flag --name for a number, which `check` will check.
+
+        Args:
+            name: the flag's, without dashes.
+            default: None for no default.
+            text: help.
+            least: the smallest whole number that is allowed; None for any positive number, whole or
+                not.
+            required: whether the flag must be given.
+        """
         kind, shown = float if least is None else int, "" if default is None else " (%(default)s)"
         add, told = self.add_argument, text + shown
         add(f"--{name}", type=kind, default=default, required=required, help=told)
@@ -62,21 +77,28 @@ class BenchParser(Parser):
                 raise UsageError(f"--{name} must be at least {least}, got {value}")
 
     def parse_serving(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The arguments, checked, with the engine's configuration as `config`; and the flags of
-        serve.py, which it was made of. Raises UsageError or ConfigError."""
+        """Parses and checks a command line that also has flags of serve.py.
+
+        Returns:
+            The arguments, with the engine's configuration as `config`, and the flags of serve.py
+                that it was made of.
+
+        Raises:
+            UsageError, ConfigError: the command line or the configuration is wrong.
+        """
         args, rest = self.parse_known_args(argv)
         self.check(args)
         args.config = self.read_config(rest)
         return args, rest
 
     def read_config(self, argv: Sequence[str]) -> Config:
-        """Of --config, --model, --policy, --config.x.y= and so on, nothing else. Raises UsageError
-        or ConfigError."""
+        """The configuration that --config, --model, --policy, --config.x.y= and so on make; no
+        other flags are allowed. Raises UsageError or ConfigError."""
         return read_config(argv, self.flags())
 
 
 def read_config(argv: Sequence[str], own_flags: Sequence[str] = ()) -> Config:
-    """See `BenchParser.read_config`. own_flags: those that the command has beside."""
+    """See `BenchParser.read_config`. own_flags: further flags that the command has."""
     values = flags.FlagValues()
     launch.parse_flags(["jaxserve.bench", *argv], str(DEFAULT_CONFIG), values, own_flags)
     for name in ("port", "http_port", "metrics_port"):
@@ -86,8 +108,8 @@ def read_config(argv: Sequence[str], own_flags: Sequence[str] = ()) -> Config:
 
 
 def policy_names(text: str | None) -> list[str]:
-    """Those of the flag --policies, separated by commas; without it all there are. Raises
-    UsageError for one that is none, or there twice."""
+    """The policies of --policies, separated by commas; all policies without it. Raises UsageError
+    for an unknown name, or one that is there twice."""
     names = text.split(",") if text else list(policies())
     for name in names:
         try:

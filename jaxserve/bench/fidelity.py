@@ -143,8 +143,21 @@ def online(mixed: Workload, rate: float, seed: int) -> Load:
 def run(
     config: Config, *, num_requests: int, rate: float | None, seed: int, repeats: int
 ) -> dict[str, Any]:
-    """The JSON object of one model. rate: of the online load, requests/s; None for SHARE of what
-    the engine can do. Raises ConfigError, WorkloadError, BenchError and RecordingError."""
+    """Serves a model's loads, simulates each from the recording, and compares.
+
+    Args:
+        config: of the engine.
+        num_requests: of each load.
+        rate: requests/s of the online load; None for SHARE of what the engine can do.
+        seed: of prompts, lengths and arrivals.
+        repeats: times that each load is served.
+
+    Returns:
+        The JSON object of the model.
+
+    Raises:
+        ConfigError, WorkloadError, BenchError, RecordingError: it cannot be measured.
+    """
     where = machine()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "served.jsonl"

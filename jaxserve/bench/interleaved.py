@@ -35,7 +35,13 @@ RECORD_MIB = 1024  # as good as without limit
 
 
 class TurnsParser(BenchParser):
-    """Of a command whose policies take turns. policies: those of --policies by default."""
+    """The parser of a command whose policies take turns.
+
+    Args:
+        name: the command's.
+        description: for --help.
+        policies: default of --policies.
+    """
 
     def __init__(self, name: str, description: str | None, policies: Sequence[str]) -> None:
         super().__init__(name, description=description)
@@ -61,9 +67,16 @@ def check_unrecorded(config: Config, command: str) -> None:
 def configured(
     config: Config, policy: str, record: Path, *, requests: int, longest: int, num_blocks: int
 ) -> Config:
-    """For one policy, with room for so many requests, and a recording of all that is served. The
-    pool has num_blocks, and a request at most `longest` tokens, unless the configuration says
-    otherwise."""
+    """The configuration for one policy, which also records all that is served.
+
+    Args:
+        config: the user's; what it says of pool and request sizes wins.
+        policy: its name.
+        record: the recording's file.
+        requests: the queue has room for at least so many.
+        longest: tokens of a request, at most.
+        num_blocks: of the pool.
+    """
     cache, least = config.cache, HOST_GIB if make_policy(policy).moves_cache else 0.0
     return config.with_fields(
         scheduler__policy=policy,
@@ -81,8 +94,9 @@ def configured(
 def engines(
     configs: Mapping[str, Config], loads: Sequence[Workload], seed: int
 ) -> Iterator[dict[str, Engine]]:
-    """One for each configuration, started, and warm: WARM_UP requests have been served. ConfigError
-    for what cannot be built, BenchError for loads that do not fit."""
+    """Builds and starts an engine for each configuration, warms it up with WARM_UP requests, and
+    stops all of them at the end. Raises ConfigError for what cannot be built, and BenchError for
+    loads that do not fit."""
     built: dict[str, Engine] = {}
     try:
         for name, config in configs.items():
@@ -101,9 +115,21 @@ def engines(
 def again(
     recording: Recording, first: int, count: int, *, own_steps: bool
 ) -> tuple[Recording, SimulationResult]:
-    """Requests number `first` on, `count` of them, which were alone then: what is recorded of them,
-    and the same traffic simulated under the policy that served it, on a system fitted to the other
-    steps. own_steps: to theirs, too, for want of others. RecordingError if they say too little."""
+    """Simulates requests that were served, under the policy that served them.
+
+    Args:
+        recording: in which these requests were alone while they were served.
+        first: number of the first request.
+        count: number of requests.
+        own_steps: whether the simulated system is fitted to their own steps too, for want of
+            others.
+
+    Returns:
+        The recording of these requests, and their simulation.
+
+    Raises:
+        RecordingError: there are too few steps to fit a system to.
+    """
     steps = recording.steps
     if not own_steps:
         steps = steps.select(~recording.within(first, first + count))
@@ -113,7 +139,8 @@ def again(
 
 
 def in_turns(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
-    """(number of the turn, whose it is): all names once, then all again. Shows how far it is."""
+    """(turn, name) for each name in each turn: all names once, then all again. Shows a progress
+    bar."""
     all_of_them = [(turn, name) for turn in range(repeats) for name in names]
     return iter(tqdm(all_of_them, desc="serving", unit="turn", disable=not sys.stderr.isatty()))
 
@@ -121,8 +148,8 @@ def in_turns(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
 def show(
     args: Namespace, measure: Callable[[Namespace], dict[str, Any]], text: Callable[..., str]
 ) -> int:
-    """Measures and prints; the exit code. measure: what is in the JSON object beside what was
-    asked, of whom, where; with a `model`."""
+    """Measures, prints, and returns the exit code. `measure` returns the command's own part of the
+    JSON object, with a `model`; what was asked, and the machine, are added here."""
     asked = {name: value for name, value in vars(args).items() if name != "config"}
     where, found = machine(), measure(args)
     result = {

@@ -25,7 +25,13 @@ _CUPTI = "jax._src.lib.mosaic_gpu"  # jax has no public door to it
 
 @dataclass(frozen=True)
 class Timing:
-    """seconds: of one call. clock: whose. host_seconds: by the host's clock, as a cross-check."""
+    """How long a call of a `Loop` takes.
+
+    Attributes:
+        seconds: of one call.
+        clock: what measured it, DEVICE or HOST.
+        host_seconds: the same by the host's clock, as a cross-check.
+    """
 
     seconds: float
     clock: str
@@ -34,16 +40,21 @@ class Timing:
 
 @dataclass
 class Loop:
-    """A kernel to be called again and again: step(i, carry, inputs) -> carry, where i is a traced
-    int32 that counts the calls, and picks a layer or another set of inputs, so that what is read
-    is not still in a cache. The carry is donated."""
+    """A kernel to be called again and again.
+
+    Attributes:
+        step: step(i, carry, inputs) -> carry. The traced int32 i counts the calls; it picks a layer
+            or another set of inputs, so that what is read is not in a cache from the call before.
+        carry: of the first call; donated.
+        inputs: the same for all calls.
+    """
 
     step: Callable[[jax.Array, Any, Any], Any]
     carry: Any
     inputs: Any
 
     def compiled(self, calls: int) -> Callable[[], None]:
-        """Runs that many calls and waits."""
+        """Compiles a loop of that many calls. The function returned runs it and waits."""
 
         def body(carry: Any, inputs: Any) -> Any:
             return jax.lax.fori_loop(0, calls, lambda i, c: self.step(i, c, inputs), carry)

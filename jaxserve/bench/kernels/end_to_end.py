@@ -37,8 +37,15 @@ Step = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 @dataclass(frozen=True)
 class StepSize:
-    """A decode step of a preset's model with `rows` requests of `context` cached tokens each, this
-    step's included, in blocks of block_size tokens; weights and pool in dtype."""
+    """A decode step of a preset's model.
+
+    Attributes:
+        model: a preset's name, or "tiny".
+        rows: requests.
+        context: cached tokens of each request, this step's included.
+        block_size: tokens of a block.
+        dtype: of weights and pool.
+    """
 
     model: str
     rows: int = 64
@@ -49,9 +56,15 @@ class StepSize:
 
 @dataclass(frozen=True)
 class StepTime:
-    """seconds: the median of one step's. floor_bytes: what a step must read at least: every weight
-    once, and the cache once. floor_seconds: those at the measured copy rate. cache: its kind, in
-    words. rows, context: as in `StepSize`."""
+    """A decode step's time beside its floor.
+
+    Attributes:
+        model, rows, context: as in `StepSize`.
+        cache: its kind, in words.
+        seconds: of one step, the median.
+        floor_bytes: the least that a step must read: every weight once, and the cache once.
+        floor_seconds: floor_bytes at the measured copy rate.
+    """
 
     model: str
     cache: str
@@ -63,7 +76,7 @@ class StepTime:
 
     @property
     def times_floor(self) -> float:
-        """How many times the step's floor it took; 1 is as fast as memory allows."""
+        """seconds / floor_seconds: 1 is as fast as memory allows."""
         return self.seconds / self.floor_seconds
 
 
@@ -164,8 +177,16 @@ def _engine_step(
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that all wait at once, each of input_len tokens in and output_len out; batch_tokens:
-    the one token bucket of the engine's steps."""
+    """Requests for `throughput`, submitted at once.
+
+    Attributes:
+        model: a preset's name, or "tiny".
+        requests: how many.
+        input_len: prompt tokens of each.
+        output_len: output tokens of each.
+        dtype: of weights and pool.
+        batch_tokens: the only token bucket of the engine's steps.
+    """
 
     model: str
     requests: int = 128
@@ -176,8 +197,9 @@ class Load:
 
 
 def throughput(load: Load, backend: str) -> dict[str, Any]:
-    """The engine's, with random weights; see `runs.throughput`. Few buckets, so that it compiles
-    in little time. ConfigError for a model or backend that the engine does not take."""
+    """The engine's throughput with random weights; see `runs.throughput`. It has few buckets, so
+    that it compiles in little time. ConfigError for a model or backend that the engine does not
+    take."""
     tiny, longest = load.model == inputs.TINY, load.input_len + load.output_len
     blocks = load.requests * int(blocks_for(longest, choose_block_size(0)))
     config = Config().with_fields(

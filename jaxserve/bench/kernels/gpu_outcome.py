@@ -19,10 +19,17 @@ MINUTES = 9.0
 class Plan:
     """What is measured; the defaults are for a GPU with 80 GB or more.
 
-    backend, dtypes: of the kernels. shapes: heads of the checks. models: presets whose shapes the
-    kernels are timed at, with this workload. matrix: side of the ceilings' square matrices. step,
-    load: of the whole model. rivals: other backends, whose decodes are tried. minutes: all of it
-    may take.
+    Attributes:
+        backend: of the kernels and the model.
+        dtypes: of the checks.
+        shapes: heads of the checks.
+        models: presets at whose shapes the kernels are timed.
+        workload: with which they are timed.
+        matrix: side of the square matrices for the ceilings.
+        step: the decode step that is timed.
+        load: of the throughput run.
+        rivals: other backends whose decode attention is tried.
+        minutes: that all of it may take.
     """
 
     backend: str = "triton"
@@ -41,9 +48,17 @@ class Plan:
 class Outcome:
     """What was measured.
 
-    device: its name. ceilings: what it does at best, None until measured. load: what `runs` says of
-    a throughput run. seconds: of sections. left_out: sections for which no time was left. broken:
-    what ended a section early, by its name.
+    Attributes:
+        device: its name.
+        checks: whether the kernels are right.
+        ceilings: what the device does at best; None until measured.
+        kernels: their times.
+        trials: of other backends.
+        steps: times of decode steps.
+        load: what `runs.throughput` returned.
+        seconds: that each section took, by its name.
+        left_out: sections for which no time was left.
+        broken: the error that ended a section early, by its name.
     """
 
     device: str
@@ -59,5 +74,6 @@ class Outcome:
 
     @property
     def failed(self) -> list[Check]:
-        """Checks that ran and found an error; what a backend does not take did not run."""
+        """Checks that ran and found an error; a check of what a backend does not take did not
+        run."""
         return [check for check in self.checks if not check.passed and not check.why]

@@ -21,10 +21,15 @@ FLAG = "--config.engine.attention_backend"
 
 @dataclass(frozen=True)
 class Trial:
-    """Decode attention of a model's shape by one other backend.
+    """Decode attention at a model's shape by one other backend.
 
-    why: it was not run. wrong: checks that failed. seconds: of a call; own: of the same call by the
-    backend that it is compared with, 0 where that was not measured.
+    Attributes:
+        model: whose shape it is.
+        backend: the one that is tried.
+        why: why it was not run; "" if it was.
+        wrong: number of checks that failed.
+        seconds: of a call.
+        own: seconds of the same call by the backend that is served with; 0 where not measured.
     """
 
     model: str
@@ -59,8 +64,17 @@ def run_trials(
     shapes: Sequence[Heads],
     tell: Callable[[str], None],
 ) -> Iterator[Trial]:
-    """One trial for each backend and model. measured: what they are compared with. dtypes, shapes:
-    of the checks."""
+    """Checks and times other backends' decode attention: one trial for each backend and model.
+
+    Args:
+        backends: the ones to try.
+        models: presets whose shapes to try.
+        work: what is timed.
+        measured: times of the backend that is served with, to compare with.
+        dtypes: of the checks.
+        shapes: heads of the checks.
+        tell: prints a line of progress.
+    """
     own = {one.model: one.seconds for one in measured if one.kernel == "decode attention"}
     for backend in backends:
         checks: list[Check] | None = None

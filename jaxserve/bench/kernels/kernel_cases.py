@@ -23,8 +23,17 @@ from jaxserve.pallas_kernels import move as moving
 
 @dataclass(frozen=True)
 class Workload:
-    """rows x context: decodes. prefill: tokens of one prompt. moves: slots. layers: of the pool,
-    through which the calls rotate."""
+    """What the kernels are timed on.
+
+    Attributes:
+        rows: requests of a batch of decodes.
+        context: cached tokens of each decode.
+        prefill: tokens of one prompt.
+        moves: slots that are moved or staged.
+        layers: of the pool; calls rotate through them.
+        block_size: tokens of a block.
+        dtype: of the pool.
+    """
 
     rows: int = 32
     context: int = 2048
@@ -36,7 +45,8 @@ class Workload:
 
     @property
     def blocks(self) -> int:
-        """K and V of the decodes, or of the prompt; or room for the slots that move."""
+        """Blocks of the pool: enough for K and V of the decodes or of the prompt, and for the slots
+        that move."""
         decode = 2 * self.rows * -(-self.context // self.block_size)
         prompt = 2 * -(-self.prefill // self.block_size)
         return max(decode, prompt, 2 * -(-self.moves // self.block_size) + 1)
@@ -44,8 +54,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel. moved: bytes that must be read and written; operations: multiplies and adds, 0
-    where that is not what it is for. make: its loop, over the pool."""
+    """One kernel to time.
+
+    Attributes:
+        name: the kernel's.
+        shape: in words.
+        moved: bytes that must be read and written.
+        operations: multiplies and adds; 0 for a kernel that only copies.
+        make: builds its loop over a pool.
+    """
 
     name: str
     shape: str

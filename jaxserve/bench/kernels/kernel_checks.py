@@ -27,7 +27,16 @@ LAYERS, LAYER, BLOCK_SIZE = 2, 1, 16
 
 @dataclass(frozen=True)
 class Check:
-    """error: relative, L2; for what only copies, the share of wrong elements. why: not run."""
+    """One kernel against its reference.
+
+    Attributes:
+        kernel: its name.
+        shape: of the heads, in words.
+        dtype: of the inputs and the pool.
+        error: relative, L2; for a kernel that only copies, the share of wrong elements.
+        limit: the largest error allowed.
+        why: why it was not run; "" if it was.
+    """
 
     kernel: str
     shape: str
@@ -58,7 +67,7 @@ def check_kernels(
 def check_decodes(
     backend: str, dtypes: Sequence[str] = tuple(LIMITS), shapes: Sequence[Heads] = HEADS
 ) -> Iterator[Check]:
-    """Of the same, attention of batches of nothing but decodes, over K and V."""
+    """The checks of `check_kernels` that are decode attention over K and V."""
     for heads in shapes:
         for dtype in dtypes:
             given = backend, heads, dtype
@@ -185,6 +194,6 @@ def relative_error(got: jax.Array, want: np.ndarray) -> float:
 
 
 def wrong_share(got: jax.Array, want: np.ndarray) -> float:
-    """The share of elements that differ in any bit's meaning; NaN equals NaN."""
+    """The share of elements that are not exactly equal; NaN equals NaN."""
     a, b = np.asarray(got).astype(np.float32), np.asarray(want).astype(np.float32)
     return float(1.0 - np.isclose(a, b, rtol=0, atol=0, equal_nan=True).mean())

@@ -30,7 +30,14 @@ TINY_FOLDER = Path(jaxserve.__file__).parent / "assets" / "tiny-stories"
 
 @dataclass(frozen=True)
 class Heads:
-    """The part of a model that its attention sees. rotary: keys are rotated by position."""
+    """The part of a model that its attention sees.
+
+    Attributes:
+        num_heads: query heads.
+        kv_heads: heads of K and V.
+        head_dim: elements of a head.
+        rotary: whether keys are rotated by position.
+    """
 
     num_heads: int
     kv_heads: int
@@ -57,7 +64,14 @@ class Heads:
 
 @dataclass(frozen=True)
 class Row:
-    """One request of a step: `context` cached tokens, the step's `query` ones included."""
+    """One request of a step.
+
+    Attributes:
+        context: cached tokens, the step's own included.
+        query: tokens of the step.
+        kind: of its cache, KV or HIDDEN.
+        direction: from which end it fills its blocks, LEFT or RIGHT.
+    """
 
     context: int
     query: int = 1
@@ -66,7 +80,8 @@ class Row:
 
 
 def model_config(name: str) -> ModelConfig:
-    """Of a preset, or of "tiny", the model in the box. ValueError lists the names."""
+    """The configuration of a preset, or of "tiny", the model in the box. ValueError lists the
+    names."""
     if name == TINY:
         return load_config(TINY_FOLDER)[1]
     return load_preset(name)[1]
@@ -82,8 +97,17 @@ def model_heads(name: str) -> Heads:
 def make_batch(
     rows: Sequence[Row], block_size: int, blocks: int, rng: np.random.Generator
 ) -> AttentionBatch:
-    """The rows, decodes first, with blocks of their own in random order, and no padding.
-    ValueError when there are too few blocks."""
+    """A batch without padding, whose rows have blocks of their own in random order.
+
+    Args:
+        rows: decodes first.
+        block_size: tokens of a block.
+        blocks: of the pool.
+        rng: draws the order of the blocks.
+
+    Raises:
+        ValueError: there are too few blocks.
+    """
     width = max(-(-row.context // block_size) for row in rows)
     count = len(rows)
     if 2 * count * width > blocks:
@@ -114,8 +138,19 @@ def _leading_decodes(rows: Sequence[Row]) -> int:
 def random_pool(
     heads: Heads, layers: int, blocks: int, block_size: int, dtype: jnp.dtype
 ) -> jax.Array:
-    """Standard normal [layers, blocks, kv_heads, block_size, head_dim], made on the device, a layer
-    at a time: large ones would not fit twice."""
+    """A pool of standard normal values, made on the device one layer at a time: a large one would
+    not fit twice.
+
+    Args:
+        heads: of the model.
+        layers: of the pool.
+        blocks: of the pool.
+        block_size: tokens of a block.
+        dtype: of the pool.
+
+    Returns:
+        [layers, blocks, kv_heads, block_size, head_dim].
+    """
     shape = (blocks, heads.kv_heads, block_size, heads.head_dim)
 
     def fill(layer: jax.Array, pool: jax.Array) -> jax.Array:
@@ -135,8 +170,16 @@ def poisoned_pool(
     batch: AttentionBatch,
     rng: np.random.Generator,
 ) -> jax.Array:
-    """[layers, blocks, kv_heads, block_size, head_dim]: random values in the slots that the
-    batch's rows own, NaN in all others."""
+    """A pool with random values in the slots that the batch's rows own, and NaN in all others.
+
+    Args:
+        heads, layers, blocks, block_size, dtype: as for `random_pool`.
+        batch: whose slots get values.
+        rng: draws the values.
+
+    Returns:
+        [layers, blocks, kv_heads, block_size, head_dim].
+    """
     pool = np.full((layers, blocks, heads.kv_heads, block_size, heads.head_dim), np.nan, np.float32)
     tables = np.asarray(batch.tables)
     for row, context in enumerate(np.asarray(batch.context_lens)):
@@ -158,7 +201,7 @@ def vectors(shape: Sequence[int], dtype: jnp.dtype, seed: int) -> jax.Array:
 
 
 def host_vectors(shape: Sequence[int], dtype: jnp.dtype, seed: int) -> jax.Array:
-    """Such values made on the host, for small arrays: nothing is compiled for their shape."""
+    """As `vectors`, but made on the host, for small arrays: nothing is compiled for their shape."""
     drawn = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
     return jnp.asarray(drawn.astype(dtype))
 
@@ -169,9 +212,15 @@ Draw = Callable[[Sequence[int], jnp.dtype, int], jax.Array]
 def make_projection(
     heads: Heads, longest: int, dtype: jnp.dtype, vectors: Draw = vectors
 ) -> HiddenProjection:
-    """Weights that keep K and V near 1; a bias, or where keys have one a rotation by position
-    (RoPE, Su et al. 2021, section 3.2) for contexts of up to `longest` tokens. vectors: what draws
-    them."""
+    """Weights that keep K and V near 1, with a bias, or with a rotation by position (RoPE, Su et
+    al. 2021, section 3.2) where the model has one.
+
+    Args:
+        heads: of the model.
+        longest: tokens of the longest context that the rotation is for.
+        dtype: of weights and bias.
+        vectors: draws them.
+    """
     width = heads.width
     scale = jnp.asarray(width**-0.5, dtype)
     frequency = 10000.0 ** -(np.arange(heads.head_dim // 2) / (heads.head_dim // 2))

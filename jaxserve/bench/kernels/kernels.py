@@ -48,7 +48,19 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Measured:
-    """One kernel at one shape. copy_share, matmul_share: of the ceilings."""
+    """One kernel, timed at one shape.
+
+    Attributes:
+        model: whose shape it is.
+        kernel: its name.
+        shape: in words.
+        backend: that ran it.
+        seconds, clock, host_seconds: as in `Timing`.
+        bytes_per_s: of the bytes that must be moved.
+        flop_per_s: of the operations that must be done.
+        copy_share: bytes_per_s over the ceiling of a copy.
+        matmul_share: flop_per_s over the ceiling of a matrix product.
+    """
 
     model: str
     kernel: str
@@ -125,8 +137,19 @@ def run(
     tell: Tell,
     progress: Progress = iter,
 ) -> tuple[Ceilings, list[Measured]]:
-    """Ceilings, then every kernel of every model; ValueError if a named backend does not take
-    one. progress: wraps the list of kernels, as tqdm does."""
+    """Measures the ceilings, then every kernel of every model.
+
+    Args:
+        models: presets, or "tiny".
+        work: what the kernels are timed on.
+        backend: a backend's name, or "auto".
+        matrix: side of the square matrices for the ceilings.
+        tell: prints a line.
+        progress: wraps the list of kernels, as tqdm does.
+
+    Raises:
+        ValueError: a named backend does not take a model's shape.
+    """
     dtype = jnp.dtype(work.dtype)
     planned = [one for model in models for one in _planned(model, work, backend, tell)]
     ceilings = measure_ceilings(matrix, dtype)
@@ -156,7 +179,7 @@ def _planned(
 
 
 def measure_ceilings(matrix: int, dtype: jnp.dtype) -> Ceilings:
-    """On arrays of matrix x matrix; the copied one is 8 times as large."""
+    """Measures on arrays of [matrix, matrix]; the copied one is 8 times as large."""
     wide = inputs.vectors((8 * matrix, matrix), dtype, 5)
 
     def scale(i: jax.Array, a: jax.Array, by: jax.Array) -> jax.Array:
@@ -209,7 +232,7 @@ HEAD = (
 
 
 def line(one: Measured) -> str:
-    """One kernel, under `HEAD`."""
+    """One kernel's line of the table under `HEAD`."""
     done = f"{one.flop_per_s / 1e12:>9.3f}{one.matmul_share:>11.1%}" if one.flop_per_s else ""
     return (
         f"{one.model:<12}{one.kernel:<26}{one.shape:<24}{one.seconds * 1e6:>10.1f}"
@@ -218,5 +241,5 @@ def line(one: Measured) -> str:
 
 
 def as_json(ceilings: Ceilings, found: Sequence[Measured]) -> dict[str, Any]:
-    """The measurements, for programs."""
+    """The measurements as JSON objects."""
     return {"ceilings": asdict(ceilings), "kernels": [asdict(one) for one in found]}
