@@ -60,8 +60,19 @@ _HEADER = (
 
 @dataclass
 class Row:
-    """What became of one attack. refused_s, others_s, health_s: the longest. memory_mib: more than
-    before, at most; kept_mib: afterwards. lines: logged. problems: what did not hold."""
+    """The outcome of one attack.
+
+    Attributes:
+        attack: its name.
+        codes: number of calls, by how they ended.
+        refused_s: seconds that the slowest refusal took.
+        others_s: seconds that another client waited for an answer, at most.
+        health_s: seconds that a call of /health took, at most.
+        memory_mib: memory that the server took more than before, at most.
+        kept_mib: memory that it still has more than before, afterwards.
+        lines: that it logged.
+        problems: what did not hold.
+    """
 
     attack: str
     codes: dict[str, int]
@@ -92,8 +103,15 @@ def show(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """An attack, and what is to hold beside what it expects itself. others_s, health_s: that others
-    wait at most. most_mib, kept_mib: memory that the server takes more at most, and for good."""
+    """An attack, and limits on what it may cost, beside what the attack itself expects.
+
+    Attributes:
+        name: as the table prints it.
+        attack: runs it on a server.
+        others_s, health_s: seconds that other clients, and /health, may take to answer at most.
+        most_mib: memory that the server may take more, at most.
+        kept_mib: memory that it may keep.
+    """
 
     name: str
     attack: Callable[[Victim], Tried]
@@ -104,7 +122,7 @@ class Case:
 
 
 def run(flags: Sequence[str]) -> list[Row]:
-    """flags: for the servers."""
+    """Runs all attacks on servers of its own, started with these flags."""
     raise_limit()  # for connections of our own
     flags = [*flags, f"--config.engine.stall_s={STALL_S}", f"--config.server.grace_s={GRACE_S}"]
     off, on = (f"--config.server.exit_on_failure={value}" for value in ("off", "on"))
@@ -128,8 +146,8 @@ def run(flags: Sequence[str]) -> list[Row]:
 
 @contextlib.contextmanager
 def hostile_model(flags: Sequence[str]) -> Iterator[list[str]]:
-    """Flags for the same model with a chat template that loops, or takes all memory; none for one
-    without a checkpoint."""
+    """Flags for the same model with a chat template that loops or takes all memory; none for a
+    model without a checkpoint."""
     path, name = read_config(flags).model.path, "chat_template.jinja"
     if not path:
         yield []
@@ -165,7 +183,7 @@ def text(rows: Sequence[Row]) -> str:
 
 
 def measured(server: Victim, case: Case) -> Row:
-    """Tries it while other clients call."""
+    """Runs a case while other clients call, and checks its limits."""
     memory, lines = server.memory_mib(), server.lines()
     with watched(server) as most:
         tried = case.attack(server)
@@ -235,7 +253,8 @@ def watched(server: Victim) -> Iterator[dict[str, float]]:
 
 
 async def leave_unread(server: Victim) -> Tried:
-    """Until the server has given up on them, and serves others; then they vanish."""
+    """Leaves streams unread until the server has given up on them and serves others; then they
+    vanish."""
     before, unread = server.memory_mib(), attacks.Unread(server.address)
     deadline = time.monotonic() + _PATIENCE_S
     ended = ""
@@ -252,7 +271,7 @@ async def leave_unread(server: Victim) -> Tried:
 
 
 def stop_unread(server: Victim) -> Row:
-    """SIGTERM while streams are not read."""
+    """Sends SIGTERM while streams are not read."""
     lines, unread = server.lines(), attacks.Unread(server.address)
     time.sleep(2.0)  # so that they have something to say
     began = time.monotonic()
@@ -315,7 +334,7 @@ async def fail(server: Victim) -> Tried:
 
 
 def healthy(server: Victim) -> bool:
-    """What health checks of an orchestrator find."""
+    """Whether the gRPC health check, which an orchestrator uses, says SERVING."""
     with open_channel(server.address, None) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=_PATIENCE_S)

@@ -28,15 +28,20 @@ _PATIENCE_S = 60.0
 
 @dataclass
 class Tried:
-    """codes: how calls ended. longest_s: what the slowest refusal took. problems: what did not
-    hold."""
+    """The outcome of an attack, as the attackers saw it.
+
+    Attributes:
+        codes: number of calls, by how they ended.
+        longest_s: seconds that the slowest refusal took.
+        problems: what did not hold.
+    """
 
     codes: Counter[str] = field(default_factory=Counter)
     longest_s: float = 0.0
     problems: list[str] = field(default_factory=list)
 
     def expect(self, holds: bool, problem: str) -> None:
-        """Notes a problem where it does not hold."""
+        """Adds the problem unless `holds`."""
         if not holds:
             self.problems.append(problem)
 
@@ -66,8 +71,13 @@ async def overload(address: str) -> Tried:
 
 
 class Unread:
-    """Streams with all there is to say, of which nobody reads anything. tokens: of each of the 4
-    continuations of each."""
+    """Streams with long answers that nobody reads.
+
+    Args:
+        address: of the gRPC server.
+        streams: their number; 0 for UNREAD.
+        tokens: of each of a stream's 4 continuations.
+    """
 
     def __init__(self, address: str, streams: int = 0, tokens: int = UNREAD_TOKENS) -> None:
         narrow = (NO_PROXY, ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
@@ -84,7 +94,7 @@ class Unread:
         self.calls = [stub.Generate(message) for _ in range(streams or UNREAD)]
 
     def read(self) -> Tried:
-        """What is there for whoever reads after all."""
+        """Reads what is there after all."""
         tried = Tried()
         for call in self.calls:
             try:
@@ -100,7 +110,7 @@ class Unread:
 
 
 async def malformed(address: str) -> Tried:
-    """Bytes that are no message: random, cut short, and with text that is no UTF-8."""
+    """Sends bytes that are no message: random ones, cut short, and with text that is not UTF-8."""
     seeded, tried = random.Random(0), Tried()
     bad = [b"\x12\x02\xff\xfe", b"\xff" * 9]
     bad += [no_message(seeded) for _ in range(MALFORMED - len(bad))]
@@ -112,7 +122,7 @@ async def malformed(address: str) -> Tried:
 
 
 def no_message(seeded: random.Random) -> bytes:
-    """Bytes that are none: random, or the beginning of one."""
+    """Bytes that are no message: random, or the beginning of one."""
     good = make_request("Once upon a time", max_tokens=4, stop=["a"]).SerializeToString()
     while True:
         message = seeded.choice(
@@ -136,7 +146,7 @@ async def extremes(address: str) -> Tried:
 
 
 async def served(address: str, timeout_s: float = _PATIENCE_S) -> str:
-    """What an ordinary call ends with."""
+    """How an ordinary call ends: a status code's name."""
     tried = Tried()
     async with _channel(address) as channel:
         await _text(channel, {}, tried, timeout_s)
@@ -144,7 +154,7 @@ async def served(address: str, timeout_s: float = _PATIENCE_S) -> str:
 
 
 async def told(address: str, raw: bytes) -> str:
-    """What a call with those bytes ends with."""
+    """How a call with these bytes ends."""
     tried = Tried()
     async with _channel(address) as channel:
         await _refused(channel, [raw], tried)

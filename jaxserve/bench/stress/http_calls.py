@@ -23,8 +23,23 @@ def call(
     key: str | None = None,
     patience_s: float | None = _PATIENCE_S,
 ) -> tuple[int, bytes]:
-    """Status and body: of POST, or GET without a body, if no method is named. body: bytes as they
-    are, else JSON of it. Raises OSError, http.client.HTTPException."""
+    """Makes one call on a connection of its own.
+
+    Args:
+        address: host:port.
+        path: of the URL.
+        body: bytes are sent as they are, all else as JSON; None for no body.
+        headers: further ones.
+        method: by default POST, or GET without a body.
+        key: an API key; None for none.
+        patience_s: timeout of the connection; None for none.
+
+    Returns:
+        Status and body.
+
+    Raises:
+        OSError, http.client.HTTPException: there was no answer.
+    """
     raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     given = {} if raw is None else {"Content-Type": "application/json"}
     if key is not None:
@@ -38,7 +53,7 @@ def call(
 
 
 def form(content: str | None = None) -> tuple[bytes, dict[str, str]]:
-    """Body and headers of a call that uploads a batch's file; None: they have no file."""
+    """Body and headers of a call that uploads a batch's file; None for a form without a file."""
     disposition = "Content-Disposition: form-data; name="
     parts = [f'{disposition}"purpose"\r\n\r\nbatch']
     if content is not None:

@@ -39,8 +39,13 @@ SEEN_AS: Mapping[str, frozenset[CallOutcome]] = {
 
 
 class Ledger:
-    """Each call once, from any thread. by_kind: (kind, how it ended) -> calls. longest_s: that
-    anybody waited for the next piece of an answer, by whom."""
+    """Counts each call once. Any thread may use it.
+
+    Attributes:
+        by_kind: number of calls, by (kind, how it ended).
+        longest_s: the longest wait for the next piece of an answer, by who waited.
+        problems: what did not hold, with how often.
+    """
 
     def __init__(self) -> None:
         self.by_kind: Counter[tuple[str, str]] = Counter()
@@ -51,8 +56,14 @@ class Ledger:
         self._lock = threading.Lock()
 
     def note(self, kind: str, method: str, ended: str, *, surely: bool = True) -> None:
-        """A call of that method has ended. ended: a key of SEEN_AS; any other is a problem. surely:
-        the server has heard of it."""
+        """Counts a call that has ended.
+
+        Args:
+            kind: of call.
+            method: as the server's metrics call it.
+            ended: a key of SEEN_AS; any other is a problem.
+            surely: whether the server must have heard of it.
+        """
         with self._lock:
             self.by_kind[kind, ended] += 1
             endings = SEEN_AS.get(ended)
@@ -65,21 +76,22 @@ class Ledger:
                 self._maybe[method] += 1
 
     def waited(self, who: str, seconds: float) -> None:
-        """Somebody did, for the next piece of an answer."""
+        """Notes a wait for the next piece of an answer."""
         with self._lock:
             self.longest_s[who] = max(seconds, self.longest_s.get(who, 0.0))
 
     def problem(self, text: str) -> None:
-        """Something that did not hold."""
+        """Notes something that did not hold."""
         with self._lock:
             self.problems[text] += 1
 
     def calls(self) -> int:
-        """So far."""
+        """Number of calls so far."""
         return self.by_kind.total()
 
     def disagreements(self, served: Mapping[tuple[str, str], int]) -> list[str]:
-        """Where the server's counts, by (method, ending), are none that these calls can have."""
+        """Where the server's counts, by (method, ending), are none that these calls can have; one
+        line each."""
         found = []
         for method in sorted({method for method, _ in (*self._seen, *served)}):
             ours = {sets: count for (name, sets), count in self._seen.items() if name == method}

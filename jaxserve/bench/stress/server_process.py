@@ -18,8 +18,15 @@ WRITE_TIMEOUT_S = 3.0  # so that nobody waits long for a slow reader's end
 
 
 class Victim:
-    """A server process. address, http_address: where it listens. key: an API key of its, or
-    None."""
+    """A running server process.
+
+    Args:
+        process: its handle.
+        address: of gRPC.
+        http_address: of HTTP.
+        log: file that its stderr goes to.
+        key: one of its API keys, or None.
+    """
 
     def __init__(
         self,
@@ -34,12 +41,12 @@ class Victim:
         self._log = log
 
     def memory_mib(self) -> float:
-        """Resident."""
+        """Resident memory, MiB."""
         pages = int((self._proc / "statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
     def threads(self) -> int:
-        """That it has."""
+        """Number of its threads."""
         return len(os.listdir(self._proc / "task"))
 
     def handles(self) -> list[str]:
@@ -51,7 +58,7 @@ class Victim:
         return sorted(found)
 
     def lines(self) -> int:
-        """Logged so far."""
+        """Number of lines logged so far."""
         return len(self._log.read_text(encoding="utf-8").splitlines())
 
     @property
@@ -67,9 +74,18 @@ def victim(
     key: str | None = None,
     open_files: int = 0,
 ) -> Iterator[Victim]:
-    """A server, ready; killed at the end. batches: it takes them. keys: its API keys, as the
-    environment has them. key: one of them. open_files: its limit; 0 is this process's. Raises
-    BenchError if it does not start."""
+    """Starts a server, waits until it is ready, and kills it at the end.
+
+    Args:
+        flags: of serve.py.
+        batches: whether it takes batches.
+        keys: its API keys, as in the environment variable.
+        key: one of them, for the clients.
+        open_files: its limit on open files; 0 for this process's.
+
+    Raises:
+        BenchError: it does not start.
+    """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         fields = (

@@ -60,10 +60,19 @@ _EXIT_S = 120.0
 
 @dataclass
 class Outcome:
-    """What came of it. by_kind: (kind, how it ended) -> calls. longest_s: that anybody waited, by
-    whom. last_s: from the time when no more calls were made to the end of the last. endings: the
-    server's, by (method, ending). memory_mib: samples. threads: before and after. problems: what
-    did not hold."""
+    """The outcome of a soak.
+
+    Attributes:
+        seconds: that clients called, until the last call ended.
+        by_kind: number of calls, by (kind, how it ended to the client).
+        longest_s: the longest wait for the next piece of an answer, by who waited.
+        last_s: from when no more calls were made to the end of the last one.
+        endings: number of calls, by the server's (method, ending).
+        memory_mib: samples of the server's memory.
+        preemptions: by the server's count.
+        threads: the server's, before and after.
+        problems: what did not hold.
+    """
 
     seconds: float = 0.0
     by_kind: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -76,7 +85,7 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
 
     def thirds(self) -> list[float]:
-        """Median MiB of each third; nothing without samples."""
+        """Median MiB of each third of the samples; empty without samples."""
         if not self.memory_mib:
             return []
         each = math.ceil(len(self.memory_mib) / 3)
@@ -120,7 +129,18 @@ def run(
     max_growth_mib: float = MAX_GROWTH_MIB,
     clients: int = CLIENTS,
 ) -> Outcome:
-    """flags: for the server. Raises BenchError if it does not start."""
+    """Runs the soak on a server of its own.
+
+    Args:
+        flags: of the server.
+        seconds: for which calls are made.
+        seed: of what is asked for.
+        max_growth_mib: limit on the growth of memory from the middle third to the last.
+        clients: threads that call.
+
+    Raises:
+        BenchError: the server does not start.
+    """
     with victim(*flags, batches=True) as server:
         outcome = Outcome()
         try:
@@ -194,7 +214,7 @@ def text(outcome: Outcome) -> str:
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """The same for programs."""
+    """The outcome as a JSON object."""
     return {
         "seconds": outcome.seconds,
         "clients": [[*key, count] for key, count in sorted(outcome.by_kind.items())],
@@ -224,8 +244,8 @@ def _new_handles(server: Victim, before: Counter[str]) -> Counter[str]:
 
 
 def left_over(page: Page, handles: Counter[str], outcome: Outcome) -> list[str]:
-    """What is still there, or has happened, that is not to be. handles: that were not open before
-    it began."""
+    """Problems at rest: what should be empty and is not, or should not have happened. handles:
+    files that were not open before."""
     found, values = [], page.values
     for name in (*AT_REST, "compiles_after_warmup_total"):
         if values[name]:
@@ -242,14 +262,15 @@ def left_over(page: Page, handles: Counter[str], outcome: Outcome) -> list[str]:
 
 
 def grown(outcome: Outcome, most_mib: float) -> list[str]:
-    """Whether memory is flat."""
+    """A problem if memory grew by more than most_mib from the middle third to the last; else
+    none."""
     _, middle, last = outcome.thirds()
     grew = f"memory grew by {last - middle:.1f} MiB, more than {most_mib:g}"
     return [grew] if last - middle > most_mib else []
 
 
 def stopped(server: Victim) -> list[str]:
-    """It ends when it is told to."""
+    """Sends SIGTERM; problems if the server does not end, or not with 0."""
     server.process.send_signal(signal.SIGTERM)
     try:
         code = server.process.wait(_EXIT_S)

@@ -30,8 +30,17 @@ _LEARN_S = 120.0  # for each call, which has the server to itself
 
 @dataclass
 class Caller:
-    """One thread's. vocab_size: of the model. known: greedy texts of KNOWN_OUTPUT tokens by prompt,
-    from a server that had nothing else to do. doing: the kind of call that it makes."""
+    """One client thread, and what it knows of the model.
+
+    Attributes:
+        rng: draws its calls.
+        grpc, http: clients of the two doors.
+        ledger: where calls are noted.
+        vocab_size: of the model; 0 until learnt.
+        known: greedy texts of KNOWN_OUTPUT tokens, by prompt, from a server with nothing else to
+            do.
+        doing: the kind of call that it makes now.
+    """
 
     rng: random.Random
     grpc: GrpcDoor
@@ -42,7 +51,7 @@ class Caller:
     doing: str = ""
 
     def learn(self) -> None:
-        """Asks for what it is to know. Raises Refused, ServerError."""
+        """Asks the server for vocab_size and the known texts. Raises Refused, ServerError."""
         self.vocab_size = self.grpc.client.info(timeout=_LEARN_S).vocab_size
         self.ledger.note("questions", "GetServerInfo", "ok")
         for _ in range(_KNOWN):
@@ -55,7 +64,7 @@ class Caller:
             self.ledger.note("whole", self.grpc.method, "ok")
 
     def texts(self, stream: Stream, asked: Asked) -> Iterator[str]:
-        """What comes, and how long it takes to come, noted. Raises Refused."""
+        """Passes on a stream's pieces, and notes how long each takes to come. Raises Refused."""
         pieces = stream.texts()
         while True:
             began = time.monotonic()
@@ -68,11 +77,11 @@ class Caller:
             yield piece
 
     def door(self) -> Door:
-        """Either."""
+        """One of the two doors, at random."""
         return self.rng.choice((self.grpc, self.http))
 
     def asked(self, shortest: int = 1, longest: int = MAX_OUTPUT) -> Asked:
-        """Anything that can be asked for."""
+        """A random request."""
         rng = self.rng
         length = rng.randint(1, MAX_PROMPT)
         asked = Asked(
@@ -98,7 +107,19 @@ class Caller:
 def whole_http(
     caller: Caller, kind: str, path: str, body: Any = None, *, method: str = "", **options: Any
 ) -> dict[str, Any]:
-    """The object that a call is answered with, see `http_calls.call`. Raises Refused."""
+    """Makes one HTTP call and notes how it ended.
+
+    Args:
+        caller: whose call it is.
+        kind: of call, for the ledger.
+        path, body, method, options: of `http_calls.call`.
+
+    Returns:
+        The JSON object of the answer.
+
+    Raises:
+        Refused: the status is not 200.
+    """
     given = {"method": method, "patience_s": None, **options}
     status, answer = call(caller.http.address, path, body, **given)
     label = "http " + "/".join(path.split("/")[:3])

@@ -30,7 +30,8 @@ class ServerLost(Exception):
 
 
 class Patience:
-    """With a server that has nothing new to do. It ends once no token has come for limit_s."""
+    """How long clients wait for a server that has nothing new to do: until no token has come for
+    limit_s."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -38,15 +39,26 @@ class Patience:
         self._since: float | None = None
 
     def over(self, tokens: float | None, now: float) -> bool:
-        """tokens: generated so far; None where the server does not say. now: seconds."""
+        """Whether it has run out. tokens: generated so far; None where the server does not say.
+        now: seconds."""
         if self._since is None or (tokens is not None and tokens != self._tokens):
             self._tokens, self._since = tokens, now
         return now - self._since > self._limit_s
 
 
 class Clients:
-    """As many callers, which know what the first has learnt. patience_s: see `Patience`. Raises
-    ServerLost."""
+    """Callers on threads of their own, which share what a first one has learnt from the server.
+
+    Args:
+        server: to call.
+        ledger: where calls are noted.
+        seed: of what is asked for.
+        count: number of callers.
+        patience_s: see `Patience`.
+
+    Raises:
+        ServerLost: the server does not answer the first one.
+    """
 
     def __init__(
         self,
@@ -66,7 +78,7 @@ class Clients:
         self.callers = [self._caller(random.Random(f"{seed}, {i}"), first) for i in range(count)]
 
     def each_kind(self) -> None:
-        """All kinds of calls once, all clients at once. Raises ServerLost."""
+        """Makes each kind of call at least once, with all clients at once. Raises ServerLost."""
         kinds = list(KINDS)
         rounds = range(max(len(kinds), len(self.callers)))
 
@@ -77,8 +89,8 @@ class Clients:
         self._at_once(call, time.monotonic())
 
     def call_for(self, seconds: float) -> float:
-        """Any kinds of calls, one after the other; seconds from the end of that time to the end of
-        the last call. Raises ServerLost."""
+        """Makes calls of random kinds, one after the other in each client. Returns the seconds from
+        the end of that time to the end of the last call. Raises ServerLost."""
         end = time.monotonic() + seconds
         kinds, weights = list(KINDS), list(KINDS.values())
 

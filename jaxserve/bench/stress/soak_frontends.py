@@ -29,8 +29,14 @@ class Refused(Exception):
 
 @dataclass
 class Asked:
-    """One call that generates. sampling: fields that gRPC and HTTP call alike; the rest as
-    make_request has them."""
+    """One call that generates.
+
+    Attributes:
+        prompt: token ids.
+        max_tokens: of the output.
+        sampling: fields that gRPC and HTTP call alike.
+        slo, slo_class, tier, request_id: as for `make_request`.
+    """
 
     prompt: list[int]
     max_tokens: int
@@ -42,18 +48,23 @@ class Asked:
 
     @property
     def tier_served(self) -> str:
-        """As the server takes it: its own, that of its class, or real-time."""
+        """The tier that the server gives it: its own, its class's, or real-time."""
         return self.tier or ("best_effort" if self.slo_class == "offline" else "realtime")
 
 
 class Door(Protocol):
-    """method: what the server's metrics call a call that generates. name: gRPC or HTTP."""
+    """One of the server's two frontends, seen by a client.
+
+    Attributes:
+        name: "gRPC" or "HTTP".
+        method: what the server's metrics call a call that generates.
+    """
 
     name: str
     method: str
 
     def stream(self, asked: Asked, timeout_s: float | None = None) -> Stream:
-        """Sends it. timeout_s: after which the client gives up; None: it does not."""
+        """Sends a call. The client gives up after timeout_s; None: never."""
         ...
 
 
@@ -61,11 +72,12 @@ class Stream(Protocol):
     """A call that runs."""
 
     def texts(self) -> Iterator[str]:
-        """What comes, until it has all come. Raises Refused."""
+        """The pieces of the answer as they come, until its end. Raises Refused."""
         ...
 
     def leave(self, *, vanish: bool) -> None:
-        """Ends it from here, by cancelling it, or by closing the connection. Once only."""
+        """Ends the call from here, by cancelling it or, to vanish, by closing the connection. Once
+        only."""
         ...
 
 
@@ -87,7 +99,13 @@ class GrpcDoor:
 
 
 class GrpcStream:
-    """See `Stream`. It has a channel of its own, so that it can be closed under it."""
+    """A `Stream` over gRPC, on a channel of its own, so that closing it cuts off only this call.
+
+    Args:
+        address: host:port.
+        asked: the call.
+        timeout_s: deadline of the call; None for none.
+    """
 
     def __init__(self, address: str, asked: Asked, timeout_s: float | None) -> None:
         self._channel = grpc.insecure_channel(
@@ -139,7 +157,13 @@ class HttpDoor:
 
 
 class HttpStream:
-    """See `Stream`."""
+    """A `Stream` over HTTP, on a connection of its own.
+
+    Args:
+        address: host:port.
+        body: of the POST, a JSON object.
+        timeout_s: for which no byte may come; None for no limit.
+    """
 
     def __init__(self, address: str, body: dict[str, Any], timeout_s: float | None) -> None:
         self._connection = http.client.HTTPConnection(address, timeout=timeout_s)
@@ -190,7 +214,7 @@ def completion(asked: Asked, **more: Any) -> dict[str, Any]:
 
 
 def error_code(status: int, body: bytes) -> str:
-    """What the error object calls it, or the status."""
+    """The code in an HTTP error's body, or the status where there is none."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(body)["error"]["code"] or status)
     return str(status)

@@ -20,21 +20,25 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass
 class Page:
-    """values: of metrics without labels, by name without jaxserve:. endings: calls by (method,
-    ending)."""
+    """The server's metrics at one time.
+
+    Attributes:
+        values: of metrics without labels, by name without "jaxserve:".
+        endings: number of calls, by (method, ending).
+    """
 
     values: dict[str, float] = field(default_factory=dict)
     endings: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 def metrics(server: Victim) -> Page:
-    """As they are now. Raises OSError where it does not answer."""
+    """Reads the server's metrics. Raises OSError if it does not answer."""
     with _DIRECT.open(f"http://{server.http_address}/metrics", timeout=_READ_S) as page:
         return read_page(page.read().decode())
 
 
 def read_page(text: str) -> Page:
-    """What Prometheus would read."""
+    """Parses a page in Prometheus's text format."""
     page = Page()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -47,7 +51,7 @@ def read_page(text: str) -> Page:
 
 
 def tokens(server: Victim) -> float | None:
-    """That it has generated so far, for whomever; None where it does not say."""
+    """Tokens that the server has generated so far; None where it does not say."""
     try:
         return metrics(server).values["generation_tokens_total"]
     except OSError:
@@ -55,8 +59,8 @@ def tokens(server: Victim) -> float | None:
 
 
 def settled(server: Victim, also: Callable[[], bool]) -> Page:
-    """The metrics once nothing runs or waits, and nobody's news are on their way; as they are if
-    that does not come to be."""
+    """Waits until nothing runs or waits and `also` holds, for a while at most, and returns the
+    metrics."""
     until = time.monotonic() + _SETTLE_S
     while True:
         page = metrics(server)
