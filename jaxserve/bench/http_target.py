@@ -14,7 +14,7 @@ _PATIENCE_S = 600.0
 
 class HttpTarget(ThreadedTarget):
     """A running server; a `Target` of jobs without SLO targets. served: the fields of EngineInfo,
-    which HTTP does not tell."""
+    which HTTP does not offer."""
 
     def __init__(self, address: str, served: Mapping[str, Any]) -> None:
         self._address, self._served = address, dict(served)

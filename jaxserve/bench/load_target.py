@@ -33,11 +33,20 @@ class BenchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """One request to send. output_len: tokens after which it ends. max_tokens: the limit that it
-    asks for; where that is more, the sender ends it by cancelling it, so that the server knows no
-    more about its length than of a request that ends by itself. temperature: of its sampling, 0 for
-    none. slo_class: the name of its class; an engine records it, and a server, which has classes of
-    its own, is not told."""
+    """One request to send.
+
+    Attributes:
+        prompt: token ids.
+        output_len: tokens after which it ends.
+        max_tokens: the limit that it asks for. Where that is more than output_len, the sender ends
+            it by cancelling, so that the server knows no more of its length than of a request that
+            ends by itself.
+        slo: its targets.
+        tier: real-time or best-effort.
+        temperature: of its sampling; 0 is greedy.
+        slo_class: name of its class. An engine records it; a server, which has classes of its own,
+            is not sent it.
+    """
 
     prompt: tuple[int, ...]
     output_len: int
@@ -50,9 +59,15 @@ class Job:
 
 @dataclass
 class Record:
-    """What came of one job. sent, token_times: seconds on `clock`. outcome: finished, rejected (the
-    queue was full) or failed. preemptions: as the server counted; it says nothing of a request that
-    was cancelled over the network, which has 0."""
+    """The outcome of one job.
+
+    Attributes:
+        sent: seconds on `clock`.
+        token_times: of the job's tokens, seconds on `clock`.
+        outcome: "finished", "rejected" (the queue was full) or "failed"; "" until it is done.
+        preemptions: by the server's count; 0 for a request that was cancelled over the network.
+        error: why it was rejected or failed.
+    """
 
     sent: float
     token_times: list[float] = field(default_factory=list)
@@ -62,7 +77,7 @@ class Record:
 
 
 class Target(Protocol):
-    """Serves jobs. `send` returns at once; `on_done` may be called on any thread."""
+    """Serves jobs. `send` returns at once; it may release `done` on any thread."""
 
     def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
         """Serves the job, writes what comes of it into the record, and then releases `done`."""
@@ -117,7 +132,7 @@ class EngineTarget:
 
 
 class ThreadedTarget:
-    """One thread a request: what is timed includes this client."""
+    """A target with one thread for each request: what is timed includes this client."""
 
     def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
         """See `Target`."""
@@ -132,7 +147,8 @@ class ThreadedTarget:
             done.release()
 
     def serve(self, job: Job, record: Record) -> None:
-        """Writes what comes of the job into the record; what it raises is that it failed."""
+        """Serves the job and writes its outcome into the record. If it raises, the job has
+        failed."""
         raise NotImplementedError
 
 
@@ -143,7 +159,7 @@ class ServerTarget(ThreadedTarget):
         self._client = client
 
     def info(self) -> dict[str, Any]:
-        """The fields of EngineInfo, as the server tells them."""
+        """The fields of EngineInfo, from the server."""
         message = self._client.info(timeout=30.0)
         return {f.name: getattr(message, f.name) for f in dataclasses.fields(EngineInfo)}
 
@@ -175,14 +191,15 @@ class ServerTarget(ThreadedTarget):
 
 
 def book_times(record: Record, job: Job, times: Sequence[float]) -> bool:
-    """Notes the tokens that are the job's; those that came while it was being cancelled are not.
-    Whether it has all of its own."""
+    """Records the times of a job's tokens, but not of tokens beyond output_len, which come while it
+    is being cancelled. Returns whether the job has all of its tokens."""
     record.token_times.extend(times[: job.output_len - len(record.token_times)])
     return len(record.token_times) == job.output_len
 
 
 def random_jobs(workload: Workload, vocab_size: int, rng: np.random.Generator) -> list[Job]:
-    """Prompts of uniformly random token ids, and what the workload asks for."""
+    """Jobs with prompts of uniformly random token ids, and the workload's lengths, limits and
+    SLOs."""
     columns = (
         workload.prompt_len,
         workload.output_len,
@@ -218,9 +235,16 @@ def check_fits(workload: Workload, info: dict[str, Any]) -> None:
 
 
 def drive(target: Target, jobs: Sequence[Job], arrival: np.ndarray) -> tuple[float, list[Record]]:
-    """Sends each job when it is due and waits for all. Open loop: nothing waits for an answer.
+    """Sends each job when it is due and waits for all. Open loop: no job waits for another's
+    answer.
 
-    arrival: seconds after the start, [len(jobs)]. Returns the start on `clock`, and the records.
+    Args:
+        target: serves the jobs.
+        jobs: in the order of their arrival.
+        arrival: [len(jobs)], seconds after the start.
+
+    Returns:
+        The start on `clock`, and a record of each job.
     """
     done = threading.Semaphore(0)
     records: list[Record] = []
@@ -239,8 +263,8 @@ def drive(target: Target, jobs: Sequence[Job], arrival: np.ndarray) -> tuple[flo
 def serve_all(
     target: Target, workload: Workload, rng: np.random.Generator
 ) -> tuple[float, list[Record]]:
-    """Requests of random prompts, each served to its end: the start on `clock`, and the records.
-    BenchError where the target cannot serve one of them, or does not."""
+    """Serves the workload with random prompts, each request to its end. Returns the start on
+    `clock`, and the records. BenchError if the target cannot serve a request, or does not."""
     info = target.info()
     check_fits(workload, info)
     jobs = random_jobs(workload, info["vocab_size"], rng)
@@ -254,12 +278,12 @@ def serve_all(
 
 
 def last_token(records: Sequence[Record]) -> float:
-    """When it came, on `clock`."""
+    """When the last token came, on `clock`."""
     return max(record.token_times[-1] for record in records)
 
 
 def times(due: np.ndarray, records: Sequence[Record]) -> Times:
-    """The records as arrays. due: float64 [n], when each was to be sent, on `clock`."""
+    """The records as arrays. due: float64 [n], when each job was to be sent, on `clock`."""
     return Times.from_tokens(
         due.tolist(),
         [record.token_times for record in records],

@@ -107,7 +107,8 @@ class _EverySecondHidden(Policy):
 
 
 def scarce(count: int) -> Scheduler:
-    """All of them decode, and there are blocks for half of what they need in the next step."""
+    """A scheduler with `count` requests that all decode, and blocks for half of what they need in
+    the next step."""
     scheduler = situation(count, 0, hidden=True, capacity=3 * count)
     table, pool = scheduler.table, scheduler.pool
     rows = table.in_state(State.RUNNING)
@@ -133,9 +134,14 @@ def _scheduler(policy: Policy, count: int, num_blocks: int, **options: Any) -> S
 
 
 def situation(count: int, waiting: int, *, hidden: bool = False, capacity: int = 0) -> Scheduler:
-    """A scheduler in mid-flight with `count` requests; `waiting` of them have not started, and the
-    pool has room for an eighth of those. hidden: every second request that runs has a hidden
-    cache. capacity: rows, if more than there are requests."""
+    """A scheduler in mid-flight.
+
+    Args:
+        count: number of requests.
+        waiting: how many of them have not started; the pool has room for an eighth of these.
+        hidden: whether every second request that runs has a hidden cache.
+        capacity: rows of the table, if more than there are requests.
+    """
     running = count - waiting
     blocks = int(blocks_for(PROMPT + OUTPUT, BLOCK_SIZE)) * running
     scheduler = _scheduler(
@@ -161,8 +167,9 @@ def situation(count: int, waiting: int, *, hidden: bool = False, capacity: int =
 
 
 def full(name: str, count: int) -> Scheduler:
-    """Under that policy, half of the requests are best-effort, run and hold nearly all memory. Of
-    the other, real-time ones half run and half wait."""
+    """A scheduler under the named policy, nearly out of memory. Half of its requests are
+    best-effort; they run and hold nearly all blocks. Of the others, which are real-time, half run
+    and half wait."""
     best, blocks = count // 2, int(blocks_for(PROMPT, BLOCK_SIZE))
     num_blocks = blocks * (best + 1 + best // 50)  # watermarks included
     more = {"capacity": count, "host_slots": 2 * count * PROMPT}
@@ -205,7 +212,7 @@ def _median(name: str, scheduler: Scheduler, repeats: int) -> float:
 
 
 def text(result: dict[str, dict[str, dict[str, float]]], counts: Sequence[int]) -> str:
-    """A table of milliseconds."""
+    """A table of median milliseconds."""
     lines = [["ms a plan, candidates", *map(str, counts)]]
     for name, situations in result.items():
         for which, times in situations.items():

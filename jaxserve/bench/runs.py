@@ -26,8 +26,20 @@ from jaxserve.sched.workloads.workload import Workload, all_at_once, fixed_lengt
 def throughput(
     target: Target, count: int, input_len: int, output_len: int, repeats: int, seed: int
 ) -> dict[str, Any]:
-    """`count` random requests submitted at once, `repeats` times; seconds are from the first
-    submission to the last token. Rates are of output tokens, and of prompt and output tokens."""
+    """Submits random requests at once, and measures from the first submission to the last token.
+
+    Args:
+        target: serves them.
+        count: number of requests.
+        input_len: prompt tokens of each.
+        output_len: output tokens of each.
+        repeats: times that all of it is done.
+        seed: of the prompts.
+
+    Returns:
+        Rates of output tokens, and of prompt and output tokens, and seconds: each with its median
+            and its values.
+    """
     workload, rng = _all_at_once(count, input_len, output_len), np.random.default_rng(seed)
     seconds = []
     for _ in range(repeats):
@@ -43,8 +55,19 @@ def throughput(
 def latency(
     target: Target, count: int, input_len: int, output_len: int, seed: int
 ) -> dict[str, Any]:
-    """`count` random requests, each sent when the one before is done. TPOT: time between tokens
-    after the first, averaged over a request."""
+    """Sends random requests, each when the one before is done.
+
+    Args:
+        target: serves them.
+        count: number of requests.
+        input_len: prompt tokens of each.
+        output_len: output tokens of each.
+        seed: of the prompts.
+
+    Returns:
+        TTFT, end-to-end latency, output rate and TPOT, each with its median and its values, one for
+            each request. TPOT is the mean time between a request's tokens; None for one token.
+    """
     one, rng = _all_at_once(1, input_len, output_len), np.random.default_rng(seed)
     due, served = [], []
     for _ in range(count):
@@ -65,8 +88,8 @@ def latency(
 
 
 def load(target: Target, workload: Workload, seed: int) -> dict[str, Any]:
-    """Every request at its arrival time, whatever became of those before, with its own tier, SLO
-    and max_tokens. Refused and failed requests are counted, and miss their SLO. seed: of the
+    """Sends every request at its arrival time, whatever became of those before, with its own tier,
+    SLO and max_tokens. Refused and failed requests are counted, and miss their SLO. seed: of the
     prompts. BenchError if the target cannot serve one of them."""
     info = target.info()
     check_fits(workload, info)
@@ -86,7 +109,8 @@ def load(target: Target, workload: Workload, seed: int) -> dict[str, Any]:
 
 
 def warm_up(target: Target, count: int, input_len: int, output_len: int, seed: int) -> None:
-    """The same kind of work before what is measured. Raises as the measurement would."""
+    """Serves the same kind of work as `throughput`, once and unmeasured, from other prompts;
+    arguments as there. Raises BenchError if it is not served."""
     serve_all(target, _all_at_once(count, input_len, output_len), np.random.default_rng((seed, 1)))
 
 
@@ -101,8 +125,8 @@ def _values(values: list[float]) -> dict[str, Any]:
 
 
 def step_metrics(steps: Sequence[StepStats]) -> dict[str, Any]:
-    """Times of all steps, of those that only decode, of those with prompt tokens, and of the
-    decode steps with the most rows there were."""
+    """Times of all steps, of those that only decode, of those with prompt tokens, and of the decode
+    steps with the most rows that any had."""
     decode = [s for s in steps if s.num_decodes == s.num_rows]
     most = max((s.num_rows for s in decode), default=0)
     return {

@@ -62,8 +62,12 @@ SHORT, ALONE, OUTPUT = 16, 5, 32  # what is measured alone: a short prompt, how 
 
 @dataclass(frozen=True)
 class Multiples:
-    """A class: its share of the requests, and its targets as multiples of what a request takes
-    alone; None for no target."""
+    """An SLO class of the workload.
+
+    Attributes:
+        share: of the requests.
+        ttft, tbt, jct: targets, as multiples of what a request takes alone; None for no target.
+    """
 
     share: float
     ttft: float | None = None
@@ -80,8 +84,13 @@ CLASSES = {
 
 @dataclass(frozen=True)
 class Alone:
-    """What requests take on an idle engine, in seconds: ttft [2] of prompts of `lengths` [2]
-    tokens, the short and the longest; tpot, a token after the first."""
+    """What requests take on an idle engine.
+
+    Attributes:
+        lengths: [2], prompt tokens of a short request and of the longest.
+        ttft: [2], seconds to the first token of such prompts.
+        tpot: seconds of each token after the first.
+    """
 
     lengths: tuple[int, int]
     ttft: tuple[float, float]
@@ -89,8 +98,8 @@ class Alone:
 
     @classmethod
     def measured(cls, targets: Sequence[Target], longest: int, seed: int) -> Alone:
-        """On the fastest of the targets, medians of a few requests. longest: tokens of a
-        request."""
+        """Measures medians of a few requests on each target, and takes the fastest target's.
+        longest: tokens of a request."""
         lengths = (SHORT, longest - OUTPUT)
         found = [
             [runs.latency(target, ALONE, length, OUTPUT, seed) for target in targets]
@@ -103,8 +112,8 @@ class Alone:
         return cls(lengths, (ttft[0], max(ttft)), statistics.mean(tpot))
 
     def prompts(self, lengths: np.ndarray) -> np.ndarray:
-        """Seconds to the first token of prompts of so many tokens, between the measured ones in a
-        straight line."""
+        """Seconds to the first token of prompts of these lengths, interpolated linearly between the
+        measured ones."""
         return np.interp(lengths, self.lengths, self.ttft)
 
 
@@ -127,8 +136,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def lengths(args: argparse.Namespace, rng: np.random.Generator) -> Lengths:
-    """Of a turn's requests. Outputs take at most a third of the longest request, and prompts the
-    rest of it."""
+    """Lengths of a turn's requests. Outputs take at most a third of the longest request, and
+    prompts the rest of it."""
     names = list(MIX)
     which = rng.choice(len(names), args.num_requests, p=list(MIX.values()))
     prompt, output = np.empty((2, args.num_requests))
@@ -146,7 +155,14 @@ def lengths(args: argparse.Namespace, rng: np.random.Generator) -> Lengths:
 
 
 def workload(args: argparse.Namespace, turn: int, alone: Alone, rate: float) -> Workload:
-    """What is served in a turn, the same under every policy. rate: requests/s."""
+    """The workload of a turn, the same under every policy.
+
+    Args:
+        args: of the command line.
+        turn: its number; the seed depends on it.
+        alone: what the targets are multiples of.
+        rate: requests/s.
+    """
     rng = np.random.default_rng((args.seed, turn))
     drawn = lengths(args, rng)
     arrival = poisson_arrivals(rate, args.num_requests, rng)
