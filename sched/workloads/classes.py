@@ -29,8 +29,19 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(ms|s)")
 
 @dataclass(frozen=True)
 class SloClass:
-    """share: of the requests, in (0, 1]. slo: its requests' targets. greedy: whether they take the
-    most likely token; those that do not are sampled at a temperature of 1."""
+    """A class of requests with SLOs of their own.
+
+    Attributes:
+        name: What metrics report it as.
+        share: Share of the requests, in (0, 1].
+        slo: Its targets.
+        tier: Real-time or best-effort.
+        greedy: Whether its requests take the most likely token; the others are sampled at
+            temperature 1.
+
+    Raises:
+        WorkloadError: The name or the share is invalid.
+    """
 
     name: str
     share: float
@@ -58,7 +69,7 @@ class SloClass:
 
 
 def parse_classes(text: str) -> tuple[SloClass, ...]:
-    """The classes that the text names, in its order. WorkloadError says what is wrong with it."""
+    """Parses classes in the order of the text. Raises WorkloadError with what is wrong with it."""
     classes = tuple(_parse(part) for part in text.split(","))
     names = [one.name for one in classes]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -87,7 +98,7 @@ def draw_terms(classes: Sequence[SloClass], count: int, rng: np.random.Generator
 
 
 def with_targets(terms: SloColumns, slo: SLO) -> SloColumns:
-    """The terms with `slo` for the requests that have no target of their own."""
+    """The terms, with `slo` for requests that have no target of their own."""
     without = np.isinf([getattr(terms, name) for name in TARGETS]).all(axis=0)
     filled: dict[str, Any] = {
         name: np.where(without, seconds_or_inf(getattr(slo, name)), getattr(terms, name))

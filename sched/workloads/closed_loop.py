@@ -32,9 +32,14 @@ _UNIFORM = re.compile(r"uniform:(\d{1,10}):(\d{1,10})")
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """batch: requests submitted at a time, the first ones at 0 s. prompt, output: their lengths in
-    tokens. Each may write as much as the longest of them does, takes the most likely token and has
-    no target."""
+    """Best-effort requests without targets that come in batches, each once the last one has ended.
+    All are greedy, and each may write as much as the longest of them.
+
+    Attributes:
+        batch: Requests submitted at a time, the first ones at 0 s.
+        prompt: Prompt lengths in tokens.
+        output: Output lengths in tokens.
+    """
 
     batch: int
     prompt: Uniform
@@ -46,14 +51,14 @@ class ClosedLoop:
         return f"closed:batch={self.batch},input={inputs},output={outputs}"
 
     def requests(self, number: int, time: float, seed: int) -> Workload:
-        """Batch `number`, from 0, submitted at that time: the same for the same seed, whenever that
-        is."""
+        """Batch `number`, counted from 0, submitted at `time`. Lengths depend on the seed and the
+        number, not on the time."""
         rng = np.random.default_rng((seed, 7, number))
         lengths = Lengths(*(one.sample(self.batch, rng) for one in (self.prompt, self.output)))
         return self._of(lengths, time)
 
     def longest(self) -> Workload:
-        """A request as long as any."""
+        """One request with the longest prompt and output there can be."""
         return self._of(fixed_lengths(self.prompt.high, self.output.high, 1), 0.0)
 
     def _of(self, lengths: Lengths, time: float) -> Workload:
@@ -65,7 +70,7 @@ class ClosedLoop:
 
 
 def parse_closed_loop(text: str) -> ClosedLoop:
-    """What the text says. WorkloadError says what is wrong with it."""
+    """Parses a closed loop's text. Raises WorkloadError with what is wrong with it."""
     kind, _, rest = text.partition(":")
     if kind != "closed":
         raise WorkloadError(

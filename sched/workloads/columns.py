@@ -20,8 +20,15 @@ NO_LIMIT = 0  # of a request that asks for no max_tokens
 
 @dataclass(frozen=True)
 class Extras:
-    """What one request asks for. limit: tokens, or NO_LIMIT. ttft, tbt, jct: seconds, inf for
-    none."""
+    """What one request of a trace asks for in its optional columns.
+
+    Attributes:
+        limit: max_tokens, or NO_LIMIT.
+        tier: Real-time or best-effort.
+        ttft, tbt, jct: Targets in seconds, inf for none.
+        slo_class: Name of its class.
+        greedy: Whether it takes the most likely token.
+    """
 
     limit: int = NO_LIMIT
     tier: Tier = Tier.REALTIME
@@ -33,7 +40,8 @@ class Extras:
 
 
 def length_of(where: str, name: str, text: str) -> int:
-    """The number of tokens written in a trace. WorkloadError names `where` and the column."""
+    """Parses a trace cell as a number of tokens. Raises WorkloadError with `where` and the
+    column."""
     # int() would also take " 7", "1_000" and other scripts' digits.
     if not (text.isascii() and text.isdigit()):
         raise WorkloadError(f"{where}: {name} must be a whole number, got {text!r:.40}")
@@ -43,7 +51,8 @@ def length_of(where: str, name: str, text: str) -> int:
 
 
 def seconds_of(where: str, name: str, text: str) -> float:
-    """A time from 0. WorkloadError names `where` and the column."""
+    """Parses a trace cell as a time of 0 or more. Raises WorkloadError with `where` and the
+    column."""
     try:
         value = float(text)
     except ValueError:
@@ -72,8 +81,8 @@ OPTIONAL_COLUMNS = tuple(_COLUMNS)
 
 
 def extras_of(where: str, cells: Mapping[str, str], output_len: int) -> Extras:
-    """From a row's optional columns; an empty cell says nothing. WorkloadError names `where` and
-    the column."""
+    """Parses a row's optional columns; empty cells are skipped. Raises WorkloadError with `where`
+    and the column."""
     values = {}
     for name, text in cells.items():
         if text:
@@ -88,7 +97,7 @@ def extras_of(where: str, cells: Mapping[str, str], output_len: int) -> Extras:
 
 
 def terms_of(rows: Sequence[Extras]) -> SloColumns:
-    """The rows as columns; classes are in the order in which they first come up."""
+    """The rows as columns. Classes are in order of first appearance."""
     classes = tuple(dict.fromkeys(row.slo_class for row in rows))
     index = {name: i for i, name in enumerate(classes)}
     return SloColumns(

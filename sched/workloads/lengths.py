@@ -58,8 +58,14 @@ class Distribution(Protocol):
 
 @dataclass(frozen=True)
 class Moments:
-    """A log-normal of that mean and standard deviation, cut off at `high`: values above are drawn
-    again, so that the mean of what remains is a little lower. Tokens."""
+    """A log-normal of given mean and standard deviation, truncated at `high`. Larger values are
+    drawn again, so the actual mean is a little lower.
+
+    Attributes:
+        mean: Tokens, before truncation.
+        std: Standard deviation, tokens, before truncation.
+        high: The longest, tokens.
+    """
 
     mean: float
     std: float
@@ -76,16 +82,22 @@ class Moments:
 
 @dataclass(frozen=True)
 class Quartered:
-    """Half of the values below the median and half above, bent towards one end on both sides so
-    that the mean is right; from 1 to `high`. Tokens."""
+    """Lengths from 1 to `high` with a given median and mean. Half of the values lie on each side of
+    the median, skewed the same way on both so that the mean is right.
+
+    Attributes:
+        median: Tokens.
+        mean: Tokens.
+        high: The longest, tokens.
+    """
 
     median: float
     mean: float
     high: int
 
     def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """`count` lengths in tokens, from 1 to `high`, int64 [count]. WorkloadError where no such
-        distribution has that mean."""
+        """`count` lengths in tokens, from 1 to `high`, int64 [count]. Raises WorkloadError if no
+        such distribution has that mean."""
         bend = self._bend()
         u = rng.random(count) ** bend
         upper = rng.permutation(count) % 2 == 1  # exactly half: few values lie near the median
@@ -116,8 +128,8 @@ class Uniform:
 
 @dataclass(frozen=True)
 class LogUniform:
-    """From low to high, both included: each length as likely as another in proportion, so that
-    every doubling is equally likely. Tokens."""
+    """Lengths from low to high tokens, both included, uniform in their logarithm: every doubling is
+    equally likely."""
 
     low: int
     high: int
@@ -130,8 +142,11 @@ class LogUniform:
 
 @dataclass(frozen=True)
 class Ranges:
-    """How often lengths are in which range, as histograms are printed. parts: shares, of which only
-    the ratios count, and the lengths within."""
+    """A histogram of lengths.
+
+    Attributes:
+        parts: Of each range its weight, normalised over all, and the distribution within it.
+    """
 
     parts: tuple[tuple[float, Distribution], ...]
 
@@ -149,8 +164,14 @@ class Ranges:
 
 @dataclass(frozen=True)
 class DataSet:
-    """prompt and output are drawn independently. source: who printed the statistics. total: limit
-    of both together, to which outputs are cut."""
+    """A sampler that stands in for a data set. Prompts and outputs are drawn independently.
+
+    Attributes:
+        prompt: Distribution of prompt lengths.
+        output: Distribution of output lengths.
+        source: Where the statistics were published.
+        total: Limit of prompt and output together, to which outputs are cut; None for none.
+    """
 
     prompt: Distribution
     output: Distribution
@@ -158,7 +179,8 @@ class DataSet:
     total: int | None = None
 
     def sample(self, count: int, rng: np.random.Generator) -> Lengths:
-        """Prompt and output lengths of `count` requests. WorkloadError where it is less than 1."""
+        """Prompt and output lengths of `count` requests. Raises WorkloadError if count is below
+        1."""
         if count < 1:
             raise WorkloadError(f"num_requests must be at least 1, got {count}")
         prompt, output = self.prompt.sample(count, rng), self.output.sample(count, rng)
@@ -169,13 +191,19 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Blend:
-    """Requests of several data sets, shuffled. parts: shares, of which only the ratios count."""
+    """Requests of several data sets, shuffled.
+
+    Attributes:
+        parts: Of each data set its weight, normalised over all, and its sampler.
+        source: Where the statistics were published.
+    """
 
     parts: tuple[tuple[float, DataSet], ...]
     source: str
 
     def sample(self, count: int, rng: np.random.Generator) -> Lengths:
-        """Prompt and output lengths of `count` requests. WorkloadError where it is less than 1."""
+        """Prompt and output lengths of `count` requests. Raises WorkloadError if count is below
+        1."""
         drawn = [data.sample(count, rng) for _, data in self.parts]
         which = _drawn(tuple(share for share, _ in self.parts), count, rng), np.arange(count)
         prompts, outputs = ([getattr(d, f"{of}_len") for d in drawn] for of in ("prompt", "output"))
@@ -287,7 +315,7 @@ BLENDS = {"mixed-prompts": mixed_prompts()}
 
 
 def sampler(name: str) -> Sampler:
-    """A mix's or a data set's, by name. WorkloadError lists the names."""
+    """The sampler of a mix or data set, by name. Raises WorkloadError with the known names."""
     lower = name.lower()
     if "+" in lower:
         return lambda count, rng: mix_lengths(lower, count, rng)

@@ -1,4 +1,4 @@
-"""What workloads take in memory, said before it is taken."""
+"""Memory that workloads take, estimated before it is allocated."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ _CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_memory(name: str, requests: int, output_tokens: int) -> None:
-    """WorkloadError says what the workload of that name would take, if that is more than there
-    is."""
+    """Raises WorkloadError if a workload needs more memory than there is, with both sizes."""
     needed, there_is = memory_for(requests, output_tokens), machine_memory()
     if needed > there_is:
         raise WorkloadError(

@@ -37,21 +37,30 @@ MaxTokens = int | Literal["length"] | None
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """lengths: `fixed:IxOxB` (prompt tokens, output tokens, requests), a mix or data set of
-    `lengths.names()`, or the path of a trace. num_requests: how many, or the first so
-    many of a trace; None for 1,000, or all of a trace.
+    """A workload as the commands describe it.
 
-    arrivals: `all` at once; `replay` as the trace has them; `poisson`; `gamma` with cv; `on_off`
-    with mean period lengths on_s, off_s; None for the trace's own, or all at once, or poisson where
-    there is a rate and no trace. rate: requests/s; stretches replayed ones. duration: seconds; who
-    comes later is left out. A sampler that is not told how many then has as many as come by then.
+    Attributes:
+        lengths: `fixed:IxOxB` (prompt tokens, output tokens, requests), a mix or data set of
+            `lengths.names()`, or the path of a trace.
+        num_requests: How many, or the first so many of a trace. None: 1,000, or the whole trace;
+            with a rate and a duration a sampler draws as many as arrive within it.
+        arrivals: `all` at once, `replay` as in the trace, `poisson`, `gamma` or `on_off`. None: the
+            trace's own if it has any, else `poisson` with a rate and `all` without.
+        rate: Requests/s; replayed arrivals are stretched to it.
+        cv: Of `gamma`, see `gamma_arrivals`.
+        on_s, off_s: Of `on_off`, mean lengths of the periods in seconds.
+        classes: SLO classes, drawn by their shares. Only for workloads without tiers, targets or
+            classes of their own.
+        slo: Targets of the requests that have none of their own.
+        max_tokens: Limit of the requests that have none of their own: a number; `length` for
+            exactly the output length, as in load tests that ignore the end of sequence; None for
+            `open_limit`.
+        duration: Seconds; requests that arrive later are left out.
+        best_effort: A closed loop beside these requests, over the duration; `make_workload` leaves
+            it out.
 
-    classes: drawn by their shares, for a workload that brings no tiers, targets or classes of its
-    own. slo: targets of the requests that have none of their own. max_tokens: limit of the requests
-    that ask for none of their own: a number; `length`, as load tests do that ignore the end of
-    sequence; None for `open_limit`.
-
-    best_effort: what comes beside them, for as long; it is no part of what `make` gives.
+    Raises:
+        WorkloadError: The fields do not fit together.
     """
 
     lengths: str
@@ -89,12 +98,12 @@ class WorkloadSpec:
 
     @property
     def count(self) -> float:
-        """Requests; infinity where that is known only when they are made."""
+        """Number of requests; infinity if it is known only once they are made."""
         return math.inf if self.num_requests is None else self.num_requests
 
     def make_workload(self, seed: int = 0) -> Workload:
-        """The workload; the same for the same seed. Arrivals and lengths are the same with and
-        without classes. WorkloadError says what is wrong with it."""
+        """Makes the workload; the same for the same seed. Classes change neither arrivals nor
+        lengths. Raises WorkloadError where it cannot be made."""
         if self.duration is None:
             return self._make(*self._generators(seed))
         whole = replace(self, duration=None, best_effort=None)
@@ -114,8 +123,8 @@ class WorkloadSpec:
         return made.select(kept)
 
     def drawn(self) -> bool:
-        """Whether the seed matters: whether making it takes a random number. WorkloadError as
-        `make`."""
+        """Whether the workload depends on the seed. Raises WorkloadError as `make_workload`
+        does."""
         if self.best_effort is not None:
             return True
         generators = self._generators(0)

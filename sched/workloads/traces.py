@@ -28,8 +28,14 @@ from jaxserve.sched.workloads.workload import Lengths, WorkloadError
 
 @dataclass(frozen=True)
 class Trace:
-    """n requests as a file has them. arrival: float64 [n], seconds from the first of them; None if
-    it does not say. limit: int64 [n], max_tokens, `NO_LIMIT` where it does not say."""
+    """n requests as read from a file.
+
+    Attributes:
+        arrival: float64 [n], seconds from the first of them; None if the file has no arrivals.
+        lengths: Prompts and outputs.
+        limit: int64 [n], max_tokens; `NO_LIMIT` where the file has none.
+        terms: SLOs and sampling, as far as the file has them.
+    """
 
     arrival: np.ndarray | None
     lengths: Lengths
@@ -37,7 +43,7 @@ class Trace:
     terms: SloColumns
 
     def first(self, count: int) -> Trace:
-        """The first `count` requests. WorkloadError if there are fewer."""
+        """The first `count` requests. Raises WorkloadError if there are fewer."""
         lengths, which = self.lengths.first(count), np.arange(count)
         arrival = None if self.arrival is None else self.arrival[:count]
         return Trace(arrival, lengths, self.limit[:count], self.terms.select(which))

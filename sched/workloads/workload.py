@@ -24,7 +24,15 @@ class WorkloadError(ValueError):
 
 @dataclass(frozen=True)
 class Lengths:
-    """prompt_len, output_len: int64 [n], tokens, each at least 1."""
+    """Prompt and output lengths of n requests.
+
+    Attributes:
+        prompt_len: int64 [n], tokens, each at least 1.
+        output_len: int64 [n], tokens, each at least 1.
+
+    Raises:
+        WorkloadError: The lengths do not fit together, or one is below 1.
+    """
 
     prompt_len: np.ndarray
     output_len: np.ndarray
@@ -46,7 +54,7 @@ class Lengths:
         return np.asarray(self.prompt_len + self.output_len)
 
     def first(self, count: int) -> Lengths:
-        """The first `count` of them. WorkloadError if there are fewer."""
+        """The first `count` of them. Raises WorkloadError if there are fewer."""
         if not 1 <= count <= len(self):
             raise WorkloadError(f"{count} requests are asked for, of {len(self)} lengths")
         return Lengths(self.prompt_len[:count], self.output_len[:count])
@@ -54,11 +62,19 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Workload:
-    """n requests in order of arrival; `Workload.of` makes one.
+    """n requests in order of arrival: when they come, how long they are and what they ask for.
+    `Workload.create` puts one together.
 
-    arrival: float64 [n], seconds from the start. prompt_len, output_len: int64 [n], tokens; nobody
-    knows a request's output_len until it has ended. limit: int64 [n], the max_tokens asked for, at
-    least output_len: that is known. The rest is as in `SloColumns`.
+    Attributes:
+        arrival: float64 [n], seconds from the start, ascending.
+        prompt_len: int64 [n], tokens.
+        output_len: int64 [n], tokens that each request writes. Policies do not know it before the
+            request has ended.
+        limit: int64 [n], max_tokens, at least output_len. Policies know it.
+        tier, ttft, tbt, jct, slo_class, greedy, classes: As in `SloColumns`.
+
+    Raises:
+        WorkloadError: The columns do not fit together.
     """
 
     arrival: np.ndarray
@@ -100,8 +116,17 @@ class Workload:
         limit: np.ndarray | None = None,
         terms: SloColumns | None = None,
     ) -> Workload:
-        """Puts the parts together. limit: int64 [n], by default `open_limit`. terms: by default
-        none."""
+        """Puts a workload together from its parts.
+
+        Args:
+            arrival: float64 [n], seconds from the start, ascending.
+            lengths: Prompts and outputs.
+            limit: int64 [n], max_tokens; by default `open_limit`.
+            terms: SLOs and sampling; by default `SloColumns.none`.
+
+        Raises:
+            WorkloadError: The parts do not fit together.
+        """
         if limit is None:
             limit = open_limit(lengths)
         terms = terms or SloColumns.none(len(lengths))
@@ -110,8 +135,11 @@ class Workload:
 
     @classmethod
     def merged(cls, parts: Sequence[Workload]) -> tuple[Workload, np.ndarray]:
-        """All of their requests in order of arrival, and where each of them is in the parts one
-        after the other, int64 [n]."""
+        """Merges workloads into one, in order of arrival.
+
+        Returns:
+            The merged workload, and each request's index in the concatenated parts, int64 [n].
+        """
         names = ("arrival", "prompt_len", "output_len", "limit")
         columns = [np.concatenate([getattr(part, name) for part in parts]) for name in names]
         order = np.argsort(columns[0], kind="stable")
@@ -124,12 +152,12 @@ class Workload:
 
     @property
     def lengths(self) -> Lengths:
-        """Its prompt_len and output_len."""
+        """Prompt and output lengths."""
         return Lengths(self.prompt_len, self.output_len)
 
     @property
     def terms(self) -> SloColumns:
-        """What its requests ask for beside the work."""
+        """What the requests ask for beside the work: tiers, targets, classes and sampling."""
         columns = (getattr(self, field.name) for field in dataclasses.fields(SloColumns))
         return SloColumns(*columns)
 
@@ -143,12 +171,12 @@ class Workload:
         )
 
     def first(self, count: int) -> Workload:
-        """The first `count` requests. WorkloadError if there are fewer."""
+        """The first `count` requests. Raises WorkloadError if there are fewer."""
         return self.select(np.arange(len(self.lengths.first(count))))
 
     def within(self, total: int) -> Workload:
-        """The same with prompts, then outputs and limits cut so that none may get longer than
-        `total` tokens."""
+        """The same requests, truncated to `total` tokens each: prompts first, then outputs and
+        limits."""
         if total < 2:
             raise WorkloadError(f"a request has at least 2 tokens, got a limit of {total}")
         prompt = np.minimum(self.prompt_len, total - 1)
@@ -161,8 +189,8 @@ class Workload:
         )
 
     def at_rate(self, rate: float) -> Workload:
-        """The same requests with time stretched so that `rate` of them arrive a second on
-        average. WorkloadError for no such rate, or if all arrive at once."""
+        """The same requests with time stretched to an average of `rate` requests/s. Raises
+        WorkloadError if the rate is not positive, or if all requests arrive at once."""
         if not (math.isfinite(rate) and rate > 0):
             raise WorkloadError(f"rate must be a positive number, got {rate}")
         span = float(self.arrival[-1])
@@ -172,8 +200,8 @@ class Workload:
 
 
 def open_limit(lengths: Lengths) -> np.ndarray:
-    """What requests may write that ask for no max_tokens, int64 [n], tokens: as many as a server
-    gives whose max_model_len is just enough for the longest of them."""
+    """The limit of requests that set no max_tokens, int64 [n], tokens: what a server allows whose
+    max_model_len just fits the longest request."""
     return np.asarray(lengths.total.max() - lengths.prompt_len)
 
 
@@ -188,10 +216,20 @@ def poisson_arrivals(rate: float, count: int, rng: np.random.Generator) -> np.nd
 
 
 def gamma_arrivals(rate: float, cv: float, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Arrival times with independent Gamma gaps, float64 [count] in seconds.
+    """Arrival times with independent Gamma gaps.
 
-    rate: requests/s. cv: standard deviation of the gaps over their mean; 1 is a Poisson process,
-    more comes in bursts, less is more regular.
+    Args:
+        rate: Requests/s.
+        cv: Standard deviation of the gaps over their mean. 1 is a Poisson process, more is
+            burstier, less is more regular.
+        count: Requests.
+        rng: What the gaps are drawn from.
+
+    Returns:
+        float64 [count], seconds.
+
+    Raises:
+        WorkloadError: An argument is not positive.
     """
     for name, value in (("rate", rate), ("cv", cv)):
         if not (math.isfinite(value) and value > 0):
@@ -204,10 +242,24 @@ def gamma_arrivals(rate: float, cv: float, count: int, rng: np.random.Generator)
 def on_off_arrivals(
     rate: float, on_s: float, off_s: float, count: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Arrival times of a source that is on and off in turn, float64 [count] in seconds.
+    """Arrival times of a bursty source that alternates between on and off periods, starting with
+    on.
 
-    The lengths of on and off periods are exponential with means on_s and off_s; while on, requests
-    come as a Poisson process, so fast that the rate over all is `rate`. Starts on.
+    Periods are exponential. While the source is on, requests come as a Poisson process, fast enough
+    for `rate` on average over both.
+
+    Args:
+        rate: Requests/s, off periods included.
+        on_s: Mean length of the on periods, seconds.
+        off_s: Mean length of the off periods, seconds.
+        count: Requests.
+        rng: What gaps and periods are drawn from.
+
+    Returns:
+        float64 [count], seconds.
+
+    Raises:
+        WorkloadError: An argument is not positive.
     """
     for name, value in (("rate", rate), ("on_s", on_s), ("off_s", off_s)):
         if not (math.isfinite(value) and value > 0):
