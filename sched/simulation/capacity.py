@@ -12,8 +12,14 @@ Attain = Callable[[int], float | None]
 
 @dataclass(frozen=True)
 class Grid:
-    """Rates to try: 2^(index / steps) requests/s, three digits. stride: steps by which the range
-    grows; reach: steps that it may grow from the first guess, either way."""
+    """A geometric grid of request rates, and the search on it: point i is 2^(i / steps) requests/s,
+    rounded to three digits.
+
+    Attributes:
+        steps: Points for each doubling of the rate.
+        stride: Points by which the range tried grows at a time.
+        reach: Points that the range may grow from the first guess, either way.
+    """
 
     steps: int
     stride: int
@@ -24,12 +30,21 @@ class Grid:
         return float(f"{2 ** (index / self.steps):.3g}")
 
     def nearest(self, rate: float) -> int:
-        """The index of the rate that is nearest, by its ratio. rate: requests/s, positive."""
+        """The index of the point nearest to `rate` (requests/s, positive), by ratio."""
         return round(self.steps * math.log2(rate))
 
     def wanted(self, found: Mapping[int, float], start: int, levels: Sequence[float]) -> list[int]:
-        """Indices to try next, given attainments by index; none if every level's fall lies between
-        two neighbours, or beyond reach. start: the first guess."""
+        """The points to try next.
+
+        Args:
+            found: Attainment by index, so far.
+            start: Index of the first guess.
+            levels: Attainments whose crossings are searched for.
+
+        Returns:
+            Ascending indices; empty once each level's crossing lies between two neighbours or out
+                of reach.
+        """
         if not found:
             return [start]
         return sorted({index for level in levels for index in self._next(found, start, level)})
@@ -37,8 +52,16 @@ class Grid:
     def tried(
         self, attain: Attain, start: int, levels: Sequence[float]
     ) -> tuple[dict[int, float], list[int]]:
-        """Replays the search on what is known: attainments by index, and the indices that are
-        missing. attain: None where there is no number yet."""
+        """Replays the search on what is known so far.
+
+        Args:
+            attain: Attainment by index, None where it is not known yet.
+            start: Index of the first guess.
+            levels: Attainments whose crossings are searched for.
+
+        Returns:
+            The known attainments by index, and the indices that the search needs next.
+        """
         found: dict[int, float] = {}
         while True:
             ahead = self.wanted(found, start, levels)
@@ -69,9 +92,14 @@ FINE = Grid(steps=32, stride=32, reach=320)  # neighbours are 2.2% apart
 
 @dataclass(frozen=True)
 class Crossing:
-    """The rate where attainment falls below a level, requests/s. bound: "" if it was found between
-    two rates, "<" if the lowest rate tried already misses the level, ">" if the highest attains
-    it. "?": a ratio of two bounds that say nothing."""
+    """The rate where attainment falls below a level.
+
+    Attributes:
+        rate: Requests/s.
+        bound: "" if the crossing was found between two rates, "<" if the lowest rate tried already
+            misses the level, ">" if the highest attains it, "?" for a ratio or mean whose bounds
+            contradict each other.
+    """
 
     rate: float
     bound: str = ""
@@ -104,13 +132,13 @@ def crossing(points: Mapping[float, float], level: float) -> Crossing:
 
 
 def ratio(above: Crossing, below: Crossing) -> Crossing:
-    """How many times the one rate is of the other; a bound where one of them is one."""
+    """above / below; a bound if either is one."""
     flipped = {"": "", "<": ">", ">": "<"}[below.bound]
     return Crossing(above.rate / below.rate, _joint((above.bound, flipped)))
 
 
 def mean(found: Sequence[Crossing]) -> Crossing:
-    """Their mean; a bound where one of them is one."""
+    """The mean rate; a bound if any of them is one."""
     rate = sum(one.rate for one in found) / len(found)
     return Crossing(rate, _joint([one.bound for one in found]))
 

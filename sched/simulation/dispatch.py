@@ -1,5 +1,5 @@
-"""Whether a simulation runs compiled (`compiled/`, with numba) or in Python (`replicas.py`),
-which is the reference: where both can, the outcome is the same."""
+"""Whether a simulation runs compiled (`compiled/`, with numba) or in Python
+(`replica/event_loop.py`), which is the reference: where both can, the outcome is the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NotCompiled(ValueError):
 
 
 def form_of(policy: Policy) -> CompiledSpec:
-    """What the compiled simulation has of the policy. NotCompiled if that is not all of it."""
+    """The policy's compiled spec. Raises NotCompiled if the policy does more than its spec says."""
     own = next((c for c in type(policy).__mro__ if _METHODS & vars(c).keys()), None)
     spec = None
     if isinstance(policy, UnifiedPolicy) and own is not None and "compiled_spec" in vars(own):
@@ -50,8 +50,22 @@ def run(
     progress: Callable[[int], None] | None,
     compiling: Callable[[], None] | None,
 ) -> Served:
-    """Serves the workload, with one policy for each replica. compiled: or NotCompiled;
-    None for if it can be, and pays."""
+    """Serves the workload, compiled or in Python.
+
+    Args:
+        policies: One for each replica.
+        workload: The requests.
+        setting: Where they are served.
+        options: What only the simulation in Python supports.
+        compiled: True to insist on numba, False for Python, None for numba where possible and worth
+            its start-up time.
+        progress: progress(n) is called when n more requests have come.
+        compiling: Called when numba begins to compile.
+
+    Raises:
+        NotCompiled: `compiled` is True and the simulation cannot run compiled.
+        InvalidPlan: A policy plans what cannot be booked, or makes no progress.
+    """
     if compiled or (compiled is None and _pays(workload)):
         try:
             return _run_compiled(policies[0], workload, setting, progress, compiling)

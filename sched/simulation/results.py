@@ -21,14 +21,19 @@ from jaxserve.sched.workloads.workload import Workload
 
 @dataclass(frozen=True)
 class RequestRecords:
-    """Arrays over the n requests, in order of arrival. Times in seconds from the workload's start.
+    """Arrays over the n requests of a simulation, in order of arrival. Times in seconds from the
+    workload's start.
 
-    workload: what they asked for. token_times: float64 [sum of tokens], when each token reached
-    the host; request i's are token_times[offsets[i] : offsets[i] + tokens[i]]. preemptions: int64
-    [n], how often its cache was taken away. replica: int64 [n], who served it, or REFUSED. tokens:
-    int64 [n], what each has written: output_len, less if it had not ended at `end`, when the run
-    was cut off, or nothing if it was refused. failed: bool [n], who ended with less since its
-    replica died.
+    Attributes:
+        workload: What the requests asked for.
+        preemptions: int64 [n], how often each lost its cache.
+        replica: int64 [n], the replica that served it, or REFUSED.
+        token_times: float64 [sum of tokens], when each token reached the host. Request i's are
+            token_times[offsets[i] : offsets[i] + tokens[i]].
+        tokens: int64 [n], tokens written: output_len, or less for requests that were refused,
+            failed or had not ended at `end`.
+        failed: bool [n], requests that ended early because their replica died.
+        end: When the run was cut off; inf if it was not.
     """
 
     workload: Workload
@@ -41,7 +46,7 @@ class RequestRecords:
 
     @classmethod
     def from_outcome(cls, workload: Workload, outcome: Outcome, until: float) -> RequestRecords:
-        """What became of the workload. until: when the run was cut off."""
+        """The records of a run that was cut off at `until`, seconds."""
         tokens, times = workload.output_len, outcome.token_times
         wrote = np.isfinite(times)
         if not wrote.all():
@@ -75,12 +80,12 @@ class RequestRecords:
 
     @property
     def finished(self) -> np.ndarray:
-        """Who has written all it writes, bool [n]."""
+        """Requests that have written their whole output, bool [n]."""
         return np.asarray(self.tokens == self.output_len)
 
     @property
     def times(self) -> Times:
-        """As load tests have them."""
+        """The times in the form that load tests measure them in."""
         going = ~self.finished & ~self.refused & ~self.failed
         return Times(self.arrival, self.token_times, self.tokens, self.finished, going, self.end)
 
@@ -91,7 +96,7 @@ class RequestRecords:
 
     @property
     def first_token(self) -> np.ndarray:
-        """float64 [n]; nan if there is none."""
+        """When the first token came, float64 [n]; nan if there is none."""
         return self.times.first_token
 
     @property
@@ -101,8 +106,8 @@ class RequestRecords:
 
     @property
     def left(self) -> np.ndarray:
-        """When the last token came, or the run was cut off, float64 [n]; nan if it was refused, or
-        failed without a token."""
+        """When the request left: its last token, or the end of the run if it had not ended; float64
+        [n]. nan if it was refused, or failed without a token."""
         over = self.finished | self.refused | self.failed
         return np.where(over, self.times.last_token, self.end)
 
@@ -118,8 +123,8 @@ class RequestRecords:
 
     @property
     def tpot(self) -> np.ndarray:
-        """Mean time between tokens of each request that has more than one, preempted time
-        included, float64."""
+        """Mean time between tokens of each request with more than one, preempted time included,
+        float64."""
         several = self.tokens > 1
         span = (self.times.last_token - self.first_token)[several]
         return np.asarray(span / (self.tokens[several] - 1))
@@ -132,12 +137,24 @@ class RequestRecords:
 
 @dataclass(frozen=True)
 class BatchRecords:
-    """Arrays over the batches, replica by replica, each in the order in which they ran. start and
-    duration in seconds; num_tokens computed; kv_used: tokens that the cache has room for, whole
-    blocks; preemptions: requests that lost their cache since the one before; num_hidden:
-    requests of it with hidden caches; num_recomputed: tokens that had been in the cache before it
-    was lost; saved_slots, loaded_slots: of one plane each, that went to host memory and came back
-    since the one before; num_shared: blocks that several hold."""
+    """Arrays over the batches of a simulation, replica by replica, each in the order in which they
+    ran.
+
+    Attributes:
+        start: Seconds.
+        duration: Seconds.
+        num_tokens: Tokens computed.
+        num_decodes: Decodes in the batch.
+        num_prefills: Prefill chunks in the batch.
+        kv_used: Tokens that the blocks in use have room for.
+        preemptions: Requests that lost their cache since the batch before.
+        num_hidden: Requests in the batch with hidden caches.
+        num_recomputed: Tokens computed again after their cache was lost.
+        saved_slots, loaded_slots: Slots of one plane moved to and from host memory since the batch
+            before.
+        num_shared: Blocks that several requests hold.
+        replica: Number of the replica.
+    """
 
     start: np.ndarray
     duration: np.ndarray
@@ -155,7 +172,7 @@ class BatchRecords:
 
     @classmethod
     def from_logs(cls, logs: list[np.ndarray]) -> BatchRecords:
-        """logs: one array of records of BATCH a replica."""
+        """Joins the logs of the replicas, arrays of BATCH."""
         table = np.concatenate(logs)
         columns = {name: table[name].copy() for name in BATCH.names or ()}
         replica = np.repeat(np.arange(len(logs)), [len(log) for log in logs])
@@ -167,13 +184,21 @@ class BatchRecords:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """requests, batches: see there. rows: per replica and batch who was in it, if that was asked
-    for. kv_tokens: the size of the cache, in tokens. seed_read: whether a policy asked for the
-    seed, or what steps take was drawn; if not, it changes nothing but the workload. goodput_bound,
-    search_runs, found_by: where the schedule was searched for, requests/s that none exceeds (inf
-    where nothing can be said), how many were simulated, and whose the best is (`oracle.Found`).
-    expected: seconds until the first token as predicted when each request came, float64 [n], where
-    that was asked for."""
+    """The records of one simulation. Those from `goodput_bound` to `found_by` are set only where
+    the schedule was searched for (`oracle.search`).
+
+    Attributes:
+        requests: What became of each request.
+        batches: What each batch was.
+        rows: By replica and batch, which requests were in it; None if not recorded.
+        kv_tokens: Size of the cache of one replica, tokens.
+        seed_read: Whether the seed may change the outcome for the same workload.
+        goodput_bound: Requests/s that no schedule exceeds, inf if there is no bound.
+        search_runs: Schedules simulated.
+        found_by: Name of the policy with the best schedule, see `oracle.search.Found`.
+        expected: float64 [n], seconds to the first token as predicted on arrival; None if not asked
+            for.
+    """
 
     requests: RequestRecords
     batches: BatchRecords
@@ -187,27 +212,32 @@ class SimulationResult:
 
     @property
     def lengthening(self) -> np.ndarray | None:
-        """Seconds that each batch took longer for its best-effort requests, float64 [batches], see
-        `sched.tiers`; None where rows were not recorded."""
+        """Seconds that best-effort requests added to each batch, float64 [batches], see
+        `sched/slo/tiers.py`; None if rows were not recorded."""
         if self.rows is None:
             return None
         return np.array([one.lengthening for replica in self.rows for one in replica])
 
     def summary(self) -> dict[str, Any]:
-        """The numbers of one run; seconds, or milliseconds where the name says so. None for a mean,
-        or a rate, of nothing, as where every request was refused.
+        """The numbers of one run, in seconds unless the name says milliseconds. None for a mean or
+        a rate of nothing, for example if every request was refused.
 
-        latency_s: sum of the batch times (InferMax section 4.1), of the busiest replica.
-        makespan_s: first arrival to last token, or to where the run was cut off. tps: generated
-        tokens over latency_s. mean_tpot_s: over requests with more than one token, preempted time
-        included. slo_attainment: share of the requests within all of their own targets, ttft_, tbt_
-        and jct_attainment within one of them; 1 if there are none (`sched/slo/metrics.py`).
-        num_refused: requests that found the queue full; they attain nothing and count in no
-        latency. num_failed: that ended with less than all their tokens, with their replica.
-        saved_slots, loaded_slots: of one plane each, to host memory and back;
-        mean_shared_blocks, peak_shared_blocks: that several hold, over the time of the batches.
-        goodput_bound_per_s, search_runs: see above; only of what was searched for.
-        tiers, classes: the same by name, as `metrics.group_metrics` has it.
+        Returns:
+            latency_s: Sum of the batch times (InferMax section 4.1) of the busiest replica.
+            makespan_s: First arrival to last token, or to the end of a run that was cut off.
+            tps: Generated tokens over latency_s.
+            mean_tpot_s: Over requests with more than one token, preempted time included.
+            slo_attainment: Share of the requests that finished within all of their own targets, if
+                any (`sched/slo/metrics.py`).
+            ttft_attainment, tbt_attainment, jct_attainment: The same for one target.
+            num_refused: Requests that found the queue full; they attain nothing and count in no
+                latency.
+            num_failed: Requests that ended early because their replica died.
+            saved_slots, loaded_slots: Slots of one plane moved to and from host memory.
+            mean_shared_blocks, peak_shared_blocks: Blocks that several requests hold, over the time
+                of the batches.
+            goodput_bound_per_s, search_runs: As the fields, only if the schedule was searched for.
+            tiers, classes: The same by name, see `metrics.group_metrics`.
         """
         requests, batches = self.requests, self.batches
         latency = float(np.bincount(batches.replica, weights=batches.duration).max(initial=0.0))
@@ -250,7 +280,7 @@ class SimulationResult:
 
     @property
     def attained(self) -> np.ndarray:
-        """Who is within all of its targets, bool [n]."""
+        """Requests within all of their targets, bool [n]."""
         return attained(self.requests.times, self.requests.workload.terms).slo
 
     def _search(self) -> dict[str, Any]:
@@ -260,10 +290,9 @@ class SimulationResult:
         return {"goodput_bound_per_s": bound, "search_runs": self.search_runs}
 
     def request_table(self) -> dict[str, np.ndarray]:
-        """Columns of the per-request table, [n] each. limit: max_tokens, as asked for. slo_ttft,
-        slo_tbt, slo_jct: its targets, seconds, inf for none. replica: REFUSED,
-        and its times nan, where the queue was full. attained: whether it is within all of
-        them."""
+        """Columns of the per-request table, [n] each: limit is max_tokens as asked for; slo_ttft,
+        slo_tbt and slo_jct are the targets in seconds, inf for none; replica is REFUSED, and times
+        are nan, where the queue was full; attained says whether all targets were met."""
         r, asked = self.requests, self.requests.workload
         names = ("arrival", "prompt_len", "output_len", "first_token", "finish", "preemptions")
         return {
@@ -292,8 +321,8 @@ def _share(value: float | None, whole: float) -> float | None:
 
 
 def write_table(columns: dict[str, np.ndarray], path: str | Path) -> None:
-    """A CSV file with a header, or where the name ends in .json a JSON list of objects. What is not
-    finite is an empty cell, or null."""
+    """Writes a CSV file with a header, or a JSON list of objects if the name ends in .json. Values
+    that are not finite become empty cells, or null."""
     cells = (_cells(column) for column in columns.values())
     rows: Iterator[tuple[Any, ...]] = zip(*cells, strict=True)
     with open(path, "w", newline="", encoding="utf-8") as file:

@@ -165,10 +165,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """Who was in a batch: requests [n] by their number, the tokens each computed
-    and whether it was a decode; preempted: requests that lost their cache since the batch before it
-    was planned; lengthening: seconds that it took longer for those of best effort, see
-    `sched.tiers`."""
+    """Which requests were in a batch.
+
+    Attributes:
+        requests: int64 [n], their numbers in the workload.
+        tokens: int64 [n], tokens that each computed.
+        decoding: bool [n], whether each was a decode.
+        preempted: int64 [k], numbers of requests that lost their cache since the batch before.
+        lengthening: Seconds that best-effort requests added to it, see `sched/slo/tiers.py`.
+    """
 
     requests: np.ndarray
     tokens: np.ndarray
@@ -178,8 +183,12 @@ class BatchRows:
 
     @classmethod
     def of_decodes(cls, requests: np.ndarray, steps: np.ndarray) -> list[BatchRows]:
-        """Batches of nothing but decodes, one after the other. steps: int64 [n], in how many of
-        them, from the first on, each of the requests is."""
+        """Consecutive batches of decodes only.
+
+        Args:
+            requests: int64 [n], numbers in the workload.
+            steps: int64 [n], how many of the batches, from the first on, each is in.
+        """
         nobody, found = np.zeros(0, np.int64), []
         for step in range(1, int(steps.max()) + 1):
             here = requests[steps >= step]

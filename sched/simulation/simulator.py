@@ -1,5 +1,5 @@
 """Simulates serving: the engine's scheduler, policies and block accounting on a virtual clock; in
-Python (`replicas.py`), which is the reference, or compiled (`dispatch.py`), with the same
+Python (`replica/event_loop.py`), which is the reference, or compiled (`dispatch.py`), with the same
 outcome."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ RULES = {
 
 
 def rules_named(name: str) -> Rules:
-    """SimulationError lists the names."""
+    """The rules by name. Raises SimulationError with the known names."""
     if name not in RULES:
         raise SimulationError(f"there are no rules {name!r}; known: {', '.join(RULES)}")
     return RULES[name]
@@ -307,8 +307,8 @@ def _block_size(system: System | CostModel, rules: Rules) -> int:
 
 
 def policy_under(policy: str | Policy, rules: Rules) -> Policy:
-    """The policy as the rules have it: with those of their parameters that it has, and that its
-    name does not set. A policy that has been made stays as it is."""
+    """Makes a policy with the rules' parameters, where it has them and its name does not set them.
+    A policy object is returned as it is."""
     if not isinstance(policy, str):
         return policy
     said, has = PolicyName.parse(policy).params, parameters(make_policy(policy))
@@ -324,8 +324,15 @@ def default_limits(
     max_prefill_tokens: int | None = None,
     max_rows: int | None = None,
 ) -> Limits:
-    """The system's, where nothing else is given; where that says nothing, C = 4096, Sarathi's P
-    for policies that chunk, and rows without limit."""
+    """Limits of a simulation: each as given, else the system's, else a default.
+
+    Args:
+        policy: If it does not chunk prompts, P = C.
+        system: A bare cost model has no limits.
+        max_batch_tokens: C; 4096 by default.
+        max_prefill_tokens: P; by default 512 (InferMax Table 1), at most C.
+        max_rows: Requests of a batch; any number by default.
+    """
     known = system if isinstance(system, System) else None
     c = max_batch_tokens or (known.max_batch_tokens if known else DEFAULT_C)
     p = c
