@@ -18,8 +18,15 @@ from jaxserve.sched.optimal.problem import Problem
 
 @dataclass(frozen=True)
 class BatchTime:
-    """Adds to `model` what the time of a batch needs. longest: no batch takes more units.
-    most_cached: tokens in the cache of one request, at most."""
+    """Adds the constraints that define batch times to a program.
+
+    Attributes:
+        model: CP-SAT's, which the constraints go to.
+        cost: The cost model, in units.
+        problem: What is scheduled.
+        longest: Upper bound of a batch time, units.
+        most_cached: Upper bound of the tokens that one request has in the cache.
+    """
 
     model: cp_model.CpModel
     cost: ScaledCost
@@ -28,8 +35,17 @@ class BatchTime:
     most_cached: int
 
     def seconds_of(self, batch: Sums, active: Any, has_prefill: Any, has_decode: Any) -> Any:
-        """A variable: units of time that the batch takes, 0 unless active. The last three are
-        literals."""
+        """Adds a variable for the time of one batch.
+
+        Args:
+            batch: Its features.
+            active: Literal, whether it computes anything.
+            has_prefill: Literal, whether it has prefills.
+            has_decode: Literal, whether it has decodes.
+
+        Returns:
+            The variable, in units of time; 0 unless active.
+        """
         cost, k = self.cost, self.cost.coefficients
         kv = self._mean_rounded_down(batch) if cost.rounds_kv else batch.kv
         time = k["per_token"] * batch.tokens + k["token_bias"] * active

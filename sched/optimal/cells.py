@@ -12,8 +12,16 @@ PARTIAL = ("chunk", "rest")
 
 @dataclass
 class Cell:
-    """Request i in batch j. states: literal by (kind, k). part: tokens in the cache in `chunk` and
-    `rest`, else 0. reused: what of the one before it builds on; rested: the same in `rest`."""
+    """Variables of request i in batch j; see `program.py` for the states.
+
+    Attributes:
+        states: Literals by (kind, k), of which one holds.
+        part: Tokens in the cache after a `chunk` or `rest`, else 0.
+        reused: Tokens in the cache that a prefill, chunk or rest builds on, else 0.
+        part_squared, reused_squared: Their squares.
+        rested: `reused` in a `rest`, else 0.
+        part_blocks: Blocks that `part` takes.
+    """
 
     states: dict[tuple[str, int], Any]
     part: Any = 0
@@ -24,13 +32,22 @@ class Cell:
     part_blocks: Any = 0
 
     def of_kinds(self, *kinds: str) -> list[tuple[int, Any]]:
-        """(k, literal) of those states."""
+        """(k, literal) of the states of these kinds."""
         return [(k, lit) for (kind, k), lit in self.states.items() if kind in kinds]
 
 
 @dataclass
 class Sums:
-    """The features of a batch (`cost_model.BatchFeatures`) as linear expressions."""
+    """The features of a batch (`cost_model.BatchFeatures`) as linear expressions.
+
+    Attributes:
+        tokens: num_tokens.
+        decodes: num_decodes.
+        kv: decode_kv.
+        prefills: num_prefills.
+        quad: prefill_quad.
+        before: prefill_m.
+    """
 
     tokens: Any = 0
     decodes: Any = 0
@@ -40,7 +57,7 @@ class Sums:
     before: Any = 0
 
     def add(self, cell: Cell, cached: list[int]) -> None:
-        """Adds what one request has in the batch. cached[k]: tokens in its cache once token k is
+        """Adds one request's share of the batch. cached[k] is what its cache holds once token k is
         written."""
         decodes, prefills = cell.of_kinds("decode"), cell.of_kinds("prefill")
         self.decodes += sum(lit for _, lit in decodes)

@@ -25,11 +25,17 @@ LINEAR = (
 
 @dataclass(frozen=True)
 class ScaledCost:
-    """Times of a batch as whole numbers of `unit` seconds.
+    """Batch times as whole numbers of `unit` seconds.
 
-    coefficients: by the names of `cost_model.Coefficients`, times the layers. residual, rounds_kv,
-    extra: what `InferMaxCostModel` adds. error: the largest relative error of a coefficient, hence
-    of any total, since none is negative.
+    Attributes:
+        unit: Seconds.
+        coefficients: By the names of `cost_model.Coefficients`, units for all layers.
+        residual: `InferMaxCostModel.residual` in units; None for a linear model.
+        rounds_kv: Whether the KV of decodes counts as their mean, rounded down, as
+            `InferMaxCostModel` does.
+        extra: What its attention factor adds to a batch with several requests of a kind, by
+            coefficient.
+        error: Largest relative error of a coefficient, hence of any total, as none is negative.
     """
 
     unit: float
@@ -66,7 +72,7 @@ class ScaledCost:
         return cls(unit, scaled, residual, paper is not None, extra, max(errors, default=0.0))
 
     def residuals(self, eights: int) -> int:
-        """Units of time of the residual connection over 8 x eights tokens; 0 without any."""
+        """Units that the residual term takes over 8 x eights tokens; 0 without one."""
         if self.residual is None or eights == 0:
             return 0
         a, b, c = self.residual
@@ -74,11 +80,11 @@ class ScaledCost:
         return round(a + b * n + c * n * n)
 
     def least(self, tokens: int = 1) -> int:
-        """Units of time that a batch of so many tokens takes at least."""
+        """The fewest units that a batch of so many tokens can take."""
         k = self.coefficients
         bias = min(k["decode_bias"] + k["per_decode"], k["prefill_bias"] + k["per_prefill"])
         return k["token_bias"] + bias + k["per_token"] * tokens + self.residuals(1)
 
     def units(self, seconds: float) -> int:
-        """The least number of units in which so many seconds have passed."""
+        """Seconds in units, rounded up."""
         return math.ceil(seconds / self.unit - 1e-6)

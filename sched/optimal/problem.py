@@ -1,4 +1,4 @@
-"""What `solve` is asked, and how large an answer can be."""
+"""The problem that `solve` is given, and bounds on the size of its program."""
 
 from __future__ import annotations
 
@@ -20,18 +20,27 @@ MAX_LITERALS = 400_000
 
 
 class OptimalError(ValueError):
-    """A problem that cannot be posed or is too large; one line says why."""
+    """A problem that is malformed or too large; one line says why."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What to schedule, within which limits, and what to make small. Raises OptimalError for what
-    cannot be served at all.
+    """A scheduling problem: what to schedule, within which limits, and what to minimise.
 
-    cost_model: of one batch. kv_tokens: M; max_batch_tokens: C; max_prefill_tokens: P, at most so
-    many tokens of a batch belong to prefills (0: C). chunked: prompts may be computed in parts.
-    objective: `latency`, the sum of the batch times; `makespan`, the end of the last batch, waits
-    for arrivals included; `mean_ttft`, the mean time from arrival to first token. All in seconds.
+    Attributes:
+        workload: The requests, all greedy.
+        cost_model: What a batch costs.
+        kv_tokens: M.
+        max_batch_tokens: C.
+        max_prefill_tokens: P, tokens of a batch that may belong to prefills; 0 for C.
+        block_size: Tokens of a block.
+        chunked: Whether prompts may be computed in parts.
+        objective: In seconds. `latency` is the sum of the batch times; `makespan` the end of the
+            last batch, waits for arrivals included; `mean_ttft` the mean time from arrival to first
+            token.
+
+    Raises:
+        OptimalError: The workload cannot be served within the limits.
     """
 
     workload: Workload
@@ -71,7 +80,7 @@ class Problem:
 
     @property
     def prefill_tokens(self) -> int:
-        """P: tokens of a batch that may belong to prefills; C where nothing is said."""
+        """P, the tokens of a batch that may belong to prefills, with the default resolved."""
         return self.max_prefill_tokens or self.max_batch_tokens
 
     @property
@@ -81,11 +90,12 @@ class Problem:
         return Limits(self.max_batch_tokens, self.prefill_tokens, rows)
 
     def value(self, played: Replay) -> float:
-        """The objective of what happened, in seconds."""
+        """The objective of a replayed schedule, seconds."""
         return float(getattr(played, self.objective))
 
     def play(self, schedule: Schedule) -> Replay:
-        """Replays a schedule within the limits. InvalidPlan or ReplayError if it breaks one."""
+        """Replays a schedule within the limits. Raises InvalidPlan or ReplayError if it breaks
+        one."""
         played = replay(schedule, self.workload, self.cost_model, **self._where())
         prefill = np.where(played.decoding, 0, schedule.tokens)
         if prefill.sum(axis=1).max() > self.prefill_tokens:
@@ -95,8 +105,8 @@ class Problem:
         return played
 
     def record(self, policy: Policy) -> Schedule:
-        """The schedule that a policy makes of the workload. Raises InvalidPlan where it breaks a
-        limit, ReplayError where it stops too early."""
+        """The schedule that a policy makes of the workload. Raises InvalidPlan if it breaks a
+        limit, ReplayError if it stops too early."""
         return run(policy, self.workload, self.cost_model, **self._where()).schedule
 
     def _where(self) -> dict[str, Any]:
@@ -153,7 +163,7 @@ def longest_batch(problem: Problem, cost: ScaledCost) -> int:
 
 
 def check_size(workload: Workload, batches: int, chunked: bool) -> None:
-    """Raises OptimalError where the program would have more than MAX_LITERALS literals."""
+    """Raises OptimalError if the program would have more than MAX_LITERALS literals."""
     literals = int(workload.output_len.sum()) * batches * (6 if chunked else 4)
     if literals > MAX_LITERALS:
         raise OptimalError(

@@ -42,11 +42,19 @@ from jaxserve.sched.optimal.replay import Replay, Schedule
 
 
 class Program:
-    """The program of one problem.
+    """The constraint program of one problem.
 
-    model: CP-SAT's own. cells: [request][batch]. active: whether a batch computes anything, a
-    literal a batch; the active ones come first. batch_cost: expressions, units of time a batch.
-    longest: no batch takes more units of time. batches: of a schedule, at most.
+    Args:
+        problem: What to schedule.
+        cost: The cost model, in units of time.
+        batches: Batches of a schedule at most.
+        longest: Upper bound of a batch time, units.
+
+    Attributes:
+        model: CP-SAT's own.
+        cells: By [request][batch].
+        active: A literal for each batch, whether it computes anything; active ones come first.
+        batch_cost: An expression for the time of each batch, units.
     """
 
     def __init__(self, problem: Problem, cost: ScaledCost, batches: int, longest: int) -> None:

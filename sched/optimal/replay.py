@@ -31,8 +31,12 @@ class ReplayError(ValueError):
 class Schedule:
     """b batches of n requests, numbered as in the workload.
 
-    tokens: int64 [b, n], how many of its tokens each request computes (c of InferMax section 5).
-    preempt: bool [b, n], who loses its cache before the batch (e).
+    Attributes:
+        tokens: int64 [b, n], tokens that each request computes (c of InferMax section 5).
+        preempt: bool [b, n], requests that lose their cache before the batch (e).
+
+    Raises:
+        ReplayError: The shapes differ.
     """
 
     tokens: np.ndarray
@@ -50,13 +54,13 @@ class Schedule:
 
     @property
     def preemptions(self) -> int:
-        """How often a request loses its cache."""
+        """Preemptions in all batches."""
         return int(self.preempt.sum())
 
 
 class ScriptedPolicy(Policy):
-    """Plans the batches of a schedule, one after the other. It waits for a batch's requests to
-    have arrived. Requests must be added in the order of the workload, to one scheduler."""
+    """Plans the batches of a schedule, one after the other, each once its requests have arrived.
+    Requests must be added to one scheduler, in the order of the workload."""
 
     chunked = True
     hypothetical = True
@@ -91,9 +95,16 @@ class ScriptedPolicy(Policy):
 class Replay:
     """What happened in b batches of n requests. Times in seconds on the workload's clock.
 
-    start, duration: float64 [b]. kv_used: int64 [b], tokens for which blocks were held during the
-    batch. decoding: bool [b, n], which of the requests in a batch were decodes. kv: int64 [b, n],
-    tokens of each request in the cache. first_token, finish: float64 [n].
+    Attributes:
+        workload: The requests.
+        schedule: What each batch computed and preempted.
+        start: float64 [b].
+        duration: float64 [b].
+        kv_used: int64 [b], tokens that the blocks in use during the batch have room for.
+        decoding: bool [b, n], requests that decode in the batch.
+        kv: int64 [b, n], tokens of each request in the cache.
+        first_token: float64 [n].
+        finish: float64 [n], when the last token came.
     """
 
     workload: Workload
@@ -108,7 +119,7 @@ class Replay:
 
     @property
     def latency(self) -> float:
-        """Seconds: the sum of the batch times, what the simulator calls latency_s."""
+        """Sum of the batch times in seconds, the simulator's latency_s."""
         return float(self.duration.sum())
 
     @property
@@ -143,11 +154,20 @@ def run(
     kv_tokens: int,
     block_size: int = 1,
 ) -> Replay:
-    """Serves the workload with a policy, one batch after the other, on the engine's own scheduler.
+    """Serves a workload with a policy on the engine's own scheduler, one batch after the other. For
+    small workloads, as it keeps everything; `simulator.simulate` is for large ones.
 
-    kv_tokens: M. For small workloads: everything is kept; `simulator.simulate` is for large ones.
-    ReplayError if the policy stops before every request has ended, InvalidPlan if it breaks a
-    limit.
+    Args:
+        policy: Plans the batches.
+        workload: The requests.
+        cost_model: How long batches take.
+        limits: C, P and rows.
+        kv_tokens: M, rounded down to whole blocks.
+        block_size: Tokens of a block.
+
+    Raises:
+        ReplayError: The policy stops before every request has ended.
+        InvalidPlan: The policy breaks a limit.
     """
     lengths = workload.prompt_len + workload.output_len
     scheduler = Scheduler(
@@ -190,9 +210,21 @@ def replay(
     kv_tokens: int,
     block_size: int = 1,
 ) -> Replay:
-    """`run` with a schedule in place of a policy. A batch starts when the one before it has ended
-    and its requests have arrived. Raises ReplayError also for a schedule of another number of
-    requests, or with batches after the end."""
+    """Runs a schedule in place of a policy, see `run`. A batch starts once the one before it has
+    ended and its requests have arrived.
+
+    Args:
+        schedule: The batches.
+        workload: The requests.
+        cost_model: How long batches take.
+        limits: C, P and rows.
+        kv_tokens: M, rounded down to whole blocks.
+        block_size: Tokens of a block.
+
+    Raises:
+        ReplayError: The schedule has another number of requests, or ends too early or too late.
+        InvalidPlan: The schedule breaks a limit.
+    """
     if schedule.tokens.shape[1] != len(workload):
         raise ReplayError(
             f"the schedule is for {schedule.tokens.shape[1]} requests, not {len(workload)}"

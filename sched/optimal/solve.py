@@ -39,15 +39,24 @@ EXACT = 2.0**52  # more units of time than this, and the solver's bounds are no 
 
 @dataclass(frozen=True)
 class Solution:
-    """An answer.
+    """The solver's answer.
 
-    status: `optimal`: no schedule is better. `feasible`: the best that was found, or, where the
-    question was whether a better one exists, one that is. `infeasible`: none exists. `unknown`:
-    time ran out. objective: seconds, of the replay; None without a schedule. bound: no schedule of
-    at most max_batches batches is below it, seconds; None where a question was asked. all_batches:
-    whether a schedule with more batches could not be better anyway. rounding: largest relative
-    error of the bound that comes from counting time in units of `unit` seconds. note: what the
-    status leaves unsaid.
+    Attributes:
+        status: `optimal`: no schedule is better. `feasible`: the best schedule found, or, with
+            `better_than`, one that is better. `infeasible`: no better one exists. `unknown`: it was
+            not decided, mostly because time ran out.
+        objective: Of the replay, seconds; None without a schedule.
+        bound: Seconds that no schedule of at most max_batches batches is below; None with
+            `better_than`.
+        schedule: The schedule found, if any.
+        replay: Its replay.
+        max_batches: Batches that were considered at most.
+        all_batches: Whether schedules with more batches cannot be better.
+        unit: Seconds of the solver's unit of time.
+        rounding: Largest relative error of the bound from counting in units.
+        literals: Variables of the program; 0 if it was not needed.
+        wall_s: Seconds that it took.
+        note: Caveats of the status.
     """
 
     status: str
@@ -82,14 +91,24 @@ def solve(
     seed: int = 0,
     on_improved: Callable[[float, float], None] | None = None,
 ) -> Solution:
-    """The best schedule, or, with `better_than`, one whose objective is below so many seconds.
+    """Finds the best schedule, or, with `better_than`, any that is better.
 
-    warm_start: where to start the search (InferMax section 5, Challenge); without it, one request
-    after the other. Where it breaks a limit it is left out, and the note says so. max_batches: of
-    a schedule, or what the start has if that is more; 0: as many as an optimal one can have.
-    workers: of the solver; with more than one, runs differ in how fast they are.
-    on_improved(objective, bound): in seconds, from the solver's thread. OptimalError if the program
-    would be too large.
+    Args:
+        problem: What to schedule, and what to minimise.
+        better_than: Stop at a schedule whose objective is below so many seconds.
+        warm_start: Where to start the search (InferMax section 5, Challenge), by default one
+            request after the other. A schedule that breaks a limit is ignored, and the note says
+            so.
+        max_batches: Batches of a schedule at most, but no fewer than the start has; 0 for as many
+            as an optimal one can have.
+        time_limit: Seconds.
+        workers: Threads of the solver. With more than one, the time to a result varies between
+            runs.
+        seed: Of the solver.
+        on_improved: on_improved(objective, bound), in seconds, is called from the solver's thread.
+
+    Raises:
+        OptimalError: The program would be too large.
     """
     start, note = _start(problem, warm_start)
     cost = ScaledCost.from_cost_model(problem.cost_model)
