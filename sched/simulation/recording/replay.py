@@ -42,11 +42,18 @@ _NUMBERS = Step._fields[: Step._fields.index("features")]  # of a step
 
 @dataclass(frozen=True)
 class Recording:
-    """What an engine has served, from `start` on, in seconds.
+    """What an engine served over s steps and t tokens.
 
-    arrivals, ends: by number. steps, and by their names the other numbers of `recording.Step`: [s].
-    token_request, token_step: int64 [t], whose each token was, and which step it came from. notes:
-    what was left out, a line each.
+    Attributes:
+        header: The engine.
+        start: When the recording begins, seconds since `Header.began`.
+        arrivals: By request number.
+        ends: By request number; without requests that had not ended.
+        steps: The steps as cost models are fitted to them.
+        columns: [s], the other numbers of `recording.Step`, by field.
+        token_request: int64 [t], the request of each token.
+        token_step: int64 [t], the step that each token came from.
+        notes: What was left out, a line each.
     """
 
     header: Header
@@ -60,8 +67,8 @@ class Recording:
     notes: tuple[str, ...] = ()
 
     def part(self, first: int, behind: int) -> Recording:
-        """Requests number first to behind - 1, and the steps from the first one's arrival to that
-        of number `behind`, if there is one: for recordings in which they are alone then."""
+        """Cuts out requests `first` to `behind` - 1, with the steps from the arrival of `first` to
+        that of `behind`, if there is one. For recordings in which no other requests run then."""
         steps = self.within(first, behind)
         mine = steps[self.token_step]
         return dataclasses.replace(
@@ -76,15 +83,15 @@ class Recording:
         )
 
     def within(self, first: int, behind: int) -> np.ndarray:
-        """The steps of that part, bool [s]."""
+        """Mask of the steps that `part` keeps, bool [s]."""
         until = self.arrivals[behind].time if behind in self.arrivals else np.inf
         end = self.columns["end"]
         return np.asarray((end > self.arrivals[first].time) & (end <= until))
 
 
 def read(path: str | Path) -> Recording:
-    """A recording, that of PATH.1 included where it is of the same engine: the server moves there
-    whatever it finds at its start. RecordingError says what is wrong with which file."""
+    """Reads a recording, with PATH.1 if the same engine wrote it: at its start a server moves the
+    file that it finds there. Raises RecordingError with the file and what is wrong."""
     notes, before = list[str](), older(Path(path))
     files = [newest := RecordedFile(Path(path))]
     if before.exists():
@@ -162,8 +169,8 @@ class _Reader:
 
 
 def system_of(recording: Recording, name: str = "recorded") -> System:
-    """The engine that served it: its limits, its pool, its shapes, what its steps took and how much
-    that varied. RecordingError if there are too few of them."""
+    """The engine as a system: its limits, pool and shapes, with costs fitted to its steps and their
+    scatter. Raises RecordingError if there are too few steps."""
     header, steps = recording.header, recording.steps
     try:
         model = fit_device(steps, header.cost_model)
@@ -197,16 +204,21 @@ def system_of(recording: Recording, name: str = "recorded") -> System:
 
 @dataclass(frozen=True)
 class Traffic:
-    """workload: what came, and wrote at least one token. notes: who is not in it, a line each."""
+    """A recording as a workload.
+
+    Attributes:
+        workload: The requests that wrote at least one token.
+        notes: What was left out or changed, a line each.
+    """
 
     workload: Workload
     notes: tuple[str, ...]
 
 
 def traffic_of(recording: Recording) -> Traffic:
-    """The requests, from the first one's arrival on. Those from before the recording's start come
-    then, with what they had written as part of their prompts, and have no TTFT or JCT to keep.
-    RecordingError if there are none."""
+    """The requests, from the arrival of the first on. Requests that are older than the recording
+    arrive at its start, with what they had generated as part of their prompts and without TTFT or
+    JCT targets. Raises RecordingError if no request wrote a token."""
     seen = np.unique(recording.token_request, return_counts=True)
     tokens = dict(zip(*(column.tolist() for column in seen), strict=True))
     outputs = {number: _output(recording, number, tokens) for number in recording.arrivals}
@@ -228,8 +240,8 @@ def traffic_of(recording: Recording) -> Traffic:
 
 
 def again(recording: Recording, system: System, **options: Any) -> SimulationResult:
-    """The traffic, simulated under the policy that served it, with its limits and its pool. system:
-    that it runs on; options: others of `simulate`."""
+    """Simulates the traffic on `system`, with the policy, limits and pool that served it, unless
+    `options` of `simulate` say otherwise."""
     header = recording.header
     how: dict[str, Any] = {
         "limits": header.limits,
@@ -244,7 +256,8 @@ def again(recording: Recording, system: System, **options: Any) -> SimulationRes
 
 
 def served(recording: Recording) -> SimulationResult:
-    """What became of the traffic as it was served, in the form in which simulations say it."""
+    """The traffic as it was served, in the form of a simulation's result. Raises RecordingError if
+    no request wrote a token."""
     known = np.array(list(recording.arrivals), np.int64)
     found = np.isin(recording.token_request, known)  # whose arrivals were not lost
     mine, at = recording.token_request[found], recording.token_step[found]

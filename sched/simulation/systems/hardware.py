@@ -19,8 +19,17 @@ HOST_EFFICIENCY = 0.8
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder-only transformer's shape. gated: three matrices in the feed-forward, not two;
-    rotary: positions are rotations of queries and keys."""
+    """Shape of a decoder-only transformer.
+
+    Attributes:
+        d_model: Hidden size.
+        d_ff: Width of the feed-forward.
+        heads: Query heads.
+        kv_heads: Heads of K and V.
+        head_dim: Size of a head.
+        gated: Whether the feed-forward has three matrices instead of two.
+        rotary: Whether positions are rotations of queries and keys.
+    """
 
     layers: int
     d_model: int
@@ -40,26 +49,36 @@ class Model:
 
     @property
     def params(self) -> int:
-        """Embedding and output matrices included, as if they were two."""
+        """Weights, with embedding and output matrices counted separately even where they are
+        tied."""
         return self.layers * self.layer_params + 2 * self.vocab * self.d_model
 
     @property
     def kv_bytes(self) -> int:
-        """K and V of one token in one layer, 16-bit."""
+        """Bytes of one token's K and V in one layer, 16-bit."""
         return 2 * self.kv_heads * self.head_dim * 2
 
     @property
     def hidden_bytes(self) -> int:
-        """The hidden vector of one token in one layer, 16-bit."""
+        """Bytes of one token's hidden vector in one layer, 16-bit."""
         return self.d_model * 2
 
 
 @dataclass(frozen=True)
 class Device:
-    """count accelerators of one kind under tensor parallelism. flops: dense 16-bit peak of one,
-    1/s; bandwidth: of its memory, bytes/s; memory: bytes; link: bytes/s that it sends to the
-    others; host_bandwidth: bytes/s to or from the host, of each. kind: whose fitted figures say how
-    close it gets to these (`layers.figures_of`); measured: whether they are its own."""
+    """`count` accelerators of one kind under tensor parallelism. Rates and sizes are of one of
+    them.
+
+    Attributes:
+        flops: Peak dense 16-bit FLOP/s.
+        bandwidth: Of its memory, bytes/s.
+        memory: Bytes.
+        link: Bytes/s that it sends to the other accelerators.
+        host_bandwidth: Bytes/s to or from the host.
+        count: Accelerators.
+        kind: The device whose fitted efficiencies are used (`layers.figures_of`).
+        measured: Whether they were fitted to this very device.
+    """
 
     flops: float
     bandwidth: float
@@ -107,9 +126,9 @@ DEVICES = {
 
 
 def moved_slot(model: Model, device: Device) -> dict[str, float]:
-    """What the cost model's coefficients have of moves: seconds a layer for a slot of one plane
-    that is copied in device memory, read and written, or goes to or from the host. The devices
-    share it by heads, each over its own link."""
+    """The cost model's coefficients of moves: seconds a layer to copy a slot of one plane in device
+    memory, or to move it to or from the host. Devices share a slot by heads, each over its own
+    link."""
     plane = model.kv_bytes / 2 / device.count
     return {
         "copied_slot": 2 * plane / (READ_EFFICIENCY * device.bandwidth),
@@ -118,8 +137,18 @@ def moved_slot(model: Model, device: Device) -> dict[str, float]:
 
 
 def hidden_read_of(model: Model, wanted: str = "auto") -> str | None:
-    """How the model's hidden caches are read; None where it has none (`why_no_hidden_caches`).
-    wanted: auto or one of HIDDEN_READS. ValueError for a read that the model does not have."""
+    """How the model's hidden caches are read.
+
+    Args:
+        model: The model.
+        wanted: `auto` or one of HIDDEN_READS.
+
+    Returns:
+        One of HIDDEN_READS; None if the model has no hidden caches (`why_no_hidden_caches`).
+
+    Raises:
+        ValueError: The model does not support the read that is wanted.
+    """
     if wanted not in ("auto", *HIDDEN_READS):
         known = ", ".join(("auto", *HIDDEN_READS))
         raise ValueError(f"hidden_read must be one of {known}, got {wanted!r}")

@@ -22,11 +22,14 @@ FIGURES = Path(__file__).with_name("fitted_devices.json")
 
 @dataclass(frozen=True)
 class LayerWork:
-    """One layer's work on one of several devices that share it, in bytes and FLOPs, 16-bit.
+    """One device's share of the work of a layer, in bytes and FLOPs, 16-bit.
 
-    weights: bytes of its matrices, read once a step. The others are a token's: flops of its
-    matrices; elementwise: bytes that norms, the residual, rotations and the activation read and
-    write; exchanged: bytes that a device sends in both of a layer's ring all-reduces.
+    Attributes:
+        weights: Bytes of its matrices, read once a step.
+        flops: FLOPs of its matrices for a token.
+        elementwise: Bytes that norms, residual, rotations and activation read and write for a
+            token.
+        exchanged: Bytes that a device sends for a token in the layer's two ring all-reduces.
     """
 
     weights: float
@@ -36,7 +39,7 @@ class LayerWork:
 
     @classmethod
     def from_model(cls, model: Model, devices: int) -> LayerWork:
-        """The model's, over so many devices. Every device has the norms and the residual whole."""
+        """The model's layer, sharded over `devices`. Norms and residual are replicated."""
         share = model.layer_params / devices
         whole = 7 * model.d_model  # two norms and a sum, read and written
         rotated = 2 * (model.heads + model.kv_heads) * model.head_dim if model.rotary else 0
@@ -52,10 +55,17 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class Figures:
-    """How a kind of device gets through a layer. kernels: seconds a layer that its kernels take
-    whatever they do. read, matmul, elementwise, link: shares of the data sheet's memory bandwidth,
-    FLOP/s, memory bandwidth again, and bandwidth between devices. all_reduce: by number of
-    devices, ascending, seconds of an all-reduce of nothing."""
+    """How efficiently a kind of device runs a layer. Efficiencies are shares of the data sheet's
+    rates.
+
+    Attributes:
+        kernels: Fixed seconds a layer that its kernels take.
+        read: Share of memory bandwidth, reading weights.
+        matmul: Share of FLOP/s.
+        elementwise: Share of memory bandwidth, in element-wise operators.
+        link: Share of the bandwidth between devices.
+        all_reduce: Latency of an all-reduce in seconds, by number of devices, ascending.
+    """
 
     kernels: float
     read: float
@@ -65,14 +75,14 @@ class Figures:
     all_reduce: dict[int, float]
 
     def latency(self, devices: int) -> float:
-        """Seconds of an all-reduce among so many: between measured numbers on a line, beyond
-        them that of the nearest."""
+        """Latency of an all-reduce among `devices`, seconds. Interpolated between measured numbers
+        of devices, constant beyond them."""
         if devices == 1:
             return 0.0
         return float(np.interp(devices, [*self.all_reduce], [*self.all_reduce.values()]))
 
     def seconds(self, work: LayerWork, device: Device) -> tuple[float, float]:
-        """Of a layer: a step's, and a token's."""
+        """Seconds of a layer: for a step, and more for each token."""
         step = self.kernels + work.weights / (self.read * device.bandwidth)
         token = work.flops / (self.matmul * device.flops)
         token += work.elementwise / (self.elementwise * device.bandwidth)
@@ -82,7 +92,7 @@ class Figures:
 
 @cache
 def figures_of(kind: str) -> Figures:
-    """Those that were fitted for a kind of device, by its name. KeyError if there are none."""
+    """The fitted figures of a kind of device. Raises KeyError if there are none."""
     found: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8"))["devices"][kind]
     latencies = {int(count): seconds for count, seconds in found.pop("all_reduce").items()}
     return Figures(**found, all_reduce=latencies)

@@ -26,24 +26,33 @@ STEP_SECONDS = (1e-9, 1e6)  # within which a step of one token takes
 
 
 class UnknownSystem(ValueError):
-    """A system that is not known or cannot be read; one line says why."""
+    """A system that does not exist or cannot be read; one line says why."""
 
 
 @dataclass(frozen=True)
 class System:
-    """What the simulator runs on.
+    """What the simulator runs on: a model on a device, with its cost model and default limits.
 
-    kv_tokens: M, tokens of KV cache. max_batch_tokens: C; max_prefill_tokens: P, max_rows and
-    block_size: None where it does not say. paper: the cost model under the rules `infermax_paper`,
-    where the authors published one. padding: the shapes that an engine rounds its batches up to.
-    host: what its host's thread takes beside. about: where it comes from. rho: seconds that a step
-    takes longer for every token that it reads from a hidden cache instead of from K and V
-    (Apt-Serve Eq. 6), which may be negative; None where hidden caches cannot be had. projects:
-    whether that read projects every vector into K and V, see `View`. scatter: how far steps are
-    from the cost model, as served ones were; None for not at all.
+    Attributes:
+        cost_model: What its steps cost.
+        kv_tokens: M, tokens of KV cache.
+        max_batch_tokens: C.
+        max_prefill_tokens: P; None for the simulator's default.
+        max_rows: Requests of a batch; None for any number.
+        block_size: Tokens of a block; None for the rules'.
+        paper: The cost model under the rules `infermax_paper`, where the authors published one.
+        padding: The shapes that the engine rounds batches up to; None for none.
+        host: What the host's thread takes around a step.
+        about: Where the numbers come from.
+        rho: Seconds that a step takes longer for each token that it reads from a hidden cache
+            instead of K and V (Apt-Serve Eq. 6). May be negative; None where there are no hidden
+            caches.
+        projects: Whether such a read projects every vector into K and V, see `View`.
+        scatter: How steps deviate from the cost model, as measured; None for not at all.
 
-    ValueError names the field that is none of these, or a cost model under which steps take no
-    time, or no end of it.
+    Raises:
+        ValueError: A field is out of range, or the cost model gives a step of one token no sensible
+            time.
     """
 
     name: str
@@ -84,8 +93,7 @@ class System:
         return self.cost_model
 
     def save(self, path: str | Path) -> None:
-        """Writes the system as JSON; `load` reads it back. The paper's own cost model and the
-        scatter are not part of the file."""
+        """Writes the system as JSON for `load`, without `paper` and `scatter`."""
         padding = None if self.padding is None else asdict(self.padding)
         content = {
             "format": FORMAT,
@@ -108,7 +116,8 @@ class System:
 
 
 def load(path: str | Path) -> System:
-    """A system from the JSON of `System.save`. UnknownSystem names the file and what is wrong."""
+    """Reads a system that `System.save` wrote. Raises UnknownSystem with the file and what is
+    wrong."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         return _system(_object("a profile", content))

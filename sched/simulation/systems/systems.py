@@ -31,21 +31,31 @@ _MEMORY_FOR_USE = 0.9  # share of the memory that weights and cache get
 
 
 def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto") -> System:
-    """A system from FLOPs and bytes, at the rates that measurements show.
+    """Derives a system from the FLOPs and bytes of a model, at the rates that measurements show.
 
-    Beside attention: `layers.Figures`, fitted to Vidur's tables of A100s and H100s, all-reduces
-    included; other devices get those of one of the two as shares of their own data sheets. The
-    output matrix counts with its bytes once a step, and its FLOPs for each request. Attention: a
-    decode's K and V and a chunk's cached K and V at 94% of bandwidth, prefill attention 2 x heads x
-    head_dim FLOPs a unit of c^2 + 2cm at 15.7% of peak, the kernels' biases and per-request terms
-    as the Llama-2-7B preset has them. Several devices share that evenly. Moves of caches: see
-    `moved_slot`; those to and from the host go on beside the steps. hidden_read: see
-    `hidden_read_of` and `_hidden_terms`. ValueError if the weights do not fit, or for a read that
-    the model does not have.
+    Beside attention, these are `layers.Figures`, fitted to Vidur's tables of A100s and H100s,
+    all-reduces included; other devices get the figures of one of the two as shares of their own
+    data sheets. The output matrix counts with its bytes once a step, and with its FLOPs for each
+    request.
 
-    How wrong it is beside attention, against the tables it is fitted to (1 to 4,096 tokens): 8,
-    6, 4 and 3% mean relative error on 1, 2, 4 and 8 A100s, 9, 7, 6 and 4% on H100s, and 47% at
-    worst, at the roofline's knee (docs/systems.md). Of attention little is known; see there.
+    In attention, a decode's K and V and a chunk's cached K and V are read at 94% of bandwidth, and
+    prefill attention takes 2 x heads x head_dim FLOPs a unit of c^2 + 2cm at 15.7% of peak. The
+    kernels' biases and per-request terms are those of the Llama-2-7B preset. Several devices share
+    all of that evenly. Cache moves are as in `moved_slot`; those to and from the host overlap the
+    steps.
+
+    Beside attention, mean relative errors against the tables that it is fitted to (1 to 4,096
+    tokens) are 8, 6, 4 and 3% on 1, 2, 4 and 8 A100s, 9, 7, 6 and 4% on H100s, and 47% at worst, at
+    the roofline's knee. docs/systems.md has these, and what little is known of attention.
+
+    Args:
+        model: Its shape.
+        device: Its data sheet, and how many there are.
+        name: Of the system.
+        hidden_read: How hidden caches are read, see `hidden_read_of` and `_hidden_terms`.
+
+    Raises:
+        ValueError: The weights do not fit, or the model does not support the read.
     """
     n = device.count
     flops, bandwidth = device.flops * n, device.bandwidth * n * READ_EFFICIENCY
@@ -118,9 +128,17 @@ def _hidden_terms(
 
 
 def system(name: str, hidden_read: str = "auto") -> System:
-    """A system by name: a preset, `MODEL@DEVICE` or `MODEL@4xDEVICE` of the known ones, or the
-    path of a profile. hidden_read: how hidden caches are read, see `hidden_read_of`; a preset has
-    none, a profile those it was measured with. UnknownSystem says what is known."""
+    """The system of a given name.
+
+    Args:
+        name: A preset, `MODEL@DEVICE` or `MODEL@4xDEVICE` of the known ones, or the path of a
+            profile.
+        hidden_read: How hidden caches are read, see `hidden_read_of`. Only for MODEL@DEVICE:
+            presets have no hidden caches, and profiles those that they were measured with.
+
+    Raises:
+        UnknownSystem: There is no such system. The message lists the known ones.
+    """
     model, at, place = name.partition("@")
     if name in PRESETS or name.endswith(".json"):
         if hidden_read != "auto":
