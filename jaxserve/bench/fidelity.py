@@ -97,15 +97,15 @@ def show(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Load:
-    """A workload, and what to call it."""
+    """A workload with a name."""
 
     name: str
     workload: Workload
 
 
 def offline(num_requests: int, max_len: int, seed: int) -> list[Load]:
-    """Five loads of different make, all at once; the last one's lengths are mixed. Lengths are
-    shares of max_len, the longest request."""
+    """Five loads of different lengths, which are shares of max_len, the longest request. All
+    requests arrive at once. The last load has mixed lengths."""
 
     def of(arrival: np.ndarray, lengths: Lengths) -> Workload:
         # Served for real, a request gets max_tokens.
@@ -134,7 +134,7 @@ def offline(num_requests: int, max_len: int, seed: int) -> list[Load]:
 
 
 def online(mixed: Workload, rate: float, seed: int) -> Load:
-    """The same requests, `rate` of them a second."""
+    """The same requests, with Poisson arrivals at `rate` requests/s."""
     arrival = poisson_arrivals(rate, len(mixed), np.random.default_rng((seed, 4)))
     workload = dataclasses.replace(mixed, arrival=arrival)
     return Load(f"mixed, {rate:g} requests/s", workload)

@@ -17,7 +17,7 @@ from jaxserve.client import Client
 
 
 def main() -> None:
-    """Until stdin ends."""
+    """Measures for the parent process until stdin ends."""
     door, address, served = sys.argv[1:]
     target: Target = (
         HttpTarget(address, json.loads(served)) if door == "HTTP" else ServerTarget(Client(address))

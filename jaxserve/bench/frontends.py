@@ -56,7 +56,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """By name, each turn's tokens_per_s, cpu_us (a token) and ttft_ms."""
+    """Each turn's tokens_per_s, cpu_us (of a token) and ttft_ms, by frontend."""
     from jaxserve.engine.startup.build import build_engine  # late: jax takes seconds
     from jaxserve.server.http.frontend import http_settings
     from jaxserve.server.server import Server
@@ -125,8 +125,8 @@ def _client(door: str, address: str, served: Mapping[str, Any]) -> Iterator[Meas
 
 
 def costs(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """By door: throughput, the share that is lost, cpu_us and ttft_ms, what is added; medians over
-    turns."""
+    """What each door costs, as medians over turns: the share of throughput that is lost, and the
+    cpu_us and ttft_ms that are added."""
     found = {}
     for door in DOORS:
         pairs = list(zip(turns[ALONE], turns[door], strict=True))

@@ -80,7 +80,7 @@ class Target(Protocol):
     """Serves jobs. `send` returns at once; it may release `done` on any thread."""
 
     def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
-        """Serves the job, writes what comes of it into the record, and then releases `done`."""
+        """Serves the job, writes its outcome into the record, and then releases `done`."""
         ...
 
     def info(self) -> dict[str, Any]:

@@ -80,8 +80,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def workload(args: argparse.Namespace, turn: int) -> Workload:
-    """What is served in a turn, the same under every policy. No prompt takes more than two thirds
-    of the longest request, and no output more than one."""
+    """The workload of a turn, the same under every policy. No prompt takes more than two thirds of
+    the longest request, and no output more than one third."""
     rng, longest = np.random.default_rng((args.seed, turn)), _longest(args.config)
     realtime = sampler("sharegpt")(args.num_requests, rng)
     asked = (
@@ -204,7 +204,7 @@ def _measures(result: SimulationResult, lengthening: np.ndarray) -> dict[str, fl
 
 
 def text(result: dict[str, Any]) -> str:
-    """A table of two lines a policy, for people."""
+    """A table with two lines for each policy."""
     asked = result["workload"]
     rows = [["", "", *(name for name, _ in MEASURES.values())]]
     for policy, found in result["policies"].items():

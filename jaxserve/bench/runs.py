@@ -109,8 +109,14 @@ def load(target: Target, workload: Workload, seed: int) -> dict[str, Any]:
 
 
 def warm_up(target: Target, count: int, input_len: int, output_len: int, seed: int) -> None:
-    """Serves the same kind of work as `throughput`, once and unmeasured, from other prompts;
-    arguments as there. Raises BenchError if it is not served."""
+    """Serves the same kind of work as `throughput`, once and unmeasured, from other prompts.
+
+    Args:
+        target, count, input_len, output_len, seed: as for `throughput`.
+
+    Raises:
+        BenchError: it was not served.
+    """
     serve_all(target, _all_at_once(count, input_len, output_len), np.random.default_rng((seed, 1)))
 
 

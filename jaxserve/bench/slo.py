@@ -257,7 +257,7 @@ def _over_turns(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    """A table a policy, for people."""
+    """A table for each policy."""
     asked, alone = result["workload"], result["alone_ms"]
     prompts = ", ".join(f"{t:.1f} ms for {n} tokens" for n, t in alone["ttft"].items())
     lines = [

@@ -85,7 +85,7 @@ class Case:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """What the weights and the pool are stored as."""
+        """The dtype of weights and pool."""
         return jnp.dtype(self.sizes.dtype)
 
     @property

@@ -51,8 +51,8 @@ def line(result: Result) -> str:
 
 
 def on_chip(result: Result) -> str:
-    """Of a program's GPU kernels the most registers and shared memory, and all spills; of TPU
-    kernels the cycles of their loops."""
+    """For GPU kernels, the most registers and shared memory, and all spills; for TPU kernels, the
+    cycles of their loops."""
     if result.findings.kernels:
         return registers(result.findings.kernels)
     loops = [one for one in result.findings.loops if one.cycles]
@@ -81,7 +81,7 @@ def _label(result: Result) -> str:
 
 
 def verdict(one: Checked) -> str:
-    """In words; a target that was not checked says so."""
+    """The verdict in words; a target that was not checked says so."""
     first = one.results[0] if one.results else None
     if first is not None and first.status == NOT_CHECKED:
         return f"not checked: {first.reason}"
@@ -101,7 +101,7 @@ def _backend(one: Checked) -> str:
 
 
 def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
-    """Everything that was found, in what `json` writes, for programs to read."""
+    """All results, as `json` can write them."""
     return {
         "command": "compile_check",
         "versions": versions(),

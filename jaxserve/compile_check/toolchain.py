@@ -38,9 +38,12 @@ CUDA_PLUGIN = "jax_plugins.xla_cuda13"
 
 
 def quiet_start(*, loops: bool = False) -> None:
-    """To be called before jax makes its first client: everything but compiling stays on the CPU,
-    and nothing comes from a cache (the seconds are to be real). loops: have libtpu dump what it
-    makes of kernels, which takes it twice as long for whole steps; it cannot be told later."""
+    """Sets jax up for compiling only: call it before jax makes its first client.
+
+    All but compiling stays on the CPU, and nothing comes from a cache, so that the seconds are
+    real. loops: have libtpu dump the kernels' code. Whole steps take it twice as long then, and it
+    cannot be told later.
+    """
     os.environ.update(_TPU_ENVIRONMENT)
     if loops:
         flags = f"{FLAGS} --xla_jf_dump_to={tpu_dump()}"

@@ -69,7 +69,7 @@ class Loop:
 
 
 def measure(loop: Loop, *, budget: float = 0.3, repeats: int = 5) -> Timing:
-    """The median of some repeats, each of about `budget` seconds on a fast device."""
+    """Times a call: the median of some repeats, each of about `budget` seconds on a fast device."""
     short = loop.compiled(SHORT)
     rough = max(_host_seconds(short) / SHORT, 1e-7)
     more = int(min(max(budget / rough, SHORT), MOST))

@@ -81,8 +81,8 @@ class StepTime:
 
 
 def decode_steps(size: StepSize, backend: str, copy_rate: float) -> list[StepTime]:
-    """Steps with a KV cache and, where the model can have one that absorbs, with a hidden cache
-    (Apt-Serve section 4.2). copy_rate: bytes/s. ValueError for a model that is not known."""
+    """Times decode steps with a KV cache and, where the model can have one that absorbs, with a
+    hidden cache (Apt-Serve section 4.2). copy_rate: bytes/s. ValueError for an unknown model."""
     config = inputs.model_config(size.model)
     family = get_family(config.family)
     heads = inputs.model_heads(size.model)

@@ -82,7 +82,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def run(plan: Plan, tell: Tell) -> Outcome:
-    """The sections in order, as far as time lasts."""
+    """Runs the sections in order, as far as time lasts."""
     begin = time.monotonic()
     outcome = Outcome(kernels.device_name())
     sections: dict[str, Callable[[Plan, Outcome, Tell], None]] = {
@@ -144,6 +144,6 @@ def _throughput(plan: Plan, outcome: Outcome, tell: Tell) -> None:
 
 
 def as_json(plan: Plan, outcome: Outcome) -> dict[str, Any]:
-    """Everything, for programs."""
+    """The outcome as a JSON object."""
     steps = [{**asdict(step), "times_floor": step.times_floor} for step in outcome.steps]
     return {"plan": asdict(plan), "outcome": {**asdict(outcome), "steps": steps}}

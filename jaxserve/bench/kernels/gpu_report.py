@@ -11,7 +11,7 @@ from jaxserve.group_table import markdown
 
 
 def page(plan: Plan, outcome: Outcome, about: dict[str, Any]) -> str:
-    """Markdown. about: date, machine and versions."""
+    """The result as a Markdown page. about: date, machine and versions."""
     parts = [
         _title(plan, outcome, about),
         "## Right\n\n" + _checks(outcome),

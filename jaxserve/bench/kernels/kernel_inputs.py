@@ -50,7 +50,7 @@ class Heads:
         return self.kv_heads * self.head_dim
 
     def shape(self, block_size: int, dtype: str) -> KernelShape:
-        """What kernels see of such a model and its pool."""
+        """The shape that kernels see of such a model and its pool."""
         return KernelShape(
             self.num_heads, self.kv_heads, self.head_dim, block_size, jnp.dtype(dtype)
         )

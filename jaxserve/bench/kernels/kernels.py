@@ -39,8 +39,12 @@ Progress = Callable[[Iterable[Any]], Iterable[Any]]
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device does at best: bytes/s of a copy (read and written), operations/s of a
-    matrix product in the kernels' dtype."""
+    """What the device does at best.
+
+    Attributes:
+        copy: bytes/s of a copy, read and written.
+        matmul: operations/s of a matrix product in the kernels' dtype.
+    """
 
     copy: float
     matmul: float

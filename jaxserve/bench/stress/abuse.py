@@ -217,8 +217,8 @@ def _kept(server: Victim) -> float:
 
 @contextlib.contextmanager
 def watched(server: Victim) -> Iterator[dict[str, float]]:
-    """The longest that other clients wait for answers, how many of their calls had none, and the
-    most memory, meanwhile."""
+    """Calls as other clients do meanwhile. Yields the longest that they waited, how many of their
+    calls had no answer, and the server's memory at most."""
     most = dict.fromkeys(("others_s", "health_s", "unanswered", "memory_mib"), 0.0)
     over = threading.Event()
 

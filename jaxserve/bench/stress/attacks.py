@@ -47,7 +47,7 @@ class Tried:
 
 
 async def long_prompts(address: str) -> Tried:
-    """Texts of 8 MiB and of a bit less than 1 MiB, and 200,000 token ids, four at a time."""
+    """Sends texts of 8 MiB and of a bit less than 1 MiB, and 200,000 token ids, four at a time."""
     messages = [make_request("x y " * (size // 4)) for size in (8 * MIB, MIB - 4096)]
     messages.append(make_request([5] * 200_000))
     tried = Tried()
@@ -60,8 +60,8 @@ async def long_prompts(address: str) -> Tried:
 
 
 async def overload(address: str) -> Tried:
-    """Thousands of calls at once, over a few connections. Those that are served are cancelled at
-    the end."""
+    """Makes thousands of calls at once, over a few connections. Those that are served are cancelled
+    at the end."""
     codes, hints, longest = await crowd(address, CHANNELS, OVERLOAD // CHANNELS)
     tried = Tried(codes, longest)
     tried.expect(set(codes) <= {"served", "RESOURCE_EXHAUSTED"}, "a refusal was not typed")
@@ -133,7 +133,7 @@ def no_message(seeded: random.Random) -> bytes:
 
 
 async def extremes(address: str) -> Tried:
-    """The smallest numbers that a double has where float32 has nothing."""
+    """Sends tiny numbers, some of which float32 cannot hold."""
     tried, texts = Tried(), {}
     async with _channel(address) as channel:
         for name, value in (("top_p", 1e-30), ("top_p", 1e-38), ("top_p", 5e-324)):

@@ -60,7 +60,7 @@ def _serves(server: Victim, tried: Tried) -> None:
 
 
 def strings(server: Victim) -> Tried:
-    """Halves of UTF-16's pairs, NUL and the like, wherever a string may stand."""
+    """Sends lone surrogates, NUL and the like, wherever a string may stand."""
     tried = Tried()
     for text in _STRINGS:
         message = {**_USER, "content": text}
@@ -81,7 +81,7 @@ def strings(server: Victim) -> Tried:
 
 
 def integers(server: Victim) -> Tried:
-    """Of 400 digits, wherever a number may stand."""
+    """Sends integers of 400 digits, wherever a number may stand."""
     tried, large = Tried(), 10**399
     fields: dict[str, Any] = dict.fromkeys(("max_tokens", "n", "best_of", "logprobs"), large)
     fields |= dict.fromkeys(("top_k", "seed", "min_tokens", "temperature", "top_p"), large)
@@ -95,7 +95,7 @@ def integers(server: Victim) -> Tried:
 
 
 def bodies(server: Victim) -> Tried:
-    """Up to 8 MiB of what takes long to parse, or to list all that is wrong with."""
+    """Sends up to 8 MiB of what takes long to parse, or has long lists of errors."""
     tried = Tried()
     for size in BODY_BYTES:
         for path, begin, piece, end in (
@@ -176,7 +176,7 @@ def browsers(server: Victim) -> Tried:
 
 
 def liars(server: Victim) -> Tried:
-    """Many whose targets nobody could meet, and fewer whose targets can be met, who come later."""
+    """Many requests whose targets nobody could meet, and later fewer whose targets can be met."""
     tried = Tried()
 
     def ask(ttft_ms: float) -> int:

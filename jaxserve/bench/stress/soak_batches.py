@@ -16,7 +16,7 @@ _POLL_S = 0.1
 
 
 def grpc_batch(caller: Caller) -> None:
-    """A batch through gRPC: sent, followed to its end, and forgotten."""
+    """Sends a batch over gRPC, follows it to its end, and deletes it."""
     client, name = caller.grpc.client, uuid.uuid4().hex
     count = caller.rng.randint(1, 6)
     lines = [
@@ -39,7 +39,7 @@ def grpc_batch(caller: Caller) -> None:
 
 
 def http_batch(caller: Caller) -> None:
-    """The same through HTTP."""
+    """The same over HTTP."""
     lines = []
     for number in range(caller.rng.randint(1, 6)):
         body = completion(caller.asked(longest=24))

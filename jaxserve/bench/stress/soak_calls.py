@@ -28,7 +28,7 @@ _OVERLOADED = {"RESOURCE_EXHAUSTED", "queue_full", "too_many_calls", "expected_l
 
 
 def whole(caller: Caller) -> None:
-    """All of a stream is read; where the text is known, it is that."""
+    """Reads all of a stream, and compares its text where that is known."""
     asked, text = caller.asked(), None
     if caller.rng.random() < 0.5:
         prompt = caller.rng.choice(list(caller.known))
@@ -39,7 +39,7 @@ def whole(caller: Caller) -> None:
 
 
 def scored(caller: Caller) -> None:
-    """How likely a prompt is, and nothing new."""
+    """Asks for a prompt's log-probabilities and no new tokens."""
     asked, ended = caller.asked(), "ok"
     asked.max_tokens, asked.sampling = 0, {"echo": True, "logprobs": caller.rng.randint(0, 20)}
     try:
@@ -54,13 +54,13 @@ def scored(caller: Caller) -> None:
 
 
 def slow(caller: Caller) -> None:
-    """It is read, but with pauses."""
+    """Reads a stream with pauses."""
     pauses = caller.rng.uniform(0.01, 0.1)
     _read(caller, "slow reader", caller.door(), caller.asked(), None, pauses)
 
 
 def cancelled(caller: Caller) -> None:
-    """It is cancelled after a while, politely or not."""
+    """Cancels a stream after a while, or closes its connection."""
     vanish = caller.rng.random() < 0.5
     kind, door = "disconnected" if vanish else "cancelled", caller.door()
     asked = caller.asked(shortest=20)
@@ -71,7 +71,7 @@ def cancelled(caller: Caller) -> None:
 
 
 def late(caller: Caller) -> None:
-    """A deadline that may pass; only gRPC has them."""
+    """Makes a call with a deadline that may pass; only gRPC has them."""
     asked = caller.asked(shortest=100)
     stream = caller.grpc.stream(asked, timeout_s=caller.rng.uniform(0.2, 2.0))
     heard: list[str] = []
@@ -81,7 +81,7 @@ def late(caller: Caller) -> None:
 
 
 def unread(caller: Caller) -> None:
-    """Nobody reads it for longer than the server waits."""
+    """Leaves a stream unread for longer than the server waits."""
     if caller.rng.random() < 0.5:
         crowd = attacks.Unread(caller.grpc.client.address, streams=1, tokens=MAX_OUTPUT)
         time.sleep(WRITE_TIMEOUT_S + 1)
@@ -105,7 +105,7 @@ def unread(caller: Caller) -> None:
 
 
 def wrong(caller: Caller) -> None:
-    """What is no request, or none that can be served."""
+    """Sends what is no request, or one that cannot be served."""
     rng, door = caller.rng, caller.door()
     if door is caller.grpc and rng.random() < 0.5:
         ended = asyncio.run(attacks.told(caller.grpc.client.address, attacks.no_message(rng)))
@@ -123,7 +123,7 @@ def wrong(caller: Caller) -> None:
 
 
 def half(caller: Caller) -> None:
-    """The client goes before it has sent all of its request."""
+    """Closes the connection before all of a request is sent."""
     body = json.dumps(completion(caller.asked())).encode()
     with contextlib.closing(caller.http.connect()) as connection:
         connection.putrequest("POST", COMPLETIONS)
@@ -135,7 +135,7 @@ def half(caller: Caller) -> None:
 
 
 def twice(caller: Caller) -> None:
-    """The same request_id while it runs."""
+    """Uses a request_id again while it runs."""
     name, door = uuid.uuid4().hex, caller.door()
     first = caller.asked(shortest=40)
     first.request_id = name
@@ -152,7 +152,7 @@ def twice(caller: Caller) -> None:
 
 
 def asked_about(caller: Caller) -> None:
-    """What is served, and tokens."""
+    """Asks what is served, and has a text tokenized and tokens detokenized."""
     caller.grpc.client.info()
     caller.ledger.note("questions", "GetServerInfo", "ok")
     for path, body in (

@@ -69,7 +69,7 @@ class Door(Protocol):
 
 
 class Stream(Protocol):
-    """A call that runs."""
+    """A call that is being answered."""
 
     def texts(self) -> Iterator[str]:
         """The pieces of the answer as they come, until its end. Raises Refused."""

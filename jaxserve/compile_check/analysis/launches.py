@@ -27,13 +27,13 @@ def shared_memory(folder: Path) -> dict[str, int]:
 
 
 def shared_in(thunks: str) -> dict[str, int]:
-    """The same of one list."""
+    """The same from the text of one dumped list."""
     return {name: int(shared) for name, shared in _SHARED.findall(thunks)}
 
 
 def outside_buffers(folder: Path) -> list[str]:
-    """What is launched by itself, and not as part of a command buffer (a CUDA graph), which the
-    host launches as one. RuntimeError where the dump does not say."""
+    """Names of what is launched by itself, outside any command buffer (a CUDA graph, which the host
+    launches as one). RuntimeError where the dump does not say."""
     paths = sorted(folder.glob("*thunk_sequence_after_thunk_passes.txt"))
     if not paths:
         raise RuntimeError("XLA has dumped no list of what it launches")
@@ -41,7 +41,8 @@ def outside_buffers(folder: Path) -> list[str]:
 
 
 def outside_in(thunks: str) -> list[str]:
-    """The same of one list: what a command buffer holds is indented below it."""
+    """The same from the text of one dumped list: what a command buffer holds is indented below
+    it."""
     return list(_outside(thunks))
 
 

@@ -75,7 +75,8 @@ class _Count:
         return sum(a.size for a in arrays if not a.on_chip and a.size not in self._pools)
 
     def run(self, name: str, times: int = 1) -> int:
-        """Counts what the computation moves, if it runs so often; how many operations that is."""
+        """Counts what the computation moves if it runs so often. Returns the number of
+        operations."""
         values: dict[str, Operation] = {}
         origins: dict[str, set[str]] = {}
         kernels = 0
