@@ -38,16 +38,28 @@ def write(
     backend: str = "xla",
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """Write the step's tokens into their slots of one layer: k and v of KV rows, x of hidden ones;
-    [T, kv_heads, head_dim] each, a hidden vector being cut into kv_heads parts in order. Returns
-    the pool.
+    """Writes the K, V or hidden vectors of a step's tokens into their slots of one layer.
 
-    Rows fill their blocks from either end (BROS section 5.1); a hidden row has one vector a token
-    (Apt-Serve section 4.2). In place where the pool is donated (or a loop's carry). layer: index
-    into the whole pool, may be traced. x: None says that no row of the batch is hidden. plan: of
-    `plan_write`; None: it is made here. Values are converted to the pool's dtype; padding tokens
-    are dropped. With a mesh, kv heads are sharded over its axis "tensor". ValueError for a wrong
-    shape or dtype.
+    Rows fill their blocks from either end (BROS section 5.1). A hidden row has one vector a token
+    (Apt-Serve section 4.2). Works in place where the pool is donated, or a loop's carry. Values are
+    converted to the pool's dtype; padding tokens are dropped.
+
+    Args:
+        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        layer: Index into the whole pool; may be traced.
+        k, v: [T, kv_heads, head_dim], written for KV rows.
+        x: [T, kv_heads, head_dim], written for hidden rows: each hidden vector cut into kv_heads
+            parts, in order. None if the batch has no hidden row.
+        batch: The step's rows and tokens.
+        plan: From `plan_write`; None to make it here.
+        backend: As for `get_backend`.
+        mesh: Shards kv heads over its axis "tensor"; None for one device.
+
+    Returns:
+        The pool.
+
+    Raises:
+        ValueError: A wrong shape, dtype or option.
     """
     checks.check_step(pool, layer, batch)
     want = (batch.max_tokens, pool.shape[2], pool.shape[4])
@@ -65,10 +77,20 @@ def write(
 def plan_write(
     pool: jax.Array, batch: AttentionBatch, *, hidden: bool, backend: str = "xla"
 ) -> Any:
-    """What all layers of a step have in common about `write`: which token goes where, a tree of
-    arrays to be given with the same batch, on any mesh. None where the backend plans nothing.
+    """Plans `write` for all layers of a step: which token goes where.
 
-    hidden: whether x is given. ValueError for a wrong shape or dtype.
+    Args:
+        pool: The pool that will be written to.
+        batch: The batch that will be written.
+        hidden: Whether `write` will be given x.
+        backend: As for `get_backend`.
+
+    Returns:
+        A tree of arrays for `write` with the same batch, on any mesh. None if the backend plans
+        nothing.
+
+    Raises:
+        ValueError: A wrong shape, dtype or option.
     """
     planned = get_backend(backend).plan_write
     if planned is None:
@@ -89,12 +111,24 @@ def plan_attention(
     backend: str = "xla",
     mesh: Mesh | None = None,
 ) -> Any:
-    """What all layers of a step have in common about their attention: how its work is cut, a tree
-    of arrays for `paged_attention`, or with kind HIDDEN for `projected_attention`, to be given
-    with the same batch and options. None where the backend plans nothing, and for hidden rows over
-    a mesh.
+    """Plans the attention of all layers of a step: how its work is split.
 
-    num_heads: query heads. ValueError for a wrong shape, dtype or option.
+    Args:
+        pool: The pool that will be read.
+        batch: The batch that will attend.
+        num_heads: Query heads, over all shards.
+        kind: KV to plan for `paged_attention`, HIDDEN for `projected_attention`.
+        sliding_window: As in `paged_attention`.
+        decode_only: As in `paged_attention`.
+        backend: As for `get_backend`.
+        mesh: The mesh that attention will run on.
+
+    Returns:
+        A tree of arrays for attention with the same batch and options. None if the backend plans
+        nothing, and for HIDDEN on a mesh.
+
+    Raises:
+        ValueError: A wrong shape, dtype or option.
     """
     planned = get_backend(backend).plan
     if planned is None or (kind == HIDDEN and mesh is not None):
@@ -124,7 +158,23 @@ def plan_absorbed(
     backend: str = "xla",
     mesh: Mesh | None = None,
 ) -> Any:
-    """The same for `absorbed_attention`, whose shards have all heads and a part of each vector."""
+    """Plans `absorbed_attention` for all layers of a step.
+
+    Args:
+        pool: The pool that will be read.
+        batch: The batch that will attend.
+        num_heads: Query heads. Every shard has all of them, and a slice of each vector.
+        sliding_window: As in `paged_attention`.
+        backend: As for `get_backend`.
+        mesh: The mesh that attention will run on.
+
+    Returns:
+        A tree of arrays for `absorbed_attention` with the same batch and options. None if the
+        backend plans nothing.
+
+    Raises:
+        ValueError: A wrong shape, dtype or option.
+    """
     planned = get_backend(backend).plan_absorbed
     if planned is None:
         return None
@@ -136,7 +186,7 @@ def plan_absorbed(
 
 
 def _of_a_shard(pool: jax.Array, shards: int) -> tuple[int, ...]:
-    """The shape of what one of so many shards has of the pool."""
+    """The shape of each shard's part of the pool."""
     layers, blocks, kv_heads, *rest = pool.shape
     return (layers, blocks, kv_heads // shards, *rest)
 
@@ -155,17 +205,30 @@ def paged_attention(
     backend: str = "xla",
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """Causal attention of the step's tokens of KV rows over their rows' cached context, themselves
-    included (write first): q [T, num_heads, head_dim] -> the same shape and dtype. PagedAttention
-    (Kwon et al. 2023, section 4.1) with the running softmax of FlashAttention (Dao et al. 2022,
-    section 3.1).
+    """Causal attention of the step's KV rows over their cached context.
 
-    Query head h reads kv head h // (num_heads // kv_heads). Scores are q . k * scale, then
-    soft_cap * tanh(score / soft_cap) if given. sliding_window: a token sees the last so many
-    positions, its own included. decode_only: T == R and token i is row i's only token. plan: of
-    `plan_attention`; None: it is made here. Padding tokens and those of hidden rows give zeros.
-    Sums are in float32. With a mesh, heads are sharded over its axis "tensor". ValueError for a
-    wrong shape, dtype or option.
+    PagedAttention (Kwon et al. 2023, section 4.1) with the running softmax of FlashAttention (Dao
+    et al. 2022, section 3.1). Tokens attend to themselves too, so `write` them first. Query head h
+    reads kv head h // (num_heads // kv_heads). Sums are in float32.
+
+    Args:
+        q: [T, num_heads, head_dim].
+        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        layer: Index into the whole pool; may be traced.
+        batch: The step's rows and tokens.
+        scale: Scores are q . k * scale.
+        sliding_window: Positions that a token sees, the last ones up to its own; None for all.
+        soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
+        decode_only: T == R, and token i is row i's only token.
+        plan: From `plan_attention`; None to make it here.
+        backend: As for `get_backend`.
+        mesh: Shards heads over its axis "tensor"; None for one device.
+
+    Returns:
+        Shape and dtype of q; zeros for padding tokens and those of hidden rows.
+
+    Raises:
+        ValueError: A wrong shape, dtype or option.
     """
     checks.check_step(pool, layer, batch)
     checks.check_options(sliding_window, soft_cap)
@@ -197,17 +260,30 @@ def absorbed_attention(
     backend: str = "xla",
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """Attention of hidden decodes over their raw cached vectors, all heads over the same ones:
-    qx [T, num_heads, E] -> sum_i a_i x_i, [T, num_heads, E] in qx's dtype; E = kv_heads * head_dim.
+    """Attention of hidden decodes over their raw cached vectors, which all heads share.
 
     For models whose keys are not rotated: with qx_h = Wk_h^T q_h the scores are those of q_h . k_i
-    but for a constant, and Wv_h applied to the result gives sum_i a_i v_i (as DeepSeek-V2, section
-    2.1.2, absorbs its up-projections). Rows that count: hidden, and below num_decodes; the
-    row's token is query_start[row]. Zeros for all other tokens. scale, sliding_window, soft_cap: as
-    in `paged_attention`; a cap wants the constant, so it is right only without a key bias. plan: of
-    `plan_absorbed`; None: it is made here. With a mesh, the hidden axis E is sharded over its axis
-    "tensor" and the scores are summed over it.
-    ValueError for a wrong shape, dtype or option.
+    up to a constant, and Wv_h applied to the result gives sum_i a_i v_i (as DeepSeek-V2, section
+    2.1.2, absorbs its up-projections). E = kv_heads * head_dim.
+
+    Args:
+        qx: [T, num_heads, E]. The token of a row is query_start[row].
+        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        layer: Index into the whole pool; may be traced.
+        batch: The step's rows and tokens. Only hidden rows below num_decodes are computed.
+        scale: As in `paged_attention`.
+        sliding_window: As in `paged_attention`.
+        soft_cap: As in `paged_attention`. Right only without a key bias, since it needs the
+            constant.
+        plan: From `plan_absorbed`; None to make it here.
+        backend: As for `get_backend`.
+        mesh: Shards E over its axis "tensor" and sums the scores over it; None for one device.
+
+    Returns:
+        sum_i a_i x_i, [T, num_heads, E] in qx's dtype; zeros for all other tokens.
+
+    Raises:
+        ValueError: A wrong shape, dtype or option.
     """
     checks.check_step(pool, layer, batch)
     checks.check_options(sliding_window, soft_cap)
@@ -238,14 +314,31 @@ def projected_attention(
     backend: str = "xla",
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """Causal attention of hidden rows' tokens, decodes and chunks, over the K and V that their
-    cached vectors project to (Apt-Serve section 4.2): q [T, num_heads, head_dim] -> the same.
+    """Causal attention of hidden rows over the K and V that their cached vectors project to.
 
-    num_heads equals the pool's kv_heads. Nothing is written back. Zeros for padding tokens and
-    those of KV rows. Other arguments: as in `paged_attention`. With a mesh, heads (of q and of the
-    projection's columns) are sharded over its axis "tensor", and rows are taken one after another,
-    each one's blocks gathered whole on every shard; there is no plan for all. ValueError for a
-    wrong shape, dtype or option.
+    Takes decodes and chunks (Apt-Serve section 4.2). Nothing is written back. On a mesh, rows are
+    taken one after another, and each one's blocks are gathered whole on every shard.
+
+    Args:
+        q: [T, num_heads, head_dim], num_heads equal to the pool's kv_heads.
+        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        layer: Index into the whole pool; may be traced.
+        batch: The step's rows and tokens.
+        projection: The layer's map from hidden vectors to K and V.
+        scale: As in `paged_attention`.
+        sliding_window: As in `paged_attention`.
+        soft_cap: As in `paged_attention`.
+        decode_only: As in `paged_attention`.
+        plan: From `plan_attention` with kind HIDDEN; None to make it here. Not used on a mesh.
+        backend: As for `get_backend`.
+        mesh: Shards the heads of q and of the projection's columns over its axis "tensor"; None for
+            one device.
+
+    Returns:
+        Shape and dtype of q; zeros for padding tokens and those of KV rows.
+
+    Raises:
+        ValueError: A wrong shape, dtype or option.
     """
     checks.check_step(pool, layer, batch)
     checks.check_options(sliding_window, soft_cap)
@@ -281,6 +374,7 @@ def projected_attention(
 
 
 def _planned(kernel: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
-    """Of a kernel whose last argument is a plan; a backend that plans nothing takes none."""
+    """Runs a kernel. The last argument is its plan, left out if None: the backend then plans
+    nothing."""
     *arrays, plan = arguments
     return kernel(*arrays, *(() if plan is None else (plan,)))

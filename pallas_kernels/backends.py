@@ -15,7 +15,13 @@ from jax.typing import DTypeLike
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """How products q . k become scores, see `attention.paged_attention`."""
+    """How products q . k become scores, see `attention.paged_attention`.
+
+    Attributes:
+        scale: Factor of the products.
+        sliding_window: Positions that a token sees, its own included; None for all.
+        soft_cap: Bound of tanh capping; None for no cap.
+    """
 
     scale: float
     sliding_window: int | None = None
@@ -24,7 +30,15 @@ class Scoring:
 
 @dataclasses.dataclass(frozen=True)
 class KernelShape:
-    """What kernels see of a model and its pool. Heads are a shard's."""
+    """The model and pool dimensions that kernels are compiled for.
+
+    Attributes:
+        num_heads: Query heads of one shard.
+        kv_heads: KV heads of one shard.
+        head_dim: Elements of a head.
+        block_size: Tokens of a block.
+        dtype: Of the pool.
+    """
 
     num_heads: int
     kv_heads: int
@@ -35,34 +49,40 @@ class KernelShape:
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """The kernels of one backend. All see one shard's heads; see the functions of the same purpose
-    in `attention` and `move` for shapes and meaning. `layer` is a traced index into the whole pool.
+    """The kernels of one backend.
 
-    write(pool, layer, k, v, x, batch) -> pool. x None: no row can be hidden.
-    plan_write(batch, pool's shape, *, hidden) -> a tree of arrays for write, whose last argument it
-        is, for all layers of a step; hidden: x is given. None: no such argument.
-    plan(kind, batch, pool's shape, its dtype, num_heads, *, sliding_window, decode_only) -> a tree
-        of arrays: what the layers of a step need not find out each by itself. Of kind KV it is for
-        attend, of HIDDEN for projected: there their next argument, `plan`. None: no such argument.
-    plan_absorbed(batch, pool's shape, its dtype, num_heads, *, sliding_window) -> the same for
-        absorbed, whose next argument it is. None: no such argument.
-    attend(q, pool, layer, batch, *, scoring, decode_only) -> [T, H, D]: rows of kind KV; zeros for
-        the tokens of others and for padding.
-    absorbed(qx, pool, layer, batch, *, scoring, axis_name) -> [T, H, E]: hidden decodes; zeros
-        elsewhere. axis_name: mesh axis over which qx, x and the result are cut along E and the
-        scores want a sum; None for no cut.
-    projected(q, pool, layer, batch, projection, *, scoring, decode_only) -> [T, H, D]: hidden
-        rows, decodes and chunks; zeros elsewhere. The pool's blocks are whole (all of x) even where
-        q and projection have a shard's heads only.
-    move(pool, moves, count) -> pool
-    stage_out(pool, slots, count) -> staging
-    stage_in(pool, staging, slots, count) -> pool
-    supports(kind, shape) -> None, or why the kernels of this cache kind cannot run that shape.
-    argmax(scores) -> [R]: see `argmax.argmax`. None: in XLA's operations.
-    skinny_matmul(rows, weights, *, transposed) -> the kernel of such a product, which takes (x,
-        weights, *, transposed) as `skinny_matmul.skinny_matmul`, or None. None: there is no such.
-    decode_group: rows that decodes read together, sorted by length: each costs what the longest
-        does. decode_chunk: tokens of K and V that such a group reads at once, about.
+    All see one shard's heads. Shapes and meaning are those of the functions of the same purpose in
+    `attention` and `move`. `layer` is a traced index into the whole pool. Where a plan function is
+    None, the kernels that it would plan for take no `plan`.
+
+    Attributes:
+        write: (pool, layer, k, v, x, batch, plan) -> pool. x is None if no row can be hidden.
+        attend: (q, pool, layer, batch, plan, *, scoring, decode_only) -> [T, H, D] for KV rows;
+            zeros for tokens of other rows and padding.
+        absorbed: (qx, pool, layer, batch, plan, *, scoring, axis_name) -> [T, H, E] for hidden
+            decodes; zeros elsewhere. axis_name: the mesh axis over which qx, x and the result are
+            cut along E and scores are summed; None for no cut.
+        projected: (q, pool, layer, batch, projection, plan, *, scoring, decode_only) -> [T, H, D]
+            for hidden rows, decodes and chunks; zeros elsewhere. The pool's blocks are whole (all
+            of x) even where q and projection have only a shard's heads.
+        move: (pool, moves, count) -> pool.
+        stage_out: (pool, slots, count) -> staging.
+        stage_in: (pool, staging, slots, count) -> pool.
+        supports: (kind, shape) -> None, or why the kernels of this cache kind cannot run that
+            shape.
+        plan: (kind, batch, pool's shape, pool's dtype, num_heads, *, sliding_window, decode_only)
+            -> the plan, a tree of arrays that serves all layers of a step: of kind KV for `attend`,
+            of HIDDEN for `projected`.
+        plan_absorbed: (batch, pool's shape, pool's dtype, num_heads, *, sliding_window) -> the plan
+            for `absorbed`.
+        plan_write: (batch, pool's shape, *, hidden) -> the plan for `write`. hidden: x is given.
+        argmax: (scores) -> [R], see `argmax.argmax`. None: XLA's operations are used.
+        skinny_matmul: (rows, weights, *, transposed) -> the kernel of such a product, which takes
+            (x, weights, *, transposed) as `skinny_matmul.skinny_matmul`, or None if it has none.
+            None: the backend has no such kernels.
+        decode_group: Rows that decodes read together, sorted by length: each costs what the longest
+            does.
+        decode_chunk: Tokens of K and V that such a group reads at once, about.
     """
 
     write: Callable[..., jax.Array]
@@ -109,8 +129,14 @@ CAPABILITIES: dict[str, tuple[float, float | None]] = {
 
 
 def resolve_backend(name: str) -> str:
-    """The backend that a configured name means; "auto": triton on GPUs from sm_80 up, tpu on TPUs,
-    numba on CPUs where it is installed, xla elsewhere. ValueError for an unknown name."""
+    """The backend that a configured name stands for.
+
+    "auto" is triton on GPUs from sm_80 up, tpu on TPUs, numba on CPUs where it is installed, and
+    xla elsewhere.
+
+    Raises:
+        ValueError: An unknown name.
+    """
     if name == "auto":
         return _by_platform()
     if name not in BACKENDS:
@@ -149,7 +175,7 @@ def _unusable() -> str | None:
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of a name that `resolve_backend` takes."""
+    """The backend of a name, "auto" included (see `resolve_backend`)."""
     return _load(resolve_backend(name))
 
 
@@ -162,17 +188,26 @@ def _load(name: str) -> Backend:
 
 
 def platform_backend() -> Backend:
-    """The first device's own, for what has nothing to do with the pool: whichever attention is
-    served with, one kernel is as right as another there."""
+    """The first device's own backend, for kernels that do not touch the pool: they do not depend on
+    the backend that serves attention."""
     return get_backend("auto")
 
 
 def select_backend(name: str, kinds: tuple[int, ...], shape: KernelShape) -> tuple[str, str | None]:
-    """The backend for a model's shape: (its name, None), or for "auto" where the platform's own
-    kernels do not run or do not take the shape, ("xla", the reason).
+    """Chooses the backend for a model.
 
-    kinds: cache kinds to be served. ValueError for an unknown name, and for
-    one asked for by name that the first device does not run or that does not take the shape.
+    Args:
+        name: The configured name, or "auto".
+        kinds: Cache kinds to be served.
+        shape: The model's shape.
+
+    Returns:
+        (The backend's name, None), or ("xla", the reason) for "auto" where the platform's own
+        kernels do not run or do not support the shape.
+
+    Raises:
+        ValueError: An unknown name, or one other than "auto" that the first device does not run or
+            that does not support the shape.
     """
     chosen = resolve_backend(name)
     misplaced = _misplaced(chosen)

@@ -21,20 +21,22 @@ RIGHT = 1
 class AttentionBatch:
     """One step's rows (requests) and tokens, padded to a static bucket of R rows and T tokens.
 
-    tables: int32 [R, 2, W], block ids; [:, 0] are K (or hidden) blocks, [:, 1] V blocks. Entries
-        past a row's last block, and [:, 1] of hidden rows, may be any id in [0, blocks): they are
-        never used.
-    context_lens: int32 [R], tokens in the cache once this step's are written; 0: padding row.
-    query_start: int32 [R], index of the row's first token on the flat token axis.
-    query_lens: int32 [R], the row's tokens in this step; 0: padding row.
-    direction: int32 [R], LEFT: token t of a block sits in slot t; RIGHT: in block_size - 1 - t.
-    kind: int32 [R], KV or HIDDEN: what the row has cached. Padding rows: KV.
-    token_row: int32 [T], the row of each token; R for padding tokens.
-    num_decodes: int32 [], rows [0, num_decodes) have one token each; the rest are prefill chunks.
-    num_rows: int32 [], rows in use: [0, num_rows).
+    The position of a row's i-th token of the step is context_lens - query_lens + i. A row's tokens
+    are consecutive; rows do not overlap.
 
-    The position of a row's i-th token of the step is context_lens - query_lens + i. A row's
-    tokens are consecutive; rows do not overlap.
+    Attributes:
+        tables: int32 [R, 2, W], block ids: K (or hidden) blocks in [:, 0], V blocks in [:, 1].
+            Entries past a row's last block, and [:, 1] of hidden rows, are never used and may be
+            any id in [0, blocks).
+        context_lens: int32 [R], tokens in the cache once this step's are written; 0: padding row.
+        query_start: int32 [R], index of the row's first token on the flat token axis.
+        query_lens: int32 [R], the row's tokens in this step; 0: padding row.
+        direction: int32 [R]. LEFT: token t of a block is in slot t; RIGHT: in block_size - 1 - t.
+        kind: int32 [R], KV or HIDDEN: what the row has cached. Padding rows: KV.
+        token_row: int32 [T], the row of each token; R for padding tokens.
+        num_decodes: int32 [], rows [0, num_decodes) have one token each; the rest are prefill
+            chunks.
+        num_rows: int32 [], rows in use: [0, num_rows).
     """
 
     tables: jax.Array
@@ -63,9 +65,11 @@ class AttentionBatch:
         return self.tables.shape[2]
 
     def decodes(self, rows: int | None = None) -> AttentionBatch:
-        """The first so many rows (None: all) as a batch of the decodes among them alone: token i is
-        row i's, T == R. The tokens of this batch are found at query_start[:rows]; those of other
-        rows are padding."""
+        """The decodes among the first `rows` rows (None: all) as a batch of their own.
+
+        Token i is row i's, so T == R. It is the token at query_start[i] of this batch. Rows that
+        are no decodes become padding.
+        """
         rows = self.max_rows if rows is None else rows
         index = jnp.arange(rows, dtype=jnp.int32)
         mine = index < self.num_decodes

@@ -30,20 +30,40 @@ def check_layer(pool: jax.Array, layer: jax.Array | int) -> None:
 
 
 def check_step(pool: jax.Array, layer: jax.Array | int, batch: AttentionBatch) -> None:
-    """What all functions of a step have in common."""
+    """Checks that all functions of a step make. ValueError for a wrong shape or dtype."""
     batch.validate()
     check_pool(pool)
     check_layer(pool, layer)
 
 
 def check_tokens(name: str, value: jax.Array, want: tuple[int, int, int], axes: str) -> None:
-    """ValueError unless value has the wanted shape of a step's tokens."""
+    """Checks the shape of a per-token array.
+
+    Args:
+        name: The argument's name, for the error.
+        value: The array.
+        want: The shape that it must have.
+        axes: What the axes are called, for the error.
+
+    Raises:
+        ValueError: Another shape.
+    """
     if value.shape != want:
         raise ValueError(f"{name}: want [{axes}] = {want}, got {value.shape}")
 
 
 def check_queries(q: jax.Array, batch: AttentionBatch, width: int, name: str = "q") -> None:
-    """ValueError unless q is [tokens, any number of heads, width]."""
+    """Checks that queries are [tokens, any number of heads, width].
+
+    Args:
+        q: The queries.
+        batch: The step's batch.
+        width: Elements of a head.
+        name: The argument's name, for the error.
+
+    Raises:
+        ValueError: Another shape.
+    """
     if q.ndim != 3 or q.shape[0] != batch.max_tokens or q.shape[2] != width:
         raise ValueError(
             f"{name}: want [tokens, num_heads, width] = ({batch.max_tokens}, *, {width}), "
@@ -52,7 +72,7 @@ def check_queries(q: jax.Array, batch: AttentionBatch, width: int, name: str = "
 
 
 def check_decode_only(batch: AttentionBatch, decode_only: bool) -> None:
-    """ValueError if decode_only is claimed of a batch that cannot be so."""
+    """ValueError if decode_only is set for a batch whose tokens are not as many as its rows."""
     if decode_only and batch.max_tokens != batch.max_rows:
         raise ValueError(
             f"decode_only: needs as many tokens as rows, got {batch.max_tokens} and "
@@ -80,7 +100,17 @@ def check_shards(mesh: Mesh, **heads: int) -> None:
 
 
 def check_places(name: str, places: jax.Array, columns: int, count: jax.Array | int) -> None:
-    """ValueError unless places is int32 [M, columns] and count a scalar."""
+    """Checks a list of slots or moves.
+
+    Args:
+        name: The argument's name, for the error.
+        places: Must be int32 [M, columns].
+        columns: Numbers of one entry.
+        count: Must be an integer scalar.
+
+    Raises:
+        ValueError: Another shape or dtype.
+    """
     if places.ndim != 2 or places.shape[1] != columns or places.dtype != jnp.int32:
         raise ValueError(
             f"{name}: want int32 [M, {columns}], got {places.dtype} {list(places.shape)}"

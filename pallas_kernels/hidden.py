@@ -19,13 +19,14 @@ class HiddenProjection:
     E = d_model, N = E // head_dim heads (only multi-head models have hidden caches). Under tensor
     parallelism a shard holds the columns of its own heads: then N is smaller, E is not.
 
-    wk, wv: [E, N * head_dim], head h in columns [h * head_dim, (h + 1) * head_dim).
-    bk, bv: [N * head_dim], or None for no bias.
-    k_norm: float32 [head_dim], scale of the RMS norm over each head's K, before the rotation (as
-        Qwen3 has it); None for none.
-    rotation: float32 [2, max_len, head_dim // 2], cos and sin by position; element i is rotated
-        with i + head_dim // 2. max_len is at least the longest context. None for no rotation.
-    norm_eps: added to the mean square; static.
+    Attributes:
+        wk, wv: [E, N * head_dim], head h in columns [h * head_dim, (h + 1) * head_dim).
+        bk, bv: [N * head_dim], or None for no bias.
+        k_norm: float32 [head_dim], scale of the RMS norm over each head's K, before the rotation
+            (as in Qwen3); None for no norm.
+        rotation: float32 [2, max_len, head_dim // 2], cos and sin by position; element i is rotated
+            with i + head_dim // 2. max_len is at least the longest context. None for no rotation.
+        norm_eps: Added to the mean square; static.
     """
 
     wk: jax.Array
@@ -67,8 +68,17 @@ class HiddenProjection:
 def project(
     x: jax.Array, position: jax.Array, projection: HiddenProjection, heads: int
 ) -> tuple[jax.Array, jax.Array]:
-    """K and V, float32 [heads, S, D], of x [S, E] at these positions int32 [S]; heads: as many as
-    the projection has columns for."""
+    """Projects hidden vectors to K and V.
+
+    Args:
+        x: [S, E].
+        position: int32 [S].
+        projection: The layer's map.
+        heads: Heads that the projection has columns for.
+
+    Returns:
+        K and V, float32 [heads, S, D].
+    """
 
     def by_head(weights: jax.Array, bias: jax.Array | None) -> jax.Array:
         y = jnp.dot(x.astype(weights.dtype), weights, preferred_element_type=jnp.float32)

@@ -20,12 +20,22 @@ def move_slots(
     backend: str = "xla",
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """The pool with what was in (source block, slot) now in (target block, slot) too, in all layers
-    and heads; in place where the pool is donated.
+    """Copies cached tokens from slot to slot, in all layers and heads.
 
-    moves: int32 [M, 4], (source block, source slot, target block, target slot) each, of which the
-    first count (int32 scalar) are made; the rest may hold anything. No target may be a source or
-    twice a target: they are made in any order. ValueError for a wrong shape or dtype.
+    Args:
+        pool: [layers, blocks, kv_heads, block_size, head_dim]; updated in place where it is
+            donated.
+        moves: int32 [M, 4]: (source block, source slot, target block, target slot). Made in any
+            order, so no target may be a source or appear twice.
+        count: int32 scalar, how many of the moves are made. The rest may hold anything.
+        backend: As for `get_backend`.
+        mesh: Shards kv heads over its axis "tensor"; None for one device.
+
+    Returns:
+        The pool.
+
+    Raises:
+        ValueError: A wrong shape or dtype.
     """
     checks.check_pool(pool)
     checks.check_places("moves", moves, 4, count)
@@ -42,9 +52,21 @@ def stage_out(
     backend: str = "xla",
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """What lies in slots int32 [M, 2], (block, slot) each, in all layers: [M, layers, kv_heads,
-    head_dim], contiguous, for a transfer to the host. From `count` on, zeros; those entries of
-    slots may hold anything. ValueError for a wrong shape or dtype."""
+    """Gathers cached tokens of all layers into one contiguous buffer, for a transfer to the host.
+
+    Args:
+        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        slots: int32 [M, 2]: (block, slot).
+        count: int32 scalar, how many of the slots are read. The rest may hold anything.
+        backend: As for `get_backend`.
+        mesh: Shards kv heads over its axis "tensor"; None for one device.
+
+    Returns:
+        [M, layers, kv_heads, head_dim]; zeros from `count` on.
+
+    Raises:
+        ValueError: A wrong shape or dtype.
+    """
     checks.check_pool(pool)
     checks.check_places("slots", slots, 2, count)
     kernel, heads = get_backend(backend).stage_out, pool.shape[2]
@@ -61,9 +83,23 @@ def stage_in(
     backend: str = "xla",
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """The pool with the first `count` of staging [M, layers, kv_heads, head_dim] in their slots
-    int32 [M, 2], which are distinct; in place where the pool is donated. The other entries may hold
-    anything. ValueError for a wrong shape or dtype."""
+    """Scatters a buffer as `stage_out` fills it back into slots of all layers.
+
+    Args:
+        pool: [layers, blocks, kv_heads, block_size, head_dim]; updated in place where it is
+            donated.
+        staging: [M, layers, kv_heads, head_dim] in the pool's dtype.
+        slots: int32 [M, 2]: (block, slot), all distinct.
+        count: int32 scalar, how many entries are written. The rest may hold anything.
+        backend: As for `get_backend`.
+        mesh: Shards kv heads over its axis "tensor"; None for one device.
+
+    Returns:
+        The pool.
+
+    Raises:
+        ValueError: A wrong shape or dtype.
+    """
     checks.check_pool(pool)
     checks.check_places("slots", slots, 2, count)
     want = (len(slots), pool.shape[0], pool.shape[2], pool.shape[4])

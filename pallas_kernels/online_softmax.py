@@ -22,8 +22,13 @@ NOTHING_SEEN = -1e30
 
 
 class Softmax(NamedTuple):
-    """peak: float32 [M], highest score so far; total: float32 [M], sum of weights relative to it;
-    acc: float32 [M, D], weighted sum of values."""
+    """The state of a running softmax for M queries.
+
+    Attributes:
+        peak: float32 [M], highest score so far.
+        total: float32 [M], sum of weights relative to the peak.
+        acc: float32 [M, D], weighted sum of values.
+    """
 
     peak: jax.Array
     total: jax.Array

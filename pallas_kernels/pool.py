@@ -28,12 +28,24 @@ def make_pool(
     dtype: DTypeLike,
     sharding: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
-    """A zeroed pool [num_layers, num_blocks, kv_heads, block_size, head_dim].
+    """Makes a zeroed pool [num_layers, num_blocks, kv_heads, block_size, head_dim].
 
-    A block holds K or V of up to block_size tokens, in all layers (Apt-Serve section 4.3). With a
-    sharding the array is made in place on its devices, never whole on one of them; without, on the
-    first device. It lies there as `row_major` says: jitted functions that return it want
+    A block holds K or V of up to block_size tokens, in all layers (Apt-Serve section 4.3). The
+    memory layout is `row_major`: jitted functions that return the pool need
     `out_shardings=row_major(pool.sharding)` for it.
+
+    Args:
+        num_layers: Layers of the model.
+        num_blocks: Blocks that K and V (or hidden vectors) share.
+        kv_heads: KV heads, over all shards.
+        block_size: Tokens of a block.
+        head_dim: Elements of a head.
+        dtype: One of POOL_DTYPES.
+        sharding: Where to make it, never whole on one of several devices; None for the first
+            device.
+
+    Raises:
+        ValueError: A size below 1, or another dtype.
     """
     shape = (num_layers, num_blocks, kv_heads, block_size, head_dim)
     names = ("num_layers", "num_blocks", "kv_heads", "block_size", "head_dim")
@@ -48,16 +60,17 @@ def make_pool(
 
 
 def row_major(sharding: jax.sharding.Sharding) -> Format:
-    """The format of a pool so sharded: axes in memory in their order, as the kernels want them.
+    """The format of a pool with this sharding: its axes in memory in order, as the kernels want
+    them.
 
-    Said aloud, since where head_dim is no multiple of 128 a TPU's compiler would rather have the
-    blocks last, and then copy the whole pool into order and back around every step.
+    Stated explicitly because where head_dim is no multiple of 128 a TPU's compiler would rather put
+    the blocks last, and then copy the whole pool into order and back around every step.
     """
     return Format(Layout(major_to_minor=tuple(range(5))), sharding)
 
 
 def default_block_size(platform: str) -> int:
-    """Tokens of a block where nobody says how many, on devices of this platform."""
+    """Tokens of a block if none is configured, on devices of this platform."""
     return TPU_BLOCK_SIZE if platform == "tpu" else BLOCK_SIZE
 
 
@@ -69,8 +82,16 @@ def block_bytes(
     dtype: DTypeLike,
     platform: str = "cpu",
 ) -> int:
-    """Bytes of one block (K or V, not both) over all layers, on a device of this platform: a
-    "tpu" pads to whole tiles."""
+    """Bytes of one block (K or V, not both) over all layers.
+
+    Args:
+        num_layers: Layers of the model.
+        kv_heads: KV heads of the pool, or of one shard of it.
+        block_size: Tokens of a block.
+        head_dim: Elements of a head.
+        dtype: Of the pool.
+        platform: "tpu" pads slots and head_dim to whole tiles.
+    """
     if platform == "tpu":
         slots, lanes = TPU_TILE
         block_size, head_dim = -(-block_size // slots) * slots, -(-head_dim // lanes) * lanes
@@ -80,10 +101,20 @@ def block_bytes(
 def read_tokens(
     pool: jax.Array, layer: int, table_row: np.ndarray, length: int, direction: int
 ) -> np.ndarray:
-    """The vectors of one request as [length, kv_heads, head_dim], on the host.
+    """Copies one request's cached vectors to the host, in token order. For tests and pictures.
 
-    table_row: block ids of one kind (tables[row, 0] or tables[row, 1]). For tests and pictures:
-    it copies, token order restored.
+    Args:
+        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        layer: Index of the layer.
+        table_row: Block ids of one kind, tables[row, 0] or tables[row, 1].
+        length: Tokens to read.
+        direction: LEFT or RIGHT, how the request fills its blocks.
+
+    Returns:
+        [length, kv_heads, head_dim].
+
+    Raises:
+        ValueError: A length, direction or block id out of range.
     """
     _, blocks, kv_heads, block_size, head_dim = pool.shape
     used = -(-length // block_size)

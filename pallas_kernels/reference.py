@@ -21,7 +21,7 @@ Array = np.ndarray | jax.Array
 
 
 def _on_host(batch: AttentionBatch) -> AttentionBatch:
-    """The same in NumPy arrays: element by element, device arrays take their time."""
+    """The batch in NumPy arrays: device arrays are slow to read element by element."""
     found: AttentionBatch = jax.tree.map(np.asarray, batch)
     return found
 
@@ -34,8 +34,15 @@ def _slot(position: int, direction: int, block_size: int) -> int:
 def write(
     pool: Array, layer: int, k: Array, v: Array, x: Array | None, batch: AttentionBatch
 ) -> np.ndarray:
-    """A copy of the pool with every token's k and v, or its x where its row is hidden, [T,
-    kv_heads, head_dim] each, in its slot."""
+    """A copy of the pool with a step's tokens in their slots of one layer.
+
+    Args:
+        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        layer: Index of the layer.
+        k, v: [T, kv_heads, head_dim], written for KV rows.
+        x: [T, kv_heads, head_dim], written for hidden rows; None without any.
+        batch: The step's rows and tokens.
+    """
     out, batch = np.array(pool), _on_host(batch)
     block_size = out.shape[3]
     planes = [None if value is None else np.asarray(value) for value in (k, v, x)]
@@ -117,8 +124,18 @@ def _attend(
 def paged_attention(
     q: Array, pool: Array, layer: int, batch: AttentionBatch, **options: Any
 ) -> np.ndarray:
-    """Attention of q [T, H, D] over the pool -> [T, H, D]; zeros for padding tokens and those of
-    hidden rows. options: scale, sliding_window, soft_cap, and the dtype of all."""
+    """Attention of KV rows over the pool.
+
+    Args:
+        q: [T, H, D].
+        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        layer: Index of the layer.
+        batch: The step's rows and tokens.
+        **options: scale, sliding_window, soft_cap, and the dtype to compute in.
+
+    Returns:
+        [T, H, D]; zeros for padding tokens and those of hidden rows.
+    """
     planes = (KV, batch.num_rows, lambda cached: (cached(0), cached(1)))
     return _attend(q, pool, layer, batch, *planes, **options)
 
@@ -126,8 +143,18 @@ def paged_attention(
 def absorbed_attention(
     qx: Array, pool: Array, layer: int, batch: AttentionBatch, **options: Any
 ) -> np.ndarray:
-    """Attention of qx [T, H, E] over raw hidden vectors, one x for all heads -> [T, H, E]; zeros
-    for all tokens but those of hidden decodes."""
+    """Attention of hidden decodes over raw hidden vectors, one x for all heads.
+
+    Args:
+        qx: [T, H, E].
+        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        layer: Index of the layer.
+        batch: The step's rows and tokens.
+        **options: As for `paged_attention`.
+
+    Returns:
+        [T, H, E]; zeros for all other tokens.
+    """
 
     def read(cached: Callable[[int], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         x = cached(0)
@@ -144,8 +171,19 @@ def projected_attention(
     projection: HiddenProjection,
     **options: Any,
 ) -> np.ndarray:
-    """Attention of q [T, H, D] over the K and V that hidden rows' cached vectors project to ->
-    [T, H, D]; zeros for padding tokens and those of KV rows."""
+    """Attention of hidden rows over the K and V that their cached vectors project to.
+
+    Args:
+        q: [T, H, D].
+        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        layer: Index of the layer.
+        batch: The step's rows and tokens.
+        projection: The layer's map from hidden vectors to K and V.
+        **options: As for `paged_attention`.
+
+    Returns:
+        [T, H, D]; zeros for padding tokens and those of KV rows.
+    """
 
     def read(cached: Callable[[int], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         x = cached(0)
@@ -202,8 +240,14 @@ def stage_out(pool: Array, slots: Array, count: int) -> np.ndarray:
 
 
 def stage_in(pool: Array, staging: Array, slots: Array, count: int) -> np.ndarray:
-    """A copy of the pool with the first `count` of staging [M, layers, kv_heads, head_dim] in
-    their slots [M, 2]."""
+    """A copy of the pool with staged vectors in their slots, in all layers.
+
+    Args:
+        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        staging: [M, layers, kv_heads, head_dim].
+        slots: [M, 2]: (block, slot).
+        count: How many entries are written.
+    """
     out = np.array(pool)
     for value, (block, slot) in zip(np.asarray(staging)[:count], np.asarray(slots), strict=False):
         out[:, block, :, slot] = value

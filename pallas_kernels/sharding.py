@@ -30,11 +30,17 @@ def over_heads(
     gives: P,
     **heads: int,
 ) -> Callable[..., jax.Array]:
-    """The kernel, run by each shard of the mesh on its own heads; without a mesh the kernel itself.
+    """Wraps a kernel so that each shard of a mesh runs it on its own heads.
 
-    takes, gives: how its positional arguments and its result are cut, as partition specs. heads:
-    how many there are of each, by the name an error shall give them. ValueError unless the mesh has
-    the axis "tensor" and all of them divide over it.
+    Args:
+        kernel: Takes and returns one shard's arrays.
+        mesh: None to get the kernel itself.
+        takes: How the positional arguments are cut, as partition specs.
+        gives: How the result is cut.
+        **heads: Numbers of heads that must divide over the mesh, by the names for the error.
+
+    Raises:
+        ValueError: The mesh has no axis "tensor", or some heads do not divide over it.
     """
     if mesh is None:
         return kernel
@@ -58,11 +64,17 @@ def projection_specs(projection: HiddenProjection) -> HiddenProjection:
 def sum_as_far(
     scores: jax.Array, axis: int, piece: int, length: jax.Array, axis_name: str
 ) -> jax.Array:
-    """Inside a shard: scores summed over the shards, in place, piece by piece along `axis` as far
-    as index `length`, int32 []; what lies behind the last piece is the shard's own.
+    """Inside a shard, sums scores over the shards up to some length, piece by piece and in place.
 
-    piece: divides the axis. Pieces of a loop's carry are all that is copied; a choice between
-    sums of several lengths would copy all of the scores in each.
+    Only pieces of a loop's carry are copied; a choice between sums of several lengths would copy
+    all scores in each.
+
+    Args:
+        scores: This shard's scores.
+        axis: The axis that is cut into pieces.
+        piece: Length of a piece; divides the axis.
+        length: int32 [], how far to sum. What lies behind the last piece stays the shard's own.
+        axis_name: The mesh axis to sum over.
     """
 
     def one_piece(i: jax.Array, scores: jax.Array) -> jax.Array:
@@ -83,14 +95,23 @@ def row_by_row(
     *,
     decode_only: bool,
 ) -> jax.Array:
-    """Inside a shard: projected attention [T, H, D] of the shard's heads, zeros for tokens of rows
-    that are not hidden, by a kernel that takes the same (but for decode_only), one hidden row after
-    another.
+    """Inside a shard, projected attention of the shard's heads, one hidden row after another.
 
-    A projected head needs all of x, of which a shard has a part: the blocks of the row whose turn
-    it is are gathered, those of one layer, as a pool [1, W, kv_heads, block_size, head_dim]. So
-    what is gathered at one time is one context, and x is half of what all heads' K and V would be
-    to send.
+    A projected head needs all of x, but a shard has only a part. So one row's blocks of one layer
+    are gathered at a time, as a pool [1, W, kv_heads, block_size, head_dim]. At most one context is
+    gathered at once, and sending x takes half of what all heads' K and V would.
+
+    Args:
+        kernel: Takes the other arguments, but for decode_only.
+        q: [T, H, D], the shard's heads.
+        pool: The shard's part of the pool.
+        layer: Index into the whole pool.
+        batch: The step's rows and tokens.
+        projection: The columns of the shard's heads.
+        decode_only: As in `attention.paged_attention`.
+
+    Returns:
+        [T, H, D]; zeros for tokens of rows that are not hidden.
     """
     index = jnp.arange(batch.max_rows, dtype=jnp.int32)
     hidden = (batch.kind == HIDDEN) & (batch.query_lens > 0) & (index < batch.num_rows)
