@@ -31,7 +31,7 @@ def put_vectors(
     slots: jax.Array,
     values: jax.Array,
 ) -> jax.Array:
-    """See `xla_write.put_vectors`, on one CPU device."""
+    """See `xla.write.put_vectors`, on one CPU device."""
     blocks, slots = jnp.broadcast_arrays(blocks, slots)
     layers, _, kv_heads, _, head_dim = pool.shape
     first, many = (0, layers) if layer is None else (layer, 1)

@@ -38,7 +38,7 @@ def missing() -> str | None:
 
 
 class Options(common.Options):
-    """As of all kernels."""
+    """The options of the Triton kernels, and the size of a copy."""
 
     @property
     def page(self) -> int:
@@ -47,11 +47,16 @@ class Options(common.Options):
 
 
 class Piece(NamedTuple):
-    """What one program has of one row for one head; scalars.
+    """One program's part of one row for one KV head. All fields are scalars.
 
-    first: of its tiles in the row's context. tiles: how many; 0: nothing. lower, length: the
-    positions that count, [lower, length). whole: that is all of them. place: where its part goes,
-    if not, of two places a program.
+    Attributes:
+        head: KV head.
+        row: Row of the batch.
+        first: First tile of the part, counted in tiles of the row's context.
+        tiles: Number of tiles; 0 for none.
+        lower, length: Positions that count, [lower, length).
+        whole: Whether the part is everything that the row sees.
+        place: If not, index of its partial state: each program has two.
     """
 
     head: Any
@@ -65,8 +70,8 @@ class Piece(NamedTuple):
 
 
 def plan(batch: AttentionBatch, geometry: Geometry, *, sliding_window: int | None) -> Shares:
-    """The work of decodes over a pool of this geometry: an item is a row of the batch. Rows of
-    nothing have a tile, which writes zeros."""
+    """Plans decodes over a pool of this geometry. An item is a row of the batch; a row without work
+    gets one tile, which writes zeros."""
     # One program a multiprocessor, which keeps its copies coming from one row to the next.
     return decode_shares(batch, geometry, tuning.Launch(TILE), sliding_window, decode_only=True)
 
@@ -74,7 +79,14 @@ def plan(batch: AttentionBatch, geometry: Geometry, *, sliding_window: int | Non
 def each_piece(
     batch: BatchRefs, shares: Shares, options: Options, body: Callable[[Piece, Any], None]
 ) -> None:
-    """Run body(piece, tiles of this program before it) for all that the program has to do."""
+    """Runs a body for every piece of the program that has any tiles.
+
+    Args:
+        batch: The batch's refs.
+        shares: The work of all programs, as refs.
+        options: Of the kernel.
+        body: (piece, number of this program's tiles before it).
+    """
     program = lax.axis_index(GRID)
 
     def one(number: Any, before: Any) -> Any:

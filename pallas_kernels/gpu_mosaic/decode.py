@@ -1,7 +1,7 @@
 """Paged decode attention on Mosaic GPU: one query token a row, in equal shares of all contexts.
 
 FlashAttention's running softmax (Dao et al. 2022, Algorithm 1) on what sm_90 has: one warpgroup
-copies tiles into shared memory (`mosaic_ring`), the other multiplies them (wgmma), all heads of a
+copies tiles into shared memory (`ring`), the other multiplies them (wgmma), all heads of a
 group in one product, padded to its 64 rows. A program takes so many tiles, wherever rows begin and
 end, and the parts of a row are merged by their log-sum-exp (flash-decoding, Dao et al. 2023).
 """
@@ -131,7 +131,7 @@ def _attend(
     memory: Scratch,
     options: Options,
 ) -> None:
-    """One warpgroup's work: what `mosaic_ring.fill` brings, multiplied."""
+    """What the multiplying warpgroup does, with the tiles that `ring.fill` brings."""
     group, width = options.group, options.geometry.head_dim
 
     def attend(piece: Piece, before: Any) -> None:
@@ -182,7 +182,7 @@ def _kernel(*refs: Ref, options: Options) -> None:
 def _place(
     batch: BatchRefs, _: tuple[Ref, ...], row: Any, head: Any, member: Any, *, options: Options
 ) -> tuple[jax.Array, jax.Array]:
-    """See `triton_merge.Place`: a member is a head of the group."""
+    """See `merge.Place`: a member is a head of the group."""
     length, token = decode_row(batch, row, KV, decode_only=True)
     return token * options.num_heads + head * options.group + member, length > 0
 
@@ -197,9 +197,20 @@ def paged_decode(
     scoring: Scoring,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of a batch of nothing but decodes, q [T, H, D] -> the same shape; zeros for padding
-    and the tokens of hidden rows. shares: what `mosaic_common.plan` gives for this batch and
-    window."""
+    """Attention of a batch that has only decodes.
+
+    Args:
+        q: [T, H, D].
+        pool: [layers, blocks, kv_heads, block_size, D].
+        layer: Index into the whole pool; may be traced.
+        batch: The step's rows and tokens; T == R.
+        shares: From `common.plan` for this batch and window.
+        scoring: How products become scores.
+        interpret: Run in the interpreter, which checks for races.
+
+    Returns:
+        [T, H, D] in q's dtype; zeros for padding and tokens of hidden rows.
+    """
     tokens, num_heads, width = q.shape
     options = Options(geometry_of(pool), num_heads, scoring, TILE)
     # A program reads QUERIES rows from a group's first one on.

@@ -30,21 +30,30 @@ MOST_STAGES = 6
 
 
 class Scratch(NamedTuple):
-    """Refs in shared memory, and the barriers at which the warpgroups meet, one a stage of the
-    ring: `ready` when a tile has come, `free` when it has been read."""
+    """Refs in shared memory, and the barriers that synchronize the warpgroups.
 
-    q: Ref  # [QUERIES, D]
-    k: Ref  # [stages, TILE, D]
-    v: Ref  # [stages, TILE, D]
-    weights: Ref  # [QUERIES, TILE]
-    acc: Ref  # [QUERIES, D], float32
-    out: Ref  # [QUERIES, D]
+    Attributes:
+        q: [QUERIES, D], queries in the pool's dtype.
+        k, v: [stages, TILE, D], the ring of tiles in the pool's dtype.
+        weights: [QUERIES, TILE], softmax weights in the pool's dtype.
+        acc: float32 [QUERIES, D], stages partial sums on their way out.
+        out: [QUERIES, D], stages outputs in their dtype.
+        ready: Barriers, one a stage: its tile has arrived.
+        free: Barriers, one a stage: its tile has been read.
+    """
+
+    q: Ref
+    k: Ref
+    v: Ref
+    weights: Ref
+    acc: Ref
+    out: Ref
     ready: Ref
     free: Ref
 
 
 def scratch(options: Options, dtype: Any, out_dtype: Any) -> Scratch:
-    """What a kernel over a pool of this dtype allocates, to be given to `plgpu.kernel`."""
+    """The scratch types of a kernel over a pool of this dtype, for `plgpu.kernel`."""
     width, itemsize = options.geometry.head_dim, jnp.dtype(dtype).itemsize
     stages = _stages(width, itemsize, jnp.dtype(out_dtype).itemsize)
 
@@ -73,12 +82,21 @@ def _stages(width: int, itemsize: int, out_itemsize: int) -> int:
 
 
 def stage_of(memory: Scratch, number: Any) -> Any:
-    """Where the ring has a program's tile of this number."""
+    """The ring's stage for this tile, numbered through the whole program."""
     return lax.rem(number, jnp.int32(memory.k.shape[0]))
 
 
 def fill(batch: BatchRefs, shares: Shares, pool: Ref, memory: Scratch, options: Options) -> None:
-    """One warpgroup's work: all tiles of a program into the ring, in the order of its pieces."""
+    """What the copying warpgroup does: brings all tiles of the program into the ring, piece by
+    piece.
+
+    Args:
+        batch: The batch's refs.
+        shares: The work of all programs, as refs.
+        pool: Ref [layers, blocks, kv_heads, block_size, D] in HBM.
+        memory: The program's shared memory.
+        options: Of the kernel.
+    """
     stages = memory.k.shape[0]
 
     def bring(piece: Piece, before: Any) -> None:

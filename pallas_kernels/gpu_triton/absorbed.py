@@ -56,7 +56,7 @@ MAX_SLICE = 128  # elements of x that the weighted sums of all heads leave regis
 
 
 class Options(common.Options):
-    """As of all kernels."""
+    """The options of all kernels, and how x is sliced."""
 
     @property
     def padded_heads(self) -> int:
@@ -70,8 +70,12 @@ class Options(common.Options):
 
 
 class Plan(NamedTuple):
-    """Who takes what of the scores, all heads of a tile of context being one, and of the weighted
-    sums, a slice of x in the place of a head."""
+    """The work of both passes.
+
+    Attributes:
+        scores: Of the first pass. Items are rows; one tile serves all heads.
+        sums: Of the second pass. Items are rows; slices of x take the place of heads.
+    """
 
     scores: Shares
     sums: Shares
@@ -109,8 +113,15 @@ def plan(
     *,
     sliding_window: int | None,
 ) -> Plan:
-    """The work of `absorbed` over a pool of this geometry, of elements of itemsize bytes: an item
-    is a row of the batch."""
+    """Plans `absorbed`. An item is a row of the batch.
+
+    Args:
+        batch: The batch that will attend.
+        geometry: Of the pool.
+        itemsize: Bytes of the pool's elements.
+        num_heads: Query heads.
+        sliding_window: Positions that a token sees; None for all.
+    """
     row = jnp.arange(batch.max_rows, dtype=jnp.int32)
     mine = (batch.kind == HIDDEN) & (batch.query_lens > 0) & (row < batch.num_decodes)
     length = jnp.where(mine, batch.context_lens, 0)
@@ -245,7 +256,7 @@ def _place(
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `triton_merge.Place`: a member is a head, and a slice of x takes the place of a head."""
+    """See `merge.Place`: a member is a head, and a slice of x takes the place of a head."""
     length, token = decode_row(batch, row, HIDDEN)
     return (token * options.num_heads + member) * options.slices + part, length > 0
 

@@ -18,18 +18,26 @@ Ref = Any  # pallas has no public type for the refs that kernels get
 
 
 class BatchRefs(NamedTuple):
-    """One layer's index and a batch's fields as int32 refs, in the order of `batch_arguments`."""
+    """A layer's index and a batch's fields as int32 refs, in the order of `batch_arguments`.
 
-    layer: Ref  # [1]
-    tables: Ref  # [R, 2, W]
-    context_lens: Ref  # [R]
-    query_start: Ref  # [R]
-    query_lens: Ref  # [R]
-    direction: Ref  # [R]
-    kind: Ref  # [R]
-    token_row: Ref  # [T]
-    num_decodes: Ref  # [1]
-    num_rows: Ref  # [1]
+    Attributes:
+        layer: [1].
+        tables: [R, 2, W].
+        context_lens, query_start, query_lens, direction, kind: [R].
+        token_row: [T].
+        num_decodes, num_rows: [1].
+    """
+
+    layer: Ref
+    tables: Ref
+    context_lens: Ref
+    query_start: Ref
+    query_lens: Ref
+    direction: Ref
+    kind: Ref
+    token_row: Ref
+    num_decodes: Ref
+    num_rows: Ref
 
 
 def batch_arguments(layer: jax.Array | int, batch: AttentionBatch) -> tuple[jax.Array, ...]:
@@ -52,6 +60,13 @@ class Geometry(NamedTuple):
     """The static shape of a pool, seen as rows [layers * blocks * kv_heads * block_size, head_dim].
 
     Row numbers fit int32 where byte offsets do not; the view costs nothing.
+
+    Attributes:
+        layers: Layers of the model.
+        blocks: Blocks of the pool.
+        kv_heads: KV heads of one shard.
+        block_size: Tokens of a block.
+        head_dim: Elements of a head.
     """
 
     layers: int
@@ -68,14 +83,31 @@ class Geometry(NamedTuple):
     def row(
         self, layer: jax.Array, block: jax.Array, head: jax.Array | int, slot: jax.Array
     ) -> jax.Array:
-        """The row of one slot's head, int32; arguments broadcast."""
+        """The row of the pool that holds one head of a slot.
+
+        Args:
+            layer: Index of the layer, int32.
+            block: Block id, int32.
+            head: KV head.
+            slot: Slot of the block, int32.
+
+        Returns:
+            int32, of the arguments' broadcast shape.
+        """
         head_row = (layer * self.blocks + block) * self.kv_heads + head
         return head_row * self.block_size + slot
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a kernel is compiled for, besides shapes. tile: tokens of context an iteration."""
+    """What a kernel is compiled for, besides array shapes.
+
+    Attributes:
+        geometry: Of the pool.
+        num_heads: Query heads of one shard.
+        scoring: How products become scores.
+        tile: Tokens of context an iteration.
+    """
 
     geometry: Geometry
     num_heads: int
@@ -94,7 +126,8 @@ class Options:
 
 
 def context_tiles(length: jax.Array, tile: int, window: int | None) -> jax.Array:
-    """Tiles of so many tokens that the newest of `length` tokens sees something in."""
+    """The number of tiles, of `tile` tokens each, that the newest of `length` tokens sees anything
+    of."""
     tiles = cdiv(length, tile)
     return tiles if window is None else tiles - jnp.maximum(length - window, 0) // tile
 
@@ -120,19 +153,36 @@ def cdiv(a: Any, b: int) -> Any:
 
 
 class Context(NamedTuple):
-    """One row's cached tokens: where position p lies."""
+    """Finds one row's cached tokens in the pool.
+
+    Attributes:
+        refs: The batch's refs.
+        geometry: Of the pool.
+        row: int32 [], row of the batch.
+        direction: int32 [], in which the row fills its blocks.
+        layer: int32 [], index into the whole pool.
+    """
 
     refs: BatchRefs
     geometry: Geometry
-    row: jax.Array  # int32 []
-    direction: jax.Array  # int32 []
-    layer: jax.Array  # int32 []
+    row: jax.Array
+    direction: jax.Array
+    layer: jax.Array
 
     def pool_rows(
         self, plane: int, head: jax.Array | int, position: jax.Array, inside: jax.Array | None
     ) -> jax.Array:
-        """Pool rows int32 [N] of positions [N] (or one head's or many heads' of one position) in
-        tables[:, plane]; where not `inside` (None: all are), any."""
+        """The rows of the pool that hold some positions.
+
+        Args:
+            plane: 0 for K or hidden vectors, 1 for V: the index in tables[:, plane].
+            head: KV head; for a single position it may be int32 [N].
+            position: int32 [N], or int32 [] with many heads.
+            inside: bool, which positions count; None for all.
+
+        Returns:
+            int32 [N]; any row where not `inside`.
+        """
         size = jnp.int32(self.geometry.block_size)
         entry, offset = lax.div(position, size), lax.rem(position, size)
         slot = jnp.where(self.direction == RIGHT, size - 1 - offset, offset)
@@ -149,8 +199,18 @@ def context_of(refs: BatchRefs, geometry: Geometry, row: jax.Array) -> Context:
 def load_rows(
     ref: Ref, rows: jax.Array, inside: jax.Array | None, width: int, padded: int
 ) -> jax.Array:
-    """ref [X, width] at rows [N] -> [N, padded]; zeros where not `inside` (bool [N]; None: all are)
-    and past width."""
+    """Loads rows of a matrix, padded with zeros.
+
+    Args:
+        ref: [X, width].
+        rows: int32 [N].
+        inside: bool [N], rows to load, the others being zeros; None for all.
+        width: Columns of ref.
+        padded: Columns of the result, a power of two.
+
+    Returns:
+        [N, padded].
+    """
     column = lax.broadcasted_iota(jnp.int32, (1, padded), 1)
     mask = None if inside is None else inside[:, None]
     if padded != width:
@@ -162,9 +222,18 @@ def load_rows(
 def decode_row(
     refs: BatchRefs, row: jax.Array, kind: int, *, decode_only: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """(cached tokens, token of this step) of a decode row, int32 []; 0 cached tokens for rows that
-    are not decodes of this kind. decode_only: every row with a token is a decode, and token i is
-    row i's, padding included."""
+    """The context length and token index of a decode row.
+
+    Args:
+        refs: The batch's refs.
+        row: int32 [], row of the batch.
+        kind: KV or HIDDEN.
+        decode_only: Every row with a token is a decode, and token i is row i's, padding included.
+
+    Returns:
+        (cached tokens, index of the row's token), int32 []. 0 cached tokens for a row that is no
+        decode of this kind.
+    """
     active = (refs.kind[row] == kind) & (refs.query_lens[row] > 0)
     if decode_only:
         return jnp.where(active, refs.context_lens[row], 0), row
@@ -173,7 +242,14 @@ def decode_row(
 
 
 def store_rows(ref: Ref, rows: jax.Array, values: jax.Array, inside: jax.Array) -> None:
-    """values [N, padded] into ref [X, width] at rows [N], where `inside` (bool [N])."""
+    """Stores rows of a matrix.
+
+    Args:
+        ref: [X, width].
+        rows: int32 [N], where to.
+        values: [N, padded], converted to ref's dtype; columns past width are dropped.
+        inside: bool [N], rows to store.
+    """
     width, padded = ref.shape[1], values.shape[1]
     column = lax.broadcasted_iota(jnp.int32, (1, padded), 1)
     mask = inside[:, None] if padded == width else inside[:, None] & (column < width)
@@ -195,9 +271,18 @@ def store_zeros(
     *,
     decodes: bool = False,
 ) -> None:
-    """Program `program` of those that write zeros into ref [T * num_heads, D] for tokens that are
-    of no row of this kind: those of rows of the other kind, and padding. decodes: only decode rows
-    are of this kind."""
+    """Writes one program's part of the zeros for tokens that belong to no row of a kind.
+
+    Those are padding tokens and tokens of rows of the other kind.
+
+    Args:
+        batch: The batch's refs.
+        ref: The output, [T * num_heads, D].
+        program: int32 [], number among the `zero_programs`.
+        kind: KV or HIDDEN.
+        num_heads: Rows of the output for each token.
+        decodes: Whether only decode rows are of this kind.
+    """
     at = program * ZERO_ROWS + jnp.arange(ZERO_ROWS, dtype=jnp.int32)
     token = lax.div(at, jnp.int32(num_heads))
     inside = token < batch.token_row.shape[0]

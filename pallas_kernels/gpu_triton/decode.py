@@ -47,7 +47,7 @@ from jaxserve.pallas_kernels.online_softmax import Softmax
 
 @dataclasses.dataclass(frozen=True)
 class Options(common.Options):
-    """As of all kernels."""
+    """The options of all kernels."""
 
     decode_only: bool
 
@@ -65,8 +65,15 @@ def plan(
     sliding_window: int | None,
     decode_only: bool,
 ) -> Shares:
-    """The work of `paged_decode` over a pool of this geometry, of elements of itemsize bytes: an
-    item is a row of the batch. With decode_only rows of nothing have a tile, which writes zeros."""
+    """Plans `paged_decode`. An item is a row of the batch.
+
+    Args:
+        batch: The batch that will attend.
+        geometry: Of the pool.
+        itemsize: Bytes of the pool's elements.
+        sliding_window: Positions that a token sees; None for all.
+        decode_only: T == R; rows without work then get one tile, which writes zeros.
+    """
     launch = tuning.launch("decode", itemsize, geometry.padded_dim)
     tokens = tuning.DECODE_TOKENS
     return decode_shares(batch, geometry, launch, sliding_window, decode_only, tokens=tokens)
@@ -157,7 +164,7 @@ def _place(
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `triton_merge.Place`: a member is a head of the group."""
+    """See `merge.Place`: a member is a head of the group."""
     length, token = decode_row(batch, row, KV, decode_only=options.decode_only)
     return token * options.num_heads + head * options.group + member, length > 0
 
@@ -173,9 +180,22 @@ def paged_decode(
     decode_only: bool,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of the KV decodes among q [T, H, D] -> the same shape; zeros for padding and the
-    tokens of hidden rows. Those of chunks are left to `paged_prefill`: they may hold anything.
-    shares: what `plan` gives for this batch and these options."""
+    """Attention of the KV decodes of a batch.
+
+    Args:
+        q: [T, H, D].
+        pool: [layers, blocks, kv_heads, block_size, D].
+        layer: Index into the whole pool; may be traced.
+        batch: The step's rows and tokens.
+        shares: From `plan` for this batch and these options.
+        scoring: How products become scores.
+        decode_only: T == R, and token i is row i's only token.
+        interpret: Run in the interpreter.
+
+    Returns:
+        [T, H, D] in q's dtype; zeros for padding and tokens of hidden rows. Those of KV chunks may
+        hold anything: `paged_prefill` fills them in.
+    """
     tokens, num_heads, head_dim = q.shape
     geometry = geometry_of(pool)
     launch = tuning.launch("decode", pool.dtype.itemsize, geometry.padded_dim)

@@ -37,16 +37,25 @@ Place = Callable[
 
 
 class Parts(NamedTuple):
-    """Softmax states of the members (queries) of items that are cut, at place * members + member:
-    float32 arrays, or refs of them. acc is written only where total is above 0."""
+    """Partial softmax states of items that several programs share.
 
-    peak: Ref  # [2 * P * M]
-    total: Ref  # [2 * P * M]
-    acc: Ref  # [2 * P * M, padded head_dim]
+    P programs have two places each, and a place has M members (queries). All are float32 arrays, or
+    refs of them, indexed by place * M + member.
+
+    Attributes:
+        peak: [2 * P * M], highest score.
+        total: [2 * P * M], sum of weights relative to the peak.
+        acc: [2 * P * M, padded head_dim], weighted sum of values; written only where total is above
+            0.
+    """
+
+    peak: Ref
+    total: Ref
+    acc: Ref
 
 
 def part_shapes(programs: int, members: int, width: int) -> Parts:
-    """What a kernel of so many programs returns beside its output, of outputs `width` wide."""
+    """The shapes of the parts that a kernel returns beside its output, for outputs `width` wide."""
     count = 2 * programs * members
     stats = jax.ShapeDtypeStruct((count,), jnp.float32)
     return Parts(stats, stats, jax.ShapeDtypeStruct((count, width), jnp.float32))
@@ -61,8 +70,17 @@ def store_segment(
     used: jax.Array,
     members: int,
 ) -> None:
-    """The state [M'] of a segment's members, where `used` (bool [M']): to `rows` int32 [M'] of the
-    output, or to its place among the parts, which has room for `members`."""
+    """Stores a segment's result: to the output if the segment is its whole item, else as a part.
+
+    Args:
+        out_ref: The output, [rows, D].
+        parts: Refs of all parts.
+        segment: What the program has computed.
+        state: The softmax of its members, M' of them with padding.
+        rows: int32 [M'], their rows in the output.
+        used: bool [M'], which of them to store.
+        members: Members that a place has room for.
+    """
     store_rows(out_ref, rows, online_softmax.finish(state), used & segment.whole)
     at = segment.place * members + jnp.arange(rows.shape[0], dtype=jnp.int32)
     used = used & ~segment.whole
@@ -132,8 +150,20 @@ def merge_parts(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """out [rows, D] with the members of all items that are cut filled in. fields: what
-    `batch_arguments` gives; others: what `place` takes besides."""
+    """Merges the parts of all items that several programs share into the output.
+
+    Args:
+        out: [rows, D], the output so far.
+        parts: What the programs have left.
+        fields: From `batch_arguments`.
+        shares: The work of all programs.
+        others: What `place` takes besides.
+        place: Maps a member to its row in the output.
+        interpret: Run in the interpreter.
+
+    Returns:
+        [rows, D], aliasing `out`.
+    """
     programs = shares.first.shape[0]
     if programs == 1:
         return out
@@ -172,10 +202,27 @@ def run_shares(
     interpret: bool,
     name: str,
 ) -> jax.Array:
-    """The output of a kernel of the shares' programs, and of so many that write zeros; what is cut
-    between them is merged. Its refs: the batch, the others, the shares, the arguments, of which the
-    last is the output so far if it is filled in place, the output, and parts of so many members and
-    so wide."""
+    """Runs a kernel over shares of work, and merges the parts of items that are cut.
+
+    The kernel's refs are the batch, `others`, the shares, `arguments`, the output and the parts.
+
+    Args:
+        kernel: The kernel body.
+        layer: Index into the whole pool; may be traced.
+        batch: The step's rows and tokens.
+        shares: The work, one share a program.
+        arguments: The kernel's own arrays; with `in_place` the last is the output so far.
+        out: Shape [rows, D] and dtype of the output.
+        launch: Compiler parameters.
+        place: Maps a member to its row in the output.
+        others: What `place` takes besides.
+        members: Members of an item.
+        width: Elements of a part's sum: head_dim, padded.
+        zeros: Programs behind those with shares, which write zeros.
+        in_place: Whether the output aliases the last of `arguments`.
+        interpret: Run in the interpreter.
+        name: Of the kernel, for profiles.
+    """
     fields, programs = batch_arguments(layer, batch), shares.first.shape[0]
     given = (*fields, *others, *shares, *arguments)
     done, *parts = pl.pallas_call(

@@ -45,7 +45,11 @@ from jaxserve.pallas_kernels.online_softmax import Softmax
 
 @dataclasses.dataclass(frozen=True)
 class Options(common.Options):
-    """queries: rows of a query tile, query tokens times heads of a group: a power of two."""
+    """The options of all kernels, and the size of a query tile.
+
+    Attributes:
+        queries: Rows of a query tile, query tokens times heads of a group: a power of two.
+    """
 
     queries: int
 
@@ -68,7 +72,15 @@ def plan(
     *,
     sliding_window: int | None,
 ) -> Work:
-    """The work of `paged_prefill` over a pool of this geometry, of elements of itemsize bytes."""
+    """Plans `paged_prefill`.
+
+    Args:
+        batch: The batch that will attend.
+        geometry: Of the pool.
+        itemsize: Bytes of the pool's elements.
+        num_heads: Query heads of one shard.
+        sliding_window: Positions that a token sees; None for all.
+    """
     launch, group = (
         tuning.launch("prefill", itemsize, geometry.padded_dim),
         num_heads // geometry.kv_heads,
@@ -154,8 +166,18 @@ def paged_prefill(
     scoring: Scoring,
     interpret: bool = False,
 ) -> jax.Array:
-    """out [T, H, D] with the tokens of the KV rows [num_decodes, num_rows) filled in: attention of
-    q [T, H, D]. work: what `plan` gives for this batch and these options."""
+    """Attention of the KV rows [num_decodes, num_rows), filled into an output.
+
+    Args:
+        out: [T, H, D], the output so far, in q's dtype.
+        q: [T, H, D].
+        pool: [layers, blocks, kv_heads, block_size, D].
+        layer: Index into the whole pool; may be traced.
+        batch: The step's rows and tokens.
+        work: From `plan` for this batch and these options.
+        scoring: How products become scores.
+        interpret: Run in the interpreter.
+    """
     tokens, num_heads, head_dim = q.shape
     geometry = geometry_of(pool)
     launch = tuning.launch("prefill", pool.dtype.itemsize, geometry.padded_dim)

@@ -51,10 +51,13 @@ from jaxserve.pallas_kernels.online_softmax import Softmax, dot
 
 @dataclasses.dataclass(frozen=True)
 class Options(common.Options):
-    """As of all kernels.
+    """The options of all kernels, and those of the projection.
 
-    queries: rows of a tile of queries; members: so many can be query tokens. chunk: elements of x
-    that one step of the projection takes, a power of two.
+    Attributes:
+        norm_eps: Added to the mean square of K's RMS norm.
+        queries: Rows of a query tile.
+        members: How many of these rows can be query tokens.
+        chunk: Elements of x that one step of the projection takes, a power of two.
     """
 
     norm_eps: float
@@ -69,7 +72,7 @@ class Options(common.Options):
 
     @property
     def padded_half(self) -> int:
-        """The same as Triton wants it: a power of two, at least 16."""
+        """`half` as Triton wants it: a power of two, at least 16."""
         return max(16, power_of_two(self.half))
 
     @property
@@ -79,14 +82,21 @@ class Options(common.Options):
 
 
 class Weights(NamedTuple):
-    """A `HiddenProjection`'s arrays as refs; None where there is none."""
+    """The arrays of a `HiddenProjection` as refs.
 
-    wk: Ref  # [E, N * D]
-    wv: Ref  # [E, N * D]
-    bk: Ref | None  # [N * D]
-    bv: Ref | None  # [N * D]
-    k_norm: Ref | None  # [D]
-    rotation: Ref | None  # [2, max_len, D / 2]
+    Attributes:
+        wk, wv: [E, N * D].
+        bk, bv: [N * D], or None.
+        k_norm: float32 [D], or None.
+        rotation: float32 [2, max_len, D / 2], or None.
+    """
+
+    wk: Ref
+    wv: Ref
+    bk: Ref | None
+    bv: Ref | None
+    k_norm: Ref | None
+    rotation: Ref | None
 
 
 def _columns(size: int, padded: int) -> tuple[jax.Array, jax.Array]:
@@ -276,8 +286,16 @@ def plan(
     sliding_window: int | None,
     decode_only: bool,
 ) -> Work:
-    """The work of `projected` over a pool of this geometry, of elements of itemsize bytes: all
-    hidden rows, decodes and chunks."""
+    """Plans `projected`: all hidden rows, decodes and chunks.
+
+    Args:
+        batch: The batch that will attend.
+        geometry: Of the pool.
+        itemsize: Bytes of the pool's elements.
+        num_heads: Query heads of one shard.
+        sliding_window: Positions that a token sees; None for all.
+        decode_only: T == R, and token i is row i's only token.
+    """
     launch = _launch(itemsize, geometry, decode_only)
     _, tokens = _tile_sizes(batch.max_tokens, launch, decode_only)
     sizes = Sizes(tokens, launch.tile, batch.table_width * geometry.block_size, sliding_window)

@@ -4,7 +4,7 @@ Stream-K (Osama et al. 2023, section 4), on attention as in Lean Attention (Sano
 item of work (a decode row, a tile of queries) is some tiles of context, once for each head. All of
 them lie one after another, head by head, and a program takes the next so many, wherever an item
 begins or ends: no program has more to read than another, however long the longest context is. What
-a program has of an item that others have the rest of is a part, merged by `triton_merge`.
+a program has of an item that others have the rest of is a part, merged by `merge`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,35 @@ from jaxserve.pallas_kernels.gpu_triton.tuning import Cutting
 
 
 class Shares(NamedTuple):
-    """Who takes what: int32 arrays, or refs of them. An item is counted once for each head: that of
-    number head * used + i is item i of a head."""
+    """Work as a sequence of items, and each program's share of it: int32 arrays, or refs of them.
 
-    starts: Any  # [N + 1], where in a head's tiles each item begins; last: tiles of a head
-    used: Any  # [1], items of a head, without the empty ones at the end
-    size: Any  # [1], tiles of a share
-    first: Any  # [P], number of the first item of each share,
-    end: Any  # [P], and of the first that is not in it
+    Each head has the same N items. Item i of a head has the number head * used + i.
+
+    Attributes:
+        starts: [N + 1], each item's first tile in the head's sequence, then the head's number of
+            tiles.
+        used: [1], items of a head, without the empty ones at the end.
+        size: [1], tiles of a share.
+        first: [P], number of the first item of each share.
+        end: [P], number after the last item of each share.
+    """
+
+    starts: Any
+    used: Any
+    size: Any
+    first: Any
+    end: Any
 
 
 class Segment(NamedTuple):
-    """What one program has of one item, scalars.
+    """One program's part of one item. All fields are scalars.
 
-    begin, end: of the item's tiles. whole: that is all of them. place: where its part goes, if not,
-    of two places a program.
+    Attributes:
+        head: Head of the item.
+        item: Index of the item, the same for all heads.
+        begin, end: Tiles of the part, counted from the item's first; end not included.
+        whole: Whether the part is the whole item.
+        place: If not, index of its partial state: each program has two.
     """
 
     head: jax.Array
@@ -50,14 +64,15 @@ class Segment(NamedTuple):
 def unpacked(
     refs: tuple[Ref, ...], others: int = 0
 ) -> tuple[BatchRefs, tuple[Ref, ...], Shares, tuple[Ref, ...]]:
-    """A kernel's refs: the batch, so many others, the shares, and the rest."""
+    """Sorts a kernel's refs into the batch, `others` refs of its own, the shares, and the rest."""
     first = len(BatchRefs._fields)
     second, third = first + others, first + others + len(Shares._fields)
     return BatchRefs(*refs[:first]), refs[first:second], Shares(*refs[second:third]), refs[third:]
 
 
 def cut(tiles: jax.Array, heads: int, cutting: Cutting) -> Shares:
-    """Items of `tiles` int32 [N] (0: none) tiles, for each of `heads` heads, in equal shares."""
+    """Cuts items into equal shares. tiles: int32 [N], tiles of each item (0: none), the same for
+    each of `heads` heads."""
     number = jnp.arange(1, len(tiles) + 1, dtype=jnp.int32)
     # A sum of its own for each, since XLA makes several kernels of a running one.
     ends = jnp.sum(jnp.where(number <= number[:, None], tiles, 0), axis=1, dtype=jnp.int32)
@@ -84,8 +99,8 @@ def cut(tiles: jax.Array, heads: int, cutting: Cutting) -> Shares:
 
 
 def bounds(shares: Shares, number: jax.Array) -> tuple[jax.Array, ...]:
-    """(head, item, begin, end) of the item of this number, begin and end in the sequence of all
-    heads' tiles; of refs, in a kernel."""
+    """(head, item, begin, end) of the item with this number. begin and end count through the tiles
+    of all heads. For refs, inside a kernel."""
     items = shares.starts.shape[0] - 1
     head, item = lax.div(number, shares.used[0]), lax.rem(number, shares.used[0])
     before = head * shares.starts[items]
@@ -93,8 +108,8 @@ def bounds(shares: Shares, number: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def for_each_segment(shares: Shares, body: Callable[[Segment], None]) -> None:
-    """Run the body for every segment of the share of program pl.program_id(0), which may have none:
-    then it is for something else."""
+    """Runs the body for every segment of program pl.program_id(0), of which programs behind the
+    shares have none."""
     program, size = pl.program_id(0), shares.size[0]
     share_begin = program * size
     share_end = share_begin + size

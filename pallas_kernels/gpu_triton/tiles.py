@@ -16,9 +16,11 @@ from jaxserve.pallas_kernels.gpu_triton.stream_k import Shares, cut
 
 
 class QueryTiles(NamedTuple):
-    """Which queries make up a tile: so many (static) tokens of row[i], from first[i] on.
+    """Query tiles: tile i is a static number of tokens of row[i], from first[i] on.
 
-    row: int32 [N], R for none; first: int32 [N], index in the row's tokens of this step.
+    Attributes:
+        row: int32 [N], R for none.
+        first: int32 [N], index among the row's tokens of this step.
     """
 
     row: Any
@@ -33,8 +35,14 @@ class Work(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How queries and context are cut, static. tokens: query tokens of a tile; context: tokens of
-    context of one, what a row's table has room for at most `longest`."""
+    """Static sizes of tiles.
+
+    Attributes:
+        tokens: Query tokens of a query tile.
+        context: Tokens of a tile of context.
+        longest: Tokens of context that a row's table has room for.
+        sliding_window: Positions that a token sees; None for all.
+    """
 
     tokens: int
     context: int
@@ -57,7 +65,15 @@ def query_tiles(lengths: jax.Array, max_tokens: int, tokens: int) -> QueryTiles:
 def plan_work(
     batch: AttentionBatch, lengths: jax.Array, heads: int, sizes: Sizes, launch: tuning.Launch
 ) -> Work:
-    """The work on the last lengths int32 [R] tokens of each row, for each of so many heads."""
+    """Plans attention of the last tokens of each row.
+
+    Args:
+        batch: The batch that will attend.
+        lengths: int32 [R], query tokens of each row; 0 for none.
+        heads: KV heads.
+        sizes: Of the tiles.
+        launch: The sizes of the kernel.
+    """
     tiles = query_tiles(lengths, batch.max_tokens, sizes.tokens)
     row = jnp.minimum(tiles.row, batch.max_rows - 1)
     context, length = batch.context_lens[row], batch.query_lens[row]
@@ -72,9 +88,19 @@ def plan_work(
 def seen_span(
     context: jax.Array, length: jax.Array, first: jax.Array, tokens: int, window: int | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Of a tile of `tokens` queries from `first` on, of a row of `length` in a context: (position
-    of the row's first query, lower, whole, upper): no query sees below lower or from upper on, and
-    without a window every query sees [lower, whole)."""
+    """The span of positions that a query tile sees.
+
+    Args:
+        context: int32, cached tokens of the row.
+        length: int32, the row's query tokens.
+        first: int32, index of the tile's first query token among them.
+        tokens: Query tokens of a tile.
+        window: Positions that a token sees; None for all.
+
+    Returns:
+        (position of the row's first query, lower, whole, upper), int32. The tile sees nothing
+        outside of [lower, upper), and without a window every query sees all of [lower, whole).
+    """
     before = context - length
     lower = jnp.zeros_like(first)
     if window is not None:
@@ -83,13 +109,21 @@ def seen_span(
 
 
 class Tile(NamedTuple):
-    """A tile's queries [M]: query i is head i % group of query token first + i // group."""
+    """The M queries of a tile: query i is head i % group of query token first + i // group.
 
-    row: jax.Array  # int32 []
-    position: jax.Array  # int32 [M], of each query
-    rows: jax.Array  # int32 [M], of each query in q and the output [T * H, D]
-    used: jax.Array  # bool [M]
-    lower: jax.Array  # int32 []: see seen_span
+    Attributes:
+        row: int32 [], row of the batch.
+        position: int32 [M], of each query.
+        rows: int32 [M], of each query in q and the output [T * H, D].
+        used: bool [M], which are queries.
+        lower, whole, upper: int32 [], see `seen_span`.
+    """
+
+    row: jax.Array
+    position: jax.Array
+    rows: jax.Array
+    used: jax.Array
+    lower: jax.Array
     whole: jax.Array
     upper: jax.Array
 
@@ -105,7 +139,18 @@ def tile_of(
     num_heads: int,
     sliding_window: int | None,
 ) -> Tile:
-    """The queries of a tile, for the heads of kv head `head`; of refs, in a kernel."""
+    """The queries of a tile for the heads of one KV head, from refs inside a kernel.
+
+    Args:
+        refs: The batch's refs.
+        tiles: All query tiles, as refs.
+        item: int32 [], index of the tile.
+        head: int32 [], KV head.
+        queries: M, rows of the tile.
+        group: Query heads of a KV head.
+        num_heads: Query heads of one shard.
+        sliding_window: Positions that a token sees; None for all.
+    """
     row, first, tokens = tiles.row[item], tiles.first[item], queries // group
     context, length = refs.context_lens[row], refs.query_lens[row]
     before, lower, whole, upper = seen_span(context, length, first, tokens, sliding_window)
@@ -135,7 +180,7 @@ def place_in_tile(
     group: int,
     num_heads: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `triton_merge.Place`: a member is a query, as in `Tile`."""
+    """See `merge.Place`: a member is a query, as in `Tile`."""
     given = QueryTiles(*tiles)
     row, index = given.row[item], given.first[item] + lax.div(member, jnp.int32(group))
     token_head = head * group + lax.rem(member, jnp.int32(group))

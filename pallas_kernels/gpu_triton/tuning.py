@@ -15,7 +15,12 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What the sizes depend on. capability: 80 for sm_80; processors: streaming multiprocessors."""
+    """The properties of a GPU that sizes depend on.
+
+    Attributes:
+        capability: 80 for sm_80.
+        processors: Streaming multiprocessors.
+    """
 
     capability: int
     processors: int
@@ -32,12 +37,15 @@ NAMED = {"a100": A100, "h100": H100, "h200": H100}
 class Launch:
     """Compiler parameters of one kernel, with the tile it works on.
 
-    tile: tokens of context an iteration.
-    queries: rows of a query tile (query tokens times the heads of a group).
-    warps, stages: num_warps and num_stages. Loads that wait for a block id take two stages, so
-        that 3 buffer one tile, 5 two and so on.
-    chunk: elements of a hidden vector that one step of its projection takes.
-    resident: programs that a multiprocessor holds at once, by their registers and shared memory.
+    Attributes:
+        tile: Tokens of context an iteration.
+        queries: Rows of a query tile (query tokens times the heads of a group).
+        warps: num_warps.
+        stages: num_stages. Loads that wait for a block id take two stages, so that 3 buffer one
+            tile, 5 two and so on.
+        chunk: Elements of a hidden vector that one step of its projection takes.
+        resident: Programs that a multiprocessor holds at once, by their registers and shared
+            memory.
     """
 
     tile: int
@@ -101,10 +109,14 @@ DECODE_TOKENS = 512
 
 @dataclasses.dataclass(frozen=True)
 class Cutting:
-    """How a sequence of tiles is cut into shares, see `stream_k.cut`.
+    """How `stream_k.cut` cuts a sequence of tiles into shares.
 
-    programs: shares, used or not. least: tiles that a share has at least, fill: shares that fill
-    the GPU, most: tiles of a share where those do; more only if `programs` need it.
+    Attributes:
+        programs: Number of shares, some of which may stay empty.
+        least: Tiles of a share at least.
+        fill: Number of shares that fill the GPU.
+        most: Tiles of a share at most, once there are `fill` shares; exceeded only where `programs`
+            shares would not hold all tiles.
     """
 
     programs: int
@@ -159,8 +171,15 @@ def launch(kernel: str, itemsize: int, head_dim: int) -> Launch:
 
 
 def cutting(launch: Launch, tiles: int, tokens: int | None = None, least: int = 2) -> Cutting:
-    """How to cut a sequence of at most `tiles` tiles: into as many shares as the GPU holds at once,
-    or into more, of `tokens` tokens each; of at least so many tiles."""
+    """Chooses how to cut a sequence of tiles into shares.
+
+    Args:
+        launch: The sizes of the kernel.
+        tiles: Tiles of the sequence at most.
+        tokens: Tokens of context of a share, about, where that makes more shares than the GPU holds
+            at once; None for no more than it holds.
+        least: Tiles of a share at least.
+    """
     fill = target().processors * launch.resident
     most = tiles if tokens is None else max(least, tokens // launch.tile)
     programs = min(max(fill, -(-tiles // most)), max(1, -(-tiles // least)))

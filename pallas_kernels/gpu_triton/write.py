@@ -179,8 +179,15 @@ def _copy(
 def move(
     pool: jax.Array, moves: jax.Array, count: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-    """The first `count` of moves int32 [M, 4] (block, slot to block, slot), all layers, in place.
-    Sources and targets must be disjoint: programs run in any order."""
+    """Copies slots in all layers, in place.
+
+    Args:
+        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        moves: int32 [M, 4]: (block, slot) to (block, slot). Sources and targets must be disjoint,
+            since programs run in any order.
+        count: int32 [], how many of the moves are made.
+        interpret: Run in the interpreter.
+    """
     options: dict[str, Any] = {"interpret": interpret, "name": "pool_move"}
     given = (geometry_of(pool), moves, count, (as_rows(pool),))
     return _copy(*given, _FIRST, _SECOND, **options).reshape(pool.shape)
@@ -189,8 +196,17 @@ def move(
 def stage_out(
     pool: jax.Array, slots: jax.Array, count: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-    """The first `count` of slots int32 [M, 2] (block, slot) of all layers -> [M, layers, kv_heads,
-    head_dim]; the rest zeros."""
+    """Gathers slots of all layers into one buffer.
+
+    Args:
+        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        slots: int32 [M, 2]: (block, slot).
+        count: int32 [], how many of the slots are read.
+        interpret: Run in the interpreter.
+
+    Returns:
+        [M, layers, kv_heads, head_dim]; zeros from `count` on.
+    """
     geometry = geometry_of(pool)
     shape = (len(slots), geometry.layers, geometry.kv_heads, geometry.head_dim)
     staged = jax.ShapeDtypeStruct((*shape[:2], shape[2] * shape[3]), pool.dtype)
@@ -207,8 +223,15 @@ def stage_in(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """The first `count` of staging [M, layers, kv_heads, head_dim] into their slots int32 [M, 2]
-    (block, slot) of all layers, in place."""
+    """Scatters a buffer into slots of all layers, in place.
+
+    Args:
+        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        staging: [M, layers, kv_heads, head_dim].
+        slots: int32 [M, 2]: (block, slot).
+        count: int32 [], how many entries are written.
+        interpret: Run in the interpreter.
+    """
     flat = staging.reshape(*staging.shape[:2], -1)
     options: dict[str, Any] = {"interpret": interpret, "name": "pool_stage_in"}
     given = (geometry_of(pool), slots, count, (flat, as_rows(pool)))
