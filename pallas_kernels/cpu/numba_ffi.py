@@ -146,8 +146,8 @@ _THREADS = _api_word("XLA_FFI_ThreadPool_NumThreads")
 
 @njit(**OPTIONS)
 def allocate(count: int) -> int:
-    """The address of memory for so many words, which `finish` frees where it is given it; else it
-    is to be given to `free`."""
+    """The address of memory for so many words. Freed with the block if given to `finish`, else with
+    `free`."""
     return _malloc(8 * count)
 
 
@@ -159,8 +159,7 @@ def operands(block: int) -> Any:
 
 @njit(**OPTIONS)
 def take_share(block: int) -> int:
-    """The number of the next share, -1 if there is none left: then the block is not to be used any
-    more."""
+    """The number of the next share, or -1 if none is left. The block may not be used after a -1."""
     i = _fetch_add(block + 8 * _NEXT, 1)
     if i < words(block, _OPERANDS)[_SHARES]:
         return i
@@ -170,7 +169,7 @@ def take_share(block: int) -> int:
 
 @njit(**OPTIONS)
 def finish_share(block: int) -> int:
-    """The same once the share before is computed."""
+    """Counts the share before as computed, and takes the next as `take_share` does."""
     _fetch_add(block + 8 * _DONE, 1)
     return take_share(block)
 
@@ -201,7 +200,8 @@ def _call_helpers(frame: int, block: int, task: int) -> None:
 
 @njit(**OPTIONS)
 def begin(frame: int) -> int:
-    """How a handler begins: what the threads of the call share, 0 with nothing to compute."""
+    """Begins a handler. Returns the address of the block that the call's threads share, or 0 with
+    nothing to compute."""
     given = words(frame, _FRAME)
     if given[_EXTENSION] != 0:  # XLA asks for the version: the one that it has
         metadata = words(words(given[_EXTENSION], 4)[3], 5)
@@ -224,8 +224,19 @@ def begin(frame: int) -> int:
 
 @njit(**OPTIONS)
 def finish(frame: int, block: int, shares: int, address: int, task: int) -> int:
-    """How it ends: has so many shares computed. address: memory of `allocate`, what all shares want
-    to know. task: the address of a function that computes shares of a block until none is left."""
+    """Ends a handler: has all shares computed, by this thread and others of XLA's pool.
+
+    Args:
+        frame: Address of XLA's call frame.
+        block: From `begin`; 0 for nothing to compute.
+        shares: Number of shares.
+        address: Memory of `allocate` with what all shares need to know; freed with the block. 0 for
+            none.
+        task: Address of a function that computes shares of a block until none is left.
+
+    Returns:
+        0, for success.
+    """
     if block == 0:
         return 0
     shared = words(block, _OPERANDS)
@@ -257,12 +268,19 @@ def compiled_once(target: Callable[..., str]) -> Callable[..., str]:
 def register(
     name: str, plan: Callable[[Any], Any], share: Callable[[Any, int, int], None], *files: str
 ) -> str:
-    """Makes a kernel the target of `jax.ffi.ffi_call` of this name on CPUs; compiled now, or read
-    from numba's cache on disk. Returns the name.
+    """Makes a kernel the target of `jax.ffi.ffi_call` of this name on CPUs. It is compiled now, or
+    read from numba's cache on disk.
 
-    plan: of the operands, how many shares there are, and the address of memory of `allocate`, or 0,
-    with what all of them want to know. share: does the one of a number, by the operands and that
-    address. Both are jitted, and may close over numbers only. files: whose code it is.
+    Args:
+        name: Of the target.
+        plan: (operands) -> (number of shares, address of memory of `allocate` with what all shares
+            need to know, or 0). Jitted; may close over numbers only.
+        share: (operands, that address, number of the share), computes one share. Jitted; may close
+            over numbers only.
+        *files: Source files of the code.
+
+    Returns:
+        The name.
     """
     symbol, code = f"{name}_task", digest(*files)
 

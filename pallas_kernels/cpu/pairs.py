@@ -58,7 +58,7 @@ def has_pairs() -> bool:
 
 
 def has_vectors() -> bool:
-    """Whether it has vectors of LANES floats."""
+    """Whether this processor has vectors of LANES floats."""
     return bool(llvm.get_host_cpu_features().get("avx512f", False))
 
 
@@ -68,8 +68,13 @@ def _constant(value: int) -> Any:
 
 @intrinsic
 def interleave(_: Any, above: Any, below: Any, to: Any) -> Any:
-    """Two rows of TILE_COLUMNS numbers of 16 bits, one to the other's right column by column, as
-    two vectors at `to`, a multiple of LINE. All are addresses."""
+    """Interleaves two rows of TILE_COLUMNS 16-bit numbers, column by column, into two vectors.
+
+    Args:
+        above: Address of the row whose numbers come first.
+        below: Address of the other row.
+        to: Address of the vectors, a multiple of LINE.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows = [load(builder, address, _HALVES, 2) for address in args[:2]]
@@ -101,8 +106,14 @@ def _joined(builder: Any, parts: list[Any]) -> Any:
 
 @intrinsic
 def transpose(_: Any, rows: Any, row: Any, to: Any, to_row: Any) -> Any:
-    """LANES rows of as many words of 32 bits, turned around: column i becomes the vector at `to`,
-    a multiple of LINE. All are addresses; the next row is so many bytes further."""
+    """Transposes LANES rows of as many 32-bit words.
+
+    Args:
+        rows: Address of the first row.
+        row: Bytes from one row to the next.
+        to: Address of the first vector, which gets column 0; a multiple of LINE.
+        to_row: Bytes from one vector to the next.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         start, row, to, to_row = args
@@ -132,10 +143,23 @@ def _adding(lines: int, wide: bool) -> Any:
         _: Any, sums: Any, sums_row: Any, x: Any, x_row: Any, packed: Any, packed_row: Any,
         words: Any, ahead: Any, ahead_row: Any, other: Any,
     ) -> Any:  # fmt: skip
-        """sums [TILE_ROWS, TILE_COLUMNS] += x [TILE_ROWS, words] @ packed. A word is a float32, or
-        a pair of bfloat16, of which `interleave` packs two rows. All are addresses, sums and packed
-        multiples of LINE; the next row is so many bytes further. With each word a line is fetched
-        from `ahead` on, or two, the second so many bytes behind the first."""
+        """sums [TILE_ROWS, TILE_COLUMNS] += x [TILE_ROWS, words] @ packed [words, TILE_COLUMNS].
+
+        A word is a float32, or a pair of bfloat16, two rows of which `interleave` packs. With each
+        word one or two cache lines are prefetched.
+
+        Args:
+            sums: Address of float32 numbers, a multiple of LINE.
+            sums_row: Bytes from one row of sums to the next.
+            x: Address of words.
+            x_row: Bytes from one row of x to the next.
+            packed: Address of words, a multiple of LINE.
+            packed_row: Bytes from one row of packed to the next.
+            words: Number of words.
+            ahead: Address of the first line to prefetch.
+            ahead_row: Bytes from one word's line to the next word's.
+            other: Bytes from a word's first line to its second.
+        """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             sums, sums_row, x, x_row, packed, packed_row, words, ahead, ahead_row, other = args

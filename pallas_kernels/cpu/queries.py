@@ -57,7 +57,21 @@ def one_query(
     out: Any, query: Any, layer: Any, table: Any, head: int, side: int, first: int, last: int,
     cap: float, scores: Any, exponents: Any, head_dim: int,
 ) -> None:  # fmt: skip
-    """out [D]: what the query [D] (scaled) makes of positions [first, last)."""
+    """Attention of one query over positions [first, last) of one KV head.
+
+    Args:
+        out: float32 [D], the result.
+        query: float32 [D], scaled.
+        layer: [blocks, kv_heads, block_size, D] of the pool, float32, or bfloat16 as uint16.
+        table: int32 [2, W], the row's block ids.
+        head: KV head.
+        side: The row's direction, LEFT or RIGHT.
+        first, last: Positions that the query sees, last not included.
+        cap: Soft cap; 0 for none.
+        scores: float32 [W * block_size], scratch.
+        exponents: int32 [W * block_size], scratch.
+        head_dim: D.
+    """
     size, vector = layer.shape[2], head_dim * layer.itemsize
     begin = first // size
     for b in range(begin, (last + size - 1) // size):
@@ -133,8 +147,23 @@ def many_queries(
     out: Any, q: Any, layer: Any, table: Any, head: int, side: int, token: int, count: int,
     position: int, scale: float, window: int, cap: float, head_dim: int,
 ) -> None:  # fmt: skip
-    """Fills out [T, H, D] for `count` tokens from `token` on, the first at `position`, and the
-    query heads of one kv head."""
+    """Attention of several tokens of a row, for the query heads of one KV head.
+
+    Args:
+        out: float32 [T, H, D], filled in for these tokens and heads.
+        q: float32 [T, H, D].
+        layer: [blocks, kv_heads, block_size, D] of the pool, float32, or bfloat16 as uint16.
+        table: int32 [2, W], the row's block ids.
+        head: KV head.
+        side: The row's direction, LEFT or RIGHT.
+        token: Index of the first token in q.
+        count: Number of tokens.
+        position: Position of the first token.
+        scale: Factor of the queries.
+        window: Sliding window; 0 for none.
+        cap: Soft cap; 0 for none.
+        head_dim: D.
+    """
     width = (head_dim + LANES - 1) // LANES * LANES
     group = q.shape[1] // layer.shape[1]
     queries = count * group

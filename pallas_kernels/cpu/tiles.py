@@ -21,17 +21,38 @@ _FUSED = ("contract",)  # a product and a sum are one instruction
 
 
 def load(builder: Any, address: Any, kind: Any, align: int = BYTES) -> Any:
-    """The value of an LLVM type at an address."""
+    """Emits a load.
+
+    Args:
+        builder: The LLVM builder.
+        address: int64, where the value is.
+        kind: The value's LLVM type.
+        align: Bytes that the address is a multiple of.
+    """
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
 
 
 def store(builder: Any, value: Any, address: Any, align: int = BYTES) -> None:
-    """Puts it there."""
+    """Emits a store.
+
+    Args:
+        builder: The LLVM builder.
+        value: What to store.
+        address: int64, where to.
+        align: Bytes that the address is a multiple of.
+    """
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
 
 
 def shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
-    """A vector of these lanes of two, those of b counted behind those of a."""
+    """Emits a shuffle of two vectors into one.
+
+    Args:
+        builder: The LLVM builder.
+        a, b: The vectors.
+        lanes: The lane that each lane of the result comes from; those of b are counted after those
+            of a.
+    """
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INDEX, len(lanes)), lanes))
 
 
@@ -61,8 +82,17 @@ def _product(vectors: int) -> Any:
     def product(
         _: Any, c: Any, c_row: Any, a: Any, a_row: Any, b: Any, b_row: Any, depth: Any
     ) -> Any:
-        """c [ROWS, vectors * LANES] += a [ROWS, depth] @ b [depth, vectors * LANES], float32. c, a
-        and b are addresses; the next row of each is so many bytes further."""
+        """c [ROWS, vectors * LANES] += a [ROWS, depth] @ b [depth, vectors * LANES], float32.
+
+        Args:
+            c: Address.
+            c_row: Bytes from one row of c to the next.
+            a: Address.
+            a_row: Bytes from one row of a to the next.
+            b: Address.
+            b_row: Bytes from one row of b to the next.
+            depth: Rows of b.
+        """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             c, c_row, a, a_row, b, b_row, depth = args
@@ -160,9 +190,17 @@ def _add_rows(count: int) -> Any:
     def add_rows(
         _: Any, sums: Any, sums_row: Any, x: Any, x_row: Any, weights: Any, row: Any, columns: Any
     ) -> Any:
-        """sums [count, columns] += x [count, TOGETHER] @ weights [TOGETHER, columns]: sums and x of
-        float32, the weights of bfloat16. Of each PAIRS sums those at even places come first. All
-        are addresses, the next row is so many bytes further; columns: a multiple of PAIRS."""
+        """sums [count, columns] += x [count, TOGETHER] @ weights [TOGETHER, columns].
+
+        Args:
+            sums: Address of float32 numbers; of each PAIRS columns those at even places come first.
+            sums_row: Bytes from one row of sums to the next.
+            x: Address of float32 numbers.
+            x_row: Bytes from one row of x to the next.
+            weights: Address of bfloat16 numbers.
+            row: Bytes from one row of weights to the next.
+            columns: A multiple of PAIRS.
+        """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             sums, sums_row, x, x_row, weights, row, columns = args
@@ -206,8 +244,13 @@ add_rows_1, add_rows_2, add_rows_3, add_rows_4 = (_add_rows(count) for count in 
 
 @intrinsic
 def dot_pairs(_: Any, x: Any, weights: Any, count: Any) -> Any:
-    """The sum of x [count] of float32 times weights [count] of bfloat16, at addresses. Of each
-    PAIRS numbers of x those at even places come first; count: a multiple of PAIRS."""
+    """The dot product of two vectors, float32.
+
+    Args:
+        x: Address of float32 numbers; of each PAIRS those at even places come first.
+        weights: Address of bfloat16 numbers.
+        count: Numbers of each, a multiple of PAIRS.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, weights, count = args

@@ -115,8 +115,8 @@ class Cutting:
         programs: Number of shares, some of which may stay empty.
         least: Tiles of a share at least.
         fill: Number of shares that fill the GPU.
-        most: Tiles of a share at most, once there are `fill` shares; exceeded only where `programs`
-            shares would not hold all tiles.
+        most: Tiles of a share at most: more work makes more shares than `fill`. Exceeded only where
+            `programs` shares would not hold it.
     """
 
     programs: int

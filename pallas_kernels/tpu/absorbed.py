@@ -91,9 +91,15 @@ def _fits(queries: jax.Array, chunk: Chunk, sizes: Sizes) -> bool:
 
 
 class Plan(NamedTuple):
-    """Of hidden decodes. live: bool [R], which rows are such. token: int32 [R], their tokens, past
-    the end of the axis for the other rows. rows, chunks: the same work by row, in one pass, and by
-    chunk of a row, in two; a step does one of them, and nothing is computed for the other."""
+    """The work of hidden decodes, for one pass or for two. A step runs one of them, and what only
+    the other needs is never computed.
+
+    Attributes:
+        live: bool [R], which rows are hidden decodes.
+        token: int32 [R], their tokens; past the end of the token axis for other rows.
+        rows: The work of one pass, an item a row.
+        chunks: The work of two passes, an item a chunk of a row.
+    """
 
     live: jax.Array
     token: jax.Array

@@ -39,7 +39,7 @@ TOGETHER = 8  # parts of x whose products the compiler may interleave
 
 
 def by_parts(parts: int, one: Any) -> None:
-    """one(part) for each part, `TOGETHER` of them to a turn of the loop."""
+    """Runs one(part) for each part, up to `TOGETHER` of them in an iteration of the loop."""
     step = max(n for n in range(1, TOGETHER + 1) if parts % n == 0)
 
     @pl.loop(0, parts // step)
@@ -49,8 +49,17 @@ def by_parts(parts: int, one: Any) -> None:
 
 
 def products(q: Any, x: Any, half: jax.Array, sums: Any) -> jax.Array:
-    """qx . x over all parts: q VMEM [1, parts, H, head_dim], x VMEM [2, parts, tokens, head_dim]
-    -> float32 [H, tokens], gathered in sums, VMEM of that shape."""
+    """Products qx . x, summed over all parts.
+
+    Args:
+        q: VMEM [1, parts, H, head_dim].
+        x: VMEM [2, parts, tokens, head_dim].
+        half: int32 [], the half of x in use.
+        sums: VMEM float32 [H, tokens], scratch.
+
+    Returns:
+        float32 [H, tokens].
+    """
     sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
     def one(part: jax.Array) -> None:
@@ -61,8 +70,14 @@ def products(q: Any, x: Any, half: jax.Array, sums: Any) -> jax.Array:
 
 
 class Shares(NamedTuple):
-    """Items cut over a chip's cores. cuts: int32 [cores + 1], the first item of each core's share,
-    and the end of the last one's; steps: int32 [], items of the largest share."""
+    """Items cut over a chip's cores.
+
+    Attributes:
+        work: The items.
+        cuts: int32 [cores + 1], the first item of each core's share, then the end of the last
+            share.
+        steps: int32 [], items of the largest share.
+    """
 
     work: Work
     cuts: jax.Array
@@ -72,9 +87,21 @@ class Shares(NamedTuple):
 def share(
     items: jax.Array, number: jax.Array, batch: AttentionBatch, width: int, cores: int
 ) -> tuple[Shares, Shares]:
-    """Items of rows [7, R], of which so many count, and the same work in items of one chunk each,
-    of which a row has up to `width`. A row is one core's, which adds its chunks up in its own
-    memory; each core has about as many chunks, and some where there are as many rows as cores."""
+    """Cuts rows over a chip's cores, by about as many chunks each.
+
+    A row belongs to one core, which sums its chunks in its own memory. Every core has some where
+    there are as many rows as cores.
+
+    Args:
+        items: int32 [7, R], an item a row.
+        number: int32 [], how many items count.
+        batch: The batch that will attend.
+        width: Chunks of a row at most.
+        cores: TensorCores of the chip.
+
+    Returns:
+        The shares with an item a row, and the same work with an item a chunk.
+    """
     cores = min(cores, batch.max_rows)
     chunks = jnp.where(jnp.arange(batch.max_rows) < number, items[END] - items[BEGIN], 0)
     ends = jnp.cumsum(chunks, dtype=jnp.int32)
@@ -105,14 +132,23 @@ def _split(items: jax.Array, number: jax.Array, chunks: int) -> tuple[jax.Array,
 
 
 def turn(core: jax.Array, step: jax.Array, items: Any, cuts: Any) -> jax.Array:
-    """The item of a core's step, whose parts of the operands are in VMEM then: its last one once it
-    has no more, and the last of all, which is of no row that counts, where it has none."""
+    """The item whose operands a core has in VMEM in a step.
+
+    Past the end of its share a core stays at its last item. A core without any gets the array's
+    last item, which is then of no row that counts.
+
+    Args:
+        core: int32 [].
+        step: int32 [].
+        items: SMEM int32 [7, N].
+        cuts: SMEM int32 [cores + 1].
+    """
     first, end = cuts[core], cuts[core + 1]
     return jnp.where(first == end, items.shape[1] - 1, jnp.minimum(first + step, end - 1))
 
 
 def each_item(cuts: Any, one: Callable[[jax.Array], None]) -> None:
-    """one(i) in the step that item i has; nothing in a step without."""
+    """Runs one(i) if this step has an item i."""
     core, step = pl.program_id(0), pl.program_id(1)
 
     @pl.when(cuts[core] + step < cuts[core + 1])
@@ -129,7 +165,17 @@ def stream(
     x: Any,
     signals: Signals,
 ) -> Stream:
-    """Of the share of the program's core."""
+    """The stream of chunks for the items of this core's share.
+
+    Args:
+        chunk: Shape of a chunk.
+        window: Sliding window, or None.
+        prefetched: items, SMEM int32 [7, N]; layer, SMEM int32 [1]; cuts, SMEM int32 [cores + 1].
+        tables: HBM int32 [R, 1, 2 * W].
+        pool: HBM [layers, blocks, parts, block_size, head_dim].
+        x: VMEM [2, parts, tokens, head_dim], the buffer.
+        signals: The kernel's.
+    """
     items, layer, cuts = prefetched
     ends = cuts[pl.program_id(0)], cuts[pl.program_id(0) + 1]
     return Stream(chunk, window, (items, layer), tables, pool, (x,), signals, 0, *ends)
@@ -158,8 +204,21 @@ def launch(
     chunk: Chunk,
     options: Options,
 ) -> jax.Array:
-    """pallas_call over the shares' items, of which one brings its part of `given`. specs: of that
-    and of the result, an index being of an item."""
+    """Runs a kernel over the items of all shares.
+
+    Args:
+        kernel: The kernel body.
+        shares: The work.
+        layer: Index into the whole pool; may be traced.
+        given: The array of which every item gets a block.
+        pool: [layers, blocks, parts, block_size, head_dim].
+        specs: The blocks of `given` and of the result, from `by_item`.
+        out: Shape and dtype of the result.
+        scratch: The kernel's scratch shapes between x and signals.
+        sizes: Of the chip.
+        chunk: Shape of a chunk.
+        options: Of the kernel.
+    """
     work, cuts, steps = shares
     call = pl.pallas_call(
         functools.partial(kernel, chunk=chunk, options=options),
@@ -257,7 +316,21 @@ def two_passes(
     options: Options,
     axis_name: str | None,
 ) -> jax.Array:
-    """queries [R, parts, H, head_dim] -> float32 of the same shape. shares: of single chunks."""
+    """Absorbed attention in two passes over x.
+
+    Args:
+        queries: [R, parts, H, head_dim].
+        pool: [layers, blocks, parts, block_size, head_dim].
+        layer: Index into the whole pool; may be traced.
+        batch: The step's rows and tokens.
+        live: bool [R], which rows are hidden decodes.
+        shares: The work, an item a chunk of a row.
+        options: Of the kernel.
+        axis_name: Mesh axis to sum scores over; None for one device.
+
+    Returns:
+        float32, the shape of queries.
+    """
     rows, parts, num_heads, head_dim = queries.shape
     sizes = tuning.sizes(pool.dtype, options.interpret)
     chunk = make_chunk(pool.shape, pool.dtype, parts, batch.table_width, sizes)

@@ -18,8 +18,14 @@ from jaxserve.pallas_kernels.tpu.tiles import Tiles
 
 
 class PagedPlan(NamedTuple):
-    """What decodes and, in a step that has any, chunks of KV rows want done. token: int32 [R], the
-    token of each row that decodes, past their end for the others."""
+    """The work of a step's KV rows.
+
+    Attributes:
+        decodes: The work of decodes.
+        token: int32 [R], the token of each row that decodes; past the end of the token axis for
+            others.
+        chunks: The work of prefill chunks; None for decode_only.
+    """
 
     decodes: Decodes
     token: jax.Array

@@ -38,7 +38,7 @@ ROW, FIRST, COUNT, BEGIN, END, SIDE, AT = range(7)
 
 @dataclasses.dataclass(frozen=True)
 class Options(Scoring):
-    """What a score goes through, and how to run."""
+    """How products become scores, and whether to run in the interpreter."""
 
     interpret: bool = False
 
@@ -52,7 +52,12 @@ class Options(Scoring):
 class Chunk:
     """Static shape of a chunk of context in VMEM: [heads, blocks * block_size, head_dim].
 
-    heads: pool heads of one program. width: entries of a table row.
+    Attributes:
+        heads: Pool heads of one program.
+        blocks: Blocks of a chunk.
+        block_size: Tokens of a block.
+        head_dim: Elements of a head.
+        width: W, entries of a table row.
     """
 
     heads: int
@@ -85,15 +90,22 @@ class Chunk:
 
 
 def padded(head_dim: int) -> int:
-    """What head_dim elements take of HBM and VMEM: whole tiles."""
+    """Elements that a head of head_dim takes of HBM and VMEM: whole tiles."""
     return -(-head_dim // LANES) * LANES
 
 
 def make_chunk(
     shape: tuple[int, ...], dtype: DTypeLike, heads: int, width: int, sizes: Sizes
 ) -> Chunk:
-    """Of a pool of this shape and dtype, for tables of `width` entries: as many blocks as the sizes
-    allow, at least one."""
+    """Chooses the chunk: as many blocks as the sizes allow, at least one.
+
+    Args:
+        shape: The pool's.
+        dtype: The pool's.
+        heads: Pool heads of one program.
+        width: W, entries of a table row.
+        sizes: Of the chip.
+    """
     _, _, _, block_size, head_dim = shape
     token_bytes = heads * padded(head_dim) * jnp.dtype(dtype).itemsize
     tokens = min(sizes.chunk_bytes // token_bytes, sizes.chunk_tokens)
@@ -104,8 +116,17 @@ def make_chunk(
 
 
 def most_a_program(number: int, most: int, cores: int, multiple: int = 1) -> int:
-    """Heads, or layers, of a program: the largest divisor of their number up to `most` whose
-    programs divide over the cores, if there is one; of a whole `multiple`, or all of them."""
+    """Chooses how many heads, or layers, a program takes.
+
+    The largest divisor of their number up to `most` whose programs divide over the cores, or the
+    largest one up to `most` if none does.
+
+    Args:
+        number: Heads or layers in all.
+        most: Heads or layers of a program at most, if there is a divisor so small.
+        cores: TensorCores of the chip.
+        multiple: The result is a multiple of this, or all of them.
+    """
     divisors = [n for n in range(1, number + 1) if number % n == 0]
     allowed = [n for n in divisors if n % multiple == 0] or [number]
     fitting = [n for n in allowed if n <= most] or allowed[:1]
@@ -122,7 +143,20 @@ def make_items(
     chunk: Chunk,
     sliding_window: int | None,
 ) -> jax.Array:
-    """int32 [7, N] from the rows, first positions, numbers of queries and places of N items."""
+    """Makes N items.
+
+    Args:
+        rows: int32 [N], row of the batch.
+        first: int32 [N], position of the first query.
+        count: int32 [N], number of queries.
+        at: int32 [N], where the queries lie, in the kernel's own units.
+        batch: The batch that will attend.
+        chunk: Shape of a chunk.
+        sliding_window: Positions that a token sees; None for all.
+
+    Returns:
+        int32 [7, N], the fields in the order of ROW to AT.
+    """
     low = jnp.zeros_like(first)
     if sliding_window is not None:
         low = jnp.maximum(first - sliding_window + 1, 0)
@@ -138,8 +172,13 @@ def live_first(live: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 class Work(NamedTuple):
-    """What a kernel has to do, the same in all layers. items: int32 [7, N], of which the first
-    `number`, int32 [], count; tables: int32 [R, 1, 2 * W], so that tiles pad next to nothing."""
+    """The work of a kernel, the same in all layers.
+
+    Attributes:
+        items: int32 [7, N].
+        tables: int32 [R, 1, 2 * W], so that tiles pad next to nothing.
+        number: int32 [], how many of the items count.
+    """
 
     items: jax.Array
     tables: jax.Array
@@ -159,14 +198,24 @@ class Work(NamedTuple):
 
 
 def make_work(items: jax.Array, number: jax.Array, batch: AttentionBatch) -> Work:
-    """Of the items [7, N], of which so many count, over the batch's tables."""
+    """The work of the first `number` items [7, N], with the batch's tables."""
     return Work(items, batch.tables.reshape(batch.max_rows, 1, -1), number)
 
 
 def decode_items(
     live: jax.Array, batch: AttentionBatch, chunk: Chunk, sliding_window: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Items of the rows [R] that are live, one token each at the context's end: (items, number)."""
+    """Makes an item for each decode, whose token is at its context's end.
+
+    Args:
+        live: bool [R], rows to make items for.
+        batch: The batch that will attend.
+        chunk: Shape of a chunk.
+        sliding_window: Positions that a token sees; None for all.
+
+    Returns:
+        (int32 [7, R], int32 [] how many of them count).
+    """
     rows, number = live_first(live)
     first = batch.context_lens[rows] - 1
     items = make_items(rows, first, jnp.ones_like(rows), rows, batch, chunk, sliding_window)
@@ -182,9 +231,10 @@ def bounds(items: Any, i: jax.Array, sliding_window: int | None) -> tuple[jax.Ar
 
 
 def compiler(sizes: Sizes, parallel: int, sequential: int = 1) -> pltpu.CompilerParams:
-    """Compiler parameters: so many grid axes that cores may share, then those that they may not.
+    """Compiler parameters: `parallel` grid axes that cores may share, then `sequential` ones that
+    they may not.
 
-    On chips nobody checks a transfer's bounds: that takes more bundles than the rest of a block's
+    Chips do not check a transfer's bounds: that takes more bundles than the rest of a block's
     transfer. The interpreter checks all of them, and so do the tests.
     """
     semantics = (pltpu.PARALLEL,) * parallel + (pltpu.ARBITRARY,) * sequential

@@ -94,7 +94,16 @@ def plan(
     sliding_window: int | None,
     interpret: bool,
 ) -> Decodes:
-    """For a pool of this shape and dtype."""
+    """Plans `decode`.
+
+    Args:
+        live: bool [R], rows that decode.
+        batch: The batch that will attend.
+        shape: The pool's.
+        dtype: The pool's.
+        sliding_window: Positions that a token sees; None for all.
+        interpret: Run in the interpreter.
+    """
     chunk = _chunk(shape, dtype, batch.table_width, interpret)
     items, number = decode_items(live, batch, chunk, sliding_window)
     return Decodes(live, make_work(items, number, batch))
@@ -108,8 +117,19 @@ def decode(
     decodes: Decodes,
     options: Options,
 ) -> jax.Array:
-    """q [R, H, D], one token for each row that decodes -> [R, H, D] in q's dtype, zeros for the
-    others. width: entries of a table row."""
+    """Attention of one token for each row that decodes.
+
+    Args:
+        q: [R, H, D].
+        pool: [layers, blocks, kv_heads, block_size, D].
+        layer: Index into the whole pool; may be traced.
+        width: W, entries of a table row.
+        decodes: From `plan`.
+        options: Of the kernel.
+
+    Returns:
+        [R, H, D] in q's dtype; zeros for other rows.
+    """
     rows, num_heads, head_dim = q.shape
     kv_heads = pool.shape[2]
     group = num_heads // kv_heads

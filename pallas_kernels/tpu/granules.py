@@ -33,10 +33,14 @@ PLANES = 3  # a source is an index into one of so many arrays, index * PLANES + 
 
 
 class Puts(NamedTuple):
-    """What goes where. target: int32 [N], distinct granules (block * granules of a block +
-    granule), of which the first `number`, int32 [], count; source: int32 [N, 8], what goes to each
-    of their slots, or NOBODY; span: int32 [2, N], the first slot that something goes to, and the
-    end of them."""
+    """Which vectors go into which slots.
+
+    Attributes:
+        target: int32 [N], distinct granules: block * granules of a block + granule.
+        source: int32 [N, 8], what goes to each of their slots, or NOBODY.
+        span: int32 [2, N], the first slot that something goes to, and the end of them.
+        number: int32 [], how many of the N count.
+    """
 
     target: jax.Array
     source: jax.Array
@@ -45,11 +49,12 @@ class Puts(NamedTuple):
 
 
 def granules(target: jax.Array, slot: jax.Array, source: jax.Array) -> Puts:
-    """Gather what goes into the same granule.
+    """Gathers all that goes into the same granule.
 
-    target: int32 [N], the granule of each of N candidates (any negative number: none).
-    slot, source: int32 [N, any], which slots of its granule each candidate brings something to, and
-    what; NOBODY: nothing.
+    Args:
+        target: int32 [N], the granule of each of N candidates; negative for none.
+        slot: int32 [N, any], slots of its granule that a candidate brings something to.
+        source: int32 [N, any], what it brings there; NOBODY for nothing.
     """
     same = target[:, None] == target[None, :]
     leader = jnp.argmax(same, axis=1)
@@ -141,8 +146,8 @@ def _put_kernel(
 
 
 def layers_at_once(pool: jax.Array, layers: int, interpret: bool) -> int:
-    """How many layers of a granule to move at once: a divisor of `layers`, and such that its
-    quotients divide over the cores if there is one."""
+    """Layers of a granule to move at once: a divisor of `layers`, whose quotient divides over the
+    cores where possible."""
     _, _, heads, _, head_dim = pool.shape
     granule = heads * GRANULE * padded(head_dim) * pool.dtype.itemsize
     sizes = tuning.sizes(pool.dtype, interpret)
@@ -158,11 +163,17 @@ def put_vectors(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """Vectors into slots, of layers [layer, layer + values' number of them). values: up to PLANES
-    of [M, layers, heads, head_dim] in the pool's dtype.
+    """Puts vectors into slots of some layers, in place.
 
-    Each core takes as many items, one after another, but for the last; of a single item the second
+    Each core takes as many items, one after another, but for the last. Of a single item the second
     core, which has none, reads and writes back another granule.
+
+    Args:
+        pool: [layers, blocks, heads, block_size, head_dim].
+        layer: The first layer; as many are written as the values have.
+        values: Up to PLANES arrays [M, layers, heads, head_dim] in the pool's dtype.
+        puts: Which vector goes where.
+        interpret: Run in the interpreter.
     """
     heads, block_size, head_dim = pool.shape[2:]
     layers, parts = values[0].shape[1], block_size // GRANULE

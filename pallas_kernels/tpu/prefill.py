@@ -104,7 +104,17 @@ def plan(
     sliding_window: int | None,
     interpret: bool,
 ) -> Tiles:
-    """Of the rows that are live, bool [R], for a pool of this shape and dtype."""
+    """Plans `prefill`.
+
+    Args:
+        live: bool [R], rows with a chunk to compute.
+        batch: The batch that will attend.
+        shape: The pool's.
+        dtype: The pool's.
+        num_heads: Query heads of one shard.
+        sliding_window: Positions that a token sees; None for all.
+        interpret: Run in the interpreter.
+    """
     chunk, tile = _cut(shape, dtype, num_heads, batch.table_width, interpret)
     return make_tiles(batch, live, tile, chunk, sliding_window)
 
@@ -117,8 +127,19 @@ def prefill(
     tiles: Tiles,
     options: Options,
 ) -> jax.Array:
-    """q [T, H, D] -> [T, H, D] in q's dtype for the tokens of the tiles, zeros for the others.
-    width: entries of a table row."""
+    """Attention of the tokens that tiles are made of.
+
+    Args:
+        q: [T, H, D].
+        pool: [layers, blocks, kv_heads, block_size, D].
+        layer: Index into the whole pool; may be traced.
+        width: W, entries of a table row.
+        tiles: From `plan`.
+        options: Of the kernel.
+
+    Returns:
+        [T, H, D] in q's dtype; zeros for other tokens.
+    """
     num_heads, head_dim = q.shape[1:]
     kv_heads = pool.shape[2]
     group = num_heads // kv_heads

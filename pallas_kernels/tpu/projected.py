@@ -51,7 +51,13 @@ from jaxserve.pallas_kernels.tpu.tiles import (
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What is static about making K and V. heads: a program's. norm_eps: None for no norm."""
+    """The static part of making K and V.
+
+    Attributes:
+        heads: Heads of a program.
+        norm_eps: Added to the mean square of K's RMS norm; None for no norm.
+        rotary: Whether K is rotated.
+    """
 
     heads: int
     norm_eps: float | None
@@ -207,7 +213,16 @@ def plan(
     decode_only: bool,
     interpret: bool,
 ) -> Tiles:
-    """Of the hidden rows, for a pool of this shape and dtype."""
+    """Plans `projected`: all hidden rows, decodes and chunks.
+
+    Args:
+        batch: The batch that will attend.
+        shape: The pool's.
+        dtype: The pool's.
+        sliding_window: Positions that a token sees; None for all.
+        decode_only: T == R, and token i is row i's only token.
+        interpret: Run in the interpreter.
+    """
     chunk, tile = _cut(shape, dtype, batch.table_width, decode_only, interpret)
     live = (batch.kind == HIDDEN) & (batch.query_lens > 0)
     live &= jnp.arange(batch.max_rows) < batch.num_rows

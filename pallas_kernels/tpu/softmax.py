@@ -55,8 +55,16 @@ def scored(products: jax.Array, seen: jax.Array, options: Options) -> jax.Array:
 
 
 def weigh(scores: jax.Array, peak: Any, total: Any, at: Any) -> tuple[jax.Array, jax.Array]:
-    """Take scores [n, M, S] into the peak and total at those heads; the weights [n, M, S] and what
-    to fade the earlier ones by [n, M, 1]."""
+    """Updates peak and total with the scores of a chunk.
+
+    Args:
+        scores: float32 [n, M, S], -inf where not seen.
+        peak, total: VMEM float32 [N, M, 128].
+        at: Index of the n heads.
+
+    Returns:
+        (the weights [n, M, S], the factor [n, M, 1] of earlier sums), float32.
+    """
     old = peak[at][..., :1]
     new = jnp.maximum(old, scores.max(axis=-1, keepdims=True))
     weights, fade = jnp.exp(scores - new), jnp.exp(old - new)
@@ -76,8 +84,17 @@ def update(
     seen: jax.Array,
     options: Options,
 ) -> None:
-    """One chunk more for the heads `at`: q [n, M, D], k and v [n, S, D], v finite where any query
-    looks at the chunk; seen, bool, broadcasts to [n, M, S]."""
+    """Adds one chunk of context to the state of some heads.
+
+    Args:
+        state: peak, total and acc, refs in VMEM.
+        at: Index of the n heads.
+        q: [n, M, D].
+        k: [n, S, D].
+        v: [n, S, D], finite if any query sees part of the chunk.
+        seen: bool, broadcasts to [n, M, S].
+        options: How products become scores.
+    """
     peak, total, acc = state
     scores = scored(dot(q, k, transposed=True), seen, options)
     weights, fade = weigh(scores, peak, total, at)

@@ -18,9 +18,15 @@ from jaxserve.pallas_kernels.tpu.common import BEGIN, END, ROW, SIDE, Chunk, bou
 
 
 class Signals(NamedTuple):
-    """What a kernel's stream keeps. arrived: DMA semaphores [2], one for each half of the buffers.
-    turn: SMEM int32 [1], the half in use. rows: SMEM int32 [2, 1, 2 * W], table rows by their item,
-    even or odd. brought: DMA semaphore, of a table row."""
+    """The scratch of a kernel's stream.
+
+    Attributes:
+        arrived: DMA semaphores [2], one for each half of the buffers.
+        turn: SMEM int32 [1], the half in use.
+        rows: SMEM int32 [2, 1, 2 * W], table rows of the current and the next item: item
+            i's is at i & 1.
+        brought: DMA semaphore, of a table row.
+    """
 
     arrived: Any
     turn: Any
@@ -29,7 +35,7 @@ class Signals(NamedTuple):
 
 
 def signals(chunk: Chunk) -> Signals:
-    """The scratch shapes of one."""
+    """The scratch shapes of `Signals`."""
     return Signals(
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.SMEM((1,), jnp.int32),
@@ -40,13 +46,22 @@ def signals(chunk: Chunk) -> Signals:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Brings the chunks that items see into VMEM, one ahead of the one in use; at an item's last
-    chunk that is the next item's first, so that only a program's very first is waited for idly.
+    """Brings the chunks that items see into VMEM, one ahead of the one in use.
 
-    prefetched: the items, SMEM int32 [7, N], and layer, SMEM int32 [1]. tables: HBM int32 [R, 1,
-    2 * W]. pool: HBM [layers, blocks, kv_heads, block_size, head_dim].
-    buffers: VMEM [2, heads, tokens, head_dim] for K and V, or one of them for hidden vectors.
-    head: first head of this program. first, end: the items that it has, one after another.
+    At an item's last chunk that is the next item's first, so that only a program's very first one
+    is waited for idly.
+
+    Attributes:
+        chunk: Shape of a chunk.
+        sliding_window: Positions that a token sees; None for all.
+        prefetched: The items, SMEM int32 [7, N], and layer, SMEM int32 [1].
+        tables: HBM int32 [R, 1, 2 * W].
+        pool: HBM [layers, blocks, kv_heads, block_size, head_dim].
+        buffers: VMEM [2, heads, tokens, head_dim] for K and V, or one for hidden vectors.
+        signals: The kernel's scratch.
+        head: First pool head of this program.
+        first, end: The items of this program, one after another.
+        beside: (i, j, half) -> further copies for chunk j of item i, which signal arrived[half].
     """
 
     chunk: Chunk
@@ -59,12 +74,11 @@ class Stream:
     head: jax.Array | int
     first: jax.Array | int
     end: jax.Array | int
-    # What else a chunk brings: beside(i, j, half) -> copies that signal arrived[half].
     beside: Callable[..., list[Any]] = lambda i, j, half: []
 
     def walk(self, i: jax.Array, use: Callable[[jax.Array, jax.Array], None]) -> None:
-        """use(j, half) for each chunk j of item i, its vectors in that half of the buffers. Slots
-        outside of the item's `bounds` hold whatever was there."""
+        """Runs use(j, half) for each chunk j of item i, whose vectors are in that half of the
+        buffers. Slots outside of the item's `bounds` hold stale data."""
         items, turn = self.prefetched[0], self.signals.turn
         begin, end = items[BEGIN, i], items[END, i]
 
@@ -152,8 +166,17 @@ def clean_ends(
     half: jax.Array,
     window: int | None,
 ) -> None:
-    """Zero what is not item i's own in a half of buffer [2, heads, tokens, head_dim], where the
-    chunk is at either end of what it sees: a weight of 0 times NaN is NaN."""
+    """Zeroes slots outside of an item's bounds, if a chunk has any: a weight of 0 times NaN is NaN.
+
+    Args:
+        chunk: Shape of a chunk.
+        items: SMEM int32 [7, N].
+        i: int32 [], the item.
+        j: int32 [], its chunk.
+        buffer: VMEM [2, heads, tokens, head_dim].
+        half: int32 [], the half of the buffer with the chunk.
+        window: Sliding window, or None.
+    """
     low, high = bounds(items, i, window)
 
     @pl.when((j * chunk.tokens < low) | ((j + 1) * chunk.tokens > high))

@@ -31,9 +31,13 @@ ALIGNED = 16
 
 
 class Layout(NamedTuple):
-    """Where a batch's queries lie. place: int32 [T], each token's place in the aligned order, past
-    its end for the tokens that are not in it. source: int32 [units * 16], the token at each place,
-    T where there is none; a unit is 16 places, and a tile's overhang is among them."""
+    """Where a batch's queries lie in aligned order. A unit is 16 places.
+
+    Attributes:
+        place: int32 [T], each token's place; past the end for tokens without one.
+        source: int32 [units * 16], the token at each place, T for none. Includes room for a tile's
+            overhang.
+    """
 
     place: jax.Array
     source: jax.Array
@@ -45,14 +49,14 @@ class Layout(NamedTuple):
         return aligned.reshape(kv_heads, num_heads // kv_heads, -1, ALIGNED, head_dim)
 
     def scatter(self, out: jax.Array) -> jax.Array:
-        """[kv_heads, group, units, 16, D] -> [T, H, D], zeros for the tokens that are not in it."""
+        """[kv_heads, group, units, 16, D] -> [T, H, D], zeros for tokens without a place."""
         kv_heads, group, units, aligned, head_dim = out.shape
         flat = out.reshape(kv_heads * group, units * aligned, head_dim).transpose(1, 0, 2)
         return flat.at[self.place].get(mode="fill", fill_value=0)
 
 
 class Tiles(NamedTuple):
-    """A batch's queries as tiles: where they lie, and what a kernel does for them."""
+    """A batch's queries as tiles: their layout and a kernel's work."""
 
     layout: Layout
     work: Work
@@ -65,7 +69,15 @@ def make_tiles(
     chunk: Chunk,
     sliding_window: int | None,
 ) -> Tiles:
-    """Of the rows that are live, bool [R]. tile: queries of one, a multiple of 16."""
+    """Cuts rows into tiles.
+
+    Args:
+        batch: The batch that will attend.
+        live: bool [R], rows to cut.
+        tile: Queries of a tile, a multiple of 16.
+        chunk: Shape of a chunk of context.
+        sliding_window: Positions that a token sees; None for all.
+    """
     layout, start = _lay_out(batch, live, tile)
     items, number = _tile_items(batch, live, start, tile, chunk, sliding_window)
     return Tiles(layout, make_work(items, number, batch))
@@ -111,7 +123,14 @@ def _tile_items(
 
 
 def query_spec(heads: int, group: int, tile: int, head_dim: int) -> pl.BlockSpec:
-    """A tile's queries [heads, group, tile / 16, 16, head_dim], wherever its first unit is."""
+    """The block of an item's queries, [heads, group, tile / 16, 16, head_dim].
+
+    Args:
+        heads: KV heads of a program.
+        group: Query heads of a KV head.
+        tile: Queries of a tile.
+        head_dim: Elements of a head.
+    """
     shape = (heads, group, tile // ALIGNED, ALIGNED, head_dim)
     return pl.BlockSpec(
         tuple(pl.Element(size) for size in shape),
@@ -122,8 +141,19 @@ def query_spec(heads: int, group: int, tile: int, head_dim: int) -> pl.BlockSpec
 def seen_by(
     items: Any, i: jax.Array, at: jax.Array, group: int, tile: int, window: int | None
 ) -> jax.Array:
-    """bool [group * tile, S]: which of the positions at, int32 [1, S], the queries of item i see.
-    The tile's rows past the item's count see none."""
+    """Which positions the queries of an item see. Rows of the tile past the item's count see none.
+
+    Args:
+        items: SMEM int32 [7, N].
+        i: int32 [], the item.
+        at: int32 [1, S], positions.
+        group: Query heads of a KV head.
+        tile: Queries of a tile, a power of two.
+        window: Sliding window, or None.
+
+    Returns:
+        bool [group * tile, S].
+    """
     query = lax.broadcasted_iota(jnp.int32, (group * tile, 1), 0) & (tile - 1)
     position = jnp.where(query < items[COUNT, i], items[FIRST, i] + query, -1)
     seen = at <= position
@@ -132,11 +162,17 @@ def seen_by(
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """Sends a tile's results from VMEM to their units, 16 queries a transfer and none beyond the
-    tile's count: what follows is another row's.
+    """Sends a tile's results from VMEM to their units, 16 queries a transfer.
 
-    done: VMEM [heads, group, tile, head_dim]. out: HBM [kv_heads, group, units, 16, head_dim].
-    sent: DMA semaphore. pending: SMEM int32 [1], transfers under way.
+    Nothing is sent beyond the tile's count: what follows is another row's.
+
+    Attributes:
+        items: SMEM int32 [7, N].
+        done: VMEM [heads, group, tile, head_dim].
+        out: HBM [kv_heads, group, units, 16, head_dim].
+        sent: DMA semaphore.
+        pending: SMEM int32 [1], transfers under way.
+        heads: KV heads of a program.
     """
 
     items: Any
@@ -147,8 +183,8 @@ class Outputs:
     heads: int
 
     def put(self, h: jax.Array, i: jax.Array, values: jax.Array) -> None:
-        """Send item i of head group h, in the place of the item before; nothing is under way when
-        the last one has ended."""
+        """Sends the results of item i for head group h, once the item before is sent. Waits after
+        the last item."""
 
         @pl.when(i == 0)
         def _() -> None:

@@ -18,15 +18,18 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """vmem: bytes of VMEM that a kernel may take.
-    cores: TensorCores behind one device (megacore): programs are split over heads to feed them.
-    chunk_bytes: K (or V, or hidden) of a chunk of context, of which four are in VMEM.
-    chunk_tokens: at most so many tokens of context a chunk.
-    tile: queries of a prefill tile, a power of two.
-    prefill_heads: at most so many kv heads a prefill program.
-    weight_bytes: Wk (or Wv) of the heads that a projecting program works on.
-    stage_bytes: of a granule's layers that one step of a move takes, of which some twenty are in
-        VMEM.
+    """The sizes of kernels on one chip.
+
+    Attributes:
+        vmem: Bytes of VMEM that a kernel may take.
+        cores: TensorCores behind one device (megacore): programs are split over heads to feed them.
+        chunk_bytes: Bytes of K (or V, or hidden vectors) of a chunk of context; four are in VMEM.
+        chunk_tokens: Tokens of context of a chunk at most.
+        tile: Queries of a prefill tile, a power of two.
+        prefill_heads: KV heads of a prefill program at most.
+        weight_bytes: Bytes of Wk (or Wv) for the heads that a projecting program works on.
+        stage_bytes: Bytes of a granule's layers that one step of a move takes; some twenty are in
+            VMEM.
     """
 
     vmem: int
@@ -63,8 +66,8 @@ _SMALLEST = _TABLE["v4", 0]
 
 
 def sizes(dtype: DTypeLike, interpret: bool) -> Sizes:
-    """The sizes for the chip that is being compiled for (the mesh's, if one is set, else the
-    default device's); those of the smallest VMEM for a chip without an entry."""
+    """The sizes for the chip that is compiled for: the mesh's if one is set, else the default
+    device's. A chip without an entry gets those of the smallest VMEM."""
     if interpret:
         return INTERPRET
     chip = str(pltpu.get_tpu_info().chip_version)

@@ -30,9 +30,13 @@ TILE_CONTEXT = 128
 
 
 class Read(NamedTuple):
-    """How to read a row's context in chunks of `width` tokens. chunk(j, lower) -> k, v [1,
-    kv_heads, width, D] of chunk j and the positions int32 [width] of their slots; v is finite
-    outside of [lower, context)."""
+    """How to read a row's context in chunks.
+
+    Attributes:
+        width: Tokens of a chunk.
+        chunk: (j, lower) -> k and v [1, kv_heads, width, D] of chunk j, and the positions int32
+            [width] of their slots. v is finite outside of [lower, context).
+    """
 
     width: int
     chunk: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
@@ -49,11 +53,23 @@ def decode(
     sliding_window: int | None,
     shared: bool = False,
 ) -> jax.Array:
-    """queries [R, kv_heads, M, D] (scaled), row r's over lens[r] cached tokens (0: none) -> the
-    same. shared: over hidden vectors, else over K and V.
+    """Attention of one token a row over its cached context.
 
-    Rows are sorted by length and taken in groups; step j of a group is chunk j of each of its
-    rows' contexts, so that a group costs what its longest row does.
+    Rows are sorted by length and taken in groups. Step j of a group is chunk j of each of its rows'
+    contexts, so a group costs what its longest row does.
+
+    Args:
+        queries: [R, kv_heads, M, D], scaled.
+        pool: [layers, blocks, kv_heads, block_size, D].
+        layer: Index into the whole pool; may be traced.
+        batch: The step's rows and tokens.
+        lens: int32 [R], cached tokens of each row; 0 for none.
+        step: Adds a chunk to the running softmax.
+        sliding_window: Positions that a token sees; None for all.
+        shared: Whether the cache is of hidden vectors, instead of K and V.
+
+    Returns:
+        Shape and dtype of queries.
     """
     kv_heads, block_size, head_dim = pool.shape[2:]
     rows, _, many, _ = queries.shape
@@ -111,8 +127,22 @@ def attend_row(
     tile: int,
     sliding_window: int | None,
 ) -> jax.Array:
-    """Fill out [T + tile, H, D] for the row's tokens. queries: of the same shape, scaled. tile:
-    queries that are taken together; a tile may reach past the last token."""
+    """Fills in the output for one row's tokens.
+
+    Args:
+        out: [T + tile, H, D], since a tile may reach past the last token.
+        queries: [T + tile, H, D], scaled.
+        batch: The step's rows and tokens.
+        row: int32 [], row of the batch.
+        read: Reads the row's context.
+        step: Adds a chunk to the running softmax.
+        kv_heads: KV heads of one shard.
+        tile: Queries that are taken together.
+        sliding_window: Positions that a token sees; None for all.
+
+    Returns:
+        The output.
+    """
     num_heads, head_dim = queries.shape[1:]
     grouped = num_heads // kv_heads
     length, context = batch.query_lens[row], batch.context_lens[row]

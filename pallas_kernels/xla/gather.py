@@ -59,13 +59,18 @@ def gather_runs(
     own: jax.Array,
     all_own: jax.Array,
 ) -> list[jax.Array]:
-    """Runs of flat [X, E] as arrays of `shape` [N, kv_heads, S, D], one for each of ids: K and V,
-    or hidden vectors.
+    """Gathers K and V, or hidden vectors, of a chunk of context.
 
-    own: bool, broadcasts to shape: slots that hold the row's tokens; the last array's others are
-    zeroed, since a weight of 0 times NaN is NaN. all_own: whether `own` is true throughout, the
-    usual case, where it is copied as it is. Both branches end in a flat copy, which the reshape
-    outside cannot be fused into; that alone saves a quarter of the time.
+    Both branches end in a flat copy, which the reshape outside cannot be fused into; that alone
+    saves a quarter of the time.
+
+    Args:
+        flat: [X, E], the pool as runs (see `runs`).
+        ids: Indices of the runs, int32, for each array to gather.
+        shape: [N, kv_heads, S, D] of each array.
+        own: bool, broadcasts to shape: slots that hold the row's tokens. Others are zeroed in the
+            last array, since a weight of 0 times NaN is NaN.
+        all_own: bool [], whether `own` is true throughout: then, as usual, nothing is zeroed.
     """
 
     def plain(_: None) -> list[jax.Array]:

@@ -14,13 +14,20 @@ BATCH_AND_HEAD = ((0, 1), (0, 1))
 
 
 class Softmax(NamedTuple):
-    """What N rows have seen. Their M queries a head are attended together. With absorbed queries
-    the heads are parts of one hidden vector and share their weights: then they are one in peak and
-    total."""
+    """The running softmax of N rows, each with M queries a head that attend together.
 
-    peak: jax.Array  # [N, kv_heads or 1, M, 1], the highest score so far
-    total: jax.Array  # [N, kv_heads or 1, M, 1], sum of weights
-    acc: jax.Array  # [N, kv_heads, M, D], weighted sum of values
+    With absorbed queries the heads are parts of one hidden vector and share their weights: peak and
+    total then have a single head.
+
+    Attributes:
+        peak: float32 [N, kv_heads or 1, M, 1], the highest score so far.
+        total: float32 [N, kv_heads or 1, M, 1], sum of weights.
+        acc: float32 [N, kv_heads, M, D], weighted sum of values.
+    """
+
+    peak: jax.Array
+    total: jax.Array
+    acc: jax.Array
 
 
 class Step(Protocol):

@@ -20,9 +20,15 @@ def put_vectors(
     slots: jax.Array,
     values: jax.Array,
 ) -> jax.Array:
-    """The pool with vectors in some slots of a layer, or None: of all; the values, of its dtype,
-    have an axis more then. blocks, slots: int32, that broadcast to [...]; blocks beyond the pool's
-    are dropped. values: [..., layers if layer is None, kv_heads, head_dim]."""
+    """Writes vectors into slots of one layer, or of all.
+
+    Args:
+        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        layer: Index of the layer; None for all.
+        blocks, slots: int32, broadcast to [...]. Blocks beyond the pool's are dropped.
+        values: [..., kv_heads, head_dim] in the pool's dtype, or [..., layers, kv_heads, head_dim]
+            for all layers.
+    """
     where = slice(None) if layer is None else layer
     return pool.at[where, blocks, :, slots].set(values, mode="drop")
 
