@@ -19,8 +19,14 @@ DEFAULT = "sarathi"  # the server's
 
 @dataclass(frozen=True)
 class Margin:
-    """One policy less another. half_width: of the 95% interval of the difference in attainment;
-    None where there is too little to say. goodput: as a share of the better one's."""
+    """By how much one policy is better than another.
+
+    Attributes:
+        attainment: Difference in the share of requests that attain their SLO.
+        half_width: Half of its 95% interval; None where it cannot be estimated.
+        goodput: Difference in goodput, as a share of the better one's.
+        goodput_half_width: Half of its 95% interval; None for one seed.
+    """
 
     attainment: float
     half_width: float | None
@@ -29,16 +35,18 @@ class Margin:
 
     @property
     def matters(self) -> bool:
-        """Whether they can be told apart."""
+        """Whether the two policies can be told apart."""
         return _apart(self.attainment, self.half_width, ATTAINMENT) or _apart(
             self.goodput, self.goodput_half_width, GOODPUT
         )
 
 
 def margin(one: Point, other: Point) -> Margin:
-    """Seed by seed, of the seeds that both have, with the same requests for both. A point whose
-    seed does not matter has all of them; where there is only one, over the requests of the run,
-    which takes them as independent."""
+    """The margin of one point over another, seed by seed on the same requests.
+
+    Only seeds that both have count; a point whose seed does not matter has all of them. With a
+    single seed, the interval is over the run's requests, taken as independent.
+    """
     count = min((len(p.outcomes) for p in (one, other) if p.seed_matters), default=1)
     ours, theirs = ([_numbers(point, seed) for seed in range(count)] for point in (one, other))
     most = max(mean([numbers["goodput"] for numbers in each]) for each in (ours, theirs))
@@ -56,15 +64,15 @@ def margin(one: Point, other: Point) -> Margin:
 
 
 def score(point: Point) -> tuple[float, float]:
-    """The better policy has the larger: attainment, then goodput."""
+    """Attainment, then goodput: the better policy has the larger."""
     found = point.mean
     return found["slo_attainment"], found["goodput_per_s"] or 0.0
 
 
 def plainness(name: str) -> tuple[bool, bool, int, str]:
-    """Of policies that are as good, the one with the smallest is taken: the server's own choice,
-    then settings of the unified scheduler before code of its own, and the variants behind what they
-    are of."""
+    """Sort key among policies that are equally good; the smallest wins. The server's default comes
+    first, then settings of the unified scheduler, then policies with code of their own; variants
+    come after the policy that they vary."""
     try:
         form_of(make_policy(name))
     except NotCompiled:
@@ -78,9 +86,11 @@ def _numbers(point: Point, seed: int) -> dict[str, float]:
 
 
 def _over_requests(one: Point, other: Point) -> float | None:
-    """Half the width of the interval of a difference between paired shares (McNemar): with b
-    requests met by one only and c by the other only, of n, its variance is
-    (b + c - (b - c)^2 / n) / n^2. None where the requests are not the same."""
+    """Half the width of the interval of a difference between paired shares (McNemar).
+
+    With b requests met by one only and c by the other only, of n, its variance is (b + c - (b -
+    c)^2 / n) / n^2. None where the requests are not the same.
+    """
     a, b = one.outcomes[0].attained, other.outcomes[0].attained
     if len(a) != len(b):
         return None

@@ -20,12 +20,18 @@ FACTORS = (0.8, 1.25)  # of the traffic
 
 @dataclass(frozen=True)
 class Advice:
-    """best: the policy to take. points: all policies, the best first: those of the last round, of
-    the one before, and then the others, with one seed. equal: those that cannot be told from the
-    one with the most; it is among them, and best is the plainest of those of the last round.
-    elsewhere: by rate, requests/s,
-    those of the last round with more or less traffic; none if it has no rate. refused: why the
-    others cannot serve the traffic, a line each."""
+    """The policy to take for some traffic, and how the others compare.
+
+    Attributes:
+        best: The policy to take: the plainest of the last round's that are in `equal`.
+        points: All policies: the last round's, then the second's, then the rest with one seed; each
+            part the best first.
+        equal: The policies that cannot be told from the one with the highest score, which is among
+            them.
+        elsewhere: The last round's policies at lower and higher rates, by rate in requests/s; empty
+            if the traffic has none.
+        refused: Why the others cannot serve the traffic, a line each.
+    """
 
     best: Point
     points: list[Point]
@@ -42,7 +48,7 @@ class _Attempt:
 
     @property
     def requests(self) -> float:
-        """Of the run."""
+        """Number of the run's requests."""
         return self.run.requests
 
     def outcome(
@@ -58,8 +64,16 @@ class _Attempt:
 
 
 def advise(runs: Sequence[Run], seeds: int, workers: Workers) -> Advice:
-    """runs: one a policy, with the first of so many seeds. Raises one of `runs.REFUSED` if none of
-    them is possible."""
+    """Compares the policies by successive halving.
+
+    Args:
+        runs: One a policy, with the first seed.
+        seeds: Number of seeds in the last round.
+        workers: Run the simulations.
+
+    Raises:
+        runs.REFUSED: No run is possible.
+    """
     drawn = runs[0].workload.drawn()
     refused: list[str] = []
     points: list[Point] = []
@@ -82,14 +96,14 @@ def advise(runs: Sequence[Run], seeds: int, workers: Workers) -> Advice:
 
 
 def equals(points: Sequence[Point], among: Sequence[Point] | None = None) -> list[Point]:
-    """The best of them, and those that cannot be told from it, of the points or of others."""
+    """Those of `among`, by default the points, that cannot be told from the best of the points."""
     first = max(points, key=score)
     return [one for one in among or points if one is first or not margin(first, one).matters]
 
 
 def _cut(points: Sequence[Point], count: int) -> tuple[list[Point], list[Point]]:
-    """The best, and the others. Of those that differ by less than what makes a difference the
-    plainest stay; the server's own choice always does, to compare with."""
+    """The best `count` points, and the others. Among points with about the same attainment the
+    plainest stay; the server's default always stays, to compare with."""
     first = max(points, key=score)
 
     def order(point: Point) -> tuple[bool, int, tuple[bool, bool, int, str]]:
@@ -107,7 +121,7 @@ def _worst_last(point: Point) -> tuple[float, float, tuple[bool, bool, int, str]
 
 
 def _with(points: Sequence[Point], seeds: int, workers: Workers) -> list[Point]:
-    """With so many seeds in all, where they matter."""
+    """The points with that many seeds in all, where seeds matter."""
     short = [one for one in points if one.seed_matters and len(one.outcomes) < seeds]
     if not short:
         return list(points)
@@ -121,7 +135,7 @@ def _with(points: Sequence[Point], seeds: int, workers: Workers) -> list[Point]:
 
 
 def _elsewhere(runs: Sequence[Run], workers: Workers) -> dict[float, list[Point]]:
-    """At other rates, with the first seed."""
+    """The runs at other rates, with the first seed, by rate."""
     found = {}
     for factor in FACTORS:
         source = _at(runs[0].workload, factor)
@@ -132,7 +146,7 @@ def _elsewhere(runs: Sequence[Run], workers: Workers) -> dict[float, list[Point]
 
 
 def _at(source: Source, factor: float) -> Source | None:
-    """The same with so many times the traffic; None where all comes at once."""
+    """The traffic at `factor` times its rate; None if all of it comes at once."""
     if isinstance(source, WorkloadSpec):
         rate = source.rate or _rate(source)
         return None if rate is None else dataclasses.replace(source, rate=_short(rate * factor))
@@ -144,7 +158,7 @@ def _at(source: Source, factor: float) -> Source | None:
 
 
 def _rate(source: Source) -> float | None:
-    """Of what a trace says itself, requests/s."""
+    """Requests/s of the trace itself; None if all come at once."""
     arrival = source.make_workload(0).arrival
     return float((len(arrival) - 1) / arrival[-1]) if len(arrival) > 1 and arrival[-1] else None
 

@@ -38,13 +38,18 @@ def draw_all(
     views: Sequence[str] | None = None,
     spread: Sequence[float | None] | None = None,
 ) -> list[Path]:
-    """Writes the figures of the given views, or all but the schedules, as PNG; returns their paths.
+    """Writes figures as PNG, and returns their paths.
 
-    summaries: a run each, with `policy`, `rate` and what `SimulationResult.summary` gives. results:
-    (name, result) of the same runs; a name is "policy" or "policy at rate". Attainment is drawn
-    only over several rates, with its spread: see `attainment`.
+    Args:
+        folder: Where they go; made if missing.
+        summaries: One a run: `policy`, `rate` and what `SimulationResult.summary` gives.
+        results: (name, result) of the same runs. A name is "policy" or "policy at rate".
+        views: Names of VIEWS; None for all but the schedules. Attainment is drawn only over several
+            rates.
+        spread: Of the attainment, see `attainment`.
 
-    ValueError for an unknown view, or a schedule too large to be seen.
+    Raises:
+        ValueError: A view is unknown, or a schedule too large to be seen.
     """
     check_views(views)
     wanted = list(views or ("attainment", "cdf", "kv"))
@@ -69,7 +74,7 @@ def draw_all(
 
 
 def check_views(views: Sequence[str] | None) -> None:
-    """ValueError for an unknown view; None is the usual ones."""
+    """ValueError for an unknown view; None stands for the default ones."""
     unknown = [view for view in views or () if view not in VIEWS]
     if unknown:
         raise ValueError(f"there is no view {unknown[0]!r}; known: {', '.join(VIEWS)}")

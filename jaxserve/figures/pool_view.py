@@ -15,11 +15,13 @@ FREE = -1
 
 @dataclass(frozen=True)
 class PoolView:
-    """Arrays over the pool's blocks.
+    """The pool's blocks at one moment. A block with two owners shows the one with the larger share.
 
-    owner: int64, index into `requests`, or FREE. plane: int64, 0 for K (or hidden), 1 for V, or
-    FREE. fill: float64, share of the block's slots in use, 0 to 1. A block with two owners shows
-    the one with the larger share.
+    Attributes:
+        requests: Ids of the requests that hold blocks.
+        owner: int64 [blocks], index into `requests`, or FREE.
+        plane: int64 [blocks], 0 for K (or hidden), 1 for V, or FREE.
+        fill: float64 [blocks], share of the block's slots in use, 0 to 1.
     """
 
     requests: tuple[str, ...]
@@ -29,16 +31,21 @@ class PoolView:
 
 
 def pool_view(engine: Engine) -> PoolView:
-    """What the engine's pool holds now. Called in an `on_output`, that is on the engine's thread,
-    it is exact; elsewhere its parts may be one step apart."""
+    """What the engine's pool holds now. Exact when called on the engine's thread (in an
+    `on_output`); elsewhere its parts may be one step apart."""
     scheduler = engine._scheduler  # no request's path needs this, so the engine does not offer it
     names = {row: c.request.id for row, c in dict(engine._step_loop.live).items()}
     return view_of(scheduler.pool, scheduler.table.computed.copy(), names)
 
 
 def view_of(pool: BlockPool, computed: np.ndarray, names: Mapping[int, str]) -> PoolView:
-    """What the pool holds for some rows. computed: int64 [rows], tokens in the cache of each row of
-    the pool. names: request ids of the rows to show."""
+    """What the pool holds for some rows.
+
+    Args:
+        pool: The blocks.
+        computed: int64 [rows], tokens in the cache of each of the pool's rows.
+        names: Request ids of the rows to show.
+    """
     owner = np.full(pool.num_blocks, FREE)
     plane = np.full(pool.num_blocks, FREE)
     fill = np.zeros(pool.num_blocks)

@@ -20,8 +20,15 @@ from jaxserve.simulate.sweep import Point
 
 @dataclass(frozen=True)
 class Replay:
-    """recording: what was served. workload: its traffic; system: fitted to its steps. notes: what
-    is left out, and how good the fit is, a line each."""
+    """A recording, ready to be simulated under any policy.
+
+    Attributes:
+        recording: What was served.
+        workload: Its requests.
+        system: Fitted to its steps.
+        notes: What is left out, and how good the fit is, a line each.
+        slo: Targets of the requests that have none of their own.
+    """
 
     recording: Recording
     workload: Recorded
@@ -30,8 +37,8 @@ class Replay:
     slo: SLO
 
     def on_the_recorded(self, run: Run) -> Run:
-        """The run on the system that served it. Where the command line says nothing of it, it is as
-        that was."""
+        """The run on the recorded system. Settings that the command line does not give are those of
+        the recording."""
         header = self.recording.header
         its_pool = run.kv_tokens is None and run.block_size is None
         return dataclasses.replace(
@@ -44,7 +51,7 @@ class Replay:
         )
 
     def served(self, run: Run) -> Point:
-        """What became of it as it was served, beside runs like this one."""
+        """The outcome as it was served, to compare with runs like this one."""
         result = replay.served(self.recording)
         workload = with_slo(result.requests.workload, self.slo)
         requests = dataclasses.replace(result.requests, workload=workload)
@@ -56,7 +63,7 @@ class Replay:
         return Point(named, (outcome,), seed_matters=False)
 
     def as_json(self) -> dict[str, Any]:
-        """What it is."""
+        """Where and how it was recorded, ready for JSON."""
         header = self.recording.header
         return {
             "began": header.began,
@@ -69,7 +76,7 @@ class Replay:
 
 
 def read(args: argparse.Namespace) -> Replay:
-    """The recording that --replay names. ValueError for what is none."""
+    """Reads the recording that --replay names. ValueError if the file is not a recording."""
     recording = replay.read(args.replay)
     traffic, system = replay.traffic_of(recording), replay.system_of(recording, "recorded")
     slo = workload_flags.options(args)["slo"]
@@ -83,6 +90,6 @@ def read(args: argparse.Namespace) -> Replay:
 
 
 def with_slo(workload: Workload, slo: SLO) -> Workload:
-    """Those requests have the targets that have none of their own."""
+    """The workload, with these targets for the requests that have none of their own."""
     terms = with_targets(workload.terms, slo)
     return Workload.create(workload.arrival, workload.lengths, limit=workload.limit, terms=terms)

@@ -31,9 +31,15 @@ _SIMULATED = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """numbers: as `SimulationResult.summary` has them. kv_tokens: of the cache. seed_read: whether
-    the policy drew lots. attained: bool [n], which requests are within all of their targets.
-    result: if it is kept."""
+    """What a run comes to.
+
+    Attributes:
+        numbers: As `SimulationResult.summary` has them.
+        kv_tokens: Size of the cache.
+        seed_read: Whether the policy drew random numbers.
+        attained: bool [n], which requests are within all of their targets.
+        result: Everything that was recorded; None unless the run keeps it.
+    """
 
     numbers: dict[str, Any]
     kv_tokens: int
@@ -43,15 +49,22 @@ class Outcome:
 
     @classmethod
     def from_result(cls, result: SimulationResult, *, keep: bool) -> Outcome:
-        """Of a simulation, or of what was served."""
+        """From a simulation, or from what was served. keep: keep the result, too."""
         kept = result if keep else None
         return cls(result.summary(), result.kv_tokens, result.seed_read, result.attained, kept)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A workload that is there already, beside those that a `WorkloadSpec` makes. lengths: what it
-    is called."""
+    """A workload that exists already, instead of one that a `WorkloadSpec` makes.
+
+    Attributes:
+        lengths: Its name.
+        workload: The requests.
+        rate: Requests/s, if they were rescaled to one.
+        duration: Always None: it is served to its end.
+        best_effort: Always None: nothing comes beside it.
+    """
 
     lengths: str
     workload: Workload
@@ -61,7 +74,7 @@ class Recorded:
 
     @property
     def count(self) -> float:
-        """Requests."""
+        """Number of requests."""
         return len(self.workload)
 
     def make_workload(self, seed: int) -> Workload:
@@ -78,10 +91,30 @@ Source = WorkloadSpec | Recorded
 
 @dataclass(frozen=True)
 class Run:
-    """One simulation: a policy on a workload. Holds only what can go to another process. system: or
-    the name of one, see `systems.system`. num_blocks: of the pool, instead of kv_tokens. overlap:
-    instead of the rules'. keep: whether its outcome has all of the result; record_rows: who was in
-    each batch, too."""
+    """One simulation: a policy on a workload. Can be pickled, for another process.
+
+    Attributes:
+        policy: A name that `make_policy` knows.
+        system: The system, or its name (`systems.system`).
+        workload: A specification, or a recorded one.
+        rules: A name of `simulator.RULES`.
+        kv_tokens: Size of the cache; None for the system's.
+        host_tokens: Tokens of K and V that host memory holds.
+        block_size: Tokens of a block; None for the system's or the rules'.
+        max_batch_tokens: C; None for the system's.
+        max_prefill_tokens: P; None for the default, see `simulate`.
+        max_rows: Requests of a batch; None for any number.
+        replicas: How many serve.
+        routing: How requests are spread over them.
+        seed: Of the workload and of the policy.
+        keep: Whether the outcome has the whole result.
+        record_rows: Whether the result also has the requests of each batch.
+        hidden_read: How hidden caches are read, see `systems.system`.
+        max_queue: Requests that may wait beside max_rows; None for any number.
+        refuse_late: As `simulate` has it.
+        num_blocks: Size of the pool, instead of kv_tokens.
+        overlap: Whether steps are planned ahead; None for the rules'.
+    """
 
     policy: str
     system: System | str
@@ -106,17 +139,17 @@ class Run:
 
     @property
     def rate(self) -> float | None:
-        """Requests/s; None if it is not given."""
+        """Requests/s; None if not given."""
         return self.workload.rate
 
     @property
     def requests(self) -> float:
-        """How many there are; infinity where that is known only when they are made."""
+        """Number of requests; infinity if it is known only once they are made."""
         return math.inf if self.workload.best_effort else self.workload.count
 
     @property
     def system_name(self) -> str:
-        """As it was given, if it was by name."""
+        """The system's name."""
         return self.system.name if isinstance(self.system, System) else self.system
 
     def place(self) -> System:
@@ -140,8 +173,15 @@ class Run:
         progress: Callable[[float], None] | None = None,
         compiling: Callable[[], None] | None = None,
     ) -> Outcome:
-        """Simulates it. progress(share): so much more of it is done, 1 in all. compiling: as
-        `simulate` has it. Raises one of REFUSED."""
+        """Simulates it.
+
+        Args:
+            progress: Called with the share done since the last call; 1 in all.
+            compiling: Called when numba begins to compile.
+
+        Raises:
+            REFUSED: The run is impossible.
+        """
         workload = self.workload.make_workload(self.seed)
         share = 1 / len(workload)  # those of the loop, which nobody can count, come beside
         result = simulator.simulate(

@@ -15,38 +15,43 @@ from jaxserve.simulate.workers import Workers
 
 @dataclass
 class Search:
-    """One policy's: the points tried so far by their index in the grid. run: at the rate to begin
-    with."""
+    """The search for one policy's capacity.
+
+    Attributes:
+        run: The policy at the rate to begin with.
+        level: Share of the requests that are to attain their SLO.
+        tried: Points so far, by their index in the grid of rates.
+    """
 
     run: Run
     level: float
     tried: dict[int, Point] = field(default_factory=dict)
 
     def wanted(self) -> list[int]:
-        """Indices to try next; none when it is over."""
+        """Grid indices to try next; none when the search is over."""
         assert self.run.rate is not None
         start = FINE.nearest(self.run.rate)
         _, missing = FINE.tried(self._attainments().get, start, (self.level,))
         return missing
 
     def at(self, index: int) -> Run:
-        """The policy at that rate."""
+        """The run at that grid index's rate."""
         workload = self.run.workload
         assert isinstance(workload, WorkloadSpec)  # recorded ones have one rate
         return replace(self.run, workload=replace(workload, rate=FINE.rate(index)))
 
     def capacity(self) -> Crossing:
-        """When the search is over: the rate, or the last one tried as a bound."""
+        """The capacity once the search is over: a rate, or the last one tried as a bound."""
         found = self._attainments().items()
         return sustained({FINE.rate(index): share for index, share in found}, self.level)
 
     def point(self) -> Point:
-        """At the rate that `capacity` says."""
+        """The point at the rate of `capacity`."""
         rate = self.capacity().rate
         return next(point for point in self.tried.values() if point.run.rate == rate)
 
     def points(self) -> list[Point]:
-        """All that were tried, by ascending rate."""
+        """All points tried, by ascending rate."""
         return [self.tried[index] for index in sorted(self.tried)]
 
     def problem(self) -> str:
@@ -69,10 +74,18 @@ class Search:
 
 
 def search(runs: Sequence[Run], level: float, seeds: int, workers: Workers) -> list[Search]:
-    """Searches for the capacity of every policy, all at once. runs: one a policy, all of the same
-    workload at the rate to begin with; level: share of the requests that are to attain their SLO,
-    mean over so many seeds. ValueError if nobody has a target; else raises one of
-    `runs.REFUSED`."""
+    """Searches for the capacity of every policy, all at once.
+
+    Args:
+        runs: One a policy, all of the same workload at the rate to begin with.
+        level: Share of the requests that are to attain their SLO, mean over the seeds.
+        seeds: Number of seeds.
+        workers: Run the simulations.
+
+    Raises:
+        ValueError: No request has a target.
+        runs.REFUSED: A run is impossible.
+    """
     searches = [Search(run, level) for run in runs]
     if not has_targets(runs[0].workload.make_workload(runs[0].seed).terms):
         raise ValueError(

@@ -13,8 +13,13 @@ from jaxserve.simulate.workers import Workers
 
 @dataclass(frozen=True)
 class Point:
-    """A policy at a rate. run: of the first seed; outcomes: one a seed, from the first one up, or
-    only one if the seed does not matter. seed_matters: whether anything is drawn by it."""
+    """A policy at a rate.
+
+    Attributes:
+        run: With the first seed.
+        outcomes: One a seed, in order; only one if the seed does not matter.
+        seed_matters: Whether the workload or the policy draws random numbers.
+    """
 
     run: Run
     outcomes: tuple[Outcome, ...]
@@ -22,7 +27,7 @@ class Point:
 
     @property
     def named(self) -> dict[str, Any]:
-        """What was simulated."""
+        """Policy, rate, system and the like, ready for JSON."""
         return {
             "policy": self.run.policy,
             "rate": self.run.rate,
@@ -36,22 +41,22 @@ class Point:
 
     @property
     def seeds(self) -> range:
-        """Of the outcomes."""
+        """The seeds of the outcomes."""
         return range(self.run.seed, self.run.seed + len(self.outcomes))
 
     @property
     def numbers(self) -> list[dict[str, Any]]:
-        """Of each seed."""
+        """The numbers of each seed."""
         return [outcome.numbers for outcome in self.outcomes]
 
     @property
     def mean(self) -> dict[str, Any]:
-        """Over the seeds; of one, its own numbers."""
+        """The numbers' means over the seeds."""
         return self.numbers[0] if len(self.outcomes) == 1 else mean(self.numbers)
 
     @property
     def half_width(self) -> dict[str, Any]:
-        """Of the confidence intervals; None for each number of one seed."""
+        """Half-widths of the 95% intervals; None for each number if there is one seed."""
         return half_width(self.numbers)
 
     def as_json(self) -> dict[str, Any]:
@@ -67,8 +72,15 @@ class Point:
 
 @dataclass(frozen=True)
 class Ratios:
-    """The numbers of one policy over those of another at the same rate, seed by seed: both had the
-    same requests. values: a seed each."""
+    """The numbers of one policy over those of another, seed by seed on the same requests.
+
+    Attributes:
+        policy: Above the line.
+        to: The policy below it.
+        rate: Of both, requests/s.
+        seeds: Those compared.
+        values: The ratios, by number, for each seed.
+    """
 
     policy: str
     to: str
@@ -78,7 +90,7 @@ class Ratios:
 
     @classmethod
     def between(cls, point: Point, base: Point) -> Ratios:
-        """A point whose seed does not matter counts for every seed of the other."""
+        """A point whose seed does not matter is compared with every seed of the other."""
         longer = max(point, base, key=lambda one: len(one.outcomes))
         count = len(longer.outcomes)
         ours, theirs = (one.numbers * (count // len(one.outcomes)) for one in (point, base))
@@ -86,7 +98,7 @@ class Ratios:
         return cls(point.run.policy, base.run.policy, point.run.rate, longer.seeds, values)
 
     def as_json(self) -> dict[str, Any]:
-        """Likewise."""
+        """The mean ratios, and those of each seed."""
         return {
             "policy": self.policy,
             "to": self.to,
@@ -102,9 +114,17 @@ def _by_seed(seeds: range, values: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def sweep(runs: Sequence[Run], seeds: int, workers: Workers) -> list[Point]:
-    """Does each of the runs, which have the first seed and the same workload but for the rate, with
-    so many seeds from that one up; once where the seed changes nothing. Of several, only the first
-    keeps its result. Raises one of `runs.REFUSED`."""
+    """Simulates each run with several seeds, or once where the seed changes nothing.
+
+    Args:
+        runs: Each with the first seed; the same workload at different rates. Only the first seed's
+            outcome keeps its result.
+        seeds: Number of seeds, counted up from the first.
+        workers: Run the simulations.
+
+    Raises:
+        runs.REFUSED: A run is impossible.
+    """
     drawn = runs[0].workload.drawn()
     found = _outcomes([_seeded(run, range(seeds if drawn else 1)) for run in runs], workers)
     matters = [drawn or first[0].seed_read for first in found]
@@ -137,6 +157,6 @@ def _seeded(run: Run, which: range) -> list[Run]:
 
 
 def _outcomes(groups: Sequence[Sequence[Run]], workers: Workers) -> list[list[Outcome]]:
-    """Of all of the groups' runs beside each other."""
+    """The outcomes by group; all runs of all groups are done in parallel."""
     found = iter(workers.outcomes([run for group in groups for run in group]))
     return [[next(found) for _ in group] for group in groups]
