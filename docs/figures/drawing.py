@@ -12,7 +12,12 @@ FONT = "Helvetica, Arial, sans-serif"
 
 
 class Drawing:
-    """SVG elements on a white page; lengths in pixels, y downwards."""
+    """SVG elements on a white page; lengths in pixels, y downwards.
+
+    Args:
+        width, height: Of the page.
+        title: Its title element, for screen readers.
+    """
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self.width, self.height, self.title = width, height, title
@@ -21,7 +26,15 @@ class Drawing:
     def rect(
         self, x: float, y: float, w: float, h: float, fill: str, line: str = "none", r: float = 6
     ) -> None:
-        """A rectangle from its upper left corner. r: of its rounded corners."""
+        """Draws a rectangle.
+
+        Args:
+            x, y: Its upper left corner.
+            w, h: Its size.
+            fill: Colour inside.
+            line: Colour of the border.
+            r: Radius of the corners.
+        """
         self._parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{r:g}" '
             f'fill="{fill}" stroke="{line}" stroke-width="1.5"/>'
@@ -38,7 +51,16 @@ class Drawing:
         anchor: str = "middle",
         bold: bool = False,
     ) -> None:
-        """Words on a base line. anchor: which end of them, or their middle, is at x, as in SVG."""
+        """Writes text.
+
+        Args:
+            x, y: Where on its base line it is anchored.
+            words: The text.
+            size: Of the font.
+            colour: Of the letters.
+            anchor: What of it is at x, as SVG's `text-anchor`.
+            bold: Whether it is bold.
+        """
         weight = ' font-weight="bold"' if bold else ""
         words = words.replace("&", "&amp;").replace("<", "&lt;")
         self._parts.append(
@@ -47,14 +69,22 @@ class Drawing:
         )
 
     def note(self, x: float, y: float, *lines: str) -> None:
-        """Lines of small print from x to the right."""
+        """Writes lines of small print from x to the right."""
         for i, words in enumerate(lines):
             self.text(x, y + 17 * i, words, size=12, colour=QUIET, anchor="start")
 
     def box(
         self, x: float, y: float, w: float, h: float, fill: str, name: str, *notes: str
     ) -> None:
-        """A box with a name and lines of small print, centred."""
+        """Draws a box with a bold name and lines of small print, centred.
+
+        Args:
+            x, y: Its upper left corner.
+            w, h: Its size.
+            fill: One of BORDER's colours.
+            name: What it shows.
+            *notes: The lines below.
+        """
         self.rect(x, y, w, h, fill, BORDER[fill])
         top = y + h / 2 + 5 - 8 * len(notes)
         self.text(x + w / 2, top, name, bold=True)
@@ -62,7 +92,7 @@ class Drawing:
             self.text(x + w / 2, top + 17 * (i + 1), note, size=11.5, colour=QUIET)
 
     def arrow(self, *points: tuple[float, float], colour: str = INK, dashed: bool = False) -> None:
-        """A line through the points, with a head at the last one."""
+        """Draws a line through the points, with a head at the last one."""
         (x0, y0), (x1, y1) = points[-2:]
         length = max(((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5, 1e-9)
         ux, uy = (x1 - x0) / length, (y1 - y0) / length

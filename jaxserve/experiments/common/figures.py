@@ -45,8 +45,15 @@ DPI = 110
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: lines of (x, y) by policy; a missing y is left out. A title, and what y is.
-    markers: on every point."""
+    """One chart, with a line for each policy.
+
+    Attributes:
+        title: Of the chart.
+        y_label: What y is.
+        lines: (x, y) by policy; a nan in y leaves a gap.
+        log_y: Whether y is logarithmic.
+        markers: Whether every point has a marker.
+    """
 
     title: str
     y_label: str
@@ -64,8 +71,16 @@ def panel(
     factor: float = 1.0,
     **how: Any,
 ) -> Panel:
-    """A line a name, of value(name, x) over x. names: and what the lines are called, if it is not
-    the same. factor: on x, as it is shown; how: as `Panel` has it."""
+    """A panel with a line for each name: value(name, x) over x.
+
+    Args:
+        title, y_label: As `Panel` has them.
+        names: Names, or what to call each one's line, by name.
+        x: Where to evaluate.
+        value: Gives y from a name and an x.
+        factor: Times x, as it is shown.
+        **how: Other fields of `Panel`.
+    """
     labels = names if isinstance(names, Mapping) else {name: name for name in names}
     shown = [factor * one for one in x]
     lines = {label: (shown, [value(name, one) for one in x]) for name, label in labels.items()}
@@ -80,8 +95,17 @@ def chart(
     *,
     log_x: bool = True,
 ) -> None:
-    """A grid of charts with one legend; None leaves a place empty. Eviction-free variants are
-    dashed. Lines that coincide stay visible: the later, the thinner."""
+    """Draws a grid of charts with one legend.
+
+    Eviction-free variants are dashed. Lines that coincide stay visible: later ones are thinner.
+
+    Args:
+        path: The file to write.
+        panels: Row by row; None leaves a place empty.
+        x_label: What x is.
+        dpi: Pixels an inch.
+        log_x: Whether x is logarithmic.
+    """
     from matplotlib.figure import Figure
 
     rows, columns = len(panels), max(map(len, panels))
@@ -101,7 +125,7 @@ def chart(
 
 
 def _draw(axes: Axes, panel: Panel, log_x: bool) -> dict[str, Any]:
-    """The lines by name."""
+    """Draws one panel; returns its lines by name."""
     from matplotlib.ticker import FuncFormatter
 
     drawn = {}
@@ -128,7 +152,14 @@ def _draw(axes: Axes, panel: Panel, log_x: bool) -> dict[str, Any]:
 
 
 def bars(path: Path, named: Mapping[str, float], y_label: str, form: str = "{:,.0f}") -> None:
-    """One bar a name, labelled with its value in that form."""
+    """Draws a bar chart.
+
+    Args:
+        path: The file to write.
+        named: The bars' values, by name.
+        y_label: What they are.
+        form: Format of the values above the bars.
+    """
     from matplotlib.figure import Figure
 
     names, values = list(named), list(named.values())
@@ -144,8 +175,8 @@ def bars(path: Path, named: Mapping[str, float], y_label: str, form: str = "{:,.
 
 
 def save(figure: Figure, path: Path, dpi: int = DPI) -> None:
-    """In the format of the path's suffix, PNG or SVG, dpi pixels an inch; makes the folder where
-    there is none."""
+    """Writes the figure in the format of the path's suffix, PNG or SVG. Makes the folder if
+    missing. dpi: pixels an inch."""
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)

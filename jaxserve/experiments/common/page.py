@@ -26,16 +26,18 @@ NUMBERS = "[{name}.json](figures/{name}.json) has the numbers of every run"
 
 
 class Page(Generic[C, N]):
-    """What the holes of a template ask for: public attributes and methods of this.
+    """A page: its public attributes and methods are what its template may use.
 
     The template lies beside the module of the class. It is rendered with the numbers that there
-    are; those that it asks for and that are not there are run, and it is rendered again, until
-    nothing is missing. So a page need not say twice of which runs it is made.
+    are. Those that it asks for and that are missing are run, and it is rendered again, until
+    nothing is missing. So a page need not list its runs.
+
+    Args:
+        scale: How much is run.
+        results: Of the runs.
 
     Attributes:
-        name: of the page, of its folder in experiments/, and of its numbers in figures/.
-        scale: how much is run.
-        results: of the runs.
+        name: Of the page, of its folder in experiments/, and of its numbers in figures/.
     """
 
     name: ClassVar[str]
@@ -45,8 +47,8 @@ class Page(Generic[C, N]):
         self._drawn: dict[str, Callable[[Path], None]] = {}
 
     def write(self, out: Path, jobs: int, *, quick: bool = False) -> int:
-        """Runs what is missing, and writes the page and its figures; how many there are. quick:
-        sizes are toy sizes."""
+        """Runs what is missing, writes the page and its figures, and returns the number of figures.
+        quick: whether the sizes are toy sizes, which the page then says."""
         numbers = out / "figures" / f"{self.name}.json"
         text = self._rendered(quick)
         while text is None:
@@ -59,7 +61,7 @@ class Page(Generic[C, N]):
         return len(self._drawn)
 
     def _rendered(self, quick: bool) -> str | None:
-        """None while numbers are missing."""
+        """The page; None while numbers are missing."""
         try:
             text = self.rendered(quick)
         except Exception:
@@ -69,7 +71,7 @@ class Page(Generic[C, N]):
         return text if self.results.complete else None
 
     def rendered(self, quick: bool = False) -> str:
-        """In Markdown, with the numbers that there are."""
+        """The page in Markdown, with the numbers so far."""
         return rendered(
             Path(str(sys.modules[type(self).__module__].__file__)).parent,
             **{name: getattr(self, name) for name in dir(self) if not name.startswith("_")},
@@ -85,34 +87,43 @@ class Page(Generic[C, N]):
         x_label: str,
         **how: Any,
     ) -> str:
-        """Draws it once the page is whole; a line of the page. how: as `figures.chart` has it."""
+        """A figure for the page, drawn once all numbers are there.
+
+        Args:
+            file: Its name in figures/.
+            caption: Its text on the page.
+            panels, x_label, **how: As `figures.chart` has them.
+
+        Returns:
+            The page's line of Markdown.
+        """
         return self.figure(file, caption, lambda path: chart(path, panels, x_label, **how))
 
     def bars(self, file: str, caption: str, values: dict[str, float], *how: str) -> str:
-        """The same of `figures.bars`."""
+        """Like `chart`, with `figures.bars`."""
         return self.figure(file, caption, lambda path: bars(path, values, *how))
 
     def figure(self, file: str, caption: str, draw: Callable[[Path], None]) -> str:
-        """The same of any picture."""
+        """Like `chart`, with `draw`, which gets the path."""
         self._drawn[file] = draw
         return f"![{caption}.](figures/{file})"
 
     def mean(self, number: str, cases: Sequence[C]) -> float:
-        """Of that number over the cases, which differ by their seeds."""
+        """Mean of a number over cases that differ by their seeds."""
         return over(self.results, cases, number).mean
 
     def lines(self, names: Sequence[str], rows: Rows[C], columns: Sequence[Column]) -> str:
-        """A table of means over seeds. names: of the first columns."""
+        """A table of means over seeds. names: titles of the first columns."""
         header = [*names, *(title for title, *_ in columns)]
         return table(header, [[*first, *self.cells(cases, columns)] for first, cases in rows])
 
     def cells(self, cases: Sequence[C], columns: Sequence[Column]) -> list[str]:
-        """Of a line of such a table: means, and half of their intervals."""
+        """Cells of one line of such a table: means with half of their intervals."""
         return [over(self.results, cases, n).text(form, by) for _, n, form, by in columns]
 
 
 def rendered(folder: Path, **known: Any) -> str:
-    """The template of that folder, or the common one, with what it asks for."""
+    """Renders the template of that folder, or the common one, with these names known to it."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, Path(__file__).parent]),
         undefined=jinja2.StrictUndefined,
@@ -124,7 +135,7 @@ def rendered(folder: Path, **known: Any) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of the page."""
+    """A Markdown table."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
@@ -133,7 +144,7 @@ SYSTEM = ("system", "tokens of K and V", "weights, ms a step", "K and V of a tok
 
 
 def system_cells(name: str) -> list[str]:
-    """Of a system, by its name: the columns of SYSTEM."""
+    """The columns of SYSTEM for the system of that name."""
     place = system(name)
     layers, prices = place.cost_model.num_layers, place.cost_model.coefficients
     weights, token = 1e3 * layers * prices.token_bias, 1e6 * layers * prices.decode_kv
@@ -141,12 +152,12 @@ def system_cells(name: str) -> list[str]:
 
 
 def ends(values: Mapping[str, float]) -> list[str]:
-    """Where the least of the values is, and the most; of equals the first."""
+    """Names of the smallest and the largest value; the first of equals."""
     return [pick(values, key=values.__getitem__) for pick in (min, max)]
 
 
 def span(values: Collection[float], form: str) -> str:
-    """The least to the most of the values, each as `form` has it: `1.00x to 2.50x`."""
+    """The smallest and the largest value, each formatted: `1.00x to 2.50x`."""
     return " to ".join(form.format(pick(values)) for pick in (min, max))
 
 
@@ -159,8 +170,7 @@ class Extreme:
 
     @classmethod
     def of_values(cls, values: dict[str, float]) -> Extreme:
-        """From values by where they were found; the first of equals. ValueError if there are
-        none."""
+        """The largest value by place, the first of equals. ValueError if there are none."""
         where = ends(values)[1]
         return cls(values[where], where)
 
@@ -175,7 +185,7 @@ class Extreme:
 
 
 def percent(share: float) -> str:
-    """Of a share, one digit behind the point, without the sign."""
+    """A share in percent with one decimal, without the sign."""
     return f"{100 * share:.1f}"
 
 
@@ -198,7 +208,8 @@ about the claims.
 
 
 def flags(name: str, description: str | None) -> Parser:
-    """Those that every page has. name: of the page; description: of its module, before USAGE."""
+    """The parser with the flags that every page has. description: the docstring of the page's
+    module, printed before USAGE."""
     about = f"{description}\n{USAGE.format(name=name)}"
     parser = Parser(prog=f"python -m jaxserve.experiments.{name}", description=about)
     add = parser.add_argument
@@ -214,9 +225,20 @@ def write_page(
     argv: Sequence[str] | None,
     make: Callable[[Namespace, Path | None], Page[Any, Any]],
 ) -> int:
-    """Runs the command; argv without the program's name. make: from the arguments and the file of
-    --numbers, if there is one. Gives the exit status: 0 if the page is written, 2 or, where it
-    fails, 1 after a line on stderr, 130 if interrupted. SystemExit for a wrong flag."""
+    """Runs a page's command.
+
+    Args:
+        parser: Knows the page's flags.
+        argv: Arguments without the program's name.
+        make: Makes the page from the arguments and the file of --numbers, if given.
+
+    Returns:
+        Exit status: 0 if the page is written, 1 or 2 after a line on stderr,
+        130 if interrupted.
+
+    Raises:
+        SystemExit: A flag is wrong.
+    """
     args = parser.parse_args(argv)
     if args.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {args.jobs}")
