@@ -52,7 +52,15 @@ ORIGIN = {
 
 @dataclass(frozen=True)
 class Table:
-    """One model on `devices` of a kind: seconds [n] of a layer for tokens [n]."""
+    """Measured times of one layer of a model.
+
+    Attributes:
+        kind: Name of the device.
+        devices: How many of them share the layer.
+        model: Its shape.
+        tokens: int [n], tokens of a batch.
+        seconds: float [n], what they take.
+    """
 
     kind: str
     devices: int
@@ -62,19 +70,19 @@ class Table:
 
     @property
     def device(self) -> Device:
-        """One of them."""
+        """Data sheet of one device."""
         return DEVICES[self.kind]
 
     @property
     def weight(self) -> np.ndarray:
-        """What each size counts for, [n], 1 in all: as much for each doubling."""
+        """Weight of each size in the fit, [n], 1 in all: each doubling counts the same."""
         octave = np.floor(np.log2(self.tokens)).astype(int)
         share = 1.0 / np.bincount(octave)[octave]
         return np.asarray(share / share.sum())
 
     def features(self) -> np.ndarray:
-        """[n, coefficients]: what `Figures` has shares and latencies of, at the data sheet's
-        rates, in seconds."""
+        """[n, coefficients], seconds: what the shares and latencies of `Figures` are factors of, at
+        the data sheet's rates."""
         work, one = LayerWork.from_model(self.model, self.devices), np.ones(len(self.tokens))
         device, n = self.device, self.tokens
         latencies = [2.0 * (self.devices == count) * one for count in COUNTS[1:]]
@@ -91,8 +99,8 @@ class Table:
         )
 
     def assumed(self) -> np.ndarray:
-        """What stood here before there were figures: weights at 94% of bandwidth, FLOPs at 68% of
-        peak, nothing else. Seconds, [n]."""
+        """Seconds [n] by the earlier rule of thumb: weights at 94% of bandwidth, FLOPs at 68% of
+        peak, nothing else."""
         work = LayerWork.from_model(self.model, self.devices)
         token = work.flops / (0.68 * self.device.flops)
         return np.asarray(work.weights / (0.94 * self.device.bandwidth) + token * self.tokens)

@@ -44,7 +44,17 @@ def run_case(given: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray, np.ndar
 
 
 def check(name: str, saved: dict[str, Any], tokens: np.ndarray, logits: np.ndarray) -> list[str]:
-    """What differs between a fresh run and the files, a line each; empty if nothing does."""
+    """Compares a fresh run with a case's files.
+
+    Args:
+        name: Of the case.
+        saved: Config as transformers saves it.
+        tokens: int32 [S, T].
+        logits: float32 [S, T, V].
+
+    Returns:
+        What differs, a line each.
+    """
     described = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     stored = np.load(FOLDER / f"{name}.npz")
     problems = []
@@ -58,7 +68,7 @@ def check(name: str, saved: dict[str, Any], tokens: np.ndarray, logits: np.ndarr
 
 
 def write(name: str, saved: dict[str, Any], tokens: np.ndarray, logits: np.ndarray) -> None:
-    """Writes one case's two files."""
+    """Writes a case's two files. Arguments as in `check`."""
     described = {"config": CASES[name], "saved": saved}
     text = json.dumps(described, indent=1, sort_keys=True) + "\n"
     (FOLDER / f"{name}.json").write_text(text, encoding="utf-8")

@@ -18,7 +18,15 @@ from jaxserve.models import opt
 def hf_config(
     vocab_size: int, d_model: int, num_layers: int, num_heads: int, max_position: int
 ) -> dict[str, Any]:
-    """The config.json of an OPT model of this shape, feed-forward width 4 * d_model."""
+    """The config.json of an OPT model.
+
+    Args:
+        vocab_size: Tokens of the vocabulary.
+        d_model: Width; the feed-forward layers are four times as wide.
+        num_layers: Number of layers.
+        num_heads: Attention heads.
+        max_position: Longest context in tokens.
+    """
     return {
         "architectures": ["OPTForCausalLM"],
         "model_type": "opt",
@@ -60,7 +68,15 @@ def hf_tensors(params: opt.OPTParams, config: opt.OPTConfig) -> dict[str, np.nda
 
 
 def export(folder: Path, params: opt.OPTParams, hf: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Write config.json, generation_config.json, model.safetensors and the tokenizer's files."""
+    """Writes a checkpoint: config.json, generation_config.json, model.safetensors and tokenizer
+    files.
+
+    Args:
+        folder: Made if missing.
+        params: The weights; stored in float16.
+        hf: As `hf_config` makes it.
+        tokenizer: Of the model.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     generation = {key: hf[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     generation["_from_model_config"] = True

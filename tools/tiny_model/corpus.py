@@ -43,9 +43,18 @@ def row(tokenizer: Tokenizer, key: str, length: int) -> np.ndarray:
 def batch(
     tokenizer: Tokenizer, key: str, rows: int, length: int, max_position: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens [rows, length + 1], positions [rows, length]), int32.
+    """A batch for training. Every other row starts at a random position, so that short rows train
+    all positions.
 
-    Every other row starts at a random position, so that short rows train all positions.
+    Args:
+        tokenizer: Of the model.
+        key: Decides what is in the batch.
+        rows: Number of rows.
+        length: Tokens of a row.
+        max_position: Longest context in tokens.
+
+    Returns:
+        (tokens [rows, length + 1], positions [rows, length]), int32.
     """
     tokens = np.stack([row(tokenizer, f"{key}/{r}", length + 1) for r in range(rows)])
     offsets = np.random.default_rng(list(key.encode())).integers(

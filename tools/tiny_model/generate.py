@@ -40,7 +40,15 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> str:
-    """The prompt and its continuation up to </s> or the end of the context."""
+    """The prompt and its continuation, up to </s> or the end of the context.
+
+    Args:
+        params, config: The model.
+        tokenizer: Of the model.
+        prompt: What to continue.
+        temperature: 0 is greedy.
+        seed: Of the sampling.
+    """
     rng = np.random.default_rng(seed)
     ids = tokenizer.encode(prompt).ids
     while len(ids) < config.max_position:

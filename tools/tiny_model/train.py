@@ -39,7 +39,13 @@ _WARMUP_STEPS = 150
 
 
 class State(NamedTuple):
-    """What training changes: parameters, optimizer state and the number of steps done."""
+    """What training changes.
+
+    Attributes:
+        params: The model's parameters.
+        optimizer: Its state.
+        step: Number of steps done.
+    """
 
     params: opt.OPTParams
     optimizer: Any
@@ -90,7 +96,13 @@ def make_optimizer(steps: int, learning_rate: float) -> optax.GradientTransforma
 def loss_fn(
     params: opt.OPTParams, config: opt.OPTConfig, tokens: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """Mean negative log likelihood in nats a token: tokens [B, S + 1], positions [B, S]."""
+    """Mean negative log likelihood, nats a token.
+
+    Args:
+        params, config: The model.
+        tokens: int32 [B, S + 1].
+        positions: int32 [B, S].
+    """
     rows, length = positions.shape
     one_row = causal_attend(config)
 
@@ -131,7 +143,18 @@ def train(
     seed: int = 0,
     saved: Path | None = None,
 ) -> Iterator[tuple[State, float]]:
-    """Yield the state and the loss after every step, from `saved` on if that file exists."""
+    """Trains a model, and yields the state and the loss after every step.
+
+    Args:
+        config: Of the model.
+        tokenizer: Of the model.
+        steps: When to stop; the learning rate's schedule ends there.
+        batch_tokens: Tokens of a step.
+        row_length: Tokens of a row, until the last steps have rows as long as the context.
+        learning_rate: The highest.
+        seed: Of parameters and data.
+        saved: File with a state to go on from, if it exists.
+    """
     optimizer = make_optimizer(steps, learning_rate)
     params = init_params(config, seed)
     state = State(params, optimizer.init(params), 0)

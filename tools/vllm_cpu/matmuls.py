@@ -29,8 +29,8 @@ CHUNK = 512  # tokens of a step with prompts, as the presets have it
 
 
 def factors(model: str) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-    """The weights [in, out] that all tokens of a step are multiplied by, and the table [vocabulary,
-    width] of the logits."""
+    """The weight shapes [in, out] that every token of a step is multiplied with, and the shape
+    [vocabulary, width] of the output embedding."""
     family = family_for(preset(model))
     config: Any = family.config_from_hf(preset(model))
     specs = fused_specs(family, config, 1)
@@ -40,7 +40,15 @@ def factors(model: str) -> tuple[list[tuple[int, int]], tuple[int, int]]:
 
 
 def seconds(model: str, dtype: str, tokens: int, rows: int, repeats: int) -> float:
-    """Median of a step of so many tokens, with logits of so many rows."""
+    """Times the matmuls of a step; returns the median.
+
+    Args:
+        model: Name of a preset.
+        dtype: Of the weights.
+        tokens: Of the step.
+        rows: Rows with logits.
+        repeats: Steps timed, after one that compiles.
+    """
     shapes, table_shape = factors(model)
     weights = [jnp.full(shape, 0.01, dtype) for shape in shapes]
     table = jnp.full(table_shape, 0.01, dtype)

@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 
 class Kind(NamedTuple):
-    """A kind of character: noun, group ("child", "animal", "bird", "fairy"), limb and home."""
+    """A kind of character.
+
+    Attributes:
+        noun: What it is called.
+        group: "child", "animal", "bird" or "fairy".
+        limb: Its hand, paw or the like.
+        home: Where it lives.
+    """
 
     noun: str
     group: str

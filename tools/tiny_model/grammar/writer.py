@@ -23,7 +23,13 @@ _PRONOUNS = {
 
 @dataclass(frozen=True)
 class Character:
-    """Somebody in a story; `gender` is "she" or "he"."""
+    """Somebody in a story.
+
+    Attributes:
+        name: What others call them.
+        gender: "she" or "he".
+        kind: What they are.
+    """
 
     name: str
     gender: str
