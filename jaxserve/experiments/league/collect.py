@@ -36,10 +36,17 @@ LOADS = {"below": 0.7, "at": 1.0, "above": 1.5}  # times the rate that saturates
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is run. workloads, systems: by name. seeds: traces of each point; seconds: that one
-    lasts at saturation, if that is from `least` to `most` requests. time_limit: seconds of the
-    search for one optimum. candidates: requests of a plan that is timed; repeats: plans of a
-    median."""
+    """How much is run.
+
+    Attributes:
+        workloads, systems: By name.
+        seeds: Traces of each point.
+        seconds: How long a trace lasts at saturation, within `least` and `most` requests.
+        least, most: Bounds on the requests of a trace.
+        time_limit: Seconds of the search for one optimum.
+        candidates: Requests to choose from in the plans that are timed.
+        repeats: Plans that a median is taken over.
+    """
 
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     systems: tuple[str, ...] = tuple(SYSTEMS)
@@ -52,7 +59,7 @@ class Scale:
     repeats: int = 30
 
     def places(self) -> Iterator[tuple[str, str]]:
-        """System and workload of each table."""
+        """The (system, workload) of each table."""
         for system in self.systems:
             for workload in self.workloads:
                 if system in WORKLOADS[workload].systems:
@@ -64,7 +71,7 @@ QUICK = Scale(("lmsys", "two-tiers"), (next(iter(SYSTEMS)),), 2, 1.0, 6, 12, 5.0
 
 @dataclass(frozen=True)
 class Cut:
-    """A workload that was cut down: its optimum, and what policies take, seconds."""
+    """A cut-down workload: its optimum, and each policy's latency in seconds (None if it fails)."""
 
     optimum: Optimum
     latencies: dict[str, float | None]
@@ -72,8 +79,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class Found:
-    """All numbers of a league. runs: in its order. cuts: by workload. plans: milliseconds a plan by
-    policy and number of candidates. machine: on which plans were timed."""
+    """All numbers of a league.
+
+    Attributes:
+        runs: In the league's order.
+        saturations: By (system, workload).
+        cuts: By workload.
+        plans: Milliseconds a plan, by policy and number of candidates.
+        machine: Where plans were timed.
+    """
 
     runs: dict[LeagueCase, LeagueNumbers]
     saturations: dict[tuple[str, str], Saturation]
@@ -85,10 +99,20 @@ class Found:
 def collect(
     scale: Scale, policies: Sequence[str], traces: Mapping[str, str], store: Store, jobs: int
 ) -> Found:
-    """Runs what the store lacks, on so many processes under one progress bar, and stores each as it
-    comes. traces: the paths of workloads' hours, of those that are not drawn. Plans are timed at
-    the end, when no process is left that could disturb them. ValueError for what cannot be
-    simulated."""
+    """Runs what the store lacks, and stores each run as it comes.
+
+    Plans are timed at the end, when no other process is left that could disturb them.
+
+    Args:
+        scale: How much is run.
+        policies: Their names.
+        traces: Paths of trace files, by workload; the other workloads are drawn.
+        store: What is known already.
+        jobs: Number of processes.
+
+    Raises:
+        ValueError: A run cannot be simulated.
+    """
     places = list(scale.places())
     count = len(places) * _runs_a_place(scale, len(policies))
     total = len(places) + 2 * len(scale.workloads) + count + len(policies)
@@ -111,9 +135,11 @@ def collect(
 
 
 def reproduce(store: Store, count: int, jobs: int) -> None:
-    """Does so many of the store's runs again, others whenever the code is another; where all come
-    out the same, all that it has counts as found by the code that there is. ValueError says which
-    one does not."""
+    """Repeats `count` runs of the store, a sample that changes with the code.
+
+    If they come out the same, all that the store has counts as found by the present code.
+    ValueError names the first run that does not.
+    """
     known = store.cases()
     cases = random.Random(code_of()).sample(known, min(count, len(known)))
     bar = tqdm(total=len(cases), desc="again", unit="run", file=sys.stderr)
@@ -126,13 +152,13 @@ def reproduce(store: Store, count: int, jobs: int) -> None:
 
 
 def ahead(scale: Scale, missing: int, count: int, jobs: int) -> str:
-    """What is to be done, in a line.
+    """A line that says how much there is to do, and about how long it takes.
 
     Args:
-        scale: of the league.
-        missing: runs that are not kept.
-        count: runs of the league.
-        jobs: processes.
+        scale: Of the league.
+        missing: Runs that are not stored.
+        count: Runs of the whole league.
+        jobs: Number of processes.
     """
     whole = Scale()
     of_whole = len(list(whole.places())) * _runs_a_place(whole, len(deployable()))
@@ -154,12 +180,12 @@ _FACTS: dict[type, tuple[str, type]] = {
 
 
 def _name(case: SaturationCase | CutCase) -> tuple[str, ...]:
-    """Of a fact."""
+    """The name under which the store keeps it."""
     return (_FACTS[type(case)][0], *map(str, case.named().values()))
 
 
 def _fact(store: Store, case: SaturationCase | CutCase) -> Any:
-    """As it is kept; None where it is not."""
+    """What the store has of it, or None."""
     value = store.fact(*_name(case))
     return None if value is None else _FACTS[type(case)][1](**value)
 
@@ -167,7 +193,7 @@ def _fact(store: Store, case: SaturationCase | CutCase) -> Any:
 def saturation_cases(
     scale: Scale, places: Sequence[tuple[str, str]], traces: Mapping[str, str]
 ) -> list[SaturationCase]:
-    """One a place. traces: as in `collect`."""
+    """One case for each place. traces: as in `collect`."""
     seeds, seconds, least, most = scale.seeds, scale.seconds, scale.least, scale.most
     return [
         SaturationCase(*place, seeds, seconds, least, most, traces.get(place[1], ""))
@@ -181,7 +207,14 @@ def league_cases(
     saturations: Mapping[tuple[str, str], Saturation],
     traces: Mapping[str, str],
 ) -> list[LeagueCase]:
-    """Every run on the places whose saturations these are. traces: as in `collect`."""
+    """All runs of the league, in its order.
+
+    Args:
+        scale: How much is run.
+        policies: Their names.
+        saturations: By (system, workload); runs are at LOADS times their rates.
+        traces: As in `collect`.
+    """
     return [
         LeagueCase(
             system,

@@ -40,8 +40,13 @@ class CutCase:
 
 @dataclass(frozen=True)
 class Optimum:
-    """latency: seconds, the sum of the batch times of the best schedule that was found; bound: none
-    is below it. proven: it is the optimum."""
+    """The best schedule found.
+
+    Attributes:
+        latency: Sum of its batch times, seconds.
+        bound: No schedule takes less, seconds.
+        proven: Whether it is the optimum.
+    """
 
     latency: float
     bound: float
@@ -49,8 +54,11 @@ class Optimum:
 
 
 def cut_down(workload: str) -> Problem:
-    """The problem of the workload: lengths as there, outputs divided by what makes the longest
-    OUTPUT; M: half of what all of them come to, or what the longest of them takes."""
+    """The workload as a problem small enough to solve.
+
+    Prompts stay as they are; outputs are scaled so that the longest has OUTPUT tokens. M is half of
+    the tokens of all requests, but enough for the largest.
+    """
     lengths = make_workload(workload, PLACE, 1.0, 100, 0).lengths.first(REQUESTS)
     output = np.maximum(1, np.rint(lengths.output_len * OUTPUT / lengths.output_len.max()))
     cut = Lengths(lengths.prompt_len, output.astype(np.int64))
@@ -66,7 +74,7 @@ def cut_down(workload: str) -> Problem:
 
 
 def optimum(case: CutCase) -> Optimum:
-    """The best schedule of whole prompts, or the best that is found in time."""
+    """The best schedule without chunked prefill, or the best one found in time."""
     problem = cut_down(case.workload)
     start = min((_played(problem, name) for name in START), key=lambda played: played.latency)
     found = solve(problem, warm_start=start.schedule, time_limit=case.time_limit, workers=1)
@@ -75,8 +83,8 @@ def optimum(case: CutCase) -> Optimum:
 
 
 def latency(workload: str, policy: str) -> float | None:
-    """Seconds that the policy takes for the problem of the workload, K and V only and without host
-    memory; None if it does not get through it so. Who cuts prompts may."""
+    """Seconds that the policy takes for the cut-down workload, with K and V only and no host
+    memory; None if it cannot serve it so. Policies may chunk prompts."""
     try:
         return digits(_played(cut_down(workload), policy).latency, 6)
     except (InvalidPlan, ReplayError):
@@ -84,7 +92,7 @@ def latency(workload: str, policy: str) -> float | None:
 
 
 def _played(problem: Problem, policy: str) -> Replay:
-    """What the policy makes of it."""
+    """The policy's schedule of the problem."""
     return replay_of(
         make_policy(policy),
         problem.workload,

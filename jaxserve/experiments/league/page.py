@@ -20,9 +20,19 @@ COMMAND = "jaxserve bench league"
 def write_page(
     standings: Standings, scale: Scale, traces: Sequence[str], out: Path, *, whole: bool
 ) -> Path:
-    """Writes league.md and its figures into the folder; its path. traces: workloads that are an
-    hour's own requests. whole: every policy and workload is in it, and none of one's own, so that
-    what the page says of all of them is said; ValueError where the numbers do not carry it."""
+    """Writes league.md and its figures, and returns the page's path.
+
+    Args:
+        standings: The numbers.
+        scale: How much was run.
+        traces: Workloads that come from a trace, not drawn.
+        out: The folder to write to.
+        whole: Whether every policy and workload is in it, and none of the user's own. Only then
+            does the page draw conclusions.
+
+    Raises:
+        ValueError: The numbers do not support a conclusion of the page.
+    """
     workloads = [name for name in scale.workloads if standings.where(workload=name)]
     hours = [name for name in workloads if WORKLOADS[name].trace]
     pictures = {

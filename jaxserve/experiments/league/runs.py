@@ -26,8 +26,18 @@ IDLE = 1e-3  # requests/s of an idle server
 
 @dataclass(frozen=True)
 class LeagueCase:
-    """A policy on a workload. load: what the rate is called; rate: requests/s; count: requests.
-    trace: the path of the workload's hour, "" if it is drawn."""
+    """A policy on a workload.
+
+    Attributes:
+        system: Name of the system.
+        workload: Name in WORKLOADS.
+        load: What the rate is called, a name in LOADS.
+        policy: Name of the policy.
+        seed: Of the trace and of the policy.
+        rate: Requests/s.
+        count: Number of requests.
+        trace: Path of the workload's trace; "" if it is drawn.
+    """
 
     system: str
     workload: str
@@ -39,19 +49,27 @@ class LeagueCase:
     trace: str = ""
 
     def named(self) -> dict[str, Any]:
-        """A trace without its folder."""
+        """Its fields; the trace without its folder."""
         return {**asdict(self), "trace": self.trace.rpartition("/")[2]}
 
 
 @dataclass(frozen=True)
 class LeagueNumbers:
-    """attainment: share of the requests within all of their targets; realtime, best_effort: of
-    each tier, None where nobody is of it. goodput: requests within them, a second; throughput:
-    output tokens/s, both from the first arrival to the last token. ttft_p99, tbt_p99: seconds,
-    over requests, and over times between tokens. latency: mean normalised latency, seconds a
-    token. worst: seconds from arrival to last token of the request that took longest.
-    preemptions: a request. overtaken: seconds, the longest that a request waited while later ones
-    of its own tier and class were served (`metrics.overtaken`); None in numbers of before."""
+    """What a run comes to. Rates are from the first arrival to the last token.
+
+    Attributes:
+        attainment: Share of the requests within all of their targets.
+        goodput: Requests within them, a second.
+        throughput: Output tokens/s.
+        ttft_p99: Over requests, seconds.
+        tbt_p99: Over times between tokens, seconds; None if there are none.
+        latency: Mean normalised latency, seconds a token.
+        worst: The longest time from arrival to last token, seconds.
+        preemptions: Mean number a request.
+        realtime, best_effort: Attainment of each tier; None if no request is of it.
+        overtaken: The longest that a request waited while later ones of its own tier and class were
+            served, seconds (`metrics.overtaken`); None in older files.
+    """
 
     attainment: float
     goodput: float
@@ -67,7 +85,8 @@ class LeagueNumbers:
 
 
 def simulated(case: LeagueCase) -> SimulationResult:
-    """The case. ValueError if it cannot be simulated, or the policy plans what cannot be done."""
+    """Simulates the case. ValueError if that is impossible, or the policy plans what cannot be
+    done."""
     place, policy = system(case.system), make_policy(case.policy)
     workload = make_workload(
         case.workload, case.system, case.rate, case.count, case.seed, case.trace
@@ -88,7 +107,7 @@ def simulated(case: LeagueCase) -> SimulationResult:
 
 
 def run(case: LeagueCase) -> LeagueNumbers:
-    """What it comes to, five digits each. ValueError as `simulated`."""
+    """The numbers of a simulation, five digits each. ValueError as `simulated`."""
     result = simulated(case)
     summary, terms = result.summary(), result.requests.workload.terms
     tiers = summary["tiers"]
@@ -116,8 +135,15 @@ def run(case: LeagueCase) -> LeagueNumbers:
 
 @dataclass(frozen=True)
 class SaturationCase:
-    """A workload on a system. seeds: of its traces; seconds: that each lasts; least, most: requests
-    of one."""
+    """A workload on a system whose saturating rate is searched for.
+
+    Attributes:
+        system, workload: By name.
+        seeds: Traces at each rate.
+        seconds: How long a trace lasts, within `least` and `most` requests.
+        least, most: Bounds on the requests of a trace.
+        trace: As in `LeagueCase`.
+    """
 
     system: str
     workload: str
@@ -128,18 +154,24 @@ class SaturationCase:
     trace: str = ""
 
     def named(self) -> dict[str, Any]:
-        """A trace without its folder."""
+        """Its fields; the trace without its folder."""
         return {**asdict(self), "trace": self.trace.rpartition("/")[2]}
 
     def count(self, rate: float) -> int:
-        """Requests of a trace at that rate, requests/s."""
+        """Requests of a trace at that rate in requests/s."""
         return int(min(max(self.least, round(rate * self.seconds)), self.most))
 
 
 @dataclass(frozen=True)
 class Saturation:
-    """rate: the highest at which the better of REFERENCES keeps LEVEL of the requests that attain
-    their targets on an idle server, which is the share `idle`; count: requests of a trace there."""
+    """Where a workload saturates a system.
+
+    Attributes:
+        rate: The highest rate, in requests/s, at which the better of REFERENCES still attains LEVEL
+            times `idle`.
+        count: Requests of a trace at that rate.
+        idle: Share of the requests that attain their targets on an idle server.
+    """
 
     rate: float
     count: int
@@ -147,7 +179,8 @@ class Saturation:
 
 
 def saturate(case: SaturationCase) -> Saturation:
-    """Searches for the rate (`sched/simulation/capacity.py`). ValueError where no rate does it."""
+    """Searches for the rate (`sched/simulation/capacity.py`). ValueError if every rate is too
+    high."""
     idle = max(_attainment(case, name, IDLE, case.least) for name in REFERENCES)
     if not idle:
         raise ValueError(f"{case.workload}, {case.system}: no request attains its targets")
@@ -167,7 +200,7 @@ def saturate(case: SaturationCase) -> Saturation:
 
 
 def _attainment(case: SaturationCase, policy: str, rate: float, count: int) -> float:
-    """Mean over the seeds."""
+    """Attainment, mean over the seeds."""
     one = LeagueCase(case.system, case.workload, "", policy, 0, rate, count, case.trace)
     results = [simulated(replace(one, seed=seed)).requests for seed in range(case.seeds)]
     return float(np.mean([attained(r.times, r.workload.terms).slo.mean() for r in results]))

@@ -14,12 +14,17 @@ from jaxserve.simulate.spread import half_width, mean
 
 
 def label(policy: str) -> str:
-    """What a page calls it: one of a file without the file's folder."""
+    """What a page calls the policy: its name, without the folder of its file."""
     return policy.rpartition("/")[2]
 
 
 class Point(NamedTuple):
-    """One column of the league: all policies have the same requests there."""
+    """A system, workload and load, on which all policies serve the same requests.
+
+    Attributes:
+        system, workload: By name.
+        load: A name in LOADS.
+    """
 
     system: str
     workload: str
@@ -27,12 +32,18 @@ class Point(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Of its workload."""
+        """The workload's group."""
         return WORKLOADS[self.workload].kind
 
 
 class Standings:
-    """entrants: the policies that are compared; own: others, that are measured by them."""
+    """Compares the policies of a league, point by point.
+
+    Args:
+        found: The league's numbers.
+        entrants: The policies to compare.
+        own: The user's own policies, compared with the entrants.
+    """
 
     def __init__(self, found: Found, entrants: Sequence[str], own: Sequence[str] = ()) -> None:
         self.found, self.entrants, self.own = found, list(entrants), list(own)
@@ -48,25 +59,26 @@ class Standings:
 
     @property
     def policies(self) -> list[str]:
-        """All of them, the best first; those of one's own before them."""
+        """All policies: the user's own, then the entrants from best to worst."""
         order = sorted(self.entrants, key=lambda name: (-self.share(name), name))
         return [*self.own, *order]
 
     def number(self, point: Point, policy: str, name: str) -> Number | None:
-        """A number of `LeagueNumbers` there; None if it has none."""
+        """A number of `LeagueNumbers` at the point, mean over seeds; None if the policy has
+        none."""
         values = [getattr(numbers, name) for numbers in self._seeds[point, policy]]
         some: Any = mean(values)
         return None if some is None else Number(some, half_width(values))
 
     def mean(self, point: Point, policy: str, name: str) -> float:
-        """The same without its interval. ValueError if there is none."""
+        """Like `number`, without the interval. ValueError if there is none."""
         found = self.number(point, policy, name)
         if found is None:
             raise ValueError(f"{policy} has no {name} at {point}")
         return found.mean
 
     def relative(self, point: Point, policy: str) -> float:
-        """Its goodput there over that of the best entrant; 1 where nobody has any."""
+        """The policy's goodput over that of the best entrant; 1 if no entrant has any."""
         best = self._best[point]
         return self.mean(point, policy, "goodput") / best if best else 1.0
 
@@ -88,7 +100,7 @@ class Standings:
         return fmean(self.relative(point, policy) for point in chosen)
 
     def worst(self, policy: str) -> Point:
-        """Where it is furthest from the best."""
+        """The point where the policy is furthest behind the best."""
         return min(self.points, key=lambda point: self.relative(point, policy))
 
     def ranked(self, points: Sequence[Point]) -> list[str]:
@@ -96,7 +108,7 @@ class Standings:
         return sorted(self.entrants, key=lambda name: (-self.share(name, points), name))
 
     def typical(self, policy: str, points: Sequence[Point], name: str) -> float | None:
-        """The median over the points of a number's means, of those that have one."""
+        """The median over points of a number's means; None if no point has one."""
         found = [self.number(point, policy, name) for point in points]
         values = [one.mean for one in found if one is not None]
         return median(values) if values else None

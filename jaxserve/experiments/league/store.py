@@ -26,12 +26,18 @@ _HEADER = [*_CASE, "code", *_NUMBERS]
 
 
 class Store:
-    """Two files beside each other: runs, a row of CSV each, and facts, which are found once, as
-    JSON.
+    """What a league has found so far, in two files: a CSV row for each run, and JSON for facts,
+    which are found once.
 
-    any_code: take numbers whatever code they came from, as for a change of the page's words; else
-    only those of this one, and the files forget the others. OSError if they cannot be written,
-    ValueError if they hold something else.
+    Args:
+        runs: Path of the CSV.
+        facts: Path of the JSON.
+        any_code: Take numbers of any version of the code, as for a new wording of the page.
+            Otherwise numbers of other versions are dropped.
+
+    Raises:
+        OSError: A file cannot be read or written.
+        ValueError: A file holds something else.
     """
 
     def __init__(self, runs: Path, facts: Path, *, any_code: bool = False) -> None:
@@ -44,7 +50,7 @@ class Store:
             self._known = {k: f for k, f in known if f["code"] == _now(f["policy"])}
 
     def numbers(self, case: LeagueCase) -> LeagueNumbers | None:
-        """Of that run; None if it is not known."""
+        """The run's numbers; None if it is not known."""
         row = self._rows.get(_key(case))
         if row is None:
             return None
@@ -52,7 +58,7 @@ class Store:
         return LeagueNumbers(**values)
 
     def add(self, case: LeagueCase, numbers: LeagueNumbers) -> None:
-        """Appends it to the file."""
+        """Appends a run to the file."""
         row = _row(case, numbers)
         new = not self._rows
         self._rows[_key(case)] = row
@@ -60,22 +66,22 @@ class Store:
             file.write(_csv([row], header=new))
 
     def fact(self, *name: str) -> Any:
-        """What is known under that name, ready for JSON; None if nothing is."""
+        """The value stored under that name, ready for JSON; None if there is none."""
         found = self._known.get("/".join(name))
         return None if found is None else found["value"]
 
     def learn(self, value: Any, *name: str, policy: str = "") -> None:
-        """Writes a fact down. policy: on which it depends."""
+        """Stores a fact. policy: the policy that it depends on."""
         self._known["/".join(name)] = {"policy": policy, "code": _now(policy), "value": value}
         self._write_facts()
 
     def merge(self, other: Store) -> None:
-        """Knows from now on what the other does, too."""
+        """Takes over what the other store knows and this one does not."""
         self._rows = other._rows | self._rows
         self._known = other._known | self._known
 
     def cases(self) -> list[LeagueCase]:
-        """Of the runs that it has, of those that need no trace."""
+        """The known runs that need no trace."""
         return [
             LeagueCase(**{name: _FIELDS[name](row[name]) for name in _CASE})
             for row in self._rows.values()
@@ -83,26 +89,24 @@ class Store:
         ]
 
     def restamp(self) -> None:
-        """All that it has is of the code that there is: somebody has seen that it comes out the
-        same."""
+        """Marks everything as found by the present code."""
         for row in self._rows.values():
             row["code"] = _now(row["policy"])
         for fact in self._known.values():
             fact["code"] = _now(fact["policy"])
 
     def traces(self) -> dict[str, str]:
-        """The names of the traces that it has runs of, by workload."""
+        """Names of the traces of known runs, by workload."""
         return {row["workload"]: row["trace"] for row in self._rows.values() if row["trace"]}
 
     def begin(self) -> None:
-        """Makes the files what `Store` read of them: of rows that were cut off, or are of other
-        code, nothing stays."""
+        """Rewrites the files without truncated rows and rows of other code."""
         self._runs.parent.mkdir(parents=True, exist_ok=True)
         _replace(self._runs, _csv(self._rows.values()))
         self._write_facts()
 
     def end(self, cases: Iterable[LeagueCase]) -> None:
-        """Writes the runs of a whole league in its order: the same numbers are the same file."""
+        """Writes the runs in the league's order, so that the same numbers give the same file."""
         _replace(self._runs, _csv([self._rows[_key(case)] for case in cases]))
         self._write_facts()
 
@@ -112,7 +116,7 @@ class Store:
 
 
 def _now(policy: str) -> str:
-    """The code that there is; "" for a policy that there is not."""
+    """Version of the present code; "" for an unknown policy."""
     try:
         return code_of(policy)
     except (ValueError, OSError):

@@ -45,8 +45,14 @@ READING, TBT_SCALES = 0.1875, (0.75, 1.25)
 
 @dataclass(frozen=True)
 class Part:
-    """Requests of one kind. lengths: a sampler's name. targets: by system; None for AccelGen's,
-    drawn. share: of the workload."""
+    """The requests of one kind in a workload.
+
+    Attributes:
+        lengths: Name of a sampler.
+        targets: SLOs by system; None to draw AccelGen's.
+        share: Of the workload's requests.
+        tier: Of all of them.
+    """
 
     lengths: str
     targets: Targets | None
@@ -56,9 +62,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """A workload. kind: the group in which the page speaks of it. source: where it and its targets
-    are from. cv: of the gaps between arrivals, 1 for Poisson. trace: the file that has its lengths
-    and arrivals, instead of `parts` and cv, where there is one. systems: on which it is run."""
+    """A workload.
+
+    Attributes:
+        kind: The group under which the page lists it.
+        source: Where it and its targets are from.
+        parts: The requests that it is mixed from.
+        cv: Coefficient of variation of the gaps between arrivals; 1 is Poisson.
+        trace: File name of a trace whose lengths and arrivals replace the drawn ones, if at hand.
+        systems: Those that it is run on.
+    """
 
     kind: str
     source: str
@@ -123,9 +136,19 @@ WORKLOADS = {
 def make_workload(
     name: str, place: str, rate: float, count: int, seed: int, trace: str = ""
 ) -> Workload:
-    """`count` requests of the workload for that system, at `rate` requests/s: the same but for the
-    gaps' length at every rate. trace: the path of its hour, of which a stretch is taken that begins
-    elsewhere for every seed. WorkloadError for a trace that has fewer requests, or is none."""
+    """Requests of a workload. With another rate they are the same, at scaled arrivals.
+
+    Args:
+        name: In WORKLOADS.
+        place: Name of the system.
+        rate: Requests/s.
+        count: Number of requests.
+        seed: Of lengths and arrivals; of a trace, where the stretch to take begins.
+        trace: Path of its trace; "" to draw.
+
+    Raises:
+        WorkloadError: The trace is invalid, or has fewer requests.
+    """
     entry, rng = WORKLOADS[name], np.random.default_rng((seed, 11))
     if trace:
         found = _stretch(trace, count, seed)
@@ -177,8 +200,8 @@ def _hour(path: str) -> tuple[np.ndarray, Lengths]:
 
 
 def _stretch(path: str, count: int, seed: int) -> tuple[np.ndarray, Lengths]:
-    """Arrivals, from 0 on, and lengths of `count` requests one after the other. Thirds of the hour
-    come in turn with the seeds."""
+    """Arrivals, from 0 on, and lengths of `count` consecutive requests. Seeds begin at the thirds
+    of the hour in turn."""
     arrival, lengths = _hour(path)
     if len(arrival) < count:
         raise WorkloadError(f"{path}: {count} requests are needed, there are {len(arrival)}")
@@ -202,8 +225,8 @@ def _terms(part: Part, lengths: Lengths, place: str, rng: np.random.Generator) -
 
 
 def _alone(lengths: Lengths, place: System) -> np.ndarray:
-    """Seconds in which the system computes a prompt that is as long as those of the same group of
-    these lengths are on average, alone, float64 [n]."""
+    """Seconds to prefill each prompt alone, at the mean length of its group of similar prompts,
+    float64 [n]."""
     group = lengths.prompt_len // PROMPT_GROUP
     sums = np.bincount(group, weights=lengths.prompt_len)
     mean = (sums / np.maximum(np.bincount(group), 1))[group]
@@ -213,8 +236,8 @@ def _alone(lengths: Lengths, place: System) -> np.ndarray:
 
 
 def trace_of(name: str, folder: str) -> str:
-    """The path of the workload's trace in the folder; "" for a workload without, or no folder.
-    WorkloadError if it is not there."""
+    """Path of the workload's trace in the folder; "" if it has none, or no folder is given.
+    WorkloadError if the file is missing."""
     file = WORKLOADS[name].trace
     if not (folder and file):
         return ""

@@ -40,10 +40,18 @@ SCENES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A router at work. load: share of what the replicas can serve at most; scene: of SCENES; in
-    `slow` the first replica takes SLOWDOWN times as long, and in `dead` it dies, once a third of
-    the requests have come. routers: before disjoint samples of the replicas. azure: the folder of
-    the traces, or nothing."""
+    """A router at work.
+
+    Attributes:
+        router: Name of the router.
+        replicas: How many serve.
+        load: Share of the replicas' capacity (`most`) that requests come at.
+        scene: Of SCENES. Once a third of the requests have come, the first replica becomes SLOWDOWN
+            times slower in `slow`, and dies in `dead`.
+        requests: How many come.
+        routers: How many there are, each before a disjoint sample of the replicas.
+        azure: Folder of the traces; "" to draw.
+    """
 
     router: str
     replicas: int
@@ -59,13 +67,19 @@ class Cell:
         return self.requests * (1 + self.replicas / 100)
 
     def named(self) -> dict[str, Any]:
-        """As `AnyCase`; the traces without their folder."""
+        """As `AnyCase`. Of the traces it says only whether there are any."""
         return {**asdict(self), "azure": bool(self.azure)}
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What it costs to choose among so many replicas."""
+    """A measurement of what one routing decision costs.
+
+    Attributes:
+        router: Name of the router.
+        replicas: How many it chooses among.
+        cost: As `AnyCase`; these take no time.
+    """
 
     router: str
     replicas: int
@@ -78,9 +92,16 @@ class Decision:
 
 @dataclass(frozen=True)
 class Numbers:
-    """attainment: share of the requests within all of their targets; conv, code: of those of that
-    hour. p50, p99: TTFT in seconds. failed: requests that ended with a dead replica. rate: requests
-    a second that came; per_s: that were simulated in a second of CPU time."""
+    """What a cell comes to.
+
+    Attributes:
+        attainment: Share of the requests within all of their targets.
+        conv, code: The same of each hour's requests.
+        p50, p99: TTFT in seconds.
+        failed: Requests that ended with a dead replica.
+        rate: Requests/s that came.
+        per_s: Requests simulated in a second of CPU time.
+    """
 
     attainment: float
     conv: float
@@ -94,7 +115,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Cost:
-    """seconds: CPU time of a decision and of noting it, median."""
+    """seconds: median CPU time of choosing a replica and noting the choice."""
 
     seconds: float
 
@@ -105,8 +126,8 @@ Found = Numbers | Cost
 
 @cache
 def most(azure: str) -> float:
-    """Requests a second that one replica serves when those of both hours, each once, are there at
-    once: a part of them may have half or twice the share of long prompts."""
+    """Requests/s that one replica serves when all requests of both hours are there at once. Samples
+    of them would differ: a short one may have half or twice the share of long prompts."""
     flood = traffic(sum(kind.size for kind in KINDS), 1.0, 1, azure)
     flood = dataclasses.replace(flood, arrival=np.zeros(len(flood)))
     result = simulate(POLICY, flood, system(SYSTEM), limits=LIMITS, compiling=say_compiling)
@@ -114,7 +135,7 @@ def most(azure: str) -> float:
 
 
 def run(case: Case) -> Found:
-    """What comes of it."""
+    """Simulates a cell, or measures a decision."""
     return _measured(case) if isinstance(case, Decision) else _simulated(case)
 
 
@@ -157,7 +178,7 @@ def _simulated(cell: Cell) -> Numbers:
 
 
 def _met(requests: RequestRecords) -> np.ndarray:
-    """Who is within all of its targets, bool [n]; judged in parts."""
+    """Which requests are within all of their targets, bool [n]; judged PART at a time."""
     times, terms, found = requests.times, requests.workload.terms, []
     offsets = times.offsets
     for first in range(0, len(times), PART):
@@ -176,7 +197,7 @@ def _met(requests: RequestRecords) -> np.ndarray:
 
 
 def _measured(case: Decision) -> Cost:
-    """Of a fleet with things to do, in Python, as a server's router runs."""
+    """With a busy fleet, in Python, as a server's router runs."""
     place, rng = system(SYSTEM), np.random.default_rng(case.replicas)
     size = (place.kv_tokens // 16 * 2, 16)
     known = constant_fields(

@@ -52,10 +52,17 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is run. requests: of each run; few: of shorter ones before the most replicas, one at
-    each load. loads: with snapshots as published; the other scenes are at `load`.
-    shards: numbers of routers before the most replicas, at the highest load. decisions: replicas
-    among which a router chooses, for what that costs."""
+    """How much is run.
+
+    Attributes:
+        requests: Of each run.
+        replicas: Fleet sizes.
+        loads: For snapshots as published.
+        load: For the other scenes.
+        shards: Numbers of routers before the largest fleet, at the highest load.
+        decisions: Numbers of replicas for which a decision's cost is measured.
+        few: Requests of the short runs on the largest fleet, one at each load.
+    """
 
     requests: int = 1_000_000
     replicas: tuple[int, ...] = (8, 64, 512)
@@ -100,7 +107,7 @@ class Fleets(Page[Case, Found]):
         self.azure, self.command, self._figures, self._checked = azure, command, figures, checked
 
     def claim(self, holds: bool, caller: Callable[[], str]) -> str:
-        """The sentence of a call block. ValueError if the numbers do not carry it."""
+        """The sentence of a template's call block. ValueError if the numbers do not support it."""
         text = caller()
         if self._checked and not holds and self.results.complete:
             raise ValueError(f"the numbers do not carry it any more: {text}")
@@ -113,24 +120,29 @@ class Fleets(Page[Case, Found]):
     def numbers_of(
         self, router: str, replicas: int, load: float, scene: str = "published", **more: Any
     ) -> Numbers:
-        """Of a run. more: other fields of `Cell`."""
+        """The numbers of a run.
+
+        Args:
+            router, replicas, load, scene: As `Cell` has them.
+            **more: Other fields of `Cell`.
+        """
         cell = Cell(router, replicas, load, scene, self.scale.requests, azure=self.azure)
         found = self.results[replace(cell, **more)]
         assert isinstance(found, Numbers)
         return found
 
     def few(self, router: str, load: float) -> Numbers:
-        """Before the most replicas, with fewer requests."""
+        """On the largest fleet, with fewer requests."""
         return self.numbers_of(router, self.scale.replicas[-1], load, requests=self.scale.few)
 
     def sharded(self, router: str, routers: int) -> Numbers:
-        """Several routers before the most replicas."""
+        """Several routers before the largest fleet."""
         return self.numbers_of(
             router, self.scale.replicas[-1], self.scale.loads[-1], routers=routers
         )
 
     def gains(self) -> dict[tuple[int, float], float]:
-        """By how much `slo` is ahead of the best of the others, by replicas and load."""
+        """How far `slo` is ahead of the best other router, by replicas and load."""
         return {
             (replicas, load): _gain(
                 lambda router, at=(replicas, load): self.numbers_of(router, *at)

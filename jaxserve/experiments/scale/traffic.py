@@ -25,8 +25,16 @@ TBT = 0.2  # seconds, of all
 
 
 class Kind(NamedTuple):
-    """One of the hours. file: its trace; drawn, cv: whose lengths, and how irregular gaps, it has
-    where there is none; size: of its requests; ttft: target in seconds."""
+    """One of the Azure hours.
+
+    Attributes:
+        name: Of its class of requests.
+        file: Its trace.
+        drawn: Sampler of the lengths, without a trace.
+        cv: Coefficient of variation of the gaps, without a trace.
+        size: Its requests, without a trace.
+        ttft: Target in seconds.
+    """
 
     name: str
     file: str
@@ -44,12 +52,12 @@ KINDS = (
 
 @cache
 def _hours(folder: str) -> list[tuple[np.ndarray, Lengths]]:
-    """Arrivals within the hour, and lengths, by kind. folder: of the traces; "" for drawn ones."""
+    """Arrivals within the hour, and lengths, by kind. folder: of the traces; "" to draw."""
     return [_read(kind, folder) if folder else _draw(kind) for kind in KINDS]
 
 
 def check_folder(folder: str) -> None:
-    """WorkloadError for a folder that has not all of the traces; "" is none."""
+    """WorkloadError if the folder lacks a trace; "" is no folder."""
     for kind in KINDS if folder else ():
         path = Path(folder) / kind.file
         if not path.is_file():
@@ -71,8 +79,14 @@ def _draw(kind: Kind) -> tuple[np.ndarray, Lengths]:
 
 
 def traffic(count: int, rate: float, seed: int, folder: str = "") -> Workload:
-    """`count` requests at `rate` a second on average, the same but for the time for rates that are
-    near each other. folder: of the traces, all of which are there."""
+    """The requests of many users. At similar rates they are the same, at scaled arrivals.
+
+    Args:
+        count: Number of requests.
+        rate: Mean requests/s.
+        seed: Of the minutes at which the hours begin.
+        folder: Has all of the traces; "" to draw.
+    """
     hours, rng = _hours(folder), np.random.default_rng((seed, 17))
     natural = sum(len(arrival) for arrival, _ in hours) / HOUR
     beside = max(1, round(rate / natural))
@@ -90,8 +104,9 @@ def traffic(count: int, rate: float, seed: int, folder: str = "") -> Workload:
 def _until(
     until: float, hours: list[tuple[np.ndarray, Lengths]], phases: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Who comes before that time: when, which of its hour it is, and of which hour. phases: of each
-    hour, seconds into it at which the laps of its streams begin, [streams, laps]."""
+    """The requests before that time: arrival, index in their hour, and index of the hour, each [n].
+    phases: for each hour, seconds into it at which the laps of its streams begin, [streams,
+    laps]."""
     parts = []
     for number, (arrival, _) in enumerate(hours):
         starts = np.arange(phases[number].shape[1]) * HOUR

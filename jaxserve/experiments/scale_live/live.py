@@ -49,7 +49,15 @@ _SCALE_S = 300.0
 
 @dataclass(frozen=True)
 class Scaled:
-    """Calls while replicas came or went. replicas: from, to. seconds: until they had."""
+    """What became of calls while the deployment was scaled.
+
+    Attributes:
+        replicas: Before and after.
+        seconds: Until the new number served.
+        calls: Those that ended meanwhile.
+        failed: Calls that ended with an error.
+        wrong: Calls with another text.
+    """
 
     replicas: tuple[int, int]
     seconds: float
@@ -60,9 +68,18 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Killed:
-    """Streams while one of two replicas was killed. begun: when it was. whole: those with all of
-    their text, others with the error and what they had. wrong: whose text is not how the whole
-    one begins. recovered: seconds from their end until there were two replicas again."""
+    """What became of streams when one of two replicas was killed.
+
+    Attributes:
+        streams: How many there were.
+        begun: How many had begun by then.
+        whole: Those that got all of their text.
+        cut: Those that got an error after some text.
+        failed: Those that got an error and no text.
+        wrong: Those whose text, whole or cut, is not what it should be.
+        errors: The different errors.
+        recovered: Seconds from the streams' end until two replicas served again.
+    """
 
     streams: int
     begun: int
@@ -76,7 +93,16 @@ class Killed:
 
 @dataclass(frozen=True)
 class Found:
-    """ready: seconds until the first replica served. ttft: seconds, median of ALONE calls."""
+    """All that was measured.
+
+    Attributes:
+        machine: Where.
+        ready: Seconds until the first replica served.
+        ttft: Median of ALONE calls, seconds.
+        up: From one replica to two.
+        killed: With one of the two killed.
+        down: From two to one.
+    """
 
     machine: dict[str, Any]
     ready: float
@@ -87,7 +113,7 @@ class Found:
 
 
 def settings() -> Settings:
-    """One replica of the model in the box, or two by load."""
+    """One replica of the bundled model, or two by load."""
     return Settings(
         replicas=1,
         max_replicas=2,
@@ -99,8 +125,8 @@ def settings() -> Settings:
 
 
 def measure(also: Callable[[Cluster], None] = lambda _: None) -> Found:
-    """All of it, on a cluster of its own. also: called once the first replica serves. Raises
-    NotReady."""
+    """Measures everything on a cluster of its own. also: called once the first replica serves.
+    Raises NotReady."""
     where = machine()
     with local_cluster(cpus=_CPUS) as cluster:
         ready = cluster.deploy(settings())
@@ -120,7 +146,7 @@ async def _alone(cluster: Cluster) -> list[Stream]:
 
 
 class _Asking:
-    """So many clients that go on asking meanwhile. calls: those that have ended."""
+    """Clients that keep calling in a thread, within `with`. calls: those that have ended."""
 
     def __init__(self, cluster: Cluster, clients: int) -> None:
         self.calls: list[Stream] = []
@@ -185,7 +211,7 @@ def _killed(cluster: Cluster, text: str) -> Killed:
 
 
 def lines(found: Found) -> list[str]:
-    """What was found, for people."""
+    """The report, for people."""
     killed = found.killed
     told = [
         f"one replica serves after {found.ready:.1f} s; median TTFT {1000 * found.ttft:.0f} ms",

@@ -15,8 +15,14 @@ TIMEOUT_S = 300.0
 
 @dataclass
 class Stream:
-    """One. text: what came. ttft: seconds until the first of it. error: what ended it before its
-    end, with its code; "" for one that is whole."""
+    """What a client got.
+
+    Attributes:
+        text: All that came.
+        ttft: Seconds until the first piece.
+        error: The error that cut it off, with its code; "" if it is whole.
+        pieces: Number of chunks.
+    """
 
     text: str = ""
     ttft: float | None = None
@@ -25,12 +31,12 @@ class Stream:
 
     @property
     def outcome(self) -> str:
-        """whole, cut (with what had come) or failed (with nothing)."""
+        """whole, cut (after some text) or failed (without any)."""
         return "whole" if not self.error else "cut" if self.pieces else "failed"
 
 
 def client(http: str) -> openai.AsyncOpenAI:
-    """One that never asks again by itself."""
+    """A client that never retries."""
     return openai.AsyncOpenAI(base_url=http, api_key="none", timeout=TIMEOUT_S, max_retries=0)
 
 
@@ -40,7 +46,14 @@ async def stream(
     max_tokens: int,
     on_first: Callable[[], None] = lambda: None,
 ) -> Stream:
-    """One greedy completion of PROMPT."""
+    """Streams one greedy completion of PROMPT.
+
+    Args:
+        api: The client.
+        model: Name of the model.
+        max_tokens: Of the completion.
+        on_first: Called when the first piece arrives.
+    """
     found, began = Stream(), time.monotonic()
     try:
         chunks = await api.completions.create(
@@ -65,7 +78,14 @@ async def many(
     when: int,
     then: Callable[[], None],
 ) -> list[Stream]:
-    """So many at once; then() is called, once, as soon as `when` of them have begun."""
+    """Streams many completions at once.
+
+    Args:
+        api, model, max_tokens: As in `stream`.
+        count: Number of streams.
+        when: How many streams must have begun for `then`.
+        then: Called once, as soon as they have.
+    """
     begun = 0
 
     def on_first() -> None:
@@ -86,7 +106,14 @@ async def until(
     over: Callable[[], bool],
     ended: list[Stream],
 ) -> None:
-    """Whole streams one after the other, of so many clients, until it is over; ended: gets each."""
+    """Keeps several clients busy, each with one stream after the other.
+
+    Args:
+        api, model, max_tokens: As in `stream`.
+        clients: Number of clients.
+        over: Whether to begin no more streams.
+        ended: Each stream is appended when it ends.
+    """
 
     async def one() -> None:
         while not over():
