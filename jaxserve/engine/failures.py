@@ -1,8 +1,8 @@
-"""What goes wrong on the engine's thread, and how much of what is served ends with it.
+"""What goes wrong on the engine thread, and how much of what is served ends with it.
 
-What fails for one request ends that request alone. Where it cannot be told whose fault it is, in a
-plan, a batch, a launch, the requests of that step end. Only a device that fails ends the engine,
-and what it holds being unknown, or nothing but failures one after the other.
+A failure of one request ends that request alone. If the culprit is unknown (a plan, a batch, a
+launch), all requests of the step end. The engine ends only if the device fails, which leaves its
+contents unknown, or if step after step fails.
 """
 
 from __future__ import annotations
@@ -35,9 +35,14 @@ _DEVICE = (jax.errors.JaxRuntimeError, HostLost, CompiledAfterWarmup)
 
 
 class Failures:
-    """Counts since the start, on the engine's thread. requests: continuations that were ended
-    alone. steps: whose requests ended together. observers: calls of theirs that raised. in_vain:
-    steps that failed since the last one that brought tokens."""
+    """Counts failures since the start. Engine thread only.
+
+    Attributes:
+        requests: continuations that were ended alone.
+        steps: failed steps, whose continuations were ended together.
+        observers: observer calls that raised.
+        in_vain: failed steps since the last one that brought tokens.
+    """
 
     def __init__(self) -> None:
         self.requests = self.steps = self.observers = 0
@@ -45,13 +50,13 @@ class Failures:
         self._logged: deque[float] = deque(maxlen=_LINES)
 
     def of_request(self, error: BaseException, request_id: str) -> None:
-        """A continuation of it failed, alone."""
+        """Counts a continuation of the request that failed alone."""
         self.requests += 1
         self._log(f"request {request_id!r} failed", error)
 
     def of_step(self, error: BaseException, ended: int) -> None:
-        """Nobody knows for whom it failed. ended: continuations that end for it. Raises the error
-        where no step has brought a token since IN_VAIN others failed."""
+        """Counts a step that failed without a known culprit. ended: continuations that end with it.
+        Raises the error after more than IN_VAIN failures without a token in between."""
         self.steps += 1
         self.in_vain += 1
         self._log(f"a step failed, and {ended} continuations with it", error)
@@ -59,7 +64,7 @@ class Failures:
             raise error
 
     def of_observer(self, error: BaseException, observer: Observer) -> None:
-        """What it was told is lost to it."""
+        """Counts an observer call that raised. The event is lost to that observer."""
         self.observers += 1
         self._log(f"the observer {type(observer).__name__} failed", error)
 
@@ -75,15 +80,14 @@ class Failures:
 
 
 class Observers:
-    """Those who are told of what happens. One that raises hears of the next event all the same, and
-    nobody is served the worse for it."""
+    """The engine's observers. One that raises still receives later events, and serving goes on."""
 
     def __init__(self, failures: Failures) -> None:
         self._all: tuple[Observer, ...] = ()
         self._failures = failures
 
     def add(self, observer: Observer) -> None:
-        """From any thread: it is told from now on."""
+        """Adds an observer, from any thread. It receives all later events."""
         self._all = (*self._all, observer)
 
     def notify(self, event: Callable[[Observer], None]) -> None:
@@ -96,12 +100,12 @@ class Observers:
 
 
 def ends_engine(error: BaseException) -> bool:
-    """Whether it says that the device is of no use any more."""
+    """Whether the error means that the device cannot be used any more."""
     return isinstance(error, _DEVICE)
 
 
 def describe(error: BaseException) -> str:
-    """As the callers are told: one line of text, whatever the error says."""
+    """The error as callers see it: one line of text, whatever it contains."""
     try:
         said = str(error)
     except BaseException:
@@ -111,17 +115,17 @@ def describe(error: BaseException) -> str:
 
 
 def with_traceback(error: BaseException) -> str:
-    """For a log."""
+    """The error with its traceback, for a log."""
     return _encodable("".join(traceback.format_exception(error)))
 
 
 def _encodable(text: str) -> str:
-    """With what is no Unicode escaped: whoever takes logs in may fail over it."""
+    """The text with lone surrogates escaped, which log handlers could fail over."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def attempt(act: Callable[..., None], *args: object) -> None:
-    """If it fails, that is logged."""
+    """Calls act(*args) and logs what it raises."""
     try:
         act(*args)
     except BaseException:
@@ -137,9 +141,17 @@ def refuse(
     *,
     engine_failed: bool = False,
 ) -> None:
-    """Tells a caller that continuations, by default all, have ended, and nothing else of them: they
-    never got as far as the scheduler, or there is nothing that can be said. What it raises is its
-    own affair."""
+    """Sends a caller the last `Output` of continuations that never reached the scheduler, or of
+    which nothing else is known. What the callback raises is ignored.
+
+    Args:
+        request: whose continuations end.
+        on_output: the caller's callback.
+        reason: why they end.
+        error: the message, with FinishReason.ERROR.
+        indices: which continuations; None for all.
+        engine_failed: see `Output.engine_failed`.
+    """
     for index in range(request.sampling.n) if indices is None else indices:
         with contextlib.suppress(BaseException):
             on_output(

@@ -1,4 +1,4 @@
-"""A step between its launch and its tokens."""
+"""A step that has been launched and whose tokens are not on the host yet."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ from jaxserve.sched.step_timing import Watched
 
 @dataclass(frozen=True)
 class InFlight:
-    """A launched step and whom its results belong to; rows i of the batch that sample. prompts:
-    what it tells of prompts, None if nothing. begin: when it was planned, in seconds. stats: of it,
-    but for what is known at its end."""
+    """A launched step, and the continuations that get its results.
+
+    Attributes:
+        handle: the step on the device. If a grammar constrains one of its tokens, it is a
+            `PendingSample` until `StepLoop.sample`.
+        emitting: the rows of the batch that sample a token: (row, continuation).
+        prompts: the prompt log-probabilities that the step computes; None if no request wants any.
+        watched: its predicted time, for `StepWatch.finished` to compare with the measured one.
+        begin: when its planning began, in seconds on the engine's clock.
+        stats: its record for the observers, without what is known only when it has finished.
+    """
 
     handle: Handle | PendingSample
     emitting: list[tuple[int, Continuation]]
@@ -26,7 +34,7 @@ class InFlight:
 
     @property
     def recipients(self) -> list[Continuation]:
-        """Each whom its results say something: who samples, and who is told of a prompt."""
+        """Continuations that get a token or prompt log-probabilities from this step, each once."""
         pieces = [] if self.prompts is None else self.prompts.pieces
         told = [piece.continuation for piece in pieces]
         return list(dict.fromkeys([*(one for _, one in self.emitting), *told]))

@@ -1,4 +1,4 @@
-"""What the engine tells the caller of a request, step by step."""
+"""What a caller receives for a request, step by step."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's own distribution (before temperature and penalties).
+    """Log-probabilities at one token, as natural logarithms of the model's own distribution (before
+    temperature and penalties).
 
-    top: (token id, log-probability) of the most likely tokens, best first.
+    Attributes:
+        token_id: the sampled token, or the prompt's.
+        logprob: its log-probability.
+        top: (token id, log-probability) of the most likely tokens, best first.
     """
 
     token_id: int
@@ -35,9 +39,17 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds. queue: arrival to first scheduled; ttft: arrival to first token; total: to last.
-    tbt: the 99th percentile of the times between its tokens, beside their mean and the longest;
-    None with fewer than two. preempted: when it lost all of its cache, from its arrival on."""
+    """Latencies of one continuation, in seconds.
+
+    Attributes:
+        queue: arrival to first scheduled, or to the end if it never was.
+        ttft: arrival to first token, or to the end if there was none.
+        total: arrival to the end.
+        tbt: 99th percentile of the times between tokens; None with fewer than two tokens.
+        tbt_mean: mean of the times between tokens, or None.
+        tbt_max: the longest time between two tokens, or None.
+        preempted: when it lost all of its cache, counted from arrival.
+    """
 
     queue: float
     ttft: float
@@ -50,7 +62,13 @@ class Timings:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a continuation took, in tokens. preemptions: how often it lost its cache."""
+    """Token counts of one continuation.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        output_tokens: generated tokens.
+        preemptions: how often it lost its cache.
+    """
 
     prompt_tokens: int
     output_tokens: int
@@ -59,16 +77,27 @@ class Usage:
 
 @dataclass(frozen=True)
 class Output:
-    """News of one continuation: new tokens and text since the last `Output`, in order.
+    """An update of one continuation: what is new since its last `Output`.
 
-    index: which of the n continuations. logprobs: one entry a token, if asked for. The last
-    `Output` of an index has a finish_reason, usage and timings, and no other follows it; with
-    FinishReason.ERROR the latter may be missing. error: what failed, with that reason;
-    engine_failed: it is the engine, and not this request alone.
-    token_times: seconds on the engine's clock, one a token. verdict: in the last one, whether its
-    targets were met; None without any. prompt_logprobs: one entry for each of the next tokens of
-    the prompt, from the second on, for nothing says how likely the first is; if asked for. All of
-    them come before the first new token.
+    The last `Output` of an index has a finish_reason, usage and timings, and no other follows it.
+    With FinishReason.ERROR usage and timings may be missing. Prompt log-probabilities all come
+    before the first new token.
+
+    Attributes:
+        request_id: `Request.id`.
+        index: which of the request's n continuations.
+        token_ids: new tokens.
+        text: new text.
+        logprobs: one entry a new token, if requested.
+        finish_reason: why the continuation ended; None while it goes on.
+        usage: token counts, in the last one.
+        timings: latencies, in the last one.
+        error: what failed, with FinishReason.ERROR.
+        token_times: when each new token came, in seconds on the engine's clock.
+        verdict: whether its targets were met, in the last one; None if it has no targets.
+        prompt_logprobs: one entry for each of the next prompt tokens, if requested. They start with
+            the second token, as the first has no probability.
+        engine_failed: whether the error is the engine's, and not this request's alone.
     """
 
     request_id: str

@@ -1,8 +1,8 @@
-"""Which log-probabilities of prompts a step computes, and whose they are.
+"""Which log-probabilities of prompts a step computes, and for which continuations.
 
-A step that computes the tokens [start, end) of a sequence knows what the model thinks of those at
-start + 1 to end. Each is told once: what is computed again after a preemption is not told again,
-and what a restored cache spares was told when it was computed.
+A step that computes the tokens [start, end) of a sequence yields the log-probabilities of tokens
+start + 1 to end. Each is reported once: tokens recomputed after a preemption are not reported
+again, and those of a restored cache were reported when they were first computed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ what waits for its reader."""
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens [first, end) of the prompt of a continuation, which is number `member` of a step."""
+    """Tokens [first, end) of one continuation's prompt, whose log-probabilities a step computes.
+
+    Attributes:
+        member: index of the continuation in the step.
+        continuation: whose prompt it is.
+        first: first token of the piece.
+        end: the token after the last.
+    """
 
     member: int
     continuation: Continuation
@@ -34,7 +41,7 @@ class Piece:
 
 
 def untold(members: Sequence[Continuation], step: Step) -> list[Piece]:
-    """What the step is to tell. It counts as told from now on."""
+    """The pieces that the step reports, which are marked as reported from now on."""
     pieces = []
     for member, continuation in enumerate(members):
         if continuation.untold is None:
@@ -50,8 +57,13 @@ def untold(members: Sequence[Continuation], step: Step) -> list[Piece]:
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Those that a launched step computes. targets: int32 [T], see `Executor.submit`. at: where in
-    it each piece begins."""
+    """The prompt log-probabilities that a launched step computes.
+
+    Attributes:
+        pieces: parts of prompts.
+        targets: int32 [T], see `Executor.submit`.
+        at: index in `targets` at which each piece begins.
+    """
 
     pieces: Sequence[Piece]
     targets: np.ndarray
@@ -61,7 +73,14 @@ class PromptLogprobs:
     def of_step(
         cls, pieces: Sequence[Piece], step: Step, layout: Layout, batch: PackedBatch
     ) -> PromptLogprobs | None:
-        """None of no pieces. batch: of the step, by no decode layout."""
+        """The targets of a step; None if there are no pieces.
+
+        Args:
+            pieces: what `untold` returned for the step.
+            step: the booked step.
+            layout: its layout, not a decode layout.
+            batch: its packed rows.
+        """
         if not pieces:
             return None
         targets, at = layout.no_targets(), []
@@ -76,8 +95,8 @@ class PromptLogprobs:
         return cls(pieces, targets, at)
 
     def deliver(self, found: SampleResult) -> Iterator[tuple[Continuation, BaseException]]:
-        """Hands out what the step has found, [T], to those that are not over. Yields those for whom
-        that failed, each once, and has the others told all the same."""
+        """Streams the results [T] to the continuations that have not ended. Yields each
+        continuation that fails over it, with the error, and goes on with the others."""
         for piece, at in zip(self.pieces, self.at, strict=True):
             try:
                 self._deliver(piece, at, found)
@@ -96,7 +115,14 @@ class PromptLogprobs:
 def entries(
     found: SampleResult, begin: int, end: int, wanted: int | None
 ) -> tuple[TokenLogprobs, ...]:
-    """Of rows [begin, end), with as many alternatives each as wanted; none for None."""
+    """The log-probabilities of rows [begin, end) of a step's results.
+
+    Args:
+        found: results of a step, as NumPy arrays.
+        begin: first row.
+        end: the row after the last.
+        wanted: alternatives for each token; None returns nothing.
+    """
     if wanted is None:
         return ()
     assert found.chosen_logprob is not None

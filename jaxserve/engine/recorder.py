@@ -1,8 +1,8 @@
-"""Writes down what is served, for `jaxserve simulate --replay`.
+"""Records what is served, for `jaxserve simulate --replay`.
 
-The format is in `sched/simulation/recording/recording.py`. The engine's thread only puts events
-into a queue; a thread of its own turns them into lines, so that serving never waits for a disk. Who
-came when and asked for how much is nobody else's business: files are their owner's alone.
+The format is in `sched/simulation/recording/recording.py`. The engine thread only puts events into
+a queue; a separate thread writes them, so that serving never waits for a disk. Recordings show when
+requests came and how much they asked for, so only their owner can read the files.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _place(path: str | Path) -> Path:
 
 
 class _Hold:
-    """Nobody else records there, who would move the file away: PATH.lock is there so long.
-    ConfigError if somebody does."""
+    """Holds PATH.lock, so that no other recorder moves the file away. ConfigError if it is
+    taken."""
 
     def __init__(self, place: Path) -> None:
         self._path = place.with_name(place.name + ".lock")
@@ -77,9 +77,22 @@ class _Hold:
 
 
 class Recorder(Observer):
-    """An observer that writes to `path`, and moves it to PATH.1 when it has max_bytes; so it does
-    with what is there at the start. clock: the engine's. depth: events that may wait. ConfigError
-    if another one writes there."""
+    """An observer that writes a recording. It moves a file of max_bytes to PATH.1, and likewise one
+    that exists at the start.
+
+    Args:
+        path: the file.
+        header: its first line, which describes the engine.
+        max_bytes: size at which a new file is begun.
+        clock: the engine's, in seconds.
+        depth: events that may wait to be written. More are lost.
+
+    Attributes:
+        lost: events lost so far.
+
+    Raises:
+        ConfigError: another recorder writes there.
+    """
 
     def __init__(
         self,
@@ -98,19 +111,19 @@ class Recorder(Observer):
         self._thread.start()
 
     def on_arrival(self, number: int, request: Request) -> None:
-        """Its lengths and what it asks for."""
+        """Records the request's lengths and what it asks for."""
         self._tell((number, request))
 
     def on_step(self, stats: StepStats) -> None:
-        """Its shape and its times."""
+        """Records the step's shape and times."""
         self._tell(stats)
 
     def on_finish(self, stats: RequestStats) -> None:
-        """Its length, and how it ended."""
+        """Records the output's length and how it ended."""
         self._tell(stats)
 
     def on_stop(self) -> None:
-        """Returns when all is on the disk."""
+        """Returns when everything is on disk."""
         self._queue.put(None)
         self._thread.join()
         self._hold.release()

@@ -20,14 +20,30 @@ NO_SLOT = -1
 
 
 class Continuation:
-    """Host side of continuation `index` of a request. Engine thread only.
+    """One of a request's n continuations, on the host. Engine thread only.
 
-    row: in the scheduler's table. number: from 0 in the order of arrival. slot: on the device while
-    it holds cache, else NO_SLOT. problems: with its targets. token_times: when its tokens came, in
-    seconds on the engine's clock. preempted: likewise, when it lost all of its cache. untold: the
-    first token of its prompt whose log-probability no launched step tells; None if none is to.
-    Results that arrive once `finished` is set belong to nobody. What it raises is its own affair:
-    its text has failed, or its caller.
+    Results that arrive after `finished` is set are dropped. An exception from a method means that
+    this continuation's text processing or its caller has failed, nothing else.
+
+    Args:
+        request: what was submitted.
+        index: which of the request's continuations.
+        row: its row in the scheduler's table.
+        number: counts continuations from 0 in the order of arrival.
+        text: turns its tokens into text.
+        sampling_row: sampling parameters for the device.
+        on_output: the caller's callback.
+        problems: what is wrong with its latency targets.
+
+    Attributes:
+        slot: device slot while it holds cache, else NO_SLOT.
+        finished: whether it has ended.
+        output_tokens: generated tokens.
+        first_scheduled: when it was first scheduled, in seconds on the engine's clock, or None.
+        token_times: when each token came, likewise.
+        preempted: when it lost all of its cache, likewise.
+        untold: first prompt token whose log-probability no launched step reports; None if there is
+            none left to report.
     """
 
     def __init__(
@@ -63,11 +79,11 @@ class Continuation:
 
     @property
     def matcher(self) -> Matcher | None:
-        """Of its grammar, if it has one: it has taken in all of its tokens so far."""
+        """Its state in the request's grammar after all tokens so far; None without a grammar."""
         return self._text.matcher
 
     def slot_params(self) -> SlotParams:
-        """What its slot on the device begins with."""
+        """Sampling parameters and state for its device slot."""
         return self._sampling_row.slot_params(self.index, self.output_tokens)
 
     def tokens(self, first: int, end: int) -> Sequence[int]:
@@ -77,13 +93,23 @@ class Continuation:
         return (*prompt, *self.output_tokens[max(first - split, 0) : max(end - split, 0)])
 
     def tell_prompt(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        """Streams those of the next tokens of its prompt."""
+        """Streams the log-probabilities of the next prompt tokens."""
         self._tell(Output(self.request.id, self.index, prompt_logprobs=logprobs))
 
     def feed(
         self, token: int, now: float, preemptions: int, logprobs: tuple[TokenLogprobs, ...]
     ) -> FinishReason | None:
-        """Takes one sampled token, streams what it says, and returns why the text ends, if so."""
+        """Takes one sampled token and streams it.
+
+        Args:
+            token: the token.
+            now: seconds on the engine's clock.
+            preemptions: how often it has lost its cache so far.
+            logprobs: the token's log-probabilities; empty if not requested.
+
+        Returns:
+            Why the continuation ends with this token, or None.
+        """
         self.token_times.append(now)
         self.output_tokens.append(token)
         delta, reason = self._text.feed(token)
@@ -101,7 +127,15 @@ class Continuation:
         return reason
 
     def fail(self, now: float, preemptions: int, error: str, *, engine_failed: bool) -> None:
-        """Ends it with an error, whatever of it may be what failed; its caller is told once."""
+        """Ends it with an error, even if its own text processing is what failed. The caller gets at
+        most one last `Output`.
+
+        Args:
+            now: seconds on the engine's clock.
+            preemptions: how often it has lost its cache.
+            error: the message.
+            engine_failed: see `Output.engine_failed`.
+        """
         self._engine_failed = engine_failed
         try:
             if not self._told:
@@ -112,14 +146,21 @@ class Continuation:
                 refuse(self.request, self._tell, *why, engine_failed=engine_failed)
 
     def end(self, reason: FinishReason, now: float, preemptions: int, error: str = "") -> None:
-        """Ends it from outside: cancelled, or the engine failed."""
+        """Ends it from outside: it is cancelled, or something failed.
+
+        Args:
+            reason: why it ends.
+            now: seconds on the engine's clock.
+            preemptions: how often it has lost its cache.
+            error: the message, with FinishReason.ERROR.
+        """
         self.finished = True
         text, own = self._text.flush(), (self.request.id, self.index)
         news = Output(*own, text=text, finish_reason=reason, error=error)
         self._tell(self._last(news, reason, now, preemptions))
 
     def _last(self, news: Output, reason: FinishReason, now: float, preemptions: int) -> Output:
-        """With what the last one says besides."""
+        """`news` completed to the last `Output`, with usage, timings and verdict."""
         self._conclude(reason, now)
         return dataclasses.replace(
             news,
@@ -134,7 +175,7 @@ class Continuation:
         self._on_output(output)
 
     def _conclude(self, reason: FinishReason, now: float) -> None:
-        """Its times, and whether they are what it asked for."""
+        """Computes its timings, and whether its targets were met."""
         request, came = self.request, self.token_times
         scheduled = now if self.first_scheduled is None else self.first_scheduled
         self._timings = Timings(
@@ -156,7 +197,7 @@ class Continuation:
         )
 
     def stats(self, reason: FinishReason, now: float, preemptions: int) -> RequestStats:
-        """What the observers are told of its end, which was now."""
+        """The record for the observers of a continuation that ends now."""
         if self._timings is None:  # its caller has not been told of it
             self._conclude(reason, now)
         assert self._timings is not None

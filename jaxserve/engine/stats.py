@@ -1,7 +1,8 @@
-"""What the engine reports about itself: one record a step, one a finished request, one snapshot.
+"""What the engine reports about itself: a record of each step and each finished request, and
+snapshots.
 
 Observers are called on the engine thread and must return quickly. What one raises is logged and
-counted, and it goes on being told.
+counted, and it is still called for later events.
 """
 
 from __future__ import annotations
@@ -16,27 +17,40 @@ from jaxserve.sched.slo.verdict import Verdict
 
 @dataclass(frozen=True)
 class StepStats:
-    """One executed batch. Times in seconds.
+    """One executed batch. Times are in seconds, whether or not the device hid them.
 
-    num_decodes: rows that decode. padded_tokens: the size of its bucket, of which num_tokens are
-    real, in three kinds as in `sched.step.Step`. preemptions: requests that lost their cache
-    since the step before.
-    num_live: requests when it was planned. num_received: of those that have come since the step
-    before was planned. num_admitted: rows that took a slot for sampling.
-    num_moves: operations on the pool that were sent to the device. num_emitting: rows that sample.
-    after_idle: whether the device had nothing to do when it came.
-    features: what the cost model knows of it. received: the numbers of the continuations that got a
-    token of it. kv_used: tokens whose K and V the blocks in use hold, once it was planned;
-    num_hidden: rows with hidden caches; num_shared: blocks that several requests hold.
-    end: when its tokens were on the host, on the engine's clock.
-    step_time: launch to tokens on the host. device_time: what it took the device, see
-    `sched.watch.StepWatch`; predicted_time: what the cost model had said at the launch;
-    lengthening: how much of that is for best-effort rows, see `sched.tiers`.
-    wake_time: from a request's arrival until the engine's thread, which slept, went on; 0 where it
-    did not. receive_time: from the step before, or from there, to the plan: observers, and taking
-    requests in. plan_time: the policy's plan and its booking; launch_time: moves, building the
-    batch and handing it over; finish_time: detokenising and streaming. All whether or not the
-    device hid them.
+    Attributes:
+        num_rows: rows of the batch.
+        num_decodes: rows that decode.
+        num_decode_tokens: newest generated tokens, as in `sched.step.Step`.
+        num_prefill_tokens: prompt tokens computed for the first time.
+        num_recomputed_tokens: tokens computed again after a preemption.
+        padded_tokens: size of its bucket, padding included.
+        preemptions: requests that lost their cache since the previous step.
+        num_live: continuations in the engine when it was planned.
+        num_received: continuations that arrived since the previous step was planned.
+        num_admitted: rows that took a device slot for sampling.
+        num_moves: operations on the pool that were sent to the device.
+        num_emitting: rows that sample a token.
+        after_idle: whether the device had nothing to do when the step was launched.
+        features: what the cost model knows of the batch.
+        kv_used: tokens of K and V that the used blocks can hold, after planning.
+        num_hidden: rows with hidden caches.
+        num_shared: blocks that several requests hold.
+        predicted_time: what the cost model predicted at the launch.
+        lengthening: how much of the predicted time is due to best-effort rows, see
+            `sched.slo.tiers.lengthening`.
+        wake_time: from a request's arrival until the sleeping engine thread woke up; 0 if it was
+            awake.
+        receive_time: from the end of the previous step, or from waking up, to planning: observers
+            and newly arrived requests.
+        plan_time: the policy's plan and its booking.
+        launch_time: cache moves, building the batch and handing it to the device.
+        received: numbers of the continuations that got a token (`Observer.on_arrival`).
+        end: when its tokens were on the host, on the engine's clock.
+        step_time: from the start of planning to its tokens on the host.
+        device_time: the time on the device, see `sched.step_timing.StepWatch`.
+        finish_time: detokenising and streaming.
     """
 
     num_rows: int
@@ -71,22 +85,30 @@ class StepStats:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed, padding not counted."""
+        """Tokens computed, without padding."""
         return self.num_decode_tokens + self.num_prefill_tokens + self.num_recomputed_tokens
 
     @property
     def host_time(self) -> float:
-        """All that the engine's thread did for it."""
+        """Time of the engine thread spent on this step."""
         return self.receive_time + self.plan_time + self.launch_time + self.finish_time
 
 
 @dataclass(frozen=True)
 class RequestStats:
-    """One finished continuation. Times in seconds.
+    """One finished continuation. Times are in seconds.
 
-    number: as in `Observer.on_arrival`. queue_time: arrival to first scheduled; ttft: arrival to
-    first token, None without one; e2e: arrival to end. preemptions: how often it lost its cache.
-    verdict: whether its targets were met; None without any.
+    Attributes:
+        number: as in `Observer.on_arrival`.
+        finish_reason: why it ended.
+        tier: the request's tier.
+        prompt_tokens: tokens of the prompt.
+        output_tokens: generated tokens.
+        preemptions: how often it lost its cache.
+        queue_time: as `Timings.queue`.
+        ttft: arrival to first token; None if there was none.
+        e2e: arrival to the end.
+        verdict: whether its targets were met; None if it has no targets.
     """
 
     number: int
@@ -103,16 +125,28 @@ class RequestStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot.
+    """A snapshot of the engine. Counts are since the start.
 
-    waiting, running: continuations. blocks: how many blocks hold what for whom, `{("kv",
-    "realtime"): 12, ...}`, see `sched.tiers.blocks_used`. host_slots_total, host_slots_used: of
-    host memory for checkpoints. Since the start, preemptions and steps; slots_checkpointed,
-    slots_restored; host_full: preemptions for whose caches host memory had no room.
-    compiles_after_warmup: compilations while serving. step_time_error: of the predicted step times
-    lately, the mean of |predicted / measured - 1|. expected_wait: by tier, seconds until the first
-    token of the shortest prompt that would come now. request_failures, step_failures,
-    observer_failures: what went wrong on the engine's thread and did not end it, see `failures.py`.
+    Attributes:
+        waiting: continuations that hold no cache.
+        running: continuations that hold cache, or wait for their last token.
+        blocks_total: blocks of the pool.
+        blocks_free: blocks that an allocation may take.
+        blocks: used blocks by kind of cache and tier, `{("kv", "realtime"): 12, ...}`, see
+            `sched.slo.tiers.blocks_used`.
+        host_slots_total: slots of host memory for checkpoints.
+        host_slots_used: those in use.
+        slots_checkpointed: slots copied to host memory.
+        slots_restored: slots copied back from there.
+        host_full: preemptions whose caches found no room in host memory.
+        preemptions: preemptions of continuations.
+        compiles_after_warmup: compilations while serving.
+        steps: finished steps.
+        step_time_error: mean of |predicted / measured - 1| over recent steps.
+        expected_wait: by tier, seconds until the first token of the shortest prompt submitted now.
+        request_failures: continuations that failed alone, see `failures.py`.
+        step_failures: steps that failed as a whole.
+        observer_failures: observer calls that raised.
     """
 
     waiting: int
@@ -137,14 +171,28 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What is served: fixed from start to stop.
+    """What is served. It does not change while the engine runs.
 
-    max_model_len: tokens of a request, prompt and output. block_size: tokens of a block;
-    pool_tokens: that K and V in all blocks hold; pool_bytes: over all devices. mesh_tensor: devices
-    that share each layer. hidden_read: how hidden caches are read, absorbed or projected, None
-    without such caches; rho: seconds a step takes longer for a token of theirs than for one of K
-    and V, None likewise. cost_model: where the model came from that predicts steps, and that they
-    have corrected since.
+    Attributes:
+        model: name of the model.
+        family: model family that runs it.
+        num_params: parameters, tied ones counted once.
+        num_layers: layers.
+        dtype: of the weights.
+        vocab_size: tokens of the vocabulary.
+        max_model_len: most tokens of a request, prompt and output.
+        policy: the scheduling policy and its parameters.
+        num_blocks: blocks of the pool.
+        block_size: tokens of a block.
+        pool_tokens: tokens of K and V that the pool holds.
+        pool_bytes: size of the pool over all devices.
+        device: kind of device.
+        mesh_tensor: devices that share each layer.
+        attention_backend: name of the attention kernels.
+        cost_model: where the initial cost model came from. Served steps correct it.
+        hidden_read: how hidden caches are read, absorbed or projected; None without such caches.
+        rho: seconds that a step takes longer for a token read from a hidden cache instead of K and
+            V; None without such caches.
     """
 
     model: str
@@ -168,33 +216,33 @@ class EngineInfo:
 
 
 class Observer:
-    """Told of what happens, on the engine thread; what it does not care for, it leaves as it is."""
+    """Receives the engine's events, on the engine thread. Override the methods you need."""
 
     def on_arrival(self, number: int, request: Request) -> None:
-        """A continuation. number: of it, from 0 in the order of arrival."""
+        """A continuation has arrived. number: counts them from 0 in the order of arrival."""
 
     def on_step(self, stats: StepStats) -> None:
-        """After each batch, once its tokens are on the host."""
+        """A batch has finished and its tokens are on the host."""
 
     def on_first_token(self, ttft: float, tier: Tier) -> None:
-        """A continuation's first token. ttft: seconds since its arrival."""
+        """A continuation's first token has come. ttft: seconds since its arrival."""
 
     def on_inter_token(self, tbt: float, tier: Tier) -> None:
-        """Every later one. tbt: seconds since the token before."""
+        """A later token has come. tbt: seconds since the one before."""
 
     def on_finish(self, stats: RequestStats) -> None:
-        """Once a continuation, whatever ended it."""
+        """A continuation has ended, for whatever reason. Called once for each."""
 
     def on_stop(self) -> None:
-        """The engine has ended; nothing follows."""
+        """The engine has stopped. No other call follows."""
 
 
 class StepRecorder(Observer):
-    """Keeps every step of the engine, in the order they end; nothing else."""
+    """An observer that keeps every step in `steps`, in the order in which they end."""
 
     def __init__(self) -> None:
         self.steps: list[StepStats] = []
 
     def on_step(self, stats: StepStats) -> None:
-        """Keeps it, on the engine thread."""
+        """Appends the step."""
         self.steps.append(stats)

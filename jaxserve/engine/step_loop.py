@@ -1,4 +1,4 @@
-"""The requests in the engine and the steps that serve them, on the engine's thread."""
+"""The live requests and the steps that serve them, on the engine thread."""
 
 from __future__ import annotations
 
@@ -40,9 +40,16 @@ from jaxserve.sched.step_timing import StepWatch
 
 @dataclasses.dataclass(frozen=True)
 class Submit:
-    """A request to serve, with all that it is served with, made on its caller's thread. texts: of
-    its continuations. row: for the device. alone: what an idle engine takes for it. problems: with
-    its targets."""
+    """A request to serve, prepared on its caller's thread.
+
+    Attributes:
+        request: what was submitted.
+        on_output: the caller's callback.
+        texts: turn tokens into text, one for each of the request's continuations.
+        row: its sampling parameters for the device.
+        alone: latencies that an idle engine would reach.
+        problems: what is wrong with its latency targets.
+    """
 
     request: Request
     on_output: Callable[[Output], None]
@@ -53,13 +60,27 @@ class Submit:
 
 
 class StepLoop:
-    """Continuations by table row, from `admit` to `end`; `launch` and `finish` a step in turns.
+    """Runs the live continuations, by table row: `admit` takes them in, and `launch` and `finish`
+    run their steps in turns.
 
-    What fails for one continuation ends it alone, and what fails for a step those that it is of
-    (`failures.py`); what is raised here ends the engine.
+    A failure of one continuation ends only that one. A failure of a step ends the continuations in
+    it (`failures.py`). An exception from here ends the engine.
 
-    watch: predicts and measures the steps. compiles: an error after the warm-up, if given.
-    on_over(request id) is told of each continuation that is over.
+    Args:
+        executor: runs the steps.
+        scheduler: plans them.
+        info: what is served.
+        watch: predicts and measures step times.
+        compiles: counts compilations; one after the warm-up is an error. None to allow them.
+        clock: seconds; `Request.arrival` is on it.
+        on_over: called with the request's id for each continuation that has ended.
+
+    Attributes:
+        live: continuations that have not ended, by row of the scheduler's table.
+        failures: counts of what failed.
+        observers: receive the engine's events.
+        steps: finished steps.
+        arrivals: continuations so far, with those that could not be admitted.
     """
 
     def __init__(
@@ -93,12 +114,12 @@ class StepLoop:
         self._wake_time = self._receive_time = 0.0
 
     def woke(self, arrival: float | None) -> None:
-        """The thread has slept, until now; arrival: of the request that woke it, if one did."""
+        """The thread has just slept. arrival: of the request that woke it, if one did."""
         self._since = self._clock()
         self._wake_time = 0.0 if arrival is None else self._since - arrival
 
     def admit(self, command: Submit) -> None:
-        """Takes the request in, as many continuations as it asks for; they wait."""
+        """Adds all continuations of the request to the waiting ones."""
         request = command.request
         mine = self._by_id[request.id] = []
         try:
@@ -121,7 +142,7 @@ class StepLoop:
         self.observers.notify(lambda observer: observer.on_arrival(one.number, one.request))
 
     def _refuse(self, command: Submit, begun: list[Continuation], error: BaseException) -> None:
-        """Ends a request that cannot be taken in, or not as a whole."""
+        """Ends a request that cannot be admitted, or only in part."""
         request, rest = command.request, range(len(begun), command.request.sampling.n)
         refuse(request, command.on_output, FinishReason.ERROR, describe(error), rest)
         self.arrivals += len(rest)
@@ -134,7 +155,7 @@ class StepLoop:
             self._fail(continuation, error)
 
     def cancel(self, request_id: str) -> None:
-        """Ends what there is of it."""
+        """Ends the request's remaining continuations."""
         for continuation in list(self._by_id.get(request_id, ())):
             try:
                 self._end(continuation, FinishReason.CANCELLED)
@@ -142,7 +163,7 @@ class StepLoop:
                 self._fail(continuation, error)
 
     def launch(self, *, idle: bool) -> InFlight | None:
-        """Plans the next step and starts it; None if there is nothing to do yet, or it failed."""
+        """Plans and launches the next step. None if there is nothing to do, or if it failed."""
         if not self.live:
             return None
         # Plans went well before these came; if it is not they, the next ones say so.
@@ -171,7 +192,7 @@ class StepLoop:
         return plan
 
     def _members(self, step: Step) -> list[Continuation]:
-        """Those that compute anything in it, or whose caches it moves."""
+        """The continuations that the step computes, or whose caches it moves."""
         rows = step.rows.tolist()
         for operation in step.plan.operations:
             rows += [operation.row] if isinstance(operation, Join) else operation.rows.tolist()
@@ -234,7 +255,8 @@ class StepLoop:
         return flying
 
     def _end_failed_members(self) -> None:
-        """The step with them runs: what they hold is free for those behind it."""
+        """Ends the members that failed while their step was built. It runs now, so later steps may
+        take what they held."""
         failed, self._failed = self._failed, []
         for continuation, error in failed:
             self._fail(continuation, error)
@@ -269,8 +291,8 @@ class StepLoop:
             return (0,) * (end - first)
 
     def sample(self, step: InFlight) -> InFlight | None:
-        """Has the tokens drawn of a step in which grammars have a say, now that every token before
-        them is here. None if that failed."""
+        """Samples the tokens of a step with grammars, now that all earlier tokens are on the host.
+        None if that failed."""
         if not isinstance(step.handle, PendingSample):
             return step
         begin = self._clock()
@@ -289,7 +311,8 @@ class StepLoop:
         return dataclasses.replace(step, handle=handle, stats=stats)
 
     def _mask(self, continuation: Continuation, to: np.ndarray) -> None:
-        """Writes what its grammar allows next; it ends where that is nothing."""
+        """Writes the tokens that its grammar allows next to `to`. Ends the continuation if there
+        are none."""
         matcher = continuation.matcher
         if matcher is None or continuation.finished:
             return
@@ -305,7 +328,7 @@ class StepLoop:
             self._fail(continuation, error)
 
     def finish(self, step: InFlight) -> None:
-        """Takes in a step's tokens; late ones of requests that are over are dropped."""
+        """Takes in a step's tokens. Those of continuations that have ended are dropped."""
         assert not isinstance(step.handle, PendingSample)
         result = step.handle.result()  # what this raises the device has raised
         prompt = None if step.prompts is None else step.handle.prompt()
@@ -353,7 +376,8 @@ class StepLoop:
     def _report(
         self, step: InFlight, received: tuple[int, ...], now: float, device_time: float
     ) -> None:
-        """Tells the observers of a step whose tokens came now, to whom."""
+        """Reports a step whose tokens came now to the observers. received: the continuations'
+        numbers."""
         self._since = self._clock()
         stats = dataclasses.replace(
             step.stats,
@@ -388,7 +412,8 @@ class StepLoop:
             return self._plain
 
     def _release_slot(self, member: Continuation, preempted: float | None = None) -> None:
-        """Those restored from the host have none until they are in a batch. preempted: when."""
+        """Frees its device slot, if it has one (after a restore it has none until it is in a
+        batch). preempted: when it lost its cache, if it did."""
         if preempted is not None:
             member.preempted.append(preempted)
         if member.slot != NO_SLOT:
@@ -396,7 +421,7 @@ class StepLoop:
             member.slot = NO_SLOT
 
     def stop(self) -> None:
-        """Ends the executor, and tells the observers, for the last time."""
+        """Closes the executor and sends the observers their last event."""
         self._executor.close()
         observers, self.observers = self.observers, Observers(self.failures)
         observers.notify(lambda observer: observer.on_stop())
@@ -411,7 +436,7 @@ class StepLoop:
         self._forget(continuation, reason, now)
 
     def _fail(self, continuation: Continuation, error: BaseException) -> None:
-        """Ends it alone for what went wrong with it, unless it is over."""
+        """Ends this continuation alone for an error, unless it has ended."""
         if self.live.get(continuation.row) is continuation:
             self.failures.of_request(error, continuation.request.id)
             self.end_failed(continuation, describe(error))
@@ -419,9 +444,9 @@ class StepLoop:
     def _fail_step(
         self, error: BaseException, suspects: Iterable[Continuation], step: Step | None = None
     ) -> None:
-        """Ends those of whom it may be the fault, or whose caches nobody knows now, the suspects.
-        step: what was booked of it, if its launch failed. Raises the error where it is no use to go
-        on."""
+        """Ends the continuations that may have caused a step's failure, or whose caches are in an
+        unknown state, the suspects. step: what was booked, if the launch failed. Raises the error
+        if the engine cannot go on."""
         if ends_engine(error) or not self._executor.intact:
             raise error
         for move in () if step is None else step.moves:

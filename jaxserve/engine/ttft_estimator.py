@@ -1,4 +1,5 @@
-"""How long requests that come now would wait: published by the engine's thread, asked by others."""
+"""How long a request that arrives now would wait: published by the engine thread, asked by
+others."""
 
 from __future__ import annotations
 
@@ -18,10 +19,18 @@ log = logging.getLogger(__name__)
 
 
 class LiveTtftEstimator:
-    """`publish` is the engine's thread's; the others are any thread's, and hold nobody else up.
-    clock: seconds, of the requests' arrival. arrivals(): continuations so far that the engine's
-    thread has taken in, or could not. backlog: what was there to do when the last step had been
-    launched."""
+    """Predicts the time to first token of requests. Only the engine thread calls `publish`. The
+    other methods are for any thread and do not block it.
+
+    Args:
+        scheduler: what it plans with.
+        watch: knows when the device was last free.
+        clock: seconds; `Request.arrival` is on it.
+        arrivals: returns the continuations that the engine thread has admitted or refused so far.
+
+    Attributes:
+        backlog: the work left when the last step had been launched.
+    """
 
     def __init__(
         self,
@@ -39,8 +48,8 @@ class LiveTtftEstimator:
         self.publish()
 
     def publish(self, *flying: InFlight | None) -> None:
-        """What there is to do now. flying: the steps that have been launched, in order, whose
-        tokens are not here; those before them are done."""
+        """Publishes the work left now. flying: the launched steps whose tokens have not come, in
+        order."""
         now = self._clock()
         free_at = self._watch.done
         for step in flying:
@@ -50,7 +59,7 @@ class LiveTtftEstimator:
         self._latest = self._arrivals(), TtftEstimator(backlog)
 
     def submitted(self, request: Request) -> None:
-        """The engine has been given the request; it may not have taken it in yet."""
+        """Counts a request in that the engine may not have admitted yet."""
         with self._lock:
             predicts = self._current()
             if self._submitted >= self._latest[0]:
@@ -59,7 +68,7 @@ class LiveTtftEstimator:
             self._submitted += request.sampling.n
 
     def wait(self, request: Request) -> Wait:
-        """Of one that would come now."""
+        """The expected wait of a request that arrives now."""
         with self._lock:
             return self._current().wait(request, self._clock())
 
@@ -80,8 +89,8 @@ class LiveTtftEstimator:
 
 
 def _arrived(predicts: TtftEstimator, request: Request) -> None:
-    """A policy that fails over where it stands makes predictions worse, and nothing else: it is in
-    the queue."""
+    """Adds the request to the queue. If the policy fails to place it there, only the predictions
+    get worse."""
     try:
         predicts.arrived(request, request.arrival)
     except Exception:
