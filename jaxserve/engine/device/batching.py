@@ -1,4 +1,5 @@
-"""Turns a booked step into the padded batch of a device step, and of what happens before it."""
+"""Turns a booked step into the padded batch of a device step, and carries out the cache moves
+before it."""
 
 from __future__ import annotations
 
@@ -22,11 +23,19 @@ def build_batch(
     *,
     mixed: bool = False,
 ) -> tuple[Layout, PackedBatch]:
-    """The smallest layout for the step, and its packed rows. mixed: no decode layout, though every
-    row may have one token.
+    """Packs a step into the smallest layout that holds it.
 
-    slots int32 [n]: device slots. tokens_of(row, first, end): a request's known tokens, asked only
-    for those that have reached the host: the newest generated one comes from its slot.
+    Args:
+        buckets: the layouts there are.
+        step: the booked step.
+        pool: where the rows' caches are.
+        slots: int32 [n], device slots.
+        tokens_of: (row, first, end) -> a request's known tokens. It is not asked for the newest
+            generated one, which comes from the row's slot.
+        mixed: whether to avoid decode layouts, even if every row has one token.
+
+    Returns:
+        The layout, and the packed rows.
     """
     rows, counts = step.rows, step.plan.num_tokens
     known = step.end - step.feeds_back
@@ -54,8 +63,9 @@ def build_batch(
 
 
 def sampling_rows(step: Step, batch: PackedBatch) -> list[tuple[int, int]]:
-    """The batch's rows that sample, and which of the step's each is: those of one token first, each
-    in the plan's order, as simulations have it, wherever the batch has those with hidden caches."""
+    """(row of the batch, row of the step) for each row that samples: those with one token first,
+    each group in the plan's order. Simulations use the same order, whatever the layout does with
+    hidden caches."""
     sampling = np.flatnonzero(step.emits)
     sampling = sampling[np.argsort(step.plan.num_tokens[sampling] != 1, kind="stable")]
     place = np.empty(len(batch.order), np.int64)
@@ -64,7 +74,7 @@ def sampling_rows(step: Step, batch: PackedBatch) -> list[tuple[int, int]]:
 
 
 def carry_out(executor: Executor, move: Move) -> None:
-    """Does what the step wants done before it."""
+    """Executes one of the step's cache moves, which all precede it."""
     match move:
         case ProjectSlots():
             for layout, packed in projection_batches(executor.buckets, move):
@@ -80,7 +90,7 @@ def carry_out(executor: Executor, move: Move) -> None:
 
 
 def projection_batches(buckets: Buckets, move: ProjectSlots) -> Iterator[tuple[Layout, np.ndarray]]:
-    """The layouts and packed buffers with which `Executor.project_to_kv` makes K and V."""
+    """The layouts and packed buffers for `Executor.project_to_kv`."""
     layout = buckets.projection_layout()
     pieces = [
         (number, first, min(first + layout.tokens, length))

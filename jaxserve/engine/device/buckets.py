@@ -1,10 +1,13 @@
-"""Which static shapes exist. Additive: row buckets for decode steps, token buckets for the others.
+"""The static shapes that steps are compiled for: row buckets for decode steps, token buckets for
+all others.
 
-A decode step has as many tokens as rows. Any other step has a token bucket, and as many rows as
-could be in it. So the number of compiled steps is the sum, not the product, of the two lists. Where
-there are hidden caches, each decode step is there once more for few of them, for many and for
-nothing else, and every other of the others for few and for many, so that steps without one pay
-nothing for them, and steps with few little; or both once more for any number (not `fitted`).
+A decode step has as many tokens as rows. Any other step has a token bucket and as many rows as
+could be in it. So the number of compiled steps is the sum of the two lists, not their product.
+
+Hidden caches need more steps, so that steps without them cost nothing extra and steps with few of
+them little. Each decode step is then also compiled for few hidden rows, for many, and for hidden
+rows only. Every other token bucket is also compiled for few and for many. If not `fitted`, both are
+compiled once more only, for any number of hidden rows.
 """
 
 from __future__ import annotations
@@ -31,9 +34,19 @@ PROJECTED_TOKENS = 128
 
 @dataclass(frozen=True)
 class Buckets:
-    """rows, tokens: ascending sizes. width: block table width. slots: device slots. hidden: there
-    are steps for rows with hidden caches, too. fitted: some of those are for few such rows, and for
-    nothing else. decode_group, decode_chunk: as in `Padding`. block_size: as in `Layout`."""
+    """The compiled layouts of an engine.
+
+    Attributes:
+        rows: sizes of decode steps, ascending.
+        tokens: sizes of the other steps, ascending.
+        width: blocks a row of a block table.
+        slots: device slots.
+        hidden: whether there are steps for rows with hidden caches.
+        fitted: whether some of those are for few hidden rows, or for nothing else.
+        decode_group: as in `Padding`.
+        decode_chunk: as in `Padding`.
+        block_size: as in `Layout`.
+    """
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -47,11 +60,11 @@ class Buckets:
 
     @property
     def padding(self) -> Padding:
-        """How batches are rounded up, as the cost models see it."""
+        """How batches are rounded up, for the cost models."""
         return Padding(self.rows, self.tokens, self.decode_group, self.decode_chunk)
 
     def decode(self, rows: int, *, hidden: int = 0) -> Layout:
-        """The smallest decode step for that many rows, `hidden` of them with hidden caches. Raises
+        """The smallest decode step for so many rows, `hidden` of them with hidden caches. Raises
         IndexError beyond the last bucket."""
         size = self.rows[bisect.bisect_left(self.rows, rows)]
         if hidden == rows and self.fitted:
@@ -62,8 +75,8 @@ class Buckets:
         return self._layout(rows, rows, True, hidden, kv)
 
     def mixed(self, tokens: int, *, hidden: int = 0) -> Layout:
-        """The smallest step for that many tokens in any number of rows. hidden: decodes with hidden
-        caches, but at least 1 if any row has one. Raises IndexError beyond the last bucket."""
+        """The smallest step for so many tokens in any number of rows. hidden: decodes with hidden
+        caches, at least 1 if any row has one. Raises IndexError beyond the last bucket."""
         sizes = self.padding.hidden_tokens if hidden else self.tokens
         size = sizes[bisect.bisect_left(sizes, tokens)]
         return self._mixed(size, self._room(self._rows_for(size), hidden))
@@ -79,18 +92,18 @@ class Buckets:
         )
 
     def fitting(self, counts: np.ndarray, kinds: np.ndarray) -> Layout:
-        """The smallest step for rows of so many tokens each, with caches of these kinds."""
+        """The smallest step for rows with these token counts and kinds of caches, both [n]."""
         total, hidden = int(counts.sum()), hidden_decodes(counts, kinds)
         if total == len(counts):
             return self.decode(total, hidden=hidden)
         return self.mixed(total, hidden=hidden)
 
     def projection_layout(self) -> Layout:
-        """The batch in which hidden caches become KV: PROJECTED_TOKENS tokens at most."""
+        """The layout for projecting hidden caches to K and V: at most PROJECTED_TOKENS tokens."""
         return self.mixed(min(PROJECTED_TOKENS, self.tokens[-1]))
 
     def all(self) -> list[Layout]:
-        """Every step there is, decode steps first."""
+        """Every layout, decode steps first."""
         decodes = [self.decode(rows) for rows in self.rows]
         mixed = [self.mixed(tokens) for tokens in self.tokens]
         if not self.hidden:
@@ -106,7 +119,7 @@ class Buckets:
         return decodes + mixed
 
     def _rooms(self, rows: int) -> tuple[int, ...]:
-        """Ascending: for how many decodes with hidden caches, of so many rows, there are steps."""
+        """Numbers of hidden decodes that steps of so many rows are compiled for, ascending."""
         few = rows // FEW_HIDDEN if self.fitted else 0
         return (few, rows) if few > 1 else (rows,)
 
@@ -130,10 +143,23 @@ def make_buckets(
     decode_chunk: int = 1,
     block_size: int = 0,
 ) -> Buckets:
-    """Buckets up to max_rows and max_tokens; an empty list means the default sizes.
+    """Buckets up to max_rows and max_tokens. Default sizes are powers of two up to 256, multiples
+    of 256 above, and the maximum itself.
 
-    Defaults: powers of two, and above 256 steps of 256. ConfigError if a given list does not
-    reach its maximum.
+    Args:
+        max_rows: rows of the largest decode step, and device slots.
+        max_tokens: tokens of the largest step.
+        width: blocks a row of a block table.
+        rows: sizes of decode steps; empty for the default.
+        tokens: sizes of the other steps; empty for the default.
+        hidden: as in `Buckets`.
+        fitted: as in `Buckets`.
+        decode_group: as in `Padding`.
+        decode_chunk: as in `Padding`.
+        block_size: as in `Layout`.
+
+    Raises:
+        ConfigError: given sizes are not ascending, or do not reach their maximum.
     """
     given = {
         "engine.row_buckets": (rows or _sizes(1, max_rows), max_rows),
@@ -165,7 +191,7 @@ def hidden_decodes(counts: np.ndarray, kinds: np.ndarray) -> int:
 
 
 def _up_to(sizes: tuple[int, ...], maximum: int) -> tuple[int, ...]:
-    """The sizes that can be needed: up to the first that holds the maximum."""
+    """The sizes up to the first that holds the maximum."""
     return sizes[: bisect.bisect_left(sizes, maximum) + 1]
 
 

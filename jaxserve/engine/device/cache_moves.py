@@ -1,4 +1,5 @@
-"""Slots of the pool to other blocks, and to and from host memory (BROS section 5.2)."""
+"""Moves cached tokens to other blocks of the pool, and to and from host memory (BROS section
+5.2)."""
 
 from __future__ import annotations
 
@@ -37,12 +38,19 @@ PINNED = "pinned_host"
 
 
 class Mover:
-    """pool_format: the pool's own, see `row_major`; place: where its arguments go; pinned: whether
-    what leaves goes through pinned memory of the host's, by default `has_pinned` of the devices.
+    """Copies slots of the pool. Keeps what is saved in host memory.
 
-    What is saved is staged on the device and copied from there, see `HostCopies`; what is loaded is
-    on its way to the device at once, and goes into the pool in the order of the steps. Nothing
-    waits but for room, where more than ROOM slots would be there, and a load for its own copies.
+    A save is staged on the device and copied to the host from there, see `HostCopies`. A load
+    starts on its way to the device at once and enters the pool in the order of the steps. Calls
+    only wait where more than ROOM slots would be staged, and a load also for the save of what it
+    loads.
+
+    Args:
+        model: gives the kernels and the mesh.
+        pool_format: the pool's own, see `row_major`.
+        place: device or sharding of the kernels' arguments.
+        pinned: whether saves go through pinned host memory; None for what `has_pinned` says of the
+            device.
     """
 
     def __init__(
@@ -62,12 +70,12 @@ class Mover:
 
     @property
     def pinned(self) -> bool:
-        """Whether what leaves goes through pinned memory, to which the device copies by itself."""
+        """Whether saves go through pinned host memory, to which the device copies by itself."""
         return self._pinned is not None
 
     def copy_slots(self, pool: jax.Array, places: np.ndarray) -> jax.Array:
-        """The pool with what is in the first (block, slot) of places int32 [m, 4] in the second
-        too, in all layers."""
+        """Copies cached tokens within the pool, in all layers. places: int32 [m, 4], from (block,
+        slot) to (block, slot). Returns the pool."""
         for piece, count in _pieces(places):
             pool = self._move(pool, *self._put(piece, count))
         return pool
@@ -75,8 +83,14 @@ class Mover:
     def save(
         self, pool: jax.Array, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray
     ) -> None:
-        """Keeps what is in slots int32 [sum(counts), 2], (block, slot): the first counts[0] under
-        keys[0], and so on."""
+        """Copies cached tokens to host memory.
+
+        Args:
+            pool: the pool.
+            keys: what to find them by.
+            counts: tokens of each key.
+            slots: int32 [sum(counts), 2], (block, slot): those of keys[0] first.
+        """
         for key, count in zip(keys, counts, strict=True):
             mine = local_shape(self._staging, _staged_shape(pool, count))
             self._host.allocate(key, mine, pool.dtype)
@@ -94,7 +108,17 @@ class Mover:
     def load(
         self, pool: jax.Array, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray
     ) -> jax.Array:
-        """The pool with what is kept under the keys in these slots, as in `save`."""
+        """Copies what was saved under the keys to slots of the pool.
+
+        Args:
+            pool: the pool, which is donated.
+            keys: what was saved.
+            counts: tokens of each key.
+            slots: as in `save`.
+
+        Returns:
+            The pool with them.
+        """
         kept = {key: self._host.get_copy(key) for key in keys}
         first = 0
         for piece, count in _pieces(slots):
@@ -108,19 +132,19 @@ class Mover:
         return pool
 
     def discard(self, keys: Sequence[int]) -> None:
-        """Forgets what is kept under them."""
+        """Frees what was saved under the keys."""
         self._host.discard(keys)
 
     def check(self) -> None:
-        """Raises what a copy to the host has raised."""
+        """Raises the error of a copy to the host, if one has failed."""
         self._host.make_room(0)
 
     def close(self) -> None:
-        """Ends the copies, and their thread. Idempotent."""
+        """Ends the copies and their thread. Idempotent."""
         self._host.close()
 
     def warm_up(self, pool: jax.Array) -> jax.Array:
-        """Compiles all of it, on nothing."""
+        """Compiles all copies, without copying anything."""
         nothing = np.zeros((0, 4), np.int32)
         for size in SIZES:
             moves, slots = _padded(nothing, size), _padded(nothing[:, :2], size)
@@ -133,7 +157,7 @@ class Mover:
         return pool
 
     def _make_room(self, slots: int) -> None:
-        """Waits, if it has to, until so many more may be on their way to the pool."""
+        """Waits until so many more slots may be on their way to the pool."""
         arriving = self._arriving
         while arriving and (
             arriving[0][0].is_ready() or sum(count for _, count in arriving) + slots > ROOM
@@ -151,15 +175,15 @@ def _staged_shape(pool: jax.Array, slots: int) -> tuple[int, ...]:
 
 
 def has_pinned(device: jax.Device) -> bool:
-    """Whether the device copies to memory of the host's that is pinned for it, beside the steps. A
-    CPU names such memory too, but it has no other."""
+    """Whether the device can copy to pinned host memory while steps run. A CPU lists such memory,
+    too, but it is ordinary memory."""
     return device.platform != "cpu" and PINNED in {m.kind for m in device.addressable_memories()}
 
 
 @lru_cache(maxsize=8)
 def _functions(backend: str, mesh: Mesh | None, pool_format: Format) -> tuple[Any, Any, Any]:
-    """move_slots, stage_out and stage_in, jitted; the pool is donated where it changes, and stays
-    as it lies. The last one also returns a number, which is there when the pool is."""
+    """move_slots, stage_out and stage_in, jitted. They donate the pool where they change it, and
+    keep its layout. stage_in also returns a number that is ready when the pool is."""
     options: dict[str, Any] = {"backend": backend, "mesh": mesh}
 
     def come_in(pool: jax.Array, staging: Any, slots: Any, count: Any) -> tuple[jax.Array, Any]:
@@ -176,7 +200,8 @@ def _functions(backend: str, mesh: Mesh | None, pool_format: Format) -> tuple[An
 
 
 def _pieces(places: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
-    """int32 [m, k] in pieces of [one of SIZES, k], and how many of each count."""
+    """int32 [m, k] cut into padded pieces of [one of SIZES, k], and how many entries of each are
+    real."""
     most = SIZES[-1]
     for first in range(0, len(places), most):
         piece = places[first : first + most]
@@ -186,8 +211,8 @@ def _pieces(places: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
 def _parts(
     keys: Sequence[int], counts: Sequence[int], first: int, end: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Whose entries [first, end) are, of counts[i] of keys[i] one behind the other: each key and
-    which of its own."""
+    """Which keys the entries [first, end) belong to, of counts[i] entries for each keys[i]: (key,
+    first, end) within the key's own."""
     ends = itertools.accumulate(counts)
     for key, count, behind in zip(keys, counts, ends, strict=True):
         a, b = max(first, behind - count), min(end, behind)
@@ -196,7 +221,7 @@ def _parts(
 
 
 def _joined(parts: list[np.ndarray], size: int) -> np.ndarray:
-    """One behind the other, [size, ...]; the rest may hold anything."""
+    """The parts concatenated, [size, ...]. What is left may hold anything."""
     if len(parts) == 1 and len(parts[0]) == size:
         return parts[0]
     whole = np.empty((size, *parts[0].shape[1:]), parts[0].dtype)

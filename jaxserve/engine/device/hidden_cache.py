@@ -1,5 +1,5 @@
-"""Hidden caches on the device (Apt-Serve section 4.3): how their rows attend, and how such a cache
-becomes K and V where it lies."""
+"""Hidden caches on the device (Apt-Serve section 4.3): attention over them, and their projection to
+K and V in place."""
 
 from __future__ import annotations
 
@@ -37,11 +37,16 @@ FEW_HEADS = 16  # as many matmuls, one a head, beat a batched one and the copies
 
 
 class HiddenRows(NamedTuple):
-    """What all layers have in common about a step's rows with hidden caches.
+    """What all layers share about a step's rows with hidden caches.
 
-    decodes: the first rows of the step, those with a hidden decode among them, as a batch of their
-    own. token int32 [n]: each one's place on the step's token axis, past its end for those that
-    are none. chunks: the other rows, None in a step of decodes. plans: of reading either.
+    Attributes:
+        decodes: the first rows of the step as a batch of their own. All decodes with hidden caches
+            are among them.
+        token: int32 [n], the place on the step's token axis of each of these rows. Beyond its end
+            for rows that are no hidden decodes.
+        chunks: the batch with all decodes marked as KV, so that only chunks are read as hidden;
+            None in a decode step.
+        plans: kernel plans for decodes and for chunks.
     """
 
     decodes: AttentionBatch
@@ -53,7 +58,14 @@ class HiddenRows(NamedTuple):
 def hidden_rows(
     pool: jax.Array, batch: AttentionBatch, model: StepModel, layout: Layout
 ) -> HiddenRows:
-    """Of a batch of this layout, which has hidden rows."""
+    """Splits a batch with hidden rows into decodes and chunks, and plans their attention.
+
+    Args:
+        pool: the pool.
+        batch: the step's batch.
+        model: gives the kernels and how hidden caches are read.
+        layout: the batch's layout.
+    """
     options: dict[str, Any] = {
         "sliding_window": model.config.sliding_window,
         "backend": model.backend,
@@ -82,12 +94,23 @@ def attend_hidden(
     how: KVProjection,
     model: StepModel,
 ) -> jax.Array:
-    """out [T, num_heads, head_dim], zeros for the hidden rows' tokens, with their attention filled
-    in.
+    """Adds the attention of rows with hidden caches.
 
-    how: its rotation and norm; the weights are the layer's. Absorbed reading (design: Wk folded
-    into the query, Wv out of the sum) is for decodes: a chunk has so many queries that projecting
-    its context once is less work than folding each of them.
+    Absorbed reading (design: Wk folded into the query, Wv out of the sum) is for decodes. A chunk
+    has so many queries that projecting its context once is less work than folding each of them.
+
+    Args:
+        out: [T, num_heads, head_dim], attention of the other rows, zeros for the tokens of hidden
+            rows.
+        inputs: the layer's; q, k and v must not be fused.
+        pool: the pool.
+        layer: index of the layer.
+        rows: the step's hidden rows.
+        how: rotation and norm of the projection. The weights come from `inputs`.
+        model: gives the kernels and how hidden caches are read.
+
+    Returns:
+        `out` with the hidden rows filled in.
     """
     weights = inputs.weights
     assert weights is not None, "the model's q, k and v are fused"

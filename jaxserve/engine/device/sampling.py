@@ -49,11 +49,17 @@ _INF_BITS = 0x7F800000  # float32 infinity
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SampleResult:
-    """R rows; what is in rows that do not emit has no meaning.
+    """Sampled tokens and their log-probabilities, R rows. Rows that do not emit hold no meaningful
+    values.
 
-    tokens: int32 [R]. From `sample_full` also chosen_logprob: float32 [R]; top_ids, top_logprobs:
-    int32, float32 [R, min(MAX_TOP_LOGPROBS, V)], likeliest first; zeros if no emitting row of the
-    batch asked for log-probabilities.
+    Log-probabilities come from `sample_full` only. They are zeros if no emitting row of the batch
+    asked for any.
+
+    Attributes:
+        tokens: int32 [R].
+        chosen_logprob: float32 [R], of the sampled tokens.
+        top_ids: int32 [R, min(MAX_TOP_LOGPROBS, V)], the likeliest tokens, best first.
+        top_logprobs: float32, their log-probabilities.
     """
 
     tokens: jax.Array
@@ -65,11 +71,17 @@ class SampleResult:
 def sample_greedy(
     newest: Newest, logits: jax.Array, slots: jax.Array, emit: jax.Array
 ) -> tuple[Newest, jax.Array]:
-    """The fast path, for batches where every emitting request `is_plain_greedy`; the model's step
-    has it in it. Returns what it makes of the state's newest, and the tokens int32 [R].
+    """The fast path, for batches in which every emitting request `is_plain_greedy`. It is part of
+    the model's step.
 
-    logits: [R, V]. slots: int32 [R], the emitting ones distinct; S or more for padding. emit: bool
-    [R]; a row without it leaves the state as it is.
+    Args:
+        newest: the state's newest tokens.
+        logits: [R, V].
+        slots: int32 [R], those of emitting rows distinct; S or more for padding.
+        emit: bool [R]. A row without it leaves the state unchanged.
+
+    Returns:
+        The updated `newest`, and the tokens, int32 [R].
     """
     tokens = argmax(logits)
     return _advanced(newest, slots, emit, tokens), tokens
@@ -82,9 +94,20 @@ def sample_full(
     emit: jax.Array,
     masks: jax.Array | None = None,
 ) -> tuple[SamplingState, SampleResult]:
-    """Every parameter, as the module says; arguments as in `sample_greedy`. What no emitting row
-    asks for is not computed. masks: uint32 [R, `mask_words(V)`], a bit for each token that may be
-    drawn, the lowest first; None where all may."""
+    """Samples with every parameter, in the order that the module describes. What no emitting row
+    asks for is not computed.
+
+    Args:
+        state: the sampling state.
+        logits: [R, V].
+        slots: as in `sample_greedy`.
+        emit: as in `sample_greedy`.
+        masks: uint32 [R, `mask_words(V)`], a bit for each token that may be drawn, the lowest
+            first; None if all may.
+
+    Returns:
+        The updated state, and what was sampled.
+    """
     raw = logits.astype(jnp.float32)
     emit = emit & (slots < state.num_slots)
     rows = _rows(state, jnp.minimum(slots, state.num_slots - 1), emit)
@@ -285,11 +308,18 @@ def _gumbel(keys: jax.Array, num_generated: jax.Array, v: int) -> jax.Array:
 def threefry2x32(
     key0: jax.Array, key1: jax.Array, word0: jax.Array, word1: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32, 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-    SC 2011, section 4.2); uint32 arrays that broadcast.
+    """Threefry-2x32, 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+    2011, section 4.2).
 
-    Written out, and not taken from jax.random: unrolled it is one fused loop, three times faster
+    Written out instead of taken from jax.random: unrolled it is one fused loop, three times faster
     on CPU, and a seed gives the same text whatever jax's version and settings.
+
+    Args:
+        key0, key1: the key, uint32.
+        word0, word1: the counter, uint32. All four broadcast.
+
+    Returns:
+        Two arrays of random words, uint32.
     """
     parity = jnp.uint32(0x1BD11BDA)
     keys = (key0, key1, key0 ^ key1 ^ parity)

@@ -51,11 +51,21 @@ _Held = TypeVar("_Held")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Knobs:
-    """What R requests asked for, as the maths wants it; each array is [R] or [R, n].
+    """Sampling parameters of R requests, as arrays on the device. Lists of ids are padded with the
+    vocabulary's size.
 
-    top_k, min_p, min_tokens: 0 is off. top_p: 1 is off. num_logprobs: -1 for none. key: uint32
-    [R, 2]. suppressed_ids: [R, MAX_SUPPRESSED], not sampled before min_tokens. bias_ids,
-    bias_values: [R, MAX_LOGIT_BIAS]. Lists of ids are padded with the vocabulary's size.
+    Attributes:
+        top_k: [R]; 0 is off.
+        min_tokens: [R]; 0 is off.
+        num_logprobs: [R]; -1 for none.
+        key: uint32 [R, 2], for the noise.
+        temperature: [R]; 0 is greedy.
+        top_p: [R]; 1 is off.
+        min_p: [R]; 0 is off.
+        repetition, presence, frequency: [R], penalties; 1, 0 and 0 are off.
+        suppressed_ids: [R, MAX_SUPPRESSED], not sampled before min_tokens.
+        bias_ids: [R, MAX_LOGIT_BIAS], tokens whose logits get a bias.
+        bias_values: [R, MAX_LOGIT_BIAS], the biases.
     """
 
     top_k: jax.Array
@@ -74,7 +84,8 @@ class Knobs:
 
 
 class Newest(NamedTuple):
-    """The two arrays of `SamplingState` that every step changes, plain greedy ones no others."""
+    """The part of `SamplingState` that every step changes. Plain greedy steps change nothing
+    else."""
 
     last_token: jax.Array
     num_generated: jax.Array
@@ -87,14 +98,16 @@ class Newest(NamedTuple):
 )
 @dataclass(frozen=True)
 class SamplingState:
-    """S slots, V tokens in the vocabulary. Donated to every step that changes it.
+    """The sampling state of S device slots, with V tokens in the vocabulary. Donated to every step
+    that changes it.
 
-    last_token: int32 [S], what the next decode step of the slot's request feeds on.
-    num_generated: int32 [S], output tokens so far.
-    rows: int32 [S, _ROW], what `unpack` reads.
-    counts: uint16 [S, V], see the top of this file; meaningful only where the slot's request has a
-        penalty.
-    mesh: the state is replicated over it; None on one device.
+    Attributes:
+        last_token: int32 [S], the input of the slot's next decode step.
+        num_generated: int32 [S], output tokens so far.
+        rows: int32 [S, _ROW], the packed parameters, see `unpack`.
+        counts: uint16 [S, V], see the top of this file. Meaningful only in slots whose request has
+            a penalty.
+        mesh: the state is replicated over it; None on one device.
     """
 
     last_token: jax.Array
@@ -105,21 +118,21 @@ class SamplingState:
 
     @property
     def newest(self) -> Newest:
-        """What the model's step takes of it, and gives back."""
+        """The part that the model's step takes and returns."""
         return Newest(self.last_token, self.num_generated)
 
     def after(self, newest: Newest) -> SamplingState:
-        """The state with these arrays for its own."""
+        """The state with its newest part replaced."""
         return replace(self, **newest._asdict())
 
     @property
     def num_slots(self) -> int:
-        """S, the requests that can hold a slot at once."""
+        """S, the number of device slots."""
         return self.last_token.shape[0]
 
     @property
     def vocab_size(self) -> int:
-        """V, also the token id that stands for none in padded lists."""
+        """V, also the token id that pads lists."""
         return self.counts.shape[1]
 
 
@@ -151,12 +164,12 @@ class SlotParams:
 
 
 def plain_slot(vocab_size: int) -> SlotParams:
-    """Of nobody: it samples greedily."""
+    """A slot without a request. It samples greedily."""
     return RequestRow(Request(id="", prompt=(0,)), vocab_size, ()).slot_params(0, ())
 
 
 def init_state(num_slots: int, vocab_size: int, mesh: Mesh | None = None) -> SamplingState:
-    """All slots free (they would sample greedily). With a mesh: replicated over it."""
+    """All slots free, which would sample greedily. With a mesh the state is replicated over it."""
     place = replicated(mesh)
     row = plain_slot(vocab_size).packed[3:]
     return SamplingState(
@@ -169,17 +182,24 @@ def init_state(num_slots: int, vocab_size: int, mesh: Mesh | None = None) -> Sam
 
 
 def replicated(mesh: Mesh | None) -> NamedSharding | jax.Device:
-    """Where the state lives: on the first device, or whole on every device of the mesh."""
+    """Where the state lives: on the first device, or on every device of the mesh."""
     return jax.devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
 class RequestRow:
-    """What the device is to know of a request, made once and on its caller's thread, so that what
-    cannot be drawn by is refused there.
+    """A request's sampling parameters, packed for the device. Made once on the caller's thread, so
+    that invalid ones are refused there.
 
-    vocab_size: V. eos_ids: at most MAX_EOS, else ValueError. min_tokens keeps all of them away,
-    with ignore_eos too (as vLLM does). Token ids outside the vocabulary must have been refused
-    before (`validate`).
+    Token ids outside the vocabulary must have been refused before (`validate`).
+
+    Args:
+        request: what was submitted.
+        vocab_size: V.
+        eos_ids: end-of-sequence tokens. min_tokens suppresses all of them, even with ignore_eos (as
+            in vLLM).
+
+    Raises:
+        ValueError: there are more than MAX_EOS eos_ids.
     """
 
     def __init__(self, request: Request, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -191,9 +211,9 @@ class RequestRow:
         self._keys = _keys(request.sampling)
 
     def slot_params(self, index_of_n: int, output_tokens: Sequence[int]) -> SlotParams:
-        """Of continuation index_of_n, which has generated output_tokens so far.
+        """The slot row of continuation index_of_n, which has generated output_tokens so far.
 
-        Microseconds and no array of V elements, unless the request has a penalty.
+        Takes microseconds and no array of V elements, unless the request has a penalty.
         """
         last = output_tokens[-1] if len(output_tokens) else 0
         packed = np.concatenate([np.array([0, last, len(output_tokens)], np.int32), self._row])
@@ -231,7 +251,8 @@ def _row(sampling: SamplingParams, vocab_size: int, eos_ids: Sequence[int]) -> n
 
 
 def admit(state: SamplingState, slot: int, row: SlotParams) -> SamplingState:
-    """Gives slot (0 <= slot < S, else ValueError) the row; the old state is donated.
+    """Writes a request's row to a slot; the old state is donated. Raises ValueError unless 0 <=
+    slot < S.
 
     Two compiled variants, with and without counts; `warm_up` compiles both.
     """
@@ -254,8 +275,8 @@ def warm_up(state: SamplingState) -> SamplingState:
 
 
 def on_mesh(held: _Held, mesh: Mesh | None) -> _Held:
-    """Holds it replicated: the state, so that a step's output has the sharding of its input; what a
-    host reads, so that each has all of it."""
+    """Keeps arrays replicated over the mesh: the state, so that a step's output is sharded as its
+    input, and what the host reads, so that each host has all of it."""
     return held if mesh is None else jax.lax.with_sharding_constraint(held, replicated(mesh))
 
 
@@ -300,8 +321,8 @@ def _counts(prompt: Sequence[int], output: Sequence[int], vocab_size: int) -> np
 
 
 def _keys(sampling: SamplingParams) -> np.ndarray:
-    """Two words (as int32) for each continuation, [n, 2]. Without a seed they are new for every
-    request; made once, so that a continuation is one draw from start to end, preemptions or not."""
+    """Two words (as int32) for each continuation, [n, 2]. Without a seed every request gets new
+    ones. Made once, so that a continuation's draws survive preemptions."""
     if sampling.seed is None:
         words = [secrets.randbits(64) for _ in range(sampling.n)]
     else:

@@ -44,27 +44,34 @@ class StepModel:
 
 
 def activations_in(platform: str, weights: DTypeLike) -> jnp.dtype:
-    """The dtype of activations for weights of this one. On CPUs float32, whatever the weights are:
-    a matmul of 16 bits by 16 bits is faster there only where its sums come out in float32, and
-    everything else is faster in it."""
+    """The dtype of activations for weights of this dtype. On CPUs always float32: a matmul of 16
+    bits by 16 bits is faster there only where its sums come out in float32, and everything else is
+    faster in float32."""
     return jnp.dtype(jnp.float32 if platform == "cpu" else weights)
 
 
 def cached_in(platform: str, weights: DTypeLike, backend: str, *, hidden: bool) -> jnp.dtype:
-    """The dtype of the cache: that of activations. But on CPUs bfloat16 for weights of it, half the
-    bytes, where numba's kernels read it; XLA's operations, which read hidden caches too, would
-    convert it at each step."""
+    """The dtype of the pool: that of activations, with one exception. On CPUs bfloat16 weights have
+    a bfloat16 cache, half the bytes, if numba's kernels read it. XLA's operations, which also read
+    hidden caches, would convert it in each step.
+
+    Args:
+        platform: as in JAX, such as "cpu".
+        weights: dtype of the weights.
+        backend: name of the attention kernels.
+        hidden: whether there are hidden caches.
+    """
     if platform == "cpu" and backend == "numba" and not hidden and weights == jnp.bfloat16:
         return jnp.dtype(jnp.bfloat16)
     return activations_in(platform, weights)
 
 
 def compiler_options(pool_format: Format) -> dict[str, str]:
-    """XLA's, for a step over a pool that lies so.
+    """XLA's options for a step over a pool of this format.
 
-    For GPUs it counts the pool twice, as an argument and as an output, although the one is the
-    other. Where the pool takes half of the memory it thinks that nothing is left, and to save what
-    the step needs beside it computes matmuls a second and a third time.
+    On GPUs XLA counts the pool twice, as argument and as output, although it is donated. If the
+    pool takes half of the memory, XLA believes that none is left, and recomputes matmuls to save
+    memory.
     """
     placed: Any = pool_format.sharding
     platforms = {device.platform for device in placed.device_set}
