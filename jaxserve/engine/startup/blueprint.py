@@ -1,5 +1,5 @@
-"""What an executor is built of: decided once, by the leader where there are several hosts, and then
-built on each of them."""
+"""Everything needed to build an executor. Decided once, by the leader if there are several hosts,
+and then built on each of them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,24 @@ _POOL_AXES = ("layers", "blocks", "kv_heads", "slots", "head_dim")
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Plain data beside the model. shape: of the model, by field, as text, so that hosts can tell
-    whether theirs is the same. dtype: of the weights; activations, cache_dtype: of those and of
-    the pool. The others are as in `StepModel`, `Choices` and `JaxExecutor`."""
+    """What an executor is built from, beside the model's files. Plain data that travels between
+    hosts.
+
+    Attributes:
+        shape: the model's config, each field as text, so that hosts can check that theirs is the
+            same.
+        backend: name of the attention kernels.
+        hidden_read: as in `StepModel`.
+        max_len: as in `StepModel`.
+        dtype: of the weights.
+        activations: dtype of activations.
+        cache_dtype: dtype of the pool.
+        buckets: the layouts to compile.
+        allocated_blocks: blocks of the pool's array, see `array_blocks`.
+        block_size: tokens of a block.
+        moves_cache: whether the policy moves caches, see `Policy`.
+        masked_sampling: whether to compile sampling with grammars' masks.
+    """
 
     shape: Mapping[str, str]
     backend: str
@@ -46,7 +61,8 @@ class Blueprint:
 
     @classmethod
     def from_choices(cls, chosen: Choices, *, masked_sampling: bool) -> Blueprint:
-        """What was chosen, for a tokenizer that has masks drawn or has not."""
+        """The blueprint of a configuration's choices. masked_sampling: whether the tokenizer
+        supports grammars."""
         model = chosen.model
         return cls(
             shape=_shape(model.config),
@@ -64,12 +80,12 @@ class Blueprint:
         )
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Its fields, for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_plain(cls, fields: Mapping[str, Any]) -> Blueprint:
-        """What `plain` gave, after JSON has made lists of tuples."""
+        """The blueprint that `plain` was called on. JSON may have made lists of its tuples."""
         given: Mapping[str, Any] = fields["buckets"]
         buckets: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value

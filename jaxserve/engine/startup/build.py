@@ -1,4 +1,5 @@
-"""From a configuration to a warm engine. Everything that can be wrong is said before compiling."""
+"""Builds a warm engine from a configuration. Errors in the configuration are raised before anything
+is compiled."""
 
 from __future__ import annotations
 
@@ -44,12 +45,18 @@ def build_engine(
     rank: Rank | None = None,
     starter: Starter | None = None,
 ) -> Engine:
-    """Loads the model, sizes the pool, compiles every step. The engine is ready for `start`.
+    """Loads the model, sizes the pool and compiles every step. The engine is ready for `start`.
 
-    progress: show a bar meanwhile, or lines where stderr is no
-    terminal or the log is JSON. rank: of the leader, where several hosts serve the model together;
-    `jaxserve.engine.startup.follower_executor` is for the others. starter: of those, None where
-    they are started beside. Raises ConfigError with one clear line.
+    Args:
+        config: the configuration.
+        progress: whether to show a bar meanwhile, or lines if stderr is no terminal or the log is
+            JSON.
+        rank: the leader's, if several hosts serve the model together. The others run
+            `jaxserve.engine.startup.follower_executor`. None for one host.
+        starter: starts the other hosts; None if they are started separately.
+
+    Raises:
+        ConfigError: with one clear line.
     """
     with config_errors():
         check_path(config.engine.record)
@@ -66,7 +73,8 @@ def build_engine(
 
 
 def _check_device() -> None:
-    """ConfigError where JAX finds no device, as it is told to look for one that is not there."""
+    """ConfigError if JAX finds no device, for example because JAX_PLATFORMS names one that is
+    missing."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter where a plugin is missing
@@ -110,7 +118,7 @@ def _build(
 
 
 def _alone() -> None:
-    """Nobody to wait for."""
+    """The barrier of a single host."""
 
 
 def assemble(
@@ -123,8 +131,17 @@ def assemble(
     progress: Show,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
-    """The engine over an executor that is warm, as `build_engine` makes it. pool_bytes: of all
-    devices. clock: seconds, of all that it serves."""
+    """The engine over a warm executor, see `build_engine`.
+
+    Args:
+        config: the configuration.
+        chosen: what was decided from it.
+        executor: runs the steps.
+        tokenizer: the model's.
+        pool_bytes: size of the pool over all devices.
+        progress: shows the timing of the first cost model.
+        clock: seconds, for the engine and its recorder.
+    """
     initial = find_initial_cost_model(config, chosen, executor, _bar("timing", progress))
     cost_model = OnlineCostModel(initial.model)
     scheduler = Scheduler(

@@ -1,4 +1,4 @@
-"""What is decided before anything is loaded or compiled, from the configuration alone."""
+"""Everything decided from the configuration before anything is loaded or compiled."""
 
 from __future__ import annotations
 
@@ -52,9 +52,24 @@ TABLES_GIB = 1  # of host memory, for what is kept of the requests
 
 @dataclass(frozen=True)
 class Choices:
-    """All that is decided before anything is loaded or compiled. allocated_blocks: of the array,
-    see `array_blocks`; num_blocks: those of them that are used. dtype: of the
-    weights; cache_dtype: of the pool. modest: nobody has said how large that is, see `Demand`."""
+    """Everything decided before anything is loaded or compiled.
+
+    Attributes:
+        model: the model as this platform runs it.
+        dtype: of the weights.
+        cache_dtype: dtype of the pool.
+        policy: the scheduling policy.
+        limits: of a batch.
+        buckets: the layouts to compile.
+        num_blocks: blocks of the pool that are used.
+        allocated_blocks: blocks of its array, see `array_blocks`.
+        block_size: tokens of a block.
+        pool_heads: KV heads of the whole pool.
+        given_rho: rho from the configuration (see `View`); None to measure it.
+        host_slots: slots of host memory for checkpoints.
+        profile: the measured system that the configuration names; None if it names none.
+        modest: whether the pool's size was not configured, see `Demand`.
+    """
 
     model: StepModel
     dtype: jnp.dtype
@@ -73,8 +88,16 @@ class Choices:
 
 
 def choose(config: Config, memory: tuple[str, int] | None = None) -> Choices:
-    """memory: name of the device with the least of it, and bytes that are free there, if it is not
-    to be measured here. Raises ConfigError, or ValueError or OSError, with one clear line."""
+    """Decides everything.
+
+    Args:
+        config: the configuration.
+        memory: name of the device with the least free memory, and how many bytes those are; None to
+            measure it here.
+
+    Raises:
+        ConfigError, ValueError, OSError: with one clear line.
+    """
     family, model, hf = load_shape(config.model)
     _check_ends(model)
     tensor = config.mesh.tensor
@@ -161,9 +184,9 @@ def _backend(
     block_size: int,
     pool_heads: int,
 ) -> tuple[str, str | None]:
-    """The kernels to serve with, and how they read hidden caches. Says so once if the platform's
-    own ones do not fit the model; if it is hidden caches alone that they cannot read, there are
-    none, for the others would slow down all."""
+    """The attention kernels, and how they read hidden caches. Warns once if the platform's own
+    kernels do not fit the model. If only hidden caches are the problem, they are turned off, since
+    the fallback would slow down everything."""
     heads = model.num_heads // shards, pool_heads // shards
     shape = KernelShape(*heads, model.head_dim, block_size, dtype)
     try:
@@ -195,8 +218,8 @@ def _policy(config: SchedulerConfig) -> Policy:
 
 
 def _profile(config: SchedulerConfig, model: ModelConfig, read: str | None) -> System | None:
-    """None if none is named. read: how hidden caches are read, if it has to know what that
-    costs."""
+    """The measured system, None if none is configured. read: how hidden caches are read, if the
+    profile must say what that costs."""
     path = config.profile
     if not path:
         return None
@@ -257,7 +280,7 @@ def _demand(cache: CacheConfig, limits: Limits, max_model_len: int) -> Demand:
 
 
 def _check_tables(max_queue: int, demand: Demand) -> None:
-    """ConfigError if there is no memory for what is kept of so many requests."""
+    """ConfigError if the host tables of so many requests would take too much memory."""
     size = request_bytes(demand.max_model_len, demand.block_size)
     most = TABLES_GIB * GIB // size
     if max_queue + demand.max_rows > most:

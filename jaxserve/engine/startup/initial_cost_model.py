@@ -1,4 +1,4 @@
-"""The cost model that an engine begins with, and rho: given, timed, or kept from earlier."""
+"""The engine's first cost model, and rho: configured, kept from an earlier start, or measured."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from jaxserve.sched.cost.cost_model import LinearCostModel
 
 @dataclass(frozen=True)
 class InitialCostModel:
-    """model: of the steps, before any was served. rho: see `View`. source: where the model came
-    from, for people."""
+    """The cost model before any step was served.
+
+    Attributes:
+        model: predicts steps.
+        rho: see `View`; None without hidden caches.
+        source: where the model came from, to show to users.
+    """
 
     model: LinearCostModel
     rho: float | None
@@ -28,8 +33,15 @@ class InitialCostModel:
 def find_initial_cost_model(
     config: Config, chosen: Choices, executor: Executor, progress: Progress = iter
 ) -> InitialCostModel:
-    """The profile that the configuration names, else what was kept from an earlier start, else what
-    is timed on the executor, which is warm and serves nobody."""
+    """The configured profile's model, else the one kept from an earlier start, else one measured
+    now.
+
+    Args:
+        config: the configuration.
+        chosen: what was decided from it.
+        executor: warm, and not serving anything yet. Steps are timed on it.
+        progress: wraps the list of steps to time.
+    """
     if chosen.profile is not None:
         source = f"profile {Path(config.scheduler.profile).name}"
         return _with_rho(chosen.profile.cost_model, chosen, source)
@@ -60,7 +72,7 @@ def find_initial_cost_model(
 
 
 def _with_rho(model: LinearCostModel, chosen: Choices, source: str) -> InitialCostModel:
-    """A given rho is what the model says, too."""
+    """The model with its rho. A configured rho changes the model accordingly."""
     if chosen.model.hidden_read is None:
         return InitialCostModel(model, None, source)
     k, layers, given = model.coefficients, model.num_layers, chosen.given_rho

@@ -68,8 +68,8 @@ def choose_dtype(name: str, hf: dict[str, Any], *, hidden: bool = False) -> jnp.
 
 
 def choose_max_len(wanted: int, model: ModelConfig) -> int:
-    """The most tokens of a request, prompt and output, from `engine.max_model_len`: 0 stands for
-    all positions of the model. Raises ConfigError beyond them."""
+    """The most tokens of a request, prompt and output. wanted: `engine.max_model_len`, 0 for all
+    positions of the model. Raises ConfigError beyond them."""
     if wanted != 0 and not 2 <= wanted <= model.max_position:
         raise ConfigError(
             f"engine.max_model_len must be 2 to the model's {model.max_position} positions (0 for "
@@ -79,10 +79,9 @@ def choose_max_len(wanted: int, model: ModelConfig) -> int:
 
 
 def has_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the processor has products of bfloat16, by its instructions alone: what is timed as a
-    server starts depends on what else the machine does, and the type decides what is answered, how
-    long steps take and which of them are compiled already (docs/performance.md has what both types
-    gave). False where Linux does not say."""
+    """Whether the processor has bfloat16 products, by its instruction set. Not by timing, which
+    depends on what else the machine does: the dtype decides outputs, step times and which steps are
+    compiled already (docs/performance.md compares both dtypes). False if Linux does not say."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -93,10 +92,17 @@ def has_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def choose_read(wanted: str, policy_name: str, policy: Policy, config: ModelConfig) -> str | None:
-    """How hidden caches are read, `HIDDEN_READS`, or None: there are none, since the policy plans
-    none, or since the model gains nothing by them, which is said once.
+    """How hidden caches are read: absorbed or projected. None if there are none, because the policy
+    plans none or the model gains nothing from them (which is logged once).
 
-    ConfigError if `wanted` is not auto and cannot be had.
+    Args:
+        wanted: `cache.hidden_read`.
+        policy_name: name of the policy, for messages.
+        policy: the scheduling policy.
+        config: the model.
+
+    Raises:
+        ConfigError: `wanted` is not auto and cannot be had.
     """
     field = f"cache.hidden_read={wanted}"
     if not policy.hybrid_cache:
@@ -123,8 +129,8 @@ def choose_read(wanted: str, policy_name: str, policy: Policy, config: ModelConf
 
 
 def given_rho(text: str, read: str | None) -> float | None:
-    """The number that cache.rho says, None for auto. ConfigError for a number where there are no
-    hidden caches to read (read is None)."""
+    """The number in cache.rho; None for auto. read: how hidden caches are read. Raises ConfigError
+    for a number if there are no hidden caches (None)."""
     if text == AUTO:
         return None
     if read is None:

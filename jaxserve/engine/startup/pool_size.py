@@ -1,4 +1,4 @@
-"""How many blocks the pool gets, decided before anything is loaded or compiled."""
+"""How many blocks the pool gets. Decided before anything is loaded or compiled."""
 
 from __future__ import annotations
 
@@ -23,9 +23,19 @@ _MODEST = 4  # part of it that a modest pool takes, and requests of full length 
 
 @dataclass(frozen=True)
 class Demand:
-    """What is asked for. Bytes are per device. num_blocks: 0 for as many as fit and are of use.
-    memory_bytes: for the pool alone; 0 for what the device has left. modest: where nothing is asked
-    for, a part of that, since a host has other programs, too."""
+    """What is asked of the pool. Bytes are per device.
+
+    Attributes:
+        num_blocks: blocks; 0 for as many as fit and are useful.
+        block_size: tokens of a block.
+        memory_bytes: for the pool alone; 0 for what the device has left.
+        memory_fraction: part of the device's free memory that may be used in all.
+        max_rows: requests in a batch.
+        max_model_len: tokens of the longest request.
+        max_batch_tokens: tokens of a batch.
+        modest: if no size is configured, take only part of the free memory, since a host also runs
+            other programs.
+    """
 
     num_blocks: int
     block_size: int
@@ -39,14 +49,19 @@ class Demand:
 
 @dataclass(frozen=True)
 class Room:
-    """Blocks that the pool may have, at least a pair, and that the device has memory for."""
+    """How many blocks are possible.
+
+    Attributes:
+        allowed: blocks that the pool may have, at least a pair.
+        free: blocks that the device has memory for.
+    """
 
     allowed: int
     free: int
 
 
 def choose_block_size(wanted: int) -> int:
-    """Tokens of a block as cache.block_size has it, 0 being what suits the device."""
+    """Tokens of a block. wanted: cache.block_size, 0 for what suits the device."""
     return wanted or default_block_size(jax.default_backend())
 
 
@@ -63,11 +78,24 @@ def pool_room(
     device: tuple[str, int] | None = None,
     platform: str | None = None,
 ) -> Room:
-    """How large the pool can be. dtype: of the pool, and of activations where they have none of
-    their own; weights: bytes on each device; pool_heads: KV heads of the whole
-    pool; other_work: bytes that hidden caches and moves take beside the pool, see
-    `hidden_workspace` and `moving_workspace`; device, platform: name and memory of each, and its
-    kind, if not those of this process. ConfigError says what would fit."""
+    """How large the pool can be.
+
+    Args:
+        demand: what is asked for.
+        config: the model.
+        dtype: of the pool.
+        activations: dtype of activations; None for the pool's.
+        weights: bytes of weights on each device.
+        pool_heads: KV heads of the whole pool.
+        shards: devices that share each layer.
+        other_work: bytes that hidden caches and moves need beside the pool, see `hidden_workspace`
+            and `moving_workspace`.
+        device: name and free bytes of each device; None for this process's devices.
+        platform: kind of device; None for this process's.
+
+    Raises:
+        ConfigError: it does not fit. The message says what would.
+    """
     block = block_bytes(
         config.num_layers,
         pool_heads // shards,
@@ -105,10 +133,11 @@ def pool_room(
 
 
 def pool_blocks(demand: Demand, room: Room) -> int:
-    """Blocks of the pool: those asked for, else as many as there may be and are of use.
+    """Blocks of the pool: the number asked for, else as many as are allowed and useful.
 
-    A modest one has at most a quarter of them, but room for four requests of full length: a power
-    of two, so that a start with a little more or less memory to spare finds its steps compiled.
+    A modest pool has at most a quarter of the free blocks, but room for four requests of full
+    length. That quarter is rounded down to a power of two, so that a start with slightly different
+    free memory finds its steps compiled.
     """
     if demand.num_blocks:
         return demand.num_blocks
@@ -121,11 +150,13 @@ def pool_blocks(demand: Demand, room: Room) -> int:
 
 
 def array_blocks(demand: Demand, room: Room) -> int:
-    """Blocks of the pool's array, whose shape is part of every compiled step: one of few sizes, so
-    that a start with other blocks, or beside other programs, may find its steps compiled. Fewer
-    than `pool_blocks` only where nobody has asked for a number; then so many are the pool.
+    """Blocks of the pool's array, whose shape is part of every compiled step. Only few sizes are
+    used, so that a start with another number of blocks, or beside other programs, can find its
+    steps compiled. Smaller than `pool_blocks` only if no number was asked for; the pool is then as
+    small.
 
-    Powers of two where that is little of the memory; beyond, 16 sizes from one to the next."""
+    Powers of two as long as that is little of the memory; beyond, 16 sizes from one to the next.
+    """
     blocks = pool_blocks(demand, room)
     power = 1 << (blocks - 1).bit_length()
     if power <= min(room.allowed, room.free // _LITTLE):
@@ -140,24 +171,48 @@ def array_blocks(demand: Demand, room: Room) -> int:
 def hidden_workspace(
     config: ModelConfig, dtype: DTypeLike, *, projected_tokens: int, gathered_tokens: int
 ) -> int:
-    """Bytes on each device, at most. projected_tokens: whose vectors of all layers are read at once
-    when hidden caches become KV; gathered_tokens: whose vectors of one layer every shard needs
-    whole to project them, twice while they are put together."""
+    """Bytes that hidden caches need on each device beside the pool, at most.
+
+    Args:
+        config: the model.
+        dtype: of the pool.
+        projected_tokens: tokens whose vectors of all layers are read at once for a projection to
+            KV.
+        gathered_tokens: tokens whose vectors of one layer every shard gathers to project them; they
+            are there twice meanwhile.
+    """
     vector = config.d_model * jnp.dtype(dtype).itemsize
     return (projected_tokens * config.num_layers + 2 * gathered_tokens) * vector
 
 
 def moving_workspace(policy: Policy, config: ModelConfig, dtype: DTypeLike, heads: int) -> int:
-    """Bytes on each device of what is on its way to or from host memory, where the policy moves
-    caches. heads: KV heads that the device holds."""
+    """Bytes on each device for slots on their way to or from host memory; 0 if the policy moves
+    none.
+
+    Args:
+        policy: the scheduling policy.
+        config: the model.
+        dtype: of the pool.
+        heads: KV heads on each device.
+    """
     return STAGED_SLOTS * _slot_bytes(config, dtype, heads) if policy.moves_cache else 0
 
 
 def host_slots(
     gib: float, policy: Policy, config: ModelConfig, dtype: DTypeLike, heads: int
 ) -> int:
-    """Slots, of one plane and all layers each, that host memory for checkpoints holds. heads: KV
-    heads that one host keeps. ConfigError if it is not for a policy that makes any."""
+    """Slots that host memory for checkpoints holds, each of one plane and all layers.
+
+    Args:
+        gib: cache.host_gib.
+        policy: the scheduling policy.
+        config: the model.
+        dtype: of the pool.
+        heads: KV heads that one host keeps.
+
+    Raises:
+        ConfigError: memory is given, but the policy makes no checkpoints.
+    """
     if gib and not policy.moves_cache:
         raise ConfigError(f"cache.host_gib={gib:g}: the policy makes no checkpoints")
     return int(gib * GIB // _slot_bytes(config, dtype, heads))

@@ -1,7 +1,7 @@
-"""The first cost model of an engine that nobody has profiled: a few steps timed before it serves.
+"""The first cost model of an engine without a profile, from a few steps timed before it serves.
 
-It is a prior. What is served corrects it (`sched/cost/online_cost_model.py`), so few shapes will
-do; `jaxserve profile` measures more of them, and longer.
+It is a prior that served steps correct (`sched/cost/online_cost_model.py`), so few shapes will do.
+`jaxserve profile` measures more of them, and longer.
 """
 
 from __future__ import annotations
@@ -35,13 +35,20 @@ def shapes(
     hidden: bool = False,
     swaps: bool = False,
 ) -> list[Shape]:
-    """What to time, the smallest first: decodes of few, some and all rows over short and long
-    contexts, chunks of few, some and many tokens with and without a context, several chunks, chunks
-    beside decodes, and steps that sample. No row gets longer than max_len tokens, or a batch than
-    max_prefill where it has chunks.
+    """The shapes to time, the smallest first.
 
-    hidden: those that read a cache once more with hidden ones, and hidden caches that become KV.
-    swaps: caches that go to the host and back.
+    They are decodes of few, some and all rows over short and long contexts; chunks of few, some and
+    many tokens with and without a context; several chunks; chunks beside decodes; and steps that
+    sample.
+
+    Args:
+        padding: the engine's buckets.
+        max_rows: most rows of a batch.
+        max_prefill: most tokens of a batch with chunks.
+        max_len: most tokens of a row.
+        hidden: whether to repeat the shapes that read caches with hidden ones, and add projections
+            of hidden caches to KV.
+        swaps: whether to add moves to the host and back.
     """
     short, half, most = (max(1, int(share * (max_len - 1))) for share in (0.05, 0.5, 0.9))
     rows = _spread([n for n in padding.rows if n <= max_rows] or [max_rows])
@@ -83,13 +90,20 @@ def timed_model(
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LinearCostModel:
-    """A cost model of the shapes' times.
+    """A cost model fitted to measured times of the shapes.
 
-    seconds(shape, chain): time of one step of several. Each shape is run once, to fetch what its
-    first run has to, then in up to ROUNDS rounds through all of them, so that a disturbance falls
-    on one sample of many shapes; the least counts. Where time is short there are fewer rounds,
-    and of the largest shapes those are left out for which it seems too short; the first one never
-    is. progress: wraps the list of work, as tqdm does.
+    Each shape runs once to warm up, then in up to ROUNDS rounds through all shapes, so that a
+    disturbance hits one sample of many shapes. The least time counts. If time is short there are
+    fewer rounds, and shapes that seem to take too long are left out, but never the first one.
+
+    Args:
+        seconds: (shape, chain) -> seconds of one step among `chain` in a row.
+        wanted: the shapes, smallest first.
+        padding: the engine's buckets.
+        num_layers: of the model.
+        progress: wraps the list of work, as tqdm does.
+        budget_s: seconds to spend.
+        clock: seconds.
     """
     end = clock() + budget_s
     first: dict[Shape, float] = {}

@@ -1,4 +1,4 @@
-"""Times steps of given shapes on an executor that serves nobody."""
+"""Times steps of given shapes on an executor that is not serving."""
 
 from __future__ import annotations
 
@@ -30,11 +30,16 @@ _VOCABULARY = 2**31 - 1  # more than any, so that it stands for no token
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch to measure. decodes: cached tokens of each row that decodes, the one being fed not
-    counted; chunks: (tokens, cached tokens before) of each prefill; hidden: whether all rows have
-    hidden caches, or all KV; sampling: whether all sample as `SAMPLING` says, or greedily. Before
-    it, projected: tokens of one request's hidden cache become KV; swapped: slots go to the host and
-    come back."""
+    """A batch to measure.
+
+    Attributes:
+        decodes: cached tokens of each row that decodes, without the one being fed.
+        chunks: (tokens, cached tokens before) of each prefill.
+        hidden: whether all rows have hidden caches; else all have KV.
+        sampling: whether all rows sample as `SAMPLING` says; else greedily.
+        projected: tokens of one request's hidden cache that become KV before it.
+        swapped: slots that go to the host and come back before it.
+    """
 
     decodes: tuple[int, ...] = ()
     chunks: tuple[tuple[int, int], ...] = ()
@@ -75,8 +80,8 @@ class Shape:
 
 
 class StepTimer:
-    """Runs steps on an executor and times them. What is in the cache meanwhile is noise, so nothing
-    may be running; what its slots know of sampling is lost."""
+    """Runs steps on an executor and times them. It writes over the cache and the slots' sampling
+    state, so nothing else may be running."""
 
     def __init__(self, executor: Executor, num_blocks: int) -> None:
         self._executor = executor
@@ -84,8 +89,8 @@ class StepTimer:
         self.padding = executor.buckets.padding
 
     def seconds(self, shape: Shape, chain: int = CHAIN) -> float:
-        """Seconds of one step among `chain` in a row, so that the host's part is hidden as far as
-        the device hides it."""
+        """Seconds of one step among `chain` in a row. A chain hides the host's part as far as the
+        device does."""
         layout, packed = self._pack(shape)
         projection_batches = self._projection_batches(shape.projected)
         slots = self._swapped(shape.swapped)
@@ -125,7 +130,7 @@ class StepTimer:
         return blocks.reshape(size)
 
     def _projection_batches(self, tokens: int) -> list[tuple[Layout, np.ndarray]]:
-        """What `Executor.project_to_kv` takes for so many hidden vectors of one request."""
+        """The arguments of `Executor.project_to_kv` for so many hidden vectors of one request."""
         from jaxserve.engine.device.batching import projection_batches
 
         if not tokens:

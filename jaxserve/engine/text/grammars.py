@@ -37,13 +37,14 @@ _META = frozenset(r"\.+*?()|[]{}^$")
 
 
 class Matcher:
-    """Where one continuation is in its grammar."""
+    """The state of one continuation in its grammar."""
 
     def __init__(self, matcher: LLMatcher, keep: np.ndarray) -> None:
         self._matcher, self._keep = matcher, keep
 
     def feed(self, token: int) -> bool:
-        """Takes the next token; whether the text is complete, and nothing can follow it."""
+        """Takes the next token. Returns whether the text is complete, so that nothing can
+        follow."""
         self._matcher.consume_token(token)
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
@@ -64,21 +65,30 @@ class Matcher:
 
 
 class CompiledGrammar:
-    """A grammar over the tokens of a model; `matcher` for each continuation. Thread-safe."""
+    """A grammar compiled for a model's tokens. `matcher` starts a continuation. Thread-safe.
+
+    Args:
+        matcher: at the grammar's beginning.
+        keep: mask of the tokens that ever may follow, without end-of-sequence tokens.
+        keep_ends: likewise, with the model's end-of-sequence tokens.
+    """
 
     def __init__(self, matcher: LLMatcher, keep: np.ndarray, keep_ends: np.ndarray) -> None:
         self._matcher, self._keep, self._keep_ends = matcher, keep, keep_ends
 
     def matcher(self, *, ignore_eos: bool) -> Matcher:
-        """At the beginning. ignore_eos: end-of-sequence tokens are never allowed."""
+        """A matcher at the beginning. ignore_eos: never allow end-of-sequence tokens."""
         keep = self._keep if ignore_eos else self._keep_ends
         return Matcher(self._matcher.deep_copy(), keep)
 
 
 class Grammars:
-    """Grammars over one model's tokens, the last `CACHED` of them kept. Thread-safe.
+    """Compiles grammars for a model's tokens, and keeps the last `CACHED`. Thread-safe.
 
-    definition: the tokenizer.json; None where there is none. eos_ids: those that may end a text.
+    Args:
+        definition: content of the tokenizer.json; None if there is none.
+        vocab_size: tokens of the vocabulary.
+        eos_ids: tokens that may end a text.
     """
 
     def __init__(self, definition: str | None, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -88,13 +98,13 @@ class Grammars:
         self._lock, self._loading = threading.Lock(), threading.Lock()
 
     def __len__(self) -> int:
-        """Those that are kept."""
+        """Number of kept grammars."""
         return len(self._compiled)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Takes at most about a second, with the interpreter free for others; nothing for one that
-        is kept. Raises InvalidRequest, saying what is wrong, for one that is not well-formed, uses
-        what is not supported, is too complex, or allows no text."""
+        """The compiled grammar. Takes up to about a second without holding the interpreter, or
+        nothing if it is kept. Raises InvalidRequest, with the reason, if it is malformed,
+        unsupported, too complex, or allows no text."""
         with self._lock:
             found = self._compiled.get(grammar)
             if found is not None:
@@ -148,7 +158,7 @@ class Grammars:
 
 
 def _source(grammar: Grammar) -> str:
-    """As llguidance takes it. Raises ValueError."""
+    """The grammar in llguidance's form. Raises ValueError."""
     from llguidance import LLMatcher
 
     text = grammar.text

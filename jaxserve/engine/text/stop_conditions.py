@@ -1,4 +1,4 @@
-"""When a continuation ends, and what of its text may be shown by then."""
+"""When a continuation ends, and how much of its text may be streamed until then."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxserve.sched.request import SamplingParams
 
 
 class StopStrings:
-    """Looks for stop strings in text that comes in pieces; how it is cut makes no difference.
+    """Looks for stop strings in text that comes in pieces. How it is cut makes no difference.
 
-    The match that is complete first counts, and of several complete at the same character the
-    longest. Held back is only the longest end of the text that a stop string may begin with.
+    The match that completes first counts, and of several that complete at the same character the
+    longest. Only text that may be the beginning of a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -23,8 +23,9 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str, *, armed: bool = True) -> tuple[str, bool]:
-        """-> (text now free to show, whether a stop string was found; it and what follows it are
-        gone then). Not armed: stop strings that end in this piece are text like any other."""
+        """Returns the text that can be streamed now, and whether a stop string was found. That
+        string and what follows it are dropped. If not armed, stop strings that end in this piece
+        are ordinary text."""
         if not self._stops:
             return text, False
         seen = len(self._held)
@@ -41,7 +42,7 @@ class StopStrings:
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """What is held back, at the end of the text."""
+        """The text still held back, at the end."""
         held, self._held = self._held, ""
         return held
 
@@ -58,11 +59,17 @@ class ContinuationText:
 
     It ends with STOP at an end-of-sequence token (unless ignore_eos), a stop token id or a stop
     string, and with LENGTH at max_tokens; STOP if both. A stop token counts as a generated token
-    and its id is reported, but it adds no text, whether or not it is a special token. As many as
-    min_tokens tokens go by before anything stops: the first to do so is number min_tokens + 1. Only
-    where nothing can follow by its grammar it ends with STOP however short it is.
+    and its id is reported, but it adds no text, even if it is no special token.
 
-    matcher: of its grammar, if it has one.
+    No stop condition applies to the first min_tokens tokens, except that a grammar may allow
+    nothing more.
+
+    Args:
+        tokenizer: the model's.
+        sampling: gives the stop conditions.
+        eos_ids: end-of-sequence tokens.
+        prompt: its tokens, which the text continues.
+        matcher: its state in the grammar; None without one.
     """
 
     def __init__(
@@ -84,8 +91,8 @@ class ContinuationText:
         self._num_tokens = 0
 
     def feed(self, token: int) -> tuple[str, FinishReason | None]:
-        """The next token, in order -> (text it frees to show, why the text ends here or None).
-        Not to be called after the end."""
+        """Takes the next token. Returns the text that can be streamed now, and why the continuation
+        ends here, or None. Not to be called after the end."""
         self._num_tokens += 1
         armed = self._num_tokens > self._min_tokens
         ends = armed and token in self._ends
