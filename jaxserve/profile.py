@@ -57,10 +57,20 @@ def shapes(
     hidden: bool = False,
     swaps: bool = False,
 ) -> list[Shape]:
-    """What to measure: every row bucket at four context lengths, every token bucket as one chunk
-    and as several after different contexts, chunks beside decodes, and sampled steps; and what an
-    engine times by itself (`timing.shapes`, which explains hidden and swaps). None is longer than
-    max_len tokens in a row or max_prefill in a batch."""
+    """The shapes to measure: those that an engine times by itself (`step_profile.shapes`), and
+    more.
+
+    They are every row bucket at four context lengths, every token bucket as one chunk and as
+    several after different contexts, chunks beside decodes, and steps that sample.
+
+    Args:
+        padding: the engine's buckets.
+        max_rows: most rows of a batch.
+        max_prefill: most tokens of a batch with chunks.
+        max_len: most tokens of a row.
+        hidden: as in `step_profile.shapes`.
+        swaps: as in `step_profile.shapes`.
+    """
     limits: dict[str, int] = {"max_rows": max_rows, "max_prefill": max_prefill, "max_len": max_len}
     found = step_profile.shapes(padding, **limits, hidden=hidden, swaps=swaps)
     most = max(1, int(0.9 * max_len))
@@ -98,8 +108,8 @@ Progress = Callable[[Iterable[int]], Iterable[int]]
 
 
 def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit, list[Sample]]:
-    """Measures an engine that has been built but not started; the host's part is not in it
-    (`measure_host`)."""
+    """Measures an engine that is built but not started. The host's part is measured by
+    `measure_host`."""
     info, scheduler = engine.info(), engine._scheduler
     limits = scheduler.view.limits
     timer = StepTimer(engine.executor, info.num_blocks)
@@ -136,9 +146,9 @@ def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit,
 
 
 def pivot(samples: Iterable[Sample]) -> dict[str, float]:
-    """Where throughput was measured to flatten (AccelGen section 3.1), of steps of prompts alone:
-    tokens and seconds of the least such step, and the tokens of the largest that was measured.
-    ValueError without such a step."""
+    """The step size from which throughput was measured to be flat (AccelGen section 3.1), among
+    steps of prompts alone: its tokens and seconds, and the tokens of the largest such step.
+    ValueError if there are none."""
     least: dict[int, float] = {}
     for sample in samples:
         step, seconds = sample.features, sample.seconds
@@ -154,9 +164,9 @@ def pivot(samples: Iterable[Sample]) -> dict[str, float]:
 
 
 def measure_host(engine: Any, system: System) -> HostOverhead:
-    """What a running engine's thread takes: of single requests, one after the other, of half as
-    many as fit into a batch, and of twice as many, where half of them wait. Starts the engine if it
-    was not."""
+    """Measures the engine thread's time for a step. Serves single requests one after the other,
+    then half as many at once as fit into a batch, and then twice as many, of which half wait.
+    Starts the engine if needed."""
     if engine._thread is None:
         engine.start()
     info, max_rows = engine.info(), system.max_rows or 1
@@ -174,7 +184,8 @@ def measure_host(engine: Any, system: System) -> HostOverhead:
 
 
 def _serve(engine: Any, count: int, length: int, steps: int) -> None:
-    """Serves `count` requests at once, of so many tokens in and out."""
+    """Serves `count` requests at once, with `length` prompt tokens and `steps` output tokens
+    each."""
     done = threading.Semaphore(0)
 
     def on_output(output: Output) -> None:
@@ -216,7 +227,7 @@ def _system(info: Any, limits: Limits, padding: Padding, found: Fit) -> System:
 
 
 def report(system: System, samples: int) -> str:
-    """What was found, for people."""
+    """The results as text for people."""
     about, model = system.about, system.cost_model
     flat = about["pivot"]
     r2 = ", ".join(f"{name} {value:.3f}" for name, value in about["r2"].items())
@@ -239,12 +250,12 @@ def report(system: System, samples: int) -> str:
 
 
 def host_ms(host: HostOverhead) -> str:
-    """The terms that are not zero, in milliseconds."""
+    """The nonzero terms, in milliseconds."""
     return ", ".join(f"{n} {1e3 * v:.3f}" for n, v in host.as_dict().items() if v) or "nothing"
 
 
 def build(config: Config, *, progress: bool) -> Any:
-    """An engine that is not started."""
+    """Builds an engine without starting it."""
     # Imported late: jax takes seconds, and a wrong command line should answer at once.
     from jaxserve.engine.startup.build import build_engine
 
@@ -252,7 +263,7 @@ def build(config: Config, *, progress: bool) -> Any:
 
 
 def _check_out(path: str) -> None:
-    """ConfigError if nothing can be written there, which should show before the work."""
+    """ConfigError if the file cannot be written. Checked before the measurement."""
     try:
         check_file("out", Path(path))
     except ValueError as error:
@@ -260,7 +271,7 @@ def _check_out(path: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0, 1 for what cannot be measured, 2 for a wrong command line."""
+    """Runs the command. Exit codes: 0, 1 if measuring failed, 2 for a wrong command line."""
     parser = Parser(
         prog="jaxserve profile",
         description=__doc__,

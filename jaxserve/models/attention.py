@@ -1,5 +1,5 @@
-"""A layer's attention, the same in all families but for what attends: its projections into heads,
-per-head norms, rotation, and the projection out of them."""
+"""One layer's attention, shared by all families: its projections into heads, per-head norms,
+rotation, and the output projection. What attends is passed in."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Rotation = tuple[jax.Array, jax.Array]
 
 @flax.struct.dataclass
 class AttentionParams:
-    """One layer's attention, as checkpoints have it; steps that read K's and V's weights by
-    themselves (those with hidden caches) want it so.
+    """One layer's attention parameters, as in checkpoints. Steps with hidden caches need them in
+    this form, since they read the weights of K and V separately.
 
     Attributes:
         q: [d_model, num_heads * head_dim].
@@ -38,7 +38,7 @@ class AttentionParams:
 
 @flax.struct.dataclass
 class FusedAttention:
-    """One layer's attention with q, k and v as one projection, as all other steps take it.
+    """One layer's attention parameters with q, k and v as one projection, for all other steps.
 
     Attributes:
         qkv: [d_model, columns], in the order that `jaxserve.models.fused` says.
@@ -60,8 +60,16 @@ def attention_leaves(
     out_bias: bool,
     head_norms: bool = False,
 ) -> AttentionParams:
-    """Leaves of the attention `name`, its output projection being called `out`. bias: of q, k and
-    v; head_norms: whether q and k have norms."""
+    """The leaves of one attention, see `Family.leaves`.
+
+    Args:
+        config: the model's.
+        name: its prefix in checkpoints.
+        out: name of its output projection.
+        bias: whether q, k and v have biases.
+        out_bias: whether the output projection has one.
+        head_norms: whether q and k have norms over each head.
+    """
     head_dim = config.head_dim
 
     def projection(part: str, heads: int, axis: str) -> Linear:
@@ -98,7 +106,15 @@ def attention_input(
     rotation: Rotation | None,
     mesh: Mesh | None,
 ) -> AttentionInput:
-    """Queries, keys and values of x [T, d_model]. rotation: see `rope.angles`; None for none."""
+    """Projects a layer's input to queries, keys and values.
+
+    Args:
+        weights: the layer's attention parameters.
+        config: the model's.
+        x: [T, d_model], normalised.
+        rotation: see `rope.angles`; None if positions are not rotated.
+        mesh: the devices that the parameters are sharded over; None for one.
+    """
     if isinstance(weights, FusedAttention):
         apart = None
         q, k, v = _project_fused(weights, config, x, mesh)
@@ -120,7 +136,7 @@ def attention_input(
 def _project_fused(
     weights: FusedAttention, config: ModelConfig, x: jax.Array, mesh: Mesh | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q, k and v [T, heads, head_dim], k and v with the pool's heads."""
+    """q, k and v [T, heads, head_dim]; k and v with as many heads as the pool."""
     shards = 1 if mesh is None else mesh.shape[TENSOR]
     queries, kv = heads_a_shard(config, shards)
     y = linear(x, weights.qkv, mesh).reshape(x.shape[0], shards, queries + 2 * kv, config.head_dim)
@@ -137,7 +153,7 @@ def _project_fused(
 def _project_apart(
     weights: AttentionParams, config: ModelConfig, x: jax.Array, mesh: Mesh | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same by three matmuls."""
+    """As `_project_fused`, by three matmuls."""
     shards = 1 if mesh is None else mesh.shape[TENSOR]
 
     def heads(part: Linear, count: int, axis: str) -> jax.Array:
@@ -159,8 +175,8 @@ def kv_weights(weights: AttentionParams) -> KVWeights:
 
 
 def kv_projection(params: Params, config: ModelConfig, max_len: int) -> KVProjection:
-    """How the layers of `params`, not fused, make K and V, for positions below max_len; the weights
-    are the arrays of `params`."""
+    """How the layers of `params`, not fused, make K and V, for positions below max_len. Shares the
+    arrays of `params`."""
     rotation = None
     if config.rope is not None:
         rotation = jnp.asarray(angle_table(config.rope, config.head_dim, max_len))

@@ -50,8 +50,19 @@ def sequence_logits(
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """Logits of every position of one sequence: tokens int32 [T] -> float32 [T, vocab_size].
-    dtype: see `jaxserve.models.forward.forward`."""
+    """Logits of every position of one sequence, without a cache.
+
+    Args:
+        family: the model's.
+        params: its parameters.
+        config: its shape.
+        tokens: int32 [T].
+        dtype: of the activations, see `jaxserve.models.forward.forward`.
+        mesh: the devices that the parameters are sharded over; None for one.
+
+    Returns:
+        float32 [T, vocab_size].
+    """
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     inputs = StepInputs(tokens, positions, jnp.zeros_like(positions))
     attend = causal_attend(config)

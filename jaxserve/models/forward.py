@@ -37,13 +37,18 @@ def forward(
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Carry, jax.Array]:
-    """Runs all layers.
+    """Runs the embedding and all layers.
 
     Args:
-        attend: called by each layer, in order, with the carry that the one before gave back.
-        dtype: of the activations, that of the parameters or a wider one, see `layers.matmul`;
-            None: that of the parameters.
-        mesh: that the parameters are cut over.
+        family: the model's.
+        params: its parameters.
+        config: its shape.
+        inputs: the tokens.
+        attend: called by each layer in order, with the carry that the previous layer returned.
+        carry: the first layer's.
+        dtype: of the activations: as the parameters or wider, see `layers.matmul`. None for the
+            parameters' own.
+        mesh: the devices that the parameters are sharded over; None for one.
 
     Returns:
         The carry, and the last layer's output [T, d_model] in the dtype of the activations.
@@ -78,7 +83,18 @@ def logits(
     *,
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """Logits of the last layer's output: x [R, d_model] -> float32 [R, vocab_size], replicated."""
+    """Logits of the last layer's output.
+
+    Args:
+        family: the model's.
+        params: its parameters.
+        config: its shape.
+        x: [R, d_model].
+        mesh: the devices that the parameters are sharded over; None for one.
+
+    Returns:
+        float32 [R, vocab_size], replicated.
+    """
     table = params.embed_tokens if params.lm_head is None else params.lm_head
     hidden = family.finish(params, config, x, mesh=mesh)
     return vocab_logits(hidden, table, config.vocab_size, mesh)

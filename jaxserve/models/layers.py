@@ -41,14 +41,20 @@ def matmul(
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """x [T, in] @ weights [in, out] -> [T, out], in this dtype, else in that of x. transposed: the
-    weights are [out, in]. mesh: that of the weights.
+    """x [T, in] @ weights [in, out] -> [T, out].
 
-    Where x is wider than the weights, float32 on 16 bits, it is rounded to their dtype and the sums
-    stay in its own: so XLA's CPU compiler takes its library's mixed matmul, which reads the weights
-    as they are. A result of 16 bits, or of too few rows, has it convert them first, in each step;
-    up to 128 rows have kernels of their own where numba is installed, see `has_skinny_matmul`, and
-    so have some tens of rows of float32.
+    If x is wider than the weights (float32 on 16 bits), it is rounded to their dtype and the sums
+    stay in float32. XLA's CPU compiler then uses its library's mixed matmul, which reads the
+    weights as they are. With a 16-bit result, or too few rows, it would convert them first, in each
+    step. With numba installed, up to 128 such rows and some tens of rows of float32 have kernels of
+    their own, see `has_skinny_matmul`.
+
+    Args:
+        x: [T, in].
+        weights: [in, out].
+        transposed: the weights are [out, in].
+        dtype: of the result; None for that of x.
+        mesh: the devices that the weights are sharded over; None for one.
     """
     numbers = (((1,), (1 if transposed else 0,)), ((), ()))
     rows, result = x.shape[0], jnp.dtype(dtype or x.dtype)
@@ -88,15 +94,25 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def embed_rows(table: jax.Array, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rows of table [V, d] at ids [T], in this dtype; ids outside are clipped (padding tokens may
-    hold any)."""
+    """Rows of table [V, d] at ids [T], in this dtype. Ids outside are clipped, since padding tokens
+    may hold any."""
     return jnp.take(table, ids, axis=0, mode="clip").astype(dtype)
 
 
 def vocab_logits(
     hidden: jax.Array, table: jax.Array, vocab_size: int, mesh: Mesh | None
 ) -> jax.Array:
-    """hidden [R, d] on table [padded vocabulary, d] -> float32 [R, vocab_size], replicated."""
+    """Multiplies hidden states with the output embedding.
+
+    Args:
+        hidden: [R, d].
+        table: [padded vocabulary, d].
+        vocab_size: tokens of the vocabulary, without padding.
+        mesh: the devices that the parameters are sharded over; None for one.
+
+    Returns:
+        float32 [R, vocab_size], replicated.
+    """
     logits = matmul(hidden, table, transposed=True, dtype=jnp.float32, mesh=mesh)
     logits = constrain(logits, mesh, None, "vocab")
     return constrain(logits[:, :vocab_size], mesh, None, None)
@@ -111,7 +127,16 @@ def linear_leaves(
     std: float,
     granule: int = 1,
 ) -> Linear:
-    """Leaves of the projection `name` (without ".weight"), [in, out] = `shape`; see `ParamSpec`."""
+    """The leaves of one projection.
+
+    Args:
+        name: its name in checkpoints, without ".weight".
+        shape: [in, out].
+        axes: names of both axes, see `ParamSpec`.
+        bias: whether it has one.
+        std: see `ParamSpec`.
+        granule: see `ParamSpec`.
+    """
     spec = ParamSpec(shape, axes, std=std, granule=granule)
     kernel = Leaf(spec, HFTensor(f"{name}.weight", transpose=True))
     if not bias:
@@ -121,7 +146,14 @@ def linear_leaves(
 
 
 def norm_leaves(name: str, width: int, *, scale: bool = True, bias: bool = False) -> Norm:
-    """Leaves of the norm `name` over `width` elements."""
+    """The leaves of one norm.
+
+    Args:
+        name: its name in checkpoints.
+        width: elements that it normalises over.
+        scale: whether it has one.
+        bias: whether it has one.
+    """
 
     def leaf(init: str, part: str) -> Leaf:
         return Leaf(ParamSpec((width,), ("norm",), init), HFTensor(f"{name}.{part}"))
@@ -133,6 +165,14 @@ def norm_leaves(name: str, width: int, *, scale: bool = True, bias: bool = False
 
 
 def table_leaf(name: str, rows: int, width: int, rows_axis: str | None, std: float) -> Leaf:
-    """Leaf of a table [rows, width] stored as such (embeddings, lm_head)."""
+    """The leaf of a table that is stored as it is used (embeddings, lm_head).
+
+    Args:
+        name: its name in checkpoints, without ".weight".
+        rows: entries.
+        width: elements of an entry.
+        rows_axis: name of the first axis, see `ParamSpec`.
+        std: see `ParamSpec`.
+    """
     spec = ParamSpec((rows, width), (rows_axis, "embed"), std=std)
     return Leaf(spec, HFTensor(f"{name}.weight"))

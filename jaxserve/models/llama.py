@@ -40,7 +40,14 @@ QWEN_WINDOW_LAYERS = 28  # likewise Qwen's max_window_layers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig(ModelConfig):
-    """A Llama-style shape; the flags say which biases and norms its checkpoints have."""
+    """The shape of a Llama-style model.
+
+    Attributes:
+        qkv_bias: q, k and v have biases.
+        out_bias: the attention's output projection has one.
+        mlp_bias: the feed-forward projections have biases.
+        qk_norm: q and k have RMS norms over each head.
+    """
 
     qkv_bias: bool
     out_bias: bool
@@ -50,8 +57,15 @@ class LlamaConfig(ModelConfig):
 
 @flax.struct.dataclass
 class LlamaLayer:
-    """One layer's parameters: norms over d_model, gate and up [d_model, d_ff], down [d_ff,
-    d_model]."""
+    """One layer's parameters.
+
+    Attributes:
+        attn_norm: [d_model], before attention.
+        attn: the attention's parameters.
+        mlp_norm: [d_model], before the feed-forward layer.
+        gate, up: [d_model, d_ff].
+        down: [d_ff, d_model].
+    """
 
     attn_norm: Norm
     attn: AttentionParams | FusedAttention
@@ -67,8 +81,9 @@ class LlamaParams:
 
     Attributes:
         embed_tokens: [V, d_model].
-        layers: one a layer, in order.
-        lm_head: [V, d_model]; None where it is tied to embed_tokens.
+        layers: one entry a layer, in order.
+        final_norm: [d_model].
+        lm_head: [V, d_model]; None if tied to embed_tokens.
     """
 
     embed_tokens: Params
@@ -142,7 +157,18 @@ def embed(
     dtype: DTypeLike,
     mesh: Mesh | None,
 ) -> jax.Array:
-    """Token embeddings, [T, d_model]; see `jaxserve.models.base.Embed`."""
+    """Token embeddings, see `jaxserve.models.base.Embed`.
+
+    Args:
+        params: the model's parameters.
+        config: its shape.
+        inputs: the tokens.
+        dtype: of the result.
+        mesh: the devices that the parameters are sharded over; None for one.
+
+    Returns:
+        [T, d_model].
+    """
     x = embed_rows(params.embed_tokens, inputs.tokens, dtype)
     return constrain(x, mesh, None, None)
 
@@ -155,7 +181,18 @@ def layer(
     *,
     mesh: Mesh | None,
 ) -> tuple[Carry, jax.Array]:
-    """One layer of x [T, d_model]; see `jaxserve.models.base.Layer`."""
+    """One layer, see `jaxserve.models.base.Layer`.
+
+    Args:
+        weights: the layer's parameters.
+        config: the model's shape.
+        x: [T, d_model].
+        attention: called once, with the normalised input.
+        mesh: the devices that the parameters are sharded over; None for one.
+
+    Returns:
+        The carry, and the output [T, d_model].
+    """
     carry, mixed = attention(rms_norm(x, weights.attn_norm.scale, config.norm_eps))
     x = constrain(x + mixed, mesh, None, None)
     h = rms_norm(x, weights.mlp_norm.scale, config.norm_eps)
@@ -167,7 +204,17 @@ def layer(
 def finish(
     params: LlamaParams, config: ModelConfig, x: jax.Array, *, mesh: Mesh | None
 ) -> jax.Array:
-    """The final norm of x [R, d_model]; see `jaxserve.models.base.Finish`."""
+    """The final norm, see `jaxserve.models.base.Finish`.
+
+    Args:
+        params: the model's parameters.
+        config: its shape.
+        x: [R, d_model].
+        mesh: the devices that the parameters are sharded over; None for one.
+
+    Returns:
+        [R, d_model].
+    """
     return rms_norm(x, params.final_norm.scale, config.norm_eps)
 
 

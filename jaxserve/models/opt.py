@@ -42,7 +42,16 @@ ACTIVATIONS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OPTConfig(ModelConfig):
-    """OPT's shape; `embed_dim` is the width of the token embedding (d_model but for 350m)."""
+    """The shape of an OPT model.
+
+    Attributes:
+        embed_dim: width of the token embedding; d_model except for 350m.
+        pre_norm: norms come before each sub-layer; else after.
+        final_norm: there is a norm after the last layer.
+        bias: projections have biases.
+        norm_affine: norms have scales and biases.
+        activation: of the feed-forward layer, a key of `ACTIVATIONS`.
+    """
 
     embed_dim: int
     pre_norm: bool
@@ -54,7 +63,15 @@ class OPTConfig(ModelConfig):
 
 @flax.struct.dataclass
 class OPTLayer:
-    """One layer's parameters: norms over d_model, up [d_model, d_ff], down [d_ff, d_model]."""
+    """One layer's parameters.
+
+    Attributes:
+        attn_norm: [d_model], before or after attention.
+        attn: the attention's parameters.
+        mlp_norm: [d_model], before or after the feed-forward layer.
+        up: [d_model, d_ff].
+        down: [d_ff, d_model].
+    """
 
     attn_norm: Norm
     attn: AttentionParams | FusedAttention
@@ -70,10 +87,10 @@ class OPTParams:
     Attributes:
         embed_tokens: [V, embed_dim].
         embed_positions: [max_position + 2, d_model].
-        project_in, project_out: between embed_dim and d_model; None where they are the same.
-        layers: one a layer, in order.
+        project_in, project_out: between embed_dim and d_model; None if these are equal.
+        layers: one entry a layer, in order.
         final_norm: None for post-norm models.
-        lm_head: [V, embed_dim]; None where it is tied to embed_tokens.
+        lm_head: [V, embed_dim]; None if tied to embed_tokens.
     """
 
     embed_tokens: Params
@@ -155,7 +172,18 @@ def embed(
     dtype: DTypeLike,
     mesh: Mesh | None,
 ) -> jax.Array:
-    """Token and position embeddings, [T, d_model]; see `jaxserve.models.base.Embed`."""
+    """Token and position embeddings, see `jaxserve.models.base.Embed`.
+
+    Args:
+        params: the model's parameters.
+        config: its shape.
+        inputs: the tokens and their positions.
+        dtype: of the result.
+        mesh: the devices that the parameters are sharded over; None for one.
+
+    Returns:
+        [T, d_model].
+    """
     x = embed_rows(params.embed_tokens, inputs.tokens, dtype)
     if params.project_in is not None:
         x = linear(x, params.project_in, mesh)
@@ -166,7 +194,18 @@ def embed(
 def layer(
     weights: OPTLayer, config: ModelConfig, x: jax.Array, attention: Attention, *, mesh: Mesh | None
 ) -> tuple[Carry, jax.Array]:
-    """One layer of x [T, d_model]; see `jaxserve.models.base.Layer`."""
+    """One layer, see `jaxserve.models.base.Layer`.
+
+    Args:
+        weights: the layer's parameters.
+        config: the model's shape.
+        x: [T, d_model].
+        attention: called once, with the sub-layer's input.
+        mesh: the devices that the parameters are sharded over; None for one.
+
+    Returns:
+        The carry, and the output [T, d_model].
+    """
     assert isinstance(config, OPTConfig)
 
     def norm(x: jax.Array, norm: Norm, *, before: bool) -> jax.Array:
@@ -184,8 +223,18 @@ def layer(
 
 
 def finish(params: OPTParams, config: ModelConfig, x: jax.Array, *, mesh: Mesh | None) -> jax.Array:
-    """The final norm, where there is one, and [R, d_model] -> [R, embed_dim]; see
-    `jaxserve.models.base.Finish`."""
+    """The final norm and the output projection, where there are any, see
+    `jaxserve.models.base.Finish`.
+
+    Args:
+        params: the model's parameters.
+        config: its shape.
+        x: [R, d_model].
+        mesh: the devices that the parameters are sharded over; None for one.
+
+    Returns:
+        [R, embed_dim].
+    """
     if params.final_norm is not None:
         x = layer_norm(x, params.final_norm, config.norm_eps)
     return x if params.project_out is None else linear(x, params.project_out, mesh)

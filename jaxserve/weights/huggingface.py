@@ -38,11 +38,20 @@ def load_safetensors(
     mesh: Mesh | None,
     progress: Show = Show.NOTHING,
 ) -> Params:
-    """The parameters in a Hugging Face directory, as `dtype`, cut over `mesh`.
+    """Loads the parameters in a Hugging Face directory.
+
+    Args:
+        folder: the directory.
+        family: the model's.
+        config: its shape.
+        dtype: to convert to.
+        mesh: the devices to shard over; None for one.
+        progress: shows the bytes loaded.
 
     Raises:
-        CheckpointError: a missing or damaged file, a missing tensor, or a wrong shape (the message
-            gives the name, the expected and the found shape), all before anything is loaded.
+        CheckpointError: a file is missing or damaged, a tensor is missing, or has the wrong shape.
+            The message gives its name, the expected and the found shape. All checks come before
+            anything is loaded.
     """
     specs, treedef = jax.tree.flatten(family.param_specs(config))
     sources: list[HFTensor] = jax.tree.leaves(family.hf_layout(config))

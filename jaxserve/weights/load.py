@@ -107,14 +107,14 @@ def _finite(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]
 
 
 def _all_own(finite: jax.Array) -> bool:
-    """Of the shards that this host has."""
+    """Whether all shards on this host are finite."""
     return all(np.asarray(shard.data).all() for shard in finite.addressable_shards)
 
 
 def param_bytes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> int:
-    """Bytes of parameters on each device (without a mesh: on the one device), q, k and v fused.
-    Apart they are as many but where KV heads are repeated, and those models have no hidden
-    caches."""
+    """Bytes of parameters on each device (without a mesh: on the one device), with q, k and v
+    fused. Unfused ones take the same, except where KV heads are repeated, and those models have no
+    hidden caches."""
     shards = 1 if mesh is None else mesh.size
     specs = jax.tree.leaves(fused_specs(get_family(config.family), config, shards))
     elements = sum(
@@ -127,9 +127,15 @@ def param_bytes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None)
 def fuse_loaded(
     params: Params, family: Family, config: ModelConfig, mesh: Mesh | None = None
 ) -> Params:
-    """The parameters with q, k and v of each layer as one array on the devices; those of `params`
-    are deleted, one layer's after the other's, so that there is never more than one of them
-    twice."""
+    """Fuses q, k and v of each layer into one array, on the devices. Deletes those of `params`
+    layer by layer, so that never more than one layer's are there twice.
+
+    Args:
+        params: as loaded.
+        family: the model's.
+        config: its shape.
+        mesh: the devices that the parameters are sharded over; None for one.
+    """
     shards = 1 if mesh is None else mesh.shape[TENSOR]
     layers = []
     for layer, spec in zip(params.layers, fused_specs(family, config, shards).layers, strict=True):

@@ -37,11 +37,19 @@ def save_orbax(folder: Path, params: Params) -> None:
 def load_orbax(
     folder: Path, family: Family, config: ModelConfig, *, dtype: np.dtype, mesh: Mesh | None
 ) -> Params:
-    """The parameters in `folder`, as `dtype`, each device reading only what it holds.
+    """Loads the parameters of a checkpoint written by `save_orbax`. Each device reads only its own
+    part.
+
+    Args:
+        folder: the directory.
+        family: the model's.
+        config: its shape.
+        dtype: to convert to.
+        mesh: the devices to shard over; None for one.
 
     Raises:
-        CheckpointError: not an Orbax checkpoint of ours, a missing parameter, a wrong shape, or
-            files that are damaged.
+        CheckpointError: it is not such a checkpoint, a parameter is missing or has the wrong shape,
+            or files are damaged.
     """
     import orbax.checkpoint as ocp  # late: a quarter of a second, and most models need none
 

@@ -17,7 +17,15 @@ from jaxserve.models.sharding import padded_shape, param_sharding
 def random_params(
     family: Family, config: ModelConfig, *, dtype: np.dtype, mesh: Mesh | None, seed: int
 ) -> Params:
-    """Parameters drawn as their specs say; the same seed gives the same values on any mesh."""
+    """Random parameters. A seed gives the same values on any mesh.
+
+    Args:
+        family: the model's.
+        config: its shape.
+        dtype: of the parameters.
+        mesh: the devices to shard over; None for one.
+        seed: of the random numbers.
+    """
     specs, treedef = jax.tree.flatten(family.param_specs(config))
     keys = jax.random.split(jax.random.key(seed), len(specs))
     leaves = [_leaf(spec, key, dtype, mesh) for spec, key in zip(specs, keys, strict=True)]
