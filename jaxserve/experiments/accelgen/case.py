@@ -32,10 +32,20 @@ QUANTILES = tuple(q / 100 for q in range(0, 101, 2))
 
 @dataclass(frozen=True)
 class SloCase(Case):
-    """policy: its name with parameters. model: of PLACES. rate: requests/s, inf for all at once.
-    budget: tokens of a batch, 0 where the policy decides. requests: of the trace, which is served
-    to its end. data, books, printed: see `drawn_lengths`; choices, ease: see `with_slos`. timed:
-    measure the plans. quantiles: keep those of the steps' times."""
+    """A policy on a trace whose requests have targets of their own.
+
+    Attributes:
+        policy: Its name with parameters.
+        model: A name in PLACES.
+        rate: Requests/s; inf for all at once.
+        budget: Tokens of a batch; 0 where the policy decides.
+        seed: Of the trace and of the policy.
+        requests: Length of the trace, which is served to its end.
+        data, books, printed: See `drawn_lengths`.
+        choices, ease: See `with_slos`.
+        timed: Whether to time the plans.
+        quantiles: Whether to keep QUANTILES of the step times.
+    """
 
     policy: str
     model: str
@@ -53,7 +63,7 @@ class SloCase(Case):
 
     @property
     def cost(self) -> float:
-        """Those that run in Python take the longest, and requests with many tokens."""
+        """Policies in Python take the longest, as do requests with many tokens."""
         slow = self.timed or self.policy.startswith(("accelgen", "fastserve", "oracle"))
         return self.requests * (20 if slow else 1) * (4 if self.printed else 1)
 
@@ -64,18 +74,30 @@ class SloCase(Case):
 
 @dataclass(frozen=True)
 class SloNumbers:
-    """A second, from the first arrival to the last token: tokens, written; requests, that ended;
-    goodput, tokens within their own target, TTFT or TBT; jobs, requests that ended within their
-    JCT, see `jct_targets`; met, within all of their own targets (`sched/slo/metrics.py`). Shares:
-    iterations, of the tokens in time; in_jct, ttft, tbt, slo, of the requests within that target,
-    slo within all; reachable, of those whose TTFT is no less than their prompt takes alone.
+    """What a case comes to. Rates are from the first arrival to the last token.
 
-    Seconds: jct, mean; jct_long, of those with LONG tokens; jct_last, until all have ended; step,
-    mean. reading: share of the steps within READING. compute: tokens of a step over the pivot, 1 at
-    most, mean over steps; cache: share in use, mean over time. preemptions. plan, plan_p99: seconds
-    of a plan, mean and 99th percentile; 0 if not measured. steps: their times' QUANTILES, if asked
-    for. bound: of met, which no schedule has more of, 0 where nobody searched, or it is not
-    known."""
+    Attributes:
+        tokens: Output tokens/s.
+        requests: Finished requests/s.
+        goodput: Tokens/s within their own target, TTFT or TBT.
+        jobs: Requests/s that end within their JCT, see `jct_targets`.
+        met: Requests/s within all of their own targets (`sched/slo/metrics.py`).
+        iterations: Share of the tokens that are in time.
+        in_jct, ttft, tbt: Share of the requests within that target.
+        slo: Share of the requests within all targets.
+        reachable: Share of the requests whose TTFT is no less than their prompt takes alone.
+        jct: Mean over requests, seconds.
+        jct_long: Mean over those with prompts of LONG tokens or more, seconds.
+        jct_last: Until all have ended, seconds.
+        step: Mean step time, seconds.
+        reading: Share of the steps that take at most READING.
+        compute: Tokens of a step over the pivot, at most 1, mean over steps.
+        cache: Share of the cache in use, mean over time.
+        preemptions: Of all requests.
+        plan, plan_p99: Mean and 99th percentile of a plan's time, seconds; 0 if not timed.
+        steps: QUANTILES of the step times, seconds, if kept.
+        bound: No schedule has a larger `met`; 0 if not known.
+    """
 
     tokens: float
     requests: float
@@ -103,7 +125,7 @@ class SloNumbers:
 
 
 def workload_of(case: SloCase) -> Workload:
-    """Its requests: the same for every policy and, but for the gaps between them, every rate."""
+    """The case's requests: the same for every policy and, at scaled arrivals, every rate."""
     place, rng = PLACES[case.model], np.random.default_rng((case.seed, 11))
     lengths = drawn_lengths(place, case.data, case.books, case.requests, rng, printed=case.printed)
     arrival = drawn_arrivals(case.rate, len(lengths), rng)
@@ -111,8 +133,8 @@ def workload_of(case: SloCase) -> Workload:
 
 
 def limits_of(case: SloCase, policy: Policy) -> Limits:
-    """Whoever computes prompts whole may have batches as large as the pool. Of the others, the
-    budget is C where they fill batches up to it, else P."""
+    """Policies that do not chunk prompts get batches as large as the pool. For the others the
+    budget is C if they fill batches up to it, else P."""
     if not policy.chunked:
         tokens = PLACES[case.model].kv_tokens
         return Limits(tokens, tokens, MAX_ROWS)
@@ -123,7 +145,8 @@ def limits_of(case: SloCase, policy: Policy) -> Limits:
 
 
 def simulated(case: SloCase, timed: Timed | None = None) -> SimulationResult:
-    """The case. timed: its policy, whose plans are timed. ValueError if its policy is unknown."""
+    """Simulates the case. timed: its policy, wrapped to time the plans. ValueError if the policy is
+    unknown."""
     place, policy = PLACES[case.model], make_policy(case.policy)
     return simulate(
         timed or policy,
@@ -140,7 +163,7 @@ def simulated(case: SloCase, timed: Timed | None = None) -> SimulationResult:
 
 
 def run(case: SloCase) -> SloNumbers:
-    """What it comes to. ValueError if its policy is unknown."""
+    """The numbers of a simulation. ValueError if the policy is unknown."""
     timed = Timed(make_policy(case.policy)) if case.timed else None
     result = simulated(case, timed)
     summary, times, batches = result.summary(), result.requests.times, result.batches
@@ -176,6 +199,6 @@ def run(case: SloCase) -> SloNumbers:
 
 
 def jct_targets(asked: Workload) -> np.ndarray:
-    """When a job ends whose tokens are all just in time, seconds from its arrival, float64 [n]: the
-    paper does not say what JCTs it asks for."""
+    """The JCT of a request whose tokens are all just in time, seconds, float64 [n]. The paper does
+    not say which JCTs it asks for."""
     return np.asarray(asked.ttft + (asked.output_len - 1) * asked.tbt)

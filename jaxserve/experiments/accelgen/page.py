@@ -97,11 +97,22 @@ SEARCHED: tuple[Column, ...] = (
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is run. seeds: traces of each point; requests: of a trace, and of one whose outputs
-    are long; at: which of RATES; varied: models on which more than policies and rates varies;
-    books: shares of BookCorpus in Figure 13; system_slos: seconds, of Figure 5; plans: requests of
-    the traces whose plans are timed; searched: of those whose schedules are searched for, with so
-    many searches, at TTFTs times `eases`."""
+    """How much is run.
+
+    Attributes:
+        seeds: Traces of each point.
+        requests: Of a trace.
+        long_requests: Of a trace with long outputs.
+        models: Names in PLACES.
+        at: Which of RATES.
+        varied: Models on which more than policies and rates varies.
+        books: Shares of BookCorpus in Figure 13.
+        system_slos: SLOs of Figure 5, seconds.
+        plans: Requests of the traces whose plans are timed.
+        searched: Requests of the traces whose best schedules are searched for.
+        searches: Runs of each such search.
+        eases: Factors on the TTFTs there.
+    """
 
     seeds: int = 3
     requests: int = 100
@@ -117,12 +128,12 @@ class Scale:
     eases: tuple[float, ...] = (1.0, EASE)
 
     def rates(self, model: str) -> tuple[float, ...]:
-        """Requests/s, ascending."""
+        """The model's rates in requests/s, ascending."""
         return tuple(RATES[model][index] for index in self.at)
 
     @property
     def first(self) -> str:
-        """The model at which single questions are asked."""
+        """The model for what is shown with one model only."""
         return self.models[0]
 
 
@@ -138,25 +149,33 @@ class AccelGen(Page[SloCase, SloNumbers]):
 
     @cached_property
     def points(self) -> list[tuple[str, float]]:
-        """Models and rates."""
+        """The (model, rate) of all points."""
         return [(model, rate) for model in self.scale.models for rate in self.scale.rates(model)]
 
     def trial(self, model: str, ease: float = 1.0) -> Trial:
-        """With TTFTs that hardly anybody meets: most tokens in time under load; with others: most
-        requests within all of their targets where they can be served."""
+        """How a policy's settings are chosen. With the paper's TTFTs, which hardly any request
+        meets: most tokens in time under load. With others: most requests within all targets, at a
+        rate that can be served."""
         at, number = (LOADED, "goodput") if ease == 1 else (SERVED, "met")
         return Trial(RATES[model][at], self.scale.requests, ease, number)
 
     def seeds(
         self, name: str, model: str, rate: float, ease: float = 1.0, **more: object
     ) -> list[SloCase]:
-        """One a seed, with the policy as it serves best; none until that is known. more: fields of
-        the case."""
+        """The cases of a point, one a seed; none while the policy's best settings are not known.
+
+        Args:
+            name: Of the policy.
+            model: A name in PLACES.
+            rate: Requests/s.
+            ease: Factor on the TTFTs.
+            **more: Other fields of `SloCase`.
+        """
         chosen = self.trial(model, ease).best(self.results, name, model)
         return [] if chosen is None else self.traces(chosen, model, rate, ease=ease, **more)
 
     def traces(self, chosen: Tuned, model: str, rate: float, **more: object) -> list[SloCase]:
-        """The same with the policy as it is given."""
+        """Like `seeds`, with given settings."""
         values: dict[str, Any] = {"requests": self.scale.requests, **more}
         return [
             SloCase(chosen.policy, model, rate, chosen.budget, seed, **values)
@@ -164,11 +183,16 @@ class AccelGen(Page[SloCase, SloNumbers]):
         ]
 
     def numbers_of(self, number: str, name: str, model: str, rate: float, *ease: float) -> float:
-        """The number of `seeds`, mean."""
+        """Mean of a number.
+
+        Args:
+            number: A field of `SloNumbers`.
+            name, model, rate, *ease: As in `seeds`.
+        """
         return self.mean(number, self.seeds(name, model, rate, *ease))
 
     def cells(self, cases: Sequence[SloCase], columns: Sequence[Column]) -> list[str]:
-        """As any page's; nothing for a bound where nobody searched."""
+        """As for any page; the bound is empty where none was searched for."""
         texts = super().cells(cases, columns)
         numbers = [number for _, number, *_ in columns]
         if "bound" in numbers and not self.mean("bound", cases):
@@ -178,8 +202,8 @@ class AccelGen(Page[SloCase, SloNumbers]):
     # Introduction.
 
     def sample(self) -> dict[str, float]:
-        """Of the requests of the first model: mean lengths, the outputs that utilisation implies,
-        and the share of TTFTs that are shorter than the prompt takes."""
+        """About the requests of the first model: mean lengths, the outputs that utilisation
+        implies, and the share of TTFTs shorter than the prompt takes."""
         place, asked = PLACES[self.scale.first], sampled(self.scale.first)
         reachable = float((asked.ttft >= prefill_seconds(place, asked.prompt_len)).mean())
         return {
@@ -191,7 +215,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         }
 
     def systems(self) -> str:
-        """A line a model."""
+        """A table with a line a model."""
         rows = [
             [
                 name,
@@ -212,7 +236,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         return table(header, rows)
 
     def pivot_ms(self, model: str) -> float:
-        """What a step of the paper's pivot takes, milliseconds."""
+        """Milliseconds of a step with the paper's pivot of tokens."""
         place = PLACES[model]
         return 1e3 * float(prefill_seconds(place, np.array([place.pivot]))[0])
 
@@ -228,11 +252,11 @@ class AccelGen(Page[SloCase, SloNumbers]):
         ]
 
     def met(self, model: str, rate: float) -> dict[str, float]:
-        """Requests that end within all of their targets a second, by policy, with such TTFTs."""
+        """Requests/s that end within all of their targets, by policy, with eased TTFTs."""
         return {name: self.numbers_of("met", name, model, rate, EASE) for name in WITH_PRINTED}
 
     def judged(self) -> str:
-        """Against the best of the others at each point, by rate."""
+        """AccelGen against the best other policy at each point, by rate."""
         found: dict[int, list[float]] = {}
         for model, rate in self.reachable():
             met = self.met(model, rate)
@@ -243,7 +267,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         return ", ".join(f"{span(found[at], '{:.2f}x')} at {where[at]}" for at in found)
 
     def throughput(self) -> str:
-        """Of what the fastest finishes at the highest rate."""
+        """AccelGen's requests/s over the fastest other policy's, at the highest rate."""
         most = []
         for model in self.scale.models:
             rate = self.scale.rates(model)[-1]
@@ -252,7 +276,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         return span(most, "{:.2f}x")
 
     def met_table(self) -> str:
-        """How it is where targets can be met."""
+        """A table of the points where targets can be met."""
         rows = []
         for model, rate in self.reachable():
             met = self.met(model, rate)
@@ -264,7 +288,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         return table([*header, "which", "`accelgen` against it"], rows)
 
     def verdict(self) -> str:
-        """AccelGen against each of the others, at all points."""
+        """A table: AccelGen against each other policy, over all points."""
         rows = []
         for name in OTHERS:
             goodput, iterations, in_jct, jct = (
@@ -288,7 +312,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         return table(header, rows)
 
     def firsts(self, model: str) -> str:
-        """Who comes first with that model."""
+        """Which policy has most goodput with that model, and AccelGen's place."""
         said = []
         for rate in (self.scale.rates(model)[0], self.scale.rates(model)[-1]):
             found = {name: self.numbers_of("goodput", name, model, rate) for name in ALL}
@@ -302,7 +326,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
     # Section 1: what each policy is run with, and how that was found.
 
     def settings(self) -> str:
-        """What was tried, and the best of it."""
+        """A table of the settings tried, and the best of them."""
         rows = [
             [
                 model,

@@ -15,8 +15,15 @@ HOST_BYTES = 144e9  # of host memory for each GPU: a p4d.24xlarge has 1,152 GB f
 
 @dataclass(frozen=True)
 class Place:
-    """name: of the system; model: whose shape it has; devices; cache: bytes for K and V, of all of
-    them together; pivot: the forward size at which throughput saturates in the paper, tokens."""
+    """A model on the paper's devices.
+
+    Attributes:
+        name: Of the system.
+        model: Name of the model, whose shape it has.
+        devices: Number of GPUs.
+        cache: Bytes for K and V, on all GPUs together.
+        pivot: Forward size at which throughput saturates in the paper, tokens.
+    """
 
     name: str
     model: str
@@ -26,28 +33,28 @@ class Place:
 
     @property
     def system(self) -> System:
-        """The simulator's."""
+        """The simulator's system."""
         return system(self.name)
 
     @property
     def kv_tokens(self) -> int:
-        """That fit into the cache, in whole blocks."""
+        """Tokens that fit into the cache, in whole blocks."""
         return int(self.cache // self._bytes) // BLOCK * BLOCK
 
     @property
     def host_tokens(self) -> int:
-        """That fit into the host's memory."""
+        """Tokens that fit into host memory."""
         return int(HOST_BYTES * self.devices // self._bytes)
 
     @property
     def longest(self) -> int:
-        """Prompts that the cache holds together with the longest output, at most the paper's 100K,
-        tokens."""
+        """Tokens of the longest prompt: as many as the cache holds beside the longest output, at
+        most the paper's 100K."""
         return min(100_000, self.kv_tokens - LONGEST_OUTPUT)
 
     @property
     def _bytes(self) -> int:
-        """Of a token's K and V."""
+        """Bytes of a token's K and V."""
         shape = MODELS[self.model]
         return shape.kv_bytes * shape.layers
 

@@ -24,7 +24,7 @@ TBT_CHOICES = (0.25, 0.5, 1.0, 2.0)  # of READING (section 3.2)
 
 
 def prefill_seconds(place: Place, prompts: np.ndarray) -> np.ndarray:
-    """What each takes alone and whole, float64 [n]. prompts: int64 [n], tokens."""
+    """What each prompt takes alone and in one step, float64 [n]. prompts: int64 [n], tokens."""
     alone = BatchFeatures(prompts, prompts, 0, 0, prompts**2, 1, 0)
     return np.asarray(place.system.cost_model.batch_time(alone), np.float64)
 
@@ -32,8 +32,16 @@ def prefill_seconds(place: Place, prompts: np.ndarray) -> np.ndarray:
 def drawn_lengths(
     place: Place, data: str, books: float, count: int, rng: np.random.Generator, *, printed: bool
 ) -> Lengths:
-    """data: MIXED, EXCLUSIVE, or one of `mixed_prompt_sets`; the rest as `mixed_prompts` has
-    it."""
+    """Draws lengths of prompts and outputs.
+
+    Args:
+        place: Bounds the prompts.
+        data: MIXED, EXCLUSIVE, or a name of `mixed_prompt_sets`.
+        books: Share of MIXED that is from BookCorpus.
+        count: Number of requests; EXCLUSIVE has its own.
+        rng: What to draw with.
+        printed: Whether MIXED has the outputs of Figure 8, see `mixed_prompts`.
+    """
     if data == MIXED:
         return mixed_prompts(books, place.longest, printed_outputs=printed).sample(count, rng)
     if data != EXCLUSIVE:
@@ -46,9 +54,20 @@ def drawn_lengths(
 def with_slos(
     place: Place, arrival: np.ndarray, lengths: Lengths, rng: np.random.Generator, **how: float
 ) -> Workload:
-    """A TTFT of each: the mean of `prefill_seconds` over the prompts of its 512 tokens, times a
-    scale from [0.5, 1.5] and how["ease"]; a TBT: 0.1875 s times a scale from [0.75, 1.25], or,
-    with how["choices"], from {0.25, 0.5, 1, 2}. Each may write LONGEST_OUTPUT tokens."""
+    """The workload, with targets for each request (sections 3.2 and 6.1).
+
+    A TTFT is the mean of `prefill_seconds` over prompts of about the same length (GROUP), times a
+    scale from [0.5, 1.5]. A TBT is 0.1875 s times a scale from [0.75, 1.25]. Each request may write
+    LONGEST_OUTPUT tokens.
+
+    Args:
+        place: Predicts `prefill_seconds`.
+        arrival: float64 [n], seconds.
+        lengths: Of prompts and outputs.
+        rng: What to draw with.
+        **how: `ease` multiplies the TTFTs; with `choices`, the scales of TBTs are from {0.25, 0.5,
+            1, 2}.
+    """
     alone, group = prefill_seconds(place, lengths.prompt_len), (lengths.prompt_len - 1) // GROUP
     totals, sizes = np.bincount(group, weights=alone), np.bincount(group)
     mean = (totals / np.maximum(sizes, 1))[group]
@@ -64,5 +83,6 @@ def with_slos(
 
 
 def drawn_arrivals(rate: float, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Poisson, seconds, the same but for their scale at every rate; all at once for inf."""
+    """Poisson arrivals in seconds, at all rates the same but for their scale; all at once for
+    inf."""
     return all_at_once(count) if rate == math.inf else poisson_arrivals(rate, count, rng)

@@ -21,14 +21,14 @@ FASTGEN = ("fastgen", "fastgen:watermark=0.3")
 
 @dataclass(frozen=True)
 class Tuned:
-    """policy: with its parameters; budget: tokens of a batch, 0 where the policy decides."""
+    """A policy with its settings. budget: tokens of a batch; 0 where the policy decides."""
 
     policy: str
     budget: int = 0
 
 
 def choices(name: str, model: str) -> tuple[Tuned, ...]:
-    """What is tried of a policy there; one only of those that have nothing to set."""
+    """The settings to try of a policy; one if it has nothing to set."""
     if name == "fastserve":
         return tuple(Tuned(policy) for policy in FASTSERVE)
     if name not in ("sarathi", "fastgen", "edf", "infermax"):
@@ -40,8 +40,14 @@ def choices(name: str, model: str) -> tuple[Tuned, ...]:
 
 @dataclass(frozen=True)
 class Trial:
-    """Where settings are tried: requests of a trace at that rate, 1/s, with TTFTs times `ease`.
-    number: of `SloNumbers`, of which the best has most."""
+    """Where settings are tried.
+
+    Attributes:
+        rate: Requests/s.
+        requests: Of the trace.
+        ease: Factor on the TTFTs.
+        number: Of `SloNumbers`; the best setting has most of it.
+    """
 
     rate: float
     requests: int
@@ -49,7 +55,7 @@ class Trial:
     number: str
 
     def runs(self, name: str, model: str) -> dict[Tuned, SloCase]:
-        """What decides; nothing where there is no choice."""
+        """The runs that decide, by setting; none where there is no choice."""
         found = choices(name, model)
         if len(found) == 1:
             return {}
@@ -61,7 +67,7 @@ class Trial:
         }
 
     def best(self, results: Results[SloCase, SloNumbers], name: str, model: str) -> Tuned | None:
-        """The setting that is; None until all have been tried."""
+        """The best setting; None until all have been tried."""
         found = {chosen: results.get(case) for chosen, case in self.runs(name, model).items()}
         if None in found.values():
             return None

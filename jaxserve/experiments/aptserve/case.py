@@ -24,11 +24,21 @@ QUANTILES = tuple(q / 100 for q in (*range(0, 100, 2), 99, 100))
 
 @dataclass(frozen=True)
 class OnlineCase(Case):
-    """One trace under the rules `jaxserve`. rate: requests/s; cv: of Gamma gaps, 1 is Poisson.
-    ttft, tbt: the SLO, seconds. longest: tokens that a request is cut to, None for no limit. C is
-    max_batch_tokens, P is 512 where prompts are chunked, else C. hidden_read: as `systems.system`
-    has it; hidden_cost: factor on what a token read from a hidden cache costs. switches: parameters
-    of the policy. quantiles: keep those of the latencies."""
+    """One trace under the rules `jaxserve`. P is 512 where prompts are chunked, else C.
+
+    Attributes:
+        policy, system, workload: By name.
+        rate: Requests/s.
+        ttft, tbt: The SLO, seconds.
+        cv: Coefficient of variation of the Gamma gaps; 1 is Poisson.
+        requests: Of the trace.
+        longest: Tokens that a request is cut to; None for no limit.
+        max_batch_tokens: C.
+        hidden_read: How hidden caches are read, see `systems.system`.
+        hidden_cost: Factor on what a token read from a hidden cache costs.
+        switches: Parameters of the policy.
+        quantiles: Whether to keep QUANTILES of the latencies.
+    """
 
     policy: str
     system: str
@@ -52,17 +62,27 @@ class OnlineCase(Case):
 
     @property
     def slo(self) -> SLO:
-        """Of every request."""
+        """The SLO of every request."""
         return SLO(self.ttft, self.tbt)
 
 
 @dataclass(frozen=True)
 class OnlineNumbers:
-    """attainment: share of the requests within both targets; ttft_attainment, tbt_attainment:
-    within each. Times in seconds. hidden: share of the requests in a batch that have hidden caches,
-    mean over batches. kv_used: share of the cache in use, mean over time. ttft_quantiles,
-    tbt_quantiles: at QUANTILES, the latter of the requests' own 99th percentiles; empty if not
-    asked for."""
+    """What a case comes to. Times in seconds.
+
+    Attributes:
+        attainment: Share of the requests within both targets.
+        ttft_attainment, tbt_attainment: Share within one of them.
+        ttft_p50, ttft_p99: Over requests.
+        step: Mean step time.
+        batch_size: Mean requests of a batch.
+        hidden: Share of a batch's requests with hidden caches, mean over batches.
+        kv_used: Share of the cache in use, mean over time.
+        preemptions: Of all requests.
+        makespan: From the first arrival to the last token.
+        ttft_quantiles: At QUANTILES, over requests; empty if not kept.
+        tbt_quantiles: The same of the requests' 99th percentiles of TBT.
+    """
 
     attainment: float
     ttft_attainment: float
@@ -80,7 +100,7 @@ class OnlineNumbers:
 
 
 def place_of(case: OnlineCase) -> System:
-    """The case's system, with hidden caches as dear as it says."""
+    """The case's system, with the case's cost of hidden caches."""
     place = system(case.system, case.hidden_read)
     if case.hidden_cost == 1 or place.rho is None:
         return place
@@ -92,7 +112,7 @@ def place_of(case: OnlineCase) -> System:
 
 
 def workload_of(case: OnlineCase) -> Workload:
-    """Its requests: the same at every rate, for every system."""
+    """The case's requests: the same for every system and, at scaled arrivals, every rate."""
     kind = "poisson" if case.cv == 1 else "gamma"
     cv = None if case.cv == 1 else case.cv
     spec = WorkloadSpec(case.workload, case.requests, kind, case.rate, cv, slo=case.slo)
@@ -102,7 +122,7 @@ def workload_of(case: OnlineCase) -> Workload:
 
 
 def simulated(case: OnlineCase, compiled: bool | None = None) -> SimulationResult:
-    """The case. compiled: as `simulate` has it."""
+    """Simulates the case. compiled: as `simulate` has it."""
     place, policy = place_of(case), make_policy(case.policy, **dict(case.switches))
     limits = default_limits(policy, place, max_batch_tokens=case.max_batch_tokens)
     workload = workload_of(case)
@@ -112,7 +132,7 @@ def simulated(case: OnlineCase, compiled: bool | None = None) -> SimulationResul
 
 
 def run(case: OnlineCase) -> OnlineNumbers:
-    """What it comes to."""
+    """The numbers of a simulation."""
     result = simulated(case)
     summary, requests, batches = result.summary(), result.requests, result.batches
     size = batches.num_decodes + batches.num_prefills

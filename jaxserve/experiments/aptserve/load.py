@@ -44,9 +44,18 @@ HEADER = ("policy", "requests/s", "attainment", "TTFT, s", "P99 TBT, s", "preemp
 
 @dataclass(frozen=True)
 class Load:
-    """One run. rate: requests/s; attainment: share of requests within both targets; ttft, p99_tbt:
-    seconds, the median over requests; hidden_share: largest share of the used blocks that were
-    hidden at any token; preemptions: of all requests."""
+    """What one run of the engine came to.
+
+    Attributes:
+        policy: Its name.
+        rate: Requests/s.
+        repeat: Number of the repeat, from 0.
+        attainment: Share of the requests within both targets.
+        ttft, p99_tbt: Medians over requests, seconds.
+        hidden_share: Largest share of the used blocks that were hidden at any step.
+        preemptions: Of all requests.
+        seconds: How long the run took.
+    """
 
     policy: str
     rate: float
@@ -72,7 +81,7 @@ def workload(rate: float, repeat: int, count: int) -> Workload:
 
 
 def config_of(policy: str, config: Config) -> Config:
-    """The configuration, for serving with this policy from a small pool."""
+    """The configuration, changed to serve with this policy from a small pool."""
     sample = workload(1.0, 0, 1000)
     mean = float((sample.prompt_len + sample.output_len).mean())
     return config.with_fields(
@@ -92,8 +101,16 @@ def measure(
     policies: Sequence[str] = POLICIES,
     base: Config | None = None,
 ) -> list[Load]:
-    """On this machine. Repeats go round all policies and rates, so that a disturbance falls on one
-    sample of several. base: the configuration to start from, `opt_125m_cpu` without one."""
+    """Measures on this machine. Repeats go round all policies and rates, so that a disturbance hits
+    one sample of several.
+
+    Args:
+        rates: Requests/s.
+        count: Requests of a run.
+        repeats: Runs of each policy at each rate.
+        policies: Their names.
+        base: The configuration to start from; None for `opt_125m_cpu`.
+    """
     from jaxserve.engine.startup.build import build_engine
 
     base = base or config_from_config_dict(opt_125m_cpu.get_config())
@@ -113,7 +130,7 @@ def measure(
 
 
 class _Kinds(Observer):
-    """An observer: the largest share of the used blocks that are hidden."""
+    """Observes the largest share of the used blocks that are hidden."""
 
     def __init__(self, engine: Any) -> None:
         self.share = 0.0
@@ -143,8 +160,8 @@ def _one(engine: Any, kinds: _Kinds, policy: str, rate: float, repeat: int, coun
 
 
 def said(path: Path) -> dict[str, Any]:
-    """What a page says of what was measured; nothing if there is no such file. ValueError if it is
-    something else."""
+    """What a page needs of the measurements; empty if there is no such file. ValueError if the file
+    holds something else."""
     content = measured.read(path, loads=Load, slo=SLO)
     if not content:
         return {}
@@ -172,7 +189,7 @@ def said(path: Path) -> dict[str, Any]:
 
 
 def _curves(found: Sequence[Load]) -> dict[str, tuple[list[float], list[float]]]:
-    """Rates and the medians of attainment at them, by policy."""
+    """The rates, and the median attainment at each, by policy."""
     rates = sorted({one.rate for one in found})
     return {
         policy: (rates, [_median(_at(found, policy, rate), "attainment") for rate in rates])

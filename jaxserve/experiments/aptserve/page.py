@@ -148,7 +148,19 @@ Times = dict[str, dict[str, float]]  # situation: candidates: milliseconds
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is run. requests: of a trace; of the long ones. cvs: of Figure 9."""
+    """How much is run.
+
+    Attributes:
+        requests: Of a trace.
+        long_requests: Of a trace of Figure 12.
+        models: Names in MODELS.
+        data_sets: Names in LABELS.
+        levels: Attainments at which rates are compared.
+        cvs: Of the arrivals in Figure 9.
+        costs: Factors on the cost of hidden tokens.
+        candidates: Requests to choose from in the plans that are timed.
+        plan_repeats: Plans that a median is taken over.
+    """
 
     requests: int = 1000
     long_requests: int = 500
@@ -193,8 +205,16 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         self._figures, self._earlier = figures, earlier
 
     def case(self, system: str, model: str, data: str, rate: float, **more: object) -> OnlineCase:
-        """A trace of the main setting. system: a policy, or ABSORBED; `aptserve`s read hidden
-        caches projected unless it says so."""
+        """A trace of the main setting.
+
+        Args:
+            system: A policy, or ABSORBED. `aptserve`s read hidden caches projected unless it says
+                so.
+            model: A name in MODELS.
+            data: The data set.
+            rate: Requests/s.
+            **more: Other fields of `OnlineCase`.
+        """
         ttft, tbt = SLOS[model, data]
         policy, absorbed = system.removesuffix(", absorbed"), system.endswith(", absorbed")
         return OnlineCase(
@@ -210,11 +230,11 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         )
 
     def numbers_of(self, system: str, data: str, rate: float, **more: object) -> OnlineNumbers:
-        """What such a trace of ONE comes to."""
+        """The numbers of such a trace of the model ONE."""
         return self.results[self.case(system, ONE, data, rate, **more)]
 
     def systems(self) -> str:
-        """A line a system."""
+        """A table with a line a system."""
         rows = []
         for name in self.scale.models:
             rhos = [system_of(MODELS[name], read).rho or 0.0 for read in READS]
@@ -241,14 +261,26 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         return {COARSE.rate(index): found[index] for index in sorted(found)}
 
     def sustained(self, system: str, model: str, data: str, level: float) -> Crossing:
-        """Requests/s up to which attainment stays at or above `level`, a share; or a bound on
-        them."""
+        """The rate up to which attainment stays at a level or above, or a bound on it.
+
+        Args:
+            system, model, data: As in `case`.
+            level: A share of the requests.
+
+        Returns:
+            Requests/s; nan while nothing is known.
+        """
         found = self.attainments(system, model, data)
         return crossing(found, level) if found else Crossing(float("nan"))
 
     def ratios(self, level: float, above: str, below: str, data: str = "") -> dict[str, Crossing]:
-        """By panel, of one data set or all: the rate that `above` sustains over the one that
-        `below` does."""
+        """The rate that one system sustains over the rate that another does, by panel.
+
+        Args:
+            level: Attainment to sustain.
+            above, below: The two systems.
+            data: Only the panels of this data set; "" for all.
+        """
         return {
             f"{LABELS[of]}, {model}": ratio(
                 self.sustained(above, model, of, level), self.sustained(below, model, of, level)
@@ -258,23 +290,23 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         }
 
     def mean_ratio(self, level: float, above: str, below: str, data: str = "") -> str:
-        """Their mean."""
+        """The mean of `ratios`, which has the same arguments."""
         return mean(list(self.ratios(level, above, below, data).values())).times()
 
     def mean_ratios(self, level: float, above: str, data: str) -> str:
-        """Over each of the baselines."""
+        """The mean ratios over each of the baselines."""
         return ", ".join(self.mean_ratio(level, above, below, data) for below in BASELINES)
 
     def spread(self, level: float, above: str, below: str) -> str:
-        """Their mean, and where the largest and the smallest are."""
+        """The mean of `ratios`, and where the largest and the smallest are."""
         found = self.ratios(level, above, below)
         where = ends({key: one.rate for key, one in found.items()})
         said = " to ".join(f"{found[key].times()} ({key})" for key in where)
         return f"{self.mean_ratio(level, above, below)} on average, {said}"
 
     def rates(self, systems: Sequence[str], panels: Iterable[tuple[str, str]] = ()) -> str:
-        """A table: what each system sustains at every level. panels: those of ONE, which is not
-        said then, instead of all."""
+        """A table of the rates that each system sustains at every level. panels: panels of the
+        model ONE to show instead of all, without the model's name."""
 
         def cell(name: str, model: str, data: str) -> str:
             found = (self.sustained(name, model, data, level) for level in self.scale.levels)
@@ -303,20 +335,21 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         return Panel(f"{LABELS[data]}, {model}", "SLO attainment", lines)
 
     def vllm(self) -> str:
-        """What it sustains with the first model on ShareGPT: the one rate that the paper prints."""
+        """The rate that vLLM sustains with the first model on ShareGPT, the only one that the paper
+        prints."""
         return " and ".join(
             f"{self.sustained('vllm', self.scale.models[0], 'sharegpt', level)}/s at {level:.0%}"
             for level in self.scale.levels
         )
 
     def decode_ms(self) -> float:
-        """Milliseconds of the one step that it times."""
+        """Milliseconds of the one step that the paper times."""
         place = system_of(MODELS[self.scale.models[0]])
         full = BatchFeatures(BATCH, BATCH, place.kv_tokens, BATCH, 0, 0, 0)
         return 1e3 * float(place.cost_model.batch_time(full))
 
     def bounds(self) -> str:
-        """What order alone can bring, from the lengths."""
+        """A table of the most that ordering requests can bring, from their lengths."""
         rows = []
         for data in self.scale.data_sets:
             lengths = workload_of(self.case("vllm", ONE, data, 1.0)).lengths

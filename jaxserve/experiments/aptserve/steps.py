@@ -29,8 +29,14 @@ COMMAND = "python -m jaxserve.experiments.aptserve --measure=steps"
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Medians, in seconds, of steps of `rows` decodes over `tokens` cached tokens each; kv: taken
-    in turns with hidden, on the same engine."""
+    """Decode steps over K and V, and over hidden caches, taken in turns on one engine.
+
+    Attributes:
+        read: How hidden caches are read, one of READS.
+        rows: Decodes of a step.
+        tokens: Cached tokens of each.
+        kv, hidden: Median seconds of a step.
+    """
 
     read: str
     rows: int
@@ -50,8 +56,14 @@ def measure(
     reads: Sequence[str] = READS,
     base: Config | None = None,
 ) -> list[StepTimes]:
-    """On this machine; an engine for either way of reading. base: the configuration to start
-    from, `opt_125m_cpu` without one."""
+    """Measures on this machine, with an engine for each way of reading.
+
+    Args:
+        rows: Decodes of a step, ascending.
+        tokens: Cached tokens of each decode, ascending.
+        reads: Ways of reading hidden caches.
+        base: The configuration to start from; None for `opt_125m_cpu`.
+    """
     # Imported late: jax takes seconds, and the page can be written without it.
     from jaxserve.engine.startup.build import build_engine
 

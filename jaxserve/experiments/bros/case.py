@@ -26,9 +26,17 @@ BATCH_TOKENS, ROWS = 2048, 256  # C and rows: vLLM's own, then
 
 @dataclass(frozen=True)
 class MixedCase(Case):
-    """rate: real-time requests/s, Poisson, with the targets of section 7.1. duration: seconds, when
-    the trace is cut off. batch: best-effort requests submitted at a time. switches: parameters of
-    the policy. timed: measure its plans."""
+    """A policy on real-time requests, with the targets of section 7.1, beside best-effort ones.
+
+    Attributes:
+        policy, system, workload: By name.
+        rate: Real-time requests/s, Poisson.
+        seed: Of the trace and of the policy.
+        duration: When the trace is cut off, seconds.
+        batch: Best-effort requests submitted at a time.
+        switches: Parameters of the policy.
+        timed: Whether to time the plans.
+    """
 
     policy: str
     system: str
@@ -48,17 +56,26 @@ class MixedCase(Case):
 
 @dataclass(frozen=True)
 class MixedNumbers:
-    """Of the real-time requests that came: latency, seconds a token, mean over them of their time
-    in the system over the tokens they write (who has not ended counts with its time so far: at
-    least); ttft, tbt: shares within the targets, the latter with the 99th percentile of its own
-    times between tokens; tpot: of those with two tokens, the share whose mean time between them is
-    within the target; ended: share that has.
+    """What a case comes to.
 
-    best_effort, tokens: best-effort requests that ended, and tokens that such wrote, a second.
-    step: mean seconds of a batch; kv_used: mean share of the cache. preemptions; recomputed:
-    tokens; saved, loaded: slots to host memory and back; shared: blocks with two owners, mean over
-    time. plan: the plans' share of the batches' time, and plan_p99 of one in seconds; 0 if not
-    measured.
+    Attributes:
+        latency: Mean over real-time requests of their time in the system over the tokens they
+            write, seconds a token. Unfinished ones count with their time so far, so it is a lower
+            bound.
+        ttft: Share of the real-time requests within that target.
+        tpot: The same of their mean time between tokens, for requests with two tokens or more.
+        tbt: The same of the 99th percentile of a request's times between tokens.
+        ended: Share of the real-time requests that have finished.
+        best_effort: Best-effort requests finished a second.
+        tokens: Best-effort output tokens/s.
+        step: Mean step time, seconds.
+        kv_used: Share of the cache in use, mean over time.
+        preemptions: Of all requests.
+        recomputed: Tokens computed again after preemptions.
+        saved, loaded: Slots copied to host memory, and back.
+        shared: Blocks with two owners, mean over time.
+        plan: Planning time as a share of the step time; 0 if not timed.
+        plan_p99: 99th percentile of a plan's time, seconds; 0 if not timed.
     """
 
     latency: float
@@ -80,7 +97,7 @@ class MixedNumbers:
 
 
 def run(case: MixedCase) -> MixedNumbers:
-    """Simulates it. ValueError if its policy, workload or system is unknown."""
+    """Simulates the case. ValueError if its policy, workload or system is unknown."""
     policy = Timed(make_policy(case.policy, **dict(case.switches)))
     result = _simulated(case, policy)
     summary, batches = result.summary(), result.batches
@@ -126,15 +143,21 @@ def _simulated(case: MixedCase, policy: Policy) -> SimulationResult:
 
 
 def latency_of(result: SimulationResult, which: np.ndarray, end: float) -> float:
-    """Mean normalised latency of those requests, bool [n], seconds a token (section 7.1)."""
+    """Mean normalised latency (section 7.1), seconds a token.
+
+    Args:
+        result: Of the simulation.
+        which: bool [n], the requests to count.
+        end: When the run was cut off, seconds.
+    """
     requests = result.requests
     so_far = np.where(requests.finished, requests.latency, end - requests.arrival)
     return float((so_far / requests.output_len)[which].mean())
 
 
 def within_tpot(times: Times) -> float:
-    """The share of the requests with two tokens whose mean time between them is within TPOT; who
-    goes on is judged as if its next token came at the end. 1 if there are none."""
+    """Share of the requests with two tokens or more whose mean time between tokens is within TPOT;
+    1 if there are none. Unfinished requests are judged as if their next token came at the end."""
     judged = times.judged()
     several = judged.tokens > 1
     if not several.any():

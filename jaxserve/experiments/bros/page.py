@@ -69,9 +69,19 @@ Switches = tuple[Switch, ...]
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is run. seeds: traces of each point, by data set; duration: seconds of a trace;
-    batch: of best-effort requests; batches: other sizes of them. steps: rates as shares of the
-    HIGHEST; ages, floors: parameters of BROS."""
+    """How much is run.
+
+    Attributes:
+        seeds: Traces of each point, by data set.
+        duration: Of a trace, seconds.
+        batch: Best-effort requests submitted at a time.
+        batches: Other sizes of it to try.
+        models: Names in MODELS.
+        data_sets: Names in LABELS.
+        steps: Rates as shares of HIGHEST.
+        ages: Values of the parameter `max_age` of BROS, seconds.
+        floors: Values of the parameter `floor` of BROS, tokens/s.
+    """
 
     seeds: tuple[int, ...] = (3, 1)
     duration: float = 600.0
@@ -84,7 +94,7 @@ class Scale:
     floors: tuple[float, ...] = (50.0, 150.0)
 
     def rates(self, model: str) -> tuple[float, ...]:
-        """Requests/s, ascending."""
+        """The model's rates in requests/s, ascending."""
         return tuple(round(step * HIGHEST[model], 2) for step in self.steps)
 
 
@@ -101,7 +111,7 @@ class Bros(Page[MixedCase, MixedNumbers]):
 
     @cached_property
     def points(self) -> list[Point]:
-        """Panel by panel."""
+        """All points, panel by panel."""
         scale = self.scale
         return [
             (model, data, rate)
@@ -113,7 +123,15 @@ class Bros(Page[MixedCase, MixedNumbers]):
     def seeds(
         self, policy: str, model: str, data: str, rate: float, switches: Switches = ()
     ) -> list[MixedCase]:
-        """One a seed. Plans are timed where Figure 14 has them."""
+        """The cases of a point, one a seed. Plans are timed where Figure 14 has them.
+
+        Args:
+            policy: Its name.
+            model: A name in MODELS.
+            data: The data set.
+            rate: Requests/s.
+            switches: Parameters of the policy.
+        """
         scale = self.scale
         timed = data == "sharegpt" and model.startswith("OPT") and not switches
         case = MixedCase(policy, MODELS[model], data, rate, 0, scale.duration, scale.batch)
@@ -123,19 +141,20 @@ class Bros(Page[MixedCase, MixedNumbers]):
         ]
 
     def at(self, number: str, policy: str, point: Point) -> float:
-        """The number of the policy there."""
+        """Mean of a number of the policy at the point."""
         return self.mean(number, self.seeds(policy, *point))
 
     # Introduction.
 
     @property
     def tokens(self) -> int:
-        """That a batch of best-effort requests gets to have on average, to thousands."""
+        """Tokens that a batch of best-effort requests has at its end on average, to the
+        thousand."""
         one = (PROMPT.low + PROMPT.high + OUTPUT.low + OUTPUT.high) / 2
         return round(self.scale.batch * one / 1000) * 1000
 
     def systems(self) -> str:
-        """A line a model."""
+        """A table with a line a model."""
         rows = []
         for name in self.scale.models:
             model = system(MODELS[name]).cost_model
@@ -147,7 +166,7 @@ class Bros(Page[MixedCase, MixedNumbers]):
     # In short: whether BROS is better, and than what.
 
     def verdict(self) -> str:
-        """BROS against each of the others, at all points."""
+        """A table: BROS against each other policy, over all points."""
         rows = []
         for other in POLICIES[1:]:
             gains = [self._gains(BROS, other, point) for point in self.points]
@@ -160,13 +179,14 @@ class Bros(Page[MixedCase, MixedNumbers]):
         return table(header, rows)
 
     def as_good(self, policy: str, other: str) -> int:
-        """At how many points the policy is, in all that counts."""
+        """Number of points at which the policy is as good as the other in every number of
+        COUNTED."""
         gains = (self._gains(policy, other, point) for point in self.points)
         return sum(min(one.values()) >= -CLOSE for one in gains)
 
     def _gains(self, policy: str, other: str, point: Point) -> dict[str, float]:
-        """By how much the policy is better there, by number: a share of the other's, or a
-        difference; against nothing, all of it."""
+        """How much better the policy is at the point, by number: as a share of the other's value,
+        or as a difference (COUNTED)."""
         found = {}
         for name, (sign, relative) in COUNTED.items():
             mine, theirs = (self.at(name, p, point) for p in (policy, other))
@@ -183,8 +203,8 @@ class Bros(Page[MixedCase, MixedNumbers]):
         return f"{claim} against `{other}` | {self.changes(data, other)}"
 
     def changes(self, data: str, other: str) -> str:
-        """What BROS changes against it, mean over the points of the data set; those at which the
-        other has none do not count."""
+        """Mean change of latency and throughput from the other policy to BROS, over the data set's
+        points. Points where the other has none are left out."""
         said = []
         for number, what in (("latency", "latency"), ("best_effort", "throughput")):
             points = [point for point in self.points if point[1] == data]
@@ -207,16 +227,23 @@ class Bros(Page[MixedCase, MixedNumbers]):
         return f"{claim} | {', '.join(ours)}"
 
     def ahead(self, number: str, other: str, sign: int = 1, slack: float = 0.0) -> int:
-        """The points at which the other policy is, or as good, less the slack. sign: 1 where more
-        is better."""
+        """Number of points at which the other policy is at least as good as BROS.
+
+        Args:
+            number: A field of `MixedNumbers`.
+            other: The other policy.
+            sign: 1 if more is better, else -1.
+            slack: How much worse it may be.
+        """
         return sum(sign * gap >= -slack for gap in self.gaps(number, other))
 
     def gaps(self, number: str, other: str) -> list[float]:
-        """By how much the other policy has more, point by point."""
+        """The other policy's number less that of BROS, point by point."""
         return [self.at(number, other, p) - self.at(number, BROS, p) for p in self.points]
 
     def by_rate(self, file: str, caption: str, *numbers: tuple[str, str, float]) -> str:
-        """A figure: panels with a number against the rate; by data set, number and model."""
+        """A figure: numbers against the rate, with a row for each data set and number, a column a
+        model."""
         panels = [
             [
                 panel(
@@ -236,7 +263,14 @@ class Bros(Page[MixedCase, MixedNumbers]):
         return self.chart(file, caption, panels, "real-time requests/s", log_x=False)
 
     def by_point(self, title: str, number: str, form: str, factor: float = 1.0) -> str:
-        """A table with a line a point, and a column a policy."""
+        """A table of a number, with a line a point and a column a policy.
+
+        Args:
+            title: What the number is called.
+            number: A field of `MixedNumbers`.
+            form: Format of the cells.
+            factor: Times the number.
+        """
         column: Column = (title, number, form, factor)
         rows = []
         for model, data, rate in self.points:
@@ -248,7 +282,7 @@ class Bros(Page[MixedCase, MixedNumbers]):
 
     @property
     def varied(self) -> str:
-        """The model at which they are compared."""
+        """The model on which parameters of BROS are varied."""
         return VARIED if VARIED in self.scale.models else self.scale.models[0]
 
     def _variants(self, points: Sequence[Point], switches: Sequence[Switch], *more: Column) -> str:

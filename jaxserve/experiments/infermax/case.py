@@ -20,9 +20,17 @@ UNLIMITED = 10**9  # tokens of cache
 
 @dataclass(frozen=True)
 class Case:
-    """One simulation under the rules `infermax_paper`. workload: as `WorkloadSpec.lengths`;
-    num_requests: of a mix. kv_tokens: M; C is the system's, P as in InferMax's Table 1. switches:
-    parameters of the policy."""
+    """One simulation under the rules `infermax_paper`. C is the system's, P as in InferMax's Table
+    1.
+
+    Attributes:
+        policy: Its name.
+        workload: As `WorkloadSpec.lengths`.
+        kv_tokens: M.
+        num_requests: Of a mix.
+        system: Name of the system.
+        switches: Parameters of the policy.
+    """
 
     policy: str
     workload: str
@@ -33,7 +41,7 @@ class Case:
 
     @property
     def cost(self) -> int:
-        """A guess of how long it takes to simulate, to start with the longest."""
+        """A guess of the simulation time, so that the longest can start first."""
         if not self.workload.startswith("fixed:"):
             return 10**6 * (self.num_requests or 20)
         prompt, output, count = map(int, self.workload[6:].split("x"))
@@ -41,15 +49,27 @@ class Case:
         return output * count // at_once
 
     def named(self) -> dict[str, Any]:
-        """A trace without its folder."""
+        """Its fields; a trace without its folder."""
         switches = dict(self.switches)
         return {**asdict(self), "workload": Path(self.workload).name, "switches": switches}
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a case came to. Times in seconds. tpot_p99: of the requests' means. kv_used: mean share
-    of M."""
+    """What a case comes to. Times in seconds.
+
+    Attributes:
+        latency: Sum of the batch times (section 4.1).
+        tps: Output tokens over latency.
+        ttft, tpot: Means over requests.
+        tpot_p99: Over the requests' mean TPOTs.
+        batches: Number of batches.
+        preemptions: Of all requests.
+        batch_size: Mean requests of a batch.
+        kv_used: Mean share of M.
+        requests: Number of requests.
+        output_tokens: Of all requests.
+    """
 
     latency: float
     tps: float
@@ -65,9 +85,8 @@ class Numbers:
 
 
 def simulated(case: Case, compiled: bool | None = None) -> SimulationResult:
-    """The case, from the same requests each time. compiled: as `simulate` has it. ValueError if its
-    policy, workload or system is unknown, or does not suit the others, or the policy has no such
-    parameter."""
+    """Simulates the case, on the same requests each time. compiled: as `simulate` has it.
+    ValueError if its policy, parameters, workload or system are unknown, or do not go together."""
     place = system(case.system)
     policy = policy_under(case.policy, RULES["infermax_paper"])
     policy = with_parameters(case.policy, policy, dict(case.switches))
@@ -85,7 +104,7 @@ def simulated(case: Case, compiled: bool | None = None) -> SimulationResult:
 
 
 def run(case: Case) -> Numbers:
-    """What it comes to. ValueError as `simulated`."""
+    """The numbers of a simulation. ValueError as `simulated`."""
     result = simulated(case)
     summary = result.summary()
     tpot = result.requests.tpot

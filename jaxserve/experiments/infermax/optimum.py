@@ -23,7 +23,15 @@ SHOWN = (8, 32, 64)
 
 @dataclass(frozen=True)
 class Instance:
-    """O = B and I = prompt, M = max(2I, I + O - 1): two prompts fit, two requests do not."""
+    """A problem with O = B and I = prompt, M = max(2I, I + O - 1), and its schedules. Two prompts
+    fit into M, two whole requests do not.
+
+    Attributes:
+        prompt: I.
+        kv_tokens: M.
+        optimum: What the solver found.
+        policies: Their schedules, by name.
+    """
 
     prompt: int
     kv_tokens: int
@@ -32,25 +40,32 @@ class Instance:
 
     @property
     def best(self) -> Replay:
-        """The optimal schedule, or the best that was found in time."""
+        """The optimal schedule, or the best one found in time."""
         assert self.optimum.replay is not None
         return self.optimum.replay
 
     @property
     def preemptions(self) -> int:
-        """How often `best` takes a request's cache."""
+        """Number of preemptions of `best`."""
         return self.best.schedule.preemptions
 
     def above(self, policy: str) -> float:
-        """By which share the policy takes longer than the optimum."""
+        """By what share the policy takes longer than `best`."""
         return self.policies[policy].latency / self.best.latency - 1
 
 
 def solve_all(
     prompts: Sequence[int], count: int, time_limit: float, workers: int
 ) -> list[Instance]:
-    """One instance of `count` requests after the other, each on all cores, started from the best
-    policy."""
+    """Solves an instance for each prompt length, one after the other, starting from the best
+    policy's schedule.
+
+    Args:
+        prompts: I of each.
+        count: B and O.
+        time_limit: Seconds for each.
+        workers: Threads of the solver.
+    """
     found = []
     for prompt in tqdm(prompts, desc="optimal schedules", unit="run", file=sys.stderr):
         memory = max(2 * prompt, prompt + count - 1)
@@ -75,7 +90,7 @@ def solve_all(
 
 
 def draw(instances: Sequence[Instance], path: Path) -> None:
-    """Their schedules as pictures."""
+    """Draws the instances' best schedules."""
     from matplotlib.figure import Figure
 
     from jaxserve.figures import schedule_view

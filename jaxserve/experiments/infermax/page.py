@@ -58,8 +58,19 @@ Where = Mapping[str, Callable[[str], Case]]  # the case of a policy, by what it 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is run. prompts: I; between: more of them where M decides how many requests fit.
-    few, many: B of the two contention levels."""
+    """How much is run.
+
+    Attributes:
+        prompts: I.
+        outputs: O.
+        few, many: B at low and at high contention.
+        kv_tokens: M.
+        memories: M where it is varied.
+        mixed: B of the mixes.
+        optimum: I where the optimum is solved for.
+        optimum_requests: B and O there.
+        between: More values of I, where M decides how many requests fit.
+    """
 
     prompts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     outputs: tuple[int, ...] = (1, 32, 1024)
@@ -89,26 +100,38 @@ class InferMax(Page[Case, Numbers]):
         self._time_limit, self._jobs = args.time_limit, args.jobs
 
     def fixed(self, policy: str, i: int, o: int, requests: int = 0, kv_tokens: int = 0) -> Case:
-        """Requests that arrive together, each of i tokens in and o out. 0 requests: the scale's
-        `many`; 0 kv_tokens: the scale's M."""
+        """Requests of one size that arrive together.
+
+        Args:
+            policy: Its name.
+            i, o: Tokens in and out.
+            requests: B; 0 for the scale's `many`.
+            kv_tokens: M; 0 for the scale's.
+        """
         count = requests or self.scale.many
         return Case(policy, f"fixed:{i}x{o}x{count}", kv_tokens or self.scale.kv_tokens)
 
     def mixed(self, policy: str, mix: str, count: int, probing: bool = False) -> Case:
-        """B = count requests of a mix, in an order that every policy gets. probing: as the authors
-        run them."""
+        """Requests of a mix, in the same order for every policy.
+
+        Args:
+            policy: Its name.
+            mix: Name of the mix.
+            count: B.
+            probing: Whether the policy runs as the authors run it.
+        """
         switches = AUTHORS if probing and policy != FREE else ()
         return Case(policy, mix, self.scale.kv_tokens, count, switches=switches)
 
     # Where policies are compared.
 
     def low(self, *outputs: int) -> Where:
-        """B is the scale's `few`, so that all requests fit into M at the same time. outputs: O, all
-        by default."""
+        """Low contention: B is the scale's `few`, so that all requests fit into M together.
+        outputs: O; all by default."""
         return self._grid(outputs or self.scale.outputs, self.scale.few)
 
     def high(self) -> Where:
-        """B is the scale's `many`."""
+        """High contention: B is the scale's `many`."""
         return self._grid(self.scale.outputs)
 
     def _grid(self, outputs: Sequence[int], requests: int = 0) -> Where:
@@ -118,15 +141,15 @@ class InferMax(Page[Case, Numbers]):
         }
 
     def longest(self) -> Where:
-        """The same with the largest O."""
+        """High contention with the largest O."""
         return self._of_output(self.scale.outputs[-1])
 
     def _of_output(self, o: int) -> Where:
         return {f"I = {i}": partial(self.fixed, i=i, o=o) for i in self.scale.prompts}
 
     def within(self, memory: int) -> Where:
-        """M = memory tokens; O is the second of the scale's, and a whole request, I + O - 1
-        tokens, fits."""
+        """Varied memory: M = memory tokens, O is the scale's second, and I such that a whole
+        request of I + O - 1 tokens fits."""
         o = self.scale.outputs[1]
         return {
             f"I = {i}": partial(self.fixed, i=i, o=o, kv_tokens=memory)
@@ -138,7 +161,7 @@ class InferMax(Page[Case, Numbers]):
         return [i for i in every if i + self.scale.outputs[1] - 1 <= memory]
 
     def mixes(self, which: str, probing: bool) -> Where:
-        """Mixes and B. which: lilo, no lilo, apart (not lilo+liso) or all."""
+        """Mixes at each B. which: lilo, no lilo, apart (all but lilo+liso) or all."""
         wanted = {
             "all": MIXES,
             "lilo": [mix for mix in MIXES if "lilo" in mix],
@@ -157,7 +180,14 @@ class InferMax(Page[Case, Numbers]):
         return float(getattr(self.results[at(policy)], number))
 
     def ratios(self, number: str, above: str, below: str, where: Where) -> dict[str, float]:
-        """One policy's number over another's; nothing over nothing, as TPOT where O = 1."""
+        """One policy's number over another's, by label. Left out where the other's is 0, as TPOT at
+        O = 1.
+
+        Args:
+            number: A field of `Numbers`.
+            above, below: The two policies.
+            where: The cases to compare on.
+        """
         return {
             label: self.numbers_of(number, above, at) / self.numbers_of(number, below, at)
             for label, at in where.items()
@@ -165,22 +195,22 @@ class InferMax(Page[Case, Numbers]):
         }
 
     def most(self, number: str, above: str, below: str, where: Where) -> Extreme:
-        """The largest ratio."""
+        """The largest of `ratios`, which has the same arguments."""
         return Extreme.of_values(self.ratios(number, above, below, where))
 
     def preemptions(self, policies: Sequence[str], where: Where) -> int:
-        """Of all the runs."""
+        """Preemptions in all of the runs."""
         return sum(self.results[at(p)].preemptions for p in policies for at in where.values())
 
     # Sections 1 and 2: low and high contention.
 
     def low_runs(self) -> str:
-        """Preemptions of all."""
+        """Preemptions in all runs at low contention."""
         count = len(LOW) * len(self.low())
         return f"{self.preemptions(LOW, self.low())} in {count} runs"
 
     def lost(self) -> float:
-        """By how much `vllm` has a higher latency than another, at most."""
+        """The largest ratio of `vllm`'s latency to another policy's."""
         return max(
             value
             for p in LOW[1:]
@@ -188,7 +218,7 @@ class InferMax(Page[Case, Numbers]):
         )
 
     def behind(self, o: int) -> str:
-        """`sarathi_nohy` for the longest prompts."""
+        """The latency of `sarathi_nohy` over `vllm`'s, for the longest prompts."""
         found = self.ratios("latency", "sarathi_nohy", "vllm", self.low(o))
         steps = [f"{found[f'I = {i}, O = {o}']:.2f}x (I = {i})" for i in self.scale.prompts[-4:]]
         return f"{', '.join(steps)} at O = {o}"
@@ -299,7 +329,14 @@ class InferMax(Page[Case, Numbers]):
     # Section 5: ranking requests by their lengths.
 
     def ranks(self, number: str, by: str, others: Sequence[str], which: str) -> str:
-        """By which factor ranking `by` that has less of the number than the others, both ways."""
+        """How much less of a number one ranking has than the others, plain and probing.
+
+        Args:
+            number: A field of `Numbers`.
+            by: The policy that ranks.
+            others: Policies to compare with.
+            which: As in `mixes`.
+        """
         return "; probing: up to ".join(
             " and ".join(
                 f"{self.most(number, other, by, self.mixes(which, probing)).times()} than `{other}`"
@@ -309,7 +346,7 @@ class InferMax(Page[Case, Numbers]):
         )
 
     def by_count(self) -> str:
-        """A figure: numbers in rows, mixes in columns."""
+        """A figure: a row a number, a column a mix."""
         panels = [
             [
                 panel(
