@@ -148,7 +148,7 @@ def test_many_small_saves_take_no_more_than_what_was_saved(mover: Mover) -> None
         assert staged() <= ROOM
     expected = [contents(pool, places(7 * key, 3)) for key in keys]
     for key in keys:
-        kept = mover._host.get(key)
+        kept = mover._host.get_copy(key)
         assert kept.shape == (3, LAYERS, HEADS, DIM) and kept.base is None
         pool = mover.load(pool, [key], [3], places(1600, 3))
         np.testing.assert_array_equal(contents(pool, places(1600, 3)), expected[key])
@@ -204,7 +204,7 @@ def test_a_load_waits_for_its_own_copies_alone(
     copy, gate = host_copies._copy, threading.Event()
     pool, slots = filled(), places(0, 10)
     mover.save(pool, [1], [10], slots)
-    mover._host.get(1)
+    mover._host.get_copy(1)
     monkeypatch.setattr(host_copies, "_copy", lambda *a: (gate.wait(TIMEOUT), copy(*a)))
     mover.save(pool, [2], [10], places(80, 10))
     pool = mover.load(pool, [1], [10], places(1600, 10))  # although the other is not copied yet
@@ -230,7 +230,7 @@ def test_what_is_discarded_on_its_way_is_forgotten(mover: Mover, held: Callable[
     mover.save(pool, [100], [1], places(8, 1))
     assert mover._host.keys == (100,)
     held()
-    np.testing.assert_array_equal(mover._host.get(100), contents(pool, places(8, 1)))
+    np.testing.assert_array_equal(mover._host.get_copy(100), contents(pool, places(8, 1)))
     assert staged() <= ROOM
 
 
