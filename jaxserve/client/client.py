@@ -1,4 +1,4 @@
-"""`Client`: what a program says to a jaxserve server over gRPC, and gets back."""
+"""`Client`: calls a jaxserve server over gRPC."""
 
 from __future__ import annotations
 
@@ -22,10 +22,16 @@ _BATCH_CALL_S = 120.0  # what a call may take that moves no results
 class Completion:
     """One finished continuation.
 
-    index: which of the n. token_ids: what was generated, a stop token included, of which the text
-    has nothing. logprobs: one entry a token, if asked for. finish_reason: "stop" or "length".
-    timings: milliseconds. slo: whether its targets were met; None for a request without any.
-    prompt_logprobs: one entry for each of the prompt's tokens from the second on, if asked for.
+    Attributes:
+        index: which of the n continuations.
+        text: the generated text, without a stop token.
+        token_ids: the generated tokens, a stop token included.
+        logprobs: one entry per generated token, if asked for.
+        finish_reason: "stop" or "length".
+        usage: token counts.
+        timings: milliseconds.
+        slo: whether the request's targets were met; None if it had none.
+        prompt_logprobs: one entry per token of the prompt from the second on, if asked for.
     """
 
     index: int
@@ -39,7 +45,7 @@ class Completion:
     prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
 
     def finish(self, message: pb.Finish) -> None:
-        """Takes in how it ended."""
+        """Sets how the continuation ended."""
         name = pb.FinishReason.Name(message.reason)
         self.finish_reason = name.removeprefix("FINISH_REASON_").lower()
         self.usage, self.timings = message.usage, message.timings
@@ -47,7 +53,7 @@ class Completion:
 
     @classmethod
     def from_message(cls, message: batches_pb2.Completion) -> Completion:
-        """One of a line of a batch."""
+        """The continuation of a batch's line."""
         completion = cls(
             message.index,
             message.text,
@@ -86,12 +92,19 @@ class Call(Iterator[T]):
 
 
 class Client:
-    """A connection to one server. Thread-safe: any number of calls may run at once.
+    """A connection to one server. Thread-safe: any number of calls may run at once. Every method
+    raises ServerError, or Unreachable if no server answers.
 
-    address: "host:port". api_key: for servers that want one; None takes that of the environment's
-    JAXSERVE_API_KEY, if there is one. tls: None is in the clear. Raises ValueError for a key that
-    none can be and half of a pair, and OSError for files. Every method raises ServerError
-    (Unreachable if nobody answers).
+    Args:
+        address: "host:port".
+        api_key: API key for servers that need one; None takes the environment's JAXSERVE_API_KEY,
+            if set.
+        tls: TLS settings; None connects in the clear.
+
+    Raises:
+        ValueError: the API key is malformed, or a certificate comes without its key or the other
+            way.
+        OSError: a file of `tls` cannot be read.
     """
 
     def __init__(
@@ -106,9 +119,12 @@ class Client:
     def generate(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Any
     ) -> Call[pb.GenerateResponse]:
-        """Sends the request now, and streams what is generated; `make_request` has the options.
+        """Sends a request and returns its stream of output. It is sent before this returns.
 
-        timeout: seconds until the call is given up.
+        Args:
+            prompt: text, or token ids.
+            timeout: seconds until the call is cancelled.
+            options: as in `make_request`.
         """
         message = make_request(prompt, **options)
         call = self._stub.Generate(message, timeout=timeout, metadata=self._metadata)
@@ -117,8 +133,7 @@ class Client:
     def complete(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Any
     ) -> list[Completion]:
-        """Waits for the whole of each of the n continuations, in order of their index. Arguments as
-        in `generate`."""
+        """Waits for all n continuations and returns them by index. Arguments as in `generate`."""
         completions: dict[int, Completion] = {}
         for message in self.generate(prompt, timeout=timeout, **options):
             entry = completions.setdefault(message.index, Completion(message.index))
@@ -142,9 +157,16 @@ class Client:
         first_line: int = 0,
         commit: bool = True,
     ) -> batches_pb2.BatchStatus:
-        """Adds lines (`make_line`) to a batch, number first_line on, or makes one. What was not
-        answered may be sent again as it was. commit: the batch is whole, it is served. batch_id: of
-        your own making; empty has the server make one up."""
+        """Adds lines to a batch, which is created if it is not there. A call without a response can
+        be repeated as it was.
+
+        Args:
+            batch_id: any id; empty lets the server choose one.
+            lines: messages from `make_line`.
+            first_line: number of the first of these lines in the batch, from 0.
+            commit: whether the batch is complete. It is served from then on and takes no more
+                lines.
+        """
         message = batches_pb2.SubmitBatchRequest(
             batch_id=batch_id, first_line=first_line, lines=lines, commit=commit
         )
@@ -158,9 +180,15 @@ class Client:
         follow: bool = True,
         timeout: float | None = None,
     ) -> Call[batches_pb2.GetBatchResponse]:
-        """Where a batch is, and results from a line on, in the order of lines. follow: waits for
-        them until the batch is over; else what there is. timeout: seconds until the call is given
-        up."""
+        """Status of a batch, and its results in the order of lines.
+
+        Args:
+            batch_id: the batch's id.
+            first_line: number of the first line to get a result of.
+            follow: whether to wait for results until the batch is over; otherwise only those that
+                exist.
+            timeout: seconds until the call is cancelled.
+        """
         message = batches_pb2.GetBatchRequest(
             batch_id=batch_id, first_line=first_line, follow=follow
         )
@@ -168,18 +196,18 @@ class Client:
         return Call(call, self.address)
 
     def batch_status(self, batch_id: str) -> batches_pb2.BatchStatus:
-        """Where a batch is."""
+        """Status of a batch, without results."""
         end = 2**31 - 1
         call = self.get_batch(batch_id, first_line=end, follow=False, timeout=_BATCH_CALL_S)
         return next(call).status
 
     def cancel_batch(self, batch_id: str) -> batches_pb2.BatchStatus:
-        """Ends a batch; lines that wait or run get no result."""
+        """Cancels a batch. Lines without a result get none."""
         message = batches_pb2.CancelBatchRequest(batch_id=batch_id)
         return self._answer(self._batches.CancelBatch, message, _BATCH_CALL_S).status
 
     def delete_batch(self, batch_id: str) -> None:
-        """Has the server forget a batch that is over, with its results."""
+        """Deletes a batch that is over, with its results."""
         message = batches_pb2.DeleteBatchRequest(batch_id=batch_id)
         self._answer(self._batches.DeleteBatch, message, _BATCH_CALL_S)
 
@@ -190,7 +218,7 @@ class Client:
             raise explained(error, self.address) from None
 
     def close(self) -> None:
-        """Closes the connection; calls that run are cancelled."""
+        """Closes the connection; running calls are cancelled."""
         self._channel.close()
 
     def __enter__(self) -> Client:

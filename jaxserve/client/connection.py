@@ -28,15 +28,21 @@ _CHANNEL = (
 
 @dataclass(frozen=True)
 class Tls:
-    """TLS with a server. ca: PEM file of the CAs that its certificate may be from; None: the usual
-    public ones. cert, key: PEM files of one's own certificate, for servers that want one (mTLS)."""
+    """TLS settings of a client.
+
+    Attributes:
+        ca: PEM file of the CAs to trust; None for the usual public ones.
+        cert: PEM file of the client's certificate, for servers that ask for one (mTLS).
+        key: PEM file of its private key.
+    """
 
     ca: str | Path | None = None
     cert: str | Path | None = None
     key: str | Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises ValueError for half of a pair, OSError."""
+        """Credentials for gRPC. Raises OSError, and ValueError for a certificate without its key or
+        the other way."""
         if (self.cert is None) != (self.key is None):
             raise ValueError("a certificate and its key go together")
         ca, key, cert = (
@@ -55,8 +61,17 @@ def open_channel(address: str, tls: Tls | None) -> grpc.Channel:
 
 
 def key_metadata(api_key: str | None, address: str, tls: Tls | None) -> tuple[tuple[str, str], ...]:
-    """What each call says of who calls. api_key: None is what JAXSERVE_API_KEY has. A key that
-    leaves this machine in the clear is a line in the log. Raises ValueError for what no key is."""
+    """The metadata with which a call authenticates itself; empty without a key. Logs a warning if
+    the key would leave this machine unencrypted.
+
+    Args:
+        api_key: the key; None takes the environment's JAXSERVE_API_KEY, if set.
+        address: the server's "host:port".
+        tls: TLS settings; None for a connection in the clear.
+
+    Raises:
+        ValueError: the key is malformed.
+    """
     key = (os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key).strip()
     if not key:
         return ()

@@ -14,8 +14,14 @@ _RETRY_KEY = "grpc-retry-pushback-ms"
 
 
 class ServerError(RuntimeError):
-    """The server refused or ended a call. code: the gRPC status, as "INVALID_ARGUMENT". retry_s:
-    when the same call may be made again, in seconds from now, if the server has said so."""
+    """The server refused or ended a call.
+
+    Args:
+        code: name of the gRPC status, such as "INVALID_ARGUMENT".
+        message: what the server said.
+        retry_s: seconds after which the server wants the call to be retried; None if it did not
+            say.
+    """
 
     def __init__(self, code: str, message: str, retry_s: float | None = None) -> None:
         super().__init__(message)
@@ -24,7 +30,7 @@ class ServerError(RuntimeError):
 
     @property
     def passing(self) -> bool:
-        """The same call may be answered later: the server is busy, or away."""
+        """Whether a retry may succeed, since the server is busy or away."""
         return self.code in _PASSING and _TOO_LARGE not in str(self)
 
 
@@ -33,7 +39,7 @@ class Unreachable(ServerError):
 
 
 def explained(error: Any, address: str) -> ServerError:
-    """A grpc.RpcError in words."""
+    """The error for a grpc.RpcError, with a hint where the cause is known."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and "handshake" in details.lower():
         why = details.rpartition("last error: ")[2]

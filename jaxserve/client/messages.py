@@ -1,4 +1,4 @@
-"""Messages to the server, from what Python programs have."""
+"""Builds messages to the server from Python values."""
 
 from __future__ import annotations
 
@@ -25,13 +25,19 @@ def make_request(
     serve_late: bool = False,
     **sampling: Any,
 ) -> pb.GenerateRequest:
-    """The message for a prompt, as text or as token ids.
+    """The message for one prompt. The server checks limits, not this.
 
-    slo: any of ttft_ms, tbt_ms, jct_ms. tier: "realtime" or "best_effort". slo_class: one of the
-    server's, which has those that are not given here. serve_late: take it though its first token
-    is expected late. sampling: fields of jaxserve.sched.request.SamplingParams; None leaves the
-    server's default.
-    Raises ValueError for a name that does not exist; limits are the server's to check.
+    Args:
+        prompt: text, or token ids.
+        request_id: any id; empty lets the server choose one.
+        slo: targets in milliseconds, any of ttft_ms, tbt_ms and jct_ms.
+        tier: "realtime" or "best_effort"; None leaves it to the class, or to the server.
+        slo_class: one of the server's SLO classes, for the targets and the tier not given here.
+        serve_late: whether to serve it though its first token is expected late.
+        sampling: fields of jaxserve.sched.request.SamplingParams; None leaves the server's default.
+
+    Raises:
+        ValueError: a name does not exist, or a value does not fit its field.
     """
     if tier is not None and tier not in TIERS:
         raise ValueError(f"tier: unknown value {tier!r}; known values are {', '.join(TIERS)}")
@@ -49,8 +55,8 @@ def make_request(
 def make_line(
     prompt: str | Sequence[int], *, line_id: str = "", **sampling: Any
 ) -> batches_pb2.BatchLine:
-    """The message for a line of a batch. line_id: a name of your own, which its result will have;
-    the rest as in `make_request`."""
+    """The message for one line of a batch. line_id: any name, which the result repeats; the rest is
+    as in `make_request`."""
     _known("sampling parameter", sampling, SAMPLING)
     message = batches_pb2.BatchLine(id=line_id)
     _set_prompt(message, prompt)

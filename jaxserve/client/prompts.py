@@ -33,15 +33,21 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True)
 class Prompts:
-    """path: where they are from. numbers: of the file's lines that hold one, from 1. lines: a
-    message for each."""
+    """The prompts of a file.
+
+    Attributes:
+        path: the file.
+        numbers: line numbers of the prompts in it, from 1.
+        lines: a batch line for each prompt.
+    """
 
     path: Path
     numbers: list[int]
     lines: list[pb.BatchLine]
 
     def digest(self) -> str:
-        """Of all that they ask for; equal files with equal defaults have equal ones."""
+        """SHA-256 of all prompts and their parameters, in hex. The same file with the same defaults
+        has the same digest."""
         whole = hashlib.sha256()
         for number, line in zip(self.numbers, self.lines, strict=True):
             text = line.SerializeToString(deterministic=True)

@@ -1,8 +1,8 @@
-"""Calls that are handed over in the same process, without a port: the response comes out piece by
-piece, as much at once as is there.
+"""Calls the frontends in the same process, without a port. The response comes out in pieces, each
+with all that is ready.
 
 A piece is a list of parts. Those of the HTTP frontend are ASGI messages. Those of the gRPC frontend
-are messages as bytes and, last, a `Status` if the call has failed.
+are serialized messages and, if the call has failed, a `Status` at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Status:
 
 
 def call_asgi(app: ASGIApp, scope: Scope, body: bytes) -> Parts:
-    """The answer of the application, as ASGI messages. Whoever stops reading has hung up."""
+    """The application's response as ASGI messages. Closing the generator hangs up."""
 
     async def run(say: Callable[[Any], None]) -> None:
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -54,8 +54,16 @@ def call_grpc(
     metadata: Sequence[tuple[str, str | bytes]],
     peer: str,
 ) -> Parts:
-    """The messages of an RPC, serialized, and a Status if it fails. method:
-    "/package.Service/Name", one that the handler has. Whoever stops reading has cancelled it."""
+    """The serialized responses of an RPC, followed by a `Status` if it fails. Closing the generator
+    cancels the call.
+
+    Args:
+        handler: the service.
+        method: "/package.Service/Name", a method of the service.
+        message: the request, serialized.
+        metadata: of the call.
+        peer: the client's address.
+    """
 
     async def run(say: Callable[[Any], None]) -> None:
         context = _Context(message, metadata, peer, say)

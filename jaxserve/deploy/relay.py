@@ -1,9 +1,9 @@
-"""An answer on its way from a replica to the client, when replicas die.
+"""Passes a replica's answer on to the client, and retries on another replica if the first one is
+lost.
 
-A request is sent to a second replica, once, where the first has died, or its engine has failed or
-is stopping, before any of the answer was passed on; whatever that one had computed is lost with it.
-So nobody is ever given parts of two answers, and an answer of which a part was passed on is never
-begun again: it ends with what there is, and an error that says so.
+A request is retried once, and only if its replica died, failed or was stopping before any part of
+the answer was passed on. What that replica had computed is lost. So a client never gets parts of
+two answers: one that breaks off after it has begun is not retried, but ends with an error.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ Pieces = AsyncGenerator[list[Any], None]
 
 
 class Unserved(RuntimeError):
-    """What a replica says that serves no more, of a call of which it has said nothing else: why,
-    and its name."""
+    """A replica that takes no more requests refuses a call of which it has answered nothing.
+
+    Args:
+        reason: why it takes none.
+        replica: its name.
+    """
 
     def __init__(self, reason: str, replica: str) -> None:
         super().__init__(reason, replica)  # as it is pickled
@@ -25,8 +29,14 @@ class Unserved(RuntimeError):
 
 
 class ReplicaLost(RuntimeError):
-    """The replica that had the request is gone, with `reason`. dead: for certain, or as good as
-    that; else it may still be computing, out of reach. replica: its name, where it still runs."""
+    """The replica that was serving a call is lost.
+
+    Args:
+        reason: why.
+        dead: whether the replica has certainly stopped serving. If not, it may still be computing,
+            out of reach, and the call is not retried.
+        replica: its name if its process still runs; empty otherwise.
+    """
 
     def __init__(self, reason: str, *, dead: bool, replica: str = "") -> None:
         super().__init__(f"the replica that served the request is gone: {reason}")
@@ -34,10 +44,17 @@ class ReplicaLost(RuntimeError):
 
 
 async def relay_response(send: Callable[[str], Pieces], tells: Callable[[Any], object]) -> Pieces:
-    """The answer, piece by piece. send: gives the request to some replica, to none of that name
-    where there are others; its answer raises ReplicaLost. tells: whether a part of it has anything
-    of what was asked for; what comes before is held back. Raises ReplicaLost where the request is
-    not sent again."""
+    """Yields the answer to one call, piece by piece, with one retry on another replica.
+
+    Args:
+        send: sends the call to a replica and yields its answer; the generator raises ReplicaLost.
+            Its argument is the name of a replica to avoid if there are others, or "".
+        tells: whether a part of a piece has any of the answer in it. Parts before the first such
+            one (headers, say) are held back, since they do not rule out a retry.
+
+    Raises:
+        ReplicaLost: the replica was lost and the call cannot be retried.
+    """
     avoided = ""
     for may_go_elsewhere in (True, False):
         held: list[Any] = []

@@ -68,7 +68,7 @@ class LLM:
 
     @classmethod
     def over(cls, engine: Engine, template: ChatTemplate) -> LLM:
-        """One over an engine that has been started; closing it stops the engine."""
+        """Wraps an engine that has been started; closing it stops the engine."""
         llm = cls.__new__(cls)
         llm._begin(engine, template)
         return llm
@@ -146,8 +146,15 @@ class LLM:
         slo: SLO | None = None,
         tier: Tier = Tier.REALTIME,
     ) -> Iterator[Piece]:
-        """Yields pieces of a prompt's continuations as they come. To stop iterating cancels the
-        rest. Arguments as in `generate`."""
+        """Yields the output of one prompt as it is generated. Closing the iterator cancels the
+        request.
+
+        Args:
+            prompt: text, or token ids.
+            sampling: sampling parameters; None for the defaults.
+            slo: the request's targets.
+            tier: its tier.
+        """
         return self._loop.iterate(self._stream(prompt, sampling, slo, tier))
 
     async def agenerate(
@@ -159,7 +166,8 @@ class LLM:
         tier: Tier = Tier.REALTIME,
         bar: bool = False,
     ) -> list[RequestOutput]:
-        """`generate`, for code that runs on an event loop of its own."""
+        """`generate` for callers on an event loop of their own. See `generate` for the arguments;
+        `bar` is its `progress`."""
         work = self._generate(_several(prompts), sampling, slo, tier, bar)
         return await asyncio.wrap_future(self._loop.submit(work))
 

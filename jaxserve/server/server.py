@@ -46,19 +46,31 @@ _CLOSE_S = 0.5  # what long-lived calls (health watches) get before they are cut
 
 
 class Server:
-    """A gRPC server over an engine, on an event loop in a thread of its own.
-
-    host, port: where to listen; port 0 takes a free one. metrics_port: -1 is off, 0 a free one.
-    grace_s: seconds that running requests get when the server stops; lines of batches wait for the
-    next server. batches: None takes none. slo_classes: that requests may name. http: None is off.
-    options: the defaults without any. access: everybody's without one. traces: told of each call.
-    The engine must be started; stopping the server drains and stops it.
-
-    failed: the engine has failed, and every call gets an error. hung: it does not answer, and the
-    server has stopped, or is about to, without it.
+    """A gRPC server over an engine, on an event loop in a thread of its own, with HTTP and metrics
+    if they are asked for. The engine must have been started; stopping the server drains and stops
+    it.
 
         with Server(engine, port=0) as server:
             print(server.address)
+
+    Args:
+        engine: the engine.
+        host: where all ports listen.
+        port: port of gRPC; 0 takes a free one.
+        metrics_port: port for Prometheus; -1 is off, 0 takes a free one.
+        grace_s: seconds that running requests get when the server stops. Lines of batches wait for
+            the next server instead.
+        batches: the batch journal and its limits; None takes no batches.
+        slo_classes: SLO classes that requests may name.
+        http: the HTTP frontend; None is off.
+        options: how calls are treated; None for the defaults.
+        access: API keys, TLS and browser origins; None lets everybody in.
+        traces: called with each finished call, to export traces.
+
+    Attributes:
+        access: as given.
+        failed: whether the engine has failed. Then every call gets an error.
+        hung: whether the engine does not answer. The server then stops without waiting for it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The API keys of a server: whose call is it, and may it come in?"""
+"""API keys of a server: which key a call has, and whether it is let in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOK_S = 1.0  # how often the file is looked at, at most
 
 
 class Unauthenticated(RuntimeError):
-    """The call has no key, or none that is known. given: it has one."""
+    """The call has no API key, or an unknown one. given: whether it has one."""
 
     def __init__(self, message: str, *, given: bool) -> None:
         super().__init__(message)
@@ -28,9 +28,15 @@ class Unauthenticated(RuntimeError):
 
 
 class Caller:
-    """Who calls. key: theirs. name: of it; "" where none is needed. Without a key (none is needed,
-    or it is not a call but a line of a batch) nothing is counted. `enter`, `take` and `give_back`
-    are for the event loop's thread."""
+    """The client of a call, as its API key identifies it. Without a key nothing is limited: none is
+    needed, or the request is a line of a batch. `enter`, `take_requests` and `give_back_requests`
+    are for the event loop's thread.
+
+    Args:
+        key: the caller's API key; None without one.
+        usage: what the key has open now; None counts nothing.
+        name: name of the key, where `key` is None; "" where no keys are needed.
+    """
 
     def __init__(
         self, key: ApiKey | None = None, usage: Usage | None = None, *, name: str = ""
@@ -40,21 +46,21 @@ class Caller:
 
     @property
     def weight(self) -> float:
-        """Of its share of what several keys want."""
+        """Weight of the caller's share of a full engine."""
         return 1.0 if self.key is None else float(self.key.weight or 1)
 
     def scoped(self, name: str) -> str:
-        """An id of the caller's choice, as one that nobody else can choose: names of keys have no
-        slash. Where no keys are needed, ids are everybody's."""
+        """The caller's id `name`, made distinct from other callers' ids: names of keys have no
+        slash. It is unchanged where no keys are needed."""
         return f"{self.name}/{name}" if self.name else name
 
     def own(self, scoped: str) -> str:
-        """The id of which `scoped` made that."""
+        """The inverse of `scoped`."""
         return scoped.removeprefix(f"{self.name}/") if self.name else scoped
 
     def enter(self, *, rated: bool = True) -> contextlib.ExitStack:
-        """One more call of theirs is open, until its end. rated: it counts against the rate, too.
-        Raises RateLimited where there are too many."""
+        """Counts one more open call until the returned stack is closed. rated: whether it counts
+        against the rate limit, too. Raises RateLimited if there are too many."""
         place = contextlib.ExitStack()
         if self.key is not None and self._usage is not None:
             self._usage.enter(self.key, rated=rated)
@@ -62,23 +68,29 @@ class Caller:
         return place
 
     def take_requests(self, count: int) -> None:
-        """So many requests of theirs go to the engine. Raises RateLimited where that is too many
-        now, TooManyRequests where it always is."""
+        """Counts `count` requests that go to the engine. Raises RateLimited if that is too many
+        now, and TooManyRequests if it always is."""
         if self.key is not None and self._usage is not None:
             self._usage.take_requests(self.key, count)
 
     def give_back_requests(self, count: int) -> None:
-        """So many have ended."""
+        """Stops counting `count` requests, which have ended."""
         if self._usage is not None:
             self._usage.give_back_requests(count)
 
 
 class Keys:
-    """path: a file of lines as `key_lines` has them; it is read again when it has changed, and
-    where that fails, the keys from before hold, so that nobody is let in or out by an accident.
-    fixed: keys that are always there. With neither, everybody may call. clock: seconds.
+    """The API keys that a server knows. With neither `path` nor `fixed`, no keys are needed.
+    `caller` may be called from any thread.
 
-    `caller` may be called from any thread. Raises ConfigError for a file that cannot be used.
+    Args:
+        path: key file, with lines as `parse_lines` reads them. It is read again when it has
+            changed. If that fails, the keys read before stay valid.
+        fixed: keys that are always valid.
+        clock: seconds.
+
+    Raises:
+        ConfigError: the file cannot be used.
     """
 
     def __init__(
@@ -100,8 +112,8 @@ class Keys:
             log.warning("server.api_keys: %s has no keys yet: every call is refused", path)
 
     def caller(self, authorization: bytes | None) -> Caller:
-        """Whose call it is that has this authorization, `Bearer KEY` (RFC 6750 section 2.1); None:
-        it has none. Raises Unauthenticated."""
+        """The caller with this authorization header, `Bearer KEY` (RFC 6750 section 2.1), or
+        without any if it is None. Raises Unauthenticated."""
         if not self.needed:
             return Caller()
         self._look()
@@ -120,7 +132,7 @@ class Keys:
         return Caller(*found)
 
     def _look(self) -> None:
-        """Takes the file's keys if it has changed."""
+        """Reads the file again if it has changed."""
         if self._path is None:
             return
         with self._lock:

@@ -36,11 +36,22 @@ _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 
 @dataclass(frozen=True)
 class ApiKey:
-    """Whose it is and what it may. digest: of the key, SHA-256, hex. rate: calls a minute,
-    concurrency: calls, and requests of them, at once; 0 is any number. files_mib: what its files,
-    and its batches, may take; files: how many of each it may have; 0 is as the server has it.
-    tier: of TIERS, the highest that it may ask for. weight: of its share of a full engine; 0 is 1.
-    min_*_ms: the tightest targets; 0 is any."""
+    """An API key and its limits.
+
+    Attributes:
+        name: its name, unique among the server's keys.
+        digest: SHA-256 of the key, in hex.
+        rate: calls per minute at most; 0 is any number.
+        concurrency: calls, and requests of them, open at once at most; 0 is any number.
+        files_mib: MiB that its files may take, and its batches as much again; 0 is the server's
+            default.
+        files: how many files it may have, and how many batches; 0 is the server's default.
+        tier: the highest tier that it may ask for, one of TIERS.
+        weight: of its share of a full engine; 0 is 1.
+        min_ttft_ms: tightest TTFT target that it may ask for, in ms; 0 is any.
+        min_tbt_ms: the same for the time between tokens.
+        min_jct_ms: the same for the last token.
+    """
 
     name: str
     digest: str
@@ -56,35 +67,35 @@ class ApiKey:
 
     @property
     def limits(self) -> dict[str, int | str]:
-        """Those that it has."""
+        """The limits that are not at their defaults, by name."""
         given = {name: getattr(self, name) for name in LIMITS}
         return {name: limit for name, limit in given.items() if limit not in (0, REALTIME)}
 
     def line(self) -> str:
-        """As `parse_line` reads it."""
+        """Its line in a key file; the inverse of `parse_line`."""
         limits = (f"{name}={limit}" for name, limit in self.limits.items())
         return " ".join((self.name, f"sha256:{self.digest}", *limits))
 
 
 def new_secret() -> str:
-    """A key that nobody has."""
+    """A new random API key."""
     return _PREFIX + secrets.token_urlsafe(_KEY_BYTES)
 
 
 def digest_of(secret: bytes) -> str:
-    """What is kept of a key."""
+    """SHA-256 of a key in hex, which is all that is stored of it."""
     return hashlib.sha256(secret).hexdigest()
 
 
 def check_name(name: str) -> str:
-    """The name. Raises ValueError for one that no line can have."""
+    """Returns a valid name of a key. Raises ValueError for another."""
     if not NAME.fullmatch(name):
         raise ValueError(f"a name has 1 to 64 of A-Z a-z 0-9 . _ @ -, got {name!r}")
     return name
 
 
 def check_limit(name: str, text: str) -> int | str:
-    """A limit's number, or tier. Raises ValueError."""
+    """Parses the limit `name`: a number, or a tier. Raises ValueError."""
     if name.endswith("tier"):
         if text not in TIERS:
             raise ValueError(f"{name}: must be {' or '.join(TIERS)}, got {text!r:.80}")
@@ -115,7 +126,8 @@ def parse_line(text: str) -> ApiKey | None:
 
 
 def parse_lines(text: str, source: str) -> list[ApiKey]:
-    """Keys of a text, none twice. source: what has it, for errors. Raises ValueError."""
+    """The keys in a text; no name or hash may be there twice. source: where the text is from, for
+    errors. Raises ValueError."""
     found: list[ApiKey] = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
@@ -129,7 +141,7 @@ def parse_lines(text: str, source: str) -> list[ApiKey]:
 
 
 def check_other(keys: list[ApiKey], key: ApiKey) -> None:
-    """Raises ValueError where one of them has the key's name or hash."""
+    """Raises ValueError if one of `keys` has the name or the hash of `key`."""
     for each in keys:
         if each.name == key.name:
             raise ValueError(f"there are two keys named {key.name}")

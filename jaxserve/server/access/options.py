@@ -1,4 +1,4 @@
-"""What the config and the environment say of who may call."""
+"""Who may call a server, from the config and the environment."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ KEY_VARIABLE = "JAXSERVE_API_KEY"  # of a client
 
 @dataclass(frozen=True)
 class Access:
-    """keys: who may call. tls: None is in the clear. cors_origins: whose pages may call from a
-    browser; "*" is any. hosts: names of the server, for browsers. The defaults let everybody in,
-    but for browsers by other names than localhost."""
+    """Who may call a server, and over what. The defaults let everybody in, except browsers that
+    reach it by another name than localhost.
+
+    Attributes:
+        keys: the API keys.
+        tls: TLS of all ports; None is in the clear.
+        cors_origins: origins of pages that may call from a browser; "*" is any.
+        hosts: names of the server that browsers may use.
+    """
 
     keys: Keys = field(default_factory=Keys)
     tls: Tls | None = None
@@ -30,18 +36,18 @@ class Access:
 
     @property
     def browsers(self) -> Browsers | None:
-        """Which of them may call; None: all, since they need a key."""
+        """Which browsers may call; None lets all of them, since they need a key."""
         return None if self.keys.needed else Browsers(self.hosts, self.cors_origins)
 
     @property
     def scheme(self) -> str:
-        """Of the addresses for HTTP."""
+        """Scheme of the HTTP addresses."""
         return "http" if self.tls is None else "https"
 
 
 def access_settings(server: ServerConfig) -> Access:
-    """What is set for a server, and the keys in the environment's JAXSERVE_API_KEYS: lines
-    as in the file, which semicolons may separate, too. Raises ConfigError."""
+    """The access settings of a config, with the keys in the environment's JAXSERVE_API_KEYS: lines
+    as in the key file, separated by newlines or semicolons. Raises ConfigError."""
     try:
         text = os.environ.get(KEYS_VARIABLE, "").replace(";", "\n")
         fixed = parse_lines(text, KEYS_VARIABLE)

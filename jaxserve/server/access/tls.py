@@ -1,4 +1,4 @@
-"""TLS of all ports: the certificate, and whose certificates clients need."""
+"""TLS of all ports: the server's certificate, and the CA of clients' certificates."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ _OTHER_TIME = {9: "is not valid yet", 10: "has expired"}  # OpenSSL's X509_V_ERR
 
 @dataclass(frozen=True)
 class Tls:
-    """cert: the server's certificate and those between it and its CA, key: of it, client_ca:
-    whose certificates clients must have (mTLS), None asks for none; all PEM files."""
+    """PEM files for TLS.
+
+    Attributes:
+        cert: the server's certificate chain, without the CA.
+        key: its private key.
+        client_ca: CA of the certificates that clients must have (mTLS); None asks for none.
+    """
 
     cert: Path
     key: Path
     client_ca: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """For Python's servers: TLS 1.2 and later. Raises ConfigError for files that do not do,
-        named as the config's fields."""
+        """The context for Python's servers, TLS 1.2 and later. Raises ConfigError, naming the
+        config's field, for a file that cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         for name, path in (("cert", self.cert), ("key", self.key), ("client_ca", self.client_ca)):
             if path is not None:
@@ -46,8 +51,8 @@ class Tls:
         return context
 
     def check(self) -> None:
-        """Raises ConfigError as `context`; a certificate that no client would take now is a line in
-        the log, for clocks and certificates change while a server runs."""
+        """Raises ConfigError as `context` does. A certificate that clients would refuse now is only
+        logged, since clocks and certificates change while a server runs."""
         self.context()
         problem = _seen_by_a_client(self)
         if problem is not None:

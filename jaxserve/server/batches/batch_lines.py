@@ -23,20 +23,25 @@ MAX_LINE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Line:
-    """One prompt, as text or token ids, as it was submitted. name: the client's own id of it, or
-    empty. sampling: those fields of SamplingParams that were given."""
+    """One line of a batch: a prompt and how to continue it.
+
+    Attributes:
+        prompt: text, or token ids.
+        sampling: the `SamplingParams` fields that were given, by name.
+        name: the client's id of the line, or empty.
+    """
 
     prompt: str | tuple[int, ...]
     sampling: Mapping[str, Any]
     name: str = ""
 
     def to_json(self) -> str:
-        """Equal lines have equal texts."""
+        """The line as JSON. Equal lines have equal texts."""
         return json.dumps(self, default=_fields, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Line:
-        """The line of which `to_json` made the text."""
+        """The inverse of `to_json`."""
         line = cls(**_frozen(json.loads(text)))
         grammar = line.sampling.get("grammar")
         if grammar is None:
@@ -45,7 +50,7 @@ class Line:
         return replace(line, sampling={**line.sampling, "grammar": grammar})
 
     def fields(self, caller: Caller | None = None) -> RequestFields:
-        """What it asks of the engine. caller: whose batch it is of."""
+        """The fields of its request. caller: the batch's owner."""
         return RequestFields(self.prompt, self.sampling, tier=Tier.BEST_EFFORT, caller=caller)
 
     def checked(
@@ -54,13 +59,14 @@ class Line:
         problem: InvalidRequest | None = None,
         named: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> NewLine:
-        """What the journal is to keep: the line, with an error if it is too large, its frontend has
-        found a problem in it, or the engine would not serve it. Any thread may call this.
+        """The line for the journal, with an error as its result if it is too large, its frontend
+        found a problem, or the engine would not serve it. Any thread may call this.
 
         Args:
-            requests: the way to the engine.
-            problem: that its frontend has found.
-            named: within it, what is found wrong gets the name that the frontend has for a field.
+            requests: builds the request, to check it.
+            problem: what the frontend found wrong.
+            named: context in which the request is built; it renames fields in errors to the
+                frontend's names.
         """
         text = self.to_json()
         try:
@@ -82,27 +88,38 @@ NO_ROOM = "RESOURCE_EXHAUSTED"
 
 @dataclass(frozen=True)
 class LineError:
-    """Why a line has no completions. code: a status code's name, as gRPC has them."""
+    """Why a line failed. code: name of the gRPC status."""
 
     code: str
     message: str
 
     @classmethod
     def from_error(cls, error: Exception) -> LineError:
-        """What the engine does not serve, or failed over."""
+        """For an error of building or serving the line's request."""
         known = call_error_of(error)
         return cls("INTERNAL" if known is None else known.grpc_code, str(error))
 
     @classmethod
     def no_room(cls, size: int) -> LineError:
-        """For a result of so many bytes."""
+        """For a result of `size` bytes, which the owner's batches have no room for."""
         problem = f"has {size:,} bytes, for which the batches of the key have no room"
         return cls(NO_ROOM, f"the result {problem} (server.batch_gib); delete some")
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One of the n continuations, whole."""
+    """One finished continuation of a line.
+
+    Attributes:
+        index: which of the n continuations.
+        text: the generated text.
+        token_ids: the generated tokens.
+        finish_reason: why it ended.
+        usage: token counts.
+        timings: seconds.
+        logprobs: one entry per generated token, if asked for.
+        prompt_logprobs: one entry per token of the prompt from the second on, if asked for.
+    """
 
     index: int
     text: str
@@ -116,19 +133,25 @@ class Completion:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a line: its completions by index, or an error."""
+    """The result of a line: completions, or an error.
+
+    Attributes:
+        name: the client's id of the line, or empty.
+        completions: by index.
+        error: why the line failed; None if it did not.
+    """
 
     name: str
     completions: tuple[Completion, ...] = ()
     error: LineError | None = None
 
     def to_json(self) -> str:
-        """For the journal."""
+        """The result as JSON, for the journal."""
         return json.dumps(self, default=_fields)
 
     @classmethod
     def from_json(cls, text: str) -> Result:
-        """The result of which `to_json` made the text."""
+        """The inverse of `to_json`."""
         found = json.loads(text, parse_float=_number)
         error = found["error"]
         completions = tuple(_completion(each) for each in found["completions"])

@@ -1,4 +1,4 @@
-"""What a door of the server does with batches."""
+"""Batch operations for the frontends."""
 
 from __future__ import annotations
 
@@ -35,10 +35,16 @@ _CLEAN_S = 3600.0
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """journal: open; whoever opened it closes it. in_flight: how many continuations of batches the
-    engine gets at once at most. keep_s: for how long a batch is kept that nothing happens to.
-    key_share, key_files: what a key may have of the journal, and how many batches, that does not
-    say itself."""
+    """The journal and its limits.
+
+    Attributes:
+        journal: open; whoever opened it closes it.
+        in_flight: continuations of batches that the engine gets at once at most.
+        keep_s: seconds after which a batch is deleted if nothing happens to it.
+        key_share: share of the journal that an API key may use, unless the key has a limit of its
+            own.
+        key_files: number of batches that it may have, likewise.
+    """
 
     journal: Journal
     in_flight: int
@@ -49,26 +55,34 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class Progress:
-    """A batch, and how many of its lines the engine has right now."""
+    """A batch's status, and the number of its lines that the engine is serving now."""
 
     status: Status
     running: int
 
     @property
     def waiting(self) -> int:
-        """Lines that will be served."""
+        """Number of lines still to be served."""
         if self.status.state is BatchState.CANCELLED:
             return 0
         return self.status.num_lines - self.status.done - self.status.failed - self.running
 
 
 class Batches:
-    """The journal and its runner, for the event loop that serves: all methods run there.
+    """The journal and its runner, on the event loop that serves. All methods but `checked` run
+    there.
 
-    tracker: of lines that the engine gets. keep_s: for how long a batch is kept that nothing
-    happens to. owner, of methods: name of the API key that calls, for which others' batches are not
-    there; "" sees all. Methods raise BatchRefused where the journal does not do what is asked, and
-    sqlite3.Error where the disk does not.
+    Methods raise BatchRefused if the journal refuses the operation, and sqlite3.Error if the disk
+    fails. Their `owner` is the name of the calling API key, which sees its own batches only; ""
+    sees all.
+
+    Args:
+        requests: the way to the engine.
+        settings: the journal and its limits.
+        tracker: counts the lines that are served.
+
+    Attributes:
+        keep_s: as in the settings.
     """
 
     def __init__(
@@ -85,16 +99,16 @@ class Batches:
 
     @property
     def directory(self) -> Path:
-        """Where the journal is."""
+        """The journal's directory."""
         return self._journal.path.parent
 
     @property
     def max_bytes(self) -> int:
-        """What it may take."""
+        """What the journal may take, in bytes."""
         return self._journal.max_bytes
 
     def quota(self, caller: Caller) -> Quota:
-        """What they may keep, of batches and of files each."""
+        """What the caller's batches may take, and its files as much again."""
         settings, key = self._settings, caller.key
         if key is None:
             return Quota(self.max_bytes, settings.key_files)
@@ -102,24 +116,24 @@ class Batches:
         return Quota(key.files_mib << 20 or share, key.files or settings.key_files)
 
     def start(self) -> None:
-        """Begins to serve what waits, and to forget what is old."""
+        """Starts serving lines and deleting old batches."""
         self._runner.start()
         self._cleaning = asyncio.create_task(self._clean())
 
     async def stop(self) -> None:
-        """Ends it all; lines that run wait for the next server."""
+        """Stops both. Lines that are running are served by the next server."""
         for task in (self._cleaning, self._shrinking):
             if task is not None:
                 task.cancel()
         await self._runner.stop()
 
     def closed(self) -> None:
-        """Tells those who wait for results that the engine takes no requests any more."""
+        """Wakes those who wait for results, since the engine takes no requests any more."""
         self._runner.announce()
 
     def checked(self, lines: Iterable[tuple[Line, InvalidRequest | None]]) -> list[NewLine]:
-        """What `submit` takes, of lines and what their frontend found wrong with each; one in error
-        gets that as its result. Any thread may call."""
+        """Lines for `submit`, each given with the problem that its frontend found, if any. A line
+        with a problem gets it as its result. Any thread may call this."""
         return [line.checked(self._requests, problem) for line, problem in lines]
 
     async def submit(
@@ -132,8 +146,19 @@ class Batches:
         caller: Caller | None = None,
         note: str = "",
     ) -> Progress:
-        """`Journal.append`. batch_id: empty makes one up. lines: of `checked`. caller: whose it is,
-        and counted as theirs. Raises EngineStopped where the server takes no requests any more."""
+        """`Journal.append`, for the model that is served.
+
+        Args:
+            batch_id: the batch's id; empty generates one.
+            first: number of the first of the lines.
+            lines: from `checked`.
+            commit: whether the batch is complete.
+            caller: the batch's owner, whose quota applies.
+            note: text to keep with a new batch.
+
+        Raises:
+            EngineStopped: the server takes no requests any more.
+        """
         self._requests.check_open()
         name, model = batch_id or uuid.uuid4().hex, self._requests.info().model
         caller = caller or Caller()
@@ -147,7 +172,7 @@ class Batches:
         return self._progress(status)
 
     async def status(self, batch_id: str, owner: str = "") -> Progress:
-        """Where a batch is."""
+        """Status of a batch."""
         return self._progress(await self._disk.run(self._journal.status, batch_id, owner))
 
     async def noted(self, owner: str, *, after: str | None, limit: int) -> list[Progress]:
@@ -158,12 +183,19 @@ class Batches:
     async def results(
         self, batch_id: str, first: int, *, follow: bool, owner: str = ""
     ) -> AsyncGenerator[tuple[Progress, list[Outcome]], None]:
-        """Where the batch is and results of lines from `first` on, in order, page by page; at the
-        end a page without any.
+        """Yields pages of the batch's status and results, in the order of lines, and a page without
+        results at the end.
 
-        follow: waits for each line's result and leaves none out, until the batch is over; a page
-        without results then says that something has happened. Raises EngineStopped where the server
-        ends before that, BatchConflict where it serves another model than the batch is for.
+        Args:
+            batch_id: the batch's id.
+            first: number of the first line to get a result of.
+            follow: whether to wait for every line's result until the batch is over. A page without
+                results then says that the status has changed.
+            owner: as for all methods.
+
+        Raises:
+            EngineStopped: `follow`, and the server stops first.
+            BatchConflict: `follow`, and the batch is for another model than the server's.
         """
         while True:
             news = self._runner.news()
@@ -178,13 +210,13 @@ class Batches:
                 await news.wait()
 
     async def cancel(self, batch_id: str, owner: str = "") -> Progress:
-        """Lines that wait or run get no result."""
+        """Cancels a batch. Lines without a result get none."""
         status = await self._disk.run(self._journal.cancel, batch_id, owner)
         self._runner.drop(status.key)
         return self._progress(status)
 
     async def delete(self, batch_id: str, owner: str = "") -> None:
-        """Forgets the batch with its results; once this returns, their room is free."""
+        """Deletes a batch with its results. Their room is free when this returns."""
         await self._disk.run(self._journal.delete, batch_id, owner)
         self._runner.announce()
         await self._in_turns(self._journal.sweep)

@@ -37,24 +37,30 @@ T = TypeVar("T")
 
 
 class DiskThread:
-    """Makes calls that wait for the disk, one after the other, on a thread of their own: so they
-    hold up neither the event loop nor those who wait for its other threads."""
+    """Runs blocking disk calls one after the other on a thread of their own, so that they hold up
+    neither the event loop nor its other threads."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-batches")
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What the function returns, or raises."""
+        """Returns or raises what the function does."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
 
 class BatchRunner:
-    """Has the engine serve what waits in the journal, in its order, and writes down the results.
-    Create it on the event loop that serves; all its methods run there.
+    """Has the engine serve the journal's waiting lines in order, and records their results. Create
+    it on the event loop that serves; all its methods run there.
 
-    tracker: of lines. in_flight: how many continuations the engine gets at once at most, though one
-    line always goes. A line counts until its result is on disk. Results that come while others are
-    being written are written together.
+    A line counts as in flight until its result is on disk. Results that come during a write are
+    written together afterwards.
+
+    Args:
+        requests: the way to the engine.
+        journal: the batches.
+        disk: makes the calls to the journal.
+        tracker: counts the lines that are served.
+        in_flight: continuations that the engine gets at once at most; a single line may have more.
     """
 
     def __init__(
@@ -81,12 +87,13 @@ class BatchRunner:
         self.failure: str | None = None
 
     def start(self) -> None:
-        """Begins with the first line that has no result."""
+        """Starts with the first line that has no result."""
         self._spawn(self._feed())
         self._spawn(self._write())
 
     async def stop(self) -> None:
-        """Cancels what runs, whose lines wait for the next server; finished lines are written."""
+        """Writes the results of finished lines and cancels the others, which wait for the next
+        server."""
         for stream in self._streams.values():
             self._requests.end_stream(stream)
         tasks = list(self._tasks)
@@ -98,11 +105,11 @@ class BatchRunner:
         self.announce()
 
     def wake(self) -> None:
-        """The journal has new lines."""
+        """Tells the runner that the journal has new lines."""
         self._work.set()
 
     def drop(self, batch: int) -> None:
-        """Ends what runs of a batch that has been cancelled. batch: its key."""
+        """Cancels the running lines of a cancelled batch, given by its key."""
         self._dropped.add(batch)
         for (key, _), stream in self._streams.items():
             if key == batch:

@@ -48,16 +48,21 @@ _STATUS = (
 
 
 class Journal:
-    """The batches in a directory, which no other process may open meanwhile. Every method may be
-    called from any thread, and raises sqlite3.Error where the disk does not do its part.
+    """The batches in a directory, which no other process may open meanwhile. Any thread may call
+    any method. Methods raise sqlite3.Error if the disk fails.
 
-    max_bytes: what all of it may take before no more lines are taken in; results of those that are
-    there are kept beyond it, but of no owner's more than that. clock: seconds since the epoch.
+    Their `owner` is the name of the calling API key, which has ids of its own and sees its own
+    batches only. "" sees all; of several batches with one id it gets the one without an owner, or
+    the first.
 
-    owner, of methods: name of the API key that calls, whose ids are its own and for which others'
-    batches are not there; "" sees all, and of several with one id nobody's, or the first one's.
+    Args:
+        directory: where the journal is.
+        max_bytes: size from which on no more lines are accepted. Results of those in it are kept
+            beyond that, up to as much again for each owner.
+        clock: seconds since the epoch.
 
-    Raises ConfigError for a directory that is in use, cannot be written or holds something else.
+    Raises:
+        ConfigError: the directory is in use, cannot be written or holds something else.
     """
 
     def __init__(
@@ -74,7 +79,7 @@ class Journal:
             raise
 
     def close(self) -> None:
-        """Lets others open the directory. Idempotent."""
+        """Releases the directory. Idempotent."""
         with self._lock:
             self._db.close()
             self._directory.release()
@@ -91,13 +96,24 @@ class Journal:
         note: str = "",
         quota: Quota | None = None,
     ) -> Status:
-        """Adds lines number `first`, `first` + 1, ... of a batch, which is made if it is not there
-        and first is 0. Lines that are there already must be the same, so what was not answered can
-        be sent again. commit: the batch is whole; from now on it is served and takes no more.
-        note: of a new batch. quota: of its owner, which results may exceed; None is none.
+        """Adds lines number `first`, `first` + 1, ... to a batch, which is created if it does not
+        exist and `first` is 0. Lines that it already has must be the same, so a call can be
+        repeated.
 
-        Raises UnknownBatch, MissingLines, OtherLines, BatchConflict, JournalFull; then nothing has
-        changed.
+        Args:
+            batch_id: the batch's id.
+            model: the model that the lines are for.
+            first: number of the first of the lines.
+            lines: the lines.
+            commit: whether the batch is complete. It is served from then on and takes no more
+                lines.
+            owner: as for all methods.
+            note: text to keep with a new batch.
+            quota: the owner's, which results may exceed; None is unlimited.
+
+        Raises:
+            BatchRefused: UnknownBatch, MissingLines, OtherLines, BatchConflict or JournalFull.
+                Nothing has changed then.
         """
         with self._transaction() as db:
             status = self._find(batch_id, owner)
@@ -127,15 +143,15 @@ class Journal:
             return self.status(batch_id, owner)
 
     def status(self, batch_id: str, owner: str = "") -> Status:
-        """Raises UnknownBatch."""
+        """Status of a batch. Raises UnknownBatch."""
         found = self._find(batch_id, owner)
         if found is None:
             raise UnknownBatch(batch_id)
         return found
 
     def noted(self, owner: str, *, after: str | None, limit: int) -> list[Status]:
-        """Batches that have a note, the latest first, behind that of the id `after`; at most
-        `limit`. Raises UnknownBatch where that is not there."""
+        """At most `limit` batches that have a note, the latest first, starting behind the one with
+        the id `after`. Raises UnknownBatch if that one does not exist."""
         with self._lock:
             before = 2**62 if after is None else self.status(after, owner).key
             rows = self._db.execute(
@@ -148,8 +164,18 @@ class Journal:
     def results(
         self, batch_id: str, first: int, *, max_bytes: int, gapless: bool = False, owner: str = ""
     ) -> list[Outcome]:
-        """Of lines from `first` on, in order: as many as take max_bytes, but at least one if there
-        is one. gapless: only up to the first line that has none. Raises UnknownBatch."""
+        """Results of lines in order.
+
+        Args:
+            batch_id: the batch's id.
+            first: number of the first line.
+            max_bytes: total size of the results at most; the first one is always returned.
+            gapless: whether to stop at the first line without a result.
+            owner: as for all methods.
+
+        Raises:
+            UnknownBatch: there is no such batch.
+        """
         found: list[Outcome] = []
         with self._lock:
             key = self.status(batch_id, owner).key
@@ -168,9 +194,14 @@ class Journal:
         return found
 
     def waiting(self, model: str, after: Mapping[str, Position], limit: int) -> list[Work]:
-        """Lines without a result, of batches that are served; at most `limit`. In order of service:
-        owners take turns, each with its batches in the order of their commits. model: only batches
-        for it. after: by owner, behind which place; from the beginning where it says nothing."""
+        """Lines without a result, of batches that are being served. They come in the order of
+        service: owners take turns, each with its batches in the order in which they were committed.
+
+        Args:
+            model: only batches for this model.
+            after: by owner, the position behind which to start; the beginning for other owners.
+            limit: number of lines at most.
+        """
         committed: dict[str, list[tuple[int, int, str]]] = {}
         with self._lock:
             rows = self._db.execute(
@@ -214,8 +245,8 @@ class Journal:
         return found
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
-        """Keeps results. Those of a batch that has ended, is cancelled or gone are dropped, and a
-        line that has one keeps it."""
+        """Stores results. Those of a batch that has ended, was cancelled or is gone are dropped,
+        and a line that has a result keeps it."""
         with self._transaction() as db:
             for given in outcomes:
                 outcome = (

@@ -1,4 +1,4 @@
-"""What the journal says of batches, and why it refuses some."""
+"""Records of the batch journal, and the reasons why it refuses an operation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve.server.requests.call_outcome import CallOutcome
 
 
 class BatchState(enum.StrEnum):
-    """Where a batch is."""
+    """State of a batch."""
 
     OPEN = "open"  # more lines may come; none is served yet
     COMMITTED = "committed"  # its lines are served
@@ -20,10 +20,20 @@ class BatchState(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Status:
-    """A batch. key: its number in the journal, never used again. model: what its lines are for.
-    done, failed: lines with a result, and with an error instead. changed: when it last changed
-    state or got lines, in seconds since the epoch. owner: name of the API key that it came with; ""
-    where none was needed. note: its door's own, "" where there is none."""
+    """Status of a batch.
+
+    Attributes:
+        key: its number in the journal, never reused.
+        batch_id: its id, unique for its owner.
+        model: the model that its lines are for.
+        state: its state.
+        num_lines: number of its lines.
+        done: lines with completions.
+        failed: lines with an error.
+        changed: when its state last changed or lines were added, in seconds since the epoch.
+        owner: name of the API key that submitted it; "" where none was needed.
+        note: text of the frontend that created it; "" without one.
+    """
 
     key: int
     batch_id: str
@@ -38,13 +48,13 @@ class Status:
 
     @property
     def over(self) -> bool:
-        """No more results will come."""
+        """Whether no more results will come."""
         return self.state in (BatchState.ENDED, BatchState.CANCELLED)
 
 
 @dataclass(frozen=True)
 class Quota:
-    """What one owner may keep. max_bytes: in all. count: how many."""
+    """What one owner may keep. max_bytes: total size. count: how many."""
 
     max_bytes: int
     count: int
@@ -52,8 +62,8 @@ class Quota:
 
 @dataclass(frozen=True)
 class NewLine:
-    """A line to keep. request: text, whatever the frontends and the runner agree on. error: the
-    result of a line that is not worth trying."""
+    """A line to store. request: text that the frontends and the runner agree on. error: result of a
+    line that is not to be served."""
 
     request: str
     error: str | None = None
@@ -69,7 +79,15 @@ class Position:
 
 @dataclass(frozen=True)
 class Work:
-    """A line to serve. batch: the batch's key; batch_id, owner: as its Status has them."""
+    """A line to serve.
+
+    Attributes:
+        position: its place in the order of service.
+        batch: the batch's key.
+        request: the line's text.
+        batch_id: the batch's id.
+        owner: the batch's owner.
+    """
 
     position: Position
     batch: int
@@ -85,8 +103,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A line's result, to keep. batch: the batch's key. failed: it says of an error. instead: an
-    error that is kept where there is no room for it; "" keeps it all the same."""
+    """A line's result to store.
+
+    Attributes:
+        batch: the batch's key.
+        line: the line's number.
+        result: the result's text.
+        failed: whether the result is an error.
+        instead: error to store if there is no room for the result; "" stores the result even then.
+    """
 
     batch: int
     line: int
@@ -96,7 +121,7 @@ class Outcome:
 
 
 class BatchRefused(CallRefused):
-    """The journal does not do that; the message says why."""
+    """The journal refuses the operation; the message says why."""
 
 
 class UnknownBatch(BatchRefused):
@@ -109,7 +134,7 @@ class UnknownBatch(BatchRefused):
 
 
 class MissingLines(BatchRefused):
-    """Lines came that do not go on where the batch ends."""
+    """The lines do not start where the batch ends."""
 
     call_error = CallError("conflict", 409, "OUT_OF_RANGE", CallOutcome.REFUSED)
 
@@ -121,11 +146,11 @@ class OtherLines(BatchRefused):
 
 
 class BatchConflict(BatchRefused):
-    """The batch is in a state that does not go with what was asked."""
+    """The batch's state does not allow the operation."""
 
 
 class JournalFull(BatchRefused):
-    """The batch, or all of them, would take more than they may."""
+    """The batch, or all of them together, would exceed a size limit."""
 
     call_error = CallError(
         "batches_full", 413, "RESOURCE_EXHAUSTED", CallOutcome.REFUSED, "input_file_id"

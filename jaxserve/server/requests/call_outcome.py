@@ -1,4 +1,4 @@
-"""How calls end, at every frontend: counted for the metrics, and told to logs and traces."""
+"""How calls end, at every frontend: counted for metrics, and passed to logs and traces."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CallOutcome(enum.StrEnum):
 
 
 class CallSource(enum.StrEnum):
-    """Which way a call came."""
+    """Where a call comes from."""
 
     GRPC = "grpc"
     HTTP = "http"
@@ -49,27 +49,31 @@ class CallSource(enum.StrEnum):
 
 @dataclass
 class CallRecord:
-    """One call. All but `began` is filled in as it goes on, on the event loop's thread.
+    """What is known of one call. All fields but `began` are filled in as it goes on, on the event
+    loop's thread.
 
     Attributes:
-        method: the API's name of it.
-        peer: address of its client.
-        request_id: the client's, or made up.
-        caller: whose it is.
-        source: which way it came.
-        batch, line: which one, of a batch's line.
-        x_request_id: that HTTP's response has.
-        requests: what it asks of the engine, once that is known.
-        output_tokens: that the engine has generated.
-        last: the last output of each continuation.
-        keeps_text: whether `texts` is kept.
-        texts: all that was generated, by request and continuation.
-        carrier: headers of W3C Trace Context that came with it.
-        trace_id: of its trace.
+        method: the API method's name.
+        peer: the client's address.
+        request_id: the client's id, or a generated one.
+        caller: the client.
+        source: where the call comes from.
+        batch: id of the batch, for a line of one.
+        line: its number in the batch.
+        x_request_id: the X-Request-Id of the HTTP response.
+        requests: its requests to the engine, once they are known.
+        output_tokens: tokens generated so far.
+        last: the final output of each continuation that has ended.
+        keeps_text: whether `texts` is filled in.
+        texts: generated text, by request id and continuation.
+        carrier: W3C Trace Context headers of the call.
+        trace_id: id of its trace.
         outcome: how it ended.
-        reason: what its client is told of an outcome that is not OK, which may quote the client.
-        began, submitted, ended: seconds of time.monotonic(); submitted when the engine got the
-            first request.
+        reason: the error message that the client gets if `outcome` is not OK; it may quote the
+            client.
+        began: when it came, in seconds of time.monotonic().
+        submitted: when the engine got its first request.
+        ended: when it ended.
     """
 
     method: str
@@ -98,31 +102,31 @@ class CallRecord:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all its requests."""
+        """Tokens of all its prompts."""
         return sum(len(request.prompt) for request in self.requests)
 
     @property
     def longest(self) -> Output | None:
-        """The last word on the continuation that took longest."""
+        """The final output of the continuation that took longest."""
         timed = (last for last in self.last if last.timings is not None)
         return max(timed, key=lambda last: last.timings.total, default=None)  # type: ignore[union-attr]
 
     def charge(self, requests: Sequence[Request]) -> None:
-        """Counts what it is about to ask of the engine as its caller's. Raises RateLimited and
-        TooManyRequests where the caller may not have as much."""
+        """Counts the requests that it is about to submit as its caller's. Raises RateLimited or
+        TooManyRequests if the caller may not have as many."""
         self.requests, self.request_id = requests, self.caller.own(requests[0].id)
         count = sum(request.sampling.n for request in requests)
         self.caller.take_requests(count)
         self._taken = count
 
     def opened(self) -> None:
-        """The engine has got one of its requests."""
+        """Counts a request that was submitted to the engine."""
         self._open += 1
         if self.submitted is None:
             self.submitted = time.monotonic()
 
     def heard(self, output: Output) -> None:
-        """What the engine says of one of them, whether or not anybody still reads."""
+        """Takes in an output of one of its requests, whether or not the client still reads."""
         self.output_tokens += len(output.token_ids)
         if self.keeps_text:
             self.texts.setdefault((output.request_id, output.index), []).append(output.text)
@@ -130,19 +134,19 @@ class CallRecord:
             self.last.append(output)
 
     def closed(self) -> None:
-        """The engine says nothing more of one of them."""
+        """Counts a request that the engine has finished."""
         self._open -= 1
         if not self._open and self._then is not None:
             self._then()
 
     def when_closed(self, then: Callable[[], None]) -> None:
-        """Calls it once the engine has said all, which may be now."""
+        """Calls `then` once the engine has finished all its requests, which may be now."""
         self._then = then
         if not self._open:
             then()
 
     def give_back(self) -> None:
-        """Its requests are its caller's no more."""
+        """Stops counting its requests as its caller's."""
         self.caller.give_back_requests(self._taken)
         self._taken = 0
 
@@ -151,18 +155,19 @@ Sink = Callable[[CallRecord], None]
 
 
 class CallTracker:
-    """Counts calls, and tells sinks of them.
+    """Counts calls, and passes each finished one to sinks.
 
     Args:
-        methods: all that there are.
-        sinks: are told of each call and each batch line, one after the other, once the engine has
-            said its last word on it.
-        logged: one of them is the log, so nobody else need log a call that is refused.
-        keeps_text: for them.
+        methods: names of all API methods.
+        sinks: called one after the other with each call and each batch line, once the engine has
+            finished its requests.
+        logged: whether one of the sinks is the log. Frontends then need not log refused calls.
+        keeps_text: whether records keep generated text for the sinks.
 
     Attributes:
-        counts: calls by (method, outcome), for whoever exports them, from any thread.
+        counts: calls by (method, outcome). Any thread may read it.
         lines: lines of batches by outcome, likewise.
+        logged: as given.
     """
 
     def __init__(
@@ -184,12 +189,19 @@ class CallTracker:
         peer: str = "",
         carrier: Mapping[str, str] | None = None,
     ) -> CallRecord:
-        """One more call, or line."""
+        """The record of a new call or batch line.
+
+        Args:
+            source: where it comes from.
+            method: the API method's name.
+            peer: the client's address.
+            carrier: W3C Trace Context headers of the call.
+        """
         kept = self._keeps_text
         return CallRecord(method, peer, source=source, carrier=carrier or {}, keeps_text=kept)
 
     def ended(self, record: CallRecord) -> None:
-        """Once a call."""
+        """Counts a call that has ended; to be called once for each."""
         if record.source is CallSource.BATCH:
             self.lines[record.outcome] += 1
         else:
@@ -207,8 +219,8 @@ class CallTracker:
 
 
 class RateLimitedLog:
-    """Warnings of which there may be any number: so many of a kind in a while, and how many more
-    there have been. quiet: none, for each call has a line anyway. clock: seconds."""
+    """Logs at most a few warnings of each kind per minute, with the number of those left out.
+    quiet: whether to log none, since each call has a line anyway. clock: seconds."""
 
     def __init__(self, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._quiet, self._clock = quiet, clock
@@ -216,7 +228,7 @@ class RateLimitedLog:
         self._left_out: Counter[str] = Counter()
 
     def warning(self, kind: str, text: str, *arguments: object) -> None:
-        """As logging has it. kind: of which a few are written a minute."""
+        """Logs a warning as `logging` does, unless there were too many of its kind lately."""
         if self._quiet:
             return
         now = self._clock()

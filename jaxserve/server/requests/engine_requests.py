@@ -1,4 +1,4 @@
-"""The path of every request, whichever frontend it came through: made of a client's fields and
+"""The path of every request, whichever frontend it came through: built from the client's fields and
 checked (`EngineRequests.make_request`), then submitted (`EngineRequests.open_stream`)."""
 
 from __future__ import annotations
@@ -49,19 +49,21 @@ _ENCODERS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 @dataclass(frozen=True)
 class RequestFields:
-    """What a client has said of one request.
+    """The fields of one request as a frontend parsed them, before anything is checked.
 
     Attributes:
         prompt: text, or token ids.
-        sampling: fields of SamplingParams by its names; absent ones have its defaults, but for
-            max_tokens: where it is absent, a long prompt leaves fewer.
-        request_id: empty makes one up.
-        slo: the request's own targets.
-        tier: its own; None: that of its class, else real-time.
-        slo_class: has the targets and the tier that the request has not; empty is none.
-        serve_late: as `Request.serve_late`.
-        caller: whose it is: its id in the engine is `caller.scoped`, so that nobody learns what ids
-            others have, and it gets no more than its key may ask for. None: the server's own.
+        sampling: the `SamplingParams` fields that the client gave, by name. The others have their
+            defaults, except that a missing max_tokens is lowered to what fits after the prompt.
+        request_id: the client's id; empty generates one.
+        slo: targets given with the request. They override those of `slo_class`.
+        tier: tier given with the request, which overrides that of `slo_class`; None takes the
+            class's, or real-time without a class.
+        slo_class: name of one of the server's SLO classes; empty for none.
+        serve_late: whether to serve the request though its first token is expected late.
+        caller: the client; None for the server's own requests. The request's id in the engine is
+            `caller.scoped`, so that no client learns which ids others use, and the limits of the
+            caller's API key apply to its tier and targets.
     """
 
     prompt: str | Sequence[int]
@@ -75,19 +77,21 @@ class RequestFields:
 
 
 class EngineRequests:
-    """Makes requests, submits them to the engine, and knows whether it takes any. Create it on the
-    event loop that serves; all but `build_request` runs there.
+    """Builds requests, submits them to the engine and tracks whether it accepts any. Create it on
+    the event loop that serves. All methods run there, but for `build_request`, which any thread may
+    call.
 
     Args:
-        engine: that has been started.
-        buffer_bytes: what may wait for the reader of a request's stream.
-        slo_classes: that requests may name.
-        refuse_late: as in configs/base.py.
+        engine: the engine, already started.
+        buffer_bytes: output that may wait for the reader of one stream, in bytes.
+        slo_classes: SLO classes that requests may name, by name.
+        refuse_late: as `server.refuse_late` in the config; 0 refuses nobody.
 
     Attributes:
-        draining: no new requests are taken, for the server is shutting down.
-        failure: why the engine has failed, if it has.
-        stalled: why the engine takes no requests for now, if so.
+        slo_classes: as given.
+        draining: whether the server is shutting down and takes no new requests.
+        failure: why the engine has failed; None if it has not.
+        stalled: why the engine takes no requests for now; None if it does.
     """
 
     def __init__(
@@ -113,50 +117,52 @@ class EngineRequests:
 
     @property
     def closed(self) -> str | None:
-        """Why no requests are taken; None while they are."""
+        """Why new requests are refused; None while they are accepted."""
         return self.failure or (SHUTTING_DOWN if self.draining else self.stalled)
 
     @property
     def running(self) -> int:
-        """Requests on which the engine has not said its last word."""
+        """Number of requests that the engine has not finished."""
         return len(self._router.unfinished())
 
     def check_open(self) -> None:
-        """Raises EngineStopped where no requests are taken."""
+        """Raises EngineStopped if new requests are refused."""
         if self.closed is not None:
             raise EngineStopped(self.closed)
 
     def info(self) -> EngineInfo:
-        """What is served, the same from start to stop."""
+        """What is served; it does not change from start to stop."""
         return self._engine.info()
 
     def stop_admission(self) -> None:
-        """No new requests from now on."""
+        """Refuses new requests from now on."""
         self.draining = True
 
     def fail(self, error: str, kind: type[Exception] = StreamFailed) -> None:
-        """Ends every open stream with kind(error); no new requests from now on."""
+        """Ends every open stream with kind(error) and refuses new requests from now on."""
         self.failure = error
         self._router.fail_all(error, kind)
 
     def close(self) -> None:
-        """Nothing is made any more, and of what was, nothing is heard."""
+        """Fails the open streams and shuts down the thread pools. Nothing can be built or submitted
+        afterwards."""
         self._router.fail_all(SHUTTING_DOWN)
         for pool in (self._encoders, self._grammars, self._others):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def cancel_all(self) -> None:
-        """Cancels every running request; its stream ends once the engine has said its last word."""
+        """Cancels every running request. Each stream ends with the engine's final output for it."""
         for request_id in self._router.unfinished():
             self._engine.cancel(request_id)
 
     async def run_beside(self, work: Callable[..., T], *arguments: Any) -> T:
-        """What the work returns, on one of few threads beside the event loop: for what takes
-        milliseconds, bodies and answers."""
+        """Returns work(*arguments), run on a small thread pool. For work of milliseconds that would
+        hold up the event loop, such as parsing bodies and encoding answers."""
         return await asyncio.get_running_loop().run_in_executor(self._others, work, *arguments)
 
     async def make_request(self, fields: RequestFields) -> Request:
-        """`build_request`, beside the event loop where it takes long."""
+        """`build_request`, with slow parts off the event loop: compiling a grammar and encoding a
+        long prompt."""
         loop, grammar = asyncio.get_running_loop(), fields.sampling.get("grammar")
         if grammar is not None:
             await loop.run_in_executor(self._grammars, self._engine.check_grammar, grammar)
@@ -165,20 +171,20 @@ class EngineRequests:
         return self.build_request(fields)
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text, a long one beside the event loop. Raises InvalidRequest."""
+        """Token ids of a text; a long one is encoded off the event loop. Raises InvalidRequest."""
         if len(text) > _INLINE_LENGTH:
             encode = functools.partial(self._engine.encode, text, special=special)
             return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
         return self._engine.encode(text, special=special)
 
     def max_output_tokens(self, prompt_tokens: int) -> int:
-        """Tokens that can follow such a prompt, but at least one."""
+        """Tokens that can follow a prompt of that length; at least 1."""
         info = self._engine.info()
         return max(1, min(info.max_model_len, info.pool_tokens) - prompt_tokens)
 
     def build_request(self, fields: RequestFields) -> Request:
-        """The request, which the engine can serve as far as can be known before it is submitted.
-        Any thread may call. Raises InvalidRequest."""
+        """The request that a client's fields describe, checked as far as is possible before it is
+        submitted. Any thread may call this. Raises InvalidRequest."""
         caller, own = fields.caller, fields.request_id
         level = find_slo_class(self.slo_classes, fields.slo_class).with_own(fields.slo, fields.tier)
         said = fields.tier is not None or bool(fields.slo_class)
@@ -223,8 +229,8 @@ class EngineRequests:
         return tuple(prompt)
 
     def _check_prompt_logprobs(self, params: SamplingParams, tokens: int) -> None:
-        """They come faster than tokens do, and however fast somebody reads, he has to be given the
-        time to: InvalidRequest for more than half of what may wait for him."""
+        """Raises InvalidRequest if the prompt's log-probabilities would fill more than half of a
+        stream's buffer. They come faster than any client reads."""
         asked = params.prompt_logprobs
         if asked is None:
             return
@@ -237,19 +243,19 @@ class EngineRequests:
     def open_stream(
         self, request: Request, *, bounded: bool = True, record: CallRecord | None = None
     ) -> Stream:
-        """Submits a request and returns the stream of its outputs. `end_stream` it, however it
-        ends.
+        """Submits a request and returns the stream of its outputs. Always call `end_stream` when
+        done with it.
 
         Args:
-            request: of `make_request`.
-            bounded: what waits in the stream is; a reader of our own is never too slow.
-            record: of the call.
+            request: from `make_request`.
+            bounded: whether to limit what waits in the stream. In-process readers need no limit.
+            record: the call's record, which is told of every output.
 
         Raises:
-            EngineStopped: no requests are taken.
+            EngineStopped: new requests are refused.
             ExpectedLate: the first token is expected after its target.
-            DuplicateRequest: its id is running.
-            QueueFull: the engine's queue holds no more.
+            DuplicateRequest: a request with this id is running.
+            QueueFull: the engine's queue is full.
         """
         # Without an await in between, a later failure or shutdown finds the stream open.
         self.check_open()
@@ -267,17 +273,17 @@ class EngineRequests:
         return stream
 
     def cancelled_error(self) -> Exception:
-        """Why a request was cancelled that its client had not given up."""
+        """The error for a request that was cancelled by the server, not by its client."""
         if self.draining:
             return EngineStopped(SHUTTING_DOWN)
         return RequestCancelled("the request was cancelled")
 
     def cancel_stream(self, stream: Stream) -> None:
-        """Cancels the request; the stream ends once the engine has said its last word."""
+        """Cancels the request. The stream ends with the engine's final output for it."""
         self._engine.cancel(stream.request_id)
 
     def end_stream(self, stream: Stream) -> None:
-        """Nobody reads the stream any more: an unfinished request is cancelled."""
+        """Releases the stream, whose reader is gone. An unfinished request is cancelled."""
         if not stream.finished:
             stream.abandon()
             self.cancel_stream(stream)

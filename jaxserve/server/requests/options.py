@@ -10,9 +10,19 @@ from jaxserve.server.requests.output_streams import BUFFER_BYTES
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """As `server`, `telemetry` and `engine.stall_s` of the config have them, with 0 max_calls
-    for any number of them. exit_on_failure: whether the server stops once the engine has failed or
-    stalled.
+    """How calls are treated at every frontend, mostly as in the config's `server` and `telemetry`.
+
+    Attributes:
+        max_calls: calls open at once; 0 is any number.
+        stream_buffer_bytes: output that may wait for the reader of one call.
+        write_timeout_s: seconds that a client may take to read a message.
+        stall_s: seconds without a finished step, though there are requests, after which the engine
+            counts as stalled; 0 never.
+        exit_on_failure: whether the server stops once the engine has failed or stalled.
+        refuse_late: as `server.refuse_late`; 0 refuses nobody.
+        request_log: whether to log a line for each call.
+        log_prompts: whether those lines have prompts and generated texts.
+        reflection: whether to offer gRPC server reflection.
     """
 
     max_calls: int = 0
@@ -27,7 +37,7 @@ class ServerOptions:
 
 
 def server_options(config: Config) -> ServerOptions:
-    """What a config says of them."""
+    """The options that a config has."""
     server = config.server
     return ServerOptions(
         max_calls=server.max_calls or config.scheduler.max_queue + config.scheduler.max_rows,

@@ -1,9 +1,9 @@
-"""From the engine's thread to the calls that wait on the event loop.
+"""Hands outputs from the engine's thread to the calls that wait on the event loop.
 
-The engine calls `OutputRouter.on_output` once a row and step. That only appends to a deque; the
-loop is woken at most once until it has emptied it. What a call has not sent yet is merged, so a
-client that reads slowly costs its pending tokens, not a message for each; and where these take
-more than the stream's buffer, the request ends.
+The engine calls `OutputRouter.on_output` once per row and step. That only appends to a deque, and
+the loop is woken at most once until it has emptied it. Output that a call has not sent yet is
+merged, so a slow client costs its pending tokens, not a message for each. A request whose pending
+output exceeds the stream's buffer is ended.
 """
 
 from __future__ import annotations
@@ -36,23 +36,27 @@ class StreamFailed(RuntimeError):
 
 
 class RequestFailed(StreamFailed):
-    """The request did, and the engine serves others; the message says how."""
+    """The request failed, but the engine goes on; the message says how."""
 
 
 class RequestCancelled(RuntimeError):
-    """The request was cancelled, and not because its reader has gone."""
+    """The request was cancelled, though its reader is still there."""
 
 
 class SlowReader(RuntimeError):
-    """What waits for the reader is more than is kept, or waits longer."""
+    """More output waits for the reader than is allowed, or it waits for too long."""
 
 
 @dataclass
 class Delta:
-    """What one continuation has produced and the client has not been sent.
+    """Output of one continuation that has not been sent to the client yet.
 
-    index: which of the n continuations. text: pieces, in order. last: the output that ended it,
-    None while more is to come. size: bytes that it takes, about.
+    Attributes:
+        index: which of the n continuations.
+        token_ids: new tokens, in order.
+        text: new pieces of text, in order.
+        last: the output that finished the continuation; None while more is to come.
+        size: memory that it takes, about, in bytes.
     """
 
     index: int
@@ -64,7 +68,7 @@ class Delta:
     _prompt_logprobs: LogprobArrays = field(default_factory=LogprobArrays)
 
     def add(self, output: Output) -> None:
-        """Appends what the engine says next of this continuation."""
+        """Appends the engine's next output for this continuation."""
         self.token_ids.extend(output.token_ids)
         self.size += _TOKEN_BYTES * len(output.token_ids)
         if output.text:
@@ -76,7 +80,7 @@ class Delta:
             self.last = output
 
     def extend(self, later: Delta) -> None:
-        """Appends what came after it of the same continuation."""
+        """Appends a later delta of the same continuation."""
         self.token_ids += later.token_ids
         self.text += later.text
         self._logprobs.extend(later._logprobs)
@@ -96,10 +100,14 @@ class Delta:
 
 
 class Stream:
-    """The outputs of one request, for one reader. Lives on the event loop's thread.
+    """The outputs of one request, for one reader. Used on the event loop's thread only.
 
-    buffer_bytes: what may wait for the reader. cancel: ends the request in the engine. record: of
-    the call, which hears all of it; None: nobody keeps one.
+    Args:
+        request_id: the request's id in the engine.
+        n: number of its continuations.
+        buffer_bytes: output that may wait for the reader, in bytes.
+        cancel: cancels the request in the engine.
+        record: the call's record, which is told of every output; None keeps none.
     """
 
     def __init__(
@@ -124,12 +132,12 @@ class Stream:
 
     @property
     def finished(self) -> bool:
-        """True once the engine has said its last word on every continuation."""
+        """Whether the engine has finished every continuation."""
         return not self._unfinished
 
     def push(self, output: Output) -> None:
-        """Takes in what the engine says next, merged with what the reader has not had yet. An ERROR
-        ends the stream as `fail` does; more than the buffer holds ends it at once."""
+        """Adds the engine's next output, merged with what the reader has not read yet. An ERROR
+        ends the stream as `fail` does; a full buffer ends it at once."""
         if self._record is not None:
             self._record.heard(output)
         if output.finish_reason is not None:
@@ -162,7 +170,7 @@ class Stream:
             self._cancel()
 
     def fail(self, error: str, kind: type[Exception] = StreamFailed) -> None:
-        """Ends the stream with an error of this kind once what is pending has been read."""
+        """Ends the stream with kind(error) once the reader has read what is pending."""
         self._ended(set(self._unfinished))
         self._error = self._error or kind(error)
         self._news.set()
@@ -175,16 +183,17 @@ class Stream:
             self._record.closed()
 
     def abandon(self) -> None:
-        """Nobody reads any more; the engine may still have a last word."""
+        """Drops what is pending: there is no reader any more. The engine may still have output for
+        it."""
         self._abandoned = True
         self._size = 0
         self._pending.clear()
         self._growing.clear()
 
     async def next(self) -> Delta | None:
-        """What is pending of one continuation, the oldest first; None at the end.
+        """The oldest pending delta, of whichever continuation; None at the end.
 
-        Raises what it failed with, SlowReader.
+        Raises the error that the stream failed with, such as SlowReader.
         """
         while True:
             if self._pending:
@@ -202,9 +211,13 @@ class Stream:
 
 
 class OutputRouter:
-    """Hands each output to its request's stream. All but `on_output` run on the loop's thread.
+    """Hands each output to its request's stream. All methods but `on_output` run on the loop's
+    thread.
 
-    buffer_bytes: what may wait for a reader. cancel(request_id): ends a request in the engine.
+    Args:
+        loop: the event loop that serves.
+        buffer_bytes: output that may wait for the reader of one stream, in bytes.
+        cancel: cancels the request with that id in the engine.
     """
 
     def __init__(
@@ -223,8 +236,17 @@ class OutputRouter:
     def open_stream(
         self, request_id: str, n: int, *, bounded: bool = True, record: CallRecord | None = None
     ) -> Stream:
-        """The stream of a new request of n continuations, which `record` hears, too. Raises
-        DuplicateRequest while one of that id is open."""
+        """Opens the stream of a new request.
+
+        Args:
+            request_id: the request's id in the engine.
+            n: number of its continuations.
+            bounded: whether to limit what waits for the reader.
+            record: the call's record, which is told of every output.
+
+        Raises:
+            DuplicateRequest: a stream with this id is open.
+        """
         if request_id in self._streams:
             given = request_id if record is None else record.caller.own(request_id)
             raise DuplicateRequest(f"request_id: {given!r} is already running")
@@ -242,18 +264,19 @@ class OutputRouter:
         self._streams.pop(request_id, None)
 
     def unfinished(self) -> list[str]:
-        """Ids of the requests on which the engine has not said its last word."""
+        """Ids of the requests that the engine has not finished."""
         return list(self._streams)
 
     def fail_all(self, error: str, kind: type[Exception] = StreamFailed) -> None:
-        """Ends every open stream with kind(error), after what it has pending."""
+        """Ends every open stream with kind(error), after what is pending."""
         self._deliver()
         for stream in self._streams.values():
             stream.fail(error, kind)
         self._streams.clear()
 
     def on_output(self, output: Output) -> None:
-        """For the engine's thread: constant time, at most one wake-up a batch."""
+        """Queues an output, on the engine's thread. Takes constant time; wakes the loop at most
+        once for many."""
         self._inbox.append(output)
         if not self._wake_pending:
             self._wake_pending = True
