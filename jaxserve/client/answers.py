@@ -1,7 +1,7 @@
-"""Where the answers to a file of prompts go: stdout, or a file that a later call goes on with.
+"""Writes the answers to a file of prompts to stdout, or to a file that a later call can resume.
 
-An answer is a line of JSON with the number of its prompt's line. In a file they are in the order of
-the prompts once all are there.
+An answer is a line of JSON with the line number of its prompt. A finished file has the answers in
+the order of the prompts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,19 @@ from jaxserve.client.batch_results import ResultsError, replace_file
 
 
 class Answers:
-    """Takes answers to prompts, given by line number; `done` are the lines that have theirs.
+    """Writes the answers to prompts that are given by line number.
 
-    path: None for stdout. resume: keep what is there but errors. Raises ResultsError for a file
-    that holds something else, OSError.
+    Args:
+        path: output file; None for stdout.
+        prompts: by line number. A resumed file may have answers to these only.
+        resume: whether to keep the answers that the file has, except errors.
+
+    Attributes:
+        done: line numbers that have an answer, in the order of the file.
+
+    Raises:
+        ResultsError: the file to resume holds something else.
+        OSError: the file cannot be read or written.
     """
 
     def __init__(self, path: Path | None, prompts: Mapping[int, str], *, resume: bool) -> None:
@@ -36,12 +45,12 @@ class Answers:
         self._file = open(path, "a" if resume else "w", encoding="utf-8")  # noqa: SIM115
 
     def write(self, line: int, record: Mapping[str, Any]) -> None:
-        """The answer to the prompt of a line."""
+        """Writes the answer to the prompt of a line."""
         print(json.dumps({"line": line, **record}, ensure_ascii=False), file=self._file, flush=True)
         self.done[line] = None
 
     def close(self) -> None:
-        """Puts them in order."""
+        """Closes the file and puts its answers in order."""
         if self._path is None:
             return
         self._file.close()
@@ -58,7 +67,7 @@ class Answers:
 
 
 def _read(path: Path, prompts: Mapping[int, str]) -> dict[int, bytes]:
-    """Answers by line, in the file's order: none that was being written, and no errors."""
+    """Complete answers by line number, without errors, in the file's order."""
     kept: dict[int, bytes] = {}
     with open(path, "rb") as file:
         for number, text in enumerate(file, start=1):

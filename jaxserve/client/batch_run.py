@@ -1,5 +1,5 @@
-"""Has a server complete a file of prompts, whatever happens to client, network or server
-meanwhile."""
+"""Completes a file of prompts as a batch, and keeps going when the client, the network or the
+server is interrupted."""
 
 from __future__ import annotations
 
@@ -31,14 +31,18 @@ _PASSING = ("UNAVAILABLE", "CANCELLED", "INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDE
 
 
 class BatchCancelled(RuntimeError):
-    """Somebody has cancelled the batch while it was being followed."""
+    """Somebody cancelled the batch while its results were awaited."""
 
 
 class BatchRun:
-    """One call of `run` takes the results file from where it is to its end.
+    """Completes the prompts that have no result in the results file yet.
 
-    patience_s: seconds without a server that does its part until it gives up; there must be one at
-    first.
+    Args:
+        client: the connection to the server.
+        prompts: all prompts.
+        results: their results file.
+        patience_s: seconds without progress at the server until the run gives up. It does so at
+            once if the server cannot be reached at the start.
     """
 
     def __init__(
@@ -52,7 +56,8 @@ class BatchRun:
         self._bar: Any = None
 
     def run(self) -> None:
-        """Raises ServerError for what it refuses, or is not there, BatchCancelled, OSError."""
+        """Runs to the end. Raises BatchCancelled, OSError, and ServerError for what the server
+        refuses, or if it stays away."""
         results = self._results
         if not results.whole:
             self._client.info(timeout=self._patience_s)  # nothing is begun where nobody is there
@@ -64,7 +69,7 @@ class BatchRun:
         results.finish()
 
     def _insist(self) -> None:
-        """Until all is there; what passes is waited for."""
+        """Retries until all results are there, waiting out temporary errors."""
         wait_s = _FIRST_WAIT_S
         while not self._results.whole:
             heard = self._heard
@@ -82,9 +87,9 @@ class BatchRun:
                 threading.Event().wait(wait_s)
 
     def _submitted(self) -> BatchOnServer:
-        """The batch at the server, all its lines with it. One that the server does not know any
-        more, that was cancelled before this run, or whose results are all here, is followed by
-        another of the prompts without a result."""
+        """The batch at the server, with all its lines. A new one for the prompts without a result
+        takes the place of a batch that the server has forgotten, that was cancelled before this
+        run, or whose results are all here."""
         results = self._results
         batch = results.batch or results.begin()
         status = self._status(batch)
@@ -108,7 +113,8 @@ class BatchRun:
         return batch
 
     def _is_over(self, batch: BatchOnServer, status: pb.BatchStatus) -> bool:
-        """No results of it are to come: all are here, or it was cancelled before this run."""
+        """Whether no more results of it will come: all are here, or it was cancelled before this
+        run."""
         if status.state == pb.BATCH_STATE_CANCELLED:
             return not self._began
         here = self._results.done - batch.first
@@ -123,7 +129,7 @@ class BatchRun:
             return None
 
     def _follow(self, batch: BatchOnServer) -> None:
-        """Takes in results until the server has no more."""
+        """Stores results until the server has no more."""
         first, status, began = self._results.done - batch.first, pb.BatchStatus(), time.monotonic()
         try:
             for message in self._client.get_batch(batch.batch_id, first_line=first):
@@ -137,7 +143,7 @@ class BatchRun:
             raise BatchCancelled(f"batch {batch.batch_id} was cancelled")
 
     def _take(self, batch: BatchOnServer, message: pb.GetBatchResponse) -> None:
-        """Keeps what the server says next."""
+        """Stores the results in a message."""
         results = self._results
         expected = range(results.done - batch.first, 2**31)
         for result, line in zip(message.results, expected, strict=False):

@@ -18,7 +18,7 @@ DEFAULT_ADDRESS = "localhost:8000"
 
 
 class ChatError(Exception):
-    """The server refused, or is not there; one line says why."""
+    """The server refused or cannot be reached; the message is one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Chat:
-    """The turns of one conversation, the server's among them."""
+    """A conversation with the model of a server, over HTTP.
+
+    Args:
+        address: "host:port" of the server's HTTP.
+        api_key: API key for servers that need one; None takes the environment's JAXSERVE_API_KEY,
+            if set.
+        tls: TLS settings; None connects in the clear.
+        options: more fields of each request's body, such as max_tokens.
+        system: the system message.
+    """
 
     def __init__(
         self,
@@ -62,8 +71,8 @@ class Chat:
         self._turns = [{"role": "system", "content": system}] if system else []
 
     def answers(self, message: str) -> Iterator[str]:
-        """The pieces of the answer, as they come. Raises ChatError; the message then counts as not
-        said."""
+        """Yields the pieces of the answer as they come. If it raises ChatError, the message is not
+        added to the conversation."""
         asked = [*self._turns, {"role": "user", "content": message}]
         pieces: list[str] = []
         for piece in self._stream({"messages": asked, "stream": True, **self._options}):

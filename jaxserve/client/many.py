@@ -1,4 +1,4 @@
-"""Many prompts at once, each as long as the server needs for it."""
+"""Completes many prompts concurrently, and waits as long as the server needs for each."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 
 
 class ServerAway(ServerError):
-    """Nobody has answered for as long as is waited."""
+    """The server has been unreachable for too long."""
 
 
 class ManyPrompts:
-    """Has a server complete prompts, so many at once, and writes an answer or an error for each.
+    """Completes prompts concurrently, and writes an answer or an error for each.
 
-    timeout: seconds for each, waits included; None: any time, but PATIENCE_S for a server that is
-    away. options: as `Client.complete` has them.
+    Args:
+        client: the connection to the server.
+        options: of `Client.complete`.
+        timeout: seconds for each prompt, retries included; None is unlimited, except that a server
+            may be away for PATIENCE_S.
+        concurrency: prompts at once.
     """
 
     def __init__(
@@ -42,8 +46,8 @@ class ManyPrompts:
         self._bar: Any = None
 
     def run(self, prompts: Mapping[int, str], answers: Answers) -> int:
-        """How many have failed. Raises ServerAway, and OSError where answers cannot be written;
-        whatever was answered until then is written."""
+        """Returns how many prompts failed. Raises ServerAway, and OSError if answers cannot be
+        written. The answers up to then are written."""
         left = [line for line in prompts if line not in answers.done]
         with (
             tqdm(
@@ -76,8 +80,8 @@ class ManyPrompts:
         return failed
 
     def _answer(self, prompt: str) -> dict[str, Any]:
-        """What is written of a prompt. Raises ServerError where the server is away, or the run is
-        over."""
+        """The record to write for a prompt. Raises ServerError if the server is away or the run was
+        stopped."""
         try:
             completions = self._complete(prompt)
         except ServerAway:
@@ -93,7 +97,7 @@ class ManyPrompts:
         return {"prompt": prompt, **record}
 
     def _complete(self, prompt: str) -> list[Completion]:
-        """Asks again while the server is busy, or away, and there is time."""
+        """Completes a prompt, with retries while the server is busy or away and there is time."""
         began, wait_s = time.monotonic(), _FIRST_WAIT_S
         away_since: float | None = None
         end = math.inf if self._timeout is None else began + self._timeout
