@@ -1,5 +1,5 @@
-"""How far long work is: a bar on a terminal, elsewhere a line in the log every ten seconds, or on
-stderr where nobody has set up a log, as in a notebook."""
+"""Progress of long work: a bar on a terminal; elsewhere a line every ten seconds, in the log or,
+where no log is set up, as in a notebook, on stderr."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class Show(enum.Enum):
-    """Where it is shown how far the work is."""
+    """How progress is shown."""
 
     NOTHING, BAR, LINES = range(3)
 
     @classmethod
     def where_wanted(cls, wanted: bool, *, lines: bool = False) -> Show:
-        """BAR where stderr is a terminal and no lines are asked for."""
+        """NOTHING if it is not wanted; BAR if stderr is a terminal, unless `lines` is set; else
+        LINES."""
         if not wanted:
             return cls.NOTHING
         terminal = sys.stderr is not None and sys.stderr.isatty()
@@ -33,10 +34,10 @@ class Show(enum.Enum):
 
 
 class Shown(Protocol):
-    """What is done so far: of tqdm, or of `Lines`."""
+    """Progress that is being shown, by tqdm or by `Lines`."""
 
     def update(self, n: int, /) -> Any:
-        """So much more is done."""
+        """Adds n units of finished work."""
         ...
 
     def __iter__(self) -> Iterator[Any]: ...
@@ -49,14 +50,15 @@ class Shown(Protocol):
 def shown(
     show: Show, desc: str, unit: str, *, work: Iterable[Any] | None = None, total: int | None = None
 ) -> Shown:
-    """Work under a bar, or with lines.
+    """Shows the progress of work.
 
     Args:
         show: how.
         desc: what is being done.
         unit: of the work, in the singular; B for bytes.
-        work: what is done piece by piece: iterate over the result.
-        total: units there are, where there is no work to iterate over: a context, to `update`.
+        work: pieces of work; iterate over the result.
+        total: number of units, if there are no pieces to iterate over; use the result as a context
+            and `update` it.
     """
     if show is Show.LINES:
         return Lines(desc, unit, list(work or ()), total)
@@ -65,7 +67,15 @@ def shown(
 
 
 class Lines:
-    """As tqdm, but it logs, from a thread of its own: one piece may take longer than EVERY_S."""
+    """Shows progress as tqdm does, but as lines, from a thread of its own: a single piece of work
+    may take longer than EVERY_S.
+
+    Args:
+        desc: what is being done.
+        unit: of the work, in the singular; B for bytes.
+        work: pieces of work to iterate over.
+        total: number of units; None for the number of pieces.
+    """
 
     def __init__(self, desc: str, unit: str, work: list[Any], total: int | None) -> None:
         self._desc, self._unit, self._work = desc, unit, work
@@ -75,7 +85,7 @@ class Lines:
         self._thread = threading.Thread(target=self._tell, name="jaxserve-progress", daemon=True)
 
     def update(self, n: int) -> None:
-        """So much more is done."""
+        """Adds n units of finished work."""
         self._done += n
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,5 +1,5 @@
-"""The deployment that Ray Serve's proxies hand calls to: it asks what a call will cost, has a
-replica of the engine answer it, and passes the answer on."""
+"""The deployment that Ray Serve's proxies pass calls to. It estimates what a call will cost, has a
+replica of the engine answer it, and relays the answer."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ _METRICS_S = 5.0  # for all replicas to tell theirs
 
 
 class CallFailed(RuntimeError):
-    """A gRPC call ends with the status that its context has."""
+    """A gRPC call failed with the status that its context has."""
 
 
 class Ingress:
-    """engine: the deployment of the engines. flags: theirs."""
+    """Routes calls to the replicas of the engine. engine: their deployment. flags: those of
+    serve.py that they run with."""
 
     def __init__(self, engine: DeploymentHandle, flags: Sequence[str] = ()) -> None:
         self._routing_requests = RoutingRequestBuilder(replica_config(flags))
@@ -85,7 +86,7 @@ class Ingress:
                 await send({"type": "http.response.body", "body": sse_event(problem.body())})
 
     async def _messages(self, scope: Scope, receive: Receive) -> AsyncGenerator[Message, None]:
-        """What a call is answered: ASGI messages."""
+        """The response to a call, as ASGI messages."""
         body = await self._body(scope, receive)
         plain = {name: scope[name] for name in _SCOPE if name in scope}
         plain["path"] = path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -104,7 +105,7 @@ class Ingress:
     async def _relayed(
         self, routing_request: RoutingRequest, scope: Mapping[str, Any], body: bytes
     ) -> AsyncGenerator[Message, None]:
-        """What a replica answers."""
+        """The response of a replica."""
         send_to = functools.partial(self._pieces, self._http, routing_request, scope, body)
         async with aclosing(relay_response(send_to, http_response_kind)) as pieces:
             async for piece in pieces:
@@ -112,8 +113,8 @@ class Ingress:
                     yield message
 
     async def _metrics(self) -> dict[str, list[Metric]]:
-        """Of all replicas that run, by their names. Raises RayServeException where one says
-        nothing."""
+        """Metrics of all running replicas, by name. Raises RayServeException if one does not
+        respond in time."""
         said = self._engine.broadcast("metrics").results_async(
             timeout_s=_METRICS_S, return_exceptions=True
         )

@@ -1,4 +1,4 @@
-"""How many replicas there should be, from what each says of itself."""
+"""How many replicas a deployment should have, from the load of each."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ _ENDED, _MET = "ended:", "met:"
 
 @dataclass(frozen=True)
 class Load:
-    """Of one replica. wait_share: what a real-time request that comes now is expected to wait for
-    its first token, of the TTFT target that requests usually have; 0 where none have one. busy: of
-    the rows or blocks that it has, whichever is more. waiting: requests without a row, of those
-    that it serves at once. ended, met: by SLO class, requests with targets that ended lately, and
-    of those the ones that met them.
+    """Load of one replica.
+
+    Attributes:
+        wait_share: expected wait for the first token of a real-time request that comes now, divided
+            by the usual TTFT target; 0 if requests have no such target.
+        busy: share of its rows or of its KV blocks in use, whichever is larger.
+        waiting: queued requests, divided by the number of rows.
+        ended: requests with targets that ended lately, by SLO class.
+        met: those of them that met their targets, by SLO class.
     """
 
     wait_share: float = 0.0
@@ -33,14 +37,14 @@ class Load:
     met: Mapping[str, int] = field(default_factory=dict)
 
     def as_metrics(self) -> dict[str, float]:
-        """By name."""
+        """The load as flat metrics, by name."""
         plain = {"wait_share": self.wait_share, "busy": self.busy, "waiting": self.waiting}
         counts = {f"{_ENDED}{name}": count for name, count in self.ended.items()}
         return {**plain, **counts, **{f"{_MET}{name}": count for name, count in self.met.items()}}
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float]) -> Load:
-        """What `as_metrics` gave, or means of it over time."""
+        """The inverse of `as_metrics`, also for averages of such metrics."""
 
         def named(prefix: str) -> dict[str, float]:
             return {
@@ -54,8 +58,8 @@ class Load:
 
 
 def attainment(loads: Sequence[Load]) -> dict[str, float]:
-    """By SLO class, the share of requests that met their targets, over all replicas; without those
-    of which too few have ended."""
+    """Share of requests that met their targets over all replicas, by SLO class. Classes with fewer
+    than ENOUGH requests are left out."""
     ended: Counter[str] = Counter()
     met: Counter[str] = Counter()
     for load in loads:
@@ -65,11 +69,12 @@ def attainment(loads: Sequence[Load]) -> dict[str, float]:
 
 
 def wanted_replicas(loads: Sequence[Load], now: int) -> int:
-    """How many replicas there should be, of which there are `now`; loads: of those that say.
+    """How many replicas there should be, given that there are `now`. loads: of the replicas that
+    reported.
 
-    More, where the expected wait takes more than LATE of the TTFT target, requests queue, or a
-    class misses its targets while the rows are mostly taken: in proportion, at most MOST times as
-    many. One fewer, where nobody waits and the others have room for what runs there.
+    More are wanted if the expected wait exceeds LATE of the TTFT target, requests queue, or a class
+    misses its targets while most rows are in use: in proportion, at most MOST times as many. One
+    fewer is wanted if nobody waits and the others have room for its requests.
     """
     if not loads:
         return now

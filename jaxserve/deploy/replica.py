@@ -1,7 +1,7 @@
-"""One engine with its frontends, as a replica of a deployment: what Ray Serve calls.
+"""One engine with its frontends, as a replica of a deployment: the class that Ray Serve calls.
 
-Nothing here knows of Ray: calls come in as plain data, and what is said of them goes out piece by
-piece (`in_process.py`).
+It does not depend on Ray: calls come in as plain data, and responses go out in pieces
+(`in_process.py`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,17 @@ log = logging.getLogger(__name__)
 
 
 class EngineReplica:
-    """Create it on the event loop that serves. flags: as of serve.py. hosts: that serve together.
-    run: the engine of a config, started, until its exit has stopped it. name: what others call this
-    replica. Raises ConfigError."""
+    """An engine and its frontends, without ports. Create it on the event loop that serves.
+
+    Args:
+        flags: those of serve.py.
+        hosts: number of hosts that serve together.
+        run: context manager with the started engine for a config; it stops the engine on exit.
+        name: returns the replica's name in the deployment.
+
+    Raises:
+        ConfigError: the flags are wrong.
+    """
 
     def __init__(
         self,
@@ -96,8 +104,17 @@ class EngineReplica:
         routing_request: RoutingRequest,
         avoid: str = "",
     ) -> Parts:
-        """An HTTP call: ASGI messages. routing_request and avoid are for the router, which has sent
-        it here. Raises Unserved."""
+        """Yields the response to an HTTP call, as ASGI messages.
+
+        Args:
+            scope: the call's ASGI scope.
+            body: the whole body.
+            routing_request: for the router only.
+            avoid: likewise.
+
+        Raises:
+            Unserved: nothing was answered, and the replica takes no more requests.
+        """
         parts = call_asgi(self._app, dict(scope), body)
         async with contextlib.aclosing(self._served(parts, http_response_kind)) as pieces:
             async for piece in pieces:
@@ -113,16 +130,27 @@ class EngineReplica:
         routing_request: RoutingRequest,
         avoid: str = "",
     ) -> Parts:
-        """An RPC of jaxserve.v1.Generation, as `call_grpc`. routing_request and avoid: likewise.
-        Raises Unserved."""
+        """Yields the response to an RPC of jaxserve.v1.Generation, as `call_grpc` does.
+
+        Args:
+            method: "/package.Service/Name".
+            message: the request, serialized.
+            metadata: of the call.
+            peer: the client's address.
+            routing_request: for the router only.
+            avoid: likewise.
+
+        Raises:
+            Unserved: nothing was answered, and the replica takes no more requests.
+        """
         parts = call_grpc(self._handler, method, message, metadata, peer)
         async with contextlib.aclosing(self._served(parts, grpc_response_kind)) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def _served(self, parts: Parts, by: Callable[[Any], ResponseKind]) -> Parts:
-        """The answer. Where the first that it tells is a failure, and the engine serves no more,
-        another replica may still serve the call: raises Unserved."""
+        """Passes the response on. If it begins with a failure and the replica takes no more
+        requests, another replica may still serve the call: raises Unserved."""
         told = ResponseKind.NOTHING
         async with contextlib.aclosing(parts):
             async for piece in parts:
@@ -133,32 +161,32 @@ class EngineReplica:
                 yield piece
 
     async def metrics(self) -> tuple[str, list[Metric]]:
-        """Its name, and what the server exports of an engine."""
+        """The replica's name, and its Prometheus metrics."""
         return self._name, await asyncio.to_thread(lambda: list(self._metrics.registry.collect()))
 
     async def body_bytes(self) -> int:
-        """The longest body that is taken."""
+        """Bytes of the longest body that it takes."""
         return self._frontends.body_bytes
 
     # What Ray Serve asks of a replica, by its names.
 
     async def check_health(self) -> None:
-        """Raises RuntimeError where the engine has failed or stalled: the replica is replaced."""
+        """Raises RuntimeError if the engine has failed or stalled. The replica is then replaced."""
         requests = self._frontends.requests
         if requests.failure or requests.stalled:
             raise RuntimeError(requests.failure or requests.stalled)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """What routers see of it."""
+        """The snapshot for routers."""
         draining = self._frontends.requests.closed is not None
         return {SNAPSHOT: self._stats.snapshot(draining=draining).as_dict()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `ray.scale` sees of it."""
+        """The load for `ray.scale`."""
         return self._stats.load().as_metrics()
 
     def __del__(self) -> Awaitable[None] | None:
-        """Ray Serve calls it when a replica is to go, once its calls have ended, and awaits it."""
+        """Stops the replica. Ray Serve calls and awaits it once the replica's calls have ended."""
         if self._stopped:
             return None
         self._stopped = True

@@ -1,5 +1,4 @@
-"""What a replica says of itself: to routers, a `Snapshot`; to who decides how many replicas there
-are, a `Load`."""
+"""What a replica reports: a `Snapshot` to routers, and a `Load` to the autoscaler."""
 
 from __future__ import annotations
 
@@ -24,9 +23,12 @@ WINDOW_S = 60.0
 
 
 class ReplicaStats(Observer):
-    """An observer of the engine, on its thread; `snapshot` and `load` are any thread's.
+    """Observes the engine, on its thread, for `snapshot` and `load`, which any thread may call.
 
-    clock: of the engine, seconds. wall: one that all replicas and routers share, seconds.
+    Args:
+        engine: the engine, to which it adds itself as an observer.
+        clock: the engine's clock, in seconds.
+        wall: a clock that all replicas and routers share, in seconds.
     """
 
     def __init__(
@@ -45,19 +47,19 @@ class ReplicaStats(Observer):
         engine.add_observer(self)
 
     def on_arrival(self, number: int, request: Request) -> None:
-        """Remembers what it asks for."""
+        """Keeps the request and its TTFT target."""
         with self._lock:
             self._asked[number] = request
             if request.slo.ttft is not None:
                 self._targets.append((self._clock(), request.slo.ttft))
 
     def on_step(self, stats: StepStats) -> None:
-        """Compares it with what was predicted."""
+        """Compares the step's time with the predicted one."""
         if stats.predicted_time > 0:
             self._learned.stepped(stats.device_time / stats.predicted_time)
 
     def on_finish(self, stats: RequestStats) -> None:
-        """Whether it had what it asked for."""
+        """Keeps the request's output length, and whether it met its targets."""
         with self._lock:
             asked = self._asked.pop(stats.number, None)
             if stats.output_tokens:
@@ -69,8 +71,8 @@ class ReplicaStats(Observer):
                 self._ended.append((self._clock(), verdict.slo_class, verdict.met))
 
     def snapshot(self, *, draining: bool = False) -> Snapshot:
-        """Of now, or of the end of the last step where one is running. draining: it takes no more
-        requests, whatever the engine says."""
+        """The state now, or at the end of the last step while one is running. draining: whether the
+        replica takes no more requests, whatever the engine says."""
         backlog, info, stats = self._engine.backlog(), self._engine.info(), self._engine.stats()
         unfinished = stats.waiting + stats.running
         known = constant_fields(
@@ -88,7 +90,7 @@ class ReplicaStats(Observer):
         return Snapshot(**numbers)
 
     def load(self) -> Load:
-        """Of the last WINDOW_S seconds."""
+        """The load over the last WINDOW_S seconds."""
         stats, backlog = self._engine.stats(), self._engine.backlog()
         since = self._clock() - WINDOW_S
         with self._lock:

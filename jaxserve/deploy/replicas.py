@@ -1,4 +1,4 @@
-"""A router's view of replicas that have names, and come and go."""
+"""A router's view of the replicas, which have names, and come and go."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _PLACES = 8  # to begin with
 
 
 class Replicas:
-    """Those of one router. routing: of `ROUTERS`; ValueError for an unknown one. seed: of its
-    draws."""
+    """The replicas that a router knows. routing: a name in `ROUTERS`; ValueError for another. seed:
+    of random choices."""
 
     def __init__(self, routing: str, seed: int = 0) -> None:
         self._fleet = Fleet(_PLACES)
@@ -37,9 +37,9 @@ class Replicas:
         return name in self._places
 
     def update(self, said: Mapping[Hashable, Mapping[str, Any] | None]) -> None:
-        """All that there are, each with the last snapshot of itself, as `Snapshot.as_dict` has it;
-        nothing of one that has said nothing yet. Outputs of one where none has ended yet are taken
-        to be as long as elsewhere: else it would seem to be free at once, and get everything."""
+        """Takes in all replicas by name, with the latest snapshot of each (`Snapshot.as_dict`), or
+        None. A replica on which no request has ended is taken to have outputs as long as the
+        others': otherwise it would seem to be free at once and get every request."""
         for name in [name for name in self._places if name not in said]:
             self.lose(name)
         heard = {name: Snapshot(**numbers) for name, numbers in said.items() if numbers}
@@ -54,22 +54,22 @@ class Replicas:
                 self._fleet.hear(self._places[name], replace(one, mean_output=length))
 
     def choose(self, routing_request: RoutingRequest, now: float) -> Hashable:
-        """Which of them gets the request. now: seconds, on the snapshots' clock. NoReplica if there
-        is none."""
+        """The replica for a request. now: seconds, on the snapshots' clock. Raises NoReplica if
+        there is none."""
         return self._names[self._router.choose(routing_request, now)]
 
     def sent(self, name: Hashable, routing_request: RoutingRequest, now: float) -> None:
-        """It has been given the request."""
+        """Counts a request as sent to the replica."""
         if name in self._places:
             self._fleet.send(self._places[name], routing_request, now)
 
     def avoid(self, name: Hashable) -> None:
-        """It serves no more, unless it says so itself."""
+        """Routes nothing to the replica until a new snapshot says that it takes requests."""
         if name in self._places:
             self._fleet.lose(self._places[name])
 
     def lose(self, name: Hashable) -> None:
-        """It is there no more."""
+        """Forgets a replica that is gone."""
         place = self._places.pop(name, None)
         if place is not None:
             del self._names[place]

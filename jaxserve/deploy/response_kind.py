@@ -1,4 +1,4 @@
-"""What a part of an answer on its way tells the client."""
+"""What kind of answer a part of a response is, which decides whether the call can be retried."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _EVENT = b"data: "
 
 
 class ResponseKind(enum.IntEnum):
-    """NOTHING of what was asked for, which is false: a head, or who is speaking. ANSWER: some of
-    it, or what is wrong with the call. FAILURE: that the server could not serve it."""
+    """NOTHING: no part of the answer yet, such as headers; it is falsy. ANSWER: a part of it, or an
+    error of the call's own. FAILURE: the server could not serve the call."""
 
     NOTHING = 0
     ANSWER = 1

@@ -16,14 +16,15 @@ from jaxserve.sched.routing.routers import NoReplica
 
 
 class SnapshotRouter(RequestRouter):
-    """Keyword arguments of its configuration: routing, a name of `ROUTERS`; seed, of its draws."""
+    """Routes by snapshots of the replicas. Its keyword arguments in Ray Serve's configuration are
+    `routing`, a name in `ROUTERS`, and `seed`, of random choices."""
 
     def initialize_state(self, *, routing: str = "slo", seed: int = 0) -> None:
         """Called by Ray Serve, once. Raises ValueError for an unknown routing."""
         self._known = Replicas(routing, seed)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Takes in who is there, and the snapshots that have come."""
+        """Takes in which replicas there are, and their latest snapshots."""
         super().update_replicas(replicas)
         said = {each.replica_id: (each.routing_stats or {}).get(SNAPSHOT) for each in replicas}
         self._known.update(said)
@@ -33,8 +34,8 @@ class SnapshotRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The chosen one first. All the others behind it, the least loaded first, as Ray Serve has
-        it: for when the chosen one is gone, or takes no more calls."""
+        """The chosen replica first, then the others by load as Ray Serve orders them, in case the
+        chosen one is gone or takes no more calls."""
         there = {each.replica_id: each for each in candidate_replicas}
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
@@ -52,11 +53,11 @@ class SnapshotRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Counts it as that replica's until its next snapshot."""
+        """Counts the request as the replica's until its next snapshot."""
         self._known.sent(replica_id, _ask(pending_request), time.time())
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Nothing goes there any more."""
+        """Routes nothing there any more."""
         super().on_replica_actor_died(replica_id)
         self._known.lose(replica_id)
 

@@ -1,4 +1,4 @@
-"""The leader's side: who is in the group, and what it tells them."""
+"""The leader's side of a group of hosts: its followers, and the messages to them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ it is about to do."""
 
 
 class Group:
-    """The followers, all of them there. Where one is lost the group is: `on_loss` says so, and
-    LAST_S later the process ends with exit code 1, for what waits for a device of a host that is
-    gone would wait for ever. Without an `on_loss` it ends at once.
+    """The followers, once all have joined. If one is lost, the whole group is: `on_loss` is called,
+    and LAST_S later the process ends with exit code 1, since it may be waiting for a device of the
+    lost host forever. Without an `on_loss` it ends at once. `broadcast` and `mark` are for one
+    thread.
 
-    channels: as `gather` found them, by index. coordinator: where JAX is to coordinate, as
-    "host:port".
-    `tell` and `mark` are for one thread.
+    Args:
+        channels: from `gather`, by host index.
+        coordinator: where JAX is to coordinate, as "host:port".
     """
 
     def __init__(self, channels: Mapping[int, Channel], coordinator: str) -> None:
@@ -53,7 +54,7 @@ class Group:
             link.start()
 
     def broadcast(self, message: Message) -> None:
-        """Every follower, in the order of the calls."""
+        """Sends a message to every follower, in the order of the calls."""
         for link in self._links:
             link.send(message)
 

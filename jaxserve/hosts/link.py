@@ -1,5 +1,5 @@
-"""One end of a connection between the leader and a follower, once both are in the group: messages
-in order, and beats both ways that tell a host that is silent from one that has nothing to say."""
+"""One end of the connection between the leader and a follower in a group: ordered messages, and
+heartbeats both ways that tell a dead host from one that has nothing to say."""
 
 from __future__ import annotations
 
@@ -22,12 +22,21 @@ BEAT, FAILED, CLOSE = "beat", "failed", "close"
 
 
 class Link:
-    """peer: what the other side is called. on_loss(why) is called once, on a thread of the link's
-    or one that sends, when the other side has gone, has fallen silent or says that it has failed; a
-    `close` of either side ends the link instead. Threads begin with `start`.
+    """One end of a connection between two hosts. Its threads begin with `start`.
 
-    patience_s: see PATIENCE_S; it holds from `hurry` on. It is counted in beats of our own, so that
-    a time in which we ourselves were held up is not held against others.
+    The other side is lost if it has gone, has fallen silent or reports that it has failed; `close`
+    on either side ends the link without a loss.
+
+    Args:
+        channel: what it sends and receives on.
+        peer: name of the other side, for errors.
+        on_loss: called once with the reason if the other side is lost, on a thread of the link or
+            on one that sends.
+        patience_s: as PATIENCE_S; in force from `hurry` on. It is counted in this side's own
+            heartbeats, so that a pause of this process is not held against the other side.
+
+    Attributes:
+        peer: as given.
     """
 
     def __init__(
@@ -55,16 +64,17 @@ class Link:
         ]
 
     def start(self) -> None:
-        """Begins to listen, and to beat."""
+        """Starts to listen and to send heartbeats."""
         for thread in self._threads:
             thread.start()
 
     def hurry(self) -> None:
-        """Both sides serve: from now on patience is short."""
+        """Both sides serve now: patience_s replaces START_S."""
         self._patience = self._hurried
 
     def send(self, message: Message) -> None:
-        """To the other side; where it has gone, `on_loss` hears of it, and nothing is raised."""
+        """Sends a message. Raises nothing if the other side is lost; `on_loss` is called
+        instead."""
         if self._over.is_set():
             return
         self._sent += 1
@@ -74,19 +84,19 @@ class Link:
             self._lose(f"{self.peer} is gone")
 
     def receive(self, timeout_s: float | None = None) -> Message:
-        """The next message, in order. Raises queue.Empty after timeout_s; waits for ever where the
-        other side is lost, of which `on_loss` hears."""
+        """The next message, in order. Raises queue.Empty after timeout_s. Waits forever if the
+        other side is lost, which only `on_loss` reports."""
         message = self._inbox.get(timeout=timeout_s)
         self._received += 1
         return message
 
     def done(self) -> None:
-        """What was received so far has been done: the other side hears of it with the next beat."""
+        """Marks the messages received so far as done; the next heartbeat tells the other side."""
         self._done = self._received
 
     def mark(self) -> None:
-        """What was sent so far has been done on this side: from now on the other one may take
-        patience_s to say the same, or counts as lost."""
+        """Marks the messages sent so far as done on this side. The other side counts as lost if it
+        has not done them within patience_s from now."""
         self._marks.append((self._now, self._sent))
 
     def close(self, last: Message) -> None:

@@ -1,11 +1,11 @@
-"""What hosts tell each other: a name, plain fields and arrays, as bytes.
+"""Messages between hosts: a name, plain fields and arrays, as bytes.
 
     4 bytes, big-endian: the length of what follows
     4 bytes, big-endian: the length of the header
     header: JSON, [name, fields, [[dtype, shape] of each array]]
     the arrays, one behind the other, C order
 
-Nothing in it can make a receiver do more than what it does with the name.
+A message is data only: nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ class BadMessage(ValueError):
 
 @dataclass(frozen=True)
 class Message:
-    """fields: what JSON has. arrays: of numbers."""
+    """A message between hosts.
+
+    Attributes:
+        name: what it is.
+        fields: JSON values by name.
+        arrays: of numbers.
+    """
 
     name: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -39,7 +45,8 @@ class Message:
 
     @functools.cached_property
     def frame(self) -> bytes:
-        """As bytes; made once, for however many hosts."""
+        """The message as bytes, with its length in front. Encoded once, for all hosts that it is
+        sent to."""
         described = [[array.dtype.str, array.shape] for array in self.arrays]
         header = json.dumps([self.name, self.fields, described], separators=(",", ":")).encode()
         arrays = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in self.arrays]
@@ -49,8 +56,7 @@ class Message:
 
 
 def unpack(content: bytes) -> Message:
-    """The message of a frame, without the frame's length; its arrays cannot be written to. Raises
-    BadMessage."""
+    """Decodes a frame without its leading length. The arrays are read-only. Raises BadMessage."""
     try:
         (length,) = LENGTH.unpack_from(content)
         at = LENGTH.size + length

@@ -1,4 +1,4 @@
-"""Which of the hosts this process is on, and where their leader listens."""
+"""Which host of a group this process is on, and where their leader listens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,21 @@ _MAX_HOSTS_WAIT_S = 86400.0
 
 
 class GroupError(ValueError):
-    """The hosts do not make a group; the message names the field, in one line."""
+    """The hosts cannot form a group; the message is one line and names the config's field."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """address, port: where the leader listens; port 0, of the leader's own rank, is any free one.
-    hosts: how many there are. index: this one's, 0 leads. wait_s: seconds in which all have to
-    come. devices: local ids of those that are this process's, None for all of the host."""
+    """The place of this process in a group of hosts.
+
+    Attributes:
+        address: where the leader listens.
+        port: likewise; 0 is any free one, in the leader's own rank only.
+        hosts: number of hosts.
+        index: this host's number; 0 is the leader.
+        wait_s: seconds within which all hosts have to join.
+        devices: local ids of the devices that this process uses; None for all of the host's.
+    """
 
     address: str
     port: int
@@ -46,8 +53,9 @@ class Rank:
 
 
 def find_rank(mesh: MeshConfig) -> Rank | None:
-    """From the config's section `mesh`; what is not given there is as the cluster says that JAX
-    finds (TPU pods, SLURM, Kubernetes Jobs). None where there is one host. Raises GroupError."""
+    """Finds this process's rank from the config's section `mesh`. What is not given there comes
+    from the cluster that JAX detects (TPU pods, SLURM, Kubernetes Jobs). None for a single host.
+    Raises GroupError."""
     hosts, coordinator, index = mesh.hosts, mesh.coordinator, mesh.host_index
     if hosts < 0:
         raise GroupError(f"mesh.hosts must be at least 1 (0: as the cluster says), got {hosts}")
@@ -68,7 +76,7 @@ def find_rank(mesh: MeshConfig) -> Rank | None:
 
 
 def check_wait(seconds: float) -> None:
-    """Raises GroupError for a `mesh.hosts_wait_s` that is none."""
+    """Raises GroupError if `mesh.hosts_wait_s` is out of range."""
     if not 0 < seconds <= _MAX_HOSTS_WAIT_S:
         limits = f"must be more than 0, and at most {_MAX_HOSTS_WAIT_S:g}"
         raise GroupError(f"mesh.hosts_wait_s {limits}, got {seconds:g}")
