@@ -1,4 +1,4 @@
-"""What is open to other machines, for a line in the log when the server starts."""
+"""Warnings at start about what other machines can reach."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from jaxserve.server.access.options import Access
 def exposure_warnings(
     host: str, access: Access, *, http: bool, metrics: bool, batches: bool
 ) -> list[str]:
-    """One line for each thing that whoever starts the server should know; none where only this
-    machine reaches it. http, metrics, batches: whether they are on."""
+    """One line for each thing to know before exposing the server; none if only this machine reaches
+    it.
+
+    Args:
+        host: where the server listens.
+        access: who may call.
+        http: whether HTTP is on.
+        metrics: whether the metrics port is on.
+        batches: whether it takes batches.
+    """
     lines = []
     if "*" in access.cors_origins:
         whose = "whoever has a key" if access.keys.needed else "everybody who can reach the server"

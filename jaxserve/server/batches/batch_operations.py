@@ -190,7 +190,7 @@ class Batches:
             batch_id: the batch's id.
             first: number of the first line to get a result of.
             follow: whether to wait for every line's result until the batch is over. A page without
-                results then says that the status has changed.
+                results then says that something has changed.
             owner: as for all methods.
 
         Raises:

@@ -57,8 +57,8 @@ class Journal:
 
     Args:
         directory: where the journal is.
-        max_bytes: size from which on no more lines are accepted. Results of those in it are kept
-            beyond that, up to as much again for each owner.
+        max_bytes: size of the journal from which on no more lines are accepted. Results are stored
+            even then, until their owner's batches take as much.
         clock: seconds since the epoch.
 
     Raises:

@@ -58,8 +58,17 @@ class _Rpc:
 
 
 class Call:
-    """One running call, for its method. record: what the log is to say of it. authorization: that
-    came with it."""
+    """One running call, for its method.
+
+    Args:
+        context: the call, as gRPC has it.
+        record: its record.
+        writes: limits how long the client may take to read a message.
+
+    Attributes:
+        record: as given.
+        authorization: the call's authorization header; None without one.
+    """
 
     def __init__(
         self, context: grpc.aio.ServicerContext, record: CallRecord, writes: WriteTimeout
@@ -79,8 +88,14 @@ class Call:
         outcome: CallOutcome,
         retry_after_s: float | None = None,
     ) -> NoReturn:
-        """Raises what ends the call with that status; details are for a person. retry_after_s: the
-        same call may succeed then."""
+        """Ends the call with a status, by raising.
+
+        Args:
+            code: the status.
+            details: the message, for people.
+            outcome: the outcome to record.
+            retry_after_s: seconds after which a retry may succeed; None sends no such hint.
+        """
         self.record.outcome, self.record.reason = outcome, details
         trailing: tuple[tuple[str, str], ...] = ()
         if retry_after_s is not None:
@@ -96,7 +111,7 @@ class Call:
         await self.abort(code, known.message or str(error), known.outcome, known.retry_s)
 
     async def read(self) -> bytes:
-        """The request as it came; the call is ended where there is none."""
+        """The request as bytes. Aborts the call if there is none."""
         malformed = grpc.StatusCode.INVALID_ARGUMENT
         try:
             async with asyncio.timeout(_READ_S):
@@ -111,7 +126,8 @@ class Call:
         return raw
 
     def ended_by_client(self) -> None:
-        """Cancelled, past its deadline, or nobody is there any more."""
+        """Records that the client cancelled the call, its deadline passed, or its connection was
+        lost."""
         left = self._context.time_remaining()
         late = left is not None and left < _ABOUT_NOW_S
         self.record.outcome = CallOutcome.TIMED_OUT if late else CallOutcome.CANCELLED
@@ -122,8 +138,8 @@ class Calls:
 
     Args:
         tracker: counts how they end.
-        writes: what a client may take to read a message.
-        keys: of those who may call.
+        writes: limits how long a client may take to read a message.
+        keys: the API keys.
     """
 
     def __init__(self, tracker: CallTracker, writes: WriteTimeout, keys: Keys) -> None:
@@ -139,8 +155,14 @@ class Calls:
         admissions: Mapping[str, Admission],
         longest: int,
     ) -> grpc.GenericRpcHandler:
-        """Of a service. methods: by name; one that answers with a single message returns it.
-        admissions: of those whose calls are counted. longest: of its requests, in bytes."""
+        """The handler of a service for gRPC.
+
+        Args:
+            service: its descriptor.
+            methods: by name. A method with a single response returns it.
+            admissions: limits of open calls, by method; a method without one is not limited.
+            longest: bytes of the longest request.
+        """
         handlers = {
             each.name: self._handler(
                 each.name,
@@ -246,7 +268,7 @@ class Calls:
 
 
 def authorization_header(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:
-    """Of a call's metadata; None where it says nothing, or several things."""
+    """The authorization in a call's metadata; None unless there is exactly one."""
     found = [value for name, value in metadata or () if name == "authorization"]
     if len(found) != 1:
         return None

@@ -1,4 +1,4 @@
-"""The gRPC server: what it takes, and where it listens."""
+"""The gRPC server: its services and options, and where it listens."""
 
 from __future__ import annotations
 
@@ -71,10 +71,20 @@ def make_server(
     keys: Keys,
     reflects: bool,
 ) -> grpc.aio.Server:
-    """With all services, listening nowhere yet. generation: that service. few: of calls for
-    batches. message_bytes: the longest request. max_connections: to each address; gRPC closes what
-    is beyond, whoever it is. reflects: offers server reflection, to those who have one of the
-    keys."""
+    """A server with all services, which does not listen yet.
+
+    Args:
+        calls: runs the calls for batches.
+        generation: handler of the Generation service.
+        batches: the Batches service.
+        few: limits the open calls for batches.
+        health: the Health service.
+        message_bytes: longest request.
+        max_connections: connections to each address; gRPC closes further ones, whoever they come
+            from.
+        keys: the API keys, one of which reflection needs if there are any.
+        reflects: whether to offer server reflection.
+    """
     options = (
         *_OPTIONS,
         ("grpc.max_receive_message_length", message_bytes),
@@ -97,8 +107,8 @@ def make_server(
 
 
 def longest_message(engine: EngineClient, *, batches: bool) -> int:
-    """Bytes of the longest request that may be served, with room for what is too long to get an
-    answer that says so."""
+    """Bytes of the longest request to accept. A prompt that is a little too long is accepted, too,
+    so that its client gets an error that says so."""
     info = engine.info()
     tokens = min(info.max_model_len, info.pool_tokens)
     text = engine.max_text_bytes()
@@ -134,9 +144,18 @@ def _refusing(details: str) -> grpc.RpcMethodHandler:
 
 
 def listen_grpc(server: grpc.aio.Server, host: str, port: int, tls: Tls | None = None) -> str:
-    """Returns "host:port": the same port on all addresses that the host has, for on one that is
-    another program's its clients would meet that. Raises ConfigError if it is taken, or the host is
-    unknown."""
+    """Listens, and returns "host:port". All addresses of the host get the same port; otherwise some
+    clients could reach another program.
+
+    Args:
+        server: the server.
+        host: a name or an address.
+        port: 0 takes a free one.
+        tls: None listens in the clear.
+
+    Raises:
+        ConfigError: the port is taken, or the host is unknown.
+    """
     name = bracketed_host(host)
     addresses = addresses_of(host, port)
     credentials = None if tls is None else _credentials(tls)

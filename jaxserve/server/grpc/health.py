@@ -1,7 +1,7 @@
 """grpc.health.v1.Health: all services are well, or none.
 
-Not grpc_health's own servicer, which writes to a watcher under the lock that whoever changes the
-status waits for: one who takes nothing would keep a failed server from stopping.
+Not grpc_health's own servicer, which holds a lock while it writes to a watcher, and takes the same
+lock to change the status: a client that does not read would keep a failed server from stopping.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ _FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """On the event loop's thread. For everybody, with a key or without.
+    """The Health service, on the event loop's thread. It needs no API key.
 
-    services: that are asked about by name, beside "", the server. watchers: at most; each keeps a
-    connection. writes: what one of them may take to read a change.
+    Args:
+        services: names of services that clients may ask about, besides "", the server.
+        watchers: open Watch calls at most; each keeps a connection.
+        writes: limits how long a watcher may take to read a change.
 
-    serving: whether the server is well.
+    Attributes:
+        serving: whether the server is well.
     """
 
     def __init__(self, services: Sequence[str], watchers: int, writes: WriteTimeout) -> None:
@@ -38,7 +41,7 @@ class Health(health_pb2_grpc.HealthServicer):
         self.serving = False
 
     def set(self, *, serving: bool) -> None:
-        """Tells those who watch."""
+        """Sets the status and tells the watchers."""
         self.serving = serving
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -50,7 +53,7 @@ class Health(health_pb2_grpc.HealthServicer):
         return _Reply(status=self._status(request.service))
 
     async def Watch(self, request: _Request, context: grpc.aio.ServicerContext) -> None:
-        """The RPC: the status, and each other one from then on."""
+        """The RPC: the status, and every change of it."""
         try:
             self._watchers.enter()
         except Overloaded as error:

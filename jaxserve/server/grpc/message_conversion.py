@@ -143,7 +143,14 @@ def finish_message(
     timings: Timings | None,
     verdict: Verdict | None = None,
 ) -> pb.Finish:
-    """How a continuation ended."""
+    """The message that ends a continuation.
+
+    Args:
+        reason: why it ended.
+        usage: token counts.
+        timings: seconds; the message has milliseconds.
+        verdict: which targets were met; None for a request without any.
+    """
     return pb.Finish(
         reason=REASONS[reason],
         usage=None if usage is None else pb.Usage(**asdict(usage)),
@@ -162,7 +169,7 @@ def _timings_message(timings: Timings) -> pb.Timings:
 
 
 def verdict_message(verdict: Verdict) -> pb.SloVerdict:
-    """What came of its targets."""
+    """Which targets were met."""
     judged = {name: getattr(verdict, name) for name in TARGETS}
     judged = {name: met for name, met in judged.items() if met is not None}
     return pb.SloVerdict(

@@ -46,8 +46,15 @@ def build_app(
     metrics: Callable[[], bytes] | None = None,
     feed: LiveFeed | None = None,
 ) -> FastAPI:
-    """The application. batches, store: None takes no batches. metrics: the page for Prometheus;
-    None without one. feed: what the console shows; None without one."""
+    """The application with all routes.
+
+    Args:
+        context: what the routes need.
+        batches: the batches; None refuses calls for them.
+        store: the uploaded files; None likewise.
+        metrics: renders /metrics; None for no such page.
+        feed: data for the console; None for no console.
+    """
     app = FastAPI(
         title="jaxserve",
         version=__version__,

@@ -23,7 +23,16 @@ RECORD = "jaxserve.record"
 
 
 class ApiError(Exception):
-    """A call that ends with an error object. param: the field that is wrong."""
+    """An error that ends a call with an error object.
+
+    Args:
+        status: HTTP status.
+        message: for people.
+        param: the field that is wrong.
+        code: OpenAI's error code.
+        headers: of the response.
+        outcome: the outcome to record; None chooses it by the status.
+    """
 
     def __init__(
         self,
@@ -41,7 +50,7 @@ class ApiError(Exception):
         self.outcome = outcome or _OUTCOMES.get(status, CallOutcome.INVALID)
 
     def note(self, record: CallRecord) -> None:
-        """So the call has ended."""
+        """Records the call's outcome."""
         record.outcome, record.reason = self.outcome, str(self)
 
     def body(self) -> dict[str, Any]:
@@ -51,7 +60,7 @@ class ApiError(Exception):
         return {"error": error}
 
     def response(self) -> JSONResponse:
-        """The whole answer."""
+        """The HTTP response."""
         return JSONResponse(self.body(), self.status, headers=self.headers)
 
 
@@ -71,8 +80,8 @@ _OUTCOMES = {
 
 
 def retry_after(seconds: float | None = None) -> dict[str, str]:
-    """The header that says when a refused call may come again; by default as one that was refused
-    for want of room."""
+    """The Retry-After header. seconds: None draws the usual delay of a call that was refused for
+    lack of room."""
     return {"Retry-After": str(math.ceil(retry_s() if seconds is None else seconds))}
 
 

@@ -1,4 +1,4 @@
-"""The door as a whole: an application, and a server for it."""
+"""The HTTP frontend: an application, and a server for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from jaxserve.server.requests.templates.chat_template import ChatTemplate, load_
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """port: 0 takes a free one. template: how chats become prompts. limits: of a batch."""
+    """Settings of the HTTP frontend.
+
+    Attributes:
+        port: 0 takes a free one.
+        template: makes prompts of chats.
+        limits: limits of a step, which the console shows.
+    """
 
     port: int
     template: ChatTemplate
@@ -29,8 +35,8 @@ class HttpSettings:
 
 
 def http_settings(config: Config) -> HttpSettings | None:
-    """What the config says; None: no HTTP. Raises ConfigError for a chat template that cannot be
-    read."""
+    """The settings in a config; None if HTTP is off. Raises ConfigError if the chat template cannot
+    be read."""
     if config.server.http_port < 0:
         return None
     template = load_chat_template(config.model.path)
@@ -38,8 +44,18 @@ def http_settings(config: Config) -> HttpSettings | None:
 
 
 class HttpFrontend:
-    """HTTP for an engine, on the event loop that `start` is called on. metrics: the page for
-    Prometheus. access: over what, and from whose pages. Raises ConfigError if the port is taken."""
+    """HTTP for an engine, on the event loop that `start` is called on.
+
+    Args:
+        engine: the engine.
+        host: where to listen.
+        settings: port, chat template and limits.
+        metrics: renders the page for Prometheus.
+        access: TLS and browser origins.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
 
     def __init__(
         self,
@@ -64,8 +80,8 @@ class HttpFrontend:
     def start(
         self, requests: EngineRequests, batches: Batches | None, middleware: AdmissionMiddleware
     ) -> None:
-        """Takes calls from now on, as many as `middleware` lets in, and hands them to `requests`
-        and `batches`."""
+        """Starts to take calls, as many as `middleware` admits, and passes them to `requests` and
+        `batches`."""
         context = RouteContext(self._engine, requests, self._settings.template)
         store = None
         if batches is not None:
@@ -74,10 +90,10 @@ class HttpFrontend:
         self._server.start(middleware.around(app), middleware.writes.limit_s)
 
     def close(self) -> None:
-        """Frees the port of a door that was never started."""
+        """Frees the port of a frontend that was never started."""
         self._server.close()
 
     async def stop(self, patience: float) -> None:
-        """Takes no more calls; those that run get `patience` seconds for their last words."""
+        """Takes no more calls. Running ones get `patience` seconds to finish."""
         self._settings.template.close()  # the engine serves no more chats
         await self._server.stop(patience)

@@ -1,4 +1,5 @@
-"""The port for Prometheus, on a thread of its own: it answers whatever the event loop does."""
+"""The port for Prometheus. It has a thread of its own, so that it answers even if the event loop is
+busy."""
 
 from __future__ import annotations
 
@@ -17,8 +18,20 @@ _WRITE_S = 10.0
 
 
 class MetricsServer:
-    """Serves /metrics to those whom `access` lets in; port 0 takes a free one. address:
-    "host:port". Raises ConfigError if the port is taken."""
+    """Serves /metrics on a port of its own.
+
+    Args:
+        registry: the metrics.
+        host: where to listen.
+        port: 0 takes a free one.
+        access: who may read them, and TLS.
+
+    Attributes:
+        address: "host:port".
+
+    Raises:
+        ConfigError: the port is taken.
+    """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int, access: Access) -> None:
         self._http = HttpServer(
@@ -36,7 +49,7 @@ class MetricsServer:
 
 
 def _guarded(app: ASGIApp, access: Access) -> ASGIApp:
-    """For those who have a key; where none is needed, for no other site's pages."""
+    """Asks for an API key; where none is needed, refuses pages of other sites."""
     browsers = access.browsers
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""How many calls may be open at once, whatever each waits for."""
+"""Limits how many calls may be open at once, whatever each waits for."""
 
 from __future__ import annotations
 
@@ -19,17 +19,24 @@ class Overloaded(RuntimeError):
 
 
 def retry_s() -> float:
-    """When a refused call may come again, in seconds from now: not all of them at once."""
+    """Seconds after which a refused call may come again; random, so that they do not all come at
+    once."""
     return RETRY_S * random.uniform(0.5, 1.5)
 
 
 class Admission:
     """Counts open calls, on the event loop's thread. A call is open from its first byte until its
-    last has been taken, so one whose reader is slow counts after the engine is done with it, too.
-    Where callers with several keys have come, none gets more than its share.
+    last one has been read, so a slow reader's call counts even when the engine is done with it. If
+    several API keys call, none gets more than its share.
 
-    limit: of what is open at once; 0 is any number. what: who says so, and unit: of what, for those
-    who are refused.
+    Args:
+        limit: of what is open at once; 0 is any number.
+        what: who has the limit, for errors: "as many as {what}".
+        unit: what is counted, for errors.
+
+    Attributes:
+        open: how many are open now.
+        stuck: how many were given up on and still hold their connection.
     """
 
     def __init__(self, limit: int, what: str, unit: str = "calls are open") -> None:
@@ -41,11 +48,11 @@ class Admission:
         self._idle.set()
 
     async def wait_idle(self) -> None:
-        """Returns once none is open."""
+        """Returns once nothing is open."""
         await self._idle.wait()
 
     def enter(self, caller: Caller = NOBODY, count: int = 1) -> None:
-        """One more of the caller's is open, or so many. Raises Overloaded."""
+        """Counts `count` more as the caller's. Raises Overloaded."""
         self._mine.setdefault(caller.name, 0)
         if self._limit:
             self._check(caller, count)
@@ -54,19 +61,19 @@ class Admission:
         self._idle.clear()
 
     def leave(self, caller: Caller = NOBODY, count: int = 1) -> None:
-        """So many of the caller's have ended."""
+        """Stops counting `count` of the caller's."""
         self.open -= count
         self._mine[caller.name] -= count
         if not self.open:
             self._idle.set()
 
     def give_up(self, caller: Caller = NOBODY) -> None:
-        """An open one has been given up on: it keeps what the transport holds, not its place."""
+        """Moves one of the caller's from `open` to `stuck`: its reader does not read."""
         self.leave(caller)
         self.stuck += 1
 
     def unstick(self) -> None:
-        """One of those has gone."""
+        """Stops counting one as stuck."""
         self.stuck -= 1
 
     def _check(self, caller: Caller, count: int) -> None:

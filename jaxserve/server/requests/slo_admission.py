@@ -13,8 +13,13 @@ from jaxserve.server.requests.engine_client import EngineClient
 
 
 class ExpectedLate(RuntimeError):
-    """The request would miss its target; try again later. field_name: of the target; retry_s: when,
-    in seconds from now."""
+    """The first token is expected too late; try again later.
+
+    Args:
+        field_name: the target, such as "slo.ttft_ms".
+        message: why.
+        retry_s: seconds after which to try again.
+    """
 
     def __init__(self, field_name: str, message: str, retry_s: float) -> None:
         super().__init__(f"{field_name}: {message}")
@@ -29,7 +34,7 @@ class SloAdmission:
         self._engine, self._share = engine, share
 
     def check(self, request: Request) -> None:
-        """Raises ExpectedLate for one that is not to be submitted now."""
+        """Raises ExpectedLate if the request is to be refused now."""
         name, target = first_target(request.slo)
         if not self._share or target == math.inf:
             return

@@ -1,4 +1,4 @@
-"""Named targets: what the config says of them, and what a request makes of one."""
+"""SLO classes: the config's named targets, and how a request combines one with its own."""
 
 from __future__ import annotations
 
@@ -22,14 +22,20 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True)
 class ServiceLevel:
-    """What a request asks for, or a class of them. slo_class: the name of its class."""
+    """What a request asks for, or a class of requests.
+
+    Attributes:
+        slo: targets.
+        tier: the tier.
+        slo_class: name of the class.
+    """
 
     slo: SLO = _NO_TARGETS
     tier: Tier = Tier.REALTIME
     slo_class: str = NO_CLASS
 
     def with_own(self, slo: SLO, tier: Tier | None) -> ServiceLevel:
-        """The same, but for what a request says itself: each of its targets, and its tier."""
+        """Overrides single targets, and the tier unless it is None, with a request's own."""
         own = {name: getattr(slo, name) for name in TARGETS}
         given = {name: target for name, target in own.items() if target is not None}
         merged = dataclasses.replace(self.slo, **given)
@@ -37,8 +43,8 @@ class ServiceLevel:
 
 
 def own_targets(milliseconds: Mapping[str, float]) -> SLO:
-    """A request's own targets, in seconds. milliseconds: as frontends have them, by `ttft_ms` and
-    so on. Raises InvalidRequest, which names the target, for one that is no positive time."""
+    """A request's own targets in seconds. milliseconds: by the frontends' names, such as `ttft_ms`.
+    Raises InvalidRequest, naming the target, for a time that is not positive."""
     for name, value in milliseconds.items():
         if not (math.isfinite(value) and value > 0):
             raise InvalidRequest(f"slo.{name}", f"must be a positive time, got {value}")
@@ -46,15 +52,15 @@ def own_targets(milliseconds: Mapping[str, float]) -> SLO:
 
 
 def permitted_level(asked: ServiceLevel, said: bool, key: ApiKey | None) -> ServiceLevel:
-    """What a request of the key gets: no more than the key may ask for.
+    """What a request gets, limited to what its API key may ask for.
 
     Args:
-        asked: with what its class has.
-        said: whether it has named its tier, or a class. Else a lower one is what it gets.
-        key: whose it is; None may ask for anything.
+        asked: what it asks for, combined with its class.
+        said: whether it names a tier or a class. If not, a tier that is too high is lowered.
+        key: its API key; None may ask for anything.
 
     Raises:
-        InvalidRequest: the tier is higher, or a target tighter.
+        InvalidRequest: the tier is too high, or a target too tight.
     """
     if key is None:
         return asked
@@ -71,7 +77,7 @@ def permitted_level(asked: ServiceLevel, said: bool, key: ApiKey | None) -> Serv
 
 
 def slo_classes(texts: Mapping[str, object]) -> dict[str, ServiceLevel]:
-    """Those of `server.slo_classes`, by name, in alphabetical order. Raises ConfigError,
+    """The classes of `server.slo_classes` by name, in alphabetical order. Raises ConfigError,
     naming the class."""
     given = dict(sorted(texts.items()))
     if len(given) > MAX_CLASSES:
@@ -95,7 +101,7 @@ def _parsed(name: str, text: object) -> ServiceLevel:
 
 
 def find_slo_class(classes: Mapping[str, ServiceLevel], name: str) -> ServiceLevel:
-    """The class of that name; "" is none. Raises InvalidRequest, which lists them."""
+    """The class with that name; "" is none. Raises InvalidRequest, which lists the classes."""
     if not name:
         return ServiceLevel()
     if name not in classes:

@@ -1,4 +1,4 @@
-"""Notices an engine that does not answer: work in flight, and no step finished for long."""
+"""Detects an engine that has stalled: it has requests, and finishes no step for long."""
 
 from __future__ import annotations
 
@@ -21,9 +21,16 @@ async def watch_for_stalls(
     clock: Callable[[], float] | None = None,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Looks at the engine until it is cancelled. tell(why) is called once it has finished no step
-    for stall_s seconds though it has requests, tell(None) once it goes on. stall_s: 0 never looks.
-    clock: seconds."""
+    """Watches the engine until it is cancelled.
+
+    Args:
+        engine: the engine.
+        stall_s: seconds without a finished step, though there are requests, after which it has
+            stalled; 0 never looks.
+        tell: called with the reason when it has stalled, and with None once it goes on.
+        clock: seconds; None for the event loop's.
+        sleep: waits for so many seconds.
+    """
     if not stall_s:
         return
     now = clock or asyncio.get_running_loop().time

@@ -112,8 +112,14 @@ def parse_flags(
 ) -> list[str]:
     """Defines the flags, parses them, and returns what is left (the program's name).
 
-    default: the config file without --config. own_flags: those that the command has beside, which
-    may be meant by an unknown one. Raises UsageError.
+    Args:
+        argv: the program's name and its arguments.
+        default: the config file if there is no --config.
+        values: where the flags are defined.
+        own_flags: other flags of the command, to suggest for an unknown one.
+
+    Raises:
+        UsageError: the arguments are wrong; one line.
     """
     known = flag_names()
     argv, own = _split_own(with_underscores(argv, {f"--{name}" for name in known}))

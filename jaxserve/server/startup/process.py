@@ -1,5 +1,5 @@
-"""A server as the process's one purpose: signals, the exit code, and what it says to the terminal
-that it was started in."""
+"""Runs a server as the process's main task: signals, the exit code, and messages to the
+terminal."""
 
 from __future__ import annotations
 
@@ -35,12 +35,21 @@ def run_server(
     access: Access | None = None,
     traces: Sink | None = None,
 ) -> int:
-    """Serves until SIGTERM or SIGINT, or until the engine has failed where the config says so, and
-    returns the exit code: 0, or 1 if the engine has failed. Where the engine is hung, whose threads
-    would hold the process up, it ends here and now.
+    """Serves until SIGTERM or SIGINT, or until the engine has failed if the config says so. A
+    second signal cuts the grace period short. Must run in the main thread. If the engine hangs, its
+    threads would block the exit, so the process ends here with exit code 1.
 
-    on_ready is called once calls are taken. A second signal
-    cuts the grace period short. Must run in the main thread.
+    Args:
+        engine: the engine, already started.
+        config: the server's settings.
+        on_ready: called once the server takes calls.
+        batches: the batch journal; None takes no batches.
+        http: the HTTP frontend; None is off.
+        access: who may call; None lets everybody in.
+        traces: called with each finished call.
+
+    Returns:
+        The exit code: 0, or 1 if the engine has failed.
     """
     raise_limit()
     server = Server(
@@ -89,8 +98,8 @@ def run_server(
 
 
 def announce(text: str, form: str) -> None:
-    """Prints it, or logs it where the log is JSON: there may be one stream for both. A server goes
-    on serving where nobody reads that."""
+    """Prints a text, or logs it if the log is JSON, since both may share a stream. A closed stdout
+    is no error."""
     if form == JSON:
         log.info("%s", text)
         return
@@ -102,7 +111,7 @@ def announce(text: str, form: str) -> None:
 
 
 def complain(text: str, form: str) -> None:
-    """Says why the server does not start, likewise."""
+    """Prints or logs, likewise, why the server does not start."""
     if form == JSON:
         log.critical("%s", text)
     else:

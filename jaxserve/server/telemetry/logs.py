@@ -1,4 +1,4 @@
-"""What a server logs, on stderr: as text, or as JSON, one object a line."""
+"""The server's log on stderr: text, or JSON with one object per line."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ _OURS = "jaxserve"
 
 
 def log_to_stderr(form: str = TEXT) -> None:
-    """Warnings, and of this package what is worth a line. What JAX and Orbax say of what they find
-    and do (of each platform that is not there, too) is nobody's news. Called again, it changes the
-    form; as JSON go uncaught errors and Python's warnings, too."""
+    """Logs warnings, and INFO of this package only, since JAX and Orbax are verbose. form: TEXT or
+    JSON; JSON includes uncaught errors and Python's warnings. Another call changes it."""
     root = logging.getLogger()
     handler = next((each for each in root.handlers if isinstance(each, BackgroundHandler)), None)
     if handler is None:
@@ -47,12 +46,15 @@ def _json() -> logging.Formatter:
 
 
 class BackgroundHandler(QueueHandler):
-    """Has another handler, `target`, write from a thread of its own, so that no line holds up an
-    event loop or the engine where nobody reads. What comes too fast is counted, and the count
-    written. `close` waits a moment for what is left; `logging.shutdown` calls it.
+    """Writes the records for another handler on a thread of its own, so that a slow reader of the
+    log holds up neither the event loop nor the engine. Records beyond the limits are dropped, and
+    their number is logged. `close` waits a moment for those left; `logging.shutdown` calls it.
 
-    waiting, chars: lines, and characters in them, that may wait; one line always may, however long
-    (with prompts in it, it may be as long as those)."""
+    Args:
+        target: the handler that writes.
+        waiting: records that may wait.
+        chars: characters in them; one record may wait however long it is.
+    """
 
     def __init__(
         self, target: logging.Handler, waiting: int = _WAITING, chars: int = _WAITING_CHARS
@@ -66,7 +68,7 @@ class BackgroundHandler(QueueHandler):
         self._thread.start()
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """With its words, which may change until it is written, and its traceback as text."""
+        """Formats the message and the traceback, which may change until they are written."""
         record = copy.copy(record)
         if not isinstance(record.msg, dict):
             record.msg, record.args = record.getMessage(), None
@@ -76,7 +78,7 @@ class BackgroundHandler(QueueHandler):
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Never waits."""
+        """Queues a record without waiting."""
         length = _length(record.msg)
         with self._counting:
             try:
@@ -89,7 +91,7 @@ class BackgroundHandler(QueueHandler):
                 self._chars += length
 
     def close(self) -> None:
-        """Writes what waits, if that can be written."""
+        """Writes the waiting records, if that is possible."""
         if self._thread.is_alive():
             try:
                 self._lines.put(None, timeout=_FLUSH_S)

@@ -1,4 +1,4 @@
-"""Lines of OpenAI's batch files, and what became of them."""
+"""Reads lines of OpenAI's batch files, and writes lines of their results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,14 @@ class BatchRequestLine(Body):
 
 
 def read_line(context: RouteContext, endpoint: str, text: str, tenant: str) -> NewLine:
-    """A tenant's line for the journal; what is wrong with it becomes its result."""
+    """The journal's line for a line of a batch file. An error in it becomes its result.
+
+    Args:
+        context: what the routes need.
+        endpoint: the batch's endpoint.
+        text: the line.
+        tenant: owner of the batch; tenants take turns at the chat template.
+    """
     requests, name = context.requests, _custom_id(text)
     try:
         raw = text.encode()
@@ -70,7 +77,7 @@ def read_line(context: RouteContext, endpoint: str, text: str, tenant: str) -> N
 
 
 def _custom_id(text: str) -> str:
-    """That of a line that may be no JSON, or have other fields; "" where none is found."""
+    """The custom_id of a line, even of one that is malformed; "" if none is found."""
     found = _CUSTOM_ID.search(text)
     try:
         return "" if found is None else str(json.loads(found[1])).encode().decode()
@@ -81,8 +88,15 @@ def _custom_id(text: str) -> str:
 def written_line(
     context: RouteContext, note: Mapping[str, Any], batch: str, number: int, result: Result
 ) -> dict[str, Any]:
-    """What a line of the output, or of the errors, says. note: the batch's endpoint and when it was
-    created."""
+    """A line of the output file, or of the error file.
+
+    Args:
+        context: what the routes need.
+        note: the batch's endpoint, and when it was created.
+        batch: the batch's id.
+        number: the line's number.
+        result: the line's result.
+    """
     if result.error is not None:
         status = _STATUS.get(result.error.code, 500)
         body = ApiError(status, result.error.message).body()

@@ -43,7 +43,14 @@ Door = Callable[[Request], CallerBatches]
 def add_batch_routes(
     app: FastAPI, context: RouteContext, batches: Batches | None, store: FileStore | None
 ) -> None:
-    """batches, store: None refuses them all."""
+    """Adds the routes of files and batches.
+
+    Args:
+        app: the application.
+        context: what the routes need.
+        batches: the batches; None refuses all calls.
+        store: the uploaded files; None likewise.
+    """
 
     def files(http: Request) -> FileStore:
         if batches is None or store is None:

@@ -1,4 +1,4 @@
-"""OpenAI's batches, on the journal that gRPC's have, too."""
+"""OpenAI's batches, on the journal that gRPC's use, too."""
 
 from __future__ import annotations
 
@@ -41,8 +41,15 @@ class BatchRequest(Body):
 
 
 class CallerBatches:
-    """What the routes do for one caller. store: as they see it. Methods raise BatchRefused, and
-    sqlite3.Error where the disk fails."""
+    """The batch operations of one caller. Methods raise BatchRefused, and sqlite3.Error if the disk
+    fails.
+
+    Args:
+        context: what the routes need.
+        batches: all batches.
+        store: the caller's view of the uploaded files.
+        caller: the client.
+    """
 
     def __init__(
         self, context: RouteContext, batches: Batches, store: FileStore, caller: Caller
@@ -51,7 +58,7 @@ class CallerBatches:
         self._caller, self._owner = caller, caller.name
 
     async def create(self, asked: BatchRequest) -> dict[str, Any]:
-        """Makes a batch of a file's lines; each that is wrong fails by itself."""
+        """Creates a batch of a file's lines. A malformed line fails by itself."""
         name, first = f"batch-{uuid.uuid4().hex}", 0
         note = json.dumps({**asked.model_dump(), "created": int(time.time())})
         submit = functools.partial(self._batches.submit, name, caller=self._caller, note=note)
@@ -74,23 +81,24 @@ class CallerBatches:
         return _described(await self._noted(name))
 
     async def page(self, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
-        """At most `limit` of them, the latest first, behind that of the id `after`; and whether
-        there are more."""
+        """At most `limit` batches, the latest first, starting behind the one with the id `after`;
+        and whether there are more."""
         found = await self._batches.noted(self._owner, after=after, limit=limit + 1)
         return [_described(each) for each in found[:limit]], len(found) > limit
 
     async def cancel(self, name: str) -> dict[str, Any]:
-        """Lines that wait or run get no result."""
+        """Cancels a batch. Lines without a result get none."""
         await self._noted(name)
         return _described(await self._batches.cancel(name, self._owner))
 
     async def delete(self, name: str) -> None:
-        """Forgets one that is not being served, with its results."""
+        """Deletes a batch that is not being served, with its results."""
         await self._noted(name)
         await self._batches.delete(name, self._owner)
 
     async def results(self, name: str, which: str) -> AsyncGenerator[bytes, None]:
-        """JSONL of the lines that were served, or of those that failed, so far."""
+        """Yields the results so far as JSONL: of the lines that succeeded, or of those that
+        failed."""
         note = json.loads((await self._noted(name)).status.note)
         pages = self._batches.results(name, 0, follow=False, owner=self._owner)
         async for _, page in pages:

@@ -1,4 +1,4 @@
-"""The answers of completions and chats, as far as they are alike."""
+"""What responses to completions and to chats have in common."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _INLINE_BYTES = 64 << 10  # longer answers become JSON beside the event loop
 
 
 class LogprobLists:
-    """Those of one continuation, for an answer that is sent whole: lists by name, as JSON. One
-    request may ask for millions of values, which as objects would take a gigabyte and hold up
-    whoever turns all of them into JSON at once. fields: what stands beside the lists."""
+    """Log-probabilities of one continuation for a response that is sent whole: lists by name, kept
+    as JSON. A request may ask for millions of values, which as objects would take a gigabyte, and
+    long to encode at once. fields: what else the object has."""
 
     def __init__(self, **fields: Any) -> None:
         self._fields = fields
@@ -37,7 +37,7 @@ class LogprobLists:
         self.bytes = 0
 
     def add(self, found: Mapping[str, Any]) -> None:
-        """What comes next of each list."""
+        """Appends to each of the lists."""
         for name in (each for each in found if each not in self._fields):
             piece = to_json(found[name], inf_nan_mode="null")[1:-1]
             self._lists.setdefault(name, []).extend([piece] if piece else [])
@@ -50,12 +50,18 @@ class LogprobLists:
 
 
 class Answer(ABC):
-    """To one call: continuations in the order of their numbers. Submits the requests.
+    """The response to one call: its continuations, by number. Creating it submits the requests.
+
+    Args:
+        context: what the routes need.
+        body: the call's body.
+        wanted: the call's requests, one per prompt, all with the same n.
+        http: the call.
 
     Attributes:
-        kind: what the object is called.
-        chunk_kind: the same of a piece of a stream.
-        prefix: of the answer's id.
+        kind: the `object` field of a whole response.
+        chunk_kind: the `object` field of a chunk of a stream.
+        prefix: of the response's id.
     """
 
     kind: str
@@ -73,22 +79,23 @@ class Answer(ABC):
 
     @abstractmethod
     def lists(self) -> LogprobLists | None:
-        """Where the log-probabilities of a continuation go; None: nobody has asked for them."""
+        """Collects the log-probabilities of a continuation; None if they are not asked for."""
 
     @abstractmethod
     def news(self, number: int, delta: Delta) -> tuple[str, Any, dict[str, Any]]:
-        """What is new of a continuation: its text, log-probabilities, and how it has ended."""
+        """What a delta adds to a continuation: text, log-probabilities, and the fields that say how
+        it ended."""
 
     @abstractmethod
     def text_fields(self, text: str) -> dict[str, Any]:
-        """What a continuation has of its whole text."""
+        """The fields of a continuation that have its whole text."""
 
     @abstractmethod
     def piece_fields(self, text: str, logprobs: Any) -> dict[str, Any]:
-        """The same of a piece of it."""
+        """The same for a chunk of a stream."""
 
     async def response(self) -> Response:
-        """Whole, or as a stream of events."""
+        """The whole response, or a stream of events."""
         generating = self._generating
         if self._streams:
             return EventStream(self._chunks(), generating.end, generating.record)

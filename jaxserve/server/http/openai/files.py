@@ -1,4 +1,4 @@
-"""Files that clients upload to make batches of, on disk beside the journal."""
+"""Files that clients upload for batches, on disk beside the journal."""
 
 from __future__ import annotations
 
@@ -39,8 +39,16 @@ _META, _CONTENT, _PARTIAL = ".json", ".jsonl", ".partial"
 
 @dataclass(frozen=True)
 class StoredFile:
-    """What is known of an upload. created: seconds since the epoch. owner: name of the API key that
-    it came with; "" where none was needed."""
+    """An uploaded file.
+
+    Attributes:
+        id: its id.
+        filename: the client's name for it.
+        purpose: as given by the client.
+        bytes: size of its content.
+        created: seconds since the epoch.
+        owner: name of the API key that uploaded it; "" where none was needed.
+    """
 
     id: str
     filename: str
@@ -63,13 +71,13 @@ class StoredFile:
 
 
 class Room(NamedTuple):
-    """What a file may have, in bytes, and of which limit that is."""
+    """Bytes that an upload may have, and the name of the limit that sets them."""
 
     bytes: int
     limit: str
 
     def too_small(self) -> ApiError:
-        """For a file that has more."""
+        """The error for a file that has more."""
         problem = f"takes more than {max(self.bytes, 0):,} bytes, which is what there is room for"
         return ApiError(413, f"file: {problem} {self.limit}", param="file", code="file_too_large")
 
@@ -85,9 +93,14 @@ class _Shelf:
 
 
 class FileStore:
-    """Uploads. Any thread may call; methods wait for the disk, and raise ApiError, also where the
-    disk does not do its part. max_bytes: of all uploads together. keep_s: for how long they are
-    kept. Sees all. Nobody else writes into the directory."""
+    """Uploaded files of all owners. Any thread may call; methods wait for the disk, and raise
+    ApiError, also if the disk fails.
+
+    Args:
+        directory: where they are. Nothing else may write there.
+        max_bytes: size of all files together.
+        keep_s: seconds after which a file is deleted.
+    """
 
     def __init__(self, directory: Path, max_bytes: int, keep_s: float) -> None:
         self._directory, self._owner = directory, ""
@@ -96,16 +109,15 @@ class FileStore:
         self._shelf = _Shelf()
 
     def for_owner(self, owner: str, quota: Quota | None = None) -> FileStore:
-        """The same for one API key, for which others' files are not there; "" sees all. quota: what
-        it may keep."""
+        """A view of one API key's files; "" sees all. quota: what it may keep."""
         view = copy.copy(self)
         view._owner, view._quota = owner, quota
         return view
 
     @contextlib.contextmanager
     def reserve(self, length: int | None) -> Iterator[Room]:
-        """For an upload that is on its way, until it is saved; others cannot have it meanwhile.
-        length: of its form; None: nobody knows."""
+        """Reserves room for an upload until the context ends. length: of the upload's form; None if
+        unknown."""
         with self._shelf.lock, _disk():
             room = self._left()
             if length is not None and length - FORM_BYTES > room.bytes:
@@ -120,7 +132,14 @@ class FileStore:
                 self._shelf.reserved.remove(place)
 
     def save(self, filename: str, purpose: str, source: BinaryIO, room: Room) -> StoredFile:
-        """Keeps an upload for which there is that room; once this returns, it is on the disk."""
+        """Stores an upload. It is on disk when this returns.
+
+        Args:
+            filename: the client's name for it.
+            purpose: as given by the client.
+            source: its content.
+            room: from `reserve`.
+        """
         if len(filename) > MAX_NAME:
             problem = f"file: its name has {len(filename)} characters; at most {MAX_NAME} are taken"
             raise ApiError(400, problem, param="file", code="invalid_value")
@@ -140,7 +159,7 @@ class FileStore:
         return kept
 
     def find_file(self, name: str) -> StoredFile:
-        """Raises ApiError where there is none."""
+        """The file with that id. Raises ApiError if there is none."""
         with self._shelf.lock, _disk():
             found = self._all().get(name)
         if found is None or self._owner not in ("", found.owner):
@@ -148,8 +167,8 @@ class FileStore:
         return found
 
     def list_files(self, after: str | None, limit: int) -> tuple[list[StoredFile], bool]:
-        """At most `limit` files, the latest first, behind the one of the id `after`; and whether
-        there are more."""
+        """At most `limit` files, the latest first, starting behind the one with the id `after`; and
+        whether there are more."""
         with self._shelf.lock, _disk():
             found = [each for each in self._all().values() if self._owner in ("", each.owner)]
         found.sort(key=lambda each: (-each.created, each.id))
@@ -159,7 +178,8 @@ class FileStore:
         return found[:limit], len(found) > limit
 
     def open_file(self, name: str) -> BinaryIO:
-        """Its content, which is there until it is closed, even if the file is deleted."""
+        """Opens its content, which stays readable until it is closed, even if the file is
+        deleted."""
         self.find_file(name)
         with _disk():
             try:
@@ -168,14 +188,14 @@ class FileStore:
                 raise _no_file(name) from None
 
     def delete_file(self, name: str) -> None:
-        """Forgets a file."""
+        """Deletes a file."""
         self.find_file(name)
         with self._shelf.lock, _disk():
             self._forget(name)
 
     def lines(self, name: str) -> Generator[list[str], None, None]:
-        """Its lines but for blank ones, some at once; of one that is too long for a batch, the
-        beginning."""
+        """Yields its lines in lists, without blank ones. A line that is too long for a batch is cut
+        off."""
         with self.open_file(name) as file, _disk():
             piece: list[str] = []
             size = 0

@@ -1,4 +1,4 @@
-"""What every route has: the engine, its model's name, and requests made of bodies."""
+"""What every route needs: the engine, its model's name, and requests built from bodies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from jaxserve.server.requests.templates.chat_template import ChatTemplate
 
 
 class RouteContext:
-    """engine: what serves. requests: the way to it, which other frontends use, too."""
+    """What every route needs.
+
+    Args:
+        engine: the engine.
+        requests: the way to it, which other frontends share.
+        template: makes prompts of chats.
+
+    Attributes:
+        engine, requests, template: as given.
+        model: name of the model that is served.
+    """
 
     def __init__(
         self, engine: EngineClient, requests: EngineRequests, template: ChatTemplate
@@ -28,7 +38,7 @@ class RouteContext:
         self.model = requests.info().model
 
     def check_model(self, model: str | None) -> None:
-        """Raises ApiError for a model that is not the one here."""
+        """Raises ApiError if the model is not the one that is served."""
         if model not in (None, "", self.model):
             problem = f"there is no model {model!r:.80} here; this server has {self.model!r}"
             raise ApiError(404, problem, param="model", code="model_not_found")
@@ -40,8 +50,19 @@ class RouteContext:
         sampling: Mapping[str, Any],
         caller: Caller,
     ) -> list[Request]:
-        """One request a prompt, of that caller, each checked. Raises InvalidRequest, EngineStopped
-        and ApiError."""
+        """Builds and checks one request per prompt.
+
+        Args:
+            body: the call's body.
+            prompts: text or token ids each.
+            sampling: `SamplingParams` fields by name, for all of them.
+            caller: the client.
+
+        Raises:
+            InvalidRequest: a request cannot be served.
+            EngineStopped: new requests are refused.
+            ApiError: the body names another model.
+        """
         self.check_model(body.model)
         self.requests.check_open()
         slo, slo_class = request_options.requested_targets(body)

@@ -23,9 +23,14 @@ def sse_event(data: Any) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Events until the generator ends, then [DONE]; an error ends it as an event with the error
-    object, for the status has long been sent. on_end is called however it ends, even if nothing
-    was ever sent. record: of the call."""
+    """A response of events until the generator ends, then [DONE]. An error becomes an event with
+    the error object, since the status has been sent.
+
+    Args:
+        chunks: the events' JSON objects.
+        on_end: called once the response is over, even if nothing was sent.
+        record: the call's record.
+    """
 
     def __init__(
         self, chunks: AsyncGenerator[Any, None], on_end: Callable[[], None], record: CallRecord

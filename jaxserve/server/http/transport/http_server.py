@@ -1,4 +1,4 @@
-"""The HTTP server, on the event loop of whoever starts it."""
+"""The HTTP server, on the caller's event loop."""
 
 from __future__ import annotations
 
@@ -30,9 +30,18 @@ _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class HttpServer:
-    """A port, and the application on it. host: as for gRPC; port: 0 takes a free one; tls: None is
-    in the clear. field: that has the port. connections: at most; by default as many as open files
-    allow. Raises ConfigError if it is taken."""
+    """An application on a port.
+
+    Args:
+        host: a name or an address; all addresses of a name get the same port.
+        port: 0 takes a free one.
+        tls: None listens in the clear.
+        field: the config's field with the port, for errors.
+        connections: open at once at most; None for as many as open files allow.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
 
     def __init__(
         self,
@@ -62,8 +71,8 @@ class HttpServer:
         return f"{bracketed_host(self._host)}:{port}"
 
     def start(self, app: ASGIApp, write_timeout_s: float) -> None:
-        """Takes calls from now on. write_timeout_s: connections whose client takes nothing for so
-        long are dropped, where the system does that."""
+        """Starts to take calls. write_timeout_s: where the system supports it, connections whose
+        client reads nothing for so long are dropped."""
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
             timeout = round(write_timeout_s * 1000)
             for listener in self._sockets:

@@ -34,12 +34,16 @@ T = TypeVar("T")
 class ChatTemplate:
     """Renders chats. Thread-safe.
 
-    source: of the checkpoint's template; None: each turn is a line with its role, for models that
-    were trained on no chats. special: what templates know as bos_token, eos_token and so on. Raises
-    TemplateFailed where the source cannot be compiled.
+    Args:
+        source: the checkpoint's Jinja template; None renders each turn as a line with its role, for
+            models that were not trained on chats.
+        special: special tokens by the templates' names for them, such as bos_token.
 
     Attributes:
-        own: whether it is the checkpoint's, which writes its special tokens itself.
+        own: whether there is a checkpoint's template. It writes the special tokens itself.
+
+    Raises:
+        TemplateFailed: the source cannot be compiled.
     """
 
     def __init__(self, source: str | None = None, special: Mapping[str, str] | None = None) -> None:
@@ -64,13 +68,18 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
         tenant: str = "",
     ) -> Future[str]:
-        """The prompt's text to come. kwargs: what else the template is to read, JSON. tenant: whose
-        chat it is; where several wait, they take turns.
+        """The text of the prompt for a chat, as a future.
+
+        Args:
+            messages: the chat.
+            add_generation_prompt: whether the text ends with the start of the model's turn.
+            kwargs: more variables for the template, JSON values by name.
+            tenant: owner of the chat. Tenants take turns if several chats wait.
 
         Raises, here or in the future:
-            InvalidRequest: the template does not take the chat, or read such kwargs.
+            InvalidRequest: the template rejects the chat, or does not read such a variable.
             QueueFull: other chats take too long.
-            EngineStopped: it is closed.
+            EngineStopped: the template was closed.
         """
         self._check(kwargs or {})
         if not self.own:
@@ -91,12 +100,12 @@ class ChatTemplate:
         )
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """The same, waited for."""
+        """`submit`, waited for."""
         return self.submit(messages, **options).result()
 
     def encode(self, text: str, encode: Callable[..., T]) -> T:
-        """What `encode(text, special=...)` makes of a rendered chat: a checkpoint's own template
-        has written the special tokens, and others are not to be added."""
+        """The result of `encode` for a rendered chat. Special tokens are added only if the template
+        has not written them."""
         return encode(text, special=not self.own)
 
     def _check(self, kwargs: Mapping[str, Any]) -> None:
