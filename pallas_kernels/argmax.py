@@ -10,7 +10,7 @@ from jaxserve.pallas_kernels.backends import platform_backend
 
 def argmax(scores: jax.Array) -> jax.Array:
     """First index of each row's maximum, float32 [R, V] -> int32 [R]. Any valid index if the row
-    holds a NaN. By the kernel of `platform_backend`, if it has one."""
+    holds a NaN. Uses the kernel of `platform_backend` if it has one."""
     kernel = platform_backend().argmax
     if kernel is None:
         return _argmax(scores)
@@ -19,7 +19,7 @@ def argmax(scores: jax.Array) -> jax.Array:
 
 
 def _argmax(scores: jax.Array) -> jax.Array:
-    """In XLA's operations. On CPU four times faster than jnp.argmax."""
+    """The same in XLA's operations. On CPU four times faster than jnp.argmax."""
     v = scores.shape[-1]
     best = jnp.max(scores, axis=-1, keepdims=True)
     ids = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)

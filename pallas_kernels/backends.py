@@ -102,7 +102,7 @@ class Backend:
     decode_chunk: int = 1
 
     def chunk_tokens(self, block_size: int, width: int) -> int:
-        """The tokens of decode_chunk in whole blocks, of which a table has `width`."""
+        """decode_chunk rounded to whole blocks, at most the `width` blocks of a table."""
         return block_size * min(max(1, self.decode_chunk // block_size), width)
 
 

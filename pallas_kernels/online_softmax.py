@@ -36,7 +36,7 @@ class Softmax(NamedTuple):
 
 
 def start(rows: int, width: int) -> Softmax:
-    """Nothing seen yet, for `rows` queries of values `width` wide."""
+    """The state before any scores, for `rows` queries of values `width` wide."""
     return Softmax(
         jnp.full((rows,), NOTHING_SEEN, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
@@ -60,8 +60,8 @@ def dot(a: jax.Array, b: jax.Array, *, transposed: bool = False) -> jax.Array:
 
 
 def step(state: Softmax, scores: jax.Array, values: jax.Array) -> Softmax:
-    """One tile more (Dao 2023, section 3.1, Algorithm 1): scores float32 [M, N] (-inf: not seen),
-    values [N, D], finite throughout."""
+    """Adds a tile (Dao 2023, section 3.1, Algorithm 1): scores float32 [M, N] (-inf: not seen),
+    values [N, D], all finite."""
     peak = jnp.maximum(state.peak, scores.max(axis=1))
     fade = jnp.exp2(state.peak - peak)
     weights = jnp.exp2(scores - peak[:, None])

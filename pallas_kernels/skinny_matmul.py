@@ -12,7 +12,7 @@ from jaxserve.pallas_kernels.backends import platform_backend
 
 
 def has_skinny_matmul(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
-    """Whether the first device has a `skinny_matmul` for so many rows and these weights."""
+    """Whether the first device has a `skinny_matmul` for this many rows and these weights."""
     choose = platform_backend().skinny_matmul
     return choose is not None and choose(rows, weights, transposed=transposed) is not None
 
@@ -20,7 +20,7 @@ def has_skinny_matmul(rows: int, weights: jax.Array, *, transposed: bool) -> boo
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def skinny_matmul(x: jax.Array, weights: jax.Array, transposed: bool) -> jax.Array:
     """x [T, in] @ weights [in, out] -> float32 [T, out], both of bfloat16 or float32, on one
-    device; sums in float32. transposed: the weights are [out, in]. The device has it, see
+    device. Sums are in float32. transposed: the weights are [out, in]. Only where
     `has_skinny_matmul`."""
     choose = platform_backend().skinny_matmul
     kernel = choose and choose(x.shape[0], weights, transposed=transposed)
@@ -32,7 +32,7 @@ def skinny_matmul(x: jax.Array, weights: jax.Array, transposed: bool) -> jax.Arr
 def _derived(
     transposed: bool, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """For training: a kernel says nothing of its derivative."""
+    """The derivative, for training: kernels have none of their own."""
     (x, weights), (dx, dweights) = primals, tangents
     numbers = (((1,), (1 if transposed else 0,)), ((), ()))
     product = functools.partial(

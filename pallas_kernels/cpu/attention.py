@@ -60,8 +60,8 @@ def target(head_dim: int, *, bfloat16: bool) -> str:
 
 @njit(**OPTIONS)
 def _plan(given: Any) -> Any:
-    """Zeros for tokens of nobody; and the shares: (row, first query token, tokens, first kv head,
-    heads), those of most work first."""
+    """Zeroes tokens of no KV row, and cuts the rest into shares: (row, first query token, tokens,
+    first kv head, heads), those of most work first."""
     tokens, heads, head_dim = dims(given[_Q], 3)
     kv_heads = dims(given[_POOL], 5)[2]
     lens, many, kind = int32s(given[_LENS]), int32s(given[_MANY]), int32s(given[_KIND])

@@ -109,13 +109,13 @@ def words(address: int, count: int) -> Any:
 
 @njit(**OPTIONS)
 def data(operand: int) -> Any:
-    """Where the numbers of an operand, an XLA_FFI_Buffer, are: what `carray` takes."""
+    """A pointer to the numbers of an operand, an XLA_FFI_Buffer, for `carray`."""
     return pointer(data_address(operand))
 
 
 @njit(**OPTIONS)
 def data_address(operand: int) -> int:
-    """The same as a number."""
+    """The address of an operand's numbers."""
     return words(operand, 6)[_DATA]
 
 
@@ -253,7 +253,7 @@ def finish(frame: int, block: int, shares: int, address: int, task: int) -> int:
 
 
 def compiled_once(target: Callable[..., str]) -> Callable[..., str]:
-    """The function, which registers a kernel and gives its name, run once for its arguments: steps
+    """Runs a function that registers a kernel, and returns its name, once for its arguments: steps
     are compiled by several threads."""
     lock, run = threading.Lock(), functools.cache(target)
 
@@ -309,15 +309,15 @@ _share: Any = None
 
 
 def _with(function: Callable[[int], int], **globals_: Any) -> Callable[[int], int]:
-    """The function with globals of its own. numba keeps what it compiled by the values that it
-    closes over, and those of jitted functions are others in each process."""
+    """The function with globals of its own. numba caches compiled code by the values that it closes
+    over, and those of jitted functions differ between processes."""
     code, closure = function.__code__, function.__closure__
     return FunctionType(code, {**globals(), **globals_}, closure=closure)
 
 
 def digest(*files: str) -> str:
-    """Of the code of these files and this one, of which numba looks at one only, and of XLA's
-    structures."""
+    """Hash of the code of these files and this one, and of XLA's structures. numba itself looks at
+    one file only."""
     code = b"".join(Path(file).read_bytes() for file in (str(_HEADER), __file__, *files))
     return hashlib.sha256(code).hexdigest()
 
@@ -326,9 +326,11 @@ _kept: list[Any] = []  # compiled functions that XLA has the addresses of
 
 
 def _compiled(function: Callable[[int], int], name: str) -> int:
-    """The address of the function in machine code. name: no other function's, for numba names the
-    files in which it keeps it by that and by this processor: of two processes that write to the
-    same ones at once, one would leave its code under the other's key."""
+    """The address of the function's machine code.
+
+    numba names its cache files by `name` and this processor. So the name must be unique: of two
+    processes that write to the same files at once, one would leave its code under the other's key.
+    """
     machine = repr(registry.cpu_target.target_context.codegen().magic_tuple())
     function.__qualname__ = f"{name}_{hashlib.sha256(machine.encode()).hexdigest()[:8]}"
     signature = types.int64(types.int64)

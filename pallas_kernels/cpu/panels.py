@@ -50,7 +50,7 @@ PANEL = 128  # columns of a share
 
 
 def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
-    """Whether `skinny_matmul` has the product of so many rows with these weights."""
+    """Whether `skinny_matmul` supports the product of this many rows with these weights."""
     depth, columns = weights.shape[::-1] if transposed else weights.shape
     if columns % TILE_COLUMNS:
         return False
@@ -61,7 +61,7 @@ def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
 
 
 def skinny_matmul(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
-    """x [T, in] @ weights [in, out] -> float32 [T, out], that `takes`, both of bfloat16 or float32,
+    """x [T, in] @ weights [in, out] -> float32 [T, out], if `takes`. Both of bfloat16 or float32,
     on one CPU device. transposed: the weights are [out, in]. Sums are in float32."""
     columns = weights.shape[0 if transposed else 1]
     call = jax.ffi.ffi_call(

@@ -31,8 +31,8 @@ _MASKED = np.float32(-1e30)
 
 @njit(**FAST)
 def _softmax(scores: Any, exponents: Any, count: int, top: float) -> Any:
-    """Makes exp(score - top) of the scores; their sum. 2^f for 0 <= f < 1 is a polynomial of
-    six terms, right to 2e-7, so that the loop is one of vectors."""
+    """Replaces the scores by exp(score - top) and returns their sum. 2^f for 0 <= f < 1 is a
+    polynomial of six terms, right to 2e-7, so that the loop vectorizes."""
     factors = exponents.view(np.float32)
     for i in range(count):
         y = max((scores[i] - top) * _LOG2E, np.float32(-126))
@@ -116,8 +116,8 @@ def _put_in_order(
     layer: Any, table: Any, head: int, side: int, first: int, last: int, keys: Any, values: Any,
     head_dim: int,
 ) -> None:  # fmt: skip
-    """keys [D, CHUNK] and values [CHUNK, width] of positions [first, last); what is
-    behind them stays."""
+    """Fills keys [D, CHUNK] and values [CHUNK, width] with positions [first, last). The rest
+    stays."""
     size = layer.shape[2]
     for j in range(last - first):
         position = first + j

@@ -38,15 +38,15 @@ GRAIN = 64  # of its columns
 
 
 def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
-    """Whether `skinny_matmul` has the product of so many rows with these weights."""
+    """Whether `skinny_matmul` supports the product of this many rows with these weights."""
     depth, columns = weights.shape[::-1] if transposed else weights.shape
     whole = depth % PAIRS == 0 if transposed else depth % TOGETHER == columns % PAIRS == 0
     return rows <= MOST_ROWS and weights.dtype == jnp.bfloat16 and whole
 
 
 def skinny_matmul(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
-    """x [T, in] @ weights [in, out] -> float32 [T, out], that `takes`, both of bfloat16,
-    on one CPU device. transposed: the weights are [out, in]. Sums are in float32."""
+    """x [T, in] @ weights [in, out] -> float32 [T, out], if `takes`. Both of bfloat16, on one CPU
+    device. transposed: the weights are [out, in]. Sums are in float32."""
     columns = weights.shape[0 if transposed else 1]
     call = jax.ffi.ffi_call(
         target(transposed=transposed),
@@ -71,7 +71,7 @@ def target(*, transposed: bool) -> str:
 
 @njit(**OPTIONS)
 def _shares(given: Any, transposed: bool) -> Any:
-    """(How many shares, of so many columns each, the last of fewer)."""
+    """(number of shares, columns of each but the last, which may have fewer)."""
     rows, columns = dims(given[1], 2)
     if transposed:
         rows, columns = columns, rows

@@ -64,7 +64,7 @@ def spread(builder: Any, value: Any) -> Any:
 
 
 def fetch(builder: Any, address: Any, locality: int) -> None:
-    """Has the processor fetch a line that will be read. locality: 3 for what is read often."""
+    """Emits a prefetch of a cache line that will be read. locality: 3 for what is read often."""
     kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, INDEX, INDEX, INDEX])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     hints = [ir.Constant(INDEX, value) for value in (0, locality, 1)]  # reads, of data
@@ -72,7 +72,7 @@ def fetch(builder: Any, address: Any, locality: int) -> None:
 
 
 def _plus(builder: Any, address: Any, row: Any, numbers: int) -> Any:
-    """The address, `row` bytes and some numbers further; row None: none."""
+    """The address moved by `row` bytes (None: 0) and by a number of float32 numbers."""
     moved = address if row is None else builder.add(address, row)
     return builder.add(moved, ir.Constant(WORD, numbers * BYTES))
 
@@ -154,7 +154,7 @@ def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def widened(_: Any, number: Any) -> Any:
-    """The float32 of a bfloat16's 16 bits, or of itself."""
+    """The float32 of a bfloat16's 16 bits; a float32 stays as it is."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if signature.args[0] == types.float32:
@@ -167,7 +167,7 @@ def widened(_: Any, number: Any) -> Any:
 
 @intrinsic
 def prefetch(_: Any, address: Any, size: Any) -> Any:
-    """Has the processor fetch so many bytes at an address before they are read."""
+    """Prefetches `size` bytes at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         line = BYTES * LANES

@@ -48,7 +48,8 @@ def attend(
 
 
 def supports(kind: int, shape: KernelShape) -> str | None:
-    """None, or why a cache of this kind and shape (one shard's heads) is not for these kernels."""
+    """Why the kernels do not support a cache of this kind and shape (one shard's heads), or
+    None."""
     reason = backend.supports(kind, shape)
     if reason is not None or kind != KV:
         return reason

@@ -46,7 +46,7 @@ MULTIPLIES, COPIES = 0, 1  # what each of them does
 
 
 def _multiply(a: Ref, b: Ref) -> jax.Array:
-    """a @ b of shared memory -> float32, in registers as the multiplier leaves it."""
+    """a @ b of shared memory -> float32, in the register layout of wgmma."""
 
     def run(acc: Ref) -> jax.Array:
         plgpu.wgmma(acc, a, b)
@@ -64,8 +64,8 @@ def _across(values: jax.Array, width: int) -> jax.Array:
 
 
 def _inside(piece: Piece, tile: Any, flip: Any, shape: tuple[int, int], axis: int) -> jax.Array:
-    """Whether the tokens of a tile, which lie along `axis`, count. flip: the bits of their places
-    that are the other way round in a block that is filled from the right."""
+    """Whether the tokens of a tile, which lie along `axis`, count. flip: bits of a token's place
+    that are inverted in a block filled from the right."""
     place = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
     position = tile * TILE + (place ^ flip)
     return (position >= piece.lower) & (position < piece.length)
@@ -103,7 +103,7 @@ def _one_tile(
 
 
 def _start(width: int) -> Softmax:
-    """`online_softmax.start`, laid out as the multiplier leaves its results."""
+    """`online_softmax.start` in the register layout of wgmma."""
     products = plgpu.Layout.WGMMA
     peak, total, acc = online_softmax.start(QUERIES, width)
     return Softmax(
@@ -125,8 +125,8 @@ def _store(source: Ref, values: jax.Array, target: Ref, row: Any, group: int) ->
 def _attend(
     batch: BatchRefs,
     shares: Shares,
-    q: Ref,  # [T * H + QUERIES, D]
-    out: Ref,  # [T * H, D]
+    q: Ref,  # [T * H + QUERIES, D], of the pool's dtype
+    out: Ref,  # [T * H, D], of the output's dtype
     parts: Parts,
     memory: Scratch,
     options: Options,

@@ -76,7 +76,7 @@ def scratch(options: Options, dtype: Any, out_dtype: Any) -> Scratch:
 
 
 def _stages(width: int, itemsize: int, out_itemsize: int) -> int:
-    """Tiles of K and V for which there is room beside the rest."""
+    """How many tiles of K and V fit beside the rest."""
     rest = QUERIES * (width * (itemsize + 4 + out_itemsize) + TILE * itemsize)
     return min(MOST_STAGES, (SHARED_BYTES - rest) // (2 * TILE * width * itemsize))
 

@@ -168,7 +168,7 @@ def _scores_of_tile(
     token: jax.Array,
     qx_ref: Ref,  # [T * H, E]
     pool_ref: Ref,  # [rows, D]
-    scores_ref: Ref,  # [R * H, C]
+    scores_ref: Ref,  # float32 [R * H, C]
     options: Options,
 ) -> None:
     geometry = options.geometry
@@ -195,7 +195,7 @@ def _scores_of_tile(
 def _sum(
     batch: BatchRefs,
     segment: Segment,
-    scores_ref: Ref,  # [R * H, C]
+    scores_ref: Ref,  # float32 [R * H, C]
     pool_ref: Ref,  # [rows, D]
     options: Options,
 ) -> Softmax:

@@ -53,7 +53,7 @@ class Options(common.Options):
 
     @property
     def padded_group(self) -> int:
-        """The group as a matrix unit's tile has it."""
+        """The group padded to a matrix unit's tile."""
         return max(16, power_of_two(self.group))
 
 

@@ -116,8 +116,8 @@ def _kernel(*refs: Ref, members: int, head_dim: int, more: int, place: Place) ->
 def _merged(
     parts: Parts, first: jax.Array, count: jax.Array, member: jax.Array, members: int
 ) -> jax.Array:
-    """The output [padded head_dim] of one member, whose parts `count` programs have from `first`
-    on."""
+    """The output [padded head_dim] of one member, merged from the parts of `count` programs from
+    `first` on."""
     padded = parts.acc.shape[1]
 
     def some(i: jax.Array, state: Softmax) -> Softmax:

@@ -28,7 +28,7 @@ class QueryTiles(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Tiles of queries, and the shares of their contexts that programs take: arrays, or refs."""
+    """Query tiles, and each program's share of their contexts: arrays, or refs."""
 
     tiles: QueryTiles
     shares: Shares
@@ -51,8 +51,8 @@ class Sizes(NamedTuple):
 
 
 def query_tiles(lengths: jax.Array, max_tokens: int, tokens: int) -> QueryTiles:
-    """Tiles of `tokens` queries that cover rows of lengths int32 [R], in order; as many as rows
-    with max_tokens together can need."""
+    """Tiles of `tokens` queries that cover rows of lengths int32 [R], in order. There are as many
+    as the worst case of rows with max_tokens together needs."""
     rows = lengths.shape[0]
     count = min(max_tokens, (max_tokens + rows * (tokens - 1)) // tokens)
     ends = jnp.cumsum((lengths + tokens - 1) // tokens)

@@ -121,7 +121,7 @@ Place = Callable[[Ref, jax.Array, jax.Array, _Slice, Geometry], tuple[jax.Array,
 def _pooled(
     column: int, places: Ref, index: jax.Array, layer: jax.Array, part: _Slice, geometry: Geometry
 ) -> tuple[jax.Array, ...]:
-    """In the pool's rows: the block and slot that stand in `places` from this column on."""
+    """Place in the pool's rows: `places` has its block and slot from this column on."""
     block, slot = places[index, column], places[index, column + 1]
     return geometry.row(layer, block, part.head, slot), part.column
 
@@ -129,7 +129,7 @@ def _pooled(
 def _staged(
     places: Ref, index: jax.Array, layer: jax.Array, part: _Slice, geometry: Geometry
 ) -> tuple[jax.Array, ...]:
-    """In a staging buffer [M, layers, E]."""
+    """Place in a staging buffer [M, layers, E]."""
     return index, layer, part.at
 
 
@@ -137,8 +137,8 @@ _FIRST, _SECOND = functools.partial(_pooled, 0), functools.partial(_pooled, 2)
 
 
 def _copy_kernel(
-    places: Ref,  # [M, any]
-    count: Ref,  # [1]
+    places: Ref,  # int32 [M, any]
+    count: Ref,  # int32 [1]
     *arrays: Ref,  # what is read, and last the output, which may have an alias before it
     source: Place,
     target: Place,
@@ -163,7 +163,7 @@ def _copy(
     staged: jax.ShapeDtypeStruct | None = None,
     **options: Any,
 ) -> jax.Array:
-    """What is copied to: `staged`, or the last of the arrays in place."""
+    """Copies to `staged`, or in place to the last of the arrays. Returns what was copied to."""
     last, in_place = arrays[-1], {1 + len(arrays): 0}
     done: jax.Array = _call(
         functools.partial(_copy_kernel, source=source, target=target, zeros=staged is not None),

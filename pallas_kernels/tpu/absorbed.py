@@ -37,14 +37,14 @@ from jaxserve.pallas_kernels.tpu.stream import Signals, clean_ends
 from jaxserve.pallas_kernels.tpu.tuning import Sizes
 
 
-def _one_pass(
+def _one_pass(  # refs are of the pool's dtype where none is named
     items: Any,  # SMEM int32 [7, R]
     layer: Any,  # SMEM int32 [1]
     cuts: Any,  # SMEM int32 [cores + 1]
     q: Any,  # VMEM [1, parts, H, head_dim], the item's row
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, parts, block_size, head_dim]
-    out: Any,  # VMEM like q
+    out: Any,  # VMEM like q, of the output's dtype
     x: Any,  # VMEM [2, parts, tokens, head_dim]
     sums: Any,  # VMEM float32 [H, tokens]
     peak: Any,  # VMEM float32 [1, H, 128]

@@ -241,7 +241,7 @@ def launch(
     return call(*work.scalars(layer), cuts, given, work.tables, pool)
 
 
-def _scores(
+def _scores(  # refs are of the pool's dtype where none is named
     items: Any,  # SMEM int32 [7, N]: an item is a chunk of a row
     layer: Any,  # SMEM int32 [1]
     cuts: Any,  # SMEM int32 [cores + 1]
@@ -269,7 +269,7 @@ def _scores(
     each_item(cuts, one_item)
 
 
-def _weighted(
+def _weighted(  # refs are of the pool's dtype where none is named
     items: Any,  # SMEM int32 [7, N]: an item is a chunk of a row, in order
     layer: Any,  # SMEM int32 [1]
     cuts: Any,  # SMEM int32 [cores + 1]

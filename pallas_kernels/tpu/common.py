@@ -44,7 +44,7 @@ class Options(Scoring):
 
     @classmethod
     def from_scoring(cls, scoring: Scoring, interpret: bool) -> Options:
-        """The same scoring, interpreted or not."""
+        """Options with this scoring."""
         return cls(**vars(scoring), interpret=interpret)
 
 
@@ -68,12 +68,12 @@ class Chunk:
 
     @property
     def tokens(self) -> int:
-        """Tokens of context that it holds."""
+        """Tokens of context of a chunk."""
         return self.blocks * self.block_size
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[heads, tokens, head_dim], as one half of a buffer in VMEM has it."""
+        """[heads, tokens, head_dim], the shape of half a buffer in VMEM."""
         return self.heads, self.tokens, self.head_dim
 
     def positions(self, j: jax.Array, side: jax.Array, axis: int) -> jax.Array:
@@ -244,12 +244,12 @@ def compiler(sizes: Sizes, parallel: int, sequential: int = 1) -> pltpu.Compiler
 
 
 def interpreted(interpret: bool) -> Any:
-    """pallas_call's `interpret`: the TPU interpreter, which knows DMA and semaphores."""
+    """pallas_call's `interpret`: the TPU interpreter, which emulates DMA and semaphores."""
     return pltpu.InterpretParams(out_of_bounds_reads="raise") if interpret else False
 
 
 def supports(kind: int, shape: KernelShape) -> str | None:
-    """None, or why the kernels cannot run such a shape (of one shard)."""
+    """Why the kernels do not support this shape (of one shard), or None."""
     head_dim, block_size = shape.head_dim, shape.block_size
     name = jnp.dtype(shape.dtype).name
     if name not in ("float32", "bfloat16"):

@@ -39,13 +39,13 @@ from jaxserve.pallas_kernels.tpu.common import (
 from jaxserve.pallas_kernels.tpu.stream import Signals, Stream, clean_ends
 
 
-def _kernel(
+def _kernel(  # refs are of the pool's dtype where none is named
     items: Any,  # SMEM int32 [7, R]
     layer: Any,  # SMEM int32 [1]
     q: Any,  # VMEM [1, heads, group, head_dim], the item's row
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, kv_heads, block_size, head_dim]
-    out: Any,  # VMEM like q
+    out: Any,  # VMEM like q, of the output's dtype
     k: Any,  # VMEM [2, heads, tokens, head_dim]
     v: Any,  # like k
     peak: Any,  # VMEM float32 [heads, group, 128]
@@ -73,14 +73,14 @@ def _kernel(
 
 
 class Decodes(NamedTuple):
-    """The rows that decode: live, bool [R], and what the kernel does for them."""
+    """The work of decodes, and their rows: live, bool [R]."""
 
     live: jax.Array
     work: Work
 
 
 def _chunk(shape: tuple[int, ...], dtype: DTypeLike, width: int, interpret: bool) -> Chunk:
-    """Of a pool of this shape, for tables of `width` entries."""
+    """The chunk for a pool of this shape and tables of `width` entries."""
     sizes = tuning.sizes(dtype, interpret)
     heads = most_a_program(shape[2], shape[2], sizes.cores)
     return make_chunk(shape, dtype, heads, width, sizes)

@@ -70,8 +70,8 @@ def granules(target: jax.Array, slot: jax.Array, source: jax.Array) -> Puts:
 
 
 def merge(rows: list[jax.Array], wanted: jax.Array, old: jax.Array) -> jax.Array:
-    """old [heads, 8, head_dim] with rows[s] [heads, head_dim] in each slot s of wanted, bool
-    [8, 1]. Turned round in float32, which takes any value of a narrower dtype and back exactly."""
+    """old [heads, 8, head_dim] with rows[s] [heads, head_dim] in each slot s of wanted, bool [8,
+    1]. Transposed in float32, which is exact for narrower dtypes."""
     new = jnp.swapaxes(jnp.stack([row.astype(jnp.float32) for row in rows]), 0, 1)
     return jnp.where(wanted[None], new, old.astype(jnp.float32)).astype(old.dtype)
 

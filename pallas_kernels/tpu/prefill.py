@@ -41,19 +41,19 @@ from jaxserve.pallas_kernels.tpu.tiles import (
 )
 
 
-def _kernel(
+def _kernel(  # refs are of the pool's dtype where none is named
     items: Any,  # SMEM int32 [7, N]
     layer: Any,  # SMEM int32 [1]
     q: Any,  # VMEM [heads, group, tile / 16, 16, head_dim], the item's queries
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, kv_heads, block_size, head_dim]
-    out: Any,  # HBM [kv_heads, group, units, 16, head_dim]
+    out: Any,  # HBM [kv_heads, group, units, 16, head_dim], of the output's dtype
     k: Any,  # VMEM [2, heads, tokens, head_dim]
     v: Any,  # like k
     peak: Any,  # VMEM float32 [heads, group * tile, 128]
     total: Any,  # like peak
     acc: Any,  # VMEM float32 [heads, group * tile, head_dim]
-    done: Any,  # VMEM [heads, group, tile, head_dim]
+    done: Any,  # VMEM [heads, group, tile, head_dim], of the output's dtype
     signals: Signals,
     sent: Any,  # DMA semaphore
     pending: Any,  # SMEM int32 [1]

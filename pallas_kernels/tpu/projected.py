@@ -138,7 +138,7 @@ def _swapped(key: jax.Array) -> jax.Array:
     return jnp.concatenate([key[:, half:], key[:, :half]], axis=1)
 
 
-def _kernel(
+def _kernel(  # refs are of the pool's dtype where none is named
     items: Any,  # SMEM int32 [7, N]
     layer: Any,  # SMEM int32 [1]
     q: Any,  # VMEM [heads, 1, tile / 16, 16, head_dim], the item's queries
@@ -149,7 +149,7 @@ def _kernel(
     rotation: Any,  # HBM float32 [2, 2, positions, head_dim]
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, parts, block_size, head_dim]
-    out: Any,  # HBM [H, 1, units, 16, head_dim]
+    out: Any,  # HBM [H, 1, units, 16, head_dim], of the output's dtype
     x: Any,  # VMEM [2, parts, tokens, head_dim]
     turned: Any,  # VMEM float32 [2, 2, tokens, head_dim]
     k_sum: Any,  # VMEM float32 [tokens, heads * head_dim]
@@ -159,7 +159,7 @@ def _kernel(
     peak: Any,  # VMEM float32 [heads, tile, 128]
     total: Any,  # like peak
     acc: Any,  # VMEM float32 [heads, tile, head_dim]
-    done: Any,  # VMEM [heads, 1, tile, head_dim]
+    done: Any,  # VMEM [heads, 1, tile, head_dim], of the output's dtype
     signals: Signals,
     sent: Any,  # DMA semaphore
     pending: Any,  # SMEM int32 [1]
@@ -297,7 +297,7 @@ def _operands(
 
 
 def _specs(width: int, heads: int, head_dim: int) -> list[pl.BlockSpec]:
-    """Of wk, wv, bias, norm and rotation."""
+    """Block specs of wk, wv, bias, norm and rotation."""
     weight = pl.BlockSpec((width, heads * head_dim), lambda h, i, *_: (0, h))
     bias = pl.BlockSpec((2, heads * head_dim), lambda h, i, *_: (0, h))
     norm = pl.BlockSpec((1, head_dim), lambda h, i, *_: (0, 0))
@@ -305,7 +305,7 @@ def _specs(width: int, heads: int, head_dim: int) -> list[pl.BlockSpec]:
 
 
 def _scratch(chunk: Chunk, recipe: Recipe, tile: int, dtype: Any, out_dtype: Any) -> list[Any]:
-    """In the order of the kernel's arguments."""
+    """Scratch shapes, in the order of the kernel's arguments."""
     heads, head_dim = recipe.heads, chunk.head_dim
     sums = pltpu.VMEM((chunk.tokens, heads * head_dim), jnp.float32)
     made = pltpu.VMEM((heads, chunk.tokens, head_dim), dtype)

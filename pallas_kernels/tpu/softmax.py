@@ -29,7 +29,7 @@ def scratch(heads: int, queries: int, width: int) -> list[Any]:
 
 
 def reset(state: tuple[Any, Any, Any]) -> None:
-    """Nothing seen yet."""
+    """Sets the state to nothing seen yet."""
     peak, total, acc = state
     peak[...] = jnp.full(peak.shape, NOTHING_SEEN, jnp.float32)
     total[...] = jnp.zeros(total.shape, jnp.float32)

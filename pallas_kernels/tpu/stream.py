@@ -133,7 +133,8 @@ class Stream:
                 self._copy(self.pool.at[layer[0], block, heads], buffer, half, b).start()
 
     def _wait(self, i: jax.Array, j: jax.Array, half: jax.Array | int) -> None:
-        """Until that has come. A wait knows its copy by size and semaphore; any block will do."""
+        """Waits for chunk j of item i. A wait knows its copy by size and semaphore; any block will
+        do."""
         for copy in self.beside(i, j, half):
             copy.wait()
 

@@ -14,7 +14,7 @@ RunsOf = Callable[[jax.Array], jax.Array]
 
 
 def chunk_blocks(tokens: int, block_size: int, batch: AttentionBatch) -> int:
-    """Blocks of a chunk of about so many tokens of context."""
+    """Blocks of a chunk of about `tokens` tokens of context."""
     return min(max(1, tokens // block_size), batch.table_width)
 
 

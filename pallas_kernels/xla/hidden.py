@@ -107,7 +107,7 @@ def projected_attention(
 
 
 class _Rows:
-    """Makes K and V [heads, context, D] of one row's hidden vectors after the other's."""
+    """Projects hidden vectors to K and V [heads, context, D], one row after another."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _Rows:
         return room, room
 
     def project(self, row: jax.Array, scratch: _KV) -> _KV:
-        """The scratch with all that the row's queries can see; as it was if the row is not
+        """The scratch filled with all that the row's queries can see; unchanged if the row is not
         hidden."""
         batch, width = self._batch, self._width
         context = batch.context_lens[row]
@@ -161,7 +161,7 @@ class _Rows:
         return lax.fori_loop(first // width, last, one_chunk, scratch)
 
     def read(self, row: jax.Array, scratch: _KV) -> Read:
-        """The row's context, once projected."""
+        """Reads the row's context from the scratch, once projected."""
         slot = self._slots(row)
 
         def chunk_of(j: jax.Array, lower: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

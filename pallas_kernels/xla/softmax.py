@@ -31,7 +31,7 @@ class Softmax(NamedTuple):
 
 
 class Step(Protocol):
-    """What `step` gives: adds one chunk of S context tokens to what the rows have seen."""
+    """Adds one chunk of S context tokens to a running softmax, see `step`."""
 
     def __call__(
         self, state: Softmax, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
@@ -42,7 +42,7 @@ class Step(Protocol):
 
 
 def start(shape: tuple[int, int, int], head_dim: int, *, shared: bool = False) -> Softmax:
-    """Nothing seen, for shape [N, kv_heads, M]."""
+    """The state before any scores, for shape [N, kv_heads, M]."""
     one = (shape[0], 1 if shared else shape[1], shape[2], 1)
     return Softmax(
         jnp.full(one, NOTHING_SEEN, jnp.float32),
