@@ -1,5 +1,5 @@
-"""What requests are told when they come of how long they will wait, and who is refused, as by the
-server: for that, or since the replica's queue is full."""
+"""Admission as in the server: requests are refused if they would wait too long, or if the replica's
+queue is full."""
 
 from __future__ import annotations
 
@@ -16,15 +16,25 @@ from jaxserve.sched.slo.ttft_estimator import TtftEstimator
 
 
 class Lateness:
-    """refuse_late: as the server's of that name; inf predicts and refuses nobody, None does
-    neither."""
+    """Predicts waits, and refuses requests that would come too late.
+
+    Args:
+        refuse_late: As `server.refuse_late`; inf predicts but refuses nobody, None does neither.
+    """
 
     def __init__(self, refuse_late: float | None) -> None:
         self._share = refuse_late
         self._expected: dict[int, float] = {}
 
     def admits(self, machine: Replica, number: int, request: Request, now: float) -> bool:
-        """Whether the request, which comes to that replica now, is taken."""
+        """Whether the replica takes a request that arrives now.
+
+        Args:
+            machine: The replica that it was routed to.
+            number: Its number in the workload.
+            request: The request.
+            now: Seconds.
+        """
         if self._share is None:
             return True
         wait = TtftEstimator(
@@ -34,7 +44,8 @@ class Lateness:
         return not is_late(wait, request, self._share)
 
     def expected(self, numbers: np.ndarray) -> np.ndarray | None:
-        """Seconds until the first token, as they were predicted for these requests, float64 [n]."""
+        """Predicted seconds to the first token of these requests, float64 [n]; None without
+        predictions."""
         if self._share is None:
             return None
         return np.array([self._expected.get(number, math.nan) for number in numbers.tolist()])
@@ -43,8 +54,10 @@ class Lateness:
 class BoundedQueue:
     """Counts the requests that are queued or running at each replica.
 
-    capacity: how many one has at most, inf for any number. outputs: of all requests, as far as they
-    are known.
+    Args:
+        capacity: Requests that a replica has at most, inf for any number.
+        replicas: Number of replicas.
+        outputs: Of all requests, as far as they are known.
     """
 
     def __init__(self, capacity: float, replicas: int, outputs: Outputs) -> None:
@@ -52,7 +65,7 @@ class BoundedQueue:
         self._unfinished: list[list[int]] = [[] for _ in range(replicas)]
 
     def admits(self, replica: int, number: int, now: float) -> bool:
-        """Whether request `number`, which comes at `now`, finds room; then it counts."""
+        """Whether request `number`, which arrives at `now`, finds room. If so, it is counted."""
         if self._capacity == math.inf:
             return True
         mine = np.array(self._unfinished[replica], np.int64)

@@ -1,4 +1,4 @@
-"""Who comes to a simulation next: a workload's requests, and those of a closed loop."""
+"""The arrivals of a simulation: the workload's requests, and those of a closed loop."""
 
 from __future__ import annotations
 
@@ -52,12 +52,20 @@ class Requests:
 
 
 class Arrivals:
-    """Numbers the requests: first those of the workload in its order, then those of the loop batch
-    by batch. num_open: of the workload. outputs: of all that are known by now. seed: of the loop's
-    lengths.
+    """Numbers the requests: first the workload's in order of arrival, then the closed loop's, batch
+    by batch.
 
-    A batch follows at once when the host has the last token of the one before it, so nobody knows
-    when that will be; the lengths in it are the same whenever it comes.
+    A batch follows as soon as the host has the last token of the one before it, so its time is not
+    known in advance. Its lengths do not depend on it.
+
+    Args:
+        workload: The open workload.
+        loop: The closed loop, if any.
+        seed: Of the loop's lengths.
+
+    Attributes:
+        outputs: Of all requests that are known by now.
+        num_open: Requests of the workload.
     """
 
     def __init__(self, workload: Workload, loop: ClosedLoop | None, seed: int) -> None:
@@ -74,16 +82,16 @@ class Arrivals:
 
     @property
     def next_time(self) -> float:
-        """When the next request comes of those that are known; inf if there is none."""
+        """When the next known request arrives; inf if there is none."""
         return min(self._open.arrival[self._next], self._batch_time)
 
     @property
     def horizon(self) -> float:
-        """Nobody comes before; 0 while a batch may follow at any time."""
+        """No request arrives before this time; 0 while a batch may follow at any time."""
         return self.next_time if self._loop is None else 0.0
 
     def take_first(self) -> tuple[int, Request]:
-        """The number of the request that comes next, and the request."""
+        """The next request to arrive, with its number."""
         if self._open.arrival[self._next] <= self._batch_time:
             self._next += 1
             return self._next - 1, self._open.make_request(self._next - 1)
@@ -92,7 +100,7 @@ class Arrivals:
         return self._coming - 1, self._batch.make_request(self._coming - 1 - self._first)
 
     def follow(self) -> None:
-        """Submits the loop's next batch if all of the last one have ended."""
+        """Submits the loop's next batch if all requests of the last one have ended."""
         if self._batch is None:
             return
         mine = np.arange(self._first, self._first + len(self._batch))
@@ -100,7 +108,7 @@ class Arrivals:
             self._submit(float(self.outputs.last_times(mine).max()))
 
     def came(self) -> tuple[Workload, np.ndarray]:
-        """All that have come, in order of arrival, and their numbers, int64 [n]."""
+        """All requests that have arrived, in order, and their numbers, int64 [n]."""
         batches = self._batches if self._coming > self._first else self._batches[:-1]
         looped = sum(map(len, batches))
         numbers = np.r_[: self._next, self.num_open : self.num_open + looped]

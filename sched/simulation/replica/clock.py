@@ -9,8 +9,14 @@ from jaxserve.sched.cost.host_overhead import HostOverhead
 
 @dataclass
 class Clock:
-    """now: of the host's thread, seconds. device_free: when the device has done all it was told.
-    pace: times as long as `host` says that the host takes."""
+    """The time of a replica's host thread, and when its device is free, in seconds.
+
+    Attributes:
+        host: How long the host's thread takes.
+        pace: Factor on these times.
+        now: The host thread's time.
+        device_free: When the device has finished all work launched so far.
+    """
 
     host: HostOverhead
     pace: float = field(default=1.0, kw_only=True)
@@ -18,24 +24,33 @@ class Clock:
     device_free: float = 0.0
 
     def wake(self, arrival: float) -> float:
-        """A request arrives where there is none, and the host goes on: when."""
+        """A request arrives at an idle replica and wakes the host; returns when it goes on."""
         self.now = max(self.now, arrival + self.host.wake)
         return self.now
 
     def receive(self, requests: int) -> None:
-        """The host takes in so many requests, before it plans a step."""
+        """The host takes in so many new requests, before it plans a step."""
         self.now += (self.host.receive + self.host.receive_row * requests) * self.pace
 
     def plan(self, live: int) -> None:
-        """The host plans a step, with so many requests there."""
+        """The host plans a step with `live` requests in the scheduler."""
         self.now += (self.host.plan + self.host.plan_row * live) * self.pace
 
     def launch(
         self, rows: int, admitted: int, moves: int, seconds: float, *, idle: bool
     ) -> tuple[float, float]:
-        """The host launches a batch that takes the device so long: when it starts and ends there.
-        admitted: rows that take a slot for sampling; moves: operations on the pool; idle: nothing
-        is in flight."""
+        """The host launches a batch.
+
+        Args:
+            rows: Rows of the batch.
+            admitted: Rows that take a slot for sampling.
+            moves: Operations on the pool that go with it.
+            seconds: How long the device takes.
+            idle: Whether nothing is in flight.
+
+        Returns:
+            When the batch starts and ends on the device.
+        """
         host = self.host
         took = host.launch + host.launch_row * rows + host.admit * admitted + host.move * moves
         self.now += took * self.pace
@@ -46,15 +61,15 @@ class Clock:
         return start, self.device_free
 
     def move(self, moves: int, seconds: float) -> None:
-        """The host launches operations without a batch."""
+        """The host launches operations on the pool without a batch."""
         self.now += self.host.move * moves * self.pace
         self.device_free = max(self.now, self.device_free) + seconds
 
     def land(self, end: float) -> float:
-        """The host waits for a step that ends then, and has its tokens: when."""
+        """The host waits for a step that ends at `end`; returns when it has the tokens."""
         self.now = max(self.now, end)
         return self.now
 
     def finish(self, rows: int) -> None:
-        """The host takes in the tokens of so many rows."""
+        """The host processes the tokens of so many rows."""
         self.now += (self.host.finish + self.host.finish_row * rows) * self.pace

@@ -1,4 +1,4 @@
-"""The pool of simulations in which nobody asks which block is whose: blocks are counted only."""
+"""A block pool that only counts blocks, for simulations in which no policy asks for block ids."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from jaxserve.sched.cache.free_blocks import OutOfBlocks
 
 
 class CountedPool(BlockPool):
-    """A `BlockPool` whose blocks have no ids, for policies that say `counts_blocks`. tables has no
-    columns, and nothing is shared."""
+    """A `BlockPool` whose blocks have no ids, for policies with `counts_blocks`. Its tables have no
+    columns, and nothing is shared.
+
+    Args:
+        num_blocks: Blocks of the pool.
+        block_size: Tokens of a block.
+        max_owners: Rows that may hold blocks.
+        width: Blocks of a plane that a row may have at most.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, max_owners: int, width: int) -> None:
         super().__init__(num_blocks, block_size, max_owners, 0)
@@ -26,15 +33,15 @@ class CountedPool(BlockPool):
         return self._left
 
     def blocks_of(self, row: int | np.integer) -> np.ndarray:
-        """ValueError."""
+        """Not supported: raises ValueError."""
         raise ValueError("blocks are only counted here; a policy with counts_blocks asked for ids")
 
     def slots_of(self, row: int, first: int, end: int) -> np.ndarray:
-        """As many as they are, all NOBODY's, int32 [planes * (end - first), 2]."""
+        """The right number of slots, all NOBODY's, int32 [planes * (end - first), 2]."""
         return self._some(int(PLANES[self.kind[row]]) * (end - first))
 
     def slots_of_all(self, *ranges: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
-        """See `BlockPool`; NOBODY's."""
+        """See `BlockPool`; all slots are NOBODY's."""
         rows, first, end = ranges
         counts = PLANES[self.kind[rows]] * (end - first)
         return tuple(counts.tolist()), self._some(int(np.add.reduce(counts)))
@@ -52,10 +59,10 @@ class CountedPool(BlockPool):
         self.kind[rows] = KV
 
     def lose(self, row: int, first: int, end: int) -> None:
-        """Nobody else may want the slots."""
+        """Does nothing: no other row writes to the slots."""
 
     def regain(self, row: int, first: int, end: int, computed: int) -> None:
-        """Nobody else has had the slots."""
+        """Does nothing, as `lose`."""
 
     def truncate(self, row: int, tokens: int) -> None:
         """See `BlockPool`."""
@@ -70,7 +77,7 @@ class CountedPool(BlockPool):
         self.kind[row], self.direction[row] = KV, LEFT
 
     def release_all(self, rows: np.ndarray) -> None:
-        """See `BlockPool`; the rows are different."""
+        """See `BlockPool`. The rows must be different."""
         self._left += int(np.add.reduce(self.blocks_held(rows)))
         self.held[rows] = 0
         self.kind[rows], self.direction[rows] = KV, LEFT

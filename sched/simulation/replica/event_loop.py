@@ -1,8 +1,8 @@
 """Simulations in Python: the event loop over replicas that each run the engine's own scheduler.
 
-The next thing to happen is an arrival, which is routed to a replica, something before the replicas
-(`front.py`), or a replica's loop coming round (`replica.py`). Nothing depends on the machine's own
-clock.
+The next event is an arrival, which is routed to a replica, one in front of the replicas
+(`router_front.py`), or the next iteration of a replica's loop (`replica.py`). Nothing depends on
+the machine's own clock.
 """
 
 from __future__ import annotations
@@ -33,8 +33,14 @@ from jaxserve.sched.workloads.workload import Workload
 
 @dataclass(frozen=True)
 class Options:
-    """What only the simulation in Python knows of; each as `simulate` has it. host_slots: of the
-    host memory; max_model_len: tokens that the longest request may get to have."""
+    """What only the simulation in Python supports. Fields that are not explained here are arguments
+    of `simulate`.
+
+    Attributes:
+        host_slots: Slots of host memory for checkpoints.
+        max_model_len: Tokens of the longest request, prompt and limit.
+        projects: Whether reads of hidden caches project them into K and V, see `View`.
+    """
 
     host_slots: int
     max_model_len: int
@@ -51,9 +57,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Served:
-    """workload: all that came. rows: per replica and batch who was in it, if that was asked for.
-    seed_read: whether a policy or a router asked for the seed. expected: seconds until the first
-    token as each was told when it came, float64 [n], if that was asked for."""
+    """What a simulation of one workload gave.
+
+    Attributes:
+        workload: All requests that came, best-effort ones included.
+        outcome: What became of them.
+        rows: By replica and batch, which requests were in it; None if not recorded.
+        seed_read: Whether a policy or a router asked for the seed.
+        expected: float64 [n], seconds to the first token as predicted on arrival; None if not asked
+            for.
+    """
 
     workload: Workload
     outcome: Outcome
@@ -69,7 +82,18 @@ def run_in_python(
     options: Options,
     progress: Callable[[int], None] | None,
 ) -> Served:
-    """Serves the workload, with one policy for each replica. InvalidPlan as `_serve`."""
+    """Serves the workload in Python.
+
+    Args:
+        policies: One for each replica.
+        workload: The requests.
+        setting: Where they are served.
+        options: How.
+        progress: progress(n) is called when n more requests have come.
+
+    Raises:
+        InvalidPlan: A policy plans what cannot be booked, or makes no progress.
+    """
     arrivals = Arrivals(workload, options.best_effort, setting.seed)
     outputs = arrivals.outputs
     machines = [

@@ -24,7 +24,12 @@ COAST_CELLS = 200_000  # rows x steps that are computed at once, at most
 
 @dataclass(frozen=True)
 class InFlight:
-    """A launched step whose tokens are not on the host: when it ends, and how many those are."""
+    """A launched step whose tokens are not on the host yet.
+
+    Attributes:
+        end: When it ends.
+        rows: Rows that sample.
+    """
 
     end: float
     rows: int
@@ -32,8 +37,14 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Decoding:
-    """All the requests there are, [n] each: the tokens that they have cached and for which they
-    have room, and those that each still writes; and at most so many steps."""
+    """All n live requests of a replica, which all decode.
+
+    Attributes:
+        cached: int64 [n], tokens in the cache.
+        room: int64 [n], tokens that their blocks have room for.
+        left: int64 [n], tokens still to generate.
+        most: Steps to run at most.
+    """
 
     cached: np.ndarray
     room: np.ndarray
@@ -43,9 +54,15 @@ class Decoding:
 
 @dataclass
 class Stretch:
-    """A number of steps. log: of BATCH. reached: when the tokens of each were on the host, but for
-    the last one's where steps overlap; those of the step that was in flight at first are at
-    `reached_first`. clock: after them."""
+    """Steps that were run at once.
+
+    Attributes:
+        log: Their records, of BATCH.
+        clock: The clock after them.
+        reached: When the tokens of each step were on the host; without the last step where steps
+            overlap.
+        reached_first: The same for the step that was in flight before them; nan if there was none.
+    """
 
     log: np.ndarray
     clock: Clock
@@ -65,8 +82,20 @@ def stretch(
     horizon: float,
     ahead: tuple[Draws | None, int] = (None, 0),
 ) -> Stretch | None:
-    """As many steps as are certain before `horizon`, when something else may happen; None for none.
-    flying: the step in flight. ahead: what steps are drawn from, and the number of the next one."""
+    """Runs as many steps at once as are certain.
+
+    Args:
+        decoding: The requests.
+        pool: Their blocks, which stay as they are.
+        setting: Costs, padding and overlap.
+        clock: The clock before the steps, which stays as it is.
+        flying: The step in flight, if any.
+        horizon: When something else may happen; no step is planned from then on.
+        ahead: What deviations from the cost model are drawn from, and the number of the next batch.
+
+    Returns:
+        The steps; None if none is certain.
+    """
     left = decoding.left
     reach = min(decoding.most, max(1, COAST_CELLS // len(left)))
     if horizon < math.inf:

@@ -6,12 +6,14 @@ import numpy as np
 
 
 class Outputs:
-    """By the requests' numbers, n of them so far; replicas fill it in.
+    """The outputs of n requests, by number; replicas fill them in.
 
-    lengths: int64 [n], tokens that each writes: it ends when the host has them all, which its
-    policy does not foresee. times: float64 [sum of lengths], when the host had each of them, nan
-    until it has; request i's begin at offsets[i]. over: bool [n], who has ended. preemptions:
-    int64 [n].
+    Attributes:
+        lengths: int64 [n], tokens that each generates; policies do not know it.
+        offsets: int64 [n], where each request's tokens begin in `times`.
+        times: float64 [sum of lengths], when the host had each token; nan until then.
+        over: bool [n], whether the request has ended.
+        preemptions: int64 [n].
     """
 
     def __init__(self) -> None:
@@ -19,7 +21,7 @@ class Outputs:
         self.times, self.over = np.zeros(0), np.zeros(0, bool)
 
     def add(self, lengths: np.ndarray) -> None:
-        """More requests, which write so many tokens, int64 [m]."""
+        """Adds requests by their output lengths, int64 [m]."""
         before, count = len(self.times), len(lengths)
         offsets = before + np.cumsum(lengths) - lengths
         self.lengths = np.concatenate([self.lengths, lengths])
@@ -29,7 +31,7 @@ class Outputs:
         self.preemptions = np.concatenate([self.preemptions, np.zeros(count, np.int64)])
 
     def cut(self, end: float) -> None:
-        """Forgets tokens that came later than that."""
+        """Forgets tokens that came after `end`."""
         self.times[self.times > end] = np.nan
 
     def last_times(self, numbers: np.ndarray) -> np.ndarray:
@@ -37,7 +39,7 @@ class Outputs:
         return np.asarray(self.times[self.offsets[numbers] + self.lengths[numbers] - 1])
 
     def in_order(self, order: np.ndarray) -> np.ndarray:
-        """The times of the requests in that order of their numbers."""
+        """The token times of the requests with these numbers, one request after the other."""
         counts = self.lengths[order]
         each = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         return np.asarray(self.times[np.repeat(self.offsets[order], counts) + each])

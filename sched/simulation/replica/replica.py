@@ -47,9 +47,23 @@ class _Step:
 
 
 class Replica:
-    """Serves requests in virtual time. `next_time` is when its loop comes round next.
+    """One replica on the virtual clock.
 
-    outputs: of all requests, by their numbers; filled in. number: which replica it is.
+    Args:
+        scheduler: Plans its steps.
+        setting: Its limits, costs and clocks.
+        outputs: Of all requests, by number; the replica fills it in.
+        number: Which replica it is.
+        coasts: Whether steps that are certain may be run several at once (`multi_step.py`).
+        record_rows: Whether to record which requests were in each batch.
+
+    Attributes:
+        next_time: When the loop runs next; inf if it is idle.
+        live: Requests that have not ended.
+        dead: Whether it has died.
+        slowdown: Factor on how long its steps take.
+        lately: What it has learned for snapshots.
+        rows_log: Which requests were in each batch, if recorded.
     """
 
     def __init__(
@@ -92,12 +106,12 @@ class Replica:
 
     @property
     def device_free(self) -> float:
-        """When the device has done all that it was told."""
+        """When the device has finished all work launched so far."""
         return self._clock.device_free
 
     def receive(self, number: int, request: Request, now: float) -> None:
-        """The request, which has that number, arrives now; not before `next_time` has passed what
-        arrived earlier."""
+        """A request arrives at `now`, with its number in the workload. Call it only once the loop
+        has run up to `now`."""
         row = self.scheduler.add(request, int(self._outputs.lengths[number]), number)
         grow_columns(self, self.scheduler.table.capacity, _request_of=0, _has_slot=False)
         self._request_of[row] = number
@@ -109,7 +123,7 @@ class Replica:
             self.next_time = self._clock.wake(now)
 
     def die(self) -> None:
-        """It does nothing any more, and what it had is lost."""
+        """Stops the replica; its requests lose all state."""
         self.dead, self.next_time = True, math.inf
         table = self.scheduler.table
         for row in np.flatnonzero(table.state != FREE).tolist():
@@ -118,8 +132,8 @@ class Replica:
         self.live, self._pending = 0, None
 
     def run(self, horizon: float) -> None:
-        """Once round the loop; several times, until `horizon`, where the outcome is certain.
-        horizon: when the next request arrives anywhere."""
+        """Runs one iteration of the loop, or several, up to `horizon`, where the outcome is
+        certain. horizon: when something outside happens next, such as an arrival."""
         last, self._woken = self._last, -math.inf
         if not (
             last is not None
@@ -144,9 +158,14 @@ class Replica:
             self._pending = None
 
     def stop(self, end: float) -> np.ndarray:
-        """Records of BATCH, in the order in which they ran, of those that began before `end`, inf
-        for all: nothing follows. Requests that have not ended are accounted for as far as they
-        are."""
+        """Ends the simulation. Preemptions of requests that have not ended are recorded.
+
+        Args:
+            end: Batches that begin later are dropped; inf to keep all.
+
+        Returns:
+            Records of BATCH, in the order in which they ran.
+        """
         table = self.scheduler.table
         going = np.flatnonzero(table.state != FREE)
         self._outputs.preemptions[self._request_of[going]] = table.preemptions[going]

@@ -1,4 +1,4 @@
-"""What is before the simulated replicas: routers that choose from snapshots, and replicas that get
+"""In front of the simulated replicas: routers that choose by snapshots, and replicas that become
 slow or die."""
 
 from __future__ import annotations
@@ -25,10 +25,17 @@ Came = tuple[int, Request]  # a request with its number
 
 
 class Front:
-    """Each router has every so many-th of the replicas, and of the requests by their numbers.
+    """The routers. Router i of k has every k-th replica, and the requests whose numbers are i
+    modulo k.
 
-    loops: when each machine's comes round. outputs: of all requests; those
-    that end with a dead replica are noted in `failed`.
+    Args:
+        setting: How requests are routed, and the faults.
+        machines: The replicas.
+        loops: When the loop of each replica runs next.
+        outputs: Of all requests.
+
+    Attributes:
+        failed: Numbers of the requests that ended because their replica died.
     """
 
     def __init__(
@@ -62,16 +69,25 @@ class Front:
 
     @property
     def next_time(self) -> float:
-        """When a snapshot is taken or comes, or a replica gets slow or dies, or is noticed to be
-        dead."""
+        """The next time at which a snapshot is taken or delivered, a fault occurs or a death is
+        noticed."""
         return self._timers.first()[0]
 
     def changed(self, replica: int) -> None:
-        """The replica's loop has come round, or a request has come to it."""
+        """Notes that the replica has changed since its last snapshot."""
         self._changed[replica] = True
 
     def choose(self, number: int, request: Request, now: float) -> int | None:
-        """The replica that gets the request now, which knows of it; None if there is none."""
+        """Routes a request.
+
+        Args:
+            number: Its number in the workload.
+            request: The request.
+            now: Seconds.
+
+        Returns:
+            The replica; None if none is up.
+        """
         router = self._routers[number % self._step]
         self._look(number % self._step, now)
         ask = RoutingRequest.from_request(request)
@@ -86,13 +102,19 @@ class Front:
         return replica
 
     def taken(self, replica: int, number: int, request: Request) -> None:
-        """The request is there, and has not been refused."""
+        """Notes that the replica has admitted the request."""
         if replica in self._dying:
             self._there[replica].append((number, request))
 
     def run(self, more: bool) -> Came | None:
-        """What happens at `next_time`: perhaps a request has to go elsewhere. more: whether
-        requests are still to come."""
+        """Handles the event at `next_time`.
+
+        Args:
+            more: Whether requests are still to arrive.
+
+        Returns:
+            A request of a dead replica that has to go elsewhere, if any.
+        """
         now, event = self._timers.first()
         kind, replica = divmod(event, len(self._machines))
         if kind == NOTICE:
