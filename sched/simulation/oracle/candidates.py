@@ -1,6 +1,5 @@
-"""The schedules among which a search chooses: the unified scheduler's, with each request's place in
-the order, the shape of the batches and their tokens set freely; and small changes to one of them.
-"""
+"""The schedules that a search chooses among: those of the unified scheduler, with the order of the
+requests, the shape of the batches and their tokens set freely. And small changes to them."""
 
 from __future__ import annotations
 
@@ -27,24 +26,30 @@ SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of C, in tokens of a batch with prom
 
 @dataclass(frozen=True)
 class Candidate:
-    """max_prefill_tokens: P, tokens that a batch with prompts may have, at most C."""
+    """A schedule, given by its policy and limits.
+
+    Attributes:
+        policy: The order of the requests, and the shape of the batches.
+        max_prefill_tokens: P, tokens of a batch with prompts, at most C.
+    """
 
     policy: Ordered
     max_prefill_tokens: int
 
     def setting(self, setting: Setting) -> Setting:
-        """With its own P."""
+        """The setting with the candidate's P."""
         limits = dataclasses.replace(setting.limits, max_prefill_tokens=self.max_prefill_tokens)
         return dataclasses.replace(setting, limits=limits)
 
     def ordered(self, given: np.ndarray) -> Candidate:
-        """In another order."""
+        """The same with another order of the requests."""
         return dataclasses.replace(self, policy=dataclasses.replace(self.policy, given=given))
 
 
 def starts(workload: Workload, work: Work, setting: Setting) -> Iterator[Candidate]:
-    """A few orders, shapes and budgets to begin with: by arrival, by the latest time to start, by
-    work, and by work with those at the end who cannot be met anyway."""
+    """The candidates that a search begins with: a few orders, shapes and budgets. Orders are by
+    arrival, by the latest time to start, and by work; in the last two, requests that cannot attain
+    their targets come last."""
     latest = np.minimum(
         workload.arrival + workload.ttft - work.ttft, workload.arrival + workload.jct - work.jct
     )
@@ -79,7 +84,14 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Changes:
-    """Draws changes. size: float64 [n], how much work each request is."""
+    """Draws small changes to candidates.
+
+    Attributes:
+        workload: The requests.
+        size: float64 [n], how much work each request is.
+        setting: Where they are served.
+        rng: What the changes are drawn from.
+    """
 
     workload: Workload
     size: np.ndarray
@@ -87,7 +99,8 @@ class Changes:
     rng: np.random.Generator
 
     def changed(self, candidate: Candidate, met: np.ndarray) -> Candidate:
-        """One or two changes. met: who was with the candidate, bool [n]."""
+        """The candidate after one or two changes. met: requests that attained their SLO with it,
+        bool [n]."""
         for _ in range(int(self.rng.integers(1, 3))):
             candidate = self._one(candidate, met)
         return candidate

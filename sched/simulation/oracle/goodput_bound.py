@@ -1,7 +1,8 @@
-"""How much goodput no schedule exceeds: bounds by relaxation, of which the least counts.
+"""Upper bounds on the goodput of any schedule, by relaxation; the lowest counts.
 
-Goodput is requests that have ended and attain their SLO over the seconds from the first arrival to
-the last token, so two things are bounded: how many those are, and how short that time is.
+Goodput is the number of requests that end and attain their SLO, over the seconds from the first
+arrival to the last token. So two things are bounded: how many requests that can be, and how short
+that time can be.
 """
 
 from __future__ import annotations
@@ -20,11 +21,20 @@ _ROUNDING = 1e-9
 
 
 def goodput_bound(workload: Workload, setting: Setting, hidden: bool, until: float) -> float:
-    """Requests/s of one replica; inf where nothing can be said. hidden: whether there are hidden
-    caches; until: when the run is cut off.
+    """A goodput that no schedule on one replica exceeds.
 
-    With k of them met, the run lasts until the k-th of those that could be first to end at best;
-    and where nobody is refused and nothing cut off, until all have.
+    If k requests attain their SLO, the run lasts at least until the k-th earliest of their best
+    possible ends; and, where nobody is refused and nothing cut off, until all requests can have
+    ended.
+
+    Args:
+        workload: The requests.
+        setting: Where they are served.
+        hidden: Whether there are hidden caches.
+        until: When the run is cut off, seconds; inf if it is not.
+
+    Returns:
+        Requests/s; inf if there is no bound.
     """
     work = Work.of_workload(workload, setting, hidden)
     begin = float(workload.arrival.min())
@@ -67,12 +77,19 @@ def _shortest(workload: Workload, work: Work) -> float:
 def most_met(
     workload: Workload, met: np.ndarray, first: np.ndarray, rest: np.ndarray, until: float
 ) -> int:
-    """How many of `met` there is time for, at most. The rest is as in `_ways`.
+    """Bounds how many of the requests in `met` one resource has time for.
 
-    Who attains its TTFT has `first` done between its arrival and then, and all of it by `latest`,
-    and when the run is cut off. Of those whose times lie in a window no more are
-    met than its seconds hold of the smallest; and windows apart from each other have none in common
-    (a request's times begin with its arrival), so that what they exclude adds up.
+    A request that attains its TTFT has `first` done between its arrival and that target, and all of
+    it by `latest` or the end of the run. Of the requests whose times lie in a window, no more
+    attain their targets than its seconds hold of the shortest. Disjoint windows have no requests in
+    common (a request's times begin with its arrival), so what they exclude adds up.
+
+    Args:
+        workload: All n requests.
+        met: bool [n], those that may attain their SLO.
+        first: float64 [n], seconds of the resource that each takes until its first token.
+        rest: float64 [n], seconds that it takes after that.
+        until: When the run is cut off.
     """
     arrival = workload.arrival[met]
     early = arrival + workload.ttft[met]

@@ -19,9 +19,13 @@ from jaxserve.sched.workloads.workload import Workload
 
 @dataclass(frozen=True)
 class Resource:
-    """What n requests take at least of something that does one thing at a time, seconds. first,
-    rest: float64 [n], of a batch's time what is theirs alone, until their first token and after it.
-    batch: what any batch takes beside."""
+    """The least time that n requests take on a resource that does one thing at a time, in seconds.
+
+    Attributes:
+        first: float64 [n], each request's own part of the batch times, until its first token.
+        rest: float64 [n], the same after its first token.
+        batch: What any batch takes besides.
+    """
 
     first: np.ndarray
     rest: np.ndarray
@@ -30,8 +34,13 @@ class Resource:
 
 @dataclass(frozen=True)
 class Shares:
-    """Of which sum over the rows of a batch no batch has more than 1: so many requests need at
-    least the sum of theirs in batches. first, rest: float64 [n], as in `Resource`."""
+    """Shares of a batch that requests take. Within a batch they sum to at most 1, so requests need
+    at least the sum of their shares in batches.
+
+    Attributes:
+        first: float64 [n], until the first token.
+        rest: float64 [n], after it.
+    """
 
     first: np.ndarray
     rest: np.ndarray
@@ -39,9 +48,15 @@ class Shares:
 
 @dataclass(frozen=True)
 class Work:
-    """Of n requests. resources: the device, and the host. shares: ways to count batches. ttft, jct:
-    seconds from arrival to first and last token on a machine that does nothing else, float64 [n].
-    met: bool [n], who would be within its targets there, by what can be said."""
+    """Lower bounds on the work of n requests.
+
+    Attributes:
+        resources: The device and the host.
+        shares: Ways to bound the number of batches: by rows, tokens and cache.
+        ttft: float64 [n], seconds from arrival to first token on an idle machine.
+        jct: float64 [n], seconds from arrival to last token on an idle machine.
+        met: bool [n], requests that may attain their targets there.
+    """
 
     resources: tuple[Resource, ...]
     shares: tuple[Shares, ...]
@@ -51,7 +66,7 @@ class Work:
 
     @classmethod
     def of_workload(cls, workload: Workload, setting: Setting, hidden: bool) -> Work:
-        """hidden: whether there are hidden caches, which read and hold otherwise."""
+        """The work of a workload. hidden: whether there are hidden caches."""
         prices = _Prices.of(setting, hidden)
         p, later = workload.prompt_len, workload.output_len - 1
         owner = np.repeat(np.arange(len(p)), later)
@@ -85,7 +100,8 @@ class Work:
 
 
 def latest(workload: Workload) -> np.ndarray:
-    """Seconds from arrival to last token of who attains all of its targets, at most, float64 [n].
+    """The longest time from arrival to last token with which each request can attain all of its
+    targets, float64 [n], seconds.
 
     The 99th percentile of n times between tokens is a value, or lies a share f of the way from one
     to the next. Up to n = 100 that next one is the largest: all others are within the target, and

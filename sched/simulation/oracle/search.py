@@ -1,8 +1,8 @@
-"""The best schedule for requests that are all known, by search (AccelGen section 6.1, "Oracle").
+"""The best schedule for a known workload, by search (AccelGen section 6.1, "Oracle").
 
-Every policy is tried, then the unified scheduler with a few orders of the requests, and then the
-best of these are changed a little, again and again. Each is simulated, so what is found can be
-done; how far the best there is may be above it, `goodput_bound.py` says.
+Every policy is tried, then the unified scheduler with a few orders of the requests; then the best
+of these are changed a little, again and again. Each is simulated, so what is found is feasible. How
+far it may be below the optimum, `goodput_bound.py` bounds.
 """
 
 from __future__ import annotations
@@ -36,14 +36,20 @@ _NEAR = 1 - 1e-6  # of the bound: there is nothing left to find
 
 
 class NotSearched(ValueError):
-    """Why there is no search, in a line."""
+    """The search does not support this simulation; one line says why."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """name: of the policy whose schedule is the best, `ordered` for one of the search's own.
-    served: its run. goodput: requests/s; bound: no schedule has more, inf where nothing can be
-    said. runs: how many were simulated."""
+    """The best schedule that a search found.
+
+    Attributes:
+        name: Of its policy, or `ordered` for a schedule of the search's own.
+        served: Its run.
+        goodput: Requests/s.
+        bound: Requests/s that no schedule exceeds, inf if there is no bound.
+        runs: Schedules simulated.
+    """
 
     name: str
     served: Served
@@ -74,10 +80,23 @@ def search(
     progress: Callable[[int], None] | None = None,
     compiling: Callable[[], None] | None = None,
 ) -> Found:
-    """Searches as long as the oracle says. The rest is as in `fast.run`, which does not have it
-    compiled as such: NotCompiled if that is asked for. NotSearched for several replicas, and for
-    best-effort requests of which each comes when others have ended; InvalidPlan if no policy can
-    serve the workload."""
+    """Searches for the schedule with the most goodput, for as long as the oracle's parameters say.
+
+    Args:
+        oracle: How long to search, and where to begin.
+        workload: The requests.
+        setting: Where they are served.
+        options: What only the simulation in Python supports.
+        compiled: As in `dispatch.run`. The search as such cannot be compiled.
+        progress: progress(n) is called as the search goes on, n adding up to the requests.
+        compiling: Called when numba begins to compile.
+
+    Raises:
+        NotCompiled: `compiled` is True.
+        NotSearched: There are several replicas, or closed-loop requests, whose arrivals are not
+            known.
+        InvalidPlan: No policy can serve the workload.
+    """
     if compiled:
         form_of(oracle)
     if setting.replicas > 1:
