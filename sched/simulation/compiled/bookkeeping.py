@@ -1,4 +1,4 @@
-"""What becomes of the requests of a batch, in the compiled simulation (`Scheduler.schedule`,
+"""Books planned batches and their tokens in the compiled simulation (`Scheduler.schedule`,
 `release_finished` and `finish`)."""
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from jaxserve.sched.state.request_table import DRAINING, FREE, RUNNING, WAITING
 
 @kernel
 def book(m: Machine, settings: np.record, key: Keys) -> int:
-    """The preemptions and the batch that have been planned. How many start or start again."""
+    """Books the preemptions and the batch that have been planned. Returns how many requests start,
+    or start again."""
     me = m.me[0]
     for i in range(me.victims):
         _lose_cache(m, m.victims[i])
@@ -86,8 +87,8 @@ def _note_order(m: Machine) -> None:
 
 @kernel
 def sample(m: Machine) -> None:
-    """Those who have all their known tokens in the cache sample one more, and are in flight. Who
-    has launched its last token gives its blocks back."""
+    """Requests with all known tokens in the cache sample one more, and are in flight. Those that
+    launch their last token release their blocks."""
     me = m.me[0]
     flying = m.flying[me.side]
     me.flying = drained = 0
@@ -108,7 +109,7 @@ def sample(m: Machine) -> None:
 
 @kernel
 def release(m: Machine, r: np.record) -> None:
-    """Gives back all blocks that it holds."""
+    """Releases all blocks of a request."""
     m.me[0].free += r.held * PLANES
     r.held = 0
 
@@ -117,8 +118,16 @@ def release(m: Machine, r: np.record) -> None:
 def receive(
     m: Machine, settings: np.record, key: Keys, side: int, count: int, token_times: np.ndarray
 ) -> None:
-    """The tokens of a step have reached the host, now: of the `count` requests in flight on that
-    side. Those of requests that are over belong to nobody."""
+    """The tokens of a step reach the host now. Tokens of requests that have ended are dropped.
+
+    Args:
+        m: The replica.
+        settings: A record of SETTINGS.
+        key: The policy's key.
+        side: The row of `m.flying` with the step's requests.
+        count: How many these are.
+        token_times: Of all requests; filled in.
+    """
     me = m.me[0]
     stopped = requeued = firsts = in_time = ends = tokens = 0
     for i in range(count):

@@ -1,5 +1,5 @@
-"""What still fits into the batch that the compiled simulation is making
-(`sched/unified/batch_budget.py`), one request at a time, and who is preempted for it."""
+"""What still fits into the batch in the making (`sched/unified/batch_budget.py`), in the compiled
+simulation: one request at a time, with preemptions to make room."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.sched.simulation.compiled.state import ANYBODY, NOBODY, Machine
 
 @kernel
 def open_budget(m: Machine, settings: np.record) -> None:
-    """Nobody is in the batch, or preempted for it."""
+    """Starts a batch: nothing is chosen or preempted."""
     me = m.me[0]
     me.batch_left, me.prefill_left = settings.max_batch_tokens, settings.max_prefill_tokens
     me.rows_left = settings.max_rows
@@ -35,8 +35,15 @@ def open_budget(m: Machine, settings: np.record) -> None:
 
 @kernel
 def fits_memory(m: Machine, settings: np.record, r: np.record, reserve: int) -> bool:
-    """Whether it finds its blocks, and a slot if it starts. The only one to hold cache leaves
-    none free."""
+    """Whether there are free blocks for a request. One that starts also needs a slot, and leaves
+    free the watermark and what others are promised, unless no other request holds cache.
+
+    Args:
+        m: The replica.
+        settings: A record of SETTINGS.
+        r: The request.
+        reserve: Cache tokens that it needs room for.
+    """
     me, new = m.me[0], new_blocks(settings, r, reserve)
     if not r.waiting:
         return new <= me.free
@@ -52,7 +59,15 @@ def fits_memory(m: Machine, settings: np.record, r: np.record, reserve: int) -> 
 
 @kernel
 def add(m: Machine, settings: np.record, number: int, tokens: int, reserve: int) -> None:
-    """Puts it into the batch; it fits."""
+    """Adds a request to the batch; it must fit.
+
+    Args:
+        m: The replica.
+        settings: A record of SETTINGS.
+        number: The request.
+        tokens: To compute.
+        reserve: Cache tokens that it gets room for.
+    """
     me, r = m.me[0], m.requests[number]
     new = new_blocks(settings, r, reserve)
     me.batch_left -= tokens
@@ -73,8 +88,18 @@ def add(m: Machine, settings: np.record, number: int, tokens: int, reserve: int)
 
 @kernel
 def make_room(m: Machine, settings: np.record, number: int, reserve: int) -> bool:
-    """Preempts those that run, are less urgent and not in the batch, the last first, until the
-    request fits; it may be the last of them itself. Whether any was preempted."""
+    """Preempts running requests until the request fits: less urgent ones that are not in the batch,
+    the least urgent first. It may itself be the last of them.
+
+    Args:
+        m: The replica.
+        settings: A record of SETTINGS.
+        number: The request.
+        reserve: Cache tokens that it needs room for.
+
+    Returns:
+        Whether any was preempted.
+    """
     me, r = m.me[0], m.requests[number]
     if r.waiting and not _would_fit(m, settings, r, reserve):
         return False

@@ -23,7 +23,7 @@ _paper_time = kernel(InferMaxCostModel.batch_time)
 
 
 class Linear(NamedTuple):
-    """A `LinearCostModel`."""
+    """A `LinearCostModel` as a tuple for numba, with the same fields."""
 
     coefficients: Prices
     num_layers: int
@@ -31,7 +31,7 @@ class Linear(NamedTuple):
 
 
 class Paper(NamedTuple):
-    """An `InferMaxCostModel`."""
+    """An `InferMaxCostModel` as a tuple for numba, with the same fields."""
 
     linear: Linear
     residual: tuple[float, float, float]
@@ -39,9 +39,16 @@ class Paper(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """The model that counts is `paper` where is_paper, else its `linear`. rows, tokens: of the
-    padding, empty for none; decode_group, decode_chunk: as there. factors, bounds, host,
-    lots: of a `Scatter`, empty for none."""
+    """The cost model, padding and scatter of a setting, for numba.
+
+    Attributes:
+        paper: The model if is_paper; otherwise only its `linear` counts.
+        is_paper: Whether the model is an `InferMaxCostModel`.
+        rows, tokens: Sizes of the padding, empty for none.
+        decode_group, decode_chunk: As in `Padding`.
+        factors, bounds, host: As in `Scatter`, empty for none.
+        lots: int64 [2, LOTS], see `Scatter.lots`; empty for none.
+    """
 
     paper: Paper
     is_paper: bool
@@ -57,7 +64,7 @@ class Costs(NamedTuple):
 
 @kernel
 def features(m: Machine, costs: Costs) -> BatchFeatures:
-    """Of the batch that has been made; before it is booked."""
+    """The features of the planned batch, before it is booked."""
     me = m.me[0]
     tokens = decodes = kv = quad = cached = 0
     sampling = False
@@ -95,7 +102,14 @@ def batch_time(costs: Costs, batch: BatchFeatures) -> float:
 
 @kernel
 def scattered(costs: Costs, lot: int, batch: BatchFeatures, seconds: float) -> float:
-    """What a batch takes that should take so long. lot: which is its."""
+    """The batch time with its deviation from the cost model.
+
+    Args:
+        costs: With the scatter.
+        lot: Number of the batch in the draws.
+        batch: Its features.
+        seconds: Its time by the cost model.
+    """
     if not len(costs.host):
         return seconds
     prompts, size = 1 if batch.num_prefills else 0, 0
@@ -107,7 +121,7 @@ def scattered(costs: Costs, lot: int, batch: BatchFeatures, seconds: float) -> f
 
 @kernel
 def pace(costs: Costs, lot: int) -> float:
-    """Times as long as its terms say that the host takes around a batch. lot: as above."""
+    """Factor on the host's times around a batch. lot: number of the batch in the draws."""
     if not len(costs.host):
         return 1.0
     return float(costs.host[costs.lots[1, lot % costs.lots.shape[1]]])

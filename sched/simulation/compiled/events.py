@@ -1,8 +1,7 @@
-"""What happens next in the compiled simulation: an event heap in which every event has a place.
+"""The event queue of the compiled simulation: a heap that events can be moved in.
 
-An event is a number, kind x replicas + replica, of the kinds below. times: by event, inf for what
-does not happen; heap: events, each before its two children; place: where an event is in the heap.
-Of those at the same time the smallest is first.
+An event is a number, kind x replicas + replica, of the kinds below; each has one time. Ties go to
+the smallest number. The queue is three arrays, see `at`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,15 @@ KINDS = 5
 
 @kernel
 def at(times: np.ndarray, heap: np.ndarray, place: np.ndarray, event: int, time: float) -> None:
-    """The event happens at that time, and at no other."""
+    """Sets the time of an event, and moves it in the heap.
+
+    Args:
+        times: float64, by event; inf for never.
+        heap: int64, events, each before its two children.
+        place: int64, by event, its index in the heap.
+        event: Which one.
+        time: Seconds; inf for never.
+    """
     times[event] = time
     here = place[event]
     while here > 0:
@@ -45,7 +52,7 @@ def at(times: np.ndarray, heap: np.ndarray, place: np.ndarray, event: int, time:
 
 
 def first_heap(times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """heap and place for these times."""
+    """The initial heap for these times, and the index of each event in it."""
     heap = np.lexsort((np.arange(len(times)), times)).astype(np.int64)  # sorted is a heap
     place = np.zeros_like(heap)
     place[heap] = np.arange(len(heap))

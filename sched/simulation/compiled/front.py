@@ -1,5 +1,5 @@
-"""What is before the replicas in the compiled simulation: snapshots and how they get to the
-routers, who choose, and who dies. As `simulation/replica/router_front.py`."""
+"""In front of the replicas in the compiled simulation: snapshots, their delivery to the routers,
+the routers' choices, and replicas that die. As `simulation/replica/router_front.py`."""
 
 from __future__ import annotations
 
@@ -45,14 +45,29 @@ def _asked(r: np.record) -> RoutingRequest:
 
 @kernel
 def event_at(world: World, kind: int, index: int, time: float) -> None:
-    """When that happens to the replica."""
+    """Sets the time of a replica's event.
+
+    Args:
+        world: All state.
+        kind: Of `events.py`.
+        index: The replica.
+        time: Seconds; inf for never.
+    """
     event = kind * len(world.replicas) + index
     at(world.event_times, world.event_heap, world.event_place, event, time)
 
 
 @kernel
 def timer(world: World, settings: np.record, kind: int, index: int, now: float) -> None:
-    """A fault, or a snapshot that is taken or arrives."""
+    """Handles a fault, or a snapshot that is taken or delivered.
+
+    Args:
+        world: All state.
+        settings: A record of SETTINGS.
+        kind: FAULT, PUBLISH or DELIVER.
+        index: The replica.
+        now: Seconds.
+    """
     me = world.replicas[index]
     event_at(world, kind, index, math.inf)
     if kind == FAULT:
@@ -83,8 +98,8 @@ def timer(world: World, settings: np.record, kind: int, index: int, now: float) 
 
 @kernel
 def next_stranded(world: World, index: int) -> int:
-    """The next request without a token that a dead replica has left; NOTHING if there is none. Who
-    has some, or was left twice, ends."""
+    """The next request of a dead replica that has to go elsewhere, NOTHING if there is none.
+    Requests that have a token, or went elsewhere before, fail."""
     me, s = world.replicas[index], world.known[index]
     s.dead = True
     s.first_sent = s.last_sent = NOTHING
@@ -100,7 +115,14 @@ def next_stranded(world: World, index: int) -> int:
 
 @kernel
 def send(world: World, index: int, number: int, now: float) -> None:
-    """Its router notes that a request goes there."""
+    """The request's router notes where it sent it.
+
+    Args:
+        world: All state.
+        index: The replica.
+        number: The request.
+        now: Seconds.
+    """
     s, r = world.known[index], world.requests[number]
     r.sent, r.next_sent = now, NOTHING
     if s.last_sent == NOTHING:
@@ -114,8 +136,17 @@ def send(world: World, index: int, number: int, now: float) -> None:
 
 @kernel
 def choose(world: World, settings: np.record, number: int, now: float) -> int:
-    """The replica for a request, by its router; NOTHING if none is up. As `routing.routers`, whose
-    indices are of the router's own replicas: every so many-th."""
+    """Routes a request, as `routing.routers`, whose indices count the router's own replicas only.
+
+    Args:
+        world: All state.
+        settings: A record of SETTINGS.
+        number: The request.
+        now: Seconds.
+
+    Returns:
+        The replica; NOTHING if none is up.
+    """
     count, step, first = len(world.replicas), settings.routers, number % settings.routers
     router, there = world.routers[first], 0
     fresh = settings.looks and settings.interval == 0.0

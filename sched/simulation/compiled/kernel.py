@@ -40,12 +40,17 @@ _serves: dict[types.Type, Any] = {}  # by that of the costs
 def compiled_serve(
     world: World, rules: Rules, costs: Costs, compiling: Callable[[], None] | None
 ) -> Any:
-    """`loop.serve` for such arguments, which takes a while to compile, but only once. compiling:
-    told when that begins.
+    """`loop.serve`, compiled for such arguments; the machine code is kept on disk.
 
-    What numba keeps is good for as long as the file of the function itself is the same. This one's
-    code is in several, so there is a directory for each state of them. Where that cannot be written
-    nothing is kept.
+    numba considers its cache valid as long as the function's own file is unchanged. The code of
+    this one is in several files, so each state of them has its own cache directory. If that cannot
+    be written, nothing is kept.
+
+    Args:
+        world: All state.
+        rules: What never changes.
+        costs: The cost model.
+        compiling: Called when numba begins to compile.
     """
     # All worlds and rules are of one type, and numba takes as long to find it as to serve some
     # hundred requests.
@@ -93,9 +98,9 @@ def _compile(kinds: tuple[types.Type, ...], directory: Path, keeps: bool) -> Any
 
 
 def compiled_key(key: Key, lapse: Lapse | None = None) -> Any:
-    """The key, and what it has of a lapse, as a function of one request's record and of which of
-    them is meant (`order.DUE` and the others). numba.core.errors.NumbaError or TypeError if one is,
-    or uses, what numba does not know."""
+    """The key, and its lapse if any, as one compiled function of a request's record and a selector
+    (`order.DUE`, `LEAD` or `LATER`). Raises numba.core.errors.NumbaError or TypeError if numba does
+    not support them."""
     parts = (key,) if lapse is None else (key, lapse.lead, lapse.later)
     if not all(map(inspect.isfunction, parts)):
         raise TypeError("it is no plain function")

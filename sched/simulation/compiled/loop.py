@@ -1,4 +1,5 @@
-"""The event loop of the compiled simulation: `replicas.py` and `replica.py`, in machine code."""
+"""The event loop of the compiled simulation: `replica/event_loop.py` and `replica/replica.py`, in
+machine code."""
 
 from __future__ import annotations
 
@@ -39,9 +40,19 @@ WAITING = int(State.WAITING)
 
 
 def serve(world: World, rules: Rules, costs: Costs, key: Keys, until: int) -> int:
-    """Lets the world go on until all requests are over (DONE), `until` of them have arrived
-    (PAUSED), its arrays have no room for more (FULL), or a policy plans nothing (STUCK) or gets
-    nowhere (NOWHERE)."""
+    """Runs the simulation until it is done or has to return to Python.
+
+    Args:
+        world: All state.
+        rules: What never changes.
+        costs: The cost model.
+        key: The policy's key.
+        until: Pause once so many requests have arrived.
+
+    Returns:
+        DONE if all requests have ended, PAUSED at `until`, FULL if the arrays are too small, STUCK
+            if the policy plans nothing, NOWHERE if it makes no progress.
+    """
     replicas, requests, settings = world.replicas, world.requests, rules.settings[0]
     cursor = world.cursor[0]
     while True:

@@ -1,8 +1,10 @@
-"""The policy's order in the compiled simulation: who is before whom, and the two sorted lists.
+"""The policy's order in the compiled simulation: which request is before which, and the two sorted
+lists, of running and of waiting requests.
 
-As in `unified.rank`: by the key, then by arrival. Where preempted requests wait at the head
-(requeue), those that run are before those that wait; of those that run by arrival, then the order
-of their last batches; of those that wait the preempted first, the latest of them at the head.
+As in `unified.ranking`: by key, then by arrival. Where preempted requests wait at the head
+(requeue), running requests are before waiting ones. Running requests are then by arrival, and by
+their place in their last batch; of the waiting ones the preempted come first, the latest of them at
+the head.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ def before(a: np.record, b: np.record) -> bool:
 
 @kernel
 def refresh(m: Machine, settings: np.record, key: Keys) -> None:
-    """Puts those that run in order, and notes who decodes. They nearly are in order already; and of
-    those that wait, those whose keys have lapsed."""
+    """Updates the order: sorts the running requests, which are nearly sorted already, notes which
+    of them decode, and moves waiting requests whose keys have lapsed."""
     requests, running = m.requests, m.running
     if settings.lapses and m.me[0].clock > m.me[0].next_lapse:
         _lapse(m, key)
@@ -60,7 +62,14 @@ def refresh(m: Machine, settings: np.record, key: Keys) -> None:
 
 @kernel
 def wait(m: Machine, settings: np.record, key: Keys, number: int) -> None:
-    """Puts a request among those that wait."""
+    """Inserts a request into the waiting list.
+
+    Args:
+        m: The replica.
+        settings: A record of SETTINGS.
+        key: The policy's key.
+        number: The request.
+    """
     r, me = m.requests[number], m.me[0]
     r.waiting, r.decoding = True, False
     m.needs[number] = new_blocks(settings, r, whole_reserve(settings, r))

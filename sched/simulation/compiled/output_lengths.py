@@ -1,5 +1,4 @@
-"""How long outputs get, learned from those that have ended: `sched/state/output_lengths.py`,
-compiled."""
+"""Output lengths learned from ended requests: `sched/state/output_lengths.py`, compiled."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from jaxserve.sched.state.output_lengths import DECAY
 
 @kernel
 def expected_peak(m: Machine, r: np.record) -> int:
-    """Cache tokens that the request is expected to end with: its prompt and the mean output of
-    those that got as long, at most what it may write."""
+    """Cache tokens that the request is expected to end with: its prompt and the mean length of
+    outputs that are longer than its own so far, at most its max_tokens."""
     mean = max(m.expected[m.bins_above[r.generated]], float(r.generated + 1))
     output = min(math.ceil(mean), r.max_tokens)
     return max(r.prompt_len + output - 1, r.computed)

@@ -1,8 +1,5 @@
 """InferMax Algorithm 1 in the compiled simulation: the plan of `sched/unified/unified_policy.py`,
-one by one.
-
-What is looked at, in which order and what becomes of it is as there; `budget.py` has the checks.
-"""
+one request at a time, in the same order and with the same outcome. `budget.py` has the checks."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ CHUNK = list(Reserve).index(Reserve.CHUNK)
 
 @kernel
 def plan(m: Machine, settings: np.record, groups: np.ndarray) -> None:
-    """Fills the batch, group after group. Those that run are in order."""
+    """Fills the batch, group by group. Running requests must be in order."""
     open_budget(m, settings)
     me = m.me[0]
     for g in range(len(groups)):

@@ -1,4 +1,5 @@
-"""Runs the compiled simulation: from a workload to what became of it."""
+"""Runs the compiled simulation: builds its arrays from a workload, and reads the outcome from
+them."""
 
 from __future__ import annotations
 
@@ -50,11 +51,11 @@ _PAUSES = 200  # for the progress
 
 
 class NotCompilable(ValueError):
-    """numba does not compile a key."""
+    """numba cannot compile a key."""
 
 
 def key_of(form: CompiledSpec) -> Any:
-    """The form's key, compiled. NotCompilable if that cannot be."""
+    """Compiles the form's key. Raises NotCompilable if numba cannot."""
     try:
         return compiled_key(form.key or _no_key, form.lapse)
     except (NumbaError, TypeError) as error:
@@ -71,8 +72,20 @@ def run(
     progress: Callable[[int], None] | None = None,
     compiling: Callable[[], None] | None = None,
 ) -> Outcome:
-    """Serves the workload to its end. key: `key_of` the form. InvalidPlan if the policy plans
-    nothing where it could, or gets nowhere."""
+    """Serves the workload to its end.
+
+    Args:
+        policy: Serves every replica.
+        form: Its compiled spec.
+        key: `key_of` the form.
+        workload: The requests.
+        setting: Where they are served.
+        progress: progress(n) is called when n more requests have come.
+        compiling: Called when numba begins to compile.
+
+    Raises:
+        InvalidPlan: The policy plans nothing where it could, or makes no progress.
+    """
     rules, costs = _rules(policy, form, setting), _costs(setting)
     chunk = policy.prefill_limit(setting.limits)
     world = _world(workload, setting, form.given, chunk, knows=policy.hypothetical)

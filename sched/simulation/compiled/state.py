@@ -1,7 +1,7 @@
-"""What the compiled simulation keeps, as arrays of records.
+"""The state of the compiled simulation, as arrays of records.
 
-A request is known by its number in the workload, and is one record all the way. Blocks are counted,
-not named: the family neither shares them nor moves caches.
+A request is known by its number in the workload, and stays in one record. Blocks are only counted:
+these policies neither share them nor move caches.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.sched.unified.policy_spec import FLOATS, INTEGERS
 
-# asked_*: targets as they were asked for, which routers see; ttft, tbt, jct: those that count.
-# key, behind, first, second: its place in the policy's order, see `order.before`. offset: where its
-# tokens' times begin. held: blocks a plane. growth: blocks that it is expected to take yet. tokens,
-# reserve: as planned for the next step. decided: it is in the batch in the making, or preempted for
-# it. state, lost_from: as in `sched/state/request_table.py`. losses, losses_since: as in
-# `sched/progress.py`. sent: when a router sent it to its replica; next_sent: who was sent there
-# next, -1 for nobody; again: it went elsewhere, since its replica died; failed: it ended with it.
+# A request. Fields that are not explained here are columns of `RequestTable`.
+#   asked_*: targets as they were asked for, which routers see; ttft, tbt, jct: those that count.
+#   key, behind, first, second: its place in the policy's order, see `order.before`.
+#   offset: where its tokens' times begin.
+#   held: blocks a plane.
+#   growth: blocks that it is expected to take yet.
+#   tokens, reserve: as planned for the next step.
+#   decided: it is in the batch in the making, or preempted for it.
+#   losses, losses_since: as in `sched/progress.py`.
+#   sent: when a router sent it to its replica.
+#   next_sent: the request sent there next, -1 for none.
+#   again: it was rerouted, because its replica died.
+#   failed: it ended with its replica.
 ASKED = tuple(f"asked_{name}" for name in TARGETS)
 REQUEST = np.dtype(
     [(name, np.float64) for name in (*FLOATS, *ASKED, "given", "key", "first", "sent")]
@@ -41,26 +47,42 @@ REQUEST = np.dtype(
     align=True,
 )
 
-# Of a replica. next_time: when its loop comes round; woken: when the first of those came that woke
-# it up just now, else -inf. live: requests that are not over. first, end: where in its list those
-# that wait are. free: blocks. arrivals, batch_order, preempted: how many there have been. gone:
-# preempted since the last batch. again: tokens of the batch that were in the cache already before
-# it was lost. flying: rows of the launched step that sample, -1 where none is in flight;
-# flying_end: when it ends; side: which list has them. got_on: steps that computed something new;
-# most_losses: of any one request since the last of them. outputs: how many have ended; ended: with
-# the last tokens that reached the host, at `landed`. came: requests that the host has not taken
-# in. next_lapse: no key of those that wait lapses before. slowdown: times
-# as long as its steps should take; pace, mean_output, attainment, seen_outputs,
-# seen_firsts: as `routing.observe.Lately`; draw: for the losses of its snapshots; dead; stranded:
-# up to whom those that it had have been looked at since; lot: its first of a `Scatter`; slow:
-# times as long as its terms say that the host takes; changed: since its last snapshot.
+# A replica.
+#   next_time: when its loop runs next.
+#   woken: when the first of the arrivals came that just woke it up, else -inf.
+#   live: requests that have not ended.
+#   first, end: where the waiting requests are in their list.
+#   free: blocks.
+#   arrivals, batch_order, preempted: how many there have been.
+#   gone: preempted since the last batch.
+#   again: tokens of the batch that are computed again after their cache was lost.
+#   flying: rows of the launched step that sample, -1 if none is in flight.
+#   flying_end: when that step ends.
+#   side: the row of `Machine.flying` with its requests.
+#   got_on: steps that computed something new.
+#   most_losses: of any one request since the last of them.
+#   outputs: how many have ended.
+#   ended: how many ended with the last tokens that reached the host, at `landed`.
+#   came: requests that the host has not taken in.
+#   next_lapse: no key of a waiting request lapses before.
+#   slowdown: factor on how long its steps take.
+#   slow: factor on how long its host takes.
+#   pace, mean_output, attainment, seen_outputs, seen_firsts: as in `take_snapshot.Lately`.
+#   draw: state of the draws of which snapshots get lost.
+#   stranded: the first request that has not been looked at since it died.
+#   lot: where its batches begin in the draws of a `Scatter`.
+#   changed: since its last snapshot.
 #
-# Of the batch in the making: what C, P, rows and slots are left; holders: requests that hold cache;
-# promised: blocks that those who run are expected to take yet; prefills: whether C and P leave
-# something for them; barrier: only those before this request may start, ANYBODY or NOBODY; chosen,
-# victims: how many; tail: the last of those that run who has not been looked at as a victim;
-# scanned: how far in the list of those that wait; undecided: blocks of those that run
-# and are not decided.
+# Its batch in the making.
+#   batch_left, prefill_left, rows_left, slots_left: of C, P, rows and slots.
+#   holders: requests that hold cache.
+#   promised: blocks that running requests are expected to take yet.
+#   prefills: whether C and P leave something for prefills.
+#   barrier: only requests before this one may start; or ANYBODY or NOBODY.
+#   chosen, victims: how many.
+#   tail: the last running request that has not been considered as a victim.
+#   scanned: up to where the waiting list has been considered.
+#   undecided: blocks of running requests that are not decided.
 REPLICA = np.dtype(
     [
         (name, np.float64)
@@ -83,7 +105,7 @@ REPLICA = np.dtype(
     align=True,
 )
 
-# What is the same for all, and never changes. Groups are in an array of their own.
+# The setting and the policy, which never change. Groups are in an array of their own.
 SETTINGS = np.dtype(
     [
         (name, np.int64)
@@ -102,11 +124,13 @@ SETTINGS = np.dtype(
     ],
     align=True,
 )
-# Of a router. turn, state: as `routing.routers.Lots`.
+# A router, as `routing.routers.Lots`.
 ROUTER = np.dtype([(name, np.int64) for name in ("turn", "state")])
-# Of all. arrived: requests so far; chosen: the replica of the one that is on its way, or NOTHING.
+# How far arrivals have got.
+#   arrived: requests so far.
+#   chosen: the replica of the request on its way, or NOTHING.
 CURSOR = np.dtype([(name, np.int64) for name in ("arrived", "chosen")])
-# Of a replica, as `setting.Fault`; time: inf for none.
+# The fault of a replica, as `settings.Fault`; time is inf for none.
 FAULTS = np.dtype([(name, np.float64) for name in ("time", "slowdown", "notice")])
 HOST = np.dtype([(field.name, np.float64) for field in fields(HostOverhead)])
 GROUP = np.dtype([(name, np.bool_) for name in ("decode", "prefill", "waiting", "preempts")])
@@ -116,7 +140,13 @@ NOTHING = -1  # in flight
 
 
 class Rules(NamedTuple):
-    """What never changes. settings, host: one record each, [1]; groups: [any]."""
+    """What never changes in a simulation.
+
+    Attributes:
+        settings: One record of SETTINGS, [1].
+        host: One record of HOST, [1].
+        groups: Records of GROUP, in the policy's order.
+    """
 
     settings: np.ndarray
     host: np.ndarray
@@ -124,16 +154,29 @@ class Rules(NamedTuple):
 
 
 class World(NamedTuple):
-    """All there is, as arrays by replica where nothing else is said.
+    """All state of a simulation. Arrays are by replica unless noted.
 
-    requests, token_times: of all, [n] and [tokens]. cursor: [1]. known: what routers know of each;
-    published: its snapshot that is on its way; routers: [routers]; faults. event_times, event_heap,
-    event_place: see `events.py`. running: those
-    that hold cache. waiting: those that wait; needs, lapses: [n], by request, the
-    blocks for which such a one would start, and when its key lapses. chosen, victims: of the batch
-    in the making. flying: [replicas, 2, :], those that sample in the launched step, and in the one
-    before. scratch: for sorting. log: batches so far. reached, ended, mean, expected, by bin, and
-    bins_above, bin_of, by length: see `output_lengths.py`.
+    Attributes:
+        requests: [n], records of REQUEST.
+        token_times: [sum of output_len], when each token reached the host.
+        cursor: [1], a record of CURSOR.
+        routers: By router, records of ROUTER.
+        known: What the routers know, records of KNOWN.
+        published: Snapshots under way, records of SNAPSHOT.
+        faults: Records of FAULTS.
+        event_times, event_heap, event_place: By event, see `events.py`.
+        replicas: Records of REPLICA.
+        running: Requests that hold cache.
+        waiting: Requests that wait.
+        needs: [n], free blocks with which a waiting request could start.
+        lapses: [n], when the key of a waiting request lapses.
+        chosen, victims: Requests of the batch in the making, and those preempted for it.
+        flying: [replicas, 2, :], requests that sample in the launched step and in the one before.
+        scratch: For sorting.
+        log: Batches so far, records of BATCH.
+        reached, ended, mean, expected: By bin of output lengths, see
+            `sched/state/output_lengths.py`.
+        bins_above, bin_of: By length, likewise; the same for all replicas.
     """
 
     requests: np.ndarray
@@ -165,8 +208,14 @@ class World(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """One replica's part of it. me: its own record, [1]. running is in the policy's order once
-    `order.refresh` has put it there; waiting always is, from me.first to me.end."""
+    """The state of one replica: its part of the `World`'s arrays. Fields that are not explained
+    here are as there.
+
+    Attributes:
+        me: [1], its own record.
+        running: In the policy's order once `order.refresh` has run.
+        waiting: Always in order, from me.first to me.end.
+    """
 
     requests: np.ndarray
     me: np.ndarray
