@@ -1,9 +1,9 @@
-"""The engine: requests in, tokens out, one thread that schedules and owns the device state.
+"""The engine: requests in, tokens out. One thread schedules and owns the device state.
 
 The loop launches step N, finishes step N-1 on the host while the device works (stop conditions,
-detokenising, streaming), and plans N+1. Sampled tokens feed the next step on the device, so
-nothing waits for them, but for those that a grammar has a say in: they are drawn once the host has
-the token before, while the device computes the step that they are of.
+detokenising, streaming), and plans N+1. Sampled tokens feed the next step on the device, so nothing
+waits for them. The exception are tokens constrained by a grammar: they are sampled once the host
+has the previous token, while the device already computes their logits.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Engine:
         return self.tokenizer.encode(text, self._longest_prompt, special=special)
 
     def max_text_bytes(self) -> int | None:
-        """UTF-8 of the longest text that may be served; None: any text may, as far as is known."""
+        """UTF-8 bytes of the longest text that may be served; None if no limit is known."""
         return self.tokenizer.max_bytes(self._longest_prompt)
 
     @property
@@ -130,16 +130,16 @@ class Engine:
         return min(self._info.max_model_len, self._info.pool_tokens) - 1
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Their text, without special tokens."""
+        """The tokens' text, without special tokens."""
         return self.tokenizer.decode(token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token by itself, as it is shown to people."""
+        """One token by itself, for display."""
         return self.tokenizer.piece(token_id)
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Compiles it, so that a request with it can be submitted at once; see `Grammars.compile`,
-        also for what it raises."""
+        """Compiles the grammar, so that a request with it can be submitted at once. Raises what
+        `Grammars.compile` raises."""
         self._grammars.compile(grammar)
 
     def info(self) -> EngineInfo:
@@ -147,7 +147,7 @@ class Engine:
         return self._info
 
     def check(self, request: Request) -> None:
-        """Checks a request's size, token ids and grammar, which is compiled.
+        """Checks a request's size and token ids, and compiles its grammar.
 
         Raises:
             InvalidRequest: this engine cannot serve it.
@@ -164,8 +164,8 @@ class Engine:
             self.check_grammar(request.sampling.grammar)
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
-        """Queues a request that `check` has let pass. The arrival time is now. Whatever the request
-        holds is made here, so that what cannot be made is its caller's alone.
+        """Queues a request that has passed `check`. It arrives now. Its host-side state is built on
+        the calling thread, so that an error there affects only the caller.
 
         Args:
             request: with an id that no running request has.
@@ -174,7 +174,7 @@ class Engine:
 
         Raises:
             InvalidRequest: the id is being served.
-            QueueFull: the queue holds no more.
+            QueueFull: the queue is full.
             EngineStopped: after `drain`, `stop` or a failure.
         """
         info = self._info
@@ -194,7 +194,7 @@ class Engine:
         self._ttft_estimator.submitted(stamped)
 
     def _texts(self, request: Request) -> list[ContinuationText]:
-        """Of each of its continuations, at their beginning."""
+        """Fresh text state for each continuation of the request."""
         asked, sampling = request.sampling.grammar, request.sampling
         grammar = None if asked is None else self._grammars.compile(asked)
         ignore = sampling.ignore_eos
@@ -245,12 +245,12 @@ class Engine:
         return self._ttft_estimator.wait(request)
 
     def backlog(self) -> Backlog:
-        """What there was to do at the last step; its time is on the clock of requests' arrival."""
+        """The work left at the last step. Its time is on the engine's clock."""
         return self._ttft_estimator.backlog
 
     def block_map(self) -> np.ndarray:
-        """What each block holds, uint8 [num_blocks] of `sched.pool_map.BlockUse`. Taken while the
-        engine runs: parts of it may be one step apart."""
+        """What each block holds, uint8 [num_blocks] of `sched.cache.pool_map.BlockUse`. Taken while
+        the engine runs: parts of it may be one step apart."""
         return pool_map(self._scheduler.pool, self._scheduler.table.tier)
 
     def live_counts(self) -> dict[tuple[str, str, bool], int]:
@@ -267,8 +267,8 @@ class Engine:
         self._step_loop.observers.add(observer)
 
     def add_failure_listener(self, listener: Callable[[BaseException], None]) -> None:
-        """Calls listener(exception) once if the engine fails: on the engine thread, on that which
-        abandons it, or right now if it has failed already."""
+        """Calls listener(exception) once if the engine fails: on the engine thread, on the thread
+        that calls `abandon`, or right now if it has failed already."""
         with self._wake:
             self._failure_listeners.append(listener)
             failure = self._failure
@@ -285,7 +285,7 @@ class Engine:
         self._thread.start()
 
     def drain(self, grace_s: float) -> bool:
-        """Takes no more requests and waits until those there are have ended.
+        """Refuses new requests and waits until the present ones have ended.
 
         Args:
             grace_s: seconds after which they are cancelled.
@@ -324,8 +324,8 @@ class Engine:
         self._step_loop.stop()
 
     def abandon(self, error: BaseException) -> None:
-        """Fails the engine from another thread, as its own may wait for a device for ever. It takes
-        no more requests; the failure listeners end those that it has."""
+        """Fails the engine from another thread, for when its own may be stuck waiting for a device.
+        It refuses new requests. The failure listeners end the present ones."""
         with self._wake:
             if self._failure is not None:
                 return
@@ -352,18 +352,18 @@ class Engine:
         self._step_loop.woke(None)
         while self._receive(wait=pending is None and not self._step_loop.live):
             launched = self._step_loop.launch(idle=pending is None)
-            self._ttft_estimator.publish(pending, launched)  # who comes from now on comes behind it
+            self._ttft_estimator.publish(pending, launched)  # newcomers queue behind it
             if pending is not None:
                 self._step_loop.finish(pending)
             pending = None if launched is None else self._step_loop.sample(launched)
             if pending is not None and not self._overlap:
                 self._step_loop.finish(pending)
                 pending = None
-            if not self._step_loop.live:  # nobody who has ended is waited for while it sleeps
+            if not self._step_loop.live:  # it may sleep now, so leave no outdated estimate
                 self._ttft_estimator.publish(pending)
 
     def _receive(self, *, wait: bool) -> bool:
-        """Takes in what other threads asked for; False when the engine is to end."""
+        """Handles what other threads have asked for. False if the engine is to end."""
         with self._wake:
             if wait and not (self._inbox or self._stop):
                 self._wake.wait_for(lambda: self._inbox or self._stop)
@@ -387,7 +387,7 @@ class Engine:
                 self._wake.notify_all()
 
     def _fail(self, error: BaseException) -> None:
-        """Ends every request with the error; nobody is left waiting, whatever else goes wrong."""
+        """Ends every request with the error, so that no caller is left waiting."""
         log.error("the engine failed: %s", with_traceback(error))
         self.abandon(error)
         if isinstance(error, HostLost):

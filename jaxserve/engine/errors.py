@@ -12,4 +12,4 @@ class EngineStopped(RuntimeError):
 
 
 class HostLost(EngineStopped):
-    """Another of the hosts that serve the model together is gone; the message says which."""
+    """One of the hosts that serve the model together is gone. The message says which."""

@@ -25,12 +25,12 @@ from jaxserve.sched.request import Request
 log = logging.getLogger(__name__)
 
 IN_VAIN = 16
-"""Steps that may fail one after the other, with no token in between."""
+"""Consecutive failed steps, without a token in between, that the engine survives."""
 OF_NEWCOMERS = IN_VAIN // 2
-"""Of these, those for which only they end who have come meanwhile, where that may help."""
+"""So many of them end only the continuations that arrived since the last plan, if there are any."""
 
 MAX_MESSAGE = 500  # characters
-_LINES, _WINDOW_S = 10, 60.0  # that are logged in a while; the others are counted only
+_LINES, _WINDOW_S = 10, 60.0  # at most so many are logged in so many seconds
 _DEVICE = (jax.errors.JaxRuntimeError, HostLost, CompiledAfterWarmup)
 
 

@@ -18,7 +18,7 @@ class FinishReason(enum.StrEnum):
 
 
 COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
-"""It has ended by itself."""
+"""Reasons of continuations that ended by themselves."""
 
 
 @dataclass(frozen=True)

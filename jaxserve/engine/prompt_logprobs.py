@@ -19,8 +19,8 @@ from jaxserve.engine.sequence import Continuation
 from jaxserve.sched.step import Step
 
 TOLD_AT_ONCE = 64
-"""Tokens of a prompt in one `Output`, so that none is large, whatever the size of a step: 16 KiB in
-what waits for its reader."""
+"""Prompt tokens in one `Output`, so that none is large, whatever the size of a step: 16 KiB in a
+caller's buffer."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The requests that an engine has, and how many of its places are whose."""
+"""Counts the engine's requests, in all and by tenant, against the size of its queue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from jaxserve.sched.request import InvalidRequest, Request
 
 
 class RequestPlaces:
-    """capacity: continuations that are queued or running at most. Not thread-safe."""
+    """Admission to the queue. capacity: most continuations that may be queued or running. Not
+    thread-safe."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -24,19 +25,18 @@ class RequestPlaces:
 
     @property
     def ids(self) -> list[str]:
-        """Of the requests that are not over."""
+        """Ids of the requests that have not ended."""
         return list(self._left)
 
     def check(self, request: Request) -> None:
-        """Raises InvalidRequest for more continuations than there are places."""
+        """Raises InvalidRequest if the request has more continuations than the capacity."""
         n = request.sampling.n
         if n > self._capacity:
             raise InvalidRequest("n", f"{n} continuations; at most {self._capacity} fit the queue")
 
     def reserve(self, request: Request) -> None:
-        """One more, that `check` has let pass. Raises InvalidRequest for an id that is there;
-        QueueFull where no places are left, or, where several tenants come, too few to let this one
-        have more."""
+        """Counts in a request that has passed `check`. Raises InvalidRequest if its id is being
+        served, QueueFull if no places are left or its tenant has used up its share of them."""
         n, tenant, limit = request.sampling.n, request.tenant, self._capacity
         if request.id in self._left:
             raise InvalidRequest("request_id", f"{request.id!r} is already being served")
@@ -57,7 +57,7 @@ class RequestPlaces:
         self._mine[tenant] += n
 
     def end(self, request_id: str) -> bool:
-        """One of its continuations is over; whether it was the last."""
+        """One of the request's continuations has ended. Returns whether it was the last."""
         self._left[request_id] -= 1
         self._mine[self._tenants[request_id]] -= 1
         if self._left[request_id]:
@@ -66,7 +66,7 @@ class RequestPlaces:
         return True
 
     def clear(self) -> None:
-        """There are none any more."""
+        """Forgets all requests."""
         self._left.clear()
         self._tenants.clear()
         self._mine.clear()

@@ -71,7 +71,7 @@ class Continuation:
         self.untold: int | None = 1 if asks else None
         self._text, self._sampling_row = text, sampling_row
         self._on_output = on_output
-        self._told = False  # of its end, or its caller has failed over it
+        self._told = False  # the last `Output` was sent, or its callback raised
         self._engine_failed = False
         self._problems = problems
         self._timings: Timings | None = None
@@ -198,7 +198,7 @@ class Continuation:
 
     def stats(self, reason: FinishReason, now: float, preemptions: int) -> RequestStats:
         """The record for the observers of a continuation that ends now."""
-        if self._timings is None:  # its caller has not been told of it
+        if self._timings is None:  # no last `Output` was sent
             self._conclude(reason, now)
         assert self._timings is not None
         return RequestStats(

@@ -105,11 +105,11 @@ class StepLoop:
         self._free_slots = list(range(scheduler.view.limits.max_rows - 1, -1, -1))
         self._plain = plain_slot(info.vocab_size)
         self._newcomers: list[Continuation] = []  # since the last plan
-        # Continuations that failed while a step is made of which they are: it is launched first.
+        # Members that failed while their step was built. They end after its launch.
         self._failed: list[tuple[Continuation, BaseException]] = []
-        self.arrivals = 0  # continuations so far, those that could not be taken in included
-        self._since = clock()  # when the thread was done with a step, or went on after it slept
-        # Not told in any step yet.
+        self.arrivals = 0  # continuations so far, with those that could not be admitted
+        self._since = clock()  # when the thread was last done with a step, or woke up
+        # Not reported with any step yet.
         self._preemptions = self._received = 0
         self._wake_time = self._receive_time = 0.0
 
@@ -166,7 +166,7 @@ class StepLoop:
         """Plans and launches the next step. None if there is nothing to do, or if it failed."""
         if not self.live:
             return None
-        # Plans went well before these came; if it is not they, the next ones say so.
+        # Plans worked before the newcomers came. If these are not the cause, the next plan fails.
         suspects, step = self._newcomers, None
         if not suspects or self.failures.in_vain >= OF_NEWCOMERS:
             suspects = list(self.live.values())
@@ -330,7 +330,7 @@ class StepLoop:
     def finish(self, step: InFlight) -> None:
         """Takes in a step's tokens. Those of continuations that have ended are dropped."""
         assert not isinstance(step.handle, PendingSample)
-        result = step.handle.result()  # what this raises the device has raised
+        result = step.handle.result()  # raises what the device raised
         prompt = None if step.prompts is None else step.handle.prompt()
         try:
             self._take_in(step, result, prompt)
@@ -426,7 +426,7 @@ class StepLoop:
         observers, self.observers = self.observers, Observers(self.failures)
         observers.notify(lambda observer: observer.on_stop())
 
-    # How they end.
+    # How continuations end.
 
     def _end(self, continuation: Continuation, reason: FinishReason, error: str = "") -> None:
         """Ends a continuation from outside the model."""
@@ -459,7 +459,7 @@ class StepLoop:
             self.end_failed(continuation, describe(error))
         self._newcomers = []
         if not self.live and not self._scheduler.is_empty:
-            raise error  # there are blocks that nobody holds
+            raise error  # blocks have leaked
         self._since = self._clock()
 
     def end_failed(

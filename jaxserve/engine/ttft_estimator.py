@@ -43,7 +43,7 @@ class LiveTtftEstimator:
         self._arrivals = arrivals
         self._lock = threading.Lock()
         self._submitted = 0  # continuations
-        self._since: deque[tuple[int, Request]] = deque()  # with how many there were before
+        self._since: deque[tuple[int, Request]] = deque()  # (submitted before it, request)
         self._seen: TtftEstimator | None = None
         self.publish()
 

@@ -1,7 +1,7 @@
-"""Host arrays to devices and back, where some devices may be other hosts'.
+"""Moves host arrays to devices and back, where some devices may belong to other hosts.
 
-Each process of a group has the devices of its own host at hand and no others: it puts its own part
-of an array there, and reads that part back.
+Each process of a group can access only its own host's devices. It puts its own part of an array
+there and reads that part back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 
 
 def put_replicated(values: Any, place: Sharding | jax.Device) -> Any:
-    """A tree of NumPy arrays, which every process has the same, whole on each device of `place`."""
+    """A tree of NumPy arrays, the same in every process, replicated on each device of `place`."""
     if isinstance(place, jax.Device) or place.is_fully_addressable:
         return jax.device_put(values, place)
     # Not `device_put` onto all: that asks the other hosts each time whether theirs are the same.
@@ -29,8 +29,8 @@ def put_replicated(values: Any, place: Sharding | jax.Device) -> Any:
 
 
 def local_part(array: jax.Array) -> np.ndarray:
-    """What this host has of an array that is cut along one axis at most: all of it where there is
-    one host. Waits for it."""
+    """The part on this host of an array that is sharded along at most one axis; all of it if there
+    is one host. Waits for it."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     shards = {_starts(shard.index): shard.data for shard in array.addressable_shards}
@@ -41,7 +41,7 @@ def local_part(array: jax.Array) -> np.ndarray:
 
 
 def put_local_part(part: np.ndarray, place: Sharding, shape: tuple[int, ...]) -> jax.Array:
-    """The array of this shape of which each host has what `local_part` gave it."""
+    """The array of this shape, of which each host passes the part that `local_part` gave it."""
     if place.is_fully_addressable:
         return jax.device_put(part, place)
     indices = place.addressable_devices_indices_map(shape)

@@ -1,7 +1,7 @@
 """Runs batches on the device: owns the parameters, the donated pool and the sampling state.
 
-`submit` returns at once; `StepHandle.result` waits. One thread uses an executor. What it is told is
-plain data, NumPy arrays and numbers, so that the executors of other hosts can be told the same.
+`submit` returns at once; `StepHandle.result` waits. Only one thread uses an executor. Its arguments
+are plain data, NumPy arrays and numbers, so that they can be sent to the executors of other hosts.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Handle(Protocol):
         ...
 
     def prompt(self) -> SampleResult:
-        """What the model thought of the step's targets, [T] of its layout, as NumPy arrays; only of
-        a step that was given any."""
+        """Log-probabilities of the step's targets, [T] of its layout, as NumPy arrays. Only for a
+        step with targets."""
         ...
 
 
@@ -176,7 +176,7 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends its threads. The last call; idempotent."""
+        """Ends its threads. No call may follow. Idempotent."""
         ...
 
 
@@ -241,7 +241,7 @@ class JaxExecutor:
 
     @property
     def intact(self) -> bool:
-        """See `Executor`: what was donated to a call that failed is gone."""
+        """See `Executor`. False once a failed call has lost what was donated to it."""
         held = (self.pool, *jax.tree.leaves(self._state))
         return not any(array.is_deleted() for array in held)
 

@@ -1,4 +1,4 @@
-"""The leader's executor: every call goes to the other hosts before it is made here."""
+"""The leader's executor: sends every call to the other hosts before it makes the call here."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from jaxserve.hosts.messages import Message
 
 
 class Calls:
-    """What each call of an `Executor` is as a message; `jaxserve.engine.startup.follower_executor`
-    makes it there. The names are those of the methods."""
+    """Names of the messages for the calls of an `Executor`, as the methods'.
+    `jaxserve.engine.startup.follower_executor` makes the calls on the other hosts."""
 
     ADMIT, PROJECT_TO_KV, COPY_SLOTS = "admit", "project_to_kv", "copy_slots"
     SAVE, LOAD, DISCARD = "save", "load", "discard"
@@ -34,20 +34,20 @@ class Calls:
 
 @dataclass(frozen=True)
 class NumberedPendingSample(PendingSample):
-    """One that the other hosts know, too, by its number."""
+    """A pending sample with a number by which the other hosts know it, too."""
 
     number: int = 0
 
 
 @dataclass(frozen=True)
 class LeaderHandle:
-    """A step of all hosts; what it gives is read from this one's own devices."""
+    """A step of all hosts. Its results are read from this host's devices."""
 
     _handle: Handle
     _group: Group
 
     def result(self) -> SampleResult:
-        """See `Handle`. Raises HostLost where the step failed because a host is gone."""
+        """See `Handle`. Raises HostLost if the step failed because a host is gone."""
         with _blaming(self._group):
             return self._handle.result()
 
@@ -58,8 +58,8 @@ class LeaderHandle:
 
 
 class LeaderExecutor:
-    """An `Executor` of all hosts of a group: `local` is this one's. Where a call fails because a
-    host is gone, HostLost says so."""
+    """An `Executor` for all hosts of a group. `local` is this host's. A call that fails because a
+    host is gone raises HostLost."""
 
     def __init__(self, local: Executor, group: Group) -> None:
         self._local, self._group = local, group
@@ -73,7 +73,7 @@ class LeaderExecutor:
 
     @property
     def intact(self) -> bool:
-        """See `Executor`: a call that only the others have made is one too many."""
+        """See `Executor`. False once a call was made on the other hosts only."""
         return self._together and self._local.intact
 
     @property
@@ -108,7 +108,7 @@ class LeaderExecutor:
             self._local.copy_slots(places)
 
     def save(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
-        """See `Executor`; each host keeps what its own devices have."""
+        """See `Executor`. Each host keeps the part of its own devices."""
         with self._telling(Calls.SAVE, slots, **_numbers(keys, counts)):
             self._local.save(keys, counts, slots)
 
@@ -155,15 +155,15 @@ class LeaderExecutor:
         return LeaderHandle(handle, self._group)
 
     def close(self) -> None:
-        """See `Executor`. The other hosts end, too."""
+        """See `Executor`. Ends the other hosts, too."""
         self._group.close()
         self._local.close()
 
 
 @contextlib.contextmanager
 def _blaming(group: Group) -> Iterator[None]:
-    """What goes wrong on the device because a host is gone is that host's fault: the group knows
-    soon whether one is."""
+    """Raises HostLost for a device error that a lost host has caused, which the group finds out
+    soon."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

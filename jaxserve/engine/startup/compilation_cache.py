@@ -1,8 +1,7 @@
-"""Compiled steps on disk, and whether what is there is whole.
+"""The on-disk cache of compiled steps, and the check that its entries are intact.
 
-JAX never writes an entry that is there already, so one that a killed process, a full disk or a bad
-sector has damaged would be compiled again at every start. Checksums beside the entries tell which
-ones to remove.
+JAX never overwrites an entry, so one that a killed process, a full disk or a bad sector has damaged
+would be compiled again at every start. Checksums beside the entries tell which ones to remove.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _ZLIB = b"\x78"  # how what JAX compresses without zstandard begins; it has a ch
 
 def use(directory: str) -> str:
     """Keeps compiled steps on disk, so that the next start is fast, and removes damaged ones.
-    Returns the directory, or "" where nothing can be kept: the log says so once. "" leaves JAX's
-    own setting (JAX_COMPILATION_CACHE_DIR) as it is."""
+    Returns the directory, or "" if it cannot be written, which is logged once. "" leaves JAX's own
+    setting (JAX_COMPILATION_CACHE_DIR) unchanged."""
     if not directory:
         return ""
     path = Path(os.path.expanduser(directory))
@@ -50,7 +49,7 @@ def use(directory: str) -> str:
 
 
 def remove_damaged(path: Path) -> int:
-    """Removes entries that are not what they were; how many. Raises OSError."""
+    """Removes damaged entries. Returns how many. Raises OSError."""
     known, removed = _read(path), 0
     for entry in path.glob("*-cache"):
         content = entry.read_bytes()
@@ -63,8 +62,8 @@ def remove_damaged(path: Path) -> int:
 
 
 def note(directory: str) -> None:
-    """Remembers the entries as they are, of which the steps have just been read or written.
-    directory: "" for none."""
+    """Records checksums of the entries, right after the steps have been read or written. directory:
+    "" for none."""
     if not directory:
         return
     path = Path(os.path.expanduser(directory))
@@ -79,7 +78,7 @@ def note(directory: str) -> None:
 
 
 def _read(path: Path) -> dict[str, int]:
-    """Empty if there is none, or it is none of ours."""
+    """The recorded checksums; empty if there are none, or the file is not ours."""
     try:
         return {name: int(value) for name, value in read_kept(path / INDEX).items()}
     except (ValueError, TypeError):
@@ -87,7 +86,7 @@ def _read(path: Path) -> dict[str, int]:
 
 
 def read_kept(path: Path) -> dict[str, Any]:
-    """What `write_kept` has written; empty if there is none, or it is none of ours."""
+    """What `write_kept` has written; empty if there is nothing, or the file is not ours."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -96,14 +95,15 @@ def read_kept(path: Path) -> dict[str, Any]:
 
 
 def write_kept(path: Path, content: dict[str, Any]) -> None:
-    """Writes all of it, or nothing, whoever else writes there. Raises OSError."""
+    """Writes the content atomically, even if other processes write, too. Raises OSError."""
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     part.replace(path)
 
 
 def _whole(content: bytes) -> bool:
-    """Of an entry that nobody has noted: its process may have been killed while it wrote."""
+    """Whether an entry without a checksum is complete. The process that wrote it may have been
+    killed."""
     if not content.startswith(_ZLIB):
         return False
     decompress = zlib.decompressobj()

@@ -1,4 +1,4 @@
-"""What goes wrong while an engine is built, as one line for whoever has configured it."""
+"""Turns errors while an engine is built into one line for whoever configured it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ OUT_OF_MEMORY = (
 
 @contextlib.contextmanager
 def config_errors() -> Iterator[None]:
-    """Makes a ConfigError of what a configuration, a checkpoint or too little memory raises. A
-    GroupError stays one."""
+    """Raises ConfigError for errors of the configuration, the checkpoint, or too little memory.
+    GroupError passes unchanged."""
     try:
         yield
     except (ConfigError, GroupError):
@@ -36,5 +36,5 @@ def config_errors() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what the error says; its type where it says nothing."""
+    """The first line of the error's message; its type if it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]

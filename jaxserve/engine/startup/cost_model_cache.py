@@ -1,4 +1,4 @@
-"""What an engine has found out about itself, kept beside the compiled steps for the next start."""
+"""What an engine has measured or chosen, kept beside the compiled steps for the next start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _MUCH = 4  # times as many blocks as there were: reason enough to compile again
 
 
 def key_of(tensor: int, chosen: Choices) -> dict[str, Any]:
-    """All that the times of the steps depend on, and what they are compiled for but the pool."""
+    """Everything that step times depend on, and that steps are compiled for, except the pool's
+    size."""
     model, device = chosen.model, jax.devices()[0]
     return {
         "model": dataclasses.asdict(model.config),
@@ -46,8 +47,7 @@ def key_of(tensor: int, chosen: Choices) -> dict[str, Any]:
 
 
 def find(directory: str, key: dict[str, Any]) -> Coefficients | None:
-    """What was kept in the directory under this key; None if nothing was, or in no file of ours.
-    directory: "" for none."""
+    """The coefficients kept under this key, or None. directory: "" for none."""
     try:
         return Coefficients(**_read(directory, TIMING)[_name(key)])
     except (KeyError, TypeError):
@@ -55,15 +55,15 @@ def find(directory: str, key: dict[str, Any]) -> Coefficients | None:
 
 
 def keep(directory: str, key: dict[str, Any], found: Coefficients) -> None:
-    """Adds it to what is kept there. directory: "" for nowhere. Where nothing can be written it
-    says so, and nothing is kept."""
+    """Keeps the coefficients under this key. directory: "" for none. Logs if it cannot be
+    written."""
     _write(directory, TIMING, _name(key), found.as_dict())
 
 
 def with_pool_as_before(directory: str, tensor: int, chosen: Choices) -> Choices:
-    """With the pool of the last such start, whose steps are compiled, where the size is this
-    server's own choice, and that one is no larger and not much smaller; it is kept for the next.
-    directory: "" for none."""
+    """The choices with the pool size of the last such start, whose steps are compiled. Only if the
+    size is not configured, and the last one is no larger and not much smaller. Keeps the size for
+    the next start. directory: "" for none."""
     if not chosen.modest:
         return chosen
     name = _name(key_of(tensor, chosen))
@@ -77,7 +77,8 @@ def with_pool_as_before(directory: str, tensor: int, chosen: Choices) -> Choices
 
 
 def _name(key: dict[str, Any]) -> str:
-    """With the names of the coefficients: those of another version are of no use."""
+    """The key as text. It includes the coefficients' names, since those of another version are
+    useless."""
     named = {**key, "coefficients": [field.name for field in fields(Coefficients)]}
     return json.dumps(named, sort_keys=True)
 

@@ -1,4 +1,4 @@
-"""What memory is free, before anything is loaded."""
+"""How much memory is free before anything is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GROUPS = (  # limit and use of the control group that a container is: version 2
 
 
 def free_memory() -> tuple[str, int]:
-    """Name of one device, and bytes that are free there; for the CPU backend, the host's."""
+    """Name of one device and its free bytes; for the CPU backend, those of the host."""
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
@@ -27,8 +27,8 @@ def free_memory() -> tuple[str, int]:
 
 
 def free_on_host() -> int:
-    """Bytes that programs can have without others being swapped out, and that the container may
-    have; all of the memory where the system does not say."""
+    """Bytes that can be used without swapping, within the container's limit. All of the memory if
+    the system does not say."""
     free = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     try:
         fields = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())

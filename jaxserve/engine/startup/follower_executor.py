@@ -1,4 +1,5 @@
-"""A host that follows: it builds the same executor, and makes the leader's calls in their order."""
+"""A following host: builds the same executor as the leader, and makes the leader's calls in their
+order."""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ IN_FLIGHT = 2  # steps launched whose results nobody has waited for: as many as 
 
 
 def follow_leader(config: Config, rank: Rank, on_ready: Callable[[], None]) -> None:
-    """Serves with the others until the leader ends. config: as the leader's. on_ready: called once
-    this host serves. Raises ConfigError and GroupError; where the leader is lost, the process ends
-    with exit code 1."""
+    """Serves with the other hosts until the leader ends. config: as the leader's. on_ready: called
+    once this host serves. Raises ConfigError and GroupError. If the leader is lost, the process
+    ends with exit code 1."""
     with config_errors():
         link, address = join_group(rank, host_profile(config, rank))
         try:
@@ -81,7 +82,7 @@ def _build(config: Config, link: Link) -> Executor:
 
 
 def replay_calls(link: Link, executor: Executor) -> None:
-    """The leader's calls, as they come, until it closes."""
+    """Makes the leader's calls as they come, until it closes."""
     pending: dict[int, PendingSample] = {}
     launched: deque[Handle] = deque()
     while True:
@@ -97,7 +98,7 @@ def replay_calls(link: Link, executor: Executor) -> None:
 
 
 def _make(message: Message, executor: Executor, pending: dict[int, PendingSample]) -> Handle | None:
-    """One call; the handle of a step whose tokens are drawn."""
+    """Makes one call. Returns the step's handle if it samples tokens."""
     fields, arrays = message.fields, message.arrays
     match message.name:
         case Calls.SUBMIT:
@@ -131,9 +132,9 @@ def _second(message: Message) -> Any:
 
 
 def leave_signals_to_the_leader() -> None:
-    """For a process of its own, on its main thread. Whoever stops all hosts at once stops the
-    leader, too: it lets what runs end, and then tells this one. A second signal ends this one
-    alone."""
+    """Ignores the first signal to end, on the main thread of a process of its own. Whoever stops
+    all hosts at once also stops the leader, which lets running requests end and then ends this
+    host. A second signal ends this host alone."""
 
     def ignored(number: int, frame: object) -> None:
         log.warning("this host ends when the leader does; a second signal ends it now")

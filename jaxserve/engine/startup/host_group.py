@@ -1,4 +1,4 @@
-"""How a leader gets its group together, and what all hosts have to be configured with alike."""
+"""How a leader connects its group, and which settings must be the same on all hosts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OWN = frozenset(
 
 
 def host_profile(config: Config, rank: Rank) -> dict[str, Any]:
-    """What has to be the same on all hosts, by name, as JSON has it."""
+    """The settings that must be the same on all hosts, by name, in JSON's types."""
     fields: dict[str, Any] = {
         f"{section}.{name}": value
         for section, values in config.as_dict().items()
@@ -48,8 +48,9 @@ def host_profile(config: Config, rank: Rank) -> dict[str, Any]:
 def lead_group(
     config: Config, rank: Rank, starter: Starter | None = None
 ) -> tuple[Group, tuple[str, int]]:
-    """The group, with JAX started over all of it, and the least memory that is free on a device of
-    any host: its name, and bytes. starter: as `gather`. Raises GroupError."""
+    """Connects the group and starts JAX over all of it. starter: as in `gather`. Returns the group,
+    and the device with the least free memory on any host: its name, and the free bytes. Raises
+    GroupError."""
     channels = gather(rank, host_profile(config, rank), starter)
     with reserved_address(rank) as address:
         group = Group(channels, address)
@@ -63,7 +64,7 @@ def lead_group(
 
 
 def _memory_of_others(group: Group) -> Iterator[tuple[str, int]]:
-    """As `free_memory`, host by host."""
+    """`free_memory` of each other host."""
     kind = jax.local_devices()[0].device_kind
     for index, said in enumerate(group.answers(), 1):
         if said.fields["device"] != kind:
@@ -74,7 +75,7 @@ def _memory_of_others(group: Group) -> Iterator[tuple[str, int]]:
 
 
 def share_fate(engine: Engine, group: Group) -> None:
-    """The engine is abandoned where a host is lost; where it fails by itself, so does the group."""
+    """Abandons the engine if a host is lost, and fails the group if the engine fails by itself."""
 
     def tell(error: BaseException) -> None:
         if not isinstance(error, HostLost):  # of that the group tells them itself

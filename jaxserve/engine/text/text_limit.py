@@ -1,8 +1,8 @@
-"""How long a text can be whose tokens still fit, by its bytes alone: known without encoding it.
+"""How long a text can be whose tokens still fit, by its bytes alone, without encoding it.
 
-A token stands for so many bytes of text at most, if every byte of a text ends up in some token.
-Where a tokenizer drops text, or writes any length of it as one token (unknown words, stripped
-blanks), there is no such limit, and none is assumed.
+A token stands for a limited number of bytes if every byte of a text ends up in some token. Where a
+tokenizer drops text, or writes any length of it as one token (unknown words, stripped blanks), no
+limit is assumed.
 """
 
 from __future__ import annotations
@@ -25,19 +25,24 @@ _KEEPING = (None, "ByteLevel", "Metaspace", "Digits")  # pre-tokenizers that dro
 
 @dataclass(frozen=True)
 class TextLimit:
-    """bytes_per_token: what a token stands for at most, UTF-8. swallowing: special tokens that
-    take any number of blanks beside them with them; a text with one of them has no limit."""
+    """Limits text by bytes.
+
+    Attributes:
+        bytes_per_token: UTF-8 bytes that a token stands for at most.
+        swallowing: special tokens that swallow any number of blanks beside them. A text with one of
+            them has no limit.
+    """
 
     bytes_per_token: int
     swallowing: tuple[str, ...] = ()
 
     def max_bytes(self, tokens: int) -> int | None:
-        """UTF-8 of the longest text that may make so many tokens; None: any text may."""
+        """UTF-8 bytes of the longest text that may make so many tokens; None for no limit."""
         return None if self.swallowing else self.bytes_per_token * tokens
 
     def exceeded(self, text: str, tokens: int) -> str | None:
-        """What is wrong with a text that makes more than `tokens` tokens for sure; None if it may
-        fit. Takes time only where a text is nearly too long, or has been."""
+        """What is wrong with a text that certainly makes more than `tokens` tokens; None if it may
+        fit. Fast unless the text is nearly too long, or longer."""
         most = self.bytes_per_token * tokens
         if 4 * len(text) <= most:  # at most 4 bytes a character
             return None
@@ -50,7 +55,7 @@ class TextLimit:
 
 
 def text_limit(spec: Mapping[str, Any]) -> TextLimit | None:
-    """Of a tokenizer.json, parsed; None where no length is too long for sure."""
+    """The limit of a parsed tokenizer.json; None if there is none."""
     model, added = spec["model"], spec.get("added_tokens") or ()
     shrinking = _shrinking(spec.get("normalizer"))
     if shrinking is None or not _keeps(spec.get("pre_tokenizer")) or model.get("type") != "BPE":
@@ -75,7 +80,7 @@ def text_limit(spec: Mapping[str, Any]) -> TextLimit | None:
 
 
 def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
-    """How many bytes may become one; None: any number."""
+    """How many bytes the normalizer may turn into one; None for any number."""
     kind = None if normalizer is None else normalizer["type"]
     if normalizer is not None and kind == "Sequence":
         product = 1
