@@ -68,7 +68,7 @@ def check(name: str, saved: dict[str, Any], tokens: np.ndarray, logits: np.ndarr
 
 
 def write(name: str, saved: dict[str, Any], tokens: np.ndarray, logits: np.ndarray) -> None:
-    """Writes a case's two files. Arguments as in `check`."""
+    """Writes a case's two files. See `check` for the arguments."""
     described = {"config": CASES[name], "saved": saved}
     text = json.dumps(described, indent=1, sort_keys=True) + "\n"
     (FOLDER / f"{name}.json").write_text(text, encoding="utf-8")

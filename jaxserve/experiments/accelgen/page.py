@@ -351,14 +351,14 @@ class AccelGen(Page[SloCase, SloNumbers]):
         return [_setting(chosen, name) if chosen else "", "; ".join(tried)]
 
     def rates_at(self, at: int) -> str:
-        """Of all models."""
+        """The rates of all models at that index."""
         return ", ".join(f"{RATES[model][at]:g}" for model in self.scale.models)
 
     # Section 2: what the paper measures of systems as they are.
 
     @property
     def measured_on(self) -> list[str]:
-        """Models."""
+        """The models to measure on."""
         return [model for model in MEASURED_ON if model in self.scale.models]
 
     def _measured(self, name: str, model: str) -> list[SloCase]:
@@ -381,7 +381,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         return span([self.mean("reading", self._measured(*at)) for at in both], "{:.0%}")
 
     def used(self, number: str) -> str:
-        """Utilisation, mean over models."""
+        """Utilisation of each system, mean over models."""
 
         def mean(name: str) -> float:
             return fmean(self.mean(number, self._measured(name, m)) for m in self.measured_on)
@@ -405,7 +405,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         )
 
     def slos(self) -> str:
-        """All of them."""
+        """A table of Sarathi with budgets for each SLO."""
         place = PLACES[self.scale.first]
         rows = [
             ([f"{slo:g}", str(budget_of(place, slo))], self._under(slo))
@@ -438,7 +438,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         return self.lines([""], rows, OF_EXCLUSIVE)
 
     def longer(self) -> str:
-        """By how much JCTs are more than the others'."""
+        """By how much AccelGen's JCTs exceed the others'."""
         said = []
         for name in ("sarathi", "fastgen", NOT_EXCLUSIVE):
             both = [self._exclusive(ACCELGEN), self._exclusive(name)]
@@ -510,8 +510,8 @@ class AccelGen(Page[SloCase, SloNumbers]):
         return self.lines([""], [([f"`{n}`"], self._planned(n)) for n in names], OF_PLANS)
 
     def plan_times(self) -> dict[str, str]:
-        """Of claims: fastserve's plans, the others', AccelGen's over the mean JCT, and without its
-        parts."""
+        """For claims: plan times of fastserve and of the others, and AccelGen's over the mean JCT
+        and without its parts."""
         took = {n: self.mean("plan", self._planned(n)) for n in (ACCELGEN, *ABLATIONS, *OTHERS)}
         mine, jct = took[ACCELGEN], self.mean("jct", self._planned(ACCELGEN))
         more = {name: took[name] / mine - 1 for name in took}
@@ -529,7 +529,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         return self.traces(Tuned(name), model, rate, ease=ease)
 
     def ablated(self) -> str:
-        """With all parts, and without each."""
+        """A table of AccelGen with all parts, and without each."""
         rows = []
         for model in self.scale.varied:
             first, *_, last = self.scale.rates(model)
@@ -541,8 +541,8 @@ class AccelGen(Page[SloCase, SloNumbers]):
         return self.lines(["", "TTFT x", "rate, 1/s", ""], rows, (*COLUMNS, STEP))
 
     def without(self, number: str, eased: str = "") -> str:
-        """What the number changes by without each part. eased: another number, for what targets
-        that can be met are for."""
+        """How the number changes without each part. eased: a number to show where targets can be
+        met."""
         said = []
         for what, which, at, ease in (
             ("at 8/s", number, -1, 1.0),
@@ -556,7 +556,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         return "; ".join(said)
 
     def _change(self, number: str, name: str, model: str, at: int, ease: float) -> float:
-        """By which share it is more without the part. at: of RATES."""
+        """Change of the number without the part, as a share. at: index in RATES."""
         whole, without = (
             self.mean(number, self._ablated(who, model, RATES[model][at], ease))
             for who in (ACCELGEN, name)
@@ -603,7 +603,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         return f"{first:.0%} to {last:.0%} of BookCorpus: {said}"
 
     def goodputs(self, model: str) -> str:
-        """By rate."""
+        """AccelGen's goodput by rate."""
         found = (
             self.numbers_of("goodput", ACCELGEN, model, rate) for rate in self.scale.rates(model)
         )
@@ -639,7 +639,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         return self.lines(["", ""], rows, COLUMNS)
 
     def alone_against(self, data: str) -> str:
-        """By what factor it has more goodput than the paper's others."""
+        """AccelGen's goodput over that of the paper's other policies."""
         mine = self.mean("goodput", self._alone(ACCELGEN, data))
         found = {n: times(mine, self.mean("goodput", self._alone(n, data))) for n in PAPERS}
         return " to ".join(f"{found[name]:.2f}x (`{name}`)" for name in ends(found))
@@ -704,7 +704,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         return self.lines(["", "TTFT x", ""], rows, SEARCHED)
 
     def gained(self, number: str) -> str:
-        """By how much the search has more."""
+        """How much more of the number the search reaches than AccelGen."""
         said = []
         for ease in self.scale.eases:
             changes = []
@@ -733,7 +733,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
 
 
 def times(ours: float, theirs: float) -> float:
-    """By which factor ours is more; inf over nothing, 1 where both are."""
+    """Ours over theirs; inf if only theirs is 0, 1 if both are."""
     if theirs:
         return ours / theirs
     return math.inf if ours else 1.0
@@ -752,20 +752,20 @@ def _part(name: str) -> str:
 
 
 def _setting(chosen: Tuned, name: str) -> str:
-    """In a cell: parameters, and the budget."""
+    """Parameters and budget, for a cell."""
     with_what = chosen.policy.removeprefix(name).lstrip(":").replace(":", ", ")
     parts = [with_what, str(chosen.budget) if chosen.budget else ""]
     return ", ".join(part for part in parts if part) or "as it comes"
 
 
 def budget_of(place: Place, seconds: float) -> int:
-    """The most tokens of one prompt that take no longer in a step, at least 1."""
+    """The longest prompt, in tokens, that a step of at most `seconds` computes; at least 1."""
     sizes = np.arange(1, 1 << 14)
     return max(int(np.searchsorted(prefill_seconds(place, sizes), seconds, side="right")), 1)
 
 
 def sampled(model: str) -> Workload:
-    """Many of its requests."""
+    """A large sample of the model's requests."""
     return workload_of(SloCase("vllm", model, PAPERS_RATE, requests=SAMPLE))
 
 
@@ -782,7 +782,7 @@ def implied_output(place: Place, prompt: float) -> float:
 
 
 def saturation(place: Place, most: int = 2048) -> int:
-    """The least number of tokens of a step with nearly the throughput that any up to `most` has."""
+    """The fewest tokens of a step with nearly the best throughput of any step of up to `most`."""
     sizes = np.arange(1, most + 1)
     return int(sizes[flat_from(sizes, prefill_seconds(place, sizes))])
 

@@ -29,9 +29,9 @@ def write(path: Path, command: str, name: str, found: Sequence[Any], **more: Any
 
 
 def read(path: Path, **kinds: Callable[..., Any]) -> dict[str, Any]:
-    """The same, and `where`, as a page says it; nothing if there is no such file. kinds: the
-    dataclasses of what is to be found under these names, of which the first was measured.
-    ValueError if it is something else."""
+    """What `write` wrote, with `where` for a page; empty if there is no such file. kinds: the
+    dataclasses to read, by name; the first names what was measured. ValueError if the file holds
+    something else."""
     if not path.exists():
         return {}
     try:

@@ -290,7 +290,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         }
 
     def mean_ratio(self, level: float, above: str, below: str, data: str = "") -> str:
-        """The mean of `ratios`, which has the same arguments."""
+        """The mean of the ratios. See `ratios`."""
         return mean(list(self.ratios(level, above, below, data).values())).times()
 
     def mean_ratios(self, level: float, above: str, data: str) -> str:
@@ -370,13 +370,13 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         return self.numbers_of(system, data, BURST_RATES[data], cv=cv).attainment
 
     def falls(self, system: str) -> int:
-        """In how many data sets it attains less at the largest CV than at the least."""
+        """In how many data sets the system attains less at the largest CV than at the smallest."""
         first, last = self.scale.cvs[0], self.scale.cvs[-1]
         sets = self.scale.data_sets
         return sum(self.burst(system, d, last) <= self.burst(system, d, first) for d in sets)
 
     def no_worse(self, system: str) -> str:
-        """In how many settings it is no worse than the baselines."""
+        """In how many settings the system is no worse than the baselines."""
         good = sum(
             self.burst(system, *at) >= max(self.burst(below, *at) for below in BURSTY[:2])
             for at in self._bursts
@@ -429,11 +429,11 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
 
     @property
     def poisson(self) -> list[tuple[str, float]]:
-        """Those with a CV of 1."""
+        """The settings with a CV of 1."""
         return [(data, rate) for data, rate, cv in self.settings if cv == 1]
 
     def points(self, above: str, below: str) -> str:
-        """By how many points of attainment the one has more."""
+        """By how many points `above` attains more than `below`."""
         found = {}
         for data, rate, cv in self.settings:
             ours, theirs = (
@@ -445,14 +445,17 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         return f"{said} points; better in {better} of {len(found)}"
 
     def hidden_and_step(self, system: str) -> str:
-        """At the first setting."""
+        """Hidden caches and step time at the first setting."""
         data, rate, cv = self.settings[0]
         n = self.numbers_of(system, data, rate, cv=cv)
         return f"{n.hidden:.0%} of requests hidden, {1e3 * n.step:.0f} ms a step"
 
     def dear(self) -> dict[str, float]:
-        """What a projected hidden cache costs: times what K and V do; one of LongBench's mean
-        prompt, tokens; how much longer it makes every step, and reading all weights, in ms."""
+        """What a projected hidden cache costs.
+
+        `times`: a hidden token over K and V. `prompt`: mean of LongBench, tokens. `longer`: what
+        such a prompt adds to every step, ms. `weights`: reading all weights, ms.
+        """
         case = self.case(PROJECTED, ONE, "longbench", 1.0)
         model, prompt = place_of(case).cost_model, float(workload_of(case).prompt_len.mean())
         k = model.coefficients
@@ -482,7 +485,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         return self.numbers_of(PROJECTED, data, rate, hidden_cost=cost)
 
     def costs(self) -> str:
-        """How attainment depends on what a hidden token costs."""
+        """A table: attainment against the cost of a hidden token."""
         rows = [
             [
                 f"{LABELS[data]}, {rate:g}/s",
@@ -495,12 +498,13 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         return table(["CV 1", "K and V only", *heads], rows)
 
     def equal_cost(self) -> float:
-        """The factor with which a hidden token costs what its K and V do."""
+        """The factor at which a hidden token costs as much as its K and V."""
         k = place_of(self.case(PROJECTED, ONE, "longbench", 1.0)).cost_model.coefficients
         return k.decode_kv / k.hidden_token
 
     def breaks_even(self, data: str, rate: float) -> str:
-        """The largest factor from which on, downwards, the hybrid cache is no worse."""
+        """The largest factor such that the hybrid cache is no worse at it and at all smaller
+        ones."""
         kv = self.numbers_of(KV, data, rate).attainment
         enough = None
         for cost in sorted(self.scale.costs):
@@ -512,13 +516,13 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
     # Section 4: what the schedule does to the distribution of latencies.
 
     def latencies(self, system: str, data: str, read: str) -> OnlineNumbers:
-        """With their quantiles. read: a key of READS."""
+        """The numbers with their quantiles. read: a key of READS."""
         policy = (FCFS if system == FCFS else PROJECTED) + READS[read]
         switches = SWITCHES[system]
         return self.numbers_of(policy, data, LATENCY_RATES[data], switches=switches, quantiles=True)
 
     def _each(self, say: Callable[[str, str], str]) -> str:
-        """By read and data set."""
+        """The texts of `say` by read and data set."""
         return "; ".join(
             f"{read} "
             + ", ".join(f"{say(data, read)} ({LABELS[data]})" for data in self.scale.data_sets)
@@ -588,7 +592,8 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
 
     @cached_property
     def _plan_ms(self) -> Times:
-        """As `jaxserve bench plan` measures it on this machine, or as it was kept."""
+        """Milliseconds of plans as `jaxserve bench plan` measures them, or as an earlier run
+        did."""
         scale = self.scale
         times = load_times(self._earlier / TIMES, scale.candidates) if self._earlier else None
         times = times or planning_time.measure(PROJECTED, scale.candidates, scale.plan_repeats)
@@ -596,15 +601,15 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         return times
 
     def slowest(self) -> float:
-        """Milliseconds with most candidates, in the slowest situation; nan until simulations are
-        done, which would disturb it."""
+        """Milliseconds of a plan with most candidates, in the slowest situation. nan until
+        simulations are done: they would disturb it."""
         if not self.results.complete:
             return float("nan")
         most = str(self.scale.candidates[-1])
         return max(found[most] for found in self._plan_ms.values())
 
     def plan_table(self) -> str:
-        """Beside the paper's."""
+        """A table of plan times, beside the paper's."""
         if not self.results.complete:
             return ""
         counts = self.scale.candidates
@@ -662,8 +667,11 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         )
 
     def long(self) -> dict[str, Any]:
-        """What is said of them: `better` attain more than vllm, `tbt` less of TBT, of `count`
-        settings; a table of attainment in percent, and of TTFT and P99 TBT apart."""
+        """About long contexts.
+
+        `better`: settings, of `count`, where aptserve attains more than vllm. `tbt`: settings where
+        it attains less of TBT. `table`: attainment in percent, also of TTFT and P99 TBT alone.
+        """
         rows, better, tbt = [], 0, 0
         for model, data, rates in self._long():
             for rate in rates:
@@ -696,7 +704,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         return self.chart("aptserve-12-long.png", caption, list(panels.values()), "requests/s")
 
     def long_tbt(self) -> str:
-        """At the paper's point, if it is among the settings."""
+        """Attainment of TBT at the paper's point, if the scale has it."""
         if ("yi-6b", "bookcorpus") not in {(model, data) for model, data, _ in self._long()}:
             return ""
         cases = [self._long_case(system, "yi-6b", "bookcorpus", 0.5) for system in LONG_SYSTEMS]
@@ -704,14 +712,14 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         return " and ".join(each) + " attain it there; "
 
     def sizes(self) -> str:
-        """Of a token's hidden vector against its K and V."""
+        """Elements of a token's hidden vector against its K and V."""
         return ", ".join(
             f"{SHAPES[m].hidden_bytes // 2:,} elements against {SHAPES[m].kv_bytes // 2:,} ({m})"
             for m in LONG_MODELS
         )
 
     def prefill(self) -> tuple[int, float]:
-        """One of the longest prompts, tokens, and how long it holds the others up, seconds."""
+        """Tokens of a mean BookCorpus prompt, and the seconds for which it blocks the others."""
         case = self._long_case("vllm", "yi-6b", "bookcorpus", 0.5)
         tokens = int(workload_of(case).prompt_len.mean())
         batch = BatchFeatures(tokens, tokens, 0, 0, tokens**2, 1, 0)
@@ -734,11 +742,11 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         return table(["CV 1", "K and V only", *(f"`penalty={p}`" for p in PENALTIES)], rows)
 
     def steps(self) -> dict[str, Any]:
-        """What decode steps took; nothing if they were never measured."""
+        """Times of decode steps; empty if never measured."""
         return steps.said(self._figures / steps.FILE_NAME)
 
     def load(self) -> dict[str, Any]:
-        """What serving came to; nothing if it was never measured."""
+        """Numbers of real serving; empty if never measured."""
         found = load.said(self._figures / load.FILE_NAME)
         if found:
             caption = "Attainment against rate of vllm, sarathi and aptserve, served on CPU"
@@ -754,22 +762,23 @@ def _hidden(n: OnlineNumbers, more: str = "") -> str:
 
 
 def cheapest(lengths: Lengths, share: float) -> float:
-    """Of all requests' memory x time, that of the given share of them with the least: a request
-    holds its prompt and, on average, half of its output for as many steps as it has tokens."""
+    """The share of all memory x time that the cheapest requests take, `share` of all. A request
+    holds its prompt and, on average, half of its output for as many steps as it has output
+    tokens."""
     cost = np.sort(lengths.output_len * (lengths.prompt_len + lengths.output_len / 2))
     return float(cost[: round(share * len(cost))].sum() / cost.sum())
 
 
 def dump_times(times: Times, path: Path) -> None:
-    """As JSON, milliseconds by situation and candidates; makes the folder where there is none."""
+    """Writes milliseconds by situation and candidates as JSON; makes the folder if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"policy": PROJECTED, "plan_ms": times}
     path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
 
 def load_times(path: Path, candidates: Sequence[int]) -> Times | None:
-    """What `dump_times` wrote; None if there is no such file, or it has other numbers of
-    candidates. ValueError if it is something else."""
+    """Reads what `dump_times` wrote; None if the file is missing or has other numbers of
+    candidates. ValueError if it holds something else."""
     if not path.exists():
         return None
     try:
@@ -796,7 +805,7 @@ def _measure(wanted: Sequence[str], figures: Path, earlier: Path | None) -> None
 
 
 def _measurements(text: str) -> list[str]:
-    """Of --measure."""
+    """The names that --measure lists."""
     names = [name for name in text.split(",") if name]
     if unknown := set(names) - {"steps", "load"}:
         raise ArgumentTypeError(f"steps, load or both, not {', '.join(sorted(unknown))}")

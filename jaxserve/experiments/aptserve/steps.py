@@ -46,7 +46,7 @@ class StepTimes:
 
     @property
     def ratio(self) -> float:
-        """How many times the KV step the hidden one takes."""
+        """Time of the hidden step over that of the KV step."""
         return self.hidden / self.kv
 
 
@@ -111,8 +111,8 @@ def _config(config: Config, read: str, rows: Sequence[int], tokens: Sequence[int
 
 
 def said(path: Path) -> dict[str, Any]:
-    """What a page says of what was measured; nothing if there is no such file. ValueError if it is
-    something else."""
+    """What a page needs of the measurements; empty if there is no such file. ValueError if the file
+    holds something else."""
     content = measured.read(path, steps=StepTimes)
     if not content:
         return {}

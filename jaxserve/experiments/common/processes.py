@@ -14,8 +14,12 @@ N = TypeVar("N")
 
 
 def worked(todo: Iterable[C], jobs: int, work: Callable[[C], N]) -> Iterator[tuple[C, N]]:
-    """Each case with what came of it, as they end; in this process if jobs is 1. When it is left
-    early, by ^C or a mistake in a case, the processes end at once. ValueError if one dies."""
+    """Does the work on several processes, and yields each case with its result as they end; in this
+    process if jobs is 1.
+
+    When it is left early, by ^C or an error in a case, the processes end at once. ValueError if one
+    dies.
+    """
     if jobs == 1:
         yield from ((case, work(case)) for case in todo)
         return
@@ -36,5 +40,5 @@ def worked(todo: Iterable[C], jobs: int, work: Callable[[C], N]) -> Iterator[tup
 
 
 def _begin() -> None:
-    """In each process: ^C is for the one that waits."""
+    """Runs first in each process: ^C is for the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

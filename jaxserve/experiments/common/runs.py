@@ -37,10 +37,10 @@ N = TypeVar("N")
 
 
 class Case:
-    """What the dataclasses of cases have in common."""
+    """Base of the dataclasses of cases."""
 
     def named(self) -> dict[str, Any]:
-        """Fields that are as by default are left out."""
+        """Its fields, without those that have their default."""
         usual = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
         values = asdict(self)  # type: ignore[call-overload]
         named = {name: value for name, value in values.items() if value != usual[name]}
@@ -70,7 +70,7 @@ class Results(Generic[C, N]):
         return _unknown(self._kind(case)) if found is None else found
 
     def get(self, case: C) -> N | None:
-        """The same; None while there are none."""
+        """The numbers of the case; None while there are none."""
         if case not in self._found:
             values = self._known.get(_key(case))
             if values is None:
@@ -84,12 +84,12 @@ class Results(Generic[C, N]):
 
     @property
     def complete(self) -> bool:
-        """Whether all that was asked for is there."""
+        """Whether all numbers that were asked for are there."""
         return not self._missing
 
     def run_missing(self, jobs: int, path: Path) -> None:
-        """What is yet to be done, with a progress bar on stderr. All numbers are written to the
-        file every KEEP seconds or so, so that a run that ends early is not lost."""
+        """Runs what is missing, with a progress bar on stderr. All numbers are written to the file
+        about every KEEP seconds, so that a run that ends early is not lost."""
         kept = time.monotonic()
         todo = sorted(self._missing, key=lambda case: (-case.cost, str(case)))
         with tqdm(total=len(todo), desc="simulations", unit="run", file=sys.stderr) as bar:
@@ -146,13 +146,13 @@ class Number(NamedTuple):
     half: float | None
 
     def text(self, form: str, factor: float = 1.0) -> str:
-        """As in a table: `0.12 ±0.01`."""
+        """For a table: `0.12 ±0.01`."""
         half = "" if self.half is None else f" ±{format(factor * self.half, form)}"
         return format(factor * self.mean, form) + half
 
 
 def over(results: Mapping[C, Any] | Results[C, Any], cases: Sequence[C], name: str) -> Number:
-    """That number of the cases, which differ by their seeds; nan of none."""
+    """A number's mean over cases that differ by their seeds; nan if there are none."""
     values = [float(getattr(results[case], name)) for case in cases] or [float("nan")]
     return Number(mean(values), half_width(values))
 
@@ -168,7 +168,7 @@ class Timed(Policy):
                 setattr(self, name, getattr(policy, name))
 
     def plan(self, view: View, now: float) -> BatchPlan:
-        """The policy's."""
+        """The policy's plan."""
         begin = time.thread_time()
         plan = self._policy.plan(view, now)
         self.seconds.append(time.thread_time() - begin)
@@ -176,15 +176,15 @@ class Timed(Policy):
 
 
 def digits(value: float, count: int = 5) -> float:
-    """As many digits as a file needs."""
+    """Rounds to `count` significant digits."""
     return float(f"{float(value):.{count}g}")
 
 
 def shortened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with `digits`, those that are whole numbers as they are."""
+    """Rounds the values with `digits`, all but integers."""
     return {name: v if isinstance(v, int) else digits(v) for name, v in values.items()}
 
 
 def say_compiling() -> None:
-    """In a line on stderr, beside the bar."""
+    """Prints a line on stderr, beside the progress bar."""
     tqdm.write(COMPILING, file=sys.stderr)

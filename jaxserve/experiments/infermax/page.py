@@ -195,7 +195,7 @@ class InferMax(Page[Case, Numbers]):
         }
 
     def most(self, number: str, above: str, below: str, where: Where) -> Extreme:
-        """The largest of `ratios`, which has the same arguments."""
+        """The largest of the ratios. See `ratios`."""
         return Extreme.of_values(self.ratios(number, above, below, where))
 
     def preemptions(self, policies: Sequence[str], where: Where) -> int:

@@ -29,14 +29,14 @@ DIGITS = 10
 
 @cache
 def code_of(policy: str = "") -> str:
-    """Of what a simulation of the policy runs: that of `of_all`, and the policy's own files; "" for
-    what does not depend on one. Hexadecimal. ValueError for an unknown policy."""
+    """Hash of the code that a simulation of the policy runs: that of `of_all`, and the policy's own
+    files. Hexadecimal. policy: "" for what depends on no policy. ValueError for an unknown one."""
     return _digest(of_all(), *(_content(path) for path in _ordered(_own(policy) if policy else ())))
 
 
 @cache
 def of_all() -> str:
-    """Of the scheduler, the simulator and the league's setting."""
+    """Hash of the scheduler, the simulator and the league's setting."""
     folder = Path(jaxserve.sched.registry.__file__).parent
     files = {path for pattern in _OF_ALL for path in folder.glob(pattern)}
     files |= {Path(module.__file__ or "") for module in (runs, workloads)}
@@ -44,7 +44,7 @@ def of_all() -> str:
 
 
 def _ordered(files: Iterable[Path]) -> list[Path]:
-    """The same wherever the folder is."""
+    """In an order that does not depend on where the folder is."""
     return sorted(files, key=lambda path: (path.name, str(path)))
 
 

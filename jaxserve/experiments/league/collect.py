@@ -297,7 +297,7 @@ class _League:
         known: Callable[[Any], Any],
         keep: Callable[[Any, Any], None],
     ) -> dict[Any, Any]:
-        """Of every case, what is known or comes of it, the longest first."""
+        """What is known of every case, or else found, the longest first."""
         results = {case: found for case in cases if (found := known(case)) is not None}
         self.bar.update(len(results))
         todo = [case for case in cases if case not in results]
@@ -309,7 +309,7 @@ class _League:
 
 
 def _longest(case: Any) -> float:
-    """Of the runs, those of policies that plan much come first."""
+    """Sort key: runs of policies that plan much come first."""
     if not isinstance(case, LeagueCase):
         return 0.0
     return -case.count * SLOW.get(case.policy.partition("_")[0], 1.0)

@@ -17,7 +17,7 @@ PALE = (0.25, 0.85)  # shares between which a cell is pale, and its number black
 
 
 def heat_map(path: Path, standings: Standings, system: str) -> None:
-    """One panel a load, in percent of the best policy's goodput there."""
+    """Draws goodput in percent of the best policy's, with a panel for each load."""
     from matplotlib.figure import Figure
 
     policies = standings.policies

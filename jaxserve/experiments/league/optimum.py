@@ -34,7 +34,7 @@ class CutCase:
     time_limit: float
 
     def named(self) -> dict[str, Any]:
-        """With how it is cut."""
+        """Its fields, and how it is cut."""
         return {**asdict(self), "requests": REQUESTS, "output": OUTPUT}
 
 

@@ -114,8 +114,8 @@ class Standings:
         return median(values) if values else None
 
     def gap(self, policy: str) -> float | None:
-        """Mean over the cut-down workloads of what it takes over the optimum's time, less 1, of
-        those whose optimum is proven; None if there are none, or it does not get through one."""
+        """How much longer the policy takes than the optimum, as a share, mean over the cut-down
+        workloads with a proven optimum; None if there are none, or it cannot serve one of them."""
         ratios = []
         for cut in self.found.cuts.values():
             took = cut.latencies[policy]

@@ -153,8 +153,8 @@ def _csv(rows: Collection[dict[str, str]], *, header: bool = True) -> str:
 
 
 def _read_rows(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
-    """By their cases. A last line that was cut off does not count, and columns that leagues of
-    before did not have are empty."""
+    """The rows by their cases. A truncated last line does not count; columns that older files lack
+    are empty."""
     if not path.exists():
         return {}
     text = path.read_text(encoding="utf-8")
@@ -184,7 +184,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """All of it or nothing, also if the machine stops."""
+    """Replaces the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".new")
     beside.write_text(text, encoding="utf-8")

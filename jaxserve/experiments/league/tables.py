@@ -16,7 +16,7 @@ SHOWN = ("sarathi", "vllm")  # beside the best: what most servers run
 
 
 def kinds(standings: Standings) -> list[str]:
-    """Those of the league's workloads."""
+    """The groups of workloads that the league has."""
     there = {point.kind for point in standings.points}
     return [kind for kind in KINDS if kind in there]
 
@@ -110,8 +110,8 @@ TIERS = (
 
 
 def settings(standings: Standings, workloads: Sequence[str], traces: Sequence[str]) -> str:
-    """A row a workload: what it is, its targets, and the rate that saturates each system. traces:
-    those whose requests are their hour's own."""
+    """A table with a row a workload: what it is, its targets, and the rate that saturates each
+    system. traces: workloads that come from a trace, not drawn."""
     systems = list(dict.fromkeys(point.system for point in standings.points))
     header = ["workload", "from", "requests", "targets"]
     header += [f"saturates {_short(system)} at, 1/s" for system in systems]
@@ -143,7 +143,7 @@ def _part(part: Part) -> str:
 
 
 def _targets(part: Part, systems: Sequence[str]) -> str:
-    """As `TTFT 1 / 2 s`, by system."""
+    """The targets by system: `TTFT 1 / 2 s`."""
     if part.targets is None:
         return "drawn as AccelGen's"
     words = []
@@ -155,5 +155,5 @@ def _targets(part: Part, systems: Sequence[str]) -> str:
 
 
 def _short(system: str) -> str:
-    """As in a narrow column."""
+    """A name for a narrow column."""
     return SYSTEMS[system].partition(" on ")[0]
