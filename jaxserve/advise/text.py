@@ -16,16 +16,20 @@ _TARGETS = {"ttft": "TTFT", "tbt": "TBT", "jct": "JCT"}
 
 
 def report(advice: Advice) -> str:
-    """All of it, for people."""
+    """The whole advice as text, for people."""
     lines = [_setting(advice), "", _table(advice), *_notes(advice), ""]
     lines += [_verdict(advice), why(advice), *_other_rates(advice)]
     return "\n".join([*lines, "", f"    jaxserve serve {' '.join(serve_flags(advice.best))}"])
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
-    """policy, flags, why: of the best. within_noise: those as good. ranking: every policy with its
-    seeds, attainment, goodput and what it has less than the best, with the half width of its
-    interval; rates: by rate, attainments by policy. refused: why others are not in it."""
+    """The advice, ready for JSON.
+
+    `policy`, `flags` and `why` are about the best policy. `within_noise`: policies that are as
+    good. `ranking`: every policy with its seeds, attainment, goodput, and how far its attainment is
+    behind the best's, with half of the interval. `rates`: attainments by policy at other rates.
+    `refused`: why other policies are left out.
+    """
     return {
         "policy": advice.best.run.policy,
         "flags": serve_flags(advice.best),
@@ -41,7 +45,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
 
 
 def serve_flags(point: Point) -> list[str]:
-    """With which a server serves as it was simulated."""
+    """The flags for a server that does what was simulated."""
     run, limits = point.run, point.run.limits()
     flags = [f"--policy={run.policy}"]
     values = {
@@ -56,7 +60,7 @@ def serve_flags(point: Point) -> list[str]:
 
 
 def why(advice: Advice) -> str:
-    """In a sentence."""
+    """One sentence on why this policy."""
     best, others = advice.best, [one for one in advice.equal if one is not advice.best]
     default = next((one for one in advice.points if one.run.policy == DEFAULT), None)
     base = default if default is not None and default is not best else _next(advice)
@@ -74,7 +78,7 @@ def why(advice: Advice) -> str:
 
 
 def _next(advice: Advice) -> Point | None:
-    """The best of those that can be told from it, else of the others."""
+    """The best policy that can be told from the chosen one; if there is none, the next best."""
     apart = [one for one in advice.points if one not in advice.equal]
     others = apart or [one for one in advice.points if one is not advice.best]
     return others[0] if others else None
@@ -89,7 +93,7 @@ def _less(found: Margin) -> str:
 
 
 def _parts(best: Point, base: Point) -> str:
-    """By which target, and in which class or tier most of it is."""
+    """The target that gains most, and the class or tier that gains most."""
     ours, theirs = best.mean, base.mean
     gains = {
         named: ours[f"{name}_attainment"] - theirs[f"{name}_attainment"]
@@ -109,7 +113,7 @@ def _parts(best: Point, base: Point) -> str:
 
 
 def _met(group: dict[str, Any]) -> float:
-    """Requests of it that attain their SLO."""
+    """How many of the group's requests attain their SLO."""
     slo = group["slo"]
     return float(group["requests"] * (1.0 if slo is None else slo["attainment"]))
 
@@ -158,7 +162,7 @@ def _table(advice: Advice) -> str:
 
 
 def _behind(found: Margin) -> list[str]:
-    """Of the same requests: those with other seeds are others."""
+    """How far it is behind, compared on the same seeds only: others have other requests."""
     pairs = (
         (found.attainment, found.half_width),
         (found.goodput, found.goodput_half_width),

@@ -22,7 +22,7 @@ Event = dict[str, Any]
 
 def write_trace(result: SimulationResult, path: Path, about: Mapping[str, Any]) -> None:
     """Writes the trace as a JSON object, an event a line. about: what was simulated, kept in its
-    `otherData`. ValueError if who was in the batches was not recorded."""
+    `otherData`. ValueError if the result has no rows (`record_rows`)."""
     events = trace_events(result)
     head = json.dumps({"displayTimeUnit": "ms", "otherData": dict(about)})
     with open(path, "w", encoding="utf-8") as file:

@@ -229,15 +229,15 @@ def _path(text: str) -> str:
 
 
 def specs(args: argparse.Namespace) -> list[WorkloadSpec]:
-    """One a rate."""
+    """The workload at each rate."""
     named = ("num_requests", "arrivals", "cv", "on_s", "off_s", "duration", "best_effort")
     given = {name: getattr(args, name) for name in named} | workload_flags.options(args)
     return [WorkloadSpec(args.workload, rate=rate, **given) for rate in args.rate or [None]]
 
 
 def runs(args: argparse.Namespace, sources: Sequence[Source]) -> list[Run]:
-    """One a policy and source, with the first seed. What is wrong with any is said before anything
-    runs."""
+    """A run for each policy and source, with the first seed. Raises before anything runs if one of
+    them is impossible."""
     given: dict[str, Any] = {name: getattr(args, name) for name in _OF_A_RUN}
     given |= {"routing": routing_flags.routing(args), "keep": output.keeps(args)}
     given |= {"system": args.system or SYSTEM, "record_rows": output.records_rows(args)}

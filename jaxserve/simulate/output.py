@@ -26,13 +26,13 @@ def keeps(args: argparse.Namespace) -> bool:
 
 
 def records_rows(args: argparse.Namespace) -> bool:
-    """Whether anything needs to know who was in each batch."""
+    """Whether an output needs the requests of each batch."""
     return bool(args.chrome_trace) or "schedule" in (args.views or ())
 
 
 def check(args: argparse.Namespace, points: int) -> None:
-    """ValueError names the flag of the first output that cannot be written, or that something is
-    read from. points: policies times rates."""
+    """ValueError names the flag of the first output that cannot be written, or whose file is also
+    read. points: policies times rates."""
     read = {Path(path).resolve(): name for name, path in _inputs(args)}
     taken: dict[Path, str] = {}
     for name in FILES:
@@ -54,7 +54,7 @@ def check(args: argparse.Namespace, points: int) -> None:
 
 
 def _inputs(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Flags that may name a file to read, and what they say."""
+    """Flags that may name a file to read, with their values."""
     for name in INPUTS:
         if getattr(args, name):
             yield name, getattr(args, name)
@@ -63,7 +63,8 @@ def _inputs(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 
 def write(args: argparse.Namespace, points: Sequence[Point], served: Point | None = None) -> None:
-    """All that was asked for. served: what was not simulated; it is in the summary only."""
+    """Writes all outputs that the flags ask for. served: the recorded run, which is in the summary
+    only."""
     if args.summary:
         write_summary(points if served is None else [served, *points], Path(args.summary))
     if not keeps(args):
@@ -90,9 +91,12 @@ def write(args: argparse.Namespace, points: Sequence[Point], served: Point | Non
 
 
 def write_summary(points: Sequence[Point], path: Path) -> None:
-    """A CSV file with a row a run, and for every point a row with the means and one with half the
-    width of their confidence intervals. `statistic` says which, `seed` is a run's; the columns of
-    the numbers are named as `pandas.json_normalize` does. What is not there is an empty cell."""
+    """Writes a CSV file with a row for each run, and for each point a row with the means and one
+    with half the width of their confidence intervals.
+
+    `statistic` says which of these a row is; `seed` is set for runs. Columns of numbers are named
+    as `pandas.json_normalize` does. Missing values are empty cells.
+    """
     rows = [row for point in points for row in _summary_rows(point)]
     columns = dict.fromkeys(name for row in rows for name in row)
     with open(path, "w", newline="", encoding="utf-8") as file:
@@ -131,7 +135,7 @@ def _result(point: Point) -> SimulationResult:
 
 
 def _label(point: Point, points: Sequence[Point]) -> str:
-    """What a point is called in figures: its policy, and its rate where there are several."""
+    """The point's name in figures: its policy, and its rate if there are several."""
     several = len({other.run.rate for other in points}) > 1
     return f"{point.run.policy} at {point.run.rate:g}/s" if several else point.run.policy
 

@@ -37,7 +37,7 @@ _RATIO = "{:.3f}"
 
 
 def columns() -> str:
-    """What the columns are, a line each."""
+    """An explanation of the columns, a line each."""
     width = max(len(title) for title, _, _ in _COLUMNS.values())
     return "\n".join(
         ["columns of the table:"]
@@ -90,7 +90,7 @@ def _title(point: Point) -> str:
 
 
 def _table(lines: list[list[str]]) -> str:
-    """Under a header; without the columns in which nobody has anything, `-`."""
+    """A table with a header. Columns in which every cell is `-` are left out."""
     header = ["policy", "rate", *(title for title, _, _ in _COLUMNS.values())]
     used = [i for i, column in enumerate(zip(*lines, strict=True)) if set(column) != {"-"}]
     return aligned([[line[i] for i in used] for line in [header, *lines]])
@@ -116,7 +116,7 @@ def _cell(form: str, value: float | None, width: float | None) -> str:
 
 
 def _notes(points: Sequence[Point], seeds: range) -> list[str]:
-    """What the intervals are, and who has none."""
+    """What the intervals are, and which points have none."""
     several = [point for point in points if len(point.outcomes) > 1]
     fixed = [point.run.policy for point in points if not point.seed_matters]
     notes = []

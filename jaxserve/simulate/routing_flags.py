@@ -64,7 +64,7 @@ def check(args: argparse.Namespace) -> str:
 
 
 def routing(args: argparse.Namespace) -> Routing:
-    """As the flags, which have been checked, say."""
+    """The routing that the flags ask for; they have been checked."""
     return Routing(
         _name(args),
         args.routers or 1,

@@ -17,13 +17,13 @@ LEVEL = 0.95  # of the confidence intervals
 
 
 def mean(values: Sequence[Any]) -> Any:
-    """Over the values."""
+    """The mean of the values."""
     return _over(values, lambda numbers: math.fsum(numbers) / len(numbers))
 
 
 def half_width(values: Sequence[Any]) -> Any:
-    """Of the mean's confidence interval, by Student's t distribution, which takes the values as
-    independent and normal; None for fewer than two."""
+    """Half the width of the mean's confidence interval, by Student's t distribution, which takes
+    the values as independent and normal; None for fewer than two."""
     return _over(values, _half_width)
 
 

@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 
 class WorkerDied(OSError):
-    """One of the processes has ended by itself; its run may be too large for the machine."""
+    """A process has died; its run may be too large for the machine."""
 
 
 class Task(Protocol[T_co]):
-    """What can be done in another process, such as a `Run`."""
+    """Work that can be done in another process, such as a `Run`."""
 
     @property
     def requests(self) -> float:
-        """How many it simulates; infinity where that is not known."""
+        """Number of requests; infinity if not known."""
         ...
 
     def outcome(
@@ -44,8 +44,11 @@ class Task(Protocol[T_co]):
 
 
 class Workers:
-    """Does runs on up to `jobs` processes, or in this one where there is nothing to do beside each
-    other. A context: when it is left, the processes end, also those at work."""
+    """Runs simulations on up to `jobs` processes, or in this one if there is too little to share
+    out.
+
+    Use it in a `with`: leaving it ends the processes, also those still at work.
+    """
 
     def __init__(self, jobs: int) -> None:
         self._jobs = jobs
@@ -57,7 +60,8 @@ class Workers:
         self._bar: tqdm | None = None
 
     def outcomes(self, runs: Sequence[Task[T]]) -> list[T]:
-        """Of the runs, in their order. The first mistake ends it: one of `runs.REFUSED`."""
+        """The outcomes of the runs, in order. Stops at the first run that raises one of
+        `runs.REFUSED`."""
         bar = self._longer_bar(len(runs))
         alone = self._jobs == 1 or len(runs) < 2 or sum(run.requests for run in runs) <= _FEW
         if self._pool is None and alone:
@@ -129,7 +133,7 @@ _compiling: Callable[[], None] | None = None
 
 
 def _begin(done: Any, compiling: Any) -> None:
-    """In each process, first of all. done: a shared number of runs; compiling: a shared event."""
+    """Sets a new process up. done: a shared number of runs; compiling: a shared event."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the process that waits
 
     def progress(share: float) -> None:
