@@ -28,8 +28,14 @@ _MOST = 2**63 - 1  # what arrays of int64 hold
 
 @dataclass(frozen=True)
 class Parameter:
-    """kind: float, int, bool or an enumeration. optional: whether it may be None. default: as the
-    policy has it."""
+    """A policy parameter that can be set from text.
+
+    Attributes:
+        name: The field of the policy's dataclass.
+        kind: float, int, bool or an enumeration.
+        optional: Whether it may be None.
+        default: The policy's own value.
+    """
 
     name: str
     kind: type
@@ -41,7 +47,7 @@ class Parameter:
         return f"{self.name}={text_of(self.default)}"
 
     def parse(self, text: str) -> Any:
-        """The value that the text says. ValueError names the parameter and what it takes."""
+        """The value for that text. ValueError names the parameter and what it takes."""
         if self.optional and text.lower() == NONE:
             return None
         try:
@@ -51,8 +57,8 @@ class Parameter:
         return value
 
     def check(self, value: Any) -> Any:
-        """The value, if it is one that the parameter takes; text is parsed. ValueError names the
-        parameter and what it takes."""
+        """Returns the value if the parameter takes it; parses text. ValueError names the parameter
+        and what it takes."""
         if isinstance(value, str):
             return self.parse(value)
         if value is None and self.optional:

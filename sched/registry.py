@@ -26,7 +26,14 @@ from jaxserve.sched.policy import Policy
 
 @dataclass(frozen=True)
 class PolicyEntry:
-    """source: the paper and section that the policy comes from."""
+    """A registered scheduling policy.
+
+    Attributes:
+        name: What `--policy` takes.
+        make: Makes a new policy with its default parameters.
+        summary: One line for listings.
+        source: The paper and section that the policy comes from.
+    """
 
     name: str
     make: Callable[[], Policy]
@@ -41,8 +48,14 @@ class PolicyEntry:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a suffix, `name+suffix`, makes of a policy. of: raises ValueError for those it cannot
-    change."""
+    """A registered suffix, `name+suffix`, which changes a policy.
+
+    Attributes:
+        suffix: Without the `+`.
+        of: Returns the changed policy. Raises ValueError for policies that it cannot change.
+        summary: One line for listings.
+        source: The paper and section that the variant comes from.
+    """
 
     suffix: str
     of: Callable[[Policy], Policy]
@@ -59,10 +72,12 @@ _VARIANTS: dict[str, Variant] = {}
 
 
 def register(name: str, summary: str, source: str) -> Callable[[_Make], _Make]:
-    """Decorator: makes a policy class, or a function returning a policy, known by `name`.
+    """Decorator: registers a policy class, or a function that returns a policy, as `name`.
 
-    The same definition run again, as a notebook's cell is, replaces the earlier one. ValueError if
-    the name is another's, or has `+`, `:`, `,` or `=` in it.
+    Running the same definition again, as notebook cells do, replaces the earlier one.
+
+    Raises:
+        ValueError: The name is taken, empty, or contains `+`, `:`, `,` or `=`.
     """
     if not name or set(name) & set("+:,="):
         raise ValueError(f"a policy's name must be without + : , and =, got {name!r}")
@@ -78,7 +93,7 @@ def register(name: str, summary: str, source: str) -> Callable[[_Make], _Make]:
 
 
 def register_variant(suffix: str, summary: str, source: str) -> Callable[[_Change], _Change]:
-    """Decorator: makes a function from policy to policy known as the ending `+suffix`."""
+    """Decorator: registers a function from policy to policy as the suffix `+suffix`."""
 
     def add(of: _Change) -> _Change:
         _VARIANTS[suffix] = Variant(suffix, of, summary, source)
@@ -110,9 +125,14 @@ def variants() -> dict[str, Variant]:
 
 @dataclass(frozen=True)
 class PolicyName:
-    """What a policy's name says, such as `path/to/file.py:mine+ef:watermark=0.02`. path: of the
-    file, "" for none. base: "" for the only one that the file has. suffixes: of variants. params:
-    parameters as text."""
+    """A parsed policy name, such as `path/to/file.py:mine+ef:watermark=0.02`.
+
+    Attributes:
+        path: The policy's file; "" for a registered policy.
+        base: The name without suffixes; "" for the only policy of the file.
+        suffixes: Of variants, in order.
+        params: Parameter values as text, by name.
+    """
 
     path: str
     base: str
@@ -121,7 +141,7 @@ class PolicyName:
 
     @classmethod
     def parse(cls, name: str) -> PolicyName:
-        """ValueError for parameters that are not `NAME=VALUE`, or come twice."""
+        """Splits a name. ValueError for parameters that are not `NAME=VALUE`, or come twice."""
         file = _FILE.match(name)
         path = file[0] if file else ""
         rest = name.removeprefix(path)
@@ -143,11 +163,15 @@ class PolicyName:
 
 
 def make_policy(name: str, **params: Any) -> Policy:
-    """A new policy: `sarathi`, `sarathi+ef`, `path/to/file.py:mine`, each maybe with parameters,
-    `aptserve:slo_decay=0.4:watermark=0.02`.
+    """Makes a new policy from its name: `sarathi`, `sarathi+ef`, `path/to/file.py:mine`. Parameters
+    may follow: `aptserve:slo_decay=0.4:watermark=0.02`.
 
-    params: more of the policy's own parameters, the fields of its dataclass. ValueError says what
-    is wrong with a name, a parameter or a file.
+    Args:
+        name: As above.
+        **params: More parameters: fields of the policy's dataclass.
+
+    Raises:
+        ValueError: The name, a parameter or the file is wrong; the message says how.
     """
     policies()  # the built-in names are taken before a file runs
     said = PolicyName.parse(name)
@@ -178,8 +202,8 @@ def _made(entry: PolicyEntry) -> object:
 
 
 def is_built_in(name: str) -> bool:
-    """Whether the policy of that name, and every variant in it, is the product's own: defined in
-    this package, so that its tests have held it to the limits. ValueError as `make_policy`."""
+    """Whether the policy and all its variants are defined in this package, whose tests check them
+    against the limits. ValueError as in `make_policy`."""
     said = PolicyName.parse(name)
     if said.path:
         return False
@@ -189,7 +213,7 @@ def is_built_in(name: str) -> bool:
 
 
 def deployable() -> list[str]:
-    """The product's own policies that a server takes, by name."""
+    """Names of the built-in policies that the live server takes."""
     return [name for name, one in policies().items() if one.deployable and is_built_in(name)]
 
 

@@ -47,10 +47,15 @@ class Tier(enum.IntEnum):
 
 @dataclass(frozen=True)
 class SLO:
-    """Targets in seconds; None means that the request does not have that one.
+    """Latency targets of a request, in seconds (AccelGen section 2). None means no target.
 
-    ttft: arrival to first token. tbt: between two tokens. jct: arrival to last token
-    (AccelGen section 2).
+    Attributes:
+        ttft: From arrival to the first token.
+        tbt: Between two tokens.
+        jct: From arrival to the last token.
+
+    Raises:
+        InvalidRequest: A target is not a positive, finite time.
     """
 
     ttft: float | None = None
@@ -65,7 +70,7 @@ class SLO:
 
 
 class GrammarKind(enum.StrEnum):
-    """What the text of a `Grammar` is; the value is the name of the field that says it."""
+    """What the text of a `Grammar` is; the value is the name of the request field that holds it."""
 
     JSON_OBJECT = enum.auto()
     JSON_SCHEMA = enum.auto()
@@ -75,8 +80,16 @@ class GrammarKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the generated text has to be. text: a JSON Schema; a regular expression for all of the
-    text; a JSON array of strings, of which the text is one; or nothing, for any JSON object."""
+    """A constraint on the generated text.
+
+    Attributes:
+        kind: What `text` is.
+        text: A JSON Schema; a regular expression that matches the whole output; a JSON array of
+            strings to choose from; or "" for any JSON object.
+
+    Raises:
+        InvalidRequest: The text is empty or too long.
+    """
 
     kind: GrammarKind
     text: str = ""
@@ -90,7 +103,7 @@ class Grammar:
 
     @property
     def field_name(self) -> str:
-        """Of the request, for errors."""
+        """The request's field that holds it, for error messages."""
         return f"grammar.{self.kind}"
 
     @classmethod
@@ -100,7 +113,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
-        """JSON that the schema, parsed or not yet, takes for valid."""
+        """JSON that is valid for the schema, which may be parsed or text."""
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
         except RecursionError:
@@ -110,12 +123,12 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text all of which the pattern matches."""
+        """Text that the pattern matches as a whole."""
         return cls(GrammarKind.REGEX, pattern)
 
     @classmethod
     def choice(cls, choices: Sequence[str]) -> Grammar:
-        """One of these. Raises InvalidRequest for none, an empty one, or too many."""
+        """One of the strings. InvalidRequest if there are none or too many, or one is empty."""
         name = f"grammar.{GrammarKind.CHOICE}"
         at_most_entries(name, len(choices), MAX_CHOICES)
         if not choices or not all(choices):
@@ -125,20 +138,33 @@ class Grammar:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. Defaults: greedy, 128 tokens.
+    """How output tokens are sampled, and when the output ends. The default is greedy, 128 tokens.
 
-    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
-    repetition_penalty: 1 is off; divides positive and multiplies negative logits of every token
-    in prompt or output. presence_penalty, frequency_penalty: subtracted once, or per occurrence,
-    from logits of generated tokens.
-    logprobs: None for none, else how many alternatives to report beside the chosen token's.
-    prompt_logprobs: the same of each token of the prompt, from the second on.
-    stop_token_ids end the text and are not part of it; the tokenizer's end-of-sequence token does
-    the same unless ignore_eos. stop strings end the text before they appear.
-    min_tokens: no end-of-sequence or stop token id is sampled before that many tokens.
-    n: how many continuations; continuation i of a seeded request uses seed + i.
-    grammar: what the text has to be; only tokens that it allows are drawn, and the text ends where
-    nothing can follow.
+    Attributes:
+        max_tokens: The most tokens to generate.
+        min_tokens: No end-of-sequence or stop token is sampled before that many tokens.
+        temperature: 0 is greedy.
+        top_k: Sample among the k most likely tokens; 0 is off.
+        top_p: Nucleus sampling; 1 is off.
+        min_p: Least probability, as a share of the most likely token's; 0 is off.
+        seed: For reproducible output; None for a random one.
+        repetition_penalty: Divides positive and multiplies negative logits of every token in the
+            prompt or the output; 1 is off.
+        presence_penalty: Subtracted once from the logits of generated tokens.
+        frequency_penalty: Subtracted per occurrence from the logits of generated tokens.
+        logit_bias: (token id, bias) pairs, added to the logits.
+        logprobs: How many alternatives to report beside each sampled token's logprob; None for no
+            logprobs.
+        prompt_logprobs: The same for each prompt token from the second on.
+        stop_token_ids: End the output and are not part of it, like the end-of-sequence token.
+        stop: Strings that end the text before they appear.
+        ignore_eos: Whether to go on after an end-of-sequence token.
+        n: How many continuations. Continuation i of a seeded request uses seed + i.
+        grammar: A constraint on the output. Only tokens that it allows are sampled, and the output
+            ends where nothing can follow.
+
+    Raises:
+        InvalidRequest: A value is out of range; it names the field.
     """
 
     max_tokens: int = 128
@@ -192,7 +218,7 @@ class SamplingParams:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """True if the token is the argmax of the raw logits and nothing else is reported of it."""
+        """Whether the token is the argmax of the raw logits, with nothing else to report."""
         return (
             self.temperature == 0
             and self.repetition_penalty == 1
@@ -207,11 +233,24 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. arrival: seconds on the engine's clock. slo_class: by whose name it
-    is reported; its targets and its tier are the request's own by now. serve_late: it is not
-    refused though its first token is expected late (`sched/slo/slo_admission.py`). tenant: whose it
-    is; they share a full engine by weight (`sched/fairness/fair_share.py`). weight: of that tenant
-    from now on; None: as before, 1 at first."""
+    """One prompt to continue.
+
+    Attributes:
+        id: Names the request in results, cancellations and logs.
+        prompt: Token ids, at least one.
+        sampling: How to sample its output.
+        slo: Its own targets, with those of its class already merged in.
+        tier: Real-time or best-effort.
+        arrival: Seconds on the engine's clock.
+        slo_class: The SLO class to report it under. `slo` and `tier` are already resolved.
+        serve_late: Whether to admit it even if its first token is expected late
+            (`sched/slo/slo_admission.py`).
+        tenant: Tenants share a full engine by weight (`sched/fairness/fair_share.py`).
+        weight: The tenant's weight from now on; None keeps the current one, at first 1.
+
+    Raises:
+        InvalidRequest: The prompt is empty.
+    """
 
     id: str
     prompt: tuple[int, ...]
@@ -232,8 +271,14 @@ class Request:
 def validate(request: Request, *, max_model_len: int, vocab_size: int, pool_tokens: int) -> None:
     """Checks a request against what this engine can serve.
 
-    max_model_len: prompt + output tokens. pool_tokens: tokens the whole block pool holds.
-    Raises InvalidRequest, naming the field and the limit.
+    Args:
+        request: The request.
+        max_model_len: The most prompt and output tokens.
+        vocab_size: Token ids are below it.
+        pool_tokens: Tokens that the whole block pool holds.
+
+    Raises:
+        InvalidRequest: A field exceeds a limit; the error names both.
     """
     length = len(request.prompt)
     limit = min(max_model_len, pool_tokens)
@@ -261,7 +306,7 @@ def validate(request: Request, *, max_model_len: int, vocab_size: int, pool_toke
 
 
 def too_many_tokens(length: int, most: int) -> InvalidRequest:
-    """Of a prompt that is too long; for whoever knows before there is a Request."""
+    """The error for a prompt that is too long, for callers that know before there is a Request."""
     return InvalidRequest("prompt", f"has {length} tokens; at most {most} can be served")
 
 

@@ -110,10 +110,21 @@ class Scheduler:
         number: int = 0,
         alone: Alone | None = None,
     ) -> int:
-        """The row of a new, waiting request. output_len: tokens that it will write, if that is
-        known, as it is in simulations, where number is its place in the workload; only hypothetical
-        policies are told. alone: as `alone` has it, where that has been asked. IndexError when the
-        table is full."""
+        """Adds a request, which waits at first.
+
+        Args:
+            request: The request.
+            output_len: Tokens that it will write, where that is known, as in simulations; None if
+                not. Only hypothetical policies see it.
+            number: Its place in the simulated workload, from 0.
+            alone: Its latency on an idle engine, if the caller has it from `alone`.
+
+        Returns:
+            Its row.
+
+        Raises:
+            IndexError: The table is full.
+        """
         waiting = functools.partial(waiting_tenants, self.view)
         tenant = self.shares.join(request.tenant, request.weight, waiting)
         row = self.table.add(request, self.alone(request) if alone is None else alone)
@@ -127,18 +138,18 @@ class Scheduler:
         return row
 
     def alone(self, request: Request) -> Alone:
-        """What it would take with nobody else there, as far as is known now; any thread may ask."""
+        """The request's latency on an idle engine, as predicted now. Any thread may ask."""
         chunk = self.policy.prefill_limit(self.view.limits)
         return Alone.from_request(request, self.view.step_time, chunk)
 
     def schedule(self, now: float) -> Step:
-        """The next step, booked. InvalidPlan if the policy over-commits, or gets nowhere
-        (`sched/progress.py`); nothing is booked then."""
+        """Plans and books the next step. InvalidPlan if the policy over-commits or makes no
+        progress (`sched/progress.py`); nothing is booked then."""
         return self.book(self.plan(now))
 
     def plan(self, now: float) -> BatchPlan:
-        """What the policy wants next, checked: the first half of `schedule`, which changes nothing
-        but who is held back."""
+        """The first half of `schedule`: the policy's next plan, checked. It changes nothing but
+        which waiting requests are held back."""
         self._progress.check()
         if len(self.shares) > 1:
             hold_back(self.policy, self.view, self.shares, now)
@@ -148,8 +159,8 @@ class Scheduler:
         return plan
 
     def book(self, plan: BatchPlan) -> Step:
-        """The second half: from here on the plan counts as carried out. If it fails, it is not
-        known how much of it is booked, and all requests are to be finished."""
+        """The second half of `schedule`: from here on the plan counts as carried out. If it fails,
+        it may be booked in part, and all requests have to be finished."""
         moves: list[Move] = []
         try:
             return self._book(plan, moves)
@@ -231,9 +242,9 @@ class Scheduler:
         self.table.last_token[rows] = now
 
     def finish(self, row: int, *, complete: bool = True) -> None:
-        """The request is over, whatever its state: its blocks and its row are free. complete: its
-        output is, by itself or at its limit, so that its length says how long outputs get; not if
-        it was cancelled, ran out of time or failed."""
+        """Ends the request, whatever its state, and frees its blocks and its row. complete: whether
+        its output ended by itself or at its limit, so that its length is learned from; False if it
+        was cancelled, timed out or failed."""
         table = self.table
         self.pool.release(row)
         self.host.release(row)

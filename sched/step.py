@@ -16,8 +16,14 @@ from jaxserve.sched.plan import BatchPlan
 
 @dataclass(frozen=True)
 class ProjectSlots:
-    """Hidden caches of rows [k] become K and V: cached [k] tokens of each, in the blocks of tables
-    int32 [k, 2, width] and directions int8 [k]."""
+    """Hidden caches to project to K and V in place.
+
+    Attributes:
+        rows: int64 [k].
+        cached: int64 [k], cached tokens of each row.
+        tables: int32 [k, 2, width], their block tables.
+        directions: int8 [k], their `Direction`.
+    """
 
     rows: np.ndarray
     cached: np.ndarray
@@ -27,16 +33,24 @@ class ProjectSlots:
 
 @dataclass(frozen=True)
 class CopySlots:
-    """places int32 [m, 4], (block, slot, block, slot): what is in the first slot goes to the second
-    one, in all layers."""
+    """Slots to copy within the pool, in all layers.
+
+    Attributes:
+        places: int32 [m, 4], (source block, slot, target block, slot).
+    """
 
     places: np.ndarray
 
 
 @dataclass(frozen=True)
 class Save:
-    """slots int32 [sum of counts, 2], (block, slot): what is in the first counts[0] of them goes to
-    the host under keys[0], and so on."""
+    """Slots to copy to host memory. The first counts[0] slots are stored under keys[0], and so on.
+
+    Attributes:
+        keys: One a segment, see `sched.cache.kv_offload`.
+        counts: Slots of each segment.
+        slots: int32 [sum of counts, 2], (block, slot).
+    """
 
     keys: tuple[int, ...]
     counts: tuple[int, ...]
@@ -45,8 +59,13 @@ class Save:
 
 @dataclass(frozen=True)
 class Load:
-    """What is on the host under keys[0] goes to the first counts[0] of the slots int32 [sum of
-    counts, 2], (block, slot), and so on."""
+    """Slots to copy back from host memory. keys[0] fills the first counts[0] slots, and so on.
+
+    Attributes:
+        keys: One a segment, see `sched.cache.kv_offload`.
+        counts: Slots of each segment.
+        slots: int32 [sum of counts, 2], (block, slot).
+    """
 
     keys: tuple[int, ...]
     counts: tuple[int, ...]
@@ -55,7 +74,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Discard:
-    """What is on the host under these keys is no longer needed."""
+    """Segments in host memory that may be freed."""
 
     keys: tuple[int, ...]
 

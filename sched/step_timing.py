@@ -14,8 +14,15 @@ from jaxserve.sched.step import Move, Step
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A launched step: its features, the seconds that the model gave it, when it was handed to the
-    device, and whether these features say all that it does."""
+    """A launched step.
+
+    Attributes:
+        features: What the cost model knows of it.
+        predicted: Seconds that the model predicted at the launch.
+        submitted: When it was handed to the device.
+        usual: Whether the features cover all that it does. If not, the model does not learn from
+            it.
+    """
 
     features: BatchFeatures
     predicted: float
@@ -24,12 +31,16 @@ class Watched:
 
 
 class StepWatch:
-    """Predicts a step when it is launched, measures it when its tokens are on the host, and tells
-    the model. Times are in seconds, on the clock of whoever calls.
+    """Predicts each step at its launch, measures it once its tokens are on the host, and feeds the
+    result to the cost model. Times are in seconds on the caller's clock.
 
-    A step has the device from when it is handed over, or from when the one before it is done, if
-    that is later, to when it is done itself. Operations without a batch hold up the next batch, so
-    they count among its own. padding: as the steps are rounded up.
+    A step occupies the device from its launch, or from the end of the step before it if that is
+    later, to its own end. Operations without a batch delay the next batch, so they count as part of
+    it.
+
+    Args:
+        model: Predicts, and learns from what was measured.
+        padding: How steps are rounded up; None for not at all.
     """
 
     def __init__(self, model: OnlineCostModel, padding: Padding | None) -> None:
@@ -39,12 +50,11 @@ class StepWatch:
         self.done = -math.inf  # when the last step was
 
     def moved(self, step: Step) -> None:
-        """A step without a batch has been launched."""
+        """A step without a batch was launched."""
         self._moves += step.moves
 
     def launched(self, step: Step, now: float, *, usual: bool = True) -> Watched:
-        """A step with a batch has been handed to the device, now. usual: whether its features say
-        all that it does; else the model is not told of it."""
+        """A step with a batch was handed to the device. usual: see `Watched`."""
         if self._moves:
             step = dataclasses.replace(step, moves=self._moves + step.moves)
             self._moves = ()
@@ -52,8 +62,8 @@ class StepWatch:
         return Watched(features, float(self.model.batch_time(features)), now, usual)
 
     def finished(self, step: Watched, now: float) -> float:
-        """Its tokens are on the host, now. Seconds that it took; steps finish in the order in which
-        they were launched."""
+        """The step's tokens are on the host. Returns the seconds that it took. Steps finish in the
+        order in which they were launched."""
         seconds = now - max(step.submitted, self.done)
         self.done = now
         if step.usual and seconds > 0:  # else the clock has not moved, and says nothing

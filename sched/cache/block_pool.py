@@ -22,7 +22,13 @@ _FIRST_BLOCKS = 1024
 
 
 class BlockPool:
-    """The blocks of `max_owners` rows.
+    """The block allocator: which of `max_owners` rows holds which of `num_blocks` blocks.
+
+    Args:
+        num_blocks: Of the pool.
+        block_size: Tokens of a block.
+        max_owners: Rows of the request table.
+        width: The most blocks of a row in one plane.
 
     Attributes:
         tables: int32 [max_owners, 2, width]; [row, 0] are the row's K (or hidden) blocks in order,
@@ -30,10 +36,10 @@ class BlockPool:
         held: int64 [max_owners], blocks a plane.
         kind, direction: int8 [max_owners] of `CacheKind` and `Direction`; KV and LEFT for rows
             without cache.
-        cap: int16 [max_owners, width], how many of the tokens of each of a row's blocks are there
-            at most: block_size, or fewer where the last ones are on the host (BROS section 5.2).
+        cap: int16 [max_owners, width], the most tokens that each of a row's blocks has on the
+            device: block_size, or fewer where the last ones are on the host (BROS section 5.2).
         owners: int32 [blocks, 2], of blocks that have been out: [:, Direction] is the row that
-            fills the block from there, or NOBODY.
+            fills the block from that side, or NOBODY.
         at: int32 [blocks, 2], which of that row's blocks it is; stale without an owner.
         refs: int32 [blocks], rows that hold it.
         num_shared: Blocks that several rows hold.
@@ -109,9 +115,19 @@ class BlockPool:
         held: np.ndarray | None = None,
         kind: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Free blocks each row needs to hold `tokens` tokens in `kinds`, given what it holds now,
-        int64 [n]; a hidden cache that is to be KV takes a V block for each of its blocks besides.
-        held, kind: by row, instead of the pool's own: what would be after some operations."""
+        """Free blocks that each row needs to hold `tokens` tokens, beyond those that it has. A
+        hidden cache that is to be KV also takes a V block for each of its blocks.
+
+        Args:
+            rows: int64 [n].
+            tokens: int64 [n], cache tokens to have room for in all.
+            kinds: int64 [n], `CacheKind` that each is to have.
+            held: By row, instead of the pool's own, to ask about the state after some operations.
+            kind: The same of `kind`.
+
+        Returns:
+            int64 [n].
+        """
         have = (self.held if held is None else held)[rows]
         new = np.maximum(blocks_a_plane(tokens, self.block_size) - have, 0) * PLANES[kinds]
         if self._hidden:
@@ -120,10 +136,10 @@ class BlockPool:
         return np.asarray(new)
 
     def returned_by(self, rows: np.ndarray, refs: np.ndarray | None = None) -> np.ndarray:
-        """Blocks that each of the rows, which are different, would free if they were released one
-        after the other, int64 [n]. A block that several of them hold counts with the last of them,
-        one that others hold with nobody. refs: holders by block, where it is no longer the pool's
-        own that counts; lowered."""
+        """Blocks that each row would free if the rows were released one after the other, int64 [n].
+        A block that several of them hold counts for the last one; a block that other rows hold, for
+        none. rows: distinct. refs: holders by block, instead of the pool's own; lowered by the
+        call."""
         if not self.num_shared:
             return self.blocks_held(rows)
         refs = self.refs.copy() if refs is None else refs
@@ -238,8 +254,8 @@ class BlockPool:
             raise ValueError(f"row {row} shares blocks; they cannot be written to")
 
     def join(self, row: int, blocks: np.ndarray) -> None:
-        """Extends the row by blocks int [k, planes], in each of which the other end belongs to
-        somebody else (BROS section 5). ValueError as `check_join`."""
+        """Extends the row by blocks int [k, planes] whose other end another row fills (BROS section
+        5). ValueError as in `check_join`."""
         kind, side = CacheKind(self.kind[row]), Direction(self.direction[row])
         blocks = self.check_join(row, blocks, kind, side, first := int(self.held[row]))
         self.tables[row, : blocks.shape[1], first : first + len(blocks)] = blocks.T
@@ -255,9 +271,23 @@ class BlockPool:
         held: int,
         owners: np.ndarray | None = None,
     ) -> np.ndarray:
-        """The blocks as an array [k, planes]. ValueError if a row of that kind, which fills from
-        that side and holds so many, cannot take them: this end is taken, or the block is free or a
-        shared prefix. owners: instead of the pool's own."""
+        """Checks that a row can join these blocks from its side.
+
+        Args:
+            row: For messages.
+            blocks: int [k, planes].
+            kind: Of the row's cache.
+            side: The end that the row fills.
+            held: Blocks a plane that it has already.
+            owners: [blocks, 2], instead of the pool's own.
+
+        Returns:
+            The blocks as an array [k, planes].
+
+        Raises:
+            ValueError: A block's end is taken, or the block is free or a shared prefix; or they are
+                too many, not distinct, or of another shape.
+        """
         owners = self.owners if owners is None else owners
         planes, blocks = int(PLANES[kind]), np.asarray(blocks)
         if blocks.ndim != 2 or blocks.shape[1] != planes:
@@ -291,10 +321,22 @@ class BlockPool:
         self.held[row] = blocks
 
     def copy_all(self, rows: np.ndarray, index: np.ndarray, computed: np.ndarray) -> np.ndarray:
-        """Gives each row free blocks in place of its index[i]-th ones, which others may go on
-        holding: int32 [m, 4], (source block, slot, target block, slot) of what it has there. No
-        target block is a source. computed: int64 by row, cached tokens. OutOfBlocks, or ValueError
-        if a row has no such block."""
+        """Gives each row a free block in place of one that it holds. Other rows may keep the old
+        one.
+
+        Args:
+            rows: int64 [n].
+            index: int64 [n], which of the row's blocks to replace.
+            computed: int64 by row, cached tokens.
+
+        Returns:
+            What to copy, int32 [m, 4]: (source block, slot, target block, slot). No target block is
+            a source.
+
+        Raises:
+            OutOfBlocks: There are too few free blocks.
+            ValueError: A row has no such block.
+        """
         which = list(zip(rows.tolist(), index.tolist(), strict=True))
         for row, i in which:
             if not 0 <= i < self.held[row]:
@@ -323,13 +365,20 @@ class BlockPool:
         return np.where(rows == NOBODY, 0, np.maximum(there, 0))
 
     def lose(self, row: int, first: int, end: int) -> None:
-        """The row's tokens first to end (not included), the last that it has in their blocks, are
-        no longer there."""
+        """Marks the row's tokens [first, end) as missing; they are the last that it has in their
+        blocks."""
         index = np.arange(first // self.block_size, blocks_a_plane(end, self.block_size))
         self.cap[row, index] = np.maximum(first - index * self.block_size, 0)
 
     def regain(self, row: int, first: int, end: int, computed: int) -> None:
-        """They are there again. computed: tokens cached, those that are missing included."""
+        """Marks the row's tokens [first, end), which `lose` had marked, as there again.
+
+        Args:
+            row: The row.
+            first: First token.
+            end: Token after the last.
+            computed: The row's cached tokens, missing ones included.
+        """
         index = np.arange(first // self.block_size, blocks_a_plane(end, self.block_size))
         self.cap[row, index] = self.block_size
         left = end - int(index[-1]) * self.block_size

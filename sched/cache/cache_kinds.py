@@ -37,8 +37,15 @@ HIDDEN_READS = (ABSORBED, PROJECTED)
 def why_no_hidden_caches(d_model: int, num_heads: int, kv_heads: int, head_dim: int) -> str | None:
     """Why a model of this shape has no hidden caches; None if it has.
 
-    A token's hidden vector has to be smaller than its K and V together, and of the size of one of
-    them, which is what a block holds. So the engine, the simulator and the compile check ask here.
+    A token's hidden vector must be smaller than its K and V together, and as large as one of them,
+    because a block holds one or the other. The engine, the simulator and the compile check all use
+    this.
+
+    Args:
+        d_model: Elements of a hidden vector.
+        num_heads: Query heads.
+        kv_heads: KV heads.
+        head_dim: Elements of a head.
     """
     kv_width = kv_heads * head_dim
     if d_model >= 2 * kv_width:

@@ -24,7 +24,15 @@ _SEGMENT = np.dtype(
 
 
 class Segment(NamedTuple):
-    """Tokens [first, end) of a request's cache on the host. key: its own for ever."""
+    """Tokens [first, end) of a request's cache that are in host memory.
+
+    Attributes:
+        key: Unique for ever.
+        first: First token.
+        end: Token after the last.
+        kind: Of the cache.
+        direction: From which side the request fills its blocks.
+    """
 
     key: int
     first: int
@@ -34,16 +42,24 @@ class Segment(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Slots that it takes, of one plane each."""
+        """Slots that it takes; a slot holds one plane of a token."""
         return int(slots_for(self.end - self.first, self.kind))
 
 
 class HostMemory:
-    """Segments by row of the request table, of `rows` rows. capacity: slots, of one plane each.
+    """The segments in host memory, by row of the request table.
 
-    tokens: int64 [rows], how many of each row's are here. Those below what the row has computed are
-    missing from its cache until they are restored. Since the start: num_saved, num_restored: slots;
-    num_full: preemptions of requests whose lost tokens found no room here."""
+    Args:
+        capacity: Slots, of one plane each.
+        rows: Of the request table.
+
+    Attributes:
+        tokens: int64 [rows], tokens of each row that are here. Those below what the row has
+            computed are missing from its cache until they are restored.
+        num_used: Slots in use.
+        num_saved, num_restored: Slots copied here and back since the start.
+        num_full: Preemptions so far that lost tokens because there was no room here.
+    """
 
     def __init__(self, capacity: int = 0, rows: int = 0) -> None:
         self.capacity = capacity
@@ -66,7 +82,7 @@ class HostMemory:
         return self.capacity - self.num_used
 
     def segments(self, row: int) -> tuple[Segment, ...]:
-        """The row's, by first token; they do not overlap."""
+        """The row's segments, by first token; they do not overlap."""
         if row in self._several:
             return tuple(self._several[row])
         return (_segment(self._one[row]),) if self.tokens[row] else ()
@@ -78,8 +94,21 @@ class HostMemory:
     def add(
         self, rows: np.ndarray, first: np.ndarray, end: np.ndarray, kinds: Any, sides: Any
     ) -> np.ndarray:
-        """New segments, [n] each: their keys. ValueError, and nothing is added, if there is no
-        room, or some of it is here already."""
+        """Adds a segment for each of these rows.
+
+        Args:
+            rows: int64 [n]; a row may come several times.
+            first: int64 [n], first token of each.
+            end: int64 [n], token after the last.
+            kinds: int [n], `CacheKind` of each.
+            sides: int [n], `Direction` of each.
+
+        Returns:
+            Their keys, int64 [n].
+
+        Raises:
+            ValueError: There is no room, or some of the tokens are here already; nothing is added.
+        """
         slots = int(slots_for(end - first, kinds).sum())
         if slots > self.num_free:
             raise ValueError(f"{slots} host slots wanted, {self.num_free} free")
@@ -108,8 +137,8 @@ class HostMemory:
         self._several |= lists
 
     def restore(self, rows: np.ndarray, first: np.ndarray) -> np.ndarray:
-        """The rows' segments that begin at these tokens go back to the pool: records [n] with their
-        key, first, end, kind and side. KeyError if there is no such segment."""
+        """Removes the rows' segments that begin at these tokens, which go back to the pool. Returns
+        records [n] of key, first, end, kind and side. KeyError if there is no such segment."""
         found = self._one[rows]
         sole = (self.tokens[rows] > 0) & (found["first"] == first)
         for i in np.flatnonzero(~sole | self._is_among_several(rows)).tolist():
@@ -122,8 +151,8 @@ class HostMemory:
         return found
 
     def keep_chains(self, rows: np.ndarray, first: np.ndarray) -> None:
-        """Of each row's, those that begin at token first[i] or later are no longer needed but for
-        those that go on there without a gap. The rows are different."""
+        """Drops each row's segments from token first[i] on, except those that continue from there
+        without a gap. The rows are distinct."""
         if not self.num_used:
             return
         among = self._is_among_several(rows)
@@ -139,8 +168,14 @@ class HostMemory:
     def note_losses(
         self, rows: np.ndarray, first: np.ndarray, end: np.ndarray, kinds: np.ndarray
     ) -> None:
-        """The rows' cached tokens first[i] to end[i] (not included) are lost, but for those of them
-        that are here. If the others would not have found room, that is why they are."""
+        """Counts in `num_full` the preempted rows that lose tokens for which there is no room here.
+
+        Args:
+            rows: int64 [n].
+            first: int64 [n]; cached tokens [first, end) are lost unless they are here.
+            end: int64 [n].
+            kinds: int [n], `CacheKind` of each.
+        """
         lost = end - first
         if self.num_used:
             here = np.where(self._one["first"][rows] >= first, self.tokens[rows], 0)
@@ -152,7 +187,7 @@ class HostMemory:
         self.num_full += int(np.count_nonzero(lost > self.num_free))
 
     def release(self, row: int) -> None:
-        """All of the row's are no longer needed."""
+        """Drops all segments of the row."""
         for segment in self.segments(row):
             self._remove(np.array([row]), np.array([segment], _SEGMENT))
 
@@ -174,12 +209,13 @@ class HostMemory:
         self._dropped += segments["key"].tolist()
 
     def take_dropped(self) -> tuple[int, ...]:
-        """Keys whose contents may be forgotten, since this was last asked."""
+        """Keys of the segments dropped since the last call; their contents may be freed."""
         keys, self._dropped = tuple(self._dropped), []
         return keys
 
     def drop_again(self, keys: Sequence[int]) -> None:
-        """Nobody has forgotten their contents after all; `take_dropped` says them once more."""
+        """Makes `take_dropped` return these keys once more, since their contents were not freed
+        after all."""
         self._dropped += keys
 
     def check(self) -> None:
