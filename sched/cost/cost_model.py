@@ -16,17 +16,24 @@ from jaxserve.sched.cost.padding import Padding
 
 
 class BatchFeatures(NamedTuple):
-    """What a batch costs depends on these. Each is a number, or an array over several batches.
+    """The shape of a batch, which determines its cost. Each is a number, or an array over batches.
 
-    padded_tokens: what runs, num_tokens rounded up. decode_kv: cached tokens that the decodes read,
-    the one being fed included. prefill_quad: sum of c^2 + 2cm over the chunks of c tokens after m
-    cached ones; prefill_m: sum of m. hidden_tokens, hidden_prefill: cached tokens that decodes, and
-    chunks, read from hidden caches, which count neither in decode_kv nor in prefill_m.
-    projected_tokens: those of hidden caches that become KV before the step. copied_slots,
-    saved_slots, loaded_slots: slots, of one plane each, copied to other blocks, to host memory, and
-    from there.
-    sampled_rows: all rows of the step, padding included, where anybody samples otherwise than
-    greedily, else 0.
+    Attributes:
+        num_tokens: Tokens computed.
+        padded_tokens: num_tokens rounded up to what actually runs.
+        decode_kv: Cached tokens that the decodes read as K and V, the one being fed included.
+        num_decodes: Rows that decode.
+        prefill_quad: Sum of c^2 + 2cm over chunks of c tokens after m cached ones.
+        num_prefills: Rows that compute a chunk of a prompt.
+        prefill_m: Sum of m, K and V only.
+        hidden_tokens: Cached tokens that the decodes read from hidden caches.
+        projected_tokens: Tokens of hidden caches that become K and V before the step.
+        copied_slots: Slots, of one plane each, copied to other blocks.
+        saved_slots: Slots copied to host memory.
+        loaded_slots: Slots copied from host memory.
+        hidden_prefill: Sum of m over chunks that read hidden caches.
+        sampled_rows: All rows of the step, padding included, if any request samples non-greedily;
+            else 0.
     """
 
     num_tokens: Any
@@ -59,10 +66,20 @@ class BatchFeatures(NamedTuple):
         loaded_slots: int = 0,
         sampling: bool = False,
     ) -> BatchFeatures:
-        """One batch. counts [n]: tokens computed; contexts [n]: tokens cached before; decoding
-        [n]: which rows are decodes, the others are prefill chunks; hidden [n]: which rows have
-        hidden caches, none if not given; sampling: whether anybody samples otherwise than
-        greedily."""
+        """The features of one batch, from its rows.
+
+        Args:
+            counts: int64 [n], tokens computed now.
+            contexts: int64 [n], tokens cached before.
+            decoding: bool [n], which rows decode; the others are prefill chunks.
+            padding: How the batch is rounded up; None for not at all.
+            hidden: bool [n], which rows have hidden caches; None for none.
+            projected_tokens: See `BatchFeatures`, as are the slots.
+            copied_slots: Slots copied to other blocks.
+            saved_slots: Slots copied to host memory.
+            loaded_slots: Slots copied from host memory.
+            sampling: Whether any request samples non-greedily.
+        """
         rows = len(counts)
         decodes = int(np.count_nonzero(decoding))
         cached = int(np.add.reduce(contexts))
@@ -106,8 +123,8 @@ class BatchFeatures(NamedTuple):
     def of_decodes(
         cls, num_decodes: np.ndarray, decode_kv: np.ndarray, padding: Padding | None = None
     ) -> BatchFeatures:
-        """Several batches of nothing but decodes. num_decodes, decode_kv: arrays over the batches,
-        the latter of cached tokens read, those being fed included."""
+        """Batches of decodes only. num_decodes, decode_kv: arrays over the batches, the latter of
+        cached tokens read, those being fed included."""
         padded = num_decodes if padding is None else padding.padded(num_decodes, True)
         return cls(num_decodes, padded, decode_kv, num_decodes, 0, 0, 0)
 
@@ -136,14 +153,29 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Seconds a layer, none negative; each is the price of one feature of `BatchFeatures` (InferMax
-    section 3.2).
+    """What each feature of `BatchFeatures` costs, in seconds a layer (InferMax section 3.2).
 
-    per_token: of padded_tokens; per_decode, per_prefill: of their numbers; swapped_slot: of saved
-    and of loaded ones; the others: of the feature of their name. token_bias: of every batch;
-    decode_bias, prefill_bias: of one that has decodes, or prefills; batch_bias: of one of more than
-    one token, padding included: its products are of matrices, not of a matrix and a vector. Raises
-    ValueError for a negative or infinite one.
+    Attributes:
+        per_token: Each of padded_tokens.
+        token_bias: Every batch.
+        decode_kv: Each of decode_kv.
+        decode_bias: A batch with decodes.
+        per_decode: Each decode.
+        prefill_quad: Each unit of prefill_quad.
+        prefill_bias: A batch with prefills.
+        per_prefill: Each prefill chunk.
+        prefill_m: Each of prefill_m.
+        hidden_token: Each of hidden_tokens.
+        projected_token: Each of projected_tokens.
+        copied_slot: Each of copied_slots.
+        swapped_slot: Each of saved_slots and loaded_slots.
+        hidden_prefill: Each of hidden_prefill.
+        sampled_row: Each of sampled_rows.
+        batch_bias: A batch of more than one padded token, which multiplies matrices instead of a
+            matrix and a vector.
+
+    Raises:
+        ValueError: One is negative or not finite.
     """
 
     per_token: float
@@ -170,7 +202,7 @@ class Coefficients:
                 raise ValueError(f"coefficient {field.name} must be 0 or more, got {value}")
 
     def as_dict(self) -> dict[str, float]:
-        """By name, as a profile's file has them."""
+        """By name, as in a profile's file."""
         return asdict(self)
 
 
@@ -178,9 +210,15 @@ class Coefficients:
 class LinearCostModel:
     """batch time = num_layers x (token part + decode part + prefill part + copies).
 
-    overlapped: copies to and from the host go on beside the batch, each way of the link for itself:
-    the step takes as long as the longest of the three (BROS section 4.1, T = max(f(L, S), g(K))).
-    ValueError for no layers.
+    Attributes:
+        coefficients: Seconds a layer.
+        num_layers: Of the model.
+        overlapped: Whether copies to and from the host overlap with the batch and with each other,
+            so that a step takes as long as the longest of the three (BROS section 4.1, T = max(f(L,
+            S), g(K))).
+
+    Raises:
+        ValueError: There are no layers.
     """
 
     coefficients: Coefficients
@@ -223,12 +261,15 @@ class LinearCostModel:
 
 @dataclass(frozen=True, slots=True)
 class InferMaxCostModel:
-    """The batch time as InferMax's published simulator computes it from the same constants.
+    """The batch time as InferMax's published simulator computes it from the same constants. It
+    takes the mean KV of a batch's decodes rounded down.
 
-    It adds the residual connection, `residual = (a, b, c)`: a + b n + c n^2 seconds a layer for n
-    tokens rounded up to a multiple of 8; takes the mean KV of a batch's decodes rounded down; and
-    multiplies the attention terms, but not those per request, by `attention_factor` when the batch
-    has more than one request of the kind.
+    Attributes:
+        linear: The constants.
+        residual: The residual connection (a, b, c): a + b n + c n^2 seconds a layer for n tokens
+            rounded up to a multiple of 8.
+        attention_factor: Multiplies the attention terms, except those per request, if the batch has
+            more than one request of the kind.
     """
 
     linear: LinearCostModel
@@ -236,8 +277,8 @@ class InferMaxCostModel:
     attention_factor: float = 1.0
 
     def batch_time(self, features: BatchFeatures) -> Any:
-        """Hidden caches and padding cost nothing here, moves what they cost without the authors'
-        changes; see `CostModel`."""
+        """Hidden caches and padding cost nothing here, and moves as in `LinearCostModel`; see
+        `CostModel`."""
         k, f = self.linear.coefficients, features
         decodes, prefills = f.num_decodes, f.num_prefills
         kv = f.decode_kv // (decodes + (decodes == 0)) * decodes

@@ -35,11 +35,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted model and what is known of its errors.
+    """A fitted model and its errors.
 
-    r2: coefficient of determination per part (`decode`, `prefill`, `mixed`, `all`) of those the
-    samples have at least three of. mean_error, worst_error: relative, on the samples themselves.
-    leave_out_error: mean relative error on samples that the model was not fitted to, five folds.
+    Attributes:
+        model: The model.
+        r2: Coefficient of determination by part: `decode`, `prefill` and `mixed` where there are at
+            least three samples, and `all`.
+        mean_error: Mean relative error on the samples themselves.
+        worst_error: Largest relative error on the samples themselves.
+        leave_out_error: Mean relative error on held-out samples, five folds.
     """
 
     model: LinearCostModel
@@ -50,10 +54,11 @@ class Fit:
 
 
 def fit(samples: Sequence[Sample], num_layers: int) -> Fit:
-    """The model that minimises the squared relative errors, so that short steps, which are the
-    most frequent, count as much as long ones; no coefficient is negative.
+    """Fits a model with non-negative coefficients by least squares of the relative errors, so that
+    short steps, which are the most frequent, count as much as long ones.
 
-    Raises FitError for fewer than ten samples, or one that took no time.
+    Raises:
+        FitError: There are fewer than ten samples, or one took no time.
     """
     if len(samples) < 10:
         raise FitError(f"at least 10 measured steps are needed, got {len(samples)}")
@@ -78,18 +83,20 @@ def fit(samples: Sequence[Sample], num_layers: int) -> Fit:
 
 
 def least_squares(samples: Sequence[Sample], num_layers: int) -> LinearCostModel:
-    """The model that `fit` finds, from any number of samples: fewer than it takes say little."""
+    """The same model as `fit`, from any number of samples and without its errors."""
     design = np.array([columns(s.features) for s in samples]) * num_layers
     weights = _solve(design, np.array([s.seconds for s in samples]))
     return LinearCostModel(Coefficients(*weights.tolist()), num_layers)
 
 
 def columns(f: BatchFeatures, model: LinearCostModel | None = None) -> list[Any]:
-    """In the order of `Coefficients`: their product is seconds a layer. Of a batch: numbers; of
-    several: arrays, or one number for all of them.
+    """The design matrix's columns, in the order of `Coefficients`; their product is seconds a
+    layer.
 
-    model: if it is an overlapped one, a step says what its batch takes, or what its copies take:
-    whichever is the longer of the two as the model has it. By default it says what both add up to.
+    Args:
+        f: One batch, for numbers, or several, for arrays (or one number for all of them).
+        model: If it is overlapped, only the batch's or only the copies' columns are set for each
+            step, whichever the model expects to take longer. By default the two add up.
     """
     batch, copies = 1, f.saved_slots + f.loaded_slots
     if model is not None and model.overlapped:
@@ -124,11 +131,19 @@ def nearest(
     prior: np.ndarray,
     held: float | np.ndarray = PRIOR,
 ) -> np.ndarray:
-    """Non-negative least squares with a ridge: the weights w >= 0 that minimise w a w - 2 w b, held
-    near a multiple of a prior, which is all there is of those whose features nobody has seen.
+    """Non-negative least squares with a ridge towards a prior: minimises w a w - 2 w b over w >= 0.
+    Weights are held near the prior times one common factor; where the features never occurred, they
+    are exactly that.
 
-    a [k, k], b [k]: normal equations of rows whose weights sum up to `weight`. prior [k]: none
-    negative. held: rows that it counts as much as, or each of its weights does, [k].
+    Args:
+        a: [k, k], normal equations.
+        b: [k], their right-hand side.
+        weight: Sum of the weights of the rows in them.
+        prior: [k], not negative.
+        held: How many rows the prior counts as; one number, or one a weight, [k].
+
+    Returns:
+        The weights w, float64 [k].
     """
     # The one factor by which the prior would predict best: this device may just be slower.
     # What is hardly held explains whatever it can of that.

@@ -13,12 +13,18 @@ import numpy as np
 class Padding:
     """How an engine's static shapes round a batch up.
 
-    A batch of single tokens has the next of `rows` rows, any other the next of `tokens` tokens,
-    both ascending, or of `hidden_tokens` where some row has a hidden cache. decode_group: rows
-    whose caches decodes read together, sorted by length; each of a group costs what its longest
-    does, and the last group counts as full (the XLA backend). decode_chunk: tokens that such a
-    group reads at once, to which its length is rounded up.
-    ValueError for buckets that are none.
+    A batch of single tokens runs with the next larger of `rows`, any other with the next larger of
+    `tokens`, or of `hidden_tokens` if some row has a hidden cache.
+
+    Attributes:
+        rows: Bucket sizes of batches with one token a row, ascending.
+        tokens: Bucket sizes of all other batches, ascending.
+        decode_group: Rows whose caches decodes read together, sorted by length (the XLA backend).
+            Each row of a group costs as much as its longest, and the last group counts as full.
+        decode_chunk: Tokens that a group reads at once; its length is rounded up to a multiple.
+
+    Raises:
+        ValueError: Buckets are not positive and ascending, or a size is below 1.
     """
 
     rows: tuple[int, ...]
@@ -41,9 +47,9 @@ class Padding:
         return self.tokens[::-2][::-1]
 
     def padded(self, num_tokens: Any, singles: Any, hidden: Any = False) -> Any:
-        """Padded size of batches with `num_tokens` tokens; singles: whether each row has one;
-        hidden: whether any has a hidden cache. Numbers or arrays. What is over the last bucket
-        counts as the last."""
+        """Padded size of batches with `num_tokens` tokens; numbers or arrays. Beyond the last
+        bucket it is the last. singles: whether each row has one token. hidden: whether any has a
+        hidden cache."""
         if isinstance(num_tokens, int):
             mixed = self.hidden_tokens if hidden else self.tokens
             return _next(self.rows if singles else mixed, num_tokens)
@@ -53,11 +59,12 @@ class Padding:
         return padded
 
     def rows_of(self, padded_tokens: int) -> int:
-        """Rows of a step of that padded size."""
+        """Rows of a step with that padded size."""
         return _next(self.rows, padded_tokens)
 
     def read(self, lengths: np.ndarray, padded_tokens: int) -> int:
-        """Tokens that decodes over so many cached ones, int64 [n], read in such a step."""
+        """Tokens that decodes with these cache lengths, int64 [n], read in a step of that padded
+        size."""
         group = min(self.decode_group, self.rows_of(padded_tokens))
         if group == 1:
             return int(np.add.reduce(lengths))

@@ -30,7 +30,13 @@ class SloProblemKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class SloProblem:
-    """target: as it was asked for. limit: what it is below. Both in seconds."""
+    """A target that the request cannot meet.
+
+    Attributes:
+        kind: What is wrong with it.
+        target: As requested, seconds.
+        limit: The least that it would have to be, seconds.
+    """
 
     kind: SloProblemKind
     target: float
@@ -43,9 +49,13 @@ StepTime = Callable[[BatchFeatures], Any]
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """What an idle engine takes, seconds: a number each, or float64 [n]. ttft: to the first token;
-    tbt: from there to the second, 0 where there is none; jct: to the last of the fewest that the
-    request may write."""
+    """Latency of requests on an idle engine, in seconds: numbers, or float64 [n].
+
+    Attributes:
+        ttft: To the first token.
+        tbt: From the first token to the second; 0 if there is no second.
+        jct: To the last of the fewest tokens that the request may write.
+    """
 
     ttft: Any = 0.0
     tbt: Any = 0.0
@@ -53,8 +63,8 @@ class Alone:
 
     @classmethod
     def from_request(cls, request: Request, step_time: StepTime, chunk: int) -> Alone:
-        """Of one request; all 0 where it has no targets, to which nothing is compared. Any thread
-        may ask. chunk: tokens of a prompt that a step computes, `Policy.prefill_limit`."""
+        """Of one request; all 0 if it has no targets to compare with. Any thread may ask. chunk:
+        prompt tokens that a step computes, `Policy.prefill_limit`."""
         if request.slo == _NO_TARGETS:
             return NOTHING
         length, sampling = len(request.prompt), request.sampling
@@ -67,8 +77,14 @@ class Alone:
     def from_lengths(
         cls, prompt_len: np.ndarray, limit: np.ndarray, step_time: StepTime, chunk: int
     ) -> Alone:
-        """Of n requests that may end with any token: the same numbers as `of` each. limit: the
-        max_tokens asked for. Both int64 [n]."""
+        """Of n requests that may end with any token: the same numbers as `from_request` of each.
+
+        Args:
+            prompt_len: int64 [n].
+            limit: int64 [n], the max_tokens requested.
+            step_time: Predicts a batch.
+            chunk: Prompt tokens that a step computes.
+        """
         prefill = _prefill_times(step_time, prompt_len, chunk)
         gap = np.where(limit > 1, _decode_time(step_time, prompt_len, 2), 0.0)
         return cls(prefill, gap, prefill)
@@ -83,9 +99,9 @@ more than what a clock that has run for months rounds to, some 1e-9 s."""
 
 
 def targets_that_count(slo: SLO, alone: Alone) -> tuple[float, float, float]:
-    """TTFT, TBT and JCT as policies see them, seconds: inf where there is none, and where the
-    request asks for less than an idle engine takes, that, JUST_MISSED: no policy sorts it before
-    what can be done, nor takes it for something that can."""
+    """TTFT, TBT and JCT as policies see them, in seconds; inf for no target. A target below what an
+    idle engine takes is raised to JUST_MISSED times that: no policy ranks it before what is
+    feasible, or takes it for feasible."""
     return (
         np.inf if slo.ttft is None else max(slo.ttft, alone.ttft * JUST_MISSED),
         np.inf if slo.tbt is None else max(slo.tbt, alone.tbt * JUST_MISSED),
@@ -94,7 +110,7 @@ def targets_that_count(slo: SLO, alone: Alone) -> tuple[float, float, float]:
 
 
 def slo_problems(request: Request, alone: Alone) -> tuple[SloProblem, ...]:
-    """What is wrong with the request's targets. alone: what it takes on an idle engine."""
+    """The request's unreachable targets. alone: its latency on an idle engine."""
     slo = request.slo
     compared = (
         (SloProblemKind.TTFT_UNREACHABLE, slo.ttft, alone.ttft),

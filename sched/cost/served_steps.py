@@ -29,8 +29,24 @@ NOT_HELD = 1e-6  # rows that nothing counts as much as, but that zero decides wh
 
 @dataclass(frozen=True)
 class ServedSteps:
-    """What was measured of many steps: arrays [n] of what `jaxserve.engine.stats.StepStats` has of
-    one, times in seconds, and features of arrays [n]."""
+    """Measurements of n steps: `jaxserve.engine.stats.StepStats` as arrays [n], times in seconds.
+
+    Attributes:
+        features: Arrays [n] each.
+        device_time: Time on the device.
+        wake_time: From an arrival until the sleeping engine thread went on; 0 if it did not sleep.
+        receive_time: From the step before, or from waking up, to the plan.
+        plan_time: The policy's plan and its booking.
+        launch_time: Sending moves, building the batch and handing it over.
+        finish_time: Detokenising and streaming.
+        num_live: Requests when it was planned.
+        num_received: Requests taken in since the step before was planned.
+        num_rows: Rows of the batch.
+        num_admitted: Rows that took a slot for sampling.
+        num_moves: Pool operations sent to the device.
+        num_emitting: Rows that sample.
+        after_idle: bool, whether the device was idle before.
+    """
 
     features: BatchFeatures
     device_time: np.ndarray
@@ -49,7 +65,7 @@ class ServedSteps:
 
     @classmethod
     def from_steps(cls, steps: Iterable[Any]) -> ServedSteps:
-        """steps: of `StepStats`, or whatever has its fields."""
+        """steps: `StepStats`, or objects with the same fields."""
         steps = list(steps)
         arrays = {
             field.name: np.array([getattr(step, field.name) for step in steps])
@@ -64,12 +80,12 @@ class ServedSteps:
         return len(self.device_time)
 
     def host_time(self) -> np.ndarray:
-        """Seconds that the host's thread took around each step, without waking up, float64 [n]."""
+        """Seconds that the host's thread worked for each step, waking up excluded, float64 [n]."""
         return self.receive_time + self.plan_time + self.launch_time + self.finish_time
 
     def host_features(self) -> dict[str, dict[str, np.ndarray]]:
-        """What the host's terms are of: by the name of each of its times, the terms that add up to
-        it, and how often each counts, float64 [n]."""
+        """The features behind each of the host's times: by the time's field, its terms in
+        `HostOverhead` and how often each counts, [n]."""
         one = np.ones(len(self))
         return {
             "receive_time": {"receive": one, "receive_row": self.num_received},
@@ -84,12 +100,12 @@ class ServedSteps:
         }
 
     def predicted_host_time(self, host: HostOverhead) -> np.ndarray:
-        """`host_time` as the terms have it."""
+        """`host_time` as predicted by the overheads."""
         terms = ((n, c) for counts in self.host_features().values() for n, c in counts.items())
         return np.asarray(sum(getattr(host, name) * count for name, count in terms))
 
     def select(self, which: np.ndarray) -> ServedSteps:
-        """Some of them: indices, or a mask."""
+        """The chosen steps: indices, or a mask."""
         return replace(
             self,
             features=_taken(self.features, which),
@@ -102,9 +118,9 @@ class ServedSteps:
 
 
 def fit_device(steps: ServedSteps, prior: LinearCostModel) -> LinearCostModel:
-    """What explains the steps' device times, near a multiple of the prior where they say nothing.
-    Steps after idle take something longer that is not in it: a server with little to do has no
-    other ones with prompts. FitError for fewer than MIN_STEPS steps."""
+    """Fits a cost model to the steps' device times, held near a multiple of the prior. Steps after
+    idle have an extra cost that is left out of the model; they are included because a lightly
+    loaded server has prompts in no other steps. FitError for fewer than MIN_STEPS steps."""
     steps = steps.select(steps.device_time > 0)
     if len(steps) < MIN_STEPS:
         raise FitError(f"at least {MIN_STEPS} steps are needed, there are {len(steps)}")
@@ -131,8 +147,8 @@ def _without_overlap(steps: ServedSteps) -> bool:
 
 
 def fit_host(steps: ServedSteps, model: LinearCostModel) -> HostOverhead:
-    """What explains the host's times, and how much longer than the model says steps took after
-    idle. No steps: nothing takes any time."""
+    """Fits the host's overheads, and how much longer than predicted steps took after idle. All are
+    0 without steps."""
     if not len(steps):
         return HostOverhead()
     found: dict[str, float] = {}

@@ -26,11 +26,16 @@ _APART = 7919  # lots by which replicas are apart, so that they are not slow tog
 
 @dataclass(frozen=True, eq=False)
 class Scatter:
-    """factors: float64 [2 * SIZES, LEVELS], times as long as predicted that a step takes,
-    ascending: of each size of steps without prompts, then of those with some. bounds: float64 [2,
-    SIZES - 1], seconds predicted from which the next size begins. host: float64 [LEVELS], the same
-    of what the host's thread takes. levels: int64 [2, n], which of its kind's factors each served
-    step took, in the order in which they were served, and which of the host's."""
+    """Residuals of served steps, to draw from.
+
+    Attributes:
+        factors: float64 [2 * SIZES, LEVELS], measured over predicted time, ascending: of each size
+            of steps without prompts, then of each size of steps with prompts.
+        bounds: float64 [2, SIZES - 1], predicted seconds at which the next size begins.
+        host: float64 [LEVELS], the same factors for the host's thread.
+        levels: int64 [2, n], for each served step in order, which of its kind's factors it had, and
+            which of the host's.
+    """
 
     factors: np.ndarray
     bounds: np.ndarray

@@ -14,9 +14,18 @@ from jaxserve.sched.unified.policy_spec import Columns
 
 
 def hold_back(policy: Policy, view: View, shares: FairShares, now: float) -> None:
-    """Moves requests between WAITING and HELD. Those that have begun before, and lost their cache,
-    are never held; nor is anybody where all are of one tenant. Tiers are held apart, as it is the
-    policy that says what they are to each other: of each, one at least is seen."""
+    """Moves requests between WAITING and HELD, so that the policy sees those whose tenants are
+    next.
+
+    Requests that were preempted are never held, and nobody is if only one tenant waits. Tiers are
+    handled apart, since the policy decides between them: of each tier at least one is seen.
+
+    Args:
+        policy: Ranks the requests of one tenant.
+        view: What the policy sees.
+        shares: The tenants' counters.
+        now: Seconds.
+    """
     table = view.table
     fresh = np.flatnonzero(((table.state == WAITING) | (table.state == HELD)) & ~_begun(view))
     tenants = table.tenant[fresh]
@@ -34,7 +43,7 @@ def hold_back(policy: Policy, view: View, shares: FairShares, now: float) -> Non
 
 
 def waiting_tenants(view: View) -> np.ndarray:
-    """Of those that wait, held back or not."""
+    """Tenants of the waiting requests, held back or not."""
     state = view.table.state
     return np.asarray(view.table.tenant[(state == WAITING) | (state == HELD)])
 

@@ -20,8 +20,15 @@ START = 0.05  # targets that a request loses for a first token a whole target la
 
 
 def first_token(s: Any, work: Any, short: Any, q: Any, now: float) -> Any:
-    """Seconds until the first token of the last of q's sequences. work, short: those of its tier in
-    s."""
+    """Predicted seconds until the first token of the last of q's sequences.
+
+    Args:
+        s: What is known of a replica, a record of KNOWN, or of several as columns.
+        work: s's seconds of work ahead of q's tier.
+        short: s's blocks lacking for that work.
+        q: The `RoutingRequest`.
+        now: Seconds on the snapshots' clock.
+    """
     need = q.sequences * np.ceil(q.prompt_len / s.block_size) * PLANES
     room = np.maximum((short + need) * s.per_block, (s.rows_short + q.sequences) * s.per_row)
     wait = np.maximum(np.maximum(work, room) - (now - s.time), 0.0)
@@ -30,9 +37,17 @@ def first_token(s: Any, work: Any, short: Any, q: Any, now: float) -> Any:
 
 
 def violation(s: Any, work: Any, short: Any, q: Any, now: float) -> Any:
-    """Targets that are missed if it goes there: its own TTFT, TBT and JCT, and the tightest TBT of
-    those that run there, each from 0 to 1; and a little for what else there is to choose by. work,
-    short: as in `first_token`."""
+    """Predicted SLO violation if q goes there: its own TTFT and JCT, and the tighter of its TBT and
+    those running there, each from 0 to 1. Some is added for poor recent attainment, and a little
+    for a late first token, which breaks ties.
+
+    Args:
+        s: What is known of a replica, a record of KNOWN, or of several as columns.
+        work: s's seconds of work ahead of q's tier.
+        short: s's blocks lacking for that work.
+        q: The `RoutingRequest`.
+        now: Seconds on the snapshots' clock.
+    """
     first = first_token(s, work, short, q, now)
     decode = s.decode + q.sequences * s.row + q.sequences * q.prompt_len * s.read
     tbt = (decode + s.prefill) / np.minimum(s.tbt, q.tbt)

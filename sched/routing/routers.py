@@ -22,7 +22,12 @@ class NoReplica(LookupError):
 
 @dataclass
 class Lots:
-    """turn: the replica after the last one that had its turn; state: of the draws."""
+    """State of one router.
+
+    Attributes:
+        turn: The replica after the last one that had its turn.
+        state: Of the random draws.
+    """
 
     turn: int
     state: int
@@ -33,8 +38,16 @@ Choose = Callable[[Fleet, np.ndarray, Lots, RoutingRequest, float], int]
 
 @dataclass(frozen=True)
 class Way:
-    """choose: from the fleet, who of it is up (bool, at least one), the lots, the request and the
-    time. looks: whether it looks at snapshots; draws: whether at random numbers."""
+    """A routing algorithm.
+
+    Attributes:
+        summary: One line for listings.
+        source: Where it comes from.
+        choose: Picks a replica, given the fleet, which replicas are up (bool, at least one), the
+            router's state, the request and the time.
+        looks: Whether it uses snapshots.
+        draws: Whether it uses random numbers.
+    """
 
     summary: str
     source: str
@@ -91,9 +104,17 @@ ROUTERS: dict[str, Way] = {
 
 
 class Router:
-    """Chooses for one stream of requests. name: of ROUTERS; fleet: its replicas; seed and number,
-    both at least 0: of its draws, and of it among those that share the seed. ValueError for an
-    unknown name."""
+    """Chooses a replica for each request of one stream.
+
+    Args:
+        name: Of ROUTERS.
+        fleet: The replicas.
+        seed: For random draws, at least 0.
+        number: Its number among the routers that share the seed, at least 0.
+
+    Raises:
+        ValueError: There is no such routing.
+    """
 
     def __init__(self, name: str, fleet: Fleet, seed: int = 0, number: int = 0) -> None:
         if name not in ROUTERS:
@@ -102,8 +123,8 @@ class Router:
         self._lots = Lots(0, seeded(seed, number))
 
     def choose(self, ask: RoutingRequest, now: float) -> int:
-        """The replica that gets it; `Fleet.send` says so when it is sent. now: on the snapshots'
-        clock. NoReplica if none is up."""
+        """The replica to send the request to; the caller then calls `Fleet.send`. now: on the
+        snapshots' clock. NoReplica if none is up."""
         up = self.fleet.up
         if not up.any():
             raise NoReplica("no replica takes requests")

@@ -21,10 +21,17 @@ PLANES = int(blocks_for(1, 1))  # a cache is K and V
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """The step-time model of a replica, seconds (InferMax section 3.2), all layers together. step:
-    of every one; token: of each token; decode: of each request that decodes, beside its token;
-    read: of each cached token that it reads; prefill: of a step that computes prompts; quad: of
-    each unit of c^2 + 2cm of a chunk of c tokens after m; cached_token: of each of those m."""
+    """A replica's step-time model (InferMax section 3.2), in seconds for all layers together.
+
+    Attributes:
+        step: Every step.
+        token: Each token.
+        decode: Each decoding request, beside its token.
+        read: Each cached token that a decode reads.
+        prefill: A step that computes prompts.
+        quad: Each unit of c^2 + 2cm of a chunk of c tokens after m.
+        cached_token: Each of those m.
+    """
 
     step: float
     token: float
@@ -36,8 +43,7 @@ class Prices:
 
     @classmethod
     def from_cost_model(cls, model: CostModel) -> Prices:
-        """The model's, padding and moves apart. ValueError for one that is none of the product's
-        own."""
+        """The model's prices, without padding and moves. ValueError if it is not linear."""
         if isinstance(model, OnlineCostModel):
             model = model.model
         if isinstance(model, InferMaxCostModel):
@@ -156,7 +162,7 @@ KNOWN = np.dtype(
 
 
 def reset_known(s: Any, n: Any) -> None:
-    """Makes of s, a record of KNOWN, what a snapshot n says, with nothing sent since."""
+    """Sets s, a record of KNOWN, to the snapshot n, with nothing sent since."""
     decode = n.pace * (n.step + n.running * (n.token + n.decode) + n.cached * n.read)
     room = max(n.prefill_tokens - n.running, 1.0)
     s.time, s.unfinished, s.tbt = n.time, n.unfinished, n.tbt
@@ -183,7 +189,7 @@ def reset_known(s: Any, n: Any) -> None:
 
 
 def add_request(s: Any, q: Any, sent: float) -> None:
-    """Adds a `RoutingRequest` that was sent there at `sent`, in seconds."""
+    """Adds to s a `RoutingRequest` that was sent there at `sent`, in seconds."""
     seconds = q.sequences * (q.prompt_len * s.token + q.prompt_len * q.prompt_len * s.quad)
     blocks = q.sequences * np.ceil(q.prompt_len / s.block_size) * PLANES
     # Time that went by before it came with nothing to do does nothing for it.

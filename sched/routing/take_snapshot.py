@@ -19,15 +19,30 @@ PACE = 0.05  # weight of a step in the mean of how long steps take
 
 
 def lately(mean: Any, seen: Any, count: Any, total: Any) -> Any:
-    """The mean of about the last WINDOW values, and of how many it is, once `count` more, at least
-    one, with that sum have come. Their order does not matter."""
+    """Updates a mean of about the last WINDOW values. The order of the new values does not matter.
+
+    Args:
+        mean: So far.
+        seen: How many values it is of.
+        count: How many more came, at least one.
+        total: Their sum.
+
+    Returns:
+        The new mean, and how many values it is of.
+    """
     seen = min(seen + count, WINDOW)
     return mean + min(count / seen, 1.0) * (total / count - mean), seen
 
 
 @dataclass
 class Lately:
-    """What a replica has learned that its scheduler does not keep; see `Snapshot`."""
+    """Recent statistics that a replica's scheduler does not keep.
+
+    Attributes:
+        mean_output: Mean length of recent outputs, tokens; 0 before the first.
+        attainment: Share of recent first tokens that were in time.
+        pace: Actual over predicted step time.
+    """
 
     mean_output: float = 0.0
     attainment: float = 1.0
@@ -36,19 +51,19 @@ class Lately:
     _firsts: int = 0
 
     def ended(self, lengths: np.ndarray) -> None:
-        """Outputs of so many tokens, int64 [n], have ended at once."""
+        """Outputs of these lengths, int64 [n], have ended at once."""
         if len(lengths):
             total = int(lengths.sum())
             found = lately(self.mean_output, self._outputs, len(lengths), total)
             self.mean_output, self._outputs = found
 
     def began(self, outputs: int, in_time: int) -> None:
-        """So many first tokens have come at once, as many of them in time."""
+        """Counts first tokens that came at once. in_time: how many of them met their target."""
         if outputs:
             self.attainment, self._firsts = lately(self.attainment, self._firsts, outputs, in_time)
 
     def stepped(self, pace: float) -> None:
-        """A step has taken so many times what the prices say."""
+        """A step took `pace` times what the prices predict."""
         if pace != self.pace:
             self.pace += PACE * (pace - self.pace)
 
@@ -56,7 +71,15 @@ class Lately:
 def constant_fields(
     prices: Prices, policy: Policy, limits: Limits, num_blocks: int, block_size: int
 ) -> dict[str, Any]:
-    """What no step changes of a replica's snapshots, by field."""
+    """The fields of a replica's snapshots that never change, by name.
+
+    Args:
+        prices: Its step-time model.
+        policy: Its policy.
+        limits: C, P and rows.
+        num_blocks: Blocks of its pool.
+        block_size: Tokens of a block.
+    """
     return {
         "prices": prices,
         "prefill_tokens": policy.prefill_limit(limits),
@@ -68,7 +91,7 @@ def constant_fields(
 
 
 def idle_snapshot(known: dict[str, Any], now: float = 0.0) -> Snapshot:
-    """Of a replica with nothing to do, that has learned nothing. known: see `constant_fields`."""
+    """The snapshot of a replica that has served nothing yet. known: from `constant_fields`."""
     counts: dict[str, Any] = dict.fromkeys(
         (
             *("busy", "unfinished", "running", "cached", "waiting", "realtime_tokens"),
@@ -92,8 +115,8 @@ def idle_snapshot(known: dict[str, Any], now: float = 0.0) -> Snapshot:
 
 
 def serves_by_tier(policy: Policy) -> bool:
-    """Whether it serves a real-time request before a best-effort one that came earlier, as far as
-    it says."""
+    """Whether the policy serves a real-time request before a best-effort one that came earlier, as
+    far as its queue priority shows."""
     with np.errstate(all="ignore"):
         realtime, best_effort = (
             policy.queue_priority(Known.from_request(_request(tier), NOTHING, 1.0, seq, 0), 1.0)
@@ -111,8 +134,15 @@ def _request(tier: Tier) -> Request:
 def take_snapshot(
     backlog: Backlog, unfinished: int, known: dict[str, Any], learned: Lately, *, draining: bool
 ) -> Snapshot:
-    """What is before a scheduler, in sums. unfinished: requests that are there and not over, those
-    included that have computed all they will. known: as `constant_fields` has it."""
+    """Sums up what a scheduler has before it.
+
+    Args:
+        backlog: The scheduler's.
+        unfinished: Unfinished requests, including those with nothing left to compute.
+        known: From `constant_fields`.
+        learned: The replica's recent statistics.
+        draining: Whether it takes no more requests.
+    """
     mine = backlog.known
     pending = ~mine.decoding
     length = mine.prompt_len + mine.generated
