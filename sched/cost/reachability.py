@@ -30,12 +30,12 @@ class SloProblemKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class SloProblem:
-    """A target that the request cannot meet.
+    """A target that cannot be met, or that contradicts another one.
 
     Attributes:
         kind: What is wrong with it.
         target: As requested, seconds.
-        limit: The least that it would have to be, seconds.
+        limit: What it is below, seconds.
     """
 
     kind: SloProblemKind

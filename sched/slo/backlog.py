@@ -20,8 +20,27 @@ from jaxserve.sched.state.request_table import RUNNING
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What `Policy.queue_priority` may know of requests, by the names of
-    `policy_spec.Columns`: arrays [n]. Times in seconds, lengths in tokens."""
+    """What `Policy.queue_priority` may know of n requests: arrays [n] under the names of
+    `policy_spec.Columns`. Times in seconds, lengths in tokens.
+
+    Attributes:
+        arrival: Time of arrival.
+        last_token: When the last token came; the arrival before the first.
+        ttft: Target, as are tbt and jct; inf for none.
+        tbt: Target between two tokens.
+        jct: Target to the last token.
+        seq: Order of arrival.
+        prompt_len: Prompt tokens.
+        generated: Tokens generated.
+        computed: Tokens cached.
+        tier: Of `Tier`.
+        alone: Time to the first token on an idle engine; 0 without targets.
+        most_output: The most tokens that it may write.
+        waiting: bool, whether it holds no cache.
+        decoding: bool, whether it decodes.
+        seed: Of the run.
+        given: See `Columns`.
+    """
 
     arrival: Any
     last_token: Any
@@ -42,7 +61,15 @@ class Known:
 
     @classmethod
     def from_request(cls, request: Request, alone: Alone, now: float, seq: int, seed: int) -> Known:
-        """One that comes now. alone: on this engine. seq: how many have come before it."""
+        """One request that arrives now.
+
+        Args:
+            request: The request.
+            alone: Its latency on this engine, if it were idle.
+            now: Seconds.
+            seq: How many requests came before it.
+            seed: Of the run.
+        """
 
         def one(value: Any) -> np.ndarray:
             return np.array([value])
@@ -63,13 +90,24 @@ _ZERO, _YES = np.zeros(1, np.int64), np.ones(1, bool)
 
 @dataclass(frozen=True)
 class Backlog:
-    """Requests [n] that are there and not done, with what they hold, and what serves them.
+    """A copy of a scheduler's unfinished requests [n], what they hold and what serves them.
 
-    time: when this was so. free_at: when the device is predicted to be done with the steps that it
-    has been given; their tokens count as computed. received: requests so far, those that have
-    ended included. blocks: int64 [n], held by each. tenants: int64 [n], places in `shares`, which
-    has all that ever came, by name. output_lengths: `OutputLengths.counted`. The cost model may be
-    one that goes on learning.
+    Attributes:
+        time: When it was taken, seconds.
+        free_at: When the device is predicted to finish the steps launched so far; their tokens
+            count as computed.
+        received: Requests so far, finished ones included.
+        known: What a policy may know of the requests.
+        blocks: int64 [n], blocks held by each.
+        tenants: int64 [n], indices into `shares`.
+        shares: Every tenant so far, by name.
+        free_blocks: Of the pool.
+        block_size: Tokens of a block.
+        limits: C, P and rows.
+        policy: Ranks the requests.
+        cost_model: Predicts steps; it may be one that goes on learning.
+        padding: How steps are rounded up; None for not at all.
+        output_lengths: From `OutputLengths.counted`.
     """
 
     time: float
@@ -89,7 +127,7 @@ class Backlog:
 
     @classmethod
     def from_scheduler(cls, scheduler: Scheduler, now: float, free_at: float) -> Backlog:
-        """Of a scheduler, on the thread that plans."""
+        """Copies a scheduler's, on the thread that plans."""
         view, table, pool = scheduler.view, scheduler.table, scheduler.pool
         waiting = table.queued()
         rows = np.concatenate([table.in_state(RUNNING), waiting])
@@ -132,7 +170,7 @@ class Backlog:
         return self.cost_model.batch_time(batch)
 
     def queue_priority(self, known: Known, now: float) -> np.ndarray | None:
-        """As the policy has it, float64 [n]; None where it says nothing."""
+        """The policy's queue priority, float64 [n]; None if it has none."""
         with np.errstate(all="ignore"):
             found = self.policy.queue_priority(known, now)
         if found is None:
@@ -141,10 +179,10 @@ class Backlog:
 
     @property
     def max_rows(self) -> int:
-        """Requests that may hold cache, where the policy has a limit of its own, too."""
+        """The most requests that may hold cache, the policy's own limit included."""
         return self.policy.row_limit(self.limits)
 
     @property
     def prefill_tokens(self) -> int:
-        """How far prompts may fill a batch."""
+        """The most tokens of a batch up to which prompts may fill it."""
         return self.policy.prefill_limit(self.limits)

@@ -26,13 +26,17 @@ from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
 
 @dataclass(frozen=True)
 class Times:
-    """n requests, in seconds on one clock.
+    """Token times of n requests, in seconds on one clock.
 
-    due: float64 [n], when each was to be sent, which is earlier than when it was if the sender fell
-    behind. token_times: float64 [sum of tokens], the first request's ascending, then the second's,
-    and so on. tokens: int64 [n], how many each has; at least 1 if finished. finished: bool [n],
-    false for those that were refused, failed or had not ended when the run was cut off, at `end`;
-    the latter are `going`, bool [n], None for nobody.
+    Attributes:
+        due: float64 [n], when each was to be sent. That is before it was sent if the sender fell
+            behind.
+        token_times: float64 [sum of tokens], the first request's in order, then the second's, and
+            so on.
+        tokens: int64 [n], how many each has; at least 1 if finished.
+        finished: bool [n]; False if it was refused, failed, or was cut off at `end`.
+        going: bool [n], those that were cut off; None for none.
+        end: When the run was cut off.
     """
 
     due: np.ndarray
@@ -65,12 +69,12 @@ class Times:
 
     @property
     def first_token(self) -> np.ndarray:
-        """When it came, float64 [n]; nan without a token."""
+        """Time of the first token, float64 [n]; nan without a token."""
         return self._time_of(self.offsets)
 
     @property
     def last_token(self) -> np.ndarray:
-        """When it came, float64 [n]; nan without a token."""
+        """Time of the last token, float64 [n]; nan without a token."""
         return self._time_of(self.offsets + self.tokens - 1)
 
     @property
@@ -90,8 +94,8 @@ class Times:
 
     @property
     def tbt(self) -> tuple[np.ndarray, np.ndarray]:
-        """Times between tokens of all requests, one request after the other, and how many of them
-        each has: float64 [sum of shares], int64 [n]."""
+        """Times between tokens, one request after the other, float64 [sum of counts], and how many
+        each request has, int64 [n]."""
         gaps = np.diff(self.token_times, prepend=0.0)
         within = np.ones(len(gaps), bool)
         within[self.offsets[self.tokens > 0]] = False
@@ -109,7 +113,7 @@ class Times:
         )
 
     def judged(self) -> Times:
-        """With another token, at the end, for each of those who go on."""
+        """The same, where each request that was cut off gets another token at `end`."""
         if self.going is None or not self.going.any():
             return self
         behind = (self.offsets + self.tokens)[self.going]
@@ -129,8 +133,14 @@ class Times:
 
 @dataclass(frozen=True)
 class Attained(ParallelArrays):
-    """Which requests are within their targets, bool [n] each; whoever finished without a target is
-    within it."""
+    """Which requests met their targets, bool [n] each. A finished request meets a target that it
+    does not have.
+
+    Attributes:
+        ttft: To the first token.
+        tbt: Between two tokens, 99th percentile.
+        jct: To the last token.
+    """
 
     ttft: np.ndarray
     tbt: np.ndarray
@@ -158,7 +168,7 @@ def summarise(values: Sequence[float] | np.ndarray, scale: float = 1.0) -> dict[
 
 
 def attained(times: Times, terms: SloColumns) -> Attained:
-    """Each request judged by its own targets. terms: of the same requests."""
+    """Which requests met their own targets. terms: of the same requests."""
     times = times.judged()
     done = times.finished
     ttft, jct = times.ttft, times.e2e
@@ -171,10 +181,10 @@ def attained(times: Times, terms: SloColumns) -> Attained:
 
 
 def tokens_in_time(times: Times, terms: SloColumns) -> tuple[int, int]:
-    """How many tokens came within their own target, TTFT for a request's first one and TBT for the
-    others, and of how many: AccelGen's iteration-level attainment (section 3.2) is the ratio. Who
-    was refused or failed misses one; who goes on misses one if its next token is late at the
-    end."""
+    """How many tokens met their own target (TTFT for a request's first token, TBT for the others),
+    and out of how many. Their ratio is AccelGen's iteration-level attainment (section 3.2). A
+    request that was refused or failed counts as one missed token; one that was cut off does if its
+    next token was late by then."""
     tbt, shares = times.tbt
     have = times.tokens > 0
     met = int((times.ttft[have] <= terms.ttft[have]).sum())
@@ -189,9 +199,17 @@ def tokens_in_time(times: Times, terms: SloColumns) -> tuple[int, int]:
 def group_metrics(
     times: Times, terms: SloColumns, met: Attained, duration: float | None = None
 ) -> dict[str, Any]:
-    """The numbers of some requests; latencies are of the finished ones. duration: seconds that
-    rates are of, by default from first due time to last token. `slo` is None where nobody has a
-    target."""
+    """Metrics of some requests; latencies are of the finished ones.
+
+    Args:
+        times: Of the requests.
+        terms: Their targets.
+        met: Which targets they met.
+        duration: Seconds that rates refer to; by default from the first due time to the last token.
+
+    Returns:
+        Numbers by name. `slo` is None if no request has a target.
+    """
     done = times.select(times.finished)
     tbt, _ = done.tbt
     duration = span(times) if duration is None else duration
@@ -211,8 +229,14 @@ def group_metrics(
 def split_metrics(
     times: Times, terms: SloColumns, met: Attained, total: dict[str, Any]
 ) -> dict[str, Any]:
-    """`group_metrics` of every tier and of every class that has requests, by name; rates are of the
-    duration of all. total: the same of all requests."""
+    """`group_metrics` by tier and by SLO class, those without requests left out.
+
+    Args:
+        times: Of all requests; rates refer to their duration.
+        terms: Their targets.
+        met: Which targets they met.
+        total: `group_metrics` of all of them.
+    """
     duration = span(times)
 
     def group(which: np.ndarray) -> dict[str, Any]:
@@ -229,8 +253,7 @@ def split_metrics(
 
 
 def load_metrics(times: Times, terms: SloColumns) -> dict[str, Any]:
-    """All numbers of one load test, of all requests and by tier and class; times in the unit that
-    their name ends with.
+    """All metrics of a load test, in total and by tier and class. Names end with the unit.
 
     Latencies are of the finished requests only. duration_s: first due time to last token.
     """

@@ -19,8 +19,17 @@ _NO_TARGETS = SLO()
 
 @dataclass(frozen=True)
 class Verdict:
-    """slo, slo_class, tier: what was asked for. ttft, tbt, jct: whether it was met, None where
-    there is no such target. problems: with the targets themselves."""
+    """Whether a finished request met its targets.
+
+    Attributes:
+        slo: Its targets.
+        slo_class: Its SLO class.
+        tier: Its tier.
+        ttft: Whether TTFT was met; None without such a target.
+        tbt: The same of TBT.
+        jct: The same of JCT.
+        problems: What is wrong with the targets themselves.
+    """
 
     slo: SLO
     slo_class: str
@@ -32,13 +41,13 @@ class Verdict:
 
     @property
     def met(self) -> bool:
-        """All of them."""
+        """Whether all targets were met."""
         return False not in (self.ttft, self.tbt, self.jct)
 
 
 def tbt_that_counts(token_times: Sequence[float]) -> float | None:
-    """The 99th percentile of a request's times between tokens (Apt-Serve section 1), seconds; None
-    with fewer than two tokens. token_times: ascending."""
+    """The 99th percentile of a request's times between tokens, in seconds (Apt-Serve section 1);
+    None with fewer than two tokens. token_times: ascending."""
     if len(token_times) < 2:
         return None
     return percentile_99([after - before for before, after in itertools.pairwise(token_times)])
@@ -53,10 +62,19 @@ def judge(
     failed: bool = False,
     problems: tuple[SloProblem, ...] = (),
 ) -> Verdict | None:
-    """What to tell whoever asked for it; None for a request without targets. token_times: when its
-    tokens came. complete: it has ended by itself, with the last of them. Another one, which was
-    cancelled at `end`, is judged as if its next token came then, and one that failed meets nothing.
-    All times in seconds on one clock.
+    """Judges a request by its own targets. Times are in seconds on one clock.
+
+    Args:
+        request: The request.
+        token_times: When its tokens came, ascending.
+        end: When it ended.
+        complete: Whether it ended by itself, with its last token. If it was cancelled, it is judged
+            as if its next token had come at `end`.
+        failed: Whether it failed, and so met no target.
+        problems: What is wrong with the targets themselves.
+
+    Returns:
+        None for a request without targets.
     """
     slo = request.slo
     if slo == _NO_TARGETS:

@@ -30,8 +30,12 @@ def bins_above(generated: np.ndarray) -> np.ndarray:
 
 
 class OutputLengths:
-    """A histogram of lengths in tokens, with bins that grow by a tenth. It forgets: what ended
-    HALF_LIFE outputs ago weighs half. count: outputs so far."""
+    """A histogram of output lengths in tokens, whose bins grow by a tenth. An output that ended
+    HALF_LIFE outputs ago has half the weight.
+
+    Attributes:
+        count: Outputs so far.
+    """
 
     def __init__(self) -> None:
         self._reached = np.zeros(BINS)  # weight of those that ended, or were cut, in the bin
@@ -41,7 +45,7 @@ class OutputLengths:
         self.count = 0
 
     def add(self, length: int, cut: bool = False) -> None:
-        """Counts one output of `length` tokens, at least 1. cut: by its limit."""
+        """Counts one output of `length` tokens, at least 1. cut: whether its limit ended it."""
         index = bin_of(length)
         self._reached *= DECAY
         self._ended *= DECAY
@@ -52,15 +56,15 @@ class OutputLengths:
         self.count += 1
 
     def expected(self, generated: np.ndarray) -> np.ndarray:
-        """Mean length of the outputs that are longer than `generated`, to a bin's width, float64
-        [n]; one token more than generated where none was."""
+        """Mean length of outputs longer than `generated`, to a bin's width, float64 [n]; one more
+        than `generated` if there were none."""
         if self._expected is None:
             self._expected = self._by_bin()
         return np.maximum(self._expected[bins_above(generated)], generated + 1)
 
     def counted(self) -> tuple[np.ndarray, np.ndarray]:
-        """Copies, float64 [bins]: the weight of those that ended or were cut in each bin, and of
-        those that ended there by themselves."""
+        """Copies of the weights by bin, float64 [bins]: of outputs that ended or were cut there,
+        and of those that ended there by themselves."""
         return self._reached.copy(), self._ended.copy()
 
     def _by_bin(self) -> np.ndarray:
@@ -83,11 +87,16 @@ class OutputLengths:
 
 
 class Survival:
-    """How many outputs get how long, those that are not over included: they are censored as those
-    that were cut are, so that short ones, which are over first, do not count too much.
+    """The survival function of output lengths. Outputs that are still being written are included as
+    censored, like those that were cut; otherwise short outputs, which end first, would count too
+    much.
 
-    reached, ended: as `OutputLengths.counted`. going: int64 [n], tokens of each one so far. mean:
-    tokens of an output, at least 1.
+    Args:
+        reached, ended: From `OutputLengths.counted`.
+        going: int64 [n], tokens so far of each output that is being written.
+
+    Attributes:
+        mean: Mean length of an output, tokens, at least 1.
     """
 
     def __init__(self, reached: np.ndarray, ended: np.ndarray, going: np.ndarray) -> None:
@@ -104,12 +113,12 @@ class Survival:
         self.mean = max(1.0, float(self._tokens[-1]))
 
     def longer(self, tokens: np.ndarray) -> np.ndarray:
-        """Share of the outputs that are longer than so many tokens, float64 as they are."""
+        """Share of outputs that are longer than `tokens`, float64 of the same shape."""
         at = BINS_PER_OCTAVE * np.log2(np.maximum(tokens, 1.0))
         return np.interp(at, np.arange(BINS + 1), self._longer)
 
     def within(self, limits: np.ndarray) -> np.ndarray:
-        """Mean length of outputs that are cut at these limits, float64 as they are."""
+        """Mean length of outputs cut at these limits, float64 of the same shape."""
         return np.interp(limits, np.concatenate([[0.0], _EDGES]), self._tokens)
 
 

@@ -20,12 +20,12 @@ _NOTHING = np.zeros(0, np.int64)
 
 
 class MemoryBudget:
-    """Memory that a plan hands out, imagined: the pool itself changes when the plan is booked.
+    """Memory left for a plan in the making. The pool itself changes when the plan is booked.
 
     Attributes:
         free: Blocks.
-        slots: Requests that may yet start to hold cache.
-        preempted: Rows that lose their caches for others, in order.
+        slots: Further requests that may start to hold cache.
+        preempted: Rows that the plan preempts, in order.
     """
 
     def __init__(self, view: View, max_rows: int | None = None) -> None:
@@ -37,23 +37,23 @@ class MemoryBudget:
         self.preempted: list[int] = []
 
     def allocate(self, work: PlannedWork) -> None:
-        """They have their blocks and slots."""
+        """Takes the blocks and slots for this work."""
         self.free -= int(work.new.sum())
         self.slots -= int(np.count_nonzero(work.starts))
 
     def preempt(self, row: int, gives: int | None = None) -> None:
-        """Takes the row's cache away. It must not be in the batch. gives: the blocks that it frees,
-        where that is known."""
+        """Preempts the row, which must not be in the batch. gives: the blocks that it frees, if
+        known."""
         self.free += int(self.view.pool.blocks_held(row)) if gives is None else gives
         self.slots += 1
         self.preempted.append(row)
 
     def is_out(self, rows: np.ndarray) -> np.ndarray:
-        """Which of them lose their caches in this plan, or some, bool [n]."""
+        """Which rows are preempted by this plan, in whole or in part, bool [n]."""
         return np.isin(rows, self.preempted) if self.preempted else np.zeros(len(rows), bool)
 
     def preemptions(self) -> tuple[Operation, ...]:
-        """What is done to caches before the step."""
+        """The operations on caches before the step."""
         if not self.preempted:
             return ()
         return (Preempt.whole(np.array(self.preempted, np.int64)),)
@@ -61,9 +61,12 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class Expected:
-    """What requests will take. peak: rows -> cache tokens that each is expected to end with, int64
-    [n]. of_running: whether a start leaves free, besides its own peak, what those that run are
-    expected to take yet."""
+    """Memory that requests are expected to take.
+
+    Attributes:
+        peak: From rows to the cache tokens that each is expected to end with, int64 [n].
+        of_running: Whether a start must leave free what running requests are expected to take yet.
+    """
 
     peak: Callable[[np.ndarray], np.ndarray]
     of_running: bool = False
@@ -71,9 +74,16 @@ class Expected:
 
 @dataclass
 class Candidates(ParallelArrays):
-    """Parallel arrays [n], most urgent first. tokens: to compute now; reserve: cache tokens to
-    have room for; kinds: `CacheKind`; prefill: whether P applies. new: free blocks that each takes,
-    once `BatchBudget.new_blocks` has been asked."""
+    """Requests that may join the batch, most urgent first: parallel arrays [n].
+
+    Attributes:
+        rows: Table rows.
+        tokens: To compute now.
+        reserve: Cache tokens to have room for.
+        kinds: `CacheKind` of each.
+        prefill: bool, whether P applies.
+        new: Free blocks that each takes; None until `BatchBudget.new_blocks` was asked.
+    """
 
     rows: np.ndarray
     tokens: np.ndarray
@@ -84,11 +94,20 @@ class Candidates(ParallelArrays):
 
 
 class BatchBudget(MemoryBudget):
-    """A batch in the making. The checks are those of InferMax section 3.1, CanAllocate: C, P, M,
-    and the number of rows.
+    """A batch in the making, checked as by InferMax's CanAllocate (section 3.1): C, P, M and rows.
 
-    max_rows, prefill_tokens: the policy's own limits where they differ from the view's (never more
-    than its max_rows and C). expected: a start then needs room for its peak.
+    Args:
+        view: What the policy sees.
+        max_rows: The policy's own limit, at most the view's; None for the view's.
+        prefill_tokens: The policy's own P, at most C; None for the view's.
+        expected: If given, a start needs room for its expected peak.
+
+    Attributes:
+        batch_left: Tokens left of C.
+        prefill_left: Tokens left of P.
+        rows_left: Requests that may yet join the batch.
+        chosen: What is in the batch, in order.
+        decided: bool by row, whether it is in the batch or preempted for it.
     """
 
     def __init__(
@@ -126,24 +145,24 @@ class BatchBudget(MemoryBudget):
 
     @property
     def alone(self) -> bool:
-        """Nobody holds cache: whoever comes next has the pool to itself."""
+        """Whether no request holds cache, so that the next one has the pool to itself."""
         return self._holders == 0
 
     @property
     def sums(self) -> bool:
-        """Whether memory is the sum of what each has: nobody shares, nobody is expected to grow."""
+        """Whether the memory of several requests is the sum of each one's: no blocks are shared,
+        and no growth is expected."""
         return self._refs is None and self._expected is None
 
     def new_blocks(self, cands: Candidates) -> np.ndarray:
-        """Free blocks each candidate takes, [n]."""
+        """Free blocks that each candidate takes, int64 [n]."""
         if cands.new is None:
             cands.new = self.view.pool.needed(cands.rows, cands.reserve, cands.kinds)
         return cands.new
 
     def add(self, cands: Candidates, keep_free: int = 0) -> int:
-        """Puts as many candidates, taken in order, into the batch as stay within C, P and its rows
-        and find their blocks and a slot: how many. keep_free: blocks that those who start leave
-        free. The only one to hold cache leaves none."""
+        """Adds candidates in order as long as they fit C, P, rows, blocks and slots. Returns how
+        many. keep_free: blocks that starts leave free, unless nobody else holds cache."""
         if self.add_all(cands, keep_free):
             return len(cands)
         each = OneByOne(self, cands, keep_free)
@@ -155,8 +174,8 @@ class BatchBudget(MemoryBudget):
         return count
 
     def add_all(self, cands: Candidates, keep_free: int = 0) -> bool:
-        """Puts all of them into the batch, if their sums show that they fit; whether they do.
-        keep_free: see `add`."""
+        """Adds all candidates if their sums show that they fit, and returns whether they do.
+        keep_free: as in `add`."""
         rows, tokens, count = cands.rows, int(np.add.reduce(cands.tokens)), len(cands.rows)
         if tokens > self.batch_left or count > self.rows_left:
             return False
@@ -184,8 +203,8 @@ class BatchBudget(MemoryBudget):
         return True
 
     def preempt(self, row: int, gives: int | None = None) -> None:
-        """Takes the row's cache away. It must not be in the batch. gives: the blocks that it frees,
-        where nobody shares any."""
+        """Preempts the row, which must not be in the batch. gives: the blocks that it frees, where
+        no blocks are shared."""
         super().preempt(row, self.view.pool.returned(row, self._refs) if gives is None else gives)
         self._holders -= 1
         if self._promises:
@@ -216,10 +235,17 @@ MakesRoom = Callable[[int, int, bool], tuple[int, int, int] | None]
 
 
 class OneByOne:
-    """Candidates that are looked at, and put into the batch, one after the other. They are plain
-    numbers here: of a single one an array operation takes longer than all there is to do.
+    """Candidates that join the batch one by one. They are kept as Python numbers, since an array
+    operation on a single one would take longer than the work itself.
 
-    rows, tokens, prefill, new [n]: as in `Candidates`. starts [n]: who holds no cache yet.
+    Args:
+        budget: The batch.
+        cands: The candidates [n].
+        keep_free: As in `BatchBudget.add`.
+
+    Attributes:
+        rows, tokens, prefill, new: As in `Candidates`.
+        starts: Which of them hold no cache yet.
     """
 
     def __init__(self, budget: BatchBudget, cands: Candidates, keep_free: int) -> None:
@@ -239,13 +265,13 @@ class OneByOne:
         return len(self.rows)
 
     def places(self, place: np.ndarray) -> list[int]:
-        """Where each of them is in a ranking. place: of that, int64 by row; always the same."""
+        """Each candidate's place in a ranking. place: int64 by row, the same in every call."""
         if self._places is None:
             self._places = place[self._cands.rows].tolist()
         return self._places
 
     def fits_budget(self, i: int) -> bool:
-        """Whether number i stays within C and P."""
+        """Whether number i fits C and P."""
         tokens, budget = self.tokens[i], self._budget
         return tokens <= budget.batch_left and (
             not self.prefill[i] or tokens <= budget.prefill_left
@@ -262,7 +288,7 @@ class OneByOne:
         return budget.alone or promised + self._peak[i] <= budget.free - self._keep_free
 
     def allocate_one(self, i: int) -> None:
-        """Puts number i into the batch; the caller has asked whether it fits."""
+        """Adds number i, which must fit, to the batch."""
         budget, tokens, new = self._budget, self.tokens[i], self.new[i]
         budget.batch_left -= tokens
         budget.prefill_left -= tokens
@@ -279,8 +305,8 @@ class OneByOne:
         self._taken.append(i)
 
     def take_run(self, which: list[int]) -> int:
-        """Puts as many of these as run already and fit into the batch, one after the other, up to
-        one who does not, or has been preempted: how many."""
+        """Adds running candidates in order, up to the first that does not fit, waits, or was
+        preempted. Returns how many."""
         budget, promises = self._budget, self._budget._promises
         rows, tokens, prefill, new, starts = (
             self.rows, self.tokens, self.prefill, self.new, self.starts
@@ -307,9 +333,18 @@ class OneByOne:
     def take_starts(
         self, which: list[int], places: list[int] | None, last: int, room: MakesRoom | None
     ) -> int:
-        """Puts as many of these as wait and fit, where memory `sums`, into the batch, one after the
-        other, up to one who does not: how many, with those who are passed over, at place `last` or
-        behind it. places [n]: of all candidates; None if nobody asks. room: see `MakesRoom`."""
+        """Adds waiting candidates in order, up to the first that does not fit. Only for budgets
+        that `sums`.
+
+        Args:
+            which: Their numbers, in order.
+            places: Places [n] of all candidates in the ranking; None if not needed.
+            last: Candidates at this place or behind it are passed over.
+            room: Preempts others for a candidate; None if nobody is preempted.
+
+        Returns:
+            How many of `which` were added or passed over.
+        """
         budget, keep, decided = self._budget, self._keep_free, self._budget.decided
         rows, tokens, prefill, new = self.rows, self.tokens, self.prefill, self.new
         batch, prefills, free = budget.batch_left, budget.prefill_left, budget.free
@@ -340,7 +375,7 @@ class OneByOne:
         return passed
 
     def close(self) -> None:
-        """Lists those that were taken in the plan; it may go on."""
+        """Puts the candidates added so far into the plan; more may follow."""
         if self._taken:
             self._budget.chosen.append(self._cands[np.array(self._taken)])
             self._taken = []

@@ -44,7 +44,14 @@ class Fills(Protocol):
 
 
 class Filling:
-    """One batch in the making. cuts_room: a prefill that is cut takes room for less, too."""
+    """Fills a batch with candidates of a policy, and preempts for them.
+
+    Args:
+        policy: Says what each request would compute.
+        budget: The batch in the making.
+        ranking: The order of requests.
+        cuts_room: Whether a prefill that is cut also reserves less memory.
+    """
 
     def __init__(
         self, policy: Fills, budget: BatchBudget, ranking: Ranking, *, cuts_room: bool
@@ -64,8 +71,8 @@ class Filling:
         return self._prefills and self.budget.prefill_left > 0
 
     def fill(self, rows: np.ndarray, preempts: bool) -> None:
-        """Adds rows in order, as far as they fit. The queue may be long, so no more of it is looked
-        at than may matter."""
+        """Adds rows in order, as far as they fit. A long queue is looked at only as far as may
+        matter. preempts: whether those that lack memory preempt others."""
         first, size = 0, FIRST_LOOK
         if len(rows) and self._table.state[rows[0]] == RUNNING:
             size += len(self.ranking.running)

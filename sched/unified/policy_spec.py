@@ -70,7 +70,12 @@ INTEGERS = ("seq", "prompt_len", "generated", "computed", "tier")
 
 
 class Columns:
-    """Columns of the requests in `rows`: arrays [n].
+    """What a key may know of the requests in `rows`: arrays [n].
+
+    Args:
+        view: What the policy sees.
+        rows: Table rows, int64 [n].
+        given: See below.
 
     Attributes:
         arrival, last_token, ttft, tbt, jct, alone: Of `RequestTable`, seconds. alone is the time to
@@ -78,9 +83,9 @@ class Columns:
         seq: The order of arrival.
         prompt_len, generated, computed: Tokens.
         tier: Of `Tier`.
-        most_output: Tokens that it may write at most, see `View.most_output`.
-        waiting, decoding: bool, its phase; neither is a prefill.
-        given: What a policy that knows each of them was given for it, else 0.
+        most_output: The most tokens that it may write, see `View.most_output`.
+        waiting, decoding: bool, its phase; if neither, it is in the middle of a prefill.
+        given: Numbers for a policy that knows the workload, float64 [n]; else 0.
         seed: The view's, the same for all.
     """
 
@@ -118,8 +123,8 @@ class Columns:
 
 
 def knows_the_seed(key: Key) -> bool:
-    """Whether the key looks at the seed. What it may not do, such as `if` or another column, raises
-    here as it does where the key is evaluated, also where numba would have taken it."""
+    """Whether the key reads the seed. What a key must not do, such as `if` or an unknown column,
+    raises here as it does when the key is evaluated, even if numba would accept it."""
     asked = _Asked()
     with np.errstate(all="ignore"):
         key(asked)
@@ -151,13 +156,32 @@ def _unknown(name: str) -> str:
 
 
 def evaluate(key: Key, view: View, rows: np.ndarray, given: np.ndarray | float = 0.0) -> np.ndarray:
-    """The key of each row, float64 [n]. given: see `Columns`, of these rows."""
+    """Evaluates a key.
+
+    Args:
+        key: The key.
+        view: What the policy sees.
+        rows: Table rows, int64 [n].
+        given: See `Columns`.
+
+    Returns:
+        float64 [n]; inf in place of nan.
+    """
     return np.broadcast_to(_number(key, Columns(view, rows, given)), rows.shape)
 
 
 def current(key: Key, lapse: Lapse | None, requests: Any, now: float) -> Any:
-    """The key of these requests, or what it is since it lapsed. requests: `Columns`, or what has
-    the same attributes. now: seconds."""
+    """The value of a key that may have lapsed.
+
+    Args:
+        key: The key.
+        lapse: When the key expires; None for never.
+        requests: `Columns`, or another object with its attributes.
+        now: Seconds.
+
+    Returns:
+        float64 [n], or a number for one request.
+    """
     due = _number(key, requests)
     if lapse is None:
         return due

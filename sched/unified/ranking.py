@@ -12,32 +12,43 @@ from jaxserve.sched.state.request_table import RUNNING, WAITING, RequestTable
 
 
 class Ranking:
-    """All requests in the policy's order, those that run before those that wait. waiting, running:
-    rows, most urgent first."""
+    """All requests in the policy's order: running ones first, then waiting ones.
+
+    Args:
+        table: The requests.
+        waiting: Rows, most urgent first.
+        running: Rows, most urgent first.
+    """
 
     def __init__(self, table: RequestTable, waiting: np.ndarray, running: np.ndarray) -> None:
         self._table, self._waiting, self.running = table, waiting, running
 
     @cached_property
     def waiting(self) -> np.ndarray:
-        """Rows of those that wait."""
+        """Waiting rows, most urgent first."""
         return self._waiting
 
     @cached_property
     def order(self) -> np.ndarray:
-        """Rows of all of them."""
+        """All rows, most urgent first."""
         return np.concatenate([self.running, self.waiting])
 
     @cached_property
     def place(self) -> np.ndarray:
-        """int64 by row, smaller is more urgent."""
+        """Place in the order, int64 by row; smaller is more urgent."""
         place = np.empty(self._table.capacity, np.int64)
         place[self.order] = np.arange(len(self.order))
         return place
 
 
 class ByKey(Ranking):
-    """All in one order. order: rows; waits: bool, which of them wait."""
+    """Running and waiting requests in one order.
+
+    Args:
+        table: The requests.
+        order: All rows, most urgent first.
+        waits: bool, which of `order` wait.
+    """
 
     def __init__(self, table: RequestTable, order: np.ndarray, waits: np.ndarray) -> None:
         super().__init__(table, order, order[~waits])
@@ -45,22 +56,22 @@ class ByKey(Ranking):
 
     @cached_property
     def waiting(self) -> np.ndarray:
-        """Rows of those that wait; few policies ask, and they may be many."""
+        """Waiting rows, most urgent first. Lazy: few policies ask, and there may be many."""
         return self.order[self._waits]
 
 
 class ByArrival(Ranking):
-    """All in order of arrival."""
+    """Running and waiting requests in one order, that of arrival."""
 
     @cached_property
     def order(self) -> np.ndarray:
-        """Rows of all of them."""
+        """All rows, most urgent first."""
         rows = np.concatenate([self.running, self.waiting])
         return rows[np.argsort(self.place[rows], kind="stable")]
 
     @cached_property
     def place(self) -> np.ndarray:
-        """int64 by row, smaller is more urgent."""
+        """Place in the order, int64 by row; smaller is more urgent."""
         return self._table.seq
 
 
@@ -69,7 +80,7 @@ def rank(
     keys: Callable[[np.ndarray], np.ndarray] | None = None,
     requeue: bool = False,
 ) -> Ranking:
-    """The requests in order of their keys, then of arrival; see `UnifiedPolicy`. keys: rows to
+    """Ranks the requests by their keys, then by arrival; see `UnifiedPolicy`. keys: from rows to
     numbers [n]."""
     table = view.table
     running = table.in_state(RUNNING)

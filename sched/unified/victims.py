@@ -15,15 +15,15 @@ Victim = tuple[int, int, int | None]
 
 
 class Victims:
-    """Those that run and may be preempted, the lowest in the ranking first, as plain numbers: of a
-    dozen of them an array operation takes longer than all there is to do."""
+    """Running requests that may be preempted, the lowest in the ranking first. They are kept as
+    Python numbers, since there are few and array operations would take longer."""
 
     def __init__(self, budget: BatchBudget, ranking: Ranking) -> None:
         self._budget, self._ranking = budget, ranking
         self._left: list[Victim] | None = None  # but those at the end that are decided
 
     def behind(self, place: int) -> Iterator[Victim]:
-        """Those at that place or behind it."""
+        """Those at that place in the ranking or behind it."""
         decided = self._budget.decided
         for victim in reversed(self._undecided()):
             if victim[1] < place:
@@ -32,8 +32,8 @@ class Victims:
                 yield victim
 
     def giving(self, place: int, blocks: int, *, slot: bool) -> list[Victim] | None:
-        """As many of those at that place or behind it as free so many blocks, and a slot if one is
-        wanted; all of them where blocks are shared. None if even all do not."""
+        """The fewest of those at that place or behind it that free so many blocks, and a slot if
+        one is wanted; all of them if blocks are shared. None if all of them do not free enough."""
         pool = self._budget.view.pool
         if pool.shares:
             found = list(self.behind(place))
