@@ -14,8 +14,13 @@ LOOK = 64  # sizes that are asked for at once
 
 
 def columns(tokens: np.ndarray, start: np.ndarray, decodes: np.ndarray) -> np.ndarray:
-    """What requests with K and V add to the features of a batch, int64 [NUM_COLUMNS, n]. tokens:
-    int64 [n], computed in it; start: cached before; decodes: bool, the others are prefills."""
+    """What requests with K and V add to the features of a batch, int64 [NUM_COLUMNS, n].
+
+    Args:
+        tokens: int64 [n], computed in the batch.
+        start: int64 [n], cached before.
+        decodes: bool [n]; the others are prefills.
+    """
     found = np.empty((NUM_COLUMNS, len(tokens)), np.int64)
     found[0], found[2] = tokens, decodes
     found[4] = 1 - found[2]
@@ -26,15 +31,15 @@ def columns(tokens: np.ndarray, start: np.ndarray, decodes: np.ndarray) -> np.nd
 
 
 def features(sums: np.ndarray) -> BatchFeatures:
-    """Of batches whose requests' columns sum up to these, [NUM_COLUMNS, m], with those of MOVED
-    behind them or without."""
+    """The features of m batches, from the sums of their requests' columns, [NUM_COLUMNS, m] with or
+    without those of MOVED behind them."""
     tokens, read, decodes, quad, prefills, before = sums[:NUM_COLUMNS]
     moved = dict(zip(MOVED, sums[NUM_COLUMNS:], strict=False))
     return BatchFeatures(tokens, tokens, read, decodes, quad, prefills, before, **moved)
 
 
 def prefix(ok: np.ndarray) -> int:
-    """How many there are before the first that is not."""
+    """How many entries come before the first False."""
     return len(ok) if ok.all() else int(np.argmin(ok))
 
 

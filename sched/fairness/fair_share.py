@@ -24,7 +24,12 @@ an eighth left for others to come in, with two there is a fifteenth."""
 
 @dataclass(frozen=True)
 class Share:
-    """Of a tenant. counter: what was computed for it, over its weight."""
+    """A tenant's share.
+
+    Attributes:
+        counter: Tokens computed for it, over its weight.
+        weight: Its weight.
+    """
 
     counter: float = 0.0
     weight: float = 1.0
@@ -43,8 +48,8 @@ class FairShares:
         return len(self._numbers)
 
     def join(self, name: str, weight: float | None, waiting: Callable[[], np.ndarray]) -> int:
-        """The number of a tenant that has a request now. weight: None where it is as before, 1 at
-        first. waiting(): the tenants of those that wait."""
+        """The number of a tenant that has a new request. weight: None keeps the current one, at
+        first 1. waiting: returns the tenants of the waiting requests."""
         number = self._numbers.setdefault(name, len(self._numbers))
         if number == len(self._counter):
             self._counter = np.append(self._counter, 0.0)
@@ -59,24 +64,24 @@ class FairShares:
         return number
 
     def left(self, number: int) -> None:
-        """A request of that tenant waits no more."""
+        """A request of that tenant no longer waits."""
         self._left = float(self._counter[number])
 
     def charge(self, tenants: np.ndarray, cost: np.ndarray) -> None:
-        """So much was computed for them, int64 [n] and float64 [n]."""
+        """Charges tenants, int64 [n], for what was computed for them, float64 [n]."""
         np.add.at(self._counter, tenants, cost / self._weight[tenants])
 
     def shares(self) -> dict[str, Share]:
-        """Of all tenants, by name."""
+        """All tenants' shares, by name."""
         return {
             name: Share(float(self._counter[number]), float(self._weight[number]))
             for name, number in self._numbers.items()
         }
 
     def in_turn(self, tenants: np.ndarray, cost: np.ndarray) -> Iterator[int]:
-        """Indices of n requests as they would be taken if each were computed at once: those of one
-        tenant as they are given, and of all tenants' next ones that of the least counter. tenants,
-        cost: int64 [n], of each."""
+        """Indices of n requests in the order in which they would be taken if each were computed at
+        once: always the next one of the tenant with the least counter, and of each tenant in the
+        given order. tenants, cost: int64 [n]."""
         some = np.flatnonzero(np.bincount(tenants)).tolist()
         mine = {number: np.flatnonzero(tenants == number) for number in some}
         heap = [(self._counter[number], int(at[0]), 0, number) for number, at in mine.items()]
@@ -93,6 +98,6 @@ class FairShares:
 
 
 def may_have(taken: int, capacity: int, weight: float) -> int:
-    """Places that a tenant may have in a queue of which so many are taken, where others come, too:
-    the fuller it is, the fewer (Choudhury and Hahne's dynamic threshold)."""
+    """Places that a tenant may have in a shared queue of which `taken` are taken: the fuller the
+    queue, the fewer (Choudhury and Hahne's dynamic threshold)."""
     return int(min(KEPT * weight * (capacity - taken), capacity))

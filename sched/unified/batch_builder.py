@@ -22,8 +22,8 @@ class PlannedWork(ParallelArrays):
         tokens: How many each computes now; at first all that it has pending.
         start: Tokens cached before.
         new: Free blocks that it takes.
-        starts: bool, who holds no cache yet.
-        decodes: bool, who has one token pending, the newest that it has generated.
+        starts: bool, whether it holds no cache yet.
+        decodes: bool, whether only its newest generated token is pending.
     """
 
     rows: np.ndarray
@@ -53,7 +53,7 @@ _Work = TypeVar("_Work", bound=PlannedWork)
 
 
 class BatchBuilder(Generic[_Work]):
-    """Who is in a batch in the making, and how long it takes. nothing: work of nobody."""
+    """A batch in the making, and how long it takes. nothing: empty work."""
 
     def __init__(self, view: View, nothing: _Work) -> None:
         self.view = view
@@ -63,17 +63,17 @@ class BatchBuilder(Generic[_Work]):
 
     @property
     def tokens(self) -> int:
-        """Of all requests in it."""
+        """Tokens of all requests in it."""
         return int(self._sums[0, 0])
 
     @property
     def seconds(self) -> float:
-        """How long it takes; 0 with nobody in it."""
+        """How long it takes; 0 if it is empty."""
         return float(self._seconds(self._sums)[0]) if self.parts else 0.0
 
     def times(self, work: _Work) -> np.ndarray:
-        """Seconds with the first of them added, with the first two, and so on, float64 [n]: one
-        question to the cost model."""
+        """Seconds with the first of them added, with the first two, and so on, float64 [n]. It asks
+        the cost model once."""
         return self._seconds(self._sums + np.cumsum(work.columns(), axis=1))
 
     def with_each(self, work: _Work) -> np.ndarray:

@@ -19,8 +19,8 @@ ENOUGH = 32  # outputs that must have ended before their lengths tell
 
 
 def tokens_ahead(view: View, rows: np.ndarray) -> np.ndarray:
-    """S_g: tokens that each is expected to write yet, float64 [n]: as those did that got as far;
-    as many as it may, before ENOUGH have ended."""
+    """S_g, the tokens that each request is expected to write yet, float64 [n]: as many as earlier
+    outputs of its length did, or before ENOUGH have ended, all that it may."""
     table, lengths = view.table, view.table.output_lengths
     generated = table.generated[rows]
     most = (table.max_tokens[rows] - generated).astype(np.float64)
@@ -32,8 +32,19 @@ def tokens_ahead(view: View, rows: np.ndarray) -> np.ndarray:
 def laxity(
     view: View, rows: np.ndarray, chunks: np.ndarray, clock: float, longest: float, loss: float
 ) -> np.ndarray:
-    """Seconds that each may wait, all of its iterations together, JCT - T_w - T_e, float64 [n]; inf
-    without such a target. chunks: N_ck of each; longest: T_max; loss: P_max P."""
+    """Seconds that each job may wait over all its iterations, JCT - T_w - T_e.
+
+    Args:
+        view: What the policy sees.
+        rows: int64 [n].
+        chunks: N_ck, iterations until each one's next token.
+        clock: Seconds, when the step starts.
+        longest: T_max, seconds.
+        loss: P_max P, seconds a token.
+
+    Returns:
+        float64 [n]; inf without a JCT target.
+    """
     table = view.table
     found = np.full(len(rows), np.inf)
     some = np.flatnonzero(table.jct[rows] < np.inf)
@@ -52,8 +63,8 @@ def _takes(
 
 
 class Allowances:
-    """By row: whose it is (order of arrival), when its next iteration must begin at the latest,
-    seconds that each may wait, iterations that are still expected."""
+    """By row, the request that has it (its order of arrival), when its next iteration must begin,
+    the seconds that each iteration may wait, and how many iterations are still expected."""
 
     def __init__(self) -> None:
         self._seq = np.zeros(0, np.int64)
@@ -68,9 +79,20 @@ class Allowances:
         longest: float,
         loss: float,
     ) -> np.ndarray:
-        """When the next iteration of each must begin, float64 [n]; inf for those without such a
-        target. Who is new, was preempted, or takes more iterations than were expected, is given
-        its share of what is left. chunks: N_ck of each; longest: T_max; loss: P_max P."""
+        """When each request's next iteration must begin at the latest. A request that is new, was
+        preempted, or takes more iterations than expected gets its share of the time left anew.
+
+        Args:
+            view: What the policy sees.
+            rows: int64 [n].
+            chunks: N_ck, iterations until each one's next token.
+            clock: Seconds, when the step starts.
+            longest: T_max, seconds.
+            loss: P_max P, seconds a token.
+
+        Returns:
+            float64 [n]; inf without a JCT target.
+        """
         table = view.table
         due = np.full(len(rows), np.inf)
         some = np.flatnonzero(table.jct[rows] < np.inf)
@@ -103,11 +125,11 @@ class Allowances:
         self._share[rows], self._due[rows] = share, begin + share
 
     def ran(self, rows: np.ndarray, seconds: float) -> None:
-        """A batch of these rows takes so long."""
+        """Notes a batch of these rows that takes `seconds`."""
         rows = rows[rows < len(self._seq)]
         self._due[rows] += seconds + self._share[rows]
         self._left[rows] -= 1
 
     def forget(self, rows: list[int]) -> None:
-        """They lose their caches, and enter the queue anew."""
+        """Notes that these rows lose their caches and are queued anew."""
         self._seq[[row for row in rows if row < len(self._seq)]] = NOBODY

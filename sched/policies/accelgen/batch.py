@@ -17,12 +17,12 @@ class Work(PlannedWork):
 
     Attributes:
         reserve: Cache tokens to have room for.
-        long: bool, which ones take blocks for a chunk at a time.
+        long: bool, which ones take blocks chunk by chunk.
         key: Seconds; the least is the most urgent.
-        limit: How long the step may take for it.
-        late: The same where that cannot be met.
-        spare: Seconds that it may be without its cache.
-        lost: bool, whether it cannot be in time any more.
+        limit: The longest that the step may take for the request's target, seconds.
+        late: The limit to use instead if that cannot be met.
+        spare: Seconds for which it could do without its cache.
+        lost: bool, whether it has missed its target for good.
     """
 
     reserve: np.ndarray
@@ -35,7 +35,14 @@ class Work(PlannedWork):
 
     @classmethod
     def of_rows(cls, view: View, rows: np.ndarray, key: np.ndarray, long: np.ndarray) -> Work:
-        """All that each has pending. long: bool [n]. They limit no step yet."""
+        """All that each request has pending, with no limits on the step yet.
+
+        Args:
+            view: What the policy sees.
+            rows: int64 [n].
+            key: float64 [n], see `Work`.
+            long: bool [n], see `Work`.
+        """
         table, never = view.table, np.full(len(rows), np.inf)
         return cls.pending(
             view,
@@ -51,7 +58,7 @@ class Work(PlannedWork):
         )
 
     def cut(self, view: View, tokens: np.ndarray) -> Work:
-        """So many tokens of each now, int64 [n]. Long ones take blocks for no more."""
+        """The same with so many tokens each, int64 [n]. Long ones take blocks only for these."""
         reserve = np.where(self.long, self.start + tokens, self.reserve)
         new = self.new
         if self.long.any():

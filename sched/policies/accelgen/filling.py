@@ -11,16 +11,25 @@ from jaxserve.sched.policies.accelgen.pivot import Pivot
 
 
 class Filling:
-    """One batch in the making. limit: SLO_min, seconds that it may take for those who are in it.
-    chunked: whether prompts may be cut."""
+    """Fills one batch.
+
+    Args:
+        batch: The batch, empty at first.
+        room: Its memory.
+        pivot: Says how many tokens fit into a time.
+        chunked: Whether prompts may be cut.
+
+    Attributes:
+        limit: SLO_min, the longest that the batch may take for those in it, seconds.
+    """
 
     def __init__(self, batch: Batch, room: AccelGenBudget, pivot: Pivot, *, chunked: bool) -> None:
         self.batch, self.room, self.limit = batch, room, np.inf
         self._view, self._pivot, self._chunked = room.view, pivot, chunked
 
     def retain(self, work: Work) -> None:
-        """Adds decodes, the most urgent first, as far as the batch stays within the strictest of
-        their limits; one in any case."""
+        """Adds decodes, the most urgent first, while the batch meets the strictest of their limits;
+        at least one."""
         limit = np.minimum.accumulate(work.limit)
         ok = (self.batch.times(work) <= limit) & (
             np.arange(1, len(work) + 1) <= self._pivot.budget(limit)
@@ -30,9 +39,15 @@ class Filling:
         self.limit = float(work.limit.min(initial=np.inf))
 
     def fill(self, work: Work, savable: np.ndarray | None = None) -> bool:
-        """Adds prompts in order; the last one is cut to what is left of the budget. savable: bool
-        [n], for whom others are preempted; None for nobody. False if one who waits found no memory:
-        nobody starts after it."""
+        """Adds prompts in order; the last one is cut to what is left of the budget.
+
+        Args:
+            work: The prompts.
+            savable: bool [n], which of them may preempt others; None for none.
+
+        Returns:
+            False if a waiting one found no memory, so that no other may start after it.
+        """
         starts = True
         savable = np.zeros(len(work), bool) if savable is None else savable
         while len(work):
@@ -64,8 +79,8 @@ class Filling:
         return starts
 
     def choose(self, work: Work, gamma: float) -> None:
-        """Adds some of those who start: window by window of `gamma` seconds of their keys, those
-        who use most of the tokens and blocks that are left (Algorithm 2)."""
+        """Adds prompts to start: in each window of `gamma` seconds of their keys, those that best
+        use the tokens and blocks that are left (Algorithm 2)."""
         while len(work):
             whole = work.new <= self.room.startable
             cut = work.long & self._chunked & (self.room.tokens(work) > 0)
@@ -88,7 +103,7 @@ class Filling:
             self._fill_up(part[rest])
 
     def force(self, work: Work) -> None:
-        """Adds the first who finds memory, however long it takes: something must be done."""
+        """Adds the first that finds memory, however long it takes, so that something is done."""
         for i in range(len(work)):
             one = work[i : i + 1]
             if self._chunked:
@@ -146,11 +161,22 @@ class Filling:
 def nearest(
     tokens: np.ndarray, blocks: np.ndarray, left_tokens: int, left_blocks: int, places: int
 ) -> np.ndarray:
-    """Indices of those chosen, in order (AccelGen section 4.4, Algorithm 2, lines 7 to 13).
+    """Chooses requests whose demands best match what is left (AccelGen section 4.4, Algorithm 2,
+    lines 7 to 13).
 
-    tokens, blocks: int64 [n], what each takes. Again and again the one whose demand is the nearest
-    to what is left of both is taken, of those that still fit; the first of several such. Both are
-    divided by what there was at the beginning, so that as much of either counts the same.
+    It repeatedly takes the fitting request whose demand is nearest to what is left of both tokens
+    and blocks, the first of equal ones. Both are divided by what was left at the beginning, so that
+    they count the same.
+
+    Args:
+        tokens: int64 [n], what each takes.
+        blocks: int64 [n], what each takes.
+        left_tokens: Tokens left in the batch.
+        left_blocks: Free blocks.
+        places: The most requests to choose.
+
+    Returns:
+        Indices of the chosen, in order.
     """
     index = np.flatnonzero((tokens <= left_tokens) & (blocks <= left_blocks))
     tokens, blocks = tokens[index], blocks[index]

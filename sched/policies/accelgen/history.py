@@ -19,7 +19,12 @@ FORGET = 1 << 16  # tokens after which both counts of P are halved
 
 
 class History:
-    """Times in seconds. Those of batches are predicted: what they took, nobody tells a policy."""
+    """Statistics of the policy's own plans. Times are in seconds, and those of batches are
+    predicted, since policies are not told how long steps took.
+
+    Attributes:
+        passed: Requests that started since a late prompt did.
+    """
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=BATCHES)
@@ -31,32 +36,32 @@ class History:
         self.passed = 0  # requests that have started since a late prompt did
 
     def longest(self, otherwise: float) -> float:
-        """T_max, of the last batches; otherwise: before the first."""
+        """T_max, the longest of the last batches. otherwise: returned before the first."""
         return max(self._seconds, default=otherwise)
 
     def chunk(self, otherwise: int) -> float:
-        """L_c: how long the piece is, on average, that a token of a prompt is in, of the last ones
-        that were cut, but for the last piece of each; otherwise: before the first. So the few
-        tokens with which batches are filled up hardly count."""
+        """L_c, the mean length of the chunk that a prompt token is in, over recently cut prompts
+        without their last pieces. So the few tokens that fill up a batch hardly count. otherwise:
+        returned before the first."""
         if not self._chunks:
             return float(otherwise)
         return sum(tokens**2 for tokens in self._chunks) / sum(self._chunks)
 
     @property
     def loss(self) -> float:
-        """P_max P: the longest absence of a preempted request lately, times the preemptions for
-        each token."""
+        """P_max P: the longest recent absence of a preempted request, times preemptions a token."""
         if not self._tokens:
             return 0.0
         return self.absence * self._losses / self._tokens
 
     @property
     def absence(self) -> float:
-        """P_max, seconds: the longest absence of a preempted request lately."""
+        """P_max: the longest recent absence of a preempted request, seconds."""
         return max(self._absences, default=0.0)
 
     def in_flight(self, view: View) -> float:
-        """Seconds until the step on the device ends, all of it; 0 where no token is to come."""
+        """Seconds that the step on the device takes, from beginning to end; 0 if no token is to
+        come."""
         rows, table = self._last, view.table
         flying = np.count_nonzero(table.generated[rows] > table.received[rows])
         return self._seconds[-1] if flying else 0.0
@@ -64,7 +69,15 @@ class History:
     def note_batch(
         self, view: View, rows: np.ndarray, end: np.ndarray, tokens: np.ndarray, seconds: float
     ) -> None:
-        """A batch: rows, tokens cached after it and computed in it, int64 [n]."""
+        """Notes a planned batch.
+
+        Args:
+            view: What the policy sees.
+            rows: int64 [n].
+            end: int64 [n], tokens cached after it.
+            tokens: int64 [n], tokens computed in it.
+            seconds: How long it is predicted to take.
+        """
         table = view.table
         cut = end < table.prompt_len[rows] + table.generated[rows]
         self._chunks.extend(tokens[cut].tolist())
@@ -76,14 +89,21 @@ class History:
             self._tokens, self._losses = self._tokens // 2, self._losses // 2
 
     def note_late(self, late: np.ndarray, started: np.ndarray) -> None:
-        """Rows of late prompts that wait for their start, and those that start now."""
+        """late: rows of late prompts that wait to start. started: rows that start now."""
         waits = len(late) and not np.isin(late, started).any()
         self.passed = self.passed + len(started) if waits else 0
 
     def note_absences(
         self, view: View, lost: Iterable[int], back: np.ndarray, clock: float
     ) -> None:
-        """Rows that are preempted now, and those that are in the batch."""
+        """Notes which requests lose their caches, and which are back.
+
+        Args:
+            view: What the policy sees.
+            lost: Rows that are preempted now.
+            back: Rows of the batch.
+            clock: Seconds.
+        """
         seq = view.table.seq
         for row in self._out.keys() & set(back.tolist()) if self._out else ():
             whose, since = self._out.pop(row)
@@ -95,15 +115,16 @@ class History:
 
 
 class Missed:
-    """By row: whose it was (order of arrival) when a target was missed."""
+    """By row, the request (its order of arrival) that had the row when it missed a target."""
 
     def __init__(self) -> None:
         self._seq = np.zeros(0, np.int64)
 
     def read(self, view: View, rows: np.ndarray, clock: float) -> np.ndarray:
-        """Who has missed one, bool [n]: whose first token, or all of it, comes too late, and who
-        lost its cache between two tokens that have a target. Asked in every plan, as the table
-        forgets when first tokens came. clock: when the next token comes at the earliest."""
+        """Which requests have missed a target, bool [n]: the first token or the job comes too late,
+        or the cache was lost between two tokens with a TBT target. It is called in every plan, as
+        the table does not keep when first tokens came. clock: the earliest time of the next token.
+        """
         table = view.table
         grow_columns(self, table.capacity, _seq=NOBODY)
         age = clock - table.arrival[rows]

@@ -16,8 +16,15 @@ MOST_LOSSES = 3  # preemptions after which an urgent request takes no cache from
 
 
 class AccelGenBudget(MemoryBudget):
-    """running: all that hold cache, the most urgent first. Who loses it first is who can spare it
-    for longest, of such the least urgent."""
+    """The memory of a plan. The cache that can be spared for longest is taken first; of equal ones,
+    the least urgent.
+
+    Args:
+        view: What the policy sees.
+        batch: The batch in the making; preempted rows leave it.
+        running: All requests that hold cache, the most urgent first.
+        watermark: Share of the pool that starts leave free.
+    """
 
     def __init__(self, view: View, batch: Batch, running: Work, watermark: float) -> None:
         super().__init__(view)
@@ -31,16 +38,16 @@ class AccelGenBudget(MemoryBudget):
 
     @property
     def startable(self) -> int:
-        """Free blocks, but for those that whoever starts leaves."""
+        """Free blocks, less those that a start must leave free."""
         return max(self.free - self._watermark - self._growth * self._holders, 0)
 
     def leave_growth(self) -> None:
-        """From now on whoever starts leaves everybody who runs another block of tokens."""
+        """From now on, starts leave every running request room for another block of tokens."""
         self._growth = PLANES[KV]
 
     def fit(self, work: Work) -> int:
-        """How many of them, in order, find blocks and a place. Long prompts leave as much as
-        starts do, the only one to hold cache nothing."""
+        """How many of them, in order, find blocks and a place. Starts and long prompts leave the
+        same blocks free, unless nobody else holds cache."""
         need = np.cumsum(work.new)
         ok = need <= np.where(work.starts | work.long, self.startable, self.free)
         ok &= ~work.starts | (np.cumsum(work.starts) <= self.slots)
@@ -49,21 +56,21 @@ class AccelGenBudget(MemoryBudget):
         return prefix(ok)
 
     def tokens(self, work: Work) -> np.ndarray:
-        """Tokens that each long prompt could compute in the blocks that it has and all that are
-        free to it, int64 [n]."""
+        """Tokens that each long prompt could compute with its own blocks and the free ones that it
+        may take, int64 [n]."""
         pool = self.view.pool
         free = np.where(self._alone(work), self.free, self.startable) // PLANES[KV]
         return np.maximum(pool.room(work.rows) + free * pool.block_size - work.start, 0)
 
     def allocate(self, work: PlannedWork) -> None:
-        """They have their blocks and places."""
+        """Takes the blocks and places for this work."""
         super().allocate(work)
         self._taken[work.rows] = work.new
         self._holders += int(np.count_nonzero(work.starts))
 
     def grow(self, work: Work) -> Work:
-        """Those of the decodes, the most urgent first, for whom there are blocks once the least
-        urgent of all that run have lost theirs."""
+        """The decodes, the most urgent first, that find blocks once the least urgent running
+        requests are preempted as needed."""
         need = work.new.copy()
         at = dict(zip(work.rows.tolist(), range(len(work)), strict=True))
         for row in self._running[::-1].tolist():
@@ -78,8 +85,9 @@ class AccelGenBudget(MemoryBudget):
         return work
 
     def make_room(self, one: Work) -> bool:
-        """Preempts those that can spare their caches for longer than this request can wait, until
-        it finds blocks and a place; nobody if that is not enough. Whether it does now."""
+        """Preempts requests that can spare their caches for longer than this one can wait, until it
+        finds blocks and a place; preempts none if that is not enough. Returns whether it fits now.
+        """
         ok = (self._spare > one.key[0]) & (self.view.table.preemptions[self._running] < MOST_LOSSES)
         ok &= ~self.is_out(self._running)
         victims = self._running[ok][::-1]
@@ -98,7 +106,7 @@ class AccelGenBudget(MemoryBudget):
         return np.asarray(self._holders == ~work.starts)
 
     def preempt(self, row: int, gives: int | None = None) -> None:
-        """Takes the row's cache away, and the row out of the batch."""
+        """Preempts the row and takes it out of the batch."""
         super().preempt(row, int(self.view.pool.blocks_held(row) + self._taken[row]))
         self._holders -= 1
         self._taken[row] = 0

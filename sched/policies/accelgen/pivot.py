@@ -17,7 +17,13 @@ EVERY = 256  # plans from one look to the next: a model that learns changes slow
 
 @dataclass(frozen=True)
 class Pivot:
-    """size: S_pf, tokens; seconds: T_pf, of a batch of so many; most: tokens that any may have."""
+    """The batch size from which throughput hardly grows.
+
+    Attributes:
+        size: S_pf, tokens.
+        seconds: T_pf, the time of a batch of that size.
+        most: The most tokens that any batch may have.
+    """
 
     size: int
     seconds: float
@@ -25,8 +31,8 @@ class Pivot:
 
     @classmethod
     def find(cls, view: View, size: int | None = None) -> Pivot:
-        """The least number of tokens, of one prompt, with nearly the throughput that any number up
-        to max_batch_tokens has (`saturation.flat_from`). size: given instead."""
+        """Finds the fewest tokens of one prompt with nearly the best throughput up to
+        max_batch_tokens (`saturation.flat_from`). size: used instead, if given."""
         most = view.limits.max_batch_tokens
         if size is not None:
             sizes = np.array([min(size, most)])
@@ -41,15 +47,15 @@ class Pivot:
         return cls(int(sizes[first]), float(seconds[first]), most)
 
     def budget(self, slo: Any) -> Any:
-        """S_b, tokens of a batch whose strictest iteration may take `slo` seconds (Eq. 6); at least
-        1, at most `most`. A number or an array."""
+        """S_b, the tokens of a batch whose strictest iteration may take `slo` seconds (Eq. 6): from
+        1 to `most`. A number or an array."""
         share = np.divide(slo, self.seconds) if self.seconds else np.full_like(slo, np.inf)
         tokens = np.minimum(self.size * share, self.most)
         return np.maximum(tokens, 1.0).astype(np.int64)
 
 
 class Gauge:
-    """The pivot, looked up again now and then. size: the policy's own, None to find it."""
+    """Looks the pivot up every EVERY plans. size: the policy's own; None to find it."""
 
     def __init__(self, size: int | None) -> None:
         self._size = size
@@ -57,7 +63,7 @@ class Gauge:
         self._pivot: Pivot | None = None
 
     def read(self, view: View) -> Pivot:
-        """Asked once a plan."""
+        """The pivot; called once a plan."""
         if self._pivot is None or self._plans % EVERY == 0:
             self._pivot = Pivot.find(view, self._size)
         self._plans += 1

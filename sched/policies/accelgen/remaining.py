@@ -12,14 +12,15 @@ from jaxserve.sched.request import Tier
 
 @dataclass(frozen=True)
 class Targets:
-    """Seconds to the first token, and between two, for requests that name no target."""
+    """Default targets for requests that have none, in seconds. ttft: to the first token. tbt:
+    between two tokens."""
 
     ttft: float
     tbt: float
 
     def token_targets(self, view: View, rows: np.ndarray) -> np.ndarray:
-        """The SLO of each one's next token, float64 [n]; inf for none. A real-time request without
-        one for the whole job has the defaults for what it does not name."""
+        """The SLO of each one's next token, float64 [n]; inf for none. Defaults apply only to
+        real-time requests without a JCT target."""
         table = view.table
         first = table.generated[rows] == 0
         slo = np.where(first, table.ttft[rows], table.tbt[rows])
@@ -29,9 +30,19 @@ class Targets:
 
 
 def left(view: View, rows: np.ndarray, slo: np.ndarray, clock: float) -> np.ndarray:
-    """SLO - T_w: seconds until each one's next token is due, float64 [n]. T_w is the time since the
-    last one, or the arrival; a token that the step on the device brings is there when it ends, at
-    `clock`."""
+    """SLO - T_w: seconds until each one's next token is due. T_w is the time since its last token,
+    or its arrival. A token of the step on the device counts as there at `clock`, when that step
+    ends.
+
+    Args:
+        view: What the policy sees.
+        rows: int64 [n].
+        slo: float64 [n], from `Targets.token_targets`.
+        clock: Seconds.
+
+    Returns:
+        float64 [n].
+    """
     table = view.table
     waited = np.maximum(clock - table.last_token[rows], 0.0)
     waited[table.generated[rows] > table.received[rows]] = 0.0
@@ -39,8 +50,8 @@ def left(view: View, rows: np.ndarray, slo: np.ndarray, clock: float) -> np.ndar
 
 
 def chunks(pending: np.ndarray, length: float | None) -> np.ndarray:
-    """N_ck: iterations until each one's next token, int64 [n]. length: L_c; None for whole
-    prompts."""
+    """N_ck: iterations until each one's next token, int64 [n]. length: L_c; None if prompts are not
+    cut."""
     if length is None:
         return np.ones_like(pending)
     return np.ceil(pending / max(length, 1.0)).astype(np.int64)

@@ -18,10 +18,18 @@ _HIDDEN = int(CacheKind.HIDDEN)
 
 
 def go_on(view: View, ran: Weighed, in_turn: bool) -> tuple[np.ndarray, np.ndarray, int]:
-    """Who of the running keeps its cache and grows it: a mask [n], the rows to preempt, and the
-    blocks left. Everybody, as long as the blocks last; else the greedy over the whole pool decides,
-    and of the others as few as possible are preempted and the rest pauses. in_turn: the last to
-    arrive is the first to go."""
+    """Decides which running requests keep their cache and grow it. All do while the blocks last. If
+    they do not, the greedy over the whole pool decides; of the others as few as possible are
+    preempted, and the rest pause.
+
+    Args:
+        view: What the policy sees.
+        ran: The running requests [n].
+        in_turn: Whether the latest to arrive go first, instead of the least valuable.
+
+    Returns:
+        A mask [n] of those that go on, the rows to preempt, and the blocks left.
+    """
     pool, rows = view.pool, ran.rows
     kinds = pool.kind[rows]
     need = pool.needed(rows, ran.tokens, kinds)
@@ -59,9 +67,9 @@ def go_on(view: View, ran: Weighed, in_turn: bool) -> tuple[np.ndarray, np.ndarr
 
 
 def redecide(view: View, rows: np.ndarray, values: Value) -> tuple[np.ndarray, np.ndarray, int]:
-    """As `go_on`, but as the paper has it: the greedy decides on every one of the running in every
-    step, and whoever is not chosen, or with the other kind of cache, loses its own and waits for a
-    step of prefills to compute it again (section 5)."""
+    """As `go_on`, but as in the paper: the greedy decides on every running request anew in every
+    step. A request that is not chosen, or is chosen with the other kind of cache, loses its own and
+    waits for a step of prefills to compute it again (section 5)."""
     pool, tokens = view.pool, values.tokens
     kv, hidden = pool.blocks_for(tokens), pool.blocks_for(tokens, CacheKind.HIDDEN)
     total = pool.num_free + int(pool.returned_by(rows).sum())
@@ -72,9 +80,19 @@ def redecide(view: View, rows: np.ndarray, values: Value) -> tuple[np.ndarray, n
 
 
 def to_kv(view: View, ran: Weighed, waiting: Weighed, left: int) -> np.ndarray:
-    """Which of these running rows turn their hidden caches into K and V, a mask [n]: the first to
-    arrive first, as far as memory lasts for them, for one more block a plane of all that run, and
-    for the K and V of all that wait. left: blocks, once the rows have grown."""
+    """Which running requests project their hidden caches to K and V, in order of arrival. Memory
+    must suffice for that, for one more block a plane of all running requests, and for K and V of
+    all waiting ones.
+
+    Args:
+        view: What the policy sees.
+        ran: The running requests [n].
+        waiting: The waiting requests.
+        left: Blocks left once the running requests have grown.
+
+    Returns:
+        A mask [n].
+    """
     pool, rows = view.pool, ran.rows
     chosen = np.zeros(len(rows), bool)
     hidden = np.flatnonzero(pool.kind[rows] == _HIDDEN)

@@ -21,9 +21,16 @@ _KV, _HIDDEN = int(CacheKind.KV), int(CacheKind.HIDDEN)
 
 @dataclass(frozen=True)
 class StartBudget:
-    """What there is for those who start: free blocks, tokens of the batch, and slots, requests.
-    spare: blocks that those who are late leave free. chunked: the last prompt may be cut. hidden:
-    whether hidden caches can be had."""
+    """What is left for requests to start.
+
+    Attributes:
+        blocks: Free blocks.
+        tokens: Of the batch.
+        slots: Requests.
+        spare: Blocks that late requests leave free.
+        chunked: Whether the last prompt may be cut.
+        hidden: Whether hidden caches are available.
+    """
 
     blocks: int
     tokens: int
@@ -33,7 +40,7 @@ class StartBudget:
     hidden: bool = False
 
     def most(self, block_size: int) -> int:
-        """Tokens of the longest request that could start alone; 0 if none could."""
+        """Tokens of the longest request that could start alone; 0 if none."""
         if min(self.blocks, self.tokens, self.slots) <= 0:
             return 0
         most = tokens_in(self.blocks, block_size, CacheKind.HIDDEN if self.hidden else CacheKind.KV)
@@ -42,7 +49,13 @@ class StartBudget:
 
 @dataclass(frozen=True)
 class Starts(ParallelArrays):
-    """Arrays [n], most valuable first: rows, tokens that each computes now, and `CacheKind`s."""
+    """Requests to start, most valuable first: arrays [n].
+
+    Attributes:
+        rows: Table rows.
+        tokens: That each computes now.
+        kinds: `CacheKind` of each.
+    """
 
     rows: np.ndarray
     tokens: np.ndarray
@@ -50,8 +63,8 @@ class Starts(ParallelArrays):
 
 
 def start(view: View, queue: Weighed, budget: StartBudget) -> Starts:
-    """Who of those that wait starts within the budget, by value. Who has missed its target already
-    comes after all others and leaves `budget.spare` blocks to those who will arrive next, or the
+    """Chooses waiting requests to start within the budget, by value. Requests that have missed
+    their target come last and leave `budget.spare` blocks to those that arrive next; otherwise the
     fallback would come too late for them (section 6.6)."""
     fits = queue.tokens <= budget.most(view.pool.block_size)
     if np.count_nonzero(fits) < len(queue):
@@ -112,8 +125,8 @@ def _choose(view: View, values: Value, free: int) -> Choice:
 
 
 def start_in_turn(view: View, queue: Weighed, budget: StartBudget) -> Starts:
-    """First come, first served: nobody overtakes who does not fit. Hidden caches let more start;
-    what memory they leave makes K and V of the first."""
+    """First come, first served, without overtaking. Hidden caches let more requests start; what
+    memory they leave turns those of the first into K and V."""
     rows, tokens = queue.rows, queue.tokens
     most = least = view.pool.blocks_for(tokens)
     if budget.hidden:

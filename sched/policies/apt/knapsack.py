@@ -28,11 +28,15 @@ _KV, _HIDDEN = int(CacheKind.KV), int(CacheKind.HIDDEN)
 
 @dataclass(frozen=True)
 class Offers:
-    """The value of each candidate and what it takes; arrays [n], in the order that breaks ties.
+    """The value and the cost of each candidate: arrays [n], in the order that breaks ties.
 
-    value: its pending time p in seconds, 0 or more. kv: blocks, 1 or more. hidden: blocks, fewer
-    than kv; None where hidden caches cannot be had. penalty: seconds by which its hidden cache
-    delays all of them together, n rho t; negative where it is the faster one.
+    Attributes:
+        value: Its pending time p, seconds, 0 or more.
+        kv: Blocks that it takes with K and V, 1 or more.
+        hidden: Blocks that it takes with a hidden cache, fewer than kv; None if there are no hidden
+            caches.
+        penalty: Seconds by which its hidden cache delays all requests together, n rho t; negative
+            if it is the faster one.
     """
 
     value: np.ndarray
@@ -41,14 +45,14 @@ class Offers:
     penalty: np.ndarray | None = None
 
     def value_of(self, kinds: np.ndarray) -> float:
-        """Value of serving each in that kind, or not at all (Eq. 7)."""
+        """Total value of serving each with that kind of cache, or not at all (Eq. 7)."""
         total = float(self.value[kinds != NOT_SERVED].sum())
         if self.penalty is not None:
             total -= float(self.penalty[kinds == _HIDDEN].sum())
         return total
 
     def blocks(self, kinds: np.ndarray) -> int:
-        """Blocks that serving each in that kind takes."""
+        """Blocks that serving each with that kind of cache takes."""
         total = int(self.kv[kinds == _KV].sum())
         if self.hidden is not None:
             total += int(self.hidden[kinds == _HIDDEN].sum())
@@ -57,8 +61,13 @@ class Offers:
 
 @dataclass(frozen=True)
 class Choice:
-    """kinds int64 [n]: `CacheKind`, or NOT_SERVED. gain float64 [n]: value a block of what each
-    would be served with first. served: indices of those who are, by falling gain."""
+    """Which candidates are served, and how.
+
+    Attributes:
+        kinds: int64 [n], `CacheKind`, or NOT_SERVED.
+        gain: float64 [n], value per block of what each would be served with first.
+        served: Indices of the served, by falling gain.
+    """
 
     kinds: np.ndarray
     gain: np.ndarray
@@ -105,7 +114,7 @@ class _Entries:
 
 
 def choose(offers: Offers, budget: int) -> Choice:
-    """Who is served with which cache in `budget` blocks (Algorithm 1). O(n log n)."""
+    """Chooses whom to serve in `budget` blocks, and with which cache (Algorithm 1). O(n log n)."""
     entries, count = _entries(offers, budget), len(offers.value)
     taken, rest = entries.cut(budget)
     kinds = _filled(entries, taken, rest, budget, count)
@@ -178,8 +187,7 @@ def _with_alone(
 
 
 def fit(entries: np.ndarray, weight: np.ndarray, left: int) -> np.ndarray:
-    """Those of the entries, gone through in order, that fit into what those before leave of
-    `left`; whoever does not is passed over."""
+    """Goes through the entries in order and keeps those that fit into what is left of `left`."""
     found = [entries[:0]]
     while len(entries):
         entries = entries[weight[entries] <= left]

@@ -27,14 +27,21 @@ class Penalty(enum.Enum):
     AUTO = "REMAINING where reads project, STEP where they absorb"
 
     def lasts(self, view: View) -> bool:
-        """Whether it is charged for all the steps ahead."""
+        """Whether it is charged for all steps ahead."""
         return self is Penalty.REMAINING or (self is Penalty.AUTO and view.projects)
 
 
 @dataclass(frozen=True)
 class Value(ParallelArrays):
-    """Of rows: pending, seconds without a token; value and penalty as in `Offers`; late: which
-    have missed their target. Arrays [n]; tokens: what each has cached after its next step."""
+    """The value of serving rows now: arrays [n].
+
+    Attributes:
+        pending: Seconds without a token.
+        value: As in `Offers`.
+        penalty: As in `Offers`.
+        late: bool, which have missed their target.
+        tokens: Cached tokens after the row's next step.
+    """
 
     pending: np.ndarray
     value: np.ndarray
@@ -44,8 +51,14 @@ class Value(ParallelArrays):
 
 
 class Weighed:
-    """Rows of the table [n], and what they are worth once that is asked: most steps have room for
-    all that run, or for nobody who waits, and then nobody asks. tokens: as in `Value`."""
+    """Rows whose values are computed on demand: most steps have room for all running requests, or
+    for no waiting one, and need no values.
+
+    Args:
+        rows: Table rows [n].
+        tokens: int64 [n], as in `Value`.
+        weigh: Computes the values of rows.
+    """
 
     def __init__(
         self, rows: np.ndarray, tokens: np.ndarray, weigh: Callable[[np.ndarray], Value]
@@ -61,13 +74,13 @@ class Weighed:
         return self._weigh(self.rows)
 
     def of_chosen(self, chosen: np.ndarray | slice) -> Weighed:
-        """The rows that a mask, indices or a slice choose."""
+        """The rows selected by a mask, indices or a slice."""
         return Weighed(self.rows[chosen], self.tokens[chosen], self._weigh)
 
 
 def steps_ahead(view: View, rows: np.ndarray) -> np.ndarray:
-    """Steps that each is expected to take yet, float64 [n]: as those took that got as far, or
-    STEPS_AHEAD if nobody did, or too few have ended."""
+    """Steps that each request is expected to take yet, float64 [n]: as many as earlier outputs of
+    its length took, or STEPS_AHEAD if too few have ended."""
     table, lengths = view.table, view.table.output_lengths
     generated = table.generated[rows]
     ahead = np.full(len(rows), float(STEPS_AHEAD))
@@ -87,14 +100,21 @@ def weigh(
     decay: float,
     lasting: bool = False,
 ) -> Value:
-    """Eq. 5 and 6, with the fallback for those that are late. clock: seconds, when the planned step
-    starts. step: the least value of a request, see `decode_time`. delay: seconds by which a
-    token in a hidden cache delays all requests together, n rho; None for K and V alone. decay:
-    share of its value that a late request keeps; 0 stands for next to nothing. lasting: a hidden
-    cache is charged for all the steps that its request is expected to take yet, not for one.
+    """The value of serving each row now: Eq. 5 and 6, with the fallback for late requests.
 
-    Late is who waits for its next token for longer than its target now. That an earlier token was
-    late is not in the table, so a request that has caught up counts as in time again.
+    A request is late if it has waited for its next token for longer than its target. Earlier late
+    tokens are not in the table, so a request that has caught up counts as in time again.
+
+    Args:
+        view: What the policy sees.
+        rows: Table rows [n].
+        clock: Seconds, when the planned step starts.
+        step: The least value of a request, see `decode_time`.
+        delay: Seconds by which one token in a hidden cache delays all requests together, n rho;
+            None without hidden caches.
+        decay: Share of its value that a late request keeps; 0 stands for next to nothing.
+        lasting: Whether a hidden cache is charged for all steps that its request is expected to
+            take yet, instead of one.
     """
     table = view.table
     pending = pending_time(view, rows, clock)
@@ -119,13 +139,13 @@ def weigh(
 
 
 def known(view: View, rows: np.ndarray) -> np.ndarray:
-    """Tokens of each, which are all in its cache after its next step, int64 [n]."""
+    """Tokens of each request, all of which are cached after its next step, int64 [n]."""
     return np.asarray(view.table.prompt_len[rows] + view.table.generated[rows])
 
 
 def pending_time(view: View, rows: np.ndarray, clock: float) -> np.ndarray:
-    """Seconds that each will have been without a token by then, float64 [n]. Before the first
-    token, last_token is the arrival. A token that is on its way counts as there."""
+    """Seconds that each request will have been without a token at `clock`, float64 [n]. Before the
+    first token they count from the arrival. A token in flight counts as received."""
     table = view.table
     pending = np.maximum(clock - table.last_token[rows], 0.0)
     pending[table.generated[rows] > table.received[rows]] = 0.0
@@ -133,9 +153,9 @@ def pending_time(view: View, rows: np.ndarray, clock: float) -> np.ndarray:
 
 
 def decode_time(view: View, running: np.ndarray) -> float:
-    """Seconds of a step in which all of these decode, or one whose cache is empty where nobody
-    runs. Who has just had a token will have been without one for as long at the end of the next,
-    so no value is less."""
+    """Seconds of a step in which all running requests decode, or one with an empty cache if none
+    runs. It is the least value of a request: even one that has just received a token waits that
+    long for the next."""
     contexts = view.table.computed[running] if len(running) else np.zeros(1, np.int64)
     ones = np.ones_like(contexts)
     batch = BatchFeatures.from_rows(ones, contexts, ones > 0, padding=view.padding)
@@ -143,8 +163,8 @@ def decode_time(view: View, running: np.ndarray) -> float:
 
 
 def in_flight(view: View, running: np.ndarray) -> float:
-    """Seconds that the step on the device takes if it is one of prefills, and others wait for it;
-    else 0. Times at which tokens arrived do not show it yet."""
+    """Seconds that the step on the device takes if it is one of prefills that other requests wait
+    for; else 0. Token times in the table do not show it yet."""
     table = view.table
     flying = running[table.generated[running] > table.received[running]]
     if len(flying) == len(running):
@@ -158,8 +178,17 @@ def in_flight(view: View, running: np.ndarray) -> float:
 
 
 class Moment:
-    """What the requests are measured by in one plan, found out once anybody asks. now: seconds.
-    looks_ahead: the step on the device counts, see `in_flight`. The others: see `weigh`."""
+    """What the values of one plan are based on, computed on demand.
+
+    Args:
+        view: What the policy sees.
+        now: Seconds.
+        running: Running rows.
+        looks_ahead: Whether to count the step on the device, see `in_flight`.
+        delay: See `weigh`, as for the rest.
+        decay: Share of its value that a late request keeps.
+        lasting: Whether hidden caches are charged for all steps ahead.
+    """
 
     def __init__(
         self,

@@ -10,11 +10,20 @@ from jaxserve.sched.policies.bros.packing import Batch, Work
 
 
 def fill(batch: Batch, room: BrosBudget, work: Work, limit: float, *, chunked: bool) -> None:
-    """Adds them in order while rows, tokens, blocks and `limit`, seconds of the whole batch, last.
-    If `chunked`, the first prompt that is too long is cut to what those that decode leave;
-    otherwise it is passed over, as a cache is that takes too long to come back. Starts leave the
-    watermark free, and none overtakes one that found no room: the whole prompt must fit. One that
-    runs takes the blocks it lacks from the latest to arrive."""
+    """Adds best-effort requests in order while rows, tokens, blocks and time last.
+
+    If `chunked`, the first prompt that is too long is cut to what the decodes leave; otherwise it
+    is passed over, as is a cache that takes too long to restore. Starts leave the watermark free,
+    and none overtakes one that found no room: its whole prompt must fit. A running request takes
+    the blocks that it lacks from the latest to arrive.
+
+    Args:
+        batch: The batch in the making.
+        room: Its memory.
+        work: What the requests would do, in order.
+        limit: Seconds that the whole batch may take.
+        chunked: Whether prompts may be cut.
+    """
     while len(work):
         count = batch.fits(work)
         timely = prefix(batch.times(work[:count]) <= limit)
@@ -54,9 +63,17 @@ def fill(batch: Batch, room: BrosBudget, work: Work, limit: float, *, chunked: b
 def fill_first(
     batch: Batch, room: BrosBudget, rows: np.ndarray, urgent: np.ndarray, *, chunked: bool
 ) -> None:
-    """Adds these rows in order, whatever time it takes, the last one if `chunked` cut to the tokens
-    of a batch. Blocks and places come from other best-effort requests, then from real-time ones,
-    then from those of these rows that come last. urgent: real-time rows, the most urgent first."""
+    """Adds best-effort requests before real-time ones, in order and however long it takes. They
+    take blocks and places from other best-effort requests, then from real-time ones, then from the
+    last of their own.
+
+    Args:
+        batch: The batch in the making.
+        room: Its memory.
+        rows: Best-effort rows.
+        urgent: Real-time rows, the most urgent first.
+        chunked: Whether the last prompt may be cut to the tokens of a batch.
+    """
     theirs = room.running[~np.isin(room.running, rows)]
     others = theirs[~np.isin(theirs, urgent)]
     victims = [*others[::-1].tolist(), *urgent[np.isin(urgent, theirs)][::-1].tolist()]

@@ -34,10 +34,18 @@ class _Loan:
 
 
 class SharedBlocksBudget(BrosBudget):
-    """A room in which real-time requests join the blocks of best-effort ones.
+    """A memory budget in which real-time requests join the blocks of best-effort ones.
 
-    left: int64 [blocks], tokens that each has from the left, those of the step included.
-    host_free: slots."""
+    Args:
+        view: What the policy sees.
+        batch: The batch in the making.
+        watermark: Share of the pool that starts leave free.
+        late_watermark: The same for starts that are late.
+
+    Attributes:
+        left: int64 [blocks], tokens that each block has from the left, those of the step included.
+        host_free: Free slots in host memory.
+    """
 
     def __init__(self, view: View, batch: Batch, watermark: float, late_watermark: float) -> None:
         super().__init__(view, batch, watermark, late_watermark)
@@ -53,7 +61,7 @@ class SharedBlocksBudget(BrosBudget):
         self._restore = CacheRestore(view)
 
     def lendable(self) -> int:
-        """Blocks that a best-effort request alone holds."""
+        """Blocks that only a best-effort request holds."""
         return int(np.count_nonzero(self._open()))
 
     def returned_by(self, rows: np.ndarray) -> np.ndarray:
@@ -62,12 +70,12 @@ class SharedBlocksBudget(BrosBudget):
         return np.bincount(alone, minlength=len(self._hit))[rows]
 
     def is_out(self, rows: np.ndarray) -> np.ndarray:
-        """Which of them have lost their caches in this plan, or some, bool [n]."""
+        """Which rows lose their caches in this plan, in whole or in part, bool [n]."""
         return self._hit[rows]
 
     def offers(self, rows: np.ndarray) -> Work:
-        """What these best-effort rows would do, those left out that cannot be in this step, and of
-        those with tokens on the host the last."""
+        """What these best-effort rows would do. Left out are those that cannot be in this step, and
+        all but a few of those with tokens on the host."""
         rows = rows[~self._batch.chosen[rows] & ~self._hit[rows]]
         return self._restore.offers(rows, self.left)
 
@@ -77,7 +85,7 @@ class SharedBlocksBudget(BrosBudget):
         return rows[~self._hit[rows] & ~self._lends[rows]]
 
     def allocate(self, work: PlannedWork) -> None:
-        """They have their blocks and places, and what is to be copied is."""
+        """Takes the blocks and places for this work, and notes what it copies."""
         super().allocate(work)
         rows, index = self._restore.all_copies(work.rows)
         for row, number in zip(rows.tolist(), index, strict=True):
@@ -91,9 +99,9 @@ class SharedBlocksBudget(BrosBudget):
         return self._restore.offers(rows[~self._hit[rows]], self.left, every_block=True)
 
     def provide(self, work: Work, behind: np.ndarray) -> Work:
-        """As in a room that is not shared. Free blocks go to the most urgent, others join those of
-        best-effort requests, the emptiest first; once there are none of these, real-time requests
-        lose their caches, those with most time first."""
+        """As without sharing, but the most urgent take free blocks, and the others join those of
+        best-effort requests, the emptiest first. Once there are none, real-time requests are
+        preempted, those with the most time left first."""
         runs = behind[~self.is_out(behind) & (self.view.pool.held[behind] > 0)]
         victims = runs[::-1].tolist()
         low = self.best_effort().tolist()
@@ -132,7 +140,7 @@ class SharedBlocksBudget(BrosBudget):
         return work
 
     def preempt(self, row: int, gives: int | None = None) -> None:
-        """Takes the row's cache away, to the host if it fits. It must not be in the batch."""
+        """Preempts the row, which must not be in the batch; the host keeps its cache if it fits."""
         pool, size = self.view.pool, self.view.pool.block_size
         first = np.arange(pool.held[row]) * size
         there = np.minimum(pool.cap[row, : len(first)], self.view.table.computed[row] - first)
@@ -144,7 +152,7 @@ class SharedBlocksBudget(BrosBudget):
         self._leaves(row)
 
     def operations(self, work: Work) -> tuple[Operation, ...]:
-        """What is done to caches before the step. work: all of the batch."""
+        """The operations on caches before the step. work: all of the batch."""
         found: list[Operation] = []
         if self._saved:
             rows, first, end = zip(*self._saved, strict=True)

@@ -15,7 +15,17 @@ from jaxserve.sched.unified.batch_budget import MemoryBudget
 
 
 class BrosBudget(MemoryBudget):
-    """running: rows that hold cache, in order of arrival, but for those that lose it."""
+    """The memory of a plan.
+
+    Args:
+        view: What the policy sees.
+        batch: The batch in the making.
+        watermark: Share of the pool that starts leave free.
+        late_watermark: The same for starts that are late, where it is more.
+
+    Attributes:
+        running: Rows that hold cache, in order of arrival, without those preempted by the plan.
+    """
 
     def __init__(self, view: View, batch: Batch, watermark: float, late_watermark: float) -> None:
         super().__init__(view)
@@ -26,9 +36,17 @@ class BrosBudget(MemoryBudget):
         self._late_watermark = int(max(watermark, late_watermark) * blocks)
 
     def starting(self, new: np.ndarray, left: Any, *, alone: bool, late: Any = False) -> np.ndarray:
-        """Which of those who start, in order, find their new blocks among so many, a number or
-        one for each, and leave the watermark, that of the late ones if they are, bool [n]; alone:
-        which the first need not."""
+        """Which starts, in order, find their blocks and leave the watermark.
+
+        Args:
+            new: int64 [n], blocks that each takes.
+            left: Free blocks; a number, or one for each.
+            alone: Whether nobody holds cache, so that the first need not leave the watermark.
+            late: Which of them are late and leave `late_watermark`; a number, or bool [n].
+
+        Returns:
+            bool [n].
+        """
         over = left - np.cumsum(new)
         ok = over >= np.where(late, self._late_watermark, self._watermark)
         if len(new) and alone:
@@ -42,22 +60,28 @@ class BrosBudget(MemoryBudget):
         return rows[theirs & ~self._batch.chosen[rows]]
 
     def lendable(self) -> int:
-        """Blocks that best-effort requests hold and real-time ones may have."""
+        """Blocks of best-effort requests that real-time ones may take."""
         return int(self.returned_by(self.best_effort()).sum())
 
     def returned_by(self, rows: np.ndarray) -> np.ndarray:
-        """Blocks that would be free without each of these best-effort rows, int64 [n]."""
+        """Blocks that preempting each of these best-effort rows would free, int64 [n]."""
         return self.view.pool.blocks_held(rows)
 
     def offers(self, rows: np.ndarray) -> Work:
-        """What these best-effort rows would do, those left out that cannot be in this step."""
+        """What these best-effort rows would do, without those that cannot be in this step."""
         return Work.of_rows(self.view, rows[~self._batch.chosen[rows] & ~self.is_out(rows)])
 
     def affordable(self, work: Work, late: np.ndarray) -> np.ndarray:
-        """Which real-time requests, in order of urgency, find blocks and a place: a mask [n]. All
-        best-effort caches may go for them. Starts leave what those that run need now and the
-        watermark, that of the late ones if they are (bool [n]), and none overtakes one that found
-        no room; those that run take what they lack from the end of the queue."""
+        """Which real-time requests, in order of urgency, find blocks and a place: a mask [n].
+
+        All best-effort caches may be taken for them. Starts leave what running requests need now
+        and the watermark, and none overtakes one that found no room. Running requests take what
+        they lack from the end of the queue.
+
+        Args:
+            work: The requests [n].
+            late: bool [n], which ones leave the late watermark.
+        """
         theirs, blocks = self.best_effort(), self.free + self.lendable()
         starts, runs = np.flatnonzero(work.starts), np.flatnonzero(~work.starts)
         need, mask = np.cumsum(work.new[runs]), np.zeros(len(work), bool)
@@ -77,8 +101,8 @@ class BrosBudget(MemoryBudget):
         return mask
 
     def provide(self, work: Work, behind: np.ndarray) -> Work:
-        """Takes blocks and places for these real-time requests, which are affordable. behind: those
-        that are not among them, the most urgent first."""
+        """Takes blocks and places for these real-time requests, which must be affordable. behind:
+        the other ones, the most urgent first."""
         need, starts = int(work.new.sum()), int(work.starts.sum())
         runs = behind[self.view.table.state[behind] == RUNNING]
         for row in np.concatenate([self.best_effort(), runs[::-1]]).tolist():
@@ -89,14 +113,14 @@ class BrosBudget(MemoryBudget):
         return work
 
     def offers_first(self, rows: np.ndarray) -> Work:
-        """As `offers`, of best-effort rows that come before real-time ones."""
+        """As `offers`, for best-effort rows that come before real-time ones."""
         return self.offers(rows)
 
     def preempt(self, row: int, gives: int | None = None) -> None:
-        """Takes the row's cache away. It must not be in the batch."""
+        """Preempts the row, which must not be in the batch."""
         super().preempt(row, gives)
         self.running = self.running[self.running != row]
 
     def operations(self, work: Work) -> tuple[Operation, ...]:
-        """What is done to caches before the step. work: all of the batch."""
+        """The operations on caches before the step. work: all of the batch."""
         return self.preemptions()

@@ -23,10 +23,16 @@ class CacheRestore:
         self._first: dict[int, np.ndarray] = {}
 
     def offers(self, rows: np.ndarray, left: np.ndarray, *, every_block: bool = False) -> Work:
-        """What best-effort rows would do, in order. left: tokens that each block has from the left,
-        which leave room for what the rows have there; every_block: which may not. Of those that run
-        and have tokens on the host the first few and the earliest to arrive; the others are left
-        out."""
+        """What best-effort rows would do, in order. Of the running ones with tokens on the host
+        only the first few and the earliest to arrive are included.
+
+        Args:
+            rows: int64 [n].
+            left: int64 [blocks], tokens that each block has from the left. A row moves out of a
+                block that cannot hold both sides.
+            every_block: Whether to check this for all blocks of a row, not only the one that it
+                fills now.
+        """
         view, table = self.view, self.view.table
         missing = (table.state[rows] == RUNNING) & (view.host.tokens[rows] > 0)
         if np.count_nonzero(missing) > LOOK:

@@ -19,16 +19,20 @@ _SAVED = NUM_COLUMNS + MOVED.index("saved_slots")
 
 @dataclass
 class Work(PlannedWork):
-    """What requests would do in the step. start: tokens cached before it, once what is on the host
-    is back. loaded, copied: slots that come from the host, and from another block."""
+    """What requests would do in the step.
+
+    Attributes:
+        loaded: Slots that come back from the host. `start` counts their tokens as cached.
+        copied: Slots copied from other blocks.
+    """
 
     loaded: np.ndarray
     copied: np.ndarray
 
     @classmethod
     def of_rows(cls, view: View, rows: np.ndarray, start: np.ndarray | None = None) -> Work:
-        """Of these rows: whole prompts. start: tokens that each has cached, by default what it has
-        in the pool, or if it waits on the host."""
+        """What these rows would do, with whole prompts. start: tokens cached; by default those in
+        the pool, and for waiting rows those on the host."""
         table, kept = view.table, view.host.tokens[rows]
         if start is None:
             start = table.computed[rows] + np.where(table.state[rows] == WAITING, kept, 0)
@@ -37,11 +41,11 @@ class Work(PlannedWork):
 
     @property
     def cheap(self) -> np.ndarray:
-        """Who decodes, and brings nothing back, bool [n]."""
+        """Which rows decode and restore nothing, bool [n]."""
         return self.decodes & (self.loaded == 0)
 
     def cut(self, view: View, tokens: np.ndarray) -> Work:
-        """So many tokens of each now, int64 [n], and blocks for these."""
+        """The same with so many tokens each, int64 [n], and blocks only for these."""
         kinds = np.zeros(len(self), np.int64)
         all_of_it, piece = (
             view.pool.needed(self.rows, self.start + n, kinds) for n in (self.tokens, tokens)
@@ -97,5 +101,5 @@ class Batch(BatchBuilder[Work]):
         self.tokens_left -= int(work.tokens.sum())
 
     def save(self, slots: int) -> None:
-        """So many slots go to the host meanwhile."""
+        """Adds slots that go to the host during the step."""
         self._sums[_SAVED] += slots

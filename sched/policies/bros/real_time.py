@@ -39,10 +39,15 @@ def _ranks(place: Late, late: np.ndarray, decodes: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Rules:
-    """late: where prompts come whose deadline cannot be met. chunked: whether prompts may be cut.
-    spare: seconds more than the batch that those have who give up their places. headroom: seconds
-    that late prompts and best-effort requests may make of the batch, unless it takes longer
-    already."""
+    """How real-time requests are packed.
+
+    Attributes:
+        late: Where prompts come that cannot meet their deadline.
+        chunked: Whether prompts may be cut.
+        spare: Seconds beyond the batch that a request must have left to give up its place.
+        headroom: The longest that late prompts and best-effort requests may make the batch,
+            seconds, unless it takes longer already.
+    """
 
     late: Late
     chunked: bool
@@ -52,10 +57,15 @@ class Rules:
 
 @dataclass(frozen=True)
 class Packed:
-    """early: whether somebody was left out, or cut, who is not late. limit: seconds that
-    best-effort requests may make of the batch: until the most urgent deadline that a batch of one's
-    own could meet, or as much as leaves headroom. waits: whether there are late prompts, and none
-    has got anything. started: other requests that start."""
+    """The outcome of `pack`.
+
+    Attributes:
+        early: Whether a request that is not late was left out or cut.
+        limit: The longest that best-effort requests may make the batch, seconds: until the most
+            urgent deadline that a batch of one request could meet, or until the headroom ends.
+        waits: Whether there are late prompts and none of them got anything.
+        started: How many requests start.
+    """
 
     early: bool = False
     limit: float = np.inf
@@ -64,12 +74,18 @@ class Packed:
 
 
 def pack(batch: Batch, room: BrosBudget, queue: Queue, others: np.ndarray, rules: Rules) -> Packed:
-    """Adds real-time requests in order until the batch would end after the most urgent deadline;
-    the prompt that would make it do so is cut. None waits for a deadline that cannot be met even
-    with nobody else added to the batch, and one request at least is served.
+    """Adds real-time requests in order until the batch would miss the most urgent deadline, and
+    cuts the prompt that would make it do so. Deadlines that cannot be met even in the batch as it
+    is do not count. At least one request is served.
 
-    others: best-effort rows in the order in which they are served; in a full batch they get the
-    places of real-time ones that have more on the host, and have time."""
+    Args:
+        batch: The batch in the making.
+        room: Its memory.
+        queue: Real-time requests, the most urgent first.
+        others: Best-effort rows in the order in which they are served. In a full batch they get the
+            places of real-time requests that have more to restore from the host, and time left.
+        rules: How to pack.
+    """
     view = batch.view
     here = ~room.is_out(queue.rows)
     rows, residual = queue.rows[here], queue.residual[here]

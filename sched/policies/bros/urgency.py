@@ -23,8 +23,7 @@ class Queue:
         return len(self.rows)
 
     def sorted(self) -> Queue:
-        """By residual, as they are where that is so already: a queue in order of arrival is, unless
-        targets differ."""
+        """Sorted by residual. A queue in order of arrival is already, unless targets differ."""
         if not np.count_nonzero(self.residual[1:] < self.residual[:-1]):
             return self
         order = np.argsort(self.residual, kind="stable")
@@ -33,14 +32,15 @@ class Queue:
 
 @dataclass(frozen=True)
 class Targets:
-    """Seconds to the first token, and between two, for requests that name none themselves."""
+    """Default targets for requests that have none, in seconds. ttft: to the first token. tbt:
+    between two tokens."""
 
     ttft: float
     tbt: float
 
     def residual(self, view: View, rows: np.ndarray, clock: float) -> np.ndarray:
-        """Seconds that each has left at `clock`, when the next step may begin, float64 [n];
-        negative for those that are late."""
+        """Seconds that each request has left at `clock`, when the next step may begin, float64 [n];
+        negative if it is late."""
         table = view.table
         received = table.received[rows]
         ttft, tbt = table.ttft[rows], table.tbt[rows]
@@ -50,9 +50,15 @@ class Targets:
         return np.where(table.generated[rows] > received, tbt, left)
 
     def poll(self, view: View, waiting: np.ndarray, pending: np.ndarray, clock: float) -> Queue:
-        """Both queues as one. waiting, pending: rows in order of arrival. Neither is merged into
-        the other and sorted: the waiting one is in order, the pending one is sorted, and each in
-        turn gives its most urgent (section 4.2, "Request pulling optimization")."""
+        """Merges both queues. Waiting requests are in order and pending ones get sorted; then each
+        queue in turn gives its most urgent (section 4.2, "Request pulling optimization").
+
+        Args:
+            view: What the policy sees.
+            waiting: Rows in order of arrival.
+            pending: Rows in order of arrival.
+            clock: When the next step may begin, seconds.
+        """
         first = Queue(waiting, self.residual(view, waiting, clock)).sorted()
         second = Queue(pending, self.residual(view, pending, clock)).sorted()
         if not len(first) or not len(second):
