@@ -28,7 +28,7 @@ _MAX_BYTES = 6 << 20  # of a message: what the server takes in one call is 8 MiB
 
 
 class PromptError(ValueError):
-    """The file is not what it should be; the message names file, line and field."""
+    """The file is malformed or has no prompts; the message names file, line and field."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,10 @@ class Prompts:
 
 
 def read_prompts(path: Path, defaults: Mapping[str, Any]) -> Prompts:
-    """Reads them all. defaults: sampling parameters for lines that do not say.
+    """Reads a file of prompts as lines of a batch. defaults: sampling parameters for lines that do
+    not set them.
 
-    Raises PromptError for the first line that is wrong, OSError, UnicodeDecodeError.
+    Raises PromptError for the first malformed line, OSError, UnicodeDecodeError.
     """
     numbers: list[int] = []
     lines: list[pb.BatchLine] = []

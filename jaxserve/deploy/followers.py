@@ -81,7 +81,8 @@ class Followers:
         return None
 
     def close(self) -> None:
-        """Ends them, those that the leader has told to end after their last words. Idempotent."""
+        """Ends the followers. Those that the leader has told to end get _END_S to do so.
+        Idempotent."""
         if self._following:
             ray.wait(self._following, num_returns=len(self._following), timeout=_END_S)
         while self._actors:

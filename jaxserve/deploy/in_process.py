@@ -76,7 +76,7 @@ def call_grpc(
 
 
 async def _parts(run: Callable[[Callable[[Any], None]], Awaitable[None]]) -> Parts:
-    """What `run` says to the function that it is given."""
+    """Yields what `run` passes to the function that it is given, in pieces."""
     waiting: list[Any] = []
     news = asyncio.Event()
 
@@ -129,7 +129,7 @@ class _Context:
         return self._peer
 
     def time_remaining(self) -> float | None:
-        """The deadline is kept by whoever hands the call over."""
+        """None: whoever passes the call on keeps its deadline."""
         return None
 
     async def read(self) -> bytes:

@@ -163,7 +163,7 @@ class Ingress:
     async def GetServerInfo(
         self, message: pb.GetServerInfoRequest, grpc_context: RayServegRPCContext
     ) -> pb.GetServerInfoResponse:
-        """jaxserve.v1.Generation.GetServerInfo: of one of the replicas, which are all alike."""
+        """jaxserve.v1.Generation.GetServerInfo, answered by any replica: they are all alike."""
         found = [raw async for raw in self._rpc("GetServerInfo", message, grpc_context, NOTHING)]
         return pb.GetServerInfoResponse.FromString(found[0])
 
@@ -189,8 +189,8 @@ class Ingress:
             _fail(context, code, str(_problem(error)))
 
     async def _pieces(self, method: Any, routing_request: RoutingRequest, *given: Any) -> Pieces:
-        """What one replica answers. given: arguments, and last the name of one that is to be
-        avoided, or "". Raises ReplicaLost where it is gone."""
+        """The answer of one replica. given: the call's arguments, and last the name of a replica to
+        avoid, or "". Raises ReplicaLost."""
         *arguments, avoided = given
         answer = method.remote(*arguments, **{ROUTING_REQUEST: routing_request, AVOID: avoided})
         try:
@@ -232,7 +232,7 @@ def _whole(content: bytes, content_type: str) -> list[Message]:
 
 
 def _problem(error: Exception) -> ApiError:
-    """What the client is told: of an error in the replica itself, no more than its kind."""
+    """The error for the client. Of an error inside the replica it has the type only."""
     if isinstance(error, RayTaskError):
         return ApiError(500, f"internal error: {type(error.cause).__name__}", code="internal")
     return ApiError(503, _first_line(error), code="unavailable", headers=retry_after())

@@ -69,7 +69,7 @@ def app(settings: Settings) -> Application:
 
 
 def replica_name() -> str:
-    """Of the replica that asks, as Ray Serve has it."""
+    """Ray Serve's name of the calling replica."""
     return serve.get_replica_context().replica_tag
 
 

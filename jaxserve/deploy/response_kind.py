@@ -39,7 +39,7 @@ def grpc_response_kind(part: Any) -> ResponseKind:
 
 
 def first_response_kind(told: Iterable[ResponseKind]) -> ResponseKind:
-    """The first thing that is told in several parts."""
+    """The first kind among several that is not NOTHING."""
     return next(filter(None, told), ResponseKind.NOTHING)
 
 

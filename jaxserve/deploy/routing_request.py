@@ -1,5 +1,5 @@
-"""What a router needs to know of a call before it is sent anywhere: how much it has to compute, and
-what it was promised."""
+"""What a router needs to know of a call before it is sent to a replica: how much it has to compute,
+and its targets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RoutingRequestBuilder:
         self._classes = slo_classes(config.server.slo_classes)
 
     async def from_http(self, path: str, body: bytes) -> RoutingRequest:
-        """Of a body sent to a path of the HTTP frontend."""
+        """For a body that was sent to a path of the HTTP frontend."""
         kind = _KINDS.get(path)
         if kind is None:
             return NOTHING
@@ -54,7 +54,7 @@ class RoutingRequestBuilder:
         return await _made(functools.partial(self._from_body, kind, body), slow=slow)
 
     async def from_grpc(self, message: pb.GenerateRequest) -> RoutingRequest:
-        """Of a message of Generate."""
+        """For a message of Generate."""
         slow = len(message.text) > _INLINE_CHARS
         return await _made(functools.partial(self._from_message, message), slow=slow)
 

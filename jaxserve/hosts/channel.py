@@ -14,11 +14,12 @@ MAX_BYTES = 1 << 28  # of a message; the largest are masks of 256 rows, some meg
 
 
 class Closed(ConnectionError):
-    """The other side has gone, or is not what it should be."""
+    """The connection is closed, or the other side sent a message that is too long."""
 
 
 def receive_exactly(connection: socket.socket, size: int, deadline: float | None) -> bytes:
-    """So many bytes; deadline: of time.monotonic(). Raises Closed, TimeoutError, OSError."""
+    """Receives `size` bytes. deadline: of time.monotonic(). Raises Closed, TimeoutError,
+    OSError."""
     parts = bytearray(size)
     view, have = memoryview(parts), 0
     while have < size:
@@ -60,8 +61,8 @@ class Channel:
             raise Closed(str(error)) from error
 
     def receive(self, timeout_s: float | None = None, most: int = MAX_BYTES) -> Message:
-        """The next one, of so many bytes at most; waits at most timeout_s until all of it is there.
-        Raises Closed, BadMessage, TimeoutError."""
+        """The next message. Raises Closed, also for more than `most` bytes, BadMessage, and
+        TimeoutError if it is not complete within timeout_s."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             self._socket.settimeout(timeout_s)

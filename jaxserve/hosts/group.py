@@ -63,8 +63,8 @@ class Group:
         return [link.receive() for link in self._links]
 
     def barrier(self) -> None:
-        """Waits until every follower has come to this point, and lets them go on: the devices'
-        own collectives have little patience with those that are late."""
+        """Waits until every follower has reached this point, then releases them. The devices'
+        collectives have little patience with late hosts."""
         self.answers()
         self.broadcast(Message(ALL_HERE))
 
@@ -74,16 +74,16 @@ class Group:
             link.hurry()
 
     def mark(self) -> None:
-        """The leader has done what it has told the others so far, see `Link.mark`."""
+        """Marks the messages sent so far as done by the leader; see `Link.mark`."""
         for link in self._links:
             link.mark()
 
     def lost(self, timeout_s: float) -> str | None:
-        """Why the group is lost, if it is within so many seconds."""
+        """Why the group is lost, if it is within that many seconds."""
         return self._why if self._lost.wait(timeout_s) else None
 
     def on_loss(self, tell: Callable[[str], None]) -> None:
-        """tell(why) is called once, from any thread, when a follower is lost."""
+        """Calls tell(why) once, from any thread, when a follower is lost."""
         with self._lock:
             self._on_loss = tell
             lost = self._lost.is_set()
@@ -91,14 +91,14 @@ class Group:
             tell(self._why)
 
     def close(self, why: str | None = None) -> None:
-        """The followers are told to end, as well or, with a reason, as a failure. Idempotent."""
+        """Tells the followers to end: as a failure if a reason is given. Idempotent."""
         last = Message(CLOSE) if why is None else Message(FAILED, {"why": why})
         for link in self._links:
             link.close(last)
 
     def fail(self, why: str) -> None:
-        """The leader has failed: so have the followers, which may wait for it in what it will never
-        begin, and the process ends as where one of them is lost."""
+        """The leader has failed: ends the followers, which may be waiting for it forever, and the
+        process, as if a follower were lost."""
         _end_soon()
         self.close(why)
 

@@ -1,4 +1,4 @@
-"""A follower's side: how it joins the group, and what it hears of the leader."""
+"""A follower's side of a group of hosts: how it joins, and its messages from the leader."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def join_group(rank: Rank, profile: Mapping[str, Any]) -> tuple[Link, str]:
 
 
 def barrier(link: Link) -> None:
-    """Waits until all hosts have come to this point, see `Group.barrier`."""
+    """Waits until all hosts have reached this point; see `Group.barrier`."""
     link.send(Message(HERE))
     link.receive()
     link.done()

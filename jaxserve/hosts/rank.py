@@ -43,7 +43,7 @@ class Rank:
 
     @property
     def family(self) -> socket.AddressFamily:
-        """Of the address."""
+        """The address family."""
         return socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0][0]
 
     @property

@@ -34,7 +34,7 @@ class CompletionOutput:
     verdict: Verdict | None = None
 
     def add(self, delta: Delta) -> None:
-        """What the engine says next of it."""
+        """Appends the engine's next output for this continuation."""
         self.text += "".join(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs

@@ -1,5 +1,5 @@
-"""What stands between calls and an engine, whichever way they come: over the ports of a `Server`,
-or handed over in the same process."""
+"""The frontends of an engine, whether calls come over the ports of a `Server` or in the same
+process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FEW_CALLS = 64
 def make_call_tracker(
     engine: EngineClient, options: ServerOptions, traces: Sink | None
 ) -> CallTracker:
-    """Where it is counted how calls end, and told to the log and the traces, if any."""
+    """A tracker that counts how calls end, and passes them to the log and the traces, if any."""
     sinks = [] if traces is None else [traces]
     logged, prompts = options.request_log, options.log_prompts
     if logged:
@@ -41,21 +41,21 @@ class Frontends:
     """The frontends of one engine. Create it on the event loop that serves.
 
     Args:
-        engine: that has been started.
+        engine: the engine, already started.
         options: how calls are treated.
         tracker: counts how they end.
         access: who may call.
-        slo_classes: that requests may name.
-        batches: None takes none.
+        slo_classes: SLO classes that requests may name.
+        batches: the batch journal; None takes no batches.
 
     Attributes:
         requests: the way to the engine.
-        admission: of the calls that generate.
-        few: of those for files and batches, each of which may be large.
-        batches: None where none are taken.
-        body_bytes: the longest call.
-        writes: what a client may take to read.
-        middleware: stands before the HTTP application.
+        admission: limits the open calls that generate.
+        few: limits the open calls for files and batches, each of which may be large.
+        batches: None if none are taken.
+        body_bytes: the longest request of any call.
+        writes: limits how long a client may take to read a message.
+        middleware: around the HTTP application.
         calls: runs the gRPC methods of `generation`.
         generation: the gRPC service.
     """
@@ -90,7 +90,7 @@ class Frontends:
         self.generation = GenerationService(self.requests)
 
     def generation_handler(self) -> grpc.GenericRpcHandler:
-        """gRPC's of jaxserve.v1.Generation."""
+        """gRPC's handler of jaxserve.v1.Generation."""
         admissions = {"Generate": self.admission}
         return self.calls.handler(
             GENERATION, self.generation.methods, admissions, self._prompt_bytes

@@ -23,11 +23,12 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begins it; the future's result is what it returns."""
+        """Starts a coroutine on the loop and returns its future."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What it returns; it is cancelled if the caller is interrupted."""
+        """Runs a coroutine on the loop and returns its result. It is cancelled if the caller is
+        interrupted."""
         future = self.submit(work)
         try:
             return future.result()
@@ -36,7 +37,7 @@ class LoopThread:
             raise
 
     def call(self, function: Callable[[], T]) -> T:
-        """What a plain function returns that must run on the loop."""
+        """Calls a plain function on the loop and returns its result."""
 
         async def called() -> T:
             return function()
@@ -44,7 +45,8 @@ class LoopThread:
         return self.run(called())
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        """Its items, as they come; who stops asking ends it."""
+        """Yields the items of a generator that runs on the loop. Closing the iterator closes the
+        generator."""
         found: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         async def read() -> None:

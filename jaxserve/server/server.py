@@ -161,8 +161,8 @@ class Server:
         return None if self._batch_settings is None else self._batch_settings.journal.path
 
     def request_stop(self, say: Callable[[str], None] = log.info) -> None:
-        """Begins to stop: no new calls, running ones get the grace period. Returns at once; what
-        there is to wait for is said on the server's thread."""
+        """Starts to stop: refuses new calls, and gives running ones the grace period. Returns at
+        once; what is waited for is reported on the server's thread."""
 
         def stop() -> None:
             if not self._stop_requested.is_set():
@@ -267,7 +267,7 @@ class Server:
         self._requests.close()
 
     async def _on_stall(self, why: str | None) -> None:
-        """The engine has stalled, or goes on (None)."""
+        """The engine has stalled, for the reason given, or goes on (None)."""
         self._requests.stalled = why
         self._health.set(serving=why is None)
         if why is not None and self._batches is not None:

@@ -53,8 +53,8 @@ class Usage:
         self.calls -= 1
 
     def take_requests(self, key: ApiKey, count: int) -> None:
-        """A call has so many requests for the engine. Raises RateLimited, and TooManyRequests where
-        they will never fit; then they count nowhere."""
+        """Counts `count` requests of a call. Raises RateLimited, or TooManyRequests if they will
+        never fit; then they are not counted."""
         limit = key.concurrency
         if limit and count > limit:
             asked = f"the call asks for {count} requests (one a prompt and continuation)"
@@ -64,7 +64,7 @@ class Usage:
         self.requests += count
 
     def give_back_requests(self, count: int) -> None:
-        """So many have ended."""
+        """Stops counting `count` requests, which have ended."""
         self.requests -= count
 
     def _spend(self, key: ApiKey) -> None:

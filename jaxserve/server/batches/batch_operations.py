@@ -246,7 +246,7 @@ class Batches:
             raise BatchConflict(f"batch_id: batch {status.batch_id!r} {problem}")
 
     async def _in_turns(self, step: Callable[[], bool]) -> None:
-        """Until it says that there is no more to do; others may have the disk in between."""
+        """Repeats a step until it returns False, and lets others use the disk in between."""
         while await self._disk.run(step):
             pass
 

@@ -250,7 +250,7 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
 
 
 async def _whole(stream: Stream) -> list[Delta] | None:
-    """All that the stream says, by index; None where it was cancelled. Raises StreamFailed."""
+    """The whole output of a stream by index; None if it was cancelled. Raises StreamFailed."""
     whole: dict[int, Delta] = {}
     while (delta := await stream.next()) is not None:
         known = whole.setdefault(delta.index, delta)

@@ -222,7 +222,7 @@ class Journal:
     def _lines(
         self, owner: str, batches: Sequence[tuple[int, int, str]], after: Position, limit: int
     ) -> list[Work]:
-        """Of one owner. batches: key, place and id."""
+        """Waiting lines of one owner. batches: key, place and id of each."""
         found: list[Work] = []
         for key, place, name in batches:
             if place < after.place:
@@ -285,8 +285,8 @@ class Journal:
             return self.status(batch_id, owner)
 
     def delete(self, batch_id: str, owner: str = "") -> None:
-        """Forgets a batch with its results, whose room `sweep` makes free. Raises UnknownBatch, and
-        BatchConflict for one that is being served."""
+        """Deletes a batch with its results; `sweep` frees their room. Raises UnknownBatch, and
+        BatchConflict for a batch that is being served."""
         with self._transaction() as db:
             status = self.status(batch_id, owner)
             if status.state is BatchState.COMMITTED:
@@ -296,8 +296,8 @@ class Journal:
             db.execute(f"{_FORGET} WHERE key = ?", (status.key,))
 
     def clean(self, keep_s: float) -> int:
-        """Forgets batches that are over, or were never committed, and have not changed for so many
-        seconds, as `delete` does. Returns how many."""
+        """Deletes batches, as `delete` does, that are over or were never committed, and have not
+        changed for keep_s seconds. Returns how many."""
         with self._transaction() as db:
             cursor = db.execute(
                 f"{_FORGET} WHERE state != ? AND changed < ? AND owner != '{_NOBODY}'",
@@ -306,9 +306,9 @@ class Journal:
         return cursor.rowcount
 
     def sweep(self) -> bool:
-        """Makes some of the room of forgotten batches free, in some 50 ms, so that others have
-        their turn in between: SQLite reads all that it deletes, 14 ms a MB. Returns whether there
-        is more to do."""
+        """Frees some of the room of deleted batches in about 50 ms, so that other calls get their
+        turn: SQLite reads all that it deletes, at 14 ms a MB. Returns whether there is more to
+        do."""
         until = time.monotonic() + _SWEEP_S
         with self._transaction() as db:
             for table in ("lines", "results"):
@@ -326,8 +326,8 @@ class Journal:
         return False
 
     def shrink(self) -> bool:
-        """Gives some of the room that is free back to the disk, likewise. Returns whether there is
-        more to do."""
+        """Gives some of the free room back to the disk, in steps as `sweep` does. Returns whether
+        there is more to do."""
         with self._lock:
             free = self._pragma("freelist_count")
             # Not `execute`, which does only the first step of it.

@@ -1,4 +1,4 @@
-"""What the config says of batches."""
+"""The batch settings of a config."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _DAY_S = 86_400.0
 
 
 def batch_directory(server: ServerConfig) -> Path | None:
-    """Where batches are kept; None: there are none. A server on any free port has no folder that
-    its next run would find. Raises ConfigError where nobody is at home."""
+    """The journal's directory; None if there are no batches. "auto" is none for a server on any
+    free port, since its next run would not find it. Raises ConfigError if "~" has no home
+    directory."""
     given, port = server.batch_dir, server.port
     if given == AUTO:
         given = f"~/.local/state/jaxserve/batches-{port}" if port else ""
@@ -31,8 +32,8 @@ def batch_directory(server: ServerConfig) -> Path | None:
 def open_batches(
     server: ServerConfig, scheduler: SchedulerConfig
 ) -> Iterator[BatchSettings | None]:
-    """Has the journal open meanwhile; None where there is none. Raises ConfigError where another
-    server has it, or it cannot be written."""
+    """Opens the journal for the duration of the context; None if there are no batches. Raises
+    ConfigError if another server has it, or it cannot be written."""
     directory = batch_directory(server)
     if directory is None:
         yield None

@@ -1,8 +1,8 @@
-"""gRPC calls with one request: admitted, read, parsed, answered, and ended with a status whatever
-happens.
+"""Runs gRPC calls with a single request: admitted, read, parsed, answered, and always ended with a
+status.
 
-To gRPC each method is one of streams, so that a call that is refused is not even read, and what is
-no message of the API is ours to answer; on the wire it is what the .proto says.
+gRPC is told that every method streams both ways, though on the wire it is what the .proto says. So
+a refused call is not even read, and malformed messages are answered here.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ PROBLEMS = {
 
 
 def fields_from_message(message: pb.GenerateRequest, caller: Caller) -> RequestFields:
-    """What the message says. Raises InvalidRequest for what protobuf itself lets through, unknown
-    fields and enum values among it."""
+    """The fields in a message. Raises InvalidRequest also for what protobuf accepts, such as
+    unknown fields and enum values."""
     check_unknown_fields("request", message)
     if message.tier not in TIERS:
         known = ", ".join(pb.Tier.keys())
@@ -122,7 +122,7 @@ def slo_from_message(message: pb.Slo) -> SLO:
 
 
 def response_message(request_id: str, delta: Delta) -> pb.GenerateResponse:
-    """One message from all that one continuation has to say."""
+    """A message with all of a delta's output."""
     last, ended = delta.last, None
     if last is not None and last.finish_reason is not None:
         ended = finish_message(last.finish_reason, last.usage, last.timings, last.verdict)
@@ -208,7 +208,7 @@ def server_info_message(
 
 
 def logprobs_message(entry: TokenLogprobs) -> pb.TokenLogprobs:
-    """Of one token."""
+    """The message for one token's log-probabilities."""
     top = [pb.TopLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
     return pb.TokenLogprobs(token_id=entry.token_id, logprob=entry.logprob, top=top)
 

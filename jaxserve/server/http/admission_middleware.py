@@ -1,5 +1,5 @@
-"""What stands before the application: who calls, how many calls are open, how long they are, how
-they end."""
+"""ASGI middleware in front of the HTTP application: authenticates calls, limits how many are open
+and how long they are, and records how they end."""
 
 from __future__ import annotations
 
@@ -253,13 +253,13 @@ class _Visit:
 
 
 def authorization(scope: Scope) -> bytes | None:
-    """Of a call; None where it says nothing, or several things."""
+    """The authorization header of a call; None unless there is exactly one."""
     found = [value for name, value in scope["headers"] if name == b"authorization"]
     return found[0] if len(found) == 1 else None
 
 
 def refusal_of(error: Exception) -> ApiError:
-    """What somebody is told who is not let in."""
+    """The error for a call that is not let in."""
     known = as_api_error(error)
     assert known is not None
     return known
@@ -294,7 +294,7 @@ def limited_receive(receive: Receive, scope: Scope, limit: int) -> Receive:
 
 
 def header_values(scope: Scope, name: bytes) -> list[str]:
-    """What the call says under that name."""
+    """All values of a header."""
     return [value.decode("latin-1") for found, value in scope["headers"] if found == name]
 
 

@@ -86,7 +86,7 @@ def retry_after(seconds: float | None = None) -> dict[str, str]:
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """What a client is told of it; None for what is no error of a call."""
+    """The error for the client; None if it is not an error of a call."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NotAllowed):

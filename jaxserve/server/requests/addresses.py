@@ -16,9 +16,9 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def addresses_of(host: str, port: int) -> list[Address]:
-    """Those of the host that this machine has, as `bind` takes them: where there is no IPv6, as in
-    many containers, "localhost" may still have an address of it. Raises ConfigError for a host that
-    is unknown or elsewhere."""
+    """The host's addresses that this machine has, as `bind` takes them. Without IPv6, as in many
+    containers, "localhost" may still resolve to an IPv6 address, which is left out. Raises
+    ConfigError for an unknown host, or another machine's."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:

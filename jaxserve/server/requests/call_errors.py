@@ -53,7 +53,7 @@ class CallRefused(ValueError):
 
 
 def call_error_of(error: Exception) -> CallError | None:
-    """None for what is no error of a call, but a defect."""
+    """The call error of an exception; None for a defect of the server."""
     match error:
         case CallRefused():
             return error.call_error

@@ -30,7 +30,7 @@ class LogprobArrays:
         return logprobs_bytes(len(entries), len(self._ids) - before)
 
     def extend(self, later: LogprobArrays) -> None:
-        """Appends what came after them."""
+        """Appends later ones of the same continuation."""
         self._counts += later._counts
         self._ids += later._ids
         self._values += later._values

@@ -1,4 +1,4 @@
-"""What the config says of how calls are treated, whichever frontend they come through."""
+"""How calls are treated at every frontend, from the config."""
 
 from __future__ import annotations
 

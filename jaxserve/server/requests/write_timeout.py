@@ -1,4 +1,4 @@
-"""How long a reader may take to take a message, whichever door it stands at."""
+"""Limits how long a client may take to read a message, at every frontend."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from jaxserve.server.requests.output_streams import SlowReader
 
 
 class WriteTimeout:
-    """Ends writes of which one takes longer than `limit_s` seconds. On the event loop's thread.
-
-    There is a write for every token of every stream, so one timer watches over all of them: it
-    looks at the oldest. `asyncio.timeout` would set, and cancel, one for each.
-    """
+    """Ends writes that take longer than `limit_s` seconds. On the event loop's thread. There is a
+    write for every token of every stream, so a single timer watches the oldest of them;
+    `asyncio.timeout` would set and cancel one for each."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s

@@ -1,8 +1,8 @@
-"""Chats to prompts: by the checkpoint's own template, or as plain lines.
+"""Renders chats as prompts, by the checkpoint's own template or as plain lines.
 
-As Hugging Face has it: a Jinja template in tokenizer_config.json, or beside it in a file of its
-own, which gets `messages`, the special tokens and `add_generation_prompt`. It is a program of
-whoever made the checkpoint, so it runs in a process of its own (`template_process.py`).
+The template is what Hugging Face has: Jinja, in tokenizer_config.json or in a file of its own
+beside it. It gets `messages`, the special tokens and `add_generation_prompt`. Since it is a program
+of unknown origin, it runs in a process of its own (`template_process.py`).
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def _problem(value: Any) -> str | None:
 
 
 def load_chat_template(path: str) -> ChatTemplate:
-    """Of a checkpoint's directory; the plain one where it has none. path: "" for random weights.
-    Raises ConfigError for a file or a template that cannot be read."""
+    """The template of a checkpoint's directory, or the plain one if it has none. path: "" for
+    random weights. Raises ConfigError for a file or a template that cannot be read."""
     if not path:
         return ChatTemplate()
     folder = Path(path).expanduser()
