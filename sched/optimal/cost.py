@@ -80,7 +80,7 @@ class ScaledCost:
         return round(a + b * n + c * n * n)
 
     def least(self, tokens: int = 1) -> int:
-        """The fewest units that a batch of so many tokens can take."""
+        """The fewest units that a batch of `tokens` tokens can take."""
         k = self.coefficients
         bias = min(k["decode_bias"] + k["per_decode"], k["prefill_bias"] + k["per_prefill"])
         return k["token_bias"] + bias + k["per_token"] * tokens + self.residuals(1)

@@ -123,7 +123,8 @@ class Program:
             model.add(cell.part_blocks * self.problem.block_size >= cell.part)
 
     def _follow(self, i: int, line: list[Cell]) -> None:
-        """Who may follow whom; before the first batch everyone waits with no tokens."""
+        """Constrains which state may follow which. Before the first batch every request waits with
+        no tokens."""
         out = self.output[i]
         before = Cell({("wait", 0): self.model.new_constant(1)})
         for cell in line:
@@ -327,7 +328,8 @@ class Program:
 
 
 def _twins_by_end(replay: Replay) -> np.ndarray:
-    """order[i]: who plays the part of request i, so that twins end in order of their numbers."""
+    """order[i] is the request whose schedule request i takes over, so that twins end in order of
+    their numbers."""
     workload = replay.workload
     keys = np.stack([workload.arrival, workload.prompt_len, workload.output_len], axis=1)
     order = np.arange(len(workload))

@@ -252,8 +252,7 @@ def _request(workload: Workload, index: int) -> Request:
 def _step(
     scheduler: Scheduler, cost: CostModel, now: float, first_token: np.ndarray, finish: np.ndarray
 ) -> _Batch | None:
-    """One batch, None if the policy has nothing to do. Writes down whose first token it gives, and
-    who ends."""
+    """Runs one batch; None if the policy plans none. Fills in first_token and finish."""
     table = scheduler.table
     step = scheduler.schedule(now)
     if not len(step):

@@ -108,19 +108,19 @@ def with_targets(terms: SloColumns, slo: SLO) -> SloColumns:
 
 
 def seconds_or_inf(target: float | None) -> float:
-    """A target as arrays have it: inf for none."""
+    """The target in seconds, inf for none."""
     return math.inf if target is None else target
 
 
 def class_name(where: str, text: str) -> str:
-    """The name of a class. WorkloadError, beginning with `where`, for what is none."""
+    """Checks the name of a class. The WorkloadError begins with `where`."""
     if not _NAME.fullmatch(text):
         raise WorkloadError(f"{where}: a name has letters, digits, '_', '-', '.', got {text!r:.40}")
     return text
 
 
 def tier_named(where: str, text: str) -> Tier:
-    """The tier of that name. WorkloadError, beginning with `where`, lists the names."""
+    """The tier of a given name. The WorkloadError begins with `where` and lists the names."""
     names = {tier.name.lower(): tier for tier in Tier}
     if text not in names:
         raise WorkloadError(f"{where}: must be one of {', '.join(names)}, got {text!r:.40}")
@@ -128,7 +128,7 @@ def tier_named(where: str, text: str) -> Tier:
 
 
 def truth_of(where: str, text: str) -> bool:
-    """True or false. WorkloadError, beginning with `where`, for anything else."""
+    """Parses true or false. The WorkloadError begins with `where`."""
     if text not in ("true", "false"):
         raise WorkloadError(f"{where}: must be true or false, got {text!r:.40}")
     return text == "true"
@@ -149,15 +149,14 @@ def _parse(part: str) -> SloClass:
 
 
 def parse_terms(where: str, text: str) -> tuple[SLO, Tier]:
-    """What a class in words has behind its share: `ttft=500ms:tbt=50ms`, `jct=60s`,
-    `tier=best_effort`; but not whether its requests are greedy, which they say themselves.
-    WorkloadError, beginning with `where`, for anything else."""
+    """Parses the terms of a class without its name and share, such as `ttft=500ms:tbt=50ms` or
+    `tier=best_effort`. `greedy` is not one of them: requests say that themselves. The WorkloadError
+    begins with `where`."""
     return _asked(where, values_of(where, text.split(":"), ("tier", *TARGETS)))
 
 
 def values_of(where: str, items: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-    """`KEY=VALUE` items by key, of which each may be there once. WorkloadError, beginning with
-    `where`, for others."""
+    """Parses `KEY=VALUE` items, each key once at most. The WorkloadError begins with `where`."""
     values: dict[str, str] = {}
     for item in items:
         key, equals, value = item.partition("=")
@@ -176,8 +175,8 @@ def _asked(where: str, values: dict[str, str]) -> tuple[SLO, Tier]:
 
 
 def time_of(where: str, text: str) -> float:
-    """Seconds, of `200ms` or `1.5s`. WorkloadError, beginning with `where`, for what is no time
-    above 0."""
+    """Parses a positive time such as `200ms` or `1.5s` into seconds. The WorkloadError begins with
+    `where`."""
     found = _TIME.fullmatch(text)
     value = float(found[1]) / (1e3 if found[2] == "ms" else 1.0) if found else 0.0
     if not (math.isfinite(value) and value > 0):

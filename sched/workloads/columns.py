@@ -1,5 +1,5 @@
-"""The columns that a row of any trace may have beside its arrival and its lengths, and the reading
-of single cells. Whatever is not as it should be is refused with file, line and column."""
+"""Optional columns of any trace, beside arrival and lengths, and the parsing of single cells.
+Invalid cells are rejected with file, line and column."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Where lengths come from when there is no trace: InferMax's mixes, and samplers of the data sets
-that the papers use, fitted to the statistics that are printed of them.
+"""Sources of lengths without a trace: InferMax's mixes, and samplers of the papers' data sets,
+fitted to their published statistics.
 
-Real lengths vary in ways that two moments do not tell: these stand in for data that is not at hand.
+Two moments do not determine how real lengths vary: the samplers stand in for data that is not at
+hand.
 """
 
 from __future__ import annotations
@@ -29,9 +30,18 @@ MIXES = ("lilo+liso", "lilo+siso", "lilo+silo", "liso+siso", "liso+silo", "siso+
 
 
 def mix_lengths(name: str, count: int, rng: np.random.Generator) -> Lengths:
-    """`count` requests, half of each of two groups, shuffled (InferMax section 4.6): SISO, SILO,
-    LISO and LILO have prompts and outputs of {8, 16} (S) or {512, 1024} (L) tokens, either equally
-    often. name: two groups joined by +, in any order."""
+    """Half the requests of each of two groups, shuffled (InferMax section 4.6). SISO, SILO, LISO
+    and LILO have prompts and outputs of {8, 16} (S) or {512, 1024} (L) tokens, either equally
+    often.
+
+    Args:
+        name: Two groups joined by +, in any order.
+        count: Requests.
+        rng: What they are drawn from.
+
+    Raises:
+        WorkloadError: There is no such mix, or count is below 1.
+    """
     parts = name.lower().split("+")
     if len(parts) != 2 or parts[0] == parts[1] or not set(parts) <= set(GROUPS):
         raise WorkloadError(f"a mix is two different groups of {', '.join(GROUPS)}, got {name!r}")
@@ -269,17 +279,21 @@ LONGEST_OUTPUT = 2048  # tokens that a request of AccelGen's may write (section 
 def mixed_prompts(
     books: float = 0.35, longest: int = 100_000, *, printed_outputs: bool = False
 ) -> Blend:
-    """AccelGen's mixed prompts: that share from BookCorpus, prompts of up to `longest` tokens; the
-    others from Alpaca and ShareGPT, as many of each as these have (section 3.1).
+    """AccelGen's mixed prompts: a share from BookCorpus, the others from Alpaca and ShareGPT in
+    proportion to their sizes (section 3.1).
 
-    Prompts are as Figure 8 prints them: 34% in [10, 512], 52% in [512, 4K], 14% above, of all.
-    With 35% from BookCorpus that is so if 40% of these have 4K tokens and more, and a quarter of
-    ShareGPT's prompts at most 512, which here are longer than in `sharegpt`. Within a range nothing
-    is printed: `LogUniform`.
+    Prompts are distributed as in Figure 8: 34% in [10, 512], 52% in [512, 4K] and 14% above, over
+    all. With 35% from BookCorpus that holds if 40% of these have 4K tokens and more, and a quarter
+    of ShareGPT's at most 512, which makes them longer here than in `sharegpt`. Nothing is published
+    on the distribution within a range: `LogUniform`.
 
-    Outputs are those of `alpaca`, `sharegpt` and `bookcorpus`. printed_outputs: of Figure 8
-    instead, 51% in [10, 512], 36% in [512, 4K], 13% above, Alpaca's being short; they are cut to
-    the 2,048 tokens that section 3.1 allows.
+    Outputs are those of `alpaca`, `sharegpt` and `bookcorpus`, unless `printed_outputs` is set.
+
+    Args:
+        books: Share from BookCorpus.
+        longest: Tokens of the longest of its prompts.
+        printed_outputs: Whether outputs follow Figure 8 instead: 51% in [10, 512], 36% in [512, 4K]
+            and 13% above, Alpaca's being short; cut to the 2,048 tokens that section 3.1 allows.
     """
     parts = mixed_prompt_sets(longest, printed_outputs=printed_outputs)
     rest = (1 - books) / sum(SETS)
@@ -325,7 +339,7 @@ def sampler(name: str) -> Sampler:
 
 
 def names() -> list[str]:
-    """Of all samplers."""
+    """The names of all samplers."""
     return [*MIXES, *DATA_SETS, *BLENDS]
 
 

@@ -1,4 +1,4 @@
-"""Reads published traces as they are. Whatever is not as its format says is refused with file,
+"""Reads published traces as they are. Rows that do not match their format are rejected with file,
 line and reason."""
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ Row = tuple[float | None, int, int]
 
 
 def read_trace(path: str | Path) -> Trace:
-    """A trace by its content.
+    """Reads a trace. Raises WorkloadError with what is wrong.
 
-    Known: `prompt_tokens,output_tokens`, and the same after `arrival_s`; Azure's CSV, `TIMESTAMP,
-    ContextTokens,GeneratedTokens` (Azure public dataset, 2023 and 2024); BurstGPT's CSV,
-    `Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type`, whose failures, the rows
-    with 0 response tokens, are left out; InferMax's `id,arrived_at,I,O`; and Mooncake's JSONL, an
-    object a line with `timestamp` (ms), `input_length` and `output_length`. After the columns of
-    its format, in any order, or among the fields of an object, there may be `max_tokens`, `tier`
-    (realtime or best_effort), `ttft_ms`, `tbt_ms`, `jct_ms` and `class`; an empty cell, or null,
-    is none. WorkloadError says what is wrong.
+    Known CSV headers are `prompt_tokens,output_tokens`, and the same after `arrival_s`; Azure's
+    `TIMESTAMP,ContextTokens,GeneratedTokens` (Azure public dataset, 2023 and 2024); BurstGPT's
+    `Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type`, whose failures, rows
+    with 0 response tokens, are left out; and InferMax's `id,arrived_at,I,O`. JSONL is Mooncake's,
+    an object a line with `timestamp` (ms), `input_length` and `output_length`.
+
+    Optional columns, after those of the format, or fields of an object, are `max_tokens`, `tier`
+    (realtime or best_effort), `ttft_ms`, `tbt_ms`, `jct_ms`, `class` and `greedy`. An empty cell,
+    or null, counts as missing.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -194,9 +195,15 @@ def _moment(where: str, name: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class _Format:
-    """columns: of a CSV file, at the beginning of each row. prompt, output, at: which of them have
-    the lengths, and the arrival, None for none; moment: what reads that. failures: whether rows
-    without output are of requests that failed."""
+    """A CSV format.
+
+    Attributes:
+        columns: The header, or its beginning.
+        prompt, output: Indices of the columns with the lengths.
+        at: Index of the column with the arrival, None for none.
+        moment: Parses the arrival.
+        failures: Whether rows without output are failed requests, and skipped.
+    """
 
     columns: tuple[str, ...]
     prompt: int
@@ -206,7 +213,7 @@ class _Format:
     failures: bool = False
 
     def row(self, where: str, fields: Sequence[str]) -> Row | None:
-        """What a row says; None of one that failed."""
+        """Parses a row; None for a failed request."""
         at = None
         if self.at is not None:
             at = self.moment(where, self.columns[self.at], fields[self.at])
