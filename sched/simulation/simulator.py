@@ -162,8 +162,9 @@ def simulate(
 
 
 def _check_end(until: float, loop: ClosedLoop | None, policy: Policy, setting: Setting) -> int:
-    """The tokens that the loop's longest request may get to have; 0 without one. SimulationError
-    for an end that is none, or a loop that has none or does not fit."""
+    """Checks `until` and the closed loop. Returns the tokens of the loop's longest request, 0
+    without a loop. Raises SimulationError if the end is not positive, or if the loop has no end or
+    does not fit."""
     if not until > 0:
         raise SimulationError(f"until must be a positive time, got {until}")
     if loop is None:
@@ -259,7 +260,8 @@ def _compiled(wanted: bool | None, options: Options, checked: bool) -> bool | No
 
 
 def _run(policy: str | Policy, policies: list[Policy], *known: Any) -> tuple[Served, Found | None]:
-    """As `fast.run`, or what a search has found where the policy is one. policy: as given."""
+    """Runs `dispatch.run`, or the search if the policy is the oracle. policy: as given to
+    `simulate`."""
     try:
         if isinstance(policies[0], OraclePolicy):
             found = search(policies[0], *known)
@@ -345,8 +347,8 @@ def default_limits(
 def _hidden(
     rho: float | Literal["system"] | None, system: System | CostModel, cost: CostModel
 ) -> dict[str, Any]:
-    """rho and projects of the view: as given, else the system's. Batch times that leave hidden
-    caches out offer none."""
+    """rho and projects of the view: as given, else the system's. None where the cost model does not
+    price hidden caches."""
     known = system if isinstance(system, System) else None
     if rho == "system":
         rho = known.rho if known and cost is known.cost_model else None
@@ -379,9 +381,11 @@ def _num_blocks(
 
 
 def _check_fits(workload: Workload, policy: Policy, setting: Setting) -> int:
-    """The tokens that the longest request may get to have. SimulationError if M does not hold what
-    every request may get to, as a server refuses it, or C what it does get to. The last token of a
-    request is never stored."""
+    """Checks that every request fits. Returns the tokens of the longest request, prompt and limit.
+
+    Raises SimulationError if M cannot hold a request at its limit, which a server would refuse, or
+    if C cannot hold one that is not chunked. The last token of a request is never stored.
+    """
     kv_tokens, limits = tokens_in(setting.num_blocks, setting.block_size), setting.limits
     allowed, total = workload.prompt_len + workload.limit, workload.lengths.total
     worst = int(np.lexsort((total, allowed))[-1])

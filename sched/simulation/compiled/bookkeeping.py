@@ -178,7 +178,8 @@ def _end(m: Machine, settings: np.record, r: np.record) -> None:
 
 @kernel
 def _wait_again(m: Machine, settings: np.record, key: Keys, side: int, count: int) -> None:
-    """Those that wait, to whom tokens have come late: some are over, other keys have changed."""
+    """Updates waiting requests that have just received tokens: some have ended, the keys of others
+    have changed."""
     for i in range(count):
         r = m.requests[m.flying[side, i]]
         if r.state == WAITING:

@@ -1,4 +1,4 @@
-"""The folders of compiled code: one for each state of the sources, of which the latest stay."""
+"""The directories of compiled code: one for each state of the sources. The latest are kept."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _held: list[IO[str]] = []
 
 
 def use(folder: Path) -> bool:
-    """Makes the folder if there is none; nobody removes it as long as this process lives. False
-    where nothing can be kept."""
+    """Makes the directory if needed, and keeps it from being removed as long as this process lives.
+    False if nothing can be kept there."""
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -43,12 +43,12 @@ def is_empty(folder: Path) -> bool:
 
 
 def only_one(folder: Path) -> IO[str] | None:
-    """Waits until nobody else compiles for it; nobody else does until this is closed."""
+    """Takes the lock for compiling into the directory; close the file to release it."""
     return lock(folder / _MADE, wait=True)
 
 
 def remove_old(folder: Path) -> None:
-    """Those beside it whose last use is the longest ago, and that no process uses."""
+    """Removes the least recently used directories beside it, except those in use."""
     others = [one for one in folder.parent.iterdir() if one != folder and _is_one(one)]
     others.sort(key=lambda one: one.stat().st_mtime, reverse=True)
     for old in others[KEPT - 1 :]:

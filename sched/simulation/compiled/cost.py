@@ -23,7 +23,13 @@ _paper_time = kernel(InferMaxCostModel.batch_time)
 
 
 class Linear(NamedTuple):
-    """A `LinearCostModel` as a tuple for numba, with the same fields."""
+    """A `LinearCostModel` for numba.
+
+    Attributes:
+        coefficients: Seconds a layer, by the names of `Coefficients`.
+        num_layers: Layers.
+        overlapped: Whether copies to and from the host overlap the batch.
+    """
 
     coefficients: Prices
     num_layers: int
@@ -31,7 +37,13 @@ class Linear(NamedTuple):
 
 
 class Paper(NamedTuple):
-    """An `InferMaxCostModel` as a tuple for numba, with the same fields."""
+    """An `InferMaxCostModel` for numba.
+
+    Attributes:
+        linear: The linear part.
+        residual: Of the residual connection, see `InferMaxCostModel`.
+        attention_factor: On the attention terms of batches with several requests of a kind.
+    """
 
     linear: Linear
     residual: tuple[float, float, float]

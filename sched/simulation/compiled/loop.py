@@ -146,7 +146,8 @@ def _machine(world: World, index: int) -> Machine:
 
 @kernel
 def _arrive(m: Machine, rules: Rules, key: Keys, number: int, now: float) -> None:
-    """Unless it finds the queue full: who has ended counts until its last token is there."""
+    """A request arrives at a replica, and is refused if the queue is full. Ended requests count
+    until their last token is on the host."""
     me, r = m.me[0], m.requests[number]
     unfinished = me.live + (me.ended if me.landed > now else 0)
     if unfinished >= rules.settings[0].capacity:
@@ -165,7 +166,7 @@ def _arrive(m: Machine, rules: Rules, key: Keys, number: int, now: float) -> Non
 
 @kernel
 def _once(m: Machine, rules: Rules, costs: Costs, key: Keys, token_times: np.ndarray) -> int:
-    """Once round the engine's loop, ON; or STUCK, or NOWHERE."""
+    """One iteration of the engine's loop. Returns ON, STUCK or NOWHERE."""
     me, settings, host = m.me[0], rules.settings[0], rules.host[0]
     me.woken = -math.inf
     side, count, end = me.side, me.flying, me.flying_end

@@ -86,7 +86,7 @@ def wait(m: Machine, settings: np.record, key: Keys, number: int) -> None:
 
 @kernel
 def _lapse(m: Machine, key: Keys) -> None:
-    """Those that wait whose keys have lapsed by now get the place of the others."""
+    """Moves waiting requests whose keys have lapsed to their new places."""
     me, count = m.me[0], 0
     me.next_lapse = math.inf
     for i in range(me.first, me.end):

@@ -120,23 +120,24 @@ class Changes:
         return moves[int(self.rng.choice(len(moves), p=weights / weights.sum()))](candidate, met)
 
     def _give_up(self, candidate: Candidate, met: np.ndarray) -> Candidate:
-        """Some of those who are not met come last, so that they are in nobody's way."""
+        """Moves some requests that miss their SLO to the end, out of the others' way."""
         return self._moved(candidate, self._some(np.flatnonzero(~met)), float(len(met)))
 
     def _hurry(self, candidate: Candidate, met: np.ndarray) -> Candidate:
-        """One or a few who are not met come earlier."""
+        """Moves a few requests that miss their SLO forward."""
         missed = np.flatnonzero(~met)
         which = self.rng.choice(missed, size=min(len(missed), int(self.rng.integers(1, 4))))
         return self._moved(candidate, np.unique(which), -self._distance(len(met)))
 
     def _give_way(self, candidate: Candidate, met: np.ndarray) -> Candidate:
-        """Of a few who came about the same time the one with the most work comes last."""
+        """Moves the request with the most work to the end, of a few that arrived about the same
+        time."""
         place, width = int(self.rng.integers(len(met))), int(self.rng.integers(2, 12))
         near = np.arange(max(place - width, 0), min(place + width, len(met)))
         return self._moved(candidate, near[[int(self.size[near].argmax())]], float(len(met)))
 
     def _disturb(self, candidate: Candidate, met: np.ndarray) -> Candidate:
-        """The order of some who came about the same time changes, or one changes its place."""
+        """Perturbs the order of requests that arrived about the same time, or the place of one."""
         count = len(met)
         place, width = int(self.rng.integers(count)), int(self.rng.choice([1, 4, 16, 64]))
         given = candidate.policy.given.copy()
@@ -145,13 +146,13 @@ class Changes:
         return candidate.ordered(given)
 
     def _retokened(self, candidate: Candidate, met: np.ndarray) -> Candidate:
-        """Batches have more or fewer tokens."""
+        """Changes P."""
         most = self.setting.limits.max_batch_tokens
         tokens = candidate.max_prefill_tokens * 2.0 ** self.rng.normal(0.0, 0.7)
         return dataclasses.replace(candidate, max_prefill_tokens=int(np.clip(tokens, 1, most)))
 
     def _reshaped(self, candidate: Candidate, met: np.ndarray) -> Candidate:
-        """Batches are made otherwise, or of fewer requests."""
+        """Changes the shape of batches, the reserve, or the limit of requests."""
         policy, rng = candidate.policy, self.rng
         what = int(rng.integers(4))
         if what == 0:

@@ -60,7 +60,12 @@ class Found:
 
 @dataclass(frozen=True)
 class _Tried:
-    """score: goodput, then who is met at all. met: bool [n]."""
+    """A simulated schedule.
+
+    Attributes:
+        met: bool [n], requests that attained their SLO.
+        score: Goodput, then the number of requests that attained their SLO.
+    """
 
     name: str
     policy: Policy
@@ -127,14 +132,14 @@ def search(
 
 @dataclass
 class _Told:
-    """How much of the search is done, told as requests that have come."""
+    """Reports the progress of the search as requests that have come."""
 
     progress: Callable[[int], None] | None
     whole: int
     said: int = 0
 
     def share(self, done: float) -> None:
-        """Of the search, from 0 to 1."""
+        """Reports that this share of the search is done, from 0 to 1."""
         now = int(min(done, 1.0) * self.whole)
         if self.progress is not None and now > self.said:
             self.progress(now - self.said)
@@ -155,7 +160,17 @@ class _Runner:
     def tried(
         self, name: str, policy: Policy, setting: Setting, candidate: Candidate | None = None
     ) -> _Tried:
-        """The policy's. InvalidPlan if it cannot serve the workload."""
+        """Simulates a policy.
+
+        Args:
+            name: What to call it.
+            policy: The policy.
+            setting: Where it is simulated.
+            candidate: The candidate that it comes from, if any.
+
+        Raises:
+            InvalidPlan: It cannot serve the workload.
+        """
         self.runs += 1
         made, options = self.workload, self.options
         served = run([policy], made, setting, options, self.compiled, None, self.compiling)
@@ -169,8 +184,8 @@ class _Runner:
         return _Tried(name, policy, setting, served, met, (goodput, int(met.sum())), candidate)
 
     def candidate(self, one: Candidate) -> _Tried | None:
-        """None if it cannot serve the workload, as where its order has two requests preempt each
-        other for ever."""
+        """Simulates a candidate. None if it cannot serve the workload, for example because two
+        requests preempt each other for ever."""
         try:
             return self.tried("ordered", one.policy, one.setting(self.setting), one)
         except InvalidPlan:

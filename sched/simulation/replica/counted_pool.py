@@ -29,7 +29,7 @@ class CountedPool(BlockPool):
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Free blocks."""
         return self._left
 
     def blocks_of(self, row: int | np.integer) -> np.ndarray:
@@ -62,7 +62,7 @@ class CountedPool(BlockPool):
         """Does nothing: no other row writes to the slots."""
 
     def regain(self, row: int, first: int, end: int, computed: int) -> None:
-        """Does nothing, as `lose`."""
+        """Does nothing. See `lose`."""
 
     def truncate(self, row: int, tokens: int) -> None:
         """See `BlockPool`."""

@@ -140,8 +140,8 @@ def run_in_python(
 
 
 def _renumbered(rows: list[BatchRows], numbers: np.ndarray) -> list[BatchRows]:
-    """With each request's place in order of arrival. numbers: those that they have, in that
-    order."""
+    """The batches with each request's place in order of arrival instead of its number. numbers: of
+    all requests, in order of arrival."""
     if not rows or (numbers == np.arange(len(numbers))).all():
         return rows
     place = np.zeros(int(numbers.max()) + 1, np.int64)
@@ -180,8 +180,9 @@ def _serve(
     until: float,
     progress: Callable[[int], None] | None,
 ) -> np.ndarray:
-    """The event loop, until all is served or that time. The replica by number, int64 [n], REFUSED
-    for who has none. InvalidPlan if a plan that is not checked wants more than the pool has."""
+    """Runs the event loop until all requests have ended, or `until`. Returns each request's replica
+    by number, int64 [n], or REFUSED. Raises InvalidPlan if an unchecked plan wants more blocks than
+    are free."""
     served_by: dict[int, int] = {}
 
     def place(number: int, request: Request, now: float) -> None:

@@ -34,9 +34,16 @@ from jaxserve.sched.step_timing import StepWatch, Watched
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A launched step. rows: of the plan; emitting: those that sample, and which requests they were
-    then, by their number in the workload; steady: every request there is took part with a decode
-    and goes on."""
+    """A launched step.
+
+    Attributes:
+        rows: Of the plan.
+        emitting: Rows that sample.
+        requests: Numbers of the requests in these rows at the launch.
+        end: When the device is done.
+        steady: Whether every live request decodes in it and goes on.
+        watched: What the online cost model watches of it.
+    """
 
     rows: np.ndarray
     emitting: np.ndarray
@@ -253,7 +260,7 @@ class Replica:
         return admitted
 
     def _move(self, step: Step, moves: int) -> None:
-        """Operations without a batch: the device is at work on them, and the host goes on."""
+        """Moves caches without a batch: the device is busy with them, and the host goes on."""
         padding, nothing = self._setting.padding, dataclasses.replace(step, moves=())
         features = step.features(padding)
         self._moved += (features.saved_slots, features.loaded_slots)
@@ -300,7 +307,7 @@ class Replica:
         self.live -= 1
 
     def _coast(self, last: _Step, horizon: float) -> bool:
-        """Runs as many steps at once as are certain; False if that is none."""
+        """Runs as many steps at once as are certain; False if there are none."""
         table, rows = self.scheduler.table, last.rows
         pool, overlap = self.scheduler.pool, self._setting.overlap
         if table.num_sampling or pool.shares or np.count_nonzero(pool.kind[rows] == HIDDEN):
@@ -375,7 +382,7 @@ class Replica:
             self._log = []
 
     def _record(self, step: Step, took: float) -> None:
-        """took: what it was predicted to."""
+        """Records the batch's requests. took: its predicted time."""
         requests, gone = self._request_of[step.rows], np.array(self._gone, np.int64)
         longer = lengthening(step, self.scheduler.view, took)
         self.rows_log.append(BatchRows(requests, step.plan.num_tokens, step.decodes, gone, longer))

@@ -177,7 +177,8 @@ class Front:
         self._timers.at(NOTICE * count + replica, now + fault.notice)
 
     def _stranded(self, replica: int) -> Came | None:
-        """The next that goes elsewhere; those that have tokens, or went already, end before it."""
+        """The next request of a dead replica to go elsewhere. Those before it that have tokens, or
+        went elsewhere already, end."""
         self._fleet(replica).lose(replica // self._step)
         outputs, there = self._outputs, self._there[replica]
         there.sort(key=lambda came: came[0], reverse=True)
