@@ -1,9 +1,9 @@
 """The engine: requests in, tokens out. One thread schedules and owns the device state.
 
 The loop launches step N, finishes step N-1 on the host while the device works (stop conditions,
-detokenising, streaming), and plans N+1. Sampled tokens feed the next step on the device, so nothing
-waits for them. The exception are tokens constrained by a grammar: they are sampled once the host
-has the previous token, while the device already computes their logits.
+detokenising, streaming), and plans N+1. Sampled tokens feed the next step on the device, so it does
+not wait for them. Only tokens constrained by a grammar wait: they are sampled once the host has the
+previous token, while the device already computes their logits.
 """
 
 from __future__ import annotations

@@ -192,13 +192,13 @@ class Embed(Protocol):
         dtype: DTypeLike,
         mesh: Mesh | None,
     ) -> jax.Array:
-        """[T, d_model] in this dtype, in which the layers go on. mesh: what the parameters are cut
-        over, None for one device."""
+        """Returns [T, d_model] in this dtype, which the layers keep. mesh: the devices that the
+        parameters are sharded over; None for one."""
         ...
 
 
 class Layer(Protocol):
-    """A family's function for one of its layers, whichever it is."""
+    """A family's function for any one of its layers."""
 
     def __call__(
         self,
@@ -209,20 +209,20 @@ class Layer(Protocol):
         *,
         mesh: Mesh | None,
     ) -> tuple[Carry, jax.Array]:
-        """x [T, d_model] -> the same shape, with attention's carry. weights: the layer's own tree.
-        `attention` is to be called once. mesh: as in `Embed`."""
+        """Returns the carry of attention, and x [T, d_model] after the layer. weights: the layer's
+        own tree. `attention` must be called once. mesh: as in `Embed`."""
         ...
 
 
 class Finish(Protocol):
-    """A family's function behind its last layer: the final norm, and what else there is. Row by
-    row, so it may run on chosen rows only."""
+    """A family's function after its last layer, such as the final norm. It works row by row, so it
+    may run on chosen rows only."""
 
     def __call__(
         self, params: Params, config: ModelConfig, x: jax.Array, *, mesh: Mesh | None
     ) -> jax.Array:
-        """x [R, d_model], the last layer's output -> [R, width of the output embedding]. mesh: as
-        in `Embed`."""
+        """Turns the last layer's output x [R, d_model] into the input of the output embedding, [R,
+        its width]. mesh: as in `Embed`."""
         ...
 
 
@@ -251,12 +251,13 @@ class Family:
     finish: Finish
 
     def param_specs(self, config: ModelConfig) -> Params:
-        """The shapes and axes of a checkpoint's parameters: a tree of `ParamSpec`, structured as
-        they are."""
+        """Shapes and axes of a checkpoint's parameters: a tree of `ParamSpec`, structured as they
+        are."""
         return jax.tree.map(lambda leaf: leaf.spec, self.leaves(config))
 
     def hf_layout(self, config: ModelConfig) -> Params:
-        """The parameters' places in a Hugging Face checkpoint: a tree of `HFTensor`, likewise."""
+        """The parameters' places in a Hugging Face checkpoint: a tree of `HFTensor`, structured as
+        they are."""
         return jax.tree.map(lambda leaf: leaf.source, self.leaves(config))
 
     def num_params(self, config: ModelConfig) -> int:

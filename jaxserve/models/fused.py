@@ -23,7 +23,8 @@ from jaxserve.models.sharding import heads_a_shard
 
 
 def side_by_side(parts: Sequence[jax.Array], config: ModelConfig, shards: int) -> jax.Array:
-    """The columns of q, k and v, parts [..., heads * head_dim], as one array [..., columns]."""
+    """Joins the columns of q, k and v, parts [..., heads * head_dim], to one array [...,
+    columns]."""
     queries, kv = heads_a_shard(config, shards)
     stored = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     lead = parts[0].shape[:-1]
@@ -41,15 +42,15 @@ def side_by_side(parts: Sequence[jax.Array], config: ModelConfig, shards: int) -
 
 
 def fuse(params: Params, config: ModelConfig, shards: int = 1) -> Params:
-    """A checkpoint's parameters as steps take them; the arrays of q, k and v are copied, all others
-    are those of `params`."""
+    """A checkpoint's parameters with q, k and v fused. Those are copied, all other arrays are
+    shared with `params`."""
     return _with_layers(
         params, lambda attn: _fused(attn, lambda parts: side_by_side(parts, config, shards))
     )
 
 
 def fused_specs(family: Family, config: ModelConfig, shards: int) -> Params:
-    """The specs of such parameters: a tree of `ParamSpec`, structured as they are."""
+    """The specs of fused parameters: a tree of `ParamSpec`, structured as they are."""
     queries, kv = heads_a_shard(config, shards)
     columns = (queries + 2 * kv) * config.head_dim
 
@@ -66,6 +67,6 @@ def _with_layers(params: Params, change: Any) -> Params:
 
 
 def _fused(attn: AttentionParams, join: Any) -> FusedAttention:
-    """join: makes one leaf of those of q, k and v."""
+    """The attention's parameters with q, k and v joined. join: makes one leaf of their three."""
     qkv = jax.tree.map(lambda *parts: join(parts), attn.q, attn.k, attn.v)
     return FusedAttention(qkv=qkv, o=attn.o, q_norm=attn.q_norm, k_norm=attn.k_norm)

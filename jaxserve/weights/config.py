@@ -62,8 +62,8 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
 
 
 def _usable_ends(folder: Path, config: ModelConfig) -> tuple[int, ...]:
-    """The end-of-sequence tokens that the model can write. It logs where there are none, or others:
-    no array of tokens, nor a grammar's library, takes those."""
+    """The end-of-sequence tokens within the vocabulary. Others would break token arrays and the
+    grammar library. Logs if there are none, or others."""
     usable = tuple(one for one in config.eos_token_ids if 0 <= one < config.vocab_size)
     if not config.eos_token_ids:
         log.warning(
@@ -82,7 +82,8 @@ def _usable_ends(folder: Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def load_preset(name: str) -> tuple[Family, ModelConfig, dict[str, Any]]:
-    """The same for a built-in shape, see `jaxserve.models.presets`; ValueError if not known."""
+    """As `load_config`, for a built-in shape, see `jaxserve.models.presets`. ValueError if it is
+    not known."""
     hf = preset(name)
     family = family_for(hf)
     return family, family.config_from_hf(hf), hf

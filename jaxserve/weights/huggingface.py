@@ -98,7 +98,7 @@ def _check(files: TensorFiles, spec: ParamSpec, source: HFTensor) -> None:
 def _check_rest(
     files: TensorFiles, sources: list[HFTensor], config: ModelConfig, folder: Path
 ) -> None:
-    """What the checkpoint has beside them: a model that is cut off writes nonsense, and so do
+    """Checks the checkpoint's other tensors. A model that is cut off generates nonsense, and so do
     weights without their scales."""
     used = {files.stored(source.name) for source in sources}
     rest = sorted(

@@ -1,4 +1,4 @@
-"""One door to a model's parameters, whatever they are stored as."""
+"""Loads a model's parameters, whatever format they are stored in."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def load_params(
 
 
 def _check_finite(folder: Path, params: Params, dtype: jnp.dtype) -> None:
-    """On the devices, one array after the other: a single NaN makes every token nonsense."""
+    """CheckpointError if a parameter is NaN or infinite, since a single NaN makes every token
+    nonsense. Checked on the devices, one array after the other."""
     paths = jax.tree_util.tree_leaves_with_path(params)
     checked = [_finite(leaf.sharding)(leaf) for _, leaf in paths]
     for (path, _), finite in zip(paths, checked, strict=True):

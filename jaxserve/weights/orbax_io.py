@@ -80,8 +80,8 @@ def load_orbax(
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Orbax runs its reads in a loop that ends with the first that fails; the others end later, and
-    each would print that the loop is closed."""
+    """Orbax runs its reads in a loop that ends with the first one that fails. The others end later,
+    and each would print that the loop is closed."""
 
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Any, *args: Any, **options: Any
@@ -97,7 +97,7 @@ class _Loops(asyncio.DefaultEventLoopPolicy):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Orbax logs what it does, through absl, and what goes wrong is raised as well."""
+    """Silences Orbax's logging through absl. Errors are raised anyway."""
     log, policy = logging.getLogger("absl"), asyncio.get_event_loop_policy()
     level = log.level
     log.setLevel(logging.CRITICAL)

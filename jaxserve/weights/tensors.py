@@ -52,7 +52,7 @@ class TensorFiles:
 
     @property
     def names(self) -> Set[str]:
-        """As they are stored."""
+        """The tensors' names as stored."""
         return self._slices.keys()
 
     def stored(self, name: str) -> str | None:

@@ -1,7 +1,8 @@
 """How one step's numbers travel to the device: a single int32 buffer, one transfer a step.
 
-Where block tables are large, only the ids in use travel: the buffer is compact, and `expand` makes
-the whole one of it on the device. Steps that use more than a compact buffer holds send all.
+If block tables are large, only the ids in use are sent, in a compact buffer, which `expand` turns
+into the whole one on the device. Steps with more ids than a compact buffer holds send the whole
+one.
 """
 
 from __future__ import annotations
@@ -114,13 +115,13 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Elements of a whole buffer, int32, as the step takes it."""
+        """Elements of a whole buffer, int32."""
         return _places(self).sizes[-1]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of the buffers that are sent: the compact one, if there is one, and the whole
-        one. Four bytes each go to the device a step."""
+        """Elements of the buffers that can be sent: the compact one, if there is one, and the whole
+        one."""
         return _places(self).sizes
 
     def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
@@ -128,7 +129,7 @@ class Layout:
         return self._fields(buffer)
 
     def unpack(self, packed: jax.Array) -> dict[str, jax.Array]:
-        """The same inside a jitted function."""
+        """As `views`, inside a jitted function."""
         return self._fields(packed)
 
     def _fields(self, buffer: Any) -> dict[str, Any]:
@@ -139,8 +140,8 @@ class Layout:
         }
 
     def pack(self, rows: Rows) -> PackedBatch:
-        """The rows in a buffer, those of one token first, as the kernels want them, and of these
-        the ones with hidden caches before the others."""
+        """Packs rows into a buffer. Rows of one token come first, as the kernels want them, and
+        among these the ones with hidden caches."""
         single = rows.counts == 1
         order = np.argsort(np.where(single, np.equal(rows.kind, KV), 2), kind="stable")
         counts, contexts = rows.counts[order], rows.contexts[order]
@@ -183,7 +184,7 @@ class Layout:
         return self._padding(self.size)
 
     def _blocks(self, contexts: np.ndarray) -> np.ndarray:
-        """Blocks in use of each kind in rows of so many tokens."""
+        """Blocks in use of each plane for rows of so many tokens."""
         if not self.block_size:
             return np.full(len(contexts), self.width)
         return -(-contexts // self.block_size)
@@ -196,13 +197,13 @@ class Layout:
         return buffer
 
     def greedy(self, buffer: np.ndarray) -> np.ndarray:
-        """A copy of a packed batch that has the step draw its tokens itself, greedily."""
+        """A copy of a packed batch whose step samples its tokens itself, greedily."""
         buffer = buffer.copy()
         self.views(buffer)["greedy"][...] = 1
         return buffer
 
     def as_expanded(self) -> Layout:
-        """What `expand` needs to know of it: one for all that have such buffers."""
+        """What `expand` depends on: the same for all layouts with such buffers."""
         return dataclasses.replace(self, slots=0, decode_only=False, hidden=0, kv=True)
 
     def no_targets(self) -> np.ndarray:
@@ -211,8 +212,13 @@ class Layout:
 
 
 class _Places(NamedTuple):
-    """Where the fields are in a buffer, from where to where; where the tables begin, the last of
-    them; and `Layout.sizes`."""
+    """Where the fields are in a buffer.
+
+    Attributes:
+        fields: (name, begin, end, shape) of each.
+        tables: begin of the tables, the last field.
+        sizes: see `Layout.sizes`.
+    """
 
     fields: list[tuple[str, int, int, tuple[int, ...]]]
     tables: int
@@ -231,7 +237,7 @@ def _places(layout: Layout) -> _Places:
 
 
 def _used_ids(tables: np.ndarray, rows: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """The first blocks[i] ids of both kinds of row rows[i], one row behind the other."""
+    """The first blocks[i] ids of both planes of row rows[i], row after row."""
     width = tables.shape[2]
     counts = np.repeat(blocks, 2)
     begins = (2 * width * rows[:, None] + np.array([0, width])).ravel()
@@ -240,8 +246,8 @@ def _used_ids(tables: np.ndarray, rows: np.ndarray, blocks: np.ndarray) -> np.nd
 
 
 def expand(packed: jax.Array, *, layout: Layout) -> jax.Array:
-    """The whole buffer [layout.size] of a compact one, inside a jitted function. What tables hold
-    past a row's blocks is another row's, or 0."""
+    """The whole buffer [layout.size] of a compact one, inside a jitted function. Tables hold other
+    rows' ids, or 0, past a row's own blocks."""
     fields, begin, width = layout.unpack(packed), _places(layout).tables, layout.width
     blocks = -(-fields["context_lens"] // layout.block_size)
     k = 2 * (jnp.cumsum(blocks) - blocks)
@@ -266,13 +272,13 @@ def expand(packed: jax.Array, *, layout: Layout) -> jax.Array:
 
 
 def attention_batch(fields: dict[str, jax.Array]) -> AttentionBatch:
-    """What the kernels take of a batch that `Layout.unpack` gave."""
+    """The kernels' view of a batch that `Layout.unpack` returned."""
     names = AttentionBatch.__dataclass_fields__
     return AttentionBatch(**{name: fields[name] for name in names})
 
 
 def positions(fields: dict[str, jax.Array]) -> jax.Array:
-    """int32 [T]; 0 for padding tokens."""
+    """Each token's position in its sequence, int32 [T]; 0 for padding tokens."""
     rows = fields["context_lens"].shape[0]
     row = jnp.minimum(fields["token_row"], rows - 1)
     first = fields["context_lens"] - fields["query_lens"] - fields["query_start"]

@@ -22,8 +22,8 @@ def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
 
 
 class CompileCounter:
-    """Compilations on the calling thread since `start`. JAX compiles on the thread that calls, so
-    engines in one process do not see each other's."""
+    """Counts compilations on the calling thread since `start`. JAX compiles on the thread that
+    calls, so engines in one process do not count each other's."""
 
     def __init__(self) -> None:
         # Listeners cannot be removed one by one, so there is one for the process.
@@ -33,7 +33,7 @@ class CompileCounter:
         self._base = 0
 
     def start(self) -> None:
-        """Counts from here, on this thread."""
+        """Starts counting, on this thread."""
         self._thread = threading.get_ident()
         self._base = _by_thread[self._thread]
 

@@ -187,7 +187,7 @@ def _head(weights: jax.Array, head: int, head_dim: int) -> jax.Array:
 
 
 def _projection(weights: KVWeights, how: KVProjection) -> HiddenProjection:
-    """One layer's. weights: its own."""
+    """One layer's projection. weights: the layer's."""
     norm = None if weights.k_norm is None else weights.k_norm.astype(jnp.float32)
     return HiddenProjection(
         weights.wk, weights.wv, weights.bk, weights.bv, norm, how.rotation, how.norm_eps
@@ -196,9 +196,9 @@ def _projection(weights: KVWeights, how: KVProjection) -> HiddenProjection:
 
 @lru_cache(maxsize=8)
 def make_project_to_kv(model: StepModel, pool_format: Format) -> Any:
-    """(params, pool, packed batch, *, layout) -> pool, jitted, the pool donated: the cached hidden
-    vectors of the batch's tokens become K and V, those of K where the vectors were. pool_format:
-    the pool's own, see `row_major`."""
+    """A jitted function (params, pool, packed batch, *, layout) -> pool, with the pool donated. It
+    turns the cached hidden vectors of the batch's tokens into K and V; K goes where the vectors
+    were. pool_format: the pool's own, see `row_major`."""
     return jax.jit(
         partial(_project_to_kv, model),
         donate_argnames=("pool",),

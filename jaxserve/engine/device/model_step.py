@@ -1,10 +1,11 @@
-"""The jitted model step: run a padded batch over the pool and return the logits that matter.
+"""The jitted model step: runs a padded batch over the pool and returns the logits of each row's
+last token.
 
-One function serves prefill, mixed and decode steps; `Layout.decode_only` picks the decode
-attention at compile time, `Layout.hidden` whether some rows may have hidden caches. Where the batch
-says so, the step also draws its tokens, greedily: so an ordinary batch is one call. All other
-sampling is a jitted function of its own behind it (`sampling.py`), so that its variants do not
-multiply the compiled model steps.
+One function serves prefill, mixed and decode steps; `Layout.decode_only` picks the decode attention
+at compile time, `Layout.hidden` whether some rows may have hidden caches. If the batch is marked
+greedy, the step also samples its tokens, so that an ordinary batch is one call. All other sampling
+is a separate jitted function (`sampling.py`), so that its variants do not multiply the compiled
+model steps.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ ModelStep = Callable[..., StepOutput]
 
 @lru_cache(maxsize=8)
 def make_model_step(model: StepModel, pool_format: Format) -> ModelStep:
-    """The step of this model, jitted over its layouts; the pool is donated, and stays where and as
-    it lies. Engines of the same model in one process share it, and what it has compiled."""
+    """The model's step, jitted over its layouts. The pool is donated, and keeps its layout and
+    sharding. Engines of the same model in one process share the step and its compilations."""
     whole = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
     return jax.jit(
         partial(_model_step, model),
@@ -128,7 +129,7 @@ def _model_step(
 
 
 def _feed(fields: dict[str, jax.Array], last_token: jax.Array) -> jax.Array:
-    """The step's input tokens; placeholders become what their slot sampled last."""
+    """The step's input tokens, with placeholders replaced by what their slot sampled last."""
     row = jnp.minimum(fields["token_row"], fields["slots"].shape[0] - 1)
     slot = jnp.minimum(fields["slots"][row], last_token.shape[0] - 1)
     tokens = fields["tokens"]

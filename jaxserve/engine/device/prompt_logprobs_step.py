@@ -32,8 +32,8 @@ PromptStep = Callable[..., SampleResult]
 
 @lru_cache(maxsize=8)
 def make_prompt_step(model: StepModel) -> PromptStep:
-    """The program of this model, jitted over the rows of its steps. Engines of the same model in
-    one process share it."""
+    """The model's program, jitted over the rows of its steps. Engines of the same model in one
+    process share it."""
     whole = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
     return jax.jit(partial(_prompt_step, model), static_argnames=("rows",), out_shardings=whole)
 
@@ -41,8 +41,8 @@ def make_prompt_step(model: StepModel) -> PromptStep:
 def _prompt_step(
     model: StepModel, params: Params, hidden: jax.Array, targets: jax.Array, *, rows: int
 ) -> SampleResult:
-    """hidden: the last layer's output of each token of a step. targets: the token that follows
-    each, or NO_TARGET; a slice of these alone costs nothing."""
+    """Scores a step's targets. hidden: [T, d_model], the last layer's output. targets: [T], the
+    token that follows each, or NO_TARGET. A slice of nothing but NO_TARGET costs nothing."""
     tokens = targets.shape[0]
     size = min(MAX_SLICE, rows, tokens)
     padding = -tokens % size

@@ -24,8 +24,8 @@ INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # Linux's names, 
 
 
 def load_shape(served: ServedModelConfig) -> tuple[Family, ModelConfig, dict[str, Any]]:
-    """The family, the model's shape and its Hugging Face config: of the checkpoint, or for random
-    weights of a preset. Raises ConfigError where neither is named, CheckpointError where it cannot
+    """The family, the model's config and its Hugging Face config, from the checkpoint, or from a
+    preset for random weights. Raises ConfigError if neither is named, CheckpointError if it cannot
     be read."""
     if served.path:
         return load_config(served.path)
@@ -40,7 +40,7 @@ def load_shape(served: ServedModelConfig) -> tuple[Family, ModelConfig, dict[str
 
 
 def tokenizer_path(served: ServedModelConfig) -> str | None:
-    """The directory to load a tokenizer from. None for random weights that have none: they write
+    """The directory to load a tokenizer from. None for random weights without one, which generate
     noise anyway."""
     path = os.path.expanduser(served.path)
     optional = served.load_format == "random"
@@ -48,13 +48,13 @@ def tokenizer_path(served: ServedModelConfig) -> str | None:
 
 
 def choose_dtype(name: str, hf: dict[str, Any], *, hidden: bool = False) -> jnp.dtype:
-    """The dtype of parameters. name: as `model.dtype` gives it; hf: the checkpoint's config;
-    hidden: there are hidden caches.
+    """The dtype of parameters. name: `model.dtype`; hf: the checkpoint's config; hidden: whether
+    there are hidden caches.
 
-    auto: the checkpoint's own, but on TPUs, which do not compute in float16, bfloat16 for that. On
-    CPUs bfloat16 if the checkpoint says that it is, so that nothing of it is lost, the processor
-    has instructions for it, and no hidden caches are to be read, whose parts of the weights would
-    be converted at every call; else float32.
+    auto is the checkpoint's own dtype, with two exceptions. TPUs, which do not compute in float16,
+    use bfloat16 instead. CPUs use float32, unless the checkpoint is bfloat16 (so that nothing is
+    lost), the processor has instructions for it, and there are no hidden caches, whose reads would
+    convert parts of the weights at every call.
     """
     if name == "auto":
         stored = checkpoint_dtype(hf)

@@ -1,7 +1,7 @@
 """Text to token ids, and token ids to text as they come, one at a time.
 
-A detokeniser says of each token only what no later token can change: it never splits a UTF-8
-character, whose bytes may come in several tokens. Special tokens say nothing.
+A detokeniser only returns text that no later token can change: it never splits a UTF-8 character,
+whose bytes may come in several tokens. Special tokens yield no text.
 """
 
 from __future__ import annotations
@@ -32,49 +32,55 @@ _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """The text of one continuation. Deltas, put together, are what decoding prompt and output at
-    once adds to the prompt's text."""
+    """The text of one continuation. Its deltas add up to what decoding prompt and output at once
+    appends to the prompt's text."""
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """Text that these tokens settle; often "", while a character is unfinished."""
+        """The text that these tokens complete; often "", while a character is unfinished."""
         ...
 
     def flush(self) -> str:
-        """The rest, at the end: unfinished characters become U+FFFD, as in decoding at once."""
+        """The rest, at the end. Unfinished characters become U+FFFD, as in decoding at once."""
         ...
 
 
 class Tokenizer(Protocol):
-    """From text to token ids and back, for one model. Thread-safe."""
+    """Encodes and decodes text for one model. Thread-safe."""
 
     def encode(self, text: str, most: int | None = None, *, special: bool = True) -> list[int]:
-        """Token ids, with the special tokens the model expects (such as a first one) unless the
-        text has them itself (special=False). Other threads run meanwhile.
+        """Encodes a text. Does not hold the interpreter.
 
-        most: more tokens than that are refused, and texts that are too long for that for sure are
-        not even encoded. Raises InvalidRequest, naming `prompt`, for those, and `text` if this
-        model takes none.
+        Args:
+            text: what to encode.
+            most: most tokens that are accepted; None for any number. Texts that are certainly too
+                long are not even encoded.
+            special: whether to add the special tokens that the model expects (such as a first one).
+                False if the text already has them.
+
+        Raises:
+            InvalidRequest: the text has too many tokens (field `prompt`), or this model takes no
+                text (field `text`).
         """
         ...
 
     def max_bytes(self, tokens: int) -> int | None:
-        """UTF-8 of the longest text that may make so many tokens; None: any text may."""
+        """UTF-8 bytes of the longest text that may make so many tokens; None for no limit."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Their text, all at once, without special tokens."""
+        """The tokens' text, all at once, without special tokens."""
         ...
 
     def piece(self, token_id: int) -> bytes:
-        """One token by itself, as it is shown to people: special ones by their names."""
+        """One token by itself, for display. Special tokens give their names."""
         ...
 
     def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
-        """For one continuation of the prompt."""
+        """A detokeniser for one continuation of the prompt."""
         ...
 
     def definition(self) -> str | None:
-        """Its tokenizer.json; None where there is none."""
+        """The content of its tokenizer.json; None if there is none."""
         ...
 
 
@@ -94,7 +100,7 @@ class HFTokenizer:
         self._limit = text_limit(json.loads(tokenizer.to_str()))
 
     def encode(self, text: str, most: int | None = None, *, special: bool = True) -> list[int]:
-        """Never cut and never padded, whatever the file says."""
+        """See `Tokenizer`. Never truncates or pads, whatever the file says."""
         if most is not None and self._limit is not None:
             problem = self._limit.exceeded(text, most)
             if problem is not None:
@@ -107,16 +113,16 @@ class HFTokenizer:
         return ids
 
     def max_bytes(self, tokens: int) -> int | None:
-        """By the longest token, where every byte of a text is in some token."""
+        """See `Tokenizer`. By the longest token, if every byte of a text is in some token."""
         return None if self._limit is None else self._limit.max_bytes(tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Bytes that make no character become U+FFFD."""
+        """See `Tokenizer`. Bytes that form no character become U+FFFD."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
     def piece(self, token_id: int) -> bytes:
-        """By bytes where the vocabulary is of bytes."""
+        """See `Tokenizer`. The token's bytes, if the vocabulary is byte-level."""
         if self._bytes is not None and (known := self.token_bytes(token_id)):
             return known
         if self._tokenizer.id_to_token(token_id) is None:
@@ -125,21 +131,23 @@ class HFTokenizer:
         return text.encode()
 
     def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
-        """By bytes where the vocabulary is of bytes, else by decoding a window of tokens again."""
+        """See `Tokenizer`. Works on bytes if the vocabulary is byte-level, else decodes a window of
+        tokens again."""
         tail = prompt[-_PROMPT_TAIL:]
         return _WindowDetokenizer(self, tail) if self._bytes is None else _Utf8(self, tail)
 
     def definition(self) -> str | None:
-        """As it is used: without truncation and padding."""
+        """See `Tokenizer`. Without truncation and padding."""
         text: str = self._tokenizer.to_str()
         return text
 
     def is_silent(self, token_id: int) -> bool:
-        """Special, or not in the vocabulary (the model's may be padded)."""
+        """Whether it yields no text: it is special, or not in the vocabulary (the model's may be
+        padded)."""
         return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token of a byte-level vocabulary stands for."""
+        """The bytes of a token of a byte-level vocabulary."""
         assert self._bytes is not None
         if not 0 <= token_id < len(self._bytes):
             return self._look_up(token_id)
