@@ -28,8 +28,8 @@ from jaxserve.sched.state.request_table import RUNNING, WAITING
 
 
 def check_plan(plan: BatchPlan, view: View, *, moves_cache: bool) -> None:
-    """InvalidPlan says what the pool, the host memory or the limits do not allow. moves_cache: what
-    the policy says of itself; what serves it is not ready for more."""
+    """Raises InvalidPlan if the pool, the host memory or the limits do not allow the plan.
+    moves_cache: `Policy.moves_cache`; without it such operations are not allowed."""
     moving = any(isinstance(op, Copy | Checkpoint | Restore) for op in plan.operations)
     _demand(moves_cache or not moving, "a policy without moves_cache moves caches")
     hidden = plan.kinds == HIDDEN

@@ -261,7 +261,7 @@ class Scheduler:
         return not (self.pool.num_used or self.host.num_used)
 
     def _start(self, plan: BatchPlan) -> None:
-        """Opens a cache for those who have none."""
+        """Opens a cache for planned rows that have none."""
         table, rows = self.table, plan.rows
         starts = table.state[rows] == WAITING
         if not np.count_nonzero(starts):

@@ -1,6 +1,6 @@
-"""A booked iteration: the plan with all that the scheduler found out when it booked it.
+"""A booked iteration: the plan, and what the scheduler found out when it booked it.
 
-Executor, simulator, metrics and tests read it here; nobody derives it again.
+The executor, the simulator, metrics and tests read it here and do not derive it again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Accounting of the one block pool: which request owns which block, in ids, not arrays.
+"""Accounting of the block pool: which request owns which block, by id; it holds no arrays.
 
 A block holds K, or V, or hidden vectors of up to `block_size` tokens for all layers (Apt-Serve
 section 4.3). It may have two owners, one filling it from the left and one from the right (BROS
 section 5), or many readers when it is a full, shared prefix block.
 
-Nobody else knows how many blocks a token takes: everybody asks here, or `block_sizes.py`.
+How many blocks a token takes is decided only here and in `block_sizes.py`.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that an allocation may take. Blocks that are cached for nobody in particular, and
-        evicted when they are wanted, would count here, too."""
+        """Blocks that an allocation may take. Unused blocks of a prefix cache, which can be
+        evicted, would count too."""
         return self._free.count
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody holds; one with two holders counts once."""
+        """Blocks in use; a shared one counts once."""
         return self.num_blocks - self.num_free
 
     @property
@@ -87,8 +87,8 @@ class BlockPool:
         return tokens_in(self.num_blocks, self.block_size)
 
     def as_tokens(self, blocks: Any) -> Any:
-        """Tokens whose K and V so many blocks would hold, halves of a pair included; numbers or
-        arrays: how much of the pool something takes, whatever its kind."""
+        """Tokens whose K and V would fit into so many blocks, numbers or arrays: a measure of
+        memory that does not depend on the kind of cache."""
         return blocks * self.block_size // int(PLANES[KV])
 
     def blocks_for(self, tokens: Any, kind: Any = CacheKind.KV) -> Any:
@@ -219,7 +219,7 @@ class BlockPool:
         self.held[rows] = want
 
     def _extend(self, rows: np.ndarray, have: np.ndarray, want: np.ndarray) -> None:
-        """Blocks for rows that have so many a plane, and get to have so many more. OutOfBlocks."""
+        """Allocates blocks for rows that have `have` a plane, up to `want`. OutOfBlocks."""
         kinds = self.kind[rows]
         if np.add.reduce(want - have) == len(rows) and not np.count_nonzero(kinds):
             two = np.repeat(rows, 2)  # one block of K and one of V each

@@ -10,8 +10,14 @@ class OutOfBlocks(RuntimeError):
 
 
 class FreeBlocks:
-    """Ids 0 to num_blocks - 1, of which `count` are free. A simulated pool may be as good as
-    endless, so memory is taken only for those below `fresh`, which have been out."""
+    """The free ones of ids 0 to num_blocks - 1. A simulated pool may be practically unlimited, so
+    only ids that were ever used take memory.
+
+    Attributes:
+        num_blocks: Of the pool.
+        count: Free ids.
+        fresh: Ids from here on have never been used.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -21,7 +27,7 @@ class FreeBlocks:
         self._top = 0
 
     def pop(self, total: int) -> np.ndarray:
-        """That many ids, int32, the caller's now. OutOfBlocks changes nothing."""
+        """Takes that many ids, int32. OutOfBlocks changes nothing."""
         if total > self.count:
             raise OutOfBlocks(f"{total} blocks wanted, {self.count} free")
         self.count -= total
@@ -34,7 +40,7 @@ class FreeBlocks:
         return np.concatenate([ids, np.arange(first, self.fresh, dtype=np.int32)])
 
     def push(self, ids: np.ndarray) -> None:
-        """They are free again."""
+        """Gives the ids back."""
         end = self._top + len(ids)
         if end > len(self._stack):
             self._stack = np.resize(self._stack, max(end, 2 * len(self._stack)))
@@ -43,7 +49,8 @@ class FreeBlocks:
         self.count += len(ids)
 
     def check(self, used: np.ndarray) -> None:
-        """AssertionError unless those that are not used, bool [at least fresh], are free."""
+        """AssertionError unless exactly the unused ids are free. used: bool, at least up to
+        `fresh`."""
         assert 0 <= self.fresh <= self.num_blocks, "more blocks are out than there are"
         free = np.arange(len(used)) >= self.fresh
         free[self._stack[: self._top]] = True

@@ -1,4 +1,4 @@
-"""What each block holds, and for whom, as one small number: for pictures of the pool."""
+"""What each block holds, and for which tier, as one small number: for pictures of the pool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.sched.request import Tier
 
 
 class BlockUse(enum.IntEnum):
-    """Of a block. SHARED: two requests fill it, or several read it."""
+    """What a block holds. SHARED: two requests fill it, or several read it."""
 
     FREE = 0
     K_REALTIME = 1

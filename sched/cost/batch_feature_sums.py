@@ -44,13 +44,13 @@ def prefix(ok: np.ndarray) -> int:
 
 
 def longest(seconds: Callable[[np.ndarray], np.ndarray], limit: float, most: int) -> int:
-    """The most tokens that a piece of a prompt may have; 0 if there are none.
+    """The most tokens that a piece of a prompt may have; 0 if not even one fits.
 
     Args:
-        seconds: of the batch with a piece of so many tokens, int64 [n] to float64 [n]; a larger
-            one takes no less.
-        limit: seconds that it may take.
-        most: tokens.
+        seconds: From tokens of the piece, int64 [n], to seconds of the batch, float64 [n]; it must
+            not decrease.
+        limit: Seconds that the batch may take.
+        most: The most tokens.
     """
     if limit == np.inf:
         return max(most, 0)

@@ -24,12 +24,15 @@ RECENT = 5  # steps that say how far the predictions are off just now
 
 
 class OnlineCostModel:
-    """A `CostModel`, as good as `prior` at first.
+    """A `CostModel` that starts from `prior` and learns from each step. Not thread-safe.
 
-    What is minimised are squared errors relative to what was to be expected, so short steps count
-    as much as long ones, and noise does not pull the predictions down. A step that took absurdly
-    long, say since the process was stopped, counts as CLIP times what the last few let expect, and
-    is forgotten like all others. Not thread-safe.
+    It minimises squared errors relative to the expected time, so that short steps count as much as
+    long ones and noise does not bias predictions down. An outlier, say of a stopped process, is
+    clipped to CLIP times what the last few steps suggest, and is forgotten like the others.
+
+    Attributes:
+        model: As learned so far.
+        steps: Steps observed.
     """
 
     def __init__(self, prior: LinearCostModel) -> None:
@@ -45,15 +48,15 @@ class OnlineCostModel:
 
     @property
     def error(self) -> float:
-        """Mean relative error of the predictions lately; 0 before the first step."""
+        """Recent mean relative error of the predictions; 0 before the first step."""
         return self._error / self._error_weight if self._error_weight else 0.0
 
     def batch_time(self, features: BatchFeatures) -> Any:
-        """See `CostModel`; as learned so far."""
+        """See `CostModel`."""
         return self.model.batch_time(features)
 
     def observe(self, features: BatchFeatures, seconds: float) -> None:
-        """A step of one batch took so long. ValueError if that is no positive time."""
+        """Learns from a batch that took `seconds`. ValueError if they are not positive."""
         if not 0 < seconds < np.inf:
             raise ValueError(f"a step must have taken a positive time, got {seconds}")
         predicted = float(self.model.batch_time(features))

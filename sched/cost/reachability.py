@@ -1,8 +1,8 @@
-"""What an idle engine takes for a request, and the targets below that, which nobody could meet.
+"""What an idle engine takes for a request, and targets below that, which cannot be met.
 
-Nobody is refused for such a target: the request is served, and told. To policies it counts as what
-an idle engine could reach, so that to ask for less is worth nothing. What is compared with is what
-`View.step_time` predicts for the request alone, without the host's work, so it errs to the
+A request with such a target is served, and told. Policies see what an idle engine could reach
+instead, so that there is nothing to gain by asking for less. The comparison uses what
+`View.step_time` predicts for the request alone, without the host's work, and so errs in the
 request's favour.
 """
 

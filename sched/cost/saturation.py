@@ -9,8 +9,8 @@ INSTANT = 1e-100  # seconds, of a step without a price
 
 
 def flat_from(sizes: np.ndarray, seconds: np.ndarray) -> int:
-    """The index of the first size with SHARE of the throughput that any of them has ("nearly
-    saturates", AccelGen section 3.1). sizes: int64 [n], tokens, ascending; seconds: float64 [n], of
-    a batch of so many."""
+    """The index of the first size with SHARE of the best throughput ("nearly saturates", AccelGen
+    section 3.1). sizes: int64 [n], tokens, ascending. seconds: float64 [n], of a batch of each
+    size."""
     rate = sizes / np.maximum(seconds, INSTANT)
     return int(np.argmax(rate >= SHARE * rate.max()))

@@ -1,8 +1,7 @@
-"""A cost model and host terms from steps that an engine served, whose shapes nobody chose.
+"""Fits a cost model and host overheads to steps that an engine has served.
 
-`sched/cost/cost_model_fit.py` is for shapes that were measured on purpose. Here there are many
-steps of few kinds, and some were disturbed: they are held near a prior, and none counts as absurdly
-long.
+`sched/cost/cost_model_fit.py` fits shapes that were measured on purpose. Here there are many steps
+of few kinds, and some were disturbed: they are held near a prior, and outliers are clipped.
 """
 
 from __future__ import annotations
@@ -190,11 +189,10 @@ def _wake(steps: ServedSteps, host: HostOverhead) -> float:
 def _robust(
     design: np.ndarray, seconds: np.ndarray, clip: float, prior: np.ndarray, held: np.ndarray
 ) -> np.ndarray:
-    """Least squares whose rows have a variance that grows with their time, as that of what strikes
-    at random, and just as often in each second, does. At first that is the time measured, which
-    pulls the weights down, and then the expected, with outliers clipped. In the end they are
-    scaled, so that all rows together take what was measured: disturbances that come again and again
-    are part of it."""
+    """Least squares with weights: the variance of a step's time grows with it, as with disturbances
+    that strike at random. The weights come from the measured times at first, which biases the fit
+    down, and from the expected times in later passes, with outliers clipped. Finally the result is
+    scaled to the measured total, since recurring disturbances are part of it."""
     expected, wanted = seconds, seconds
     for _ in range(PASSES):
         unit = np.sqrt(expected)

@@ -43,13 +43,13 @@ class Scatter:
     levels: np.ndarray
 
     def lots(self, seed: int) -> np.ndarray:
-        """The levels of each batch of a simulation, of the device and of the host.
+        """Draws the levels of each batch of a simulation, of the device and of the host.
 
         Args:
-            seed: the same one draws the same.
+            seed: Equal seeds draw equal levels.
 
         Returns:
-            int64 [2, LOTS]; those that follow begin again.
+            int64 [2, LOTS]; later batches begin again at the first.
         """
         rng, count = np.random.default_rng((seed, 5)), self.levels.shape[1]
         run = min(RUN, count)
@@ -59,13 +59,12 @@ class Scatter:
 
 
 def fit_scatter(steps: ServedSteps, model: LinearCostModel, host: HostOverhead) -> Scatter | None:
-    """The residuals of steps, of each kind scaled, so that all steps of it together take as long as
-    they did.
+    """The residuals of served steps by kind, scaled so that each kind's total time is preserved.
 
     Args:
-        steps: in the order in which they were served.
-        model: what is predicted.
-        host: what is predicted of the host's thread, and what steps take longer after idle.
+        steps: In the order in which they were served.
+        model: Predicts the device's time.
+        host: Predicts the host's time, and the extra time of steps after idle.
 
     Returns:
         None for fewer than MIN_STEPS steps.
@@ -119,12 +118,12 @@ def _size(bounds: np.ndarray, predicted: np.ndarray) -> np.ndarray:
 
 
 class Draws:
-    """What the batches of one simulated replica take, as times of what is predicted.
+    """Random factors, actual over predicted time, for the batches of one simulated replica.
 
     Args:
-        scatter: what is drawn from.
-        seed: of the simulation.
-        replica: its number.
+        scatter: What to draw from.
+        seed: Of the simulation.
+        replica: Its number.
     """
 
     def __init__(self, scatter: Scatter, seed: int, replica: int) -> None:
@@ -132,12 +131,12 @@ class Draws:
         self._lots = np.roll(scatter.lots(seed), -first_lot(replica), axis=1)
 
     def residuals(self, first: int, predicted: np.ndarray, *, prompts: bool) -> np.ndarray:
-        """Those of batches that follow each other.
+        """The factors of consecutive batches.
 
         Args:
-            first: the first one's number.
-            predicted: seconds that they should take, float64 [n].
-            prompts: whether some are in them.
+            first: Number of the first batch.
+            predicted: float64 [n], predicted seconds.
+            prompts: Whether they have prompts in them.
 
         Returns:
             float64 [n].
@@ -147,11 +146,11 @@ class Draws:
         return self._scatter.factors[kinds, self._lots[0, places]]
 
     def of_host(self, first: int, count: int) -> np.ndarray:
-        """Those of the host's thread around so many batches, float64 [count]."""
+        """The factors of the host's time for consecutive batches, float64 [count]."""
         places = np.arange(first, first + count) % LOTS
         return self._scatter.host[self._lots[1, places]]
 
 
 def first_lot(replica: int) -> int:
-    """Where in the lots a replica begins."""
+    """Where in the draws a replica begins."""
     return replica * _APART % LOTS

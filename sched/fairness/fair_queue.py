@@ -1,5 +1,5 @@
-"""Who of those that wait a policy sees, where several tenants do: as many as the next step may
-take, in weighted fair order. Whom it takes of them, and all else, is the policy's to say."""
+"""Which waiting requests a policy sees when several tenants have some: as many as the next step may
+take, in weighted fair order. Which of these it serves is up to the policy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def hold_back(policy: Policy, view: View, shares: FairShares, now: float) -> Non
     """Moves requests between WAITING and HELD, so that the policy sees those whose tenants are
     next.
 
-    Requests that were preempted are never held, and nobody is if only one tenant waits. Tiers are
-    handled apart, since the policy decides between them: of each tier at least one is seen.
+    Requests that were preempted are never held, nor is any if only one tenant waits. Tiers are
+    handled separately, since the policy decides between them: of each tier at least one is seen.
 
     Args:
         policy: Ranks the requests of one tenant.
@@ -63,7 +63,7 @@ def _in_order(policy: Policy, view: View, rows: np.ndarray, now: float) -> np.nd
 
 
 def _next(policy: Policy, view: View, shares: FairShares, lane: np.ndarray) -> np.ndarray:
-    """The rows of this lane, one at least, until tokens, blocks or places are used up."""
+    """The rows of this tier to see, one at least, until tokens, blocks or places are used up."""
     table, pool = view.table, view.pool
     running = table.in_state(RUNNING)
     decodes = table.decoding(running)

@@ -1,10 +1,10 @@
 """Weighted fair shares of an engine between tenants: the Virtual Token Counter (Sheng et al.,
 "Fairness in Serving Large Language Models", OSDI 2024).
 
-Each tenant has a counter of what was computed for it, over its weight, and of those that wait the
-one with the least is next. Who has had nothing to do is lifted to where the others are, so that
-nobody saves up a share; and as nothing is reserved, what one leaves another may have. Nothing is
-told apart here but tenants: what is taken first of one tenant's is for others to say.
+Each tenant has a counter of what was computed for it, over its weight; the waiting tenant with the
+least counter is next. A tenant that was idle is lifted to the others' level, so that shares cannot
+be saved up. Nothing is reserved: what one tenant leaves, another may use. The order within a tenant
+is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Share:
 
 
 class FairShares:
-    """Tenants by number, in the order in which they first came. One thread changes it."""
+    """The tenants' counters. Tenants are numbered in the order in which they first came. One thread
+    changes it."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}

@@ -59,8 +59,12 @@ def _nothing_known(count: int) -> np.ndarray:
 
 
 class Fleet:
-    """Replicas 0 to count - 1, of which nothing is known at first: they are up once they have been
-    found, or heard of. columns: what is known, the snapshots with what has been sent since."""
+    """What a router knows of replicas 0 to count - 1. Nothing is known of them at first, and they
+    are down until they are found or heard of.
+
+    Attributes:
+        columns: The last snapshots, with what has been sent since.
+    """
 
     def __init__(self, count: int) -> None:
         self._known = _nothing_known(count)
@@ -72,27 +76,27 @@ class Fleet:
 
     @property
     def up(self) -> np.ndarray:
-        """Those that may get requests, bool [replicas]."""
+        """Which replicas may get requests, bool [replicas]."""
         return np.asarray(~(self.columns.dead | self.columns.draining))
 
     def grow(self, count: int) -> None:
-        """So many more replicas, with the next numbers, of which nothing is known either."""
+        """Adds `count` replicas with the next numbers."""
         self._known = np.concatenate([self._known, _nothing_known(count)])
         self.columns = Columns(self._known)
         self._sent += [deque() for _ in range(count)]
 
     def forget(self, replica: int) -> None:
-        """It is gone, and its number is for another one, of which nothing is known."""
+        """The replica is gone; its number is free for another one."""
         self._known[replica] = _nothing_known(1)[0]
         self._sent[replica].clear()
 
     def find(self, replica: int) -> None:
-        """It lives, and has said nothing yet."""
+        """The replica is up, but has not sent a snapshot yet."""
         self._known["dead"][replica] = False
 
     def hear(self, replica: int, snapshot: Snapshot) -> None:
-        """A snapshot has come from a replica that lives. An older one than the last says nothing
-        new."""
+        """Takes in a snapshot, which also shows that the replica is up. One older than the last is
+        ignored."""
         known = self._row(replica)
         if snapshot.time < known.time:
             return
@@ -106,14 +110,14 @@ class Fleet:
         self._known[replica] = tuple(vars(known).values())
 
     def send(self, replica: int, ask: RoutingRequest, now: float) -> None:
-        """A request is sent there, now."""
+        """Notes a request that is sent there now."""
         self._sent[replica].append((now, ask))
         known = self._row(replica)
         add_request(known, ask, now)
         self._known[replica] = tuple(vars(known).values())
 
     def lose(self, replica: int) -> None:
-        """It is dead: nothing goes there until it is heard of again."""
+        """The replica is down: it gets nothing until it is heard of again."""
         self._known["dead"][replica] = True
         self._sent[replica].clear()
 

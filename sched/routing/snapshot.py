@@ -1,8 +1,8 @@
-"""What a replica says of itself from time to time, plain numbers; and what a router makes of it.
+"""What a replica reports about itself, as plain numbers, and what a router makes of it.
 
-Whoever serves publishes a `Snapshot` every 0.1 to 1 s; it may be late, or lost. The functions here
-and in `estimate.py` are for one record or for columns of them, with operators and NumPy's functions
-alone, so that the compiled simulation runs the very same code.
+A replica publishes a `Snapshot` every 0.1 to 1 s, which may be late or lost. The functions here and
+in `estimate.py` take one record or columns of them, and use only operators and NumPy's functions,
+so that the compiled simulation runs the same code.
 """
 
 from __future__ import annotations
@@ -64,30 +64,30 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A replica at one moment. All its fields are numbers.
+    """The state of a replica at one moment, in numbers.
 
     Attributes:
         time: The moment, seconds on a clock that the replica shares with the routers.
-        busy: Seconds from then until the device has done the steps that it has been given. Their
-            tokens count as computed.
-        unfinished: Requests that are there and not over.
+        busy: Seconds from then until the device has done the launched steps. Their tokens count as
+            computed.
+        unfinished: Unfinished requests.
         running: Those of them that hold cache.
         cached: Tokens of that cache.
         waiting: Requests that hold no cache.
-        realtime_tokens, best_effort_tokens: Prompt tokens of each tier that are still to be
-            computed, those of requests that lost their cache included.
+        realtime_tokens, best_effort_tokens: Prompt tokens of each tier yet to compute, those of
+            preempted requests included.
         realtime_quad, best_effort_quad: The sum of c^2 + 2cm over these requests, each with c
             tokens to compute and m cached.
-        realtime_blocks, best_effort_blocks: Blocks that those of them need who hold no cache.
+        realtime_blocks, best_effort_blocks: Blocks that the waiting ones of them need.
         free_blocks: Blocks of num_blocks that are free.
         num_blocks: Blocks of the pool.
         block_size: Tokens that a block holds.
-        prefill_tokens: How many tokens of prompts fit into a step.
-        max_rows: Requests that may hold cache.
-        tbt: The tightest TBT target of those that run, seconds; inf for none.
-        mean_output: Mean length of the outputs that ended lately, tokens; 0 before the first.
-        attainment: Share of the recent first tokens that came within their target.
-        pace: How long its steps take, as a multiple of what the prices say.
+        prefill_tokens: The most prompt tokens of a step.
+        max_rows: The most requests that may hold cache.
+        tbt: The tightest TBT target of the running requests, seconds; inf for none.
+        mean_output: Mean length of recent outputs, tokens; 0 before the first.
+        attainment: Share of recent first tokens that were in time.
+        pace: Actual step time, as a multiple of what the prices predict.
         by_tier: Whether real-time requests are served before best-effort ones.
         draining: Whether it takes no more requests.
         step, token, decode, read, prefill, quad, cached_token: See `Prices`.

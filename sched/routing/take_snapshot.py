@@ -1,4 +1,4 @@
-"""Takes snapshots, by whoever drives a scheduler: sums over its `Backlog`."""
+"""Takes snapshots of a scheduler: sums over its `Backlog`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a request that comes is refused, since its first token would come too late."""
+"""Whether to refuse an arriving request because its first token would come too late."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from jaxserve.sched.slo.ttft_estimator import Wait
 
 
 def first_target(slo: SLO) -> tuple[str, float]:
-    """By when the first token is wanted, seconds from arrival, inf for never, and which target says
-    so: TTFT, or JCT where that is less. Who names a JCT alone is before others by its deadline, for
-    which they are refused, so it is to be refused like them."""
+    """By when the first token must come, and which target says so: TTFT, or JCT where it is less.
+    JCT counts because a request with nothing but a JCT overtakes others by its deadline, for which
+    they are refused; so it is refused like them.
+
+    Returns:
+        The target's name, and seconds from arrival, inf for none.
+    """
     ttft, jct = (math.inf if target is None else target for target in (slo.ttft, slo.jct))
     return ("ttft", ttft) if ttft <= jct else ("jct", jct)
 
 
 def is_late(wait: Wait, request: Request, share: float) -> bool:
-    """Whether a real-time request would have to wait for others for more than `share` of the time
-    that its TTFT leaves beside its own prompt. One whose prompt alone takes longer than that is
-    not: it would not help to come again."""
+    """Whether a real-time request would wait for others for more than `share` of the time that its
+    TTFT leaves beside its own prompt. A request whose prompt alone takes longer is not late: coming
+    again would not help."""
     return retry_s(wait, request, share) > 0
 
 
 def retry_s(wait: Wait, request: Request, share: float) -> float:
-    """Seconds after which it would be taken if nobody else came until then; 0 if it is now."""
+    """Seconds until it would be accepted if no other request came; 0 if it is accepted now."""
     _, target = first_target(request.slo)
     if target == math.inf or request.tier is not Tier.REALTIME or request.serve_late:
         return 0.0

@@ -1,4 +1,4 @@
-"""The rows of a table that are in one state, in an order that is kept up rather than made anew."""
+"""The rows of a table in one state, in an order that is maintained instead of sorted anew."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How long outputs get, learned from those that have ended (InferMax section 6).
+"""How long outputs get, learned from finished ones (InferMax section 6).
 
-An output that its limit has cut would have gone on, nobody knows how far. To leave it out would
-make outputs too short, for it is the long ones that are cut; to count it as ended there, too. It
-is censored: it says that an output got as long, and nothing on where it ends, which is what the
-estimator of Kaplan and Meier ("Nonparametric estimation from incomplete observations", 1958)
-makes of it. Where nobody got any longer, it counts as ended (Efron's tail correction).
+An output cut by its limit would have gone on, to an unknown length. To leave it out would bias
+lengths down, since long outputs are cut; so would counting it as ended there. It is censored: it
+shows that an output got that long, but not where it ends, which is what the estimator of Kaplan and
+Meier ("Nonparametric estimation from incomplete observations", 1958) is for. If no output got
+longer, it counts as ended (Efron's tail correction).
 """
 
 from __future__ import annotations

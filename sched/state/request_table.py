@@ -19,9 +19,9 @@ from jaxserve.sched.state.output_lengths import OutputLengths
 
 
 class State(enum.IntEnum):
-    """WAITING holds no cache, RUNNING holds some. DRAINING has launched its last token and waits
-    for it to arrive, HELD waits while it is the turn of other tenants
-    (`sched/fairness/fair_queue.py`); no policy sees either."""
+    """WAITING requests hold no cache, RUNNING ones do. DRAINING ones have launched their last
+    token, which is in flight; HELD ones wait while it is other tenants' turn
+    (`sched/fairness/fair_queue.py`). Policies see neither of these."""
 
     FREE = 0
     WAITING = 1
@@ -86,8 +86,8 @@ class RequestTable:
         return self._next_seq
 
     def add(self, request: Request, alone: Alone = NOTHING) -> int:
-        """Gives the request a row and returns it. alone: what an idle engine takes for it.
-        IndexError when the table is full."""
+        """Gives the request a row and returns it. alone: its latency on an idle engine. IndexError
+        when the table is full."""
         row = self._free[-1]  # not taken yet: what follows may fail
         self.seq[row] = self._next_seq
         self.arrival[row] = self.last_token[row] = request.arrival
@@ -110,8 +110,7 @@ class RequestTable:
         return row
 
     def remove(self, row: int) -> None:
-        """Frees the row for another request; what its columns hold is stale then. ValueError if it
-        is free already."""
+        """Frees the row; its columns are stale then. ValueError if it is free already."""
         if self.state[row] == FREE:
             raise ValueError(f"row {row} is free already")
         self.num_sampling -= not self.greedy[row]
@@ -153,14 +152,14 @@ class RequestTable:
         return (self.generated[rows] > 0) & (self.pending(rows) == 1)
 
     def in_state(self, state: int) -> np.ndarray:
-        """Rows in `state` (WAITING or RUNNING), in order of arrival. Not to be written to; the same
-        array as long as they are the same."""
+        """Rows in `state` (WAITING or RUNNING), in order of arrival. Read-only; the same array as
+        long as nothing changes."""
         listing = self._waiting if state == WAITING else self._running
         return listing.rows(self.state, self._by_arrival)
 
     def requeued(self) -> np.ndarray:
-        """Rows that wait, in order of arrival, but that the preempted ones are at the head, the
-        latest of them first. Not to be written to; as `in_state`."""
+        """Waiting rows: preempted ones first, the latest of them at the head, then the others in
+        order of arrival. Read-only, as `in_state`."""
         return self._requeued.rows(self.state, self._by_preemption)
 
     def _by_arrival(self, rows: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""InferMax Algorithm 1, steps 3 and 4 (section 3.1): requests into a batch, in order, as far as
-they fit, and those of lower priority out of the cache for them.
+"""InferMax Algorithm 1, steps 3 and 4 (section 3.1): adds requests to a batch in order, as far as
+they fit, and preempts others of lower priority for them.
 
-As long as all fit, that is a few sums over arrays; from the first on that does not, they are
+As long as all fit, that takes a few sums over arrays; from the first that does not fit on, they are
 considered one by one.
 """
 
@@ -22,11 +22,11 @@ NEVER = np.iinfo(np.int64).max
 
 
 class Fills(Protocol):
-    """What a policy says of its candidates; see `UnifiedPolicy`."""
+    """What a policy tells about its candidates; see `UnifiedPolicy`."""
 
     @property
     def probing(self) -> bool:
-        """Whether those behind one who finds no room may start."""
+        """Whether requests behind one that finds no room may start."""
         ...
 
     @property
@@ -35,7 +35,7 @@ class Fills(Protocol):
         ...
 
     def candidates(self, view: View, rows: np.ndarray) -> Candidates:
-        """The rows with all that each has pending."""
+        """The rows, with everything pending."""
         ...
 
     def cut(self, budget: BatchBudget, head: Candidates) -> Candidates | None:
@@ -135,9 +135,9 @@ class Filling:
         return each.take_starts(which, places, last, room)
 
     def _displace(self, place: int, blocks: int, slot: bool) -> tuple[int, int, int] | None:
-        """Preempts as many as free so many blocks, and a slot if one is wanted, for the request at
-        that place: the blocks and slots that they free, and from which place on nobody starts now.
-        None, and nobody is, if all would not be enough."""
+        """Preempts as many requests as free so many blocks, and a slot if one is wanted, for the
+        request at that place. Returns the blocks and slots that they free, and the place from which
+        on nothing starts now. None, and none are preempted, if all would not be enough."""
         victims = self._victims.giving(place, blocks, slot=slot)
         if not victims:
             return None
@@ -150,19 +150,20 @@ class Filling:
         return blocks, len(victims), self._last_start
 
     def _stop_starts(self, place: int) -> None:
-        """Who has been preempted waits again, at that place: only those before it may start."""
+        """A preempted request waits again, at that place: only those before it may start."""
         if not self.policy.probing:
             self._last_start = min(self._last_start, place)
 
     def _is_out(self, each: OneByOne, i: int) -> bool:
-        """Whether number i has been preempted, or waits behind somebody who has."""
+        """Whether number i was preempted, or waits behind a preempted request."""
         row = each.rows[i]
         if each.starts[i]:
             return each.places(self.ranking.place)[i] >= self._last_start
         return bool(self.budget.decided[row])
 
     def _cut(self, each: OneByOne, cands: Candidates, rest: list[int], preempts: bool) -> list[int]:
-        """Adds what C and P leave of the first of the rest, a prefill. Who of them may join."""
+        """Adds what C and P leave of the first of the rest, a prefill. Returns those that may still
+        join."""
         cut = self.policy.cut(self.budget, cands[rest[0] : rest[0] + 1])
         if cut is None:
             room = min(self.budget.batch_left, self.budget.prefill_left)
@@ -188,7 +189,7 @@ class Filling:
         return True
 
     def _without_head(self, each: OneByOne, rest: list[int], preempts: bool) -> list[int]:
-        """Who may join when the first of the rest found no memory, or no slot."""
+        """Those that may join when the first of the rest found no memory, or no slot."""
         budget, (head, *rest) = self.budget, rest
         waits = each.starts[head]
         if waits and not self.policy.probing:

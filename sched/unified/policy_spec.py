@@ -1,9 +1,9 @@
-"""What a key, by which a unified policy orders requests, may know of them.
+"""Keys, by which unified policies order requests, and what a key may know of them.
 
-A key is a function of one argument whose attributes are columns, `Columns` here. It uses
-operators, NumPy's functions and `where` on them, no `if` and no indices, so that where numba is the
-compiled simulation runs the very same function on the numbers of one request at a time. What is no
-number (0 / 0, inf - inf) counts as inf.
+A key is a function of one argument whose attributes are columns, `Columns` here. It uses operators,
+NumPy's functions and `where` on them, no `if` and no indices, so that with numba the compiled
+simulation runs the same function on the numbers of one request at a time. nan (0 / 0, inf - inf)
+counts as inf.
 """
 
 from __future__ import annotations

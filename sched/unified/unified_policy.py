@@ -129,7 +129,7 @@ class UnifiedPolicy(Policy):
         return budget.finish()
 
     def ranking(self, view: View, now: float) -> Ranking:
-        """Who is how urgent. now: seconds."""
+        """The order of requests. now: seconds."""
         key = self.key
         if key is None:
             return rank(view, requeue=self.requeue)

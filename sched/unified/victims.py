@@ -1,4 +1,4 @@
-"""Who may be preempted for others in a batch being planned, and how many of them that takes."""
+"""Which requests may be preempted for others in a batch in the making, and how many that takes."""
 
 from __future__ import annotations
 

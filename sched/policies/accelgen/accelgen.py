@@ -1,8 +1,9 @@
-"""AccelGen: the strictest target of a batch says how large it may be; what is left is chosen for.
+"""AccelGen: the strictest target of a batch limits its size, and the rest of it is filled by
+choice.
 
-Those that decode stay in the batch. Prompts that must run now to meet their targets join them, cut
-to the token, then those under way, and of the others those who use most of the tokens and blocks
-that are left. docs/accelgen-policy.md lists all that is otherwise than in the paper.
+Decodes stay in the batch. Prompts that must run now to meet their targets join them, cut to the
+token; then prompts under way; then those others that best use the tokens and blocks left.
+docs/accelgen-policy.md lists the differences from the paper.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Filling:
                 return
 
     def _fill_up(self, rest: Work) -> None:
-        """Cuts the first who finds memory to the tokens that are left."""
+        """Cuts the first that finds memory to the tokens left, and adds it."""
         if self._chunked:
             for i in np.flatnonzero(rest.new <= self.room.startable)[:1].tolist():
                 piece = self._piece(rest[i : i + 1])

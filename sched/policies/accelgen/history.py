@@ -1,5 +1,5 @@
-"""What the policy has seen of its own plans: how long steps take, how long chunks are, how often
-and how long requests are out (AccelGen section 4.3), and who has missed a target for good."""
+"""Statistics of the policy's own plans: step times, chunk lengths, how often and for how long
+requests are preempted (AccelGen section 4.3), and which have missed a target for good."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks and places that a plan hands out, and who loses a cache for them (section 4.4)."""
+"""Blocks and places that a plan hands out, and who is preempted for them (section 4.4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who of the running goes on in a step of Apt-Serve, and whose hidden cache becomes K and V.
+"""Which running requests go on in a step of Apt-Serve, and which hidden caches become K and V.
 
 Rows are rows of the table, in order of arrival.
 """

@@ -1,4 +1,4 @@
-"""Who of the waiting starts in a step of Apt-Serve, and in which kind of cache.
+"""Which waiting requests start in a step of Apt-Serve, and with which kind of cache.
 
 Rows are rows of the table, in order of arrival.
 """
@@ -91,7 +91,7 @@ def start(view: View, queue: Weighed, budget: StartBudget) -> Starts:
 
 
 def _start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> Starts:
-    """Of those who could start alone."""
+    """As `start`, for requests that could start alone."""
     if not len(rows):
         return Starts(rows, rows, rows)
     choice = _choose(view, values, budget.blocks)

@@ -1,12 +1,13 @@
-"""Apt-Serve: who has waited longest for what memory it takes, in a cache of either kind.
+"""Apt-Serve: serves the requests that have waited longest for the memory they take, with either
+kind of cache.
 
 A step is one of prefills or one of decodes, whichever queue has waited longer in all (section 5).
-Of those that wait, the greedy of `knapsack.py` picks who starts in the free blocks, with K and
-V or with a hidden cache. Those that run go on as they are. Only when the pool lacks the blocks
-into which they grow does the greedy decide, over the whole pool, whom to preempt; the paper also
-recomputes caches to change their kind, here a hidden one becomes KV in place when there is memory
-to spare, and is charged for the steps that it lasts (`Penalty`). `aptserve_s` puts the same on
-Sarathi's batches (section 6.7). docs/aptserve.md lists all that is otherwise than in the paper.
+The greedy of `knapsack.py` picks the waiting requests that start in the free blocks, with K and V
+or with a hidden cache. Running requests go on. Only when the pool lacks the blocks into which they
+grow does the greedy decide, over the whole pool, which to preempt. The paper also recomputes caches
+to change their kind; here a hidden one becomes KV in place when there is memory to spare, and is
+charged for the steps that it lasts (`Penalty`). `aptserve_s` does the same on Sarathi's batches
+(section 6.7). docs/aptserve.md lists the differences from the paper.
 """
 
 from __future__ import annotations

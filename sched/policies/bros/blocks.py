@@ -1,4 +1,4 @@
-"""Blocks and places that a plan hands out, and who loses a cache for them (BROS section 5.2)."""
+"""Blocks and places that a plan hands out, and who is preempted for them (BROS section 5.2)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 In each iteration real-time requests are packed in order of the time they have left, prompts and
 decodes alike, as long as the batch is predicted to end before the most urgent deadline. Then
-best-effort requests fill it. docs/bros-policy.md lists all that is otherwise than in the paper.
+best-effort requests fill it. docs/bros-policy.md lists the differences from the paper.
 """
 
 from __future__ import annotations
