@@ -9,7 +9,7 @@ import numpy as np
 
 
 class ParallelArrays:
-    """A dataclass whose fields are arrays [n], or None where there is none; the first always is."""
+    """A dataclass of parallel arrays [n]. All fields but the first may be None."""
 
     def __len__(self) -> int:
         return len(next(iter(vars(self).values())))
@@ -20,7 +20,7 @@ class ParallelArrays:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """All of several, of which there must be one; none may lack an array."""
+        """Concatenates several, at least one; an array must be in all of them."""
         if len(parts) == 1:
             return parts[0]
         return cls(*map(np.concatenate, zip(*(vars(p).values() for p in parts), strict=True)))

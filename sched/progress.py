@@ -54,8 +54,13 @@ class Progress:
         self._losses[row] = 0
 
     def note(self, tokens: int, recomputed: int, preempted: np.ndarray) -> None:
-        """A step. tokens: of its batch; recomputed: of those, computed before; preempted: rows that
-        lost cached tokens before."""
+        """Notes a step.
+
+        Args:
+            tokens: Of its batch.
+            recomputed: How many of them had been computed before.
+            preempted: Rows that lost cached tokens before the step.
+        """
         self.steps += tokens > 0
         self._idle = 0 if tokens else self._idle + 1
         if tokens > recomputed:

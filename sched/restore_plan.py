@@ -24,9 +24,17 @@ def left_filled(view: View) -> np.ndarray:
 def overwritten_ranges(
     view: View, ids: np.ndarray, filled: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What those who fill blocks ids [m] from the right would lose if so many tokens filled them
-    from the left, filled int64 [m]: rows, first, end, int64 [k] each, as a `Checkpoint` has them,
-    one range for a row's block, of all of its planes."""
+    """What rows that fill these blocks from the right would lose to the left side.
+
+    Args:
+        view: What the policy sees.
+        ids: int [m], blocks.
+        filled: int64 [m], tokens that each block is to have from the left.
+
+    Returns:
+        rows, first, end, int64 [k] each, as in `Checkpoint`: one range for each block of a row, for
+        all its planes.
+    """
     pool, size = view.pool, view.pool.block_size
     have = pool.filled(ids, RIGHT, view.table.computed)
     over = np.flatnonzero(have + filled > size)

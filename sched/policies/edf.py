@@ -2,11 +2,11 @@
 objectives has to beat.
 
 The deadline of a request's token j (from 0) is arrival + TTFT + j TBT. It orders the decodes, then
-the prefills and those that wait together, and the latest deadline is preempted.
+prefills and waiting requests together, and the latest deadline is preempted.
 
-In an overload such an order makes everybody late, one after the other: who is late is first. So
-whoever can no longer be in time, or never could, is due `patience` seconds after it came instead:
-it waits for those who can, but not for ever.
+In an overload this order makes every request late, one after the other, since late ones are first.
+So a request that can no longer be in time, or never could, is due `patience` seconds after its
+arrival instead: it waits for those that can, but not for ever.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from jaxserve.sched.unified.unified_policy import Group, Phase, Reserve, Unified
 )
 def fastgen() -> UnifiedPolicy:
     """Decodes, then prompts under way, then the waiting, up to C tokens. A start reserves blocks
-    for its chunk alone, so whoever runs may have to preempt for the next."""
+    for its chunk alone, so a running request may have to preempt for its next chunk."""
     groups = (
         Group(Phase.DECODE, preempts=True),
         Group(Phase.PREFILL, preempts=True),

@@ -36,9 +36,10 @@ MOST_QUEUES = 1000
 
 
 class _Memory:
-    """By row: whose it is (order of arrival), the cost of its prompt, the queue where it last
-    joined, and the service it had had then. The queue where it is, which stays until it has
-    generated more or has starved; and whether it had, with so many tokens."""
+    """By row: the request that has it (its order of arrival), the cost of its prompt, the queue
+    that it last joined, and the service that it had received by then. Also its queue, valid until
+    it has generated more or starved, and the `generated` and `starved` that the queue was found
+    for."""
 
     def __init__(self) -> None:
         self.seq = np.zeros(0, np.int64)
@@ -89,13 +90,13 @@ class FastServe(UnifiedPolicy):
             raise ValueError(f"quantum x ratio^{steps}, of the last queue, is no number")
 
     def plan(self, view: View, now: float) -> BatchPlan:
-        """Fills one batch; who is preempted for it is swapped out, who comes back swapped in."""
+        """Fills one batch. Preempted requests are swapped out, and returning ones swapped in."""
         plan = super().plan(view, now)
         moved = (*_out(view, plan.preempted), *plan.operations, *_back(view, plan.rows))
         return BatchPlan(plan.rows, plan.num_tokens, plan.reserve, plan.kinds, moved)
 
     def candidates(self, view: View, rows: np.ndarray) -> Candidates:
-        """As in the unified scheduler, but for the tokens whose cache is on the host."""
+        """As in the unified scheduler, without the tokens whose cache is on the host."""
         found = super().candidates(view, rows)
         if view.host.num_used:
             found.tokens = found.tokens - _on_host(view, rows)
@@ -164,7 +165,7 @@ def _on_host(view: View, rows: np.ndarray) -> np.ndarray:
 
 
 def _out(view: View, rows: np.ndarray) -> list[Operation]:
-    """The caches of the preempted that the host has room for, in order."""
+    """Checkpoints of the preempted caches that the host has room for, in order."""
     cached = view.table.computed[rows]
     slots = slots_for(cached, view.pool.kind[rows])
     count = int(np.searchsorted(np.cumsum(slots), view.host.num_free, side="right"))
@@ -172,6 +173,6 @@ def _out(view: View, rows: np.ndarray) -> list[Operation]:
 
 
 def _back(view: View, rows: np.ndarray) -> list[Operation]:
-    """The caches on the host of those who start."""
+    """The caches on the host of rows that start."""
     swapped = rows[_on_host(view, rows) > 0]
     return [Restore(swapped, np.zeros_like(swapped))] if len(swapped) else []

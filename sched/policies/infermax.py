@@ -58,7 +58,7 @@ class InferMax(UnifiedPolicy):
             raise ValueError(f"enough must be at least 0, got {self.enough}")
 
     def ranking(self, view: View, now: float) -> Ranking:
-        """Those that run by cached tokens, most first; the waiting as `UnifiedPolicy` has them."""
+        """Running requests by cached tokens, most first; waiting ones as in `UnifiedPolicy`."""
         plain = rank(view, requeue=self.requeue)
         if not self.longest_first:
             return plain
@@ -67,7 +67,7 @@ class InferMax(UnifiedPolicy):
         return Ranking(view.table, plain.waiting, running)
 
     def compiled_spec(self) -> CompiledSpec | None:
-        """As the methods here have it."""
+        """The form of the methods here."""
         plain = super().compiled_spec()
         return plain and CompiledSpec(
             _longest if self.longest_first else None,
@@ -77,8 +77,8 @@ class InferMax(UnifiedPolicy):
         )
 
     def expected(self, view: View) -> Expected | None:
-        """Of each, its prompt and the mean output of those that got as long, at most max_tokens.
-        None until `enough` outputs have ended."""
+        """For each request, its prompt and the mean of the outputs that got as long, at most
+        max_tokens. None until `enough` outputs have ended."""
         table, lengths = view.table, view.table.output_lengths
         if self.expect is Expect.NOTHING or lengths.count < self.enough:
             return None
@@ -92,5 +92,5 @@ class InferMax(UnifiedPolicy):
 
 
 def _longest(r: Any) -> Any:
-    """Those that wait behind all that run, in the order that they have."""
+    """Waiting requests come behind all running ones, in their own order."""
     return where(r.waiting, np.inf, -r.computed)

@@ -42,7 +42,7 @@ class Ordered(UnifiedPolicy):
         return rank(view, keys, self.requeue)
 
     def queue_priority(self, requests: Any, now: float) -> Any:
-        """Unknown: the numbers are of those that it was made for."""
+        """Unknown: the numbers are those of one workload."""
         return None
 
     def compiled_spec(self) -> CompiledSpec | None:

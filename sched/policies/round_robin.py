@@ -48,7 +48,7 @@ class RoundRobin(UnifiedPolicy):
     steady = False
 
     def plan(self, view: View, now: float) -> BatchPlan:
-        """A batch of the queue whose turn it is, or of the other one if that has none."""
+        """A batch of the queue whose turn it is, or of the other if that is empty."""
         for _ in Tier:
             plan = super().plan(view, now)
             self._turn.pass_on()
@@ -57,7 +57,7 @@ class RoundRobin(UnifiedPolicy):
         return BatchPlan()
 
     def queue_priority(self, requests: Any, now: float) -> Any:
-        """By arrival, and as if real-time requests met no others, who take every other batch."""
+        """By arrival, and as if real-time requests, which get every other batch, met no others."""
         return requests.seq + (requests.tier == Tier.BEST_EFFORT) * _FAR
 
     def candidates(self, view: View, rows: np.ndarray) -> Candidates:

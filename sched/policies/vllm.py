@@ -14,8 +14,8 @@ PREFILL_FIRST = (Group(Phase.WAITING), Group(Phase.RUNNING, preempts=True))
     source="InferMax 3.1, Table 1",
 )
 def vllm() -> UnifiedPolicy:
-    """A batch of whole prompts where anybody can start, else of all decodes, who preempt the last
-    to arrive when memory ends."""
+    """A batch of whole prompts if any can start, else of all decodes, which preempt the latest to
+    arrive when memory runs out."""
     return UnifiedPolicy(PREFILL_FIRST, mixed_batches=False, chunked=False, full_prefill=True)
 
 

@@ -56,5 +56,5 @@ def violation(s: Any, work: Any, short: Any, q: Any, now: float) -> Any:
 
 
 def _miss(share: Any) -> Any:
-    """How likely a target is missed of which so much is predicted to be used, 0 to 1."""
+    """How likely a target is missed, 0 to 1, when this share of it is predicted to be used."""
     return np.minimum(np.maximum((share - NEAR) / (2.0 * (1.0 - NEAR)), 0.0), 1.0)

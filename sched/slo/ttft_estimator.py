@@ -1,19 +1,19 @@
-"""How long a request that comes now would wait for its first token.
+"""How long a newly arriving request would wait for its first token.
 
-A fluid estimate from a `Backlog`, without looking at what a policy decides from step to step. The
-first token comes after as many steps as the prompt tokens before it and its own take, or as many
-decodes as it takes until those that run have left rows and blocks to it and all before it,
-whichever are more. Both are priced by the cost model that the scheduler plans with. Where
-something cannot be known before, it errs to the short side, so that who refuses late requests
-refuses too few: policies that say nothing of their order (`Policy.queue_priority`) are taken to
-serve the newcomer first, caches do not grow, and nobody is preempted for their growth.
+A fluid estimate from a `Backlog`, without following a policy from step to step. The first token
+comes after as many steps as its own prompt tokens and those before it take, or after as many
+decodes as running requests need to leave rows and blocks for all of them, whichever is longer. Both
+are priced by the scheduler's cost model. Where something cannot be known, the estimate errs short,
+so that too few late requests are refused rather than too many: policies without a known order
+(`Policy.queue_priority`) are taken to serve the newcomer first, caches do not grow, and nothing is
+preempted for their growth.
 
-A router has a coarser one of the same view (`routing/estimate.py`), for all replicas at once and
-from sums, since a snapshot has no requests in it: it knows tiers where this knows places in the
-policy's order, lets blocks and rows come free evenly where this follows how long outputs get, and
-shares out a step's own price by token where this counts steps. Neither can do the other's work:
-this one takes a backlog and 25 us for one engine. Where nothing is short and all come in order, the
-two are a step and what is rounded to whole tokens apart; a test holds them to that.
+A router has a coarser estimate of the same kind (`routing/estimate.py`), for all replicas at once
+and from sums, since a snapshot has no requests in it. It knows tiers where this knows places in the
+policy's order; it lets blocks and rows come free evenly where this follows output lengths; and it
+spreads a step's own price over tokens where this counts steps. Neither can replace the other: this
+one takes a backlog and 25 us for one engine. Where nothing is short and all come in order, the two
+differ by a step and rounding to whole tokens; a test checks that.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class _Came:
 
 
 class TtftEstimator:
-    """Predicts from one backlog. What takes long is done once, when it is first asked for; then
-    each question takes two bisections. Any thread may ask, one at a time."""
+    """Predicts from one backlog. Slow parts are computed once, on first use; then each query takes
+    two bisections. Any thread may ask, one at a time."""
 
     def __init__(self, backlog: Backlog) -> None:
         self._backlog = backlog
@@ -126,8 +126,8 @@ class TtftEstimator:
         return _Work(1, size, size * size, 0, 1, blocks)
 
     def _before(self, place: float | None, request: Request, own: _Work) -> _Work:
-        """What is computed before it: what has begun, and of those that wait, of its own tenant's
-        all that stand no later, of another's no more than its share meanwhile."""
+        """The work before the request: of running requests and its tenant's waiting ones, all that
+        rank no later; of other tenants' waiting ones, no more than their share meanwhile."""
         if place is None:
             return _NOTHING
         tenant, shares = request.tenant, self._backlog.shares
@@ -147,13 +147,13 @@ class TtftEstimator:
         return before
 
     def _counter(self, tenant: str) -> float:
-        """Of that share. Who had nothing to do has saved up nothing (`FairShares.join`)."""
+        """The tenant's counter. One that was idle has saved up nothing (`FairShares.join`)."""
         counter = self._backlog.shares.get(tenant, Share()).counter
         return counter if tenant in self._queues else max(counter, self._least)
 
     @cached_property
     def _least(self) -> float:
-        """The least counter of those that wait; the largest of all where nobody does."""
+        """The least counter of waiting tenants; the largest of all if none waits."""
         shares = self._backlog.shares
         waiting = [shares[name].counter for name in self._queues if name is not None]
         return min(waiting, default=max((one.counter for one in shares.values()), default=0.0))
@@ -209,7 +209,7 @@ class TtftEstimator:
         return self._backlog.queue_priority(self._backlog.known, self._backlog.time)
 
     def _given_up(self, place: float | None) -> tuple[int, int]:
-        """Rows and blocks that those that run would lose to it."""
+        """Rows and blocks that running requests would lose to the request."""
         backlog = self._backlog
         if place is None:  # it is taken to be served first, so all make room for it
             return self._holders, int(backlog.blocks.sum())
@@ -221,7 +221,7 @@ class TtftEstimator:
 
     @cached_property
     def _losers(self) -> tuple[np.ndarray, np.ndarray]:
-        """Those that run, by standing, and the blocks of the first 0, 1, ... of them."""
+        """Running requests by standing, and the blocks of the first 0, 1, ... of them."""
         backlog = self._backlog
         runs = np.flatnonzero(~backlog.known.waiting)
         standing = self._standing
@@ -323,13 +323,13 @@ class TtftEstimator:
 
     @cached_property
     def _limits(self) -> np.ndarray:
-        """How much those that wait may write."""
+        """The most that each waiting request may write."""
         known = self._backlog.known
         return np.asarray(known.most_output[known.waiting])
 
     @cached_property
     def _mean(self) -> float:
-        """Tokens of an output of those that wait."""
+        """Mean output of the waiting requests, tokens."""
         if not len(self._limits):
             return self._outputs.mean
         return max(1.0, float(self._outputs.within(self._limits).mean()))

@@ -35,13 +35,34 @@ FREE, WAITING, RUNNING, DRAINING, HELD = map(int, State)
 
 
 class RequestTable:
-    """Struct of arrays over `capacity` rows. Times in seconds, lengths in tokens.
+    """Struct of arrays over `capacity` rows, one row a request. Times in seconds, lengths in
+    tokens.
 
-    generated counts tokens from the moment the step that makes them is launched; computed
-    likewise. last_token is the time at which the last token reached the host (the arrival before
-    the first). alone is what an idle engine takes to the first token, 0 where there are no targets.
-    ttft, tbt and jct are the targets that count: an absent one is infinite, and one that an idle
-    engine would miss is what that takes. `state` changes through `add`, `move` and `remove` only.
+    `state` changes only through `add`, `move` and `remove`.
+
+    Attributes:
+        state: int8, `State`.
+        seq: int64, order of arrival.
+        last_batch_order: int64, order in which requests were last in a batch.
+        preempted_order: int64, of its last preemption, from 1; 0 for none.
+        arrival: float64.
+        last_token: float64, when the last token reached the host; the arrival before the first.
+        prompt_len: int64.
+        max_tokens: int64.
+        generated: int64, counted from the launch of the step that makes them.
+        received: int64, generated tokens that have reached the host.
+        computed: int64, cached tokens, counted from the launch of the step.
+        preemptions: int64.
+        lost_from: int64, the most tokens that it had cached when it lost some.
+        tier: int8, `Tier`.
+        greedy: bool, `SamplingParams.is_plain_greedy`.
+        ttft, tbt, jct: float64, targets that count; inf for none. A target that an idle engine
+            would miss is raised to what that takes.
+        alone: float64, time to the first token on an idle engine; 0 without targets.
+        tenant: int64, number in `FairShares`.
+        output_lengths: Of finished outputs.
+        num_sampling: Requests that are not greedy.
+        num_timed: Requests with a TTFT or a TBT.
     """
 
     def __init__(self, capacity: int) -> None:

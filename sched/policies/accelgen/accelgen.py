@@ -118,8 +118,8 @@ class AccelGen(Policy):
         return self._booked(view, batch, room, clock)
 
     def queue_priority(self, requests: Any, now: float) -> Any:
-        """By the first token's deadline, those that are late behind the others where `late_last`
-        says so; then those without one. Without the ordering, by arrival."""
+        """By the first token's deadline; with `late_last`, late requests come behind the others.
+        Requests without a deadline come last. Without the ordering, by arrival."""
         if self.ordering is Ordering.FIFO:
             return requests.seq
         bare = np.isinf(requests.ttft) & np.isinf(requests.jct)
@@ -198,7 +198,7 @@ class AccelGen(Policy):
         self._history.note_late(late.rows, done.rows[done.starts])
 
     def _booked(self, view: View, batch: Batch, room: AccelGenBudget, clock: float) -> BatchPlan:
-        """The plan, and what the next one has to know of it."""
+        """The plan; also notes what the next one has to know of it."""
         done, seconds, history = batch.work(), batch.seconds, self._history
         history.note_absences(view, room.preempted, done.rows, clock)
         history.note_batch(view, done.rows, done.start + done.tokens, done.tokens, seconds)
@@ -209,8 +209,8 @@ class AccelGen(Policy):
 
 
 def _in_reach(batch: Batch, work: Work, tokens: np.ndarray) -> tuple[Work, np.ndarray]:
-    """The work, whose limits hold only where they can be met beside the batch with so many tokens
-    of it now, int64 [n]; and who will be in time, bool [n]."""
+    """The work, with limits only where they can be met beside the batch when so many tokens of it,
+    int64 [n], are computed now; and which of it will be in time, bool [n]."""
     seconds = batch.with_each(replace(work, tokens=tokens))
     met = seconds <= work.limit
     otherwise = np.where(seconds <= work.late, work.late, np.inf)

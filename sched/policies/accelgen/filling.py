@@ -1,4 +1,4 @@
-"""Requests into the batch: those that decode, urgent prompts, and the choice among the others."""
+"""Fills a batch: decodes, urgent prompts, and a choice among the others."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ NOBODY = np.zeros(0, np.int64)
 
 @dataclass
 class _Queue:
-    """Those that wait, and the tokens of each. Both stay while nobody comes or goes."""
+    """The waiting rows, and the tokens of each; cached while the queue does not change."""
 
     rows: np.ndarray = field(default_factory=lambda: NOBODY)
     tokens: np.ndarray = field(default_factory=lambda: NOBODY)
@@ -83,8 +83,8 @@ class AptServe(Policy):
                 raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
 
     def plan(self, view: View, now: float) -> BatchPlan:
-        """A step of prefills where those that wait have been without a token for longer in all than
-        those that run (section 5), and of decodes otherwise; chunked, one batch of both."""
+        """A step of prefills if the waiting requests have been without a token for longer in all
+        than the running ones (section 5), else one of decodes; if chunked, one batch of both."""
         waiting, running = view.table.in_state(WAITING), view.table.in_state(RUNNING)
         moment = self._moment(view, now, waiting, running)
         queue = Weighed(waiting, self._queue.tokens_of(view, waiting), moment.weigh)
@@ -114,8 +114,8 @@ class AptServe(Policy):
         return self.hybrid_cache and view.rho is not None
 
     def _prefills(self, moment: Moment, queue: Weighed, some: Weighed, running: np.ndarray) -> bool:
-        """Whether it is the turn of those that wait, of whom some could start. It is their times
-        that count, of late requests too: the fallback changes values, not waiting."""
+        """Whether it is the turn of the waiting requests, and some could start. Late requests count
+        with their full waiting time: the fallback changes values, not waiting."""
         if not self.adaptive:
             return True
         ran = moment.pending(running).sum()
@@ -124,8 +124,8 @@ class AptServe(Policy):
         return bool(moment.pending(queue.rows).sum() >= ran)
 
     def _budget(self, view: View, left: int, rows: int = 0, used: int = 0) -> StartBudget:
-        """What there is for those who start. left: free blocks. rows, used: rows and tokens in the
-        batch already."""
+        """What is left for requests to start. left: free blocks. rows, used: rows and tokens that
+        are in the batch already."""
         limits, blocks = view.limits, view.pool.num_blocks
         holders = len(view.table.in_state(RUNNING))
         c = limits.max_prefill_tokens if self.chunked else limits.max_batch_tokens
@@ -143,7 +143,7 @@ class AptServe(Policy):
         return (start if self.adaptive else start_in_turn)(view, queue, budget)
 
     def _go_on(self, view: View, ran: Weighed, queue: Weighed) -> BatchPlan:
-        """A step of those that run, and of those that start in a mixed batch."""
+        """A step of running requests, with starts if batches are mixed."""
         anew = self.penalty is Penalty.REDECIDE and self._hidden(view)
         if anew:
             goes, preempt, left = redecide(view, ran.rows, ran.values)
@@ -169,7 +169,7 @@ class AptServe(Policy):
         return _plan(view, batch, preempt, project)
 
     def _share(self, view: View, ran: Weighed) -> np.ndarray:
-        """Tokens that each of those who go on computes: decodes first, then prompts by value."""
+        """Tokens that each continuing request computes: decodes first, then prompts by value."""
         table, limits, rows = view.table, view.limits, ran.rows
         tokens = table.pending(rows)
         decodes = table.decoding(rows)

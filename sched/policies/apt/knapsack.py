@@ -90,8 +90,8 @@ class _Entries:
         return entries[np.argsort(-self.gain[entries], kind="stable")]
 
     def cut(self, budget: int) -> tuple[np.ndarray, np.ndarray]:
-        """All of them by falling gain, up to the first that the budget has no room for, and from
-        there on; there, those that it has no room for either may be left out."""
+        """All entries by falling gain, split at the first that exceeds the budget. The second part
+        may lack entries that do not fit into what is left either."""
         known, weight, most = self.known, self.weight, FIRST_LOOK
         gain, head = self.gain[known], known
         least = -np.inf
@@ -154,8 +154,8 @@ def _entries(offers: Offers, budget: int) -> _Entries:
 def _filled(
     entries: _Entries, taken: np.ndarray, rest: np.ndarray, budget: int, count: int
 ) -> np.ndarray:
-    """Kinds [count] if `taken` are, and of the rest whatever still fits: first those who are not
-    served yet, then changes to KV."""
+    """Kinds [count] if the entries in `taken` are served, and of the rest what still fits: first
+    requests that are not served yet, then changes to KV."""
     kinds = np.full(count, NOT_SERVED)
     firsts = taken[taken < count]
     kinds[firsts] = entries.kind[firsts]
@@ -175,7 +175,7 @@ def _filled(
 def _with_alone(
     entries: _Entries, alone: int, kind: int, budget: int, count: int, offers: Offers
 ) -> np.ndarray:
-    """Kinds [count] if that one is served before anybody else."""
+    """Kinds [count] if that request is served before all others."""
     left = budget - int(offers.kv[alone] if kind == _KV or offers.hidden is None else 0)
     if kind == _HIDDEN and offers.hidden is not None:
         left -= int(offers.hidden[alone])

@@ -26,7 +26,13 @@ _PLANES = int(PLANES[KV])
 
 @dataclass(frozen=True)
 class _Loan:
-    """blocks: int64 [k, planes], of which rows[k] joins each, to have filled[k] tokens there."""
+    """Blocks that rows join.
+
+    Attributes:
+        rows: int64 [k].
+        filled: int64 [k], tokens that each row is to have in its block.
+        blocks: int64 [k, planes], the block of each row.
+    """
 
     rows: np.ndarray
     filled: np.ndarray
@@ -92,8 +98,8 @@ class SharedBlocksBudget(BrosBudget):
             self._let_go(row, np.array([number]))
 
     def offers_first(self, rows: np.ndarray) -> Work:
-        """As `offers`, of best-effort rows that come before real-time ones, and leave the blocks in
-        which those that run may write over what they have."""
+        """As `offers`, of best-effort rows that come before real-time ones. They move out of blocks
+        in which running real-time rows may overwrite their tokens."""
         runs = self.running[self.view.pool.direction[self.running] == LEFT]
         self._fill(runs, self.view.table.computed[runs] + 1)
         return self._restore.offers(rows[~self._hit[rows]], self.left, every_block=True)
@@ -185,7 +191,7 @@ class SharedBlocksBudget(BrosBudget):
         return ids, filled
 
     def _borrow(self, work: Work) -> _Loan:
-        """The blocks that these, in order, join once those that are free have been handed out."""
+        """The blocks that these, in order, join once the free ones are handed out."""
         pool, size = self.view.pool, self.view.pool.block_size
         wanted = np.clip(np.cumsum(work.new) - self.free, 0, work.new) // _PLANES
         rows = np.repeat(work.rows, wanted)
@@ -232,8 +238,8 @@ class SharedBlocksBudget(BrosBudget):
             self._hit[rows] = True
 
     def _cut(self, row: int, first: int) -> None:
-        """The row, for whose tokens from `first` on there is no place, loses its cache from that
-        block on: the block is all the other's then, who would soon write over more of it."""
+        """The row loses its cache from the block of token `first` on, since the host has no room.
+        The block then belongs to the other side alone, which would soon overwrite more of it."""
         index = first // self.view.pool.block_size
         self._let_go(row, np.arange(index, self.view.pool.held[row]))
         self._keep[row], self._hit[row] = index * self.view.pool.block_size, True

@@ -172,8 +172,8 @@ class Bros(Policy):
         )
 
     def queue_priority(self, requests: Any, now: float) -> Any:
-        """By deadline, those that are late behind the others where `late_last` says so; then
-        best-effort requests. Real-time ones that run keep what they have."""
+        """By deadline; with `late_last`, late requests come behind the others. Then best-effort
+        requests. Running real-time requests keep what they have."""
         ttft = np.where(np.isinf(requests.ttft), self.ttft, requests.ttft)
         due = requests.arrival + ttft
         late = (due < now) & self.late_last
@@ -224,8 +224,8 @@ class Bros(Policy):
     def _remember(
         self, batch: Batch, done: Work, packed: Packed, forced: int, clock: float
     ) -> None:
-        """The batch, which begins at `clock`, whose first `forced` rows came before real-time ones,
-        and what follows from it for the next."""
+        """Notes the batch and what follows from it for the next. It begins at `clock`, and its
+        first `forced` rows came before real-time ones."""
         memory, view = self._memory, batch.view
         grown = min(memory.size + self.growth, view.limits.max_rows)
         memory.size = self.initial if packed.early else grown

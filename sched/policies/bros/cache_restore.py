@@ -1,4 +1,5 @@
-"""What it takes to serve a best-effort request whose blocks others share (BROS section 5.2)."""
+"""What it takes to serve a best-effort request whose blocks are shared with others (BROS section
+5.2)."""
 
 from __future__ import annotations
 
@@ -60,17 +61,17 @@ class CacheRestore:
         return work
 
     def movers(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Those of these rows that leave blocks, each by itself, int64 [1]."""
+        """Rows that move out of blocks, each as an int64 [1]."""
         return [rows[i : i + 1] for i in np.flatnonzero(np.isin(rows, list(self._copy))).tolist()]
 
     def all_copies(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of all of these: rows and numbers of blocks, int64 [k]."""
+        """The blocks that these rows copy: rows and block numbers, int64 [k]."""
         if not self._copy:
             return _listed([])
         return _listed([(row, self._copies(row)) for row in rows.tolist() if row in self._copy])
 
     def all_restores(self, work: Work) -> tuple[np.ndarray, np.ndarray]:
-        """Of all of these: rows and first tokens, int64 [k]."""
+        """The segments that these rows restore: rows and first tokens, int64 [k]."""
         back = work.rows[work.loaded > 0]
         return _listed([(row, self._restores(row)) for row in back.tolist()])
 
@@ -80,8 +81,8 @@ class CacheRestore:
         return np.array([segment.first for segment in self.view.host.segments(row)], np.int64)
 
     def _leave_blocks(self, work: Work, left: np.ndarray, every: bool) -> None:
-        """Those who would write over what the other owner of a block has leave it; every: and those
-        whose tokens it would write over."""
+        """Rows move out of blocks where they and the other owner no longer both fit. every: check
+        all blocks of a row, not only the one that it fills now."""
         pool, size = self.view.pool, self.view.pool.block_size
         index = self.view.table.computed[work.rows] // size
         first = np.where(every, 0, index)

@@ -26,8 +26,8 @@ _BEHIND = 3  # all others
 
 
 def _ranks(place: Late, late: np.ndarray, decodes: np.ndarray) -> np.ndarray:
-    """Who comes before others who have less time left: the lower number, int64 [n]. late, decodes:
-    bool [n], in order of the time left."""
+    """Rank of each request, int64 [n]; a lower one comes first, whatever the time left. late,
+    decodes: bool [n], in order of the time left."""
     if place is Late.IN_PLACE:
         return np.zeros(len(late), np.int64)
     ranks = np.where(late, _BEHIND, 0)
