@@ -77,7 +77,8 @@ def _serve(settings: Settings, http_port: int, grpc_port: int) -> int:
             signal.signal(number, lambda *_: over.set())
         cluster.deploy(settings)
         print(ready_text(cluster, settings, time.monotonic() - began), flush=True)
-        over.wait()
+        while not over.wait(0.5):
+            pass  # a signal that another thread catches is handled at the next turn
         print("stopping", file=sys.stderr)
     return 0
 
