@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 from tqdm import tqdm
@@ -54,10 +54,12 @@ class ManyPrompts:
                 total=len(prompts), initial=len(answers.done), unit="prompt", file=sys.stderr
             ) as self._bar,
             ThreadPoolExecutor(max_workers=self._concurrency) as pool,
+            # Ctrl-C comes on the main thread only: no answer is half written, lost, or there twice.
+            ThreadPoolExecutor(max_workers=1) as writer,
         ):
             futures = {line: pool.submit(self._answer, prompts[line]) for line in left}
             try:
-                return self._write(futures, answers)
+                return writer.submit(self._write, futures, answers).result()
             except BaseException:
                 self._stopping.set()
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -71,7 +73,7 @@ class ManyPrompts:
                 record = future.result()
                 failed += "error" in record
                 answers.write(line, record)
-        except (ServerError, KeyboardInterrupt):
+        except (ServerError, CancelledError):
             for line, future in futures.items():
                 there = future.done() and not future.cancelled() and future.exception() is None
                 if there and line not in answers.done:
