@@ -6,6 +6,7 @@ import dataclasses
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -131,7 +132,7 @@ class EngineTarget:
             done.release()
 
 
-class ThreadedTarget:
+class ThreadedTarget(ABC):
     """A target with one thread for each request: what is timed includes this client."""
 
     def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
@@ -146,10 +147,10 @@ class ThreadedTarget:
         finally:
             done.release()
 
+    @abstractmethod
     def serve(self, job: Job, record: Record) -> None:
         """Serves the job and writes its outcome into the record. If it raises, the job has
         failed."""
-        raise NotImplementedError
 
 
 class ServerTarget(ThreadedTarget):
