@@ -6,39 +6,20 @@ on every machine. The texts and the rules are this project's own.
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from . import deeds, people, things, travels
+from .texts import read
 from .writer import Writer
 
-PLOTS: tuple[Callable[[Writer], None], ...] = (
-    things.lost,
-    things.sharing,
-    things.mistake,
-    things.present,
-    things.mystery,
-    things.baking,
-    things.planting,
-    people.helping,
-    people.new_friend,
-    people.fear,
-    people.practice,
-    people.contest,
-    people.bedtime,
-    travels.weather,
-    travels.journey,
-    travels.building,
-    deeds.wish,
-    deeds.promise,
-    deeds.rescue,
-)
+PLOTS = read("plots.txt")
 
 
 def write(seed: int) -> Writer:
     """Write the story of `seed` and return its writer, which knows the cast and the slots."""
     writer = Writer(random.Random(seed))
-    writer.pick(PLOTS)(writer)
+    writer.play(writer.pick(list(PLOTS.values())))
     return writer
 
 
@@ -49,7 +30,4 @@ def story(seed: int) -> str:
 
 def stories(first_seed: int) -> Iterator[str]:
     """An endless stream of stories, seed after seed."""
-    seed = first_seed
-    while True:
-        yield story(seed)
-        seed += 1
+    return map(story, itertools.count(first_seed))

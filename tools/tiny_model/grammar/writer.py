@@ -4,63 +4,82 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
-from . import frame, words
-from .words import Kind
+from .texts import WORDS, Paragraph, rows
 
 T = TypeVar("T")
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
-_ARTICLE = re.compile(r"\b([Aa])~ (\w)")
+_ARTICLE = re.compile(r"\b([Aa])~ (?=(\w))")
 _SENTENCE = re.compile(r"(?<=[.!?] )[a-z]")
+_WHEN = re.compile(r"(?:(\d+)% |(yes|no): )?(.*)")
 _PRONOUNS = {
     "she": ("she", "her", "her", "herself"),
     "he": ("he", "him", "his", "himself"),
 }
 
 
-@dataclass(frozen=True)
-class Character:
+class Character(NamedTuple):
     """Somebody in a story.
 
     Attributes:
         name: What others call them.
         gender: "she" or "he".
-        kind: What they are.
+        group: "child", "animal" or "fairy".
+        noun: What they are.
+        limb: Their hand, paw or the like.
+        home: Where they live.
     """
 
     name: str
     gender: str
-    kind: Kind
+    group: str
+    noun: str
+    limb: str
+    home: str
 
-    def slots(self, prefix: str) -> dict[str, str]:
-        """The template slots of this character: {h}, {he}, {him}, ... with `prefix` before them."""
-        subject, obj, possessive, self_ = _PRONOUNS[self.gender]
-        out = {"he": subject, "him": obj, "his": possessive, "himself": self_}
-        out |= {"kind": self.kind.noun, "limb": self.kind.limb, "home": self.kind.home}
-        return {prefix + key: value for key, value in out.items()}
+    def slots(self, prefix: str, name: str) -> dict[str, str]:
+        """The template slots of this character: {he}, {him}, ... with `prefix` before them, {name}
+        and, with its kind but for children, {namex}."""
+        own = dict(zip(("he", "him", "his", "himself"), _PRONOUNS[self.gender], strict=True))
+        own |= {"kind": self.noun, "limb": self.limb, "home": self.home}
+        full = self.name if self.group == "child" else f"{self.name} the {self.noun}"
+        return {prefix + key: value for key, value in own.items()} | {
+            name: self.name,
+            f"{name}x": full,
+        }
 
 
 class Writer:
-    """Writes one story: holds the random numbers, the filled slots and the sentences so far."""
+    """Writes one story: holds the random numbers, the filled slots and the sentences so far.
+
+    Paragraphs of a plot are written by the methods that `play` calls: they get the words behind
+    theirs, names of slots, and the paragraph's lines.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.slots: dict[str, str] = {}
         self.sentences: list[str] = []
         self.prefix = ""
+        self._chosen = True
         self.hero = self._cast_hero()
         self.friend = self._cast_friend()
-        self.slots |= self.hero.slots("") | {"h": self.hero.name}
-        self.slots |= self.friend.slots("f") | {"f": self.friend.name}
-        self.slots |= {"hx": _presented(self.hero), "fx": _presented(self.friend)}
-        self._set_scene()
+        self.slots = self.hero.slots("", "h") | self.friend.slots("f", "f") | {"things": "toys"}
+        place, preposition = self.pick(WORDS["place"])
+        self.slots |= {"place": place, "in_place": f"{preposition} the {place}"}
+        for name in ("trait", "near", "like"):
+            self.draw([name])
+        self._cast_elder()
+        self.own(["things"])
 
     def pick(self, items: Sequence[T]) -> T:
         """One of the items, each equally likely; there is at least one."""
-        return items[self.rng.randrange(len(items))]
+        return items[self.rng.randrange(len(items))] if len(items) > 1 else items[0]
+
+    def word(self, name: str) -> str:
+        """One of the words of that name."""
+        return self.pick(WORDS[name])[0]
 
     def chance(self, probability: float) -> bool:
         """True with that probability, 0 to 1; uses up one random number either way."""
@@ -73,51 +92,81 @@ class Writer:
         while match := _CHOICE.search(text):
             chosen = self.pick(match.group(1).split("|"))
             text = text[: match.start()] + chosen + text[match.end() :]
-        text = _ARTICLE.sub(lambda m: _article(m.group(1), m.group(2)), text)
+        text = _ARTICLE.sub(lambda m: m[1] + ("n " if m[2].lower() in "aeiou" else " "), text)
         return _SENTENCE.sub(lambda m: m.group().upper(), text)
 
     def say(self, template: str) -> None:
-        """Add one or more sentences."""
-        text = self.fill(template)
-        self.sentences.append(text[0].upper() + text[1:])
+        """Add one or more sentences; none for a template of nothing."""
+        if text := self.fill(template):
+            self.sentences.append(text[0].upper() + text[1:])
 
     def maybe(self, probability: float, template: str) -> None:
         """`say`, with that probability, 0 to 1."""
         if self.chance(probability):
             self.say(template)
 
-    def tell(self, lines: str) -> None:
-        """`say` each line; one that begins with `60% ` with that probability only."""
-        for line in lines.strip().splitlines():
-            head, rare, tail = " ".join(line.split()).partition("% ")
-            if rare:
-                self.maybe(int(head) / 100, tail)
-            else:
-                self.say(head)
+    def play(self, plot: Iterable[Paragraph]) -> None:
+        """Write the story of a plot."""
+        for head, lines in plot:
+            if meant := self._meant(head):
+                verb, *names = meant.split()
+                getattr(self, verb)(names, lines)
 
-    def draw(self, names: str, rows: Sequence[Sequence[str]]) -> None:
-        """Fill the slots of these names with one of the rows, templates."""
-        self.slots |= zip(names.split(), self.pick(rows), strict=True)
+    def _meant(self, text: str) -> str:
+        """What is behind a `60% `, with that probability; behind a `yes: ` or `no: ` if the last of
+        those came so; all of any other text."""
+        share, answer, rest = _WHEN.fullmatch(text).groups()  # type: ignore[union-attr]
+        if share:
+            self._chosen = self.chance(int(share) / 100)
+        always = not (share or answer)
+        return rest if always or self._chosen == (answer != "no") else ""
 
-    def start(self, lines: str) -> None:
+    def tell(self, _: Sequence[str], lines: Sequence[str]) -> None:
+        """`say` each line that is meant."""
+        for line in lines:
+            if meant := self._meant(line):
+                self.say(meant)
+
+    def draw(self, names: Sequence[str], lines: Sequence[str] = ()) -> None:
+        """Fill the slots of these names with one of the rows, templates; without lines, with one of
+        the words of that name."""
+        self.slots |= zip(names, self.pick(rows(*lines) if lines else WORDS[names[0]]), strict=True)
+
+    def sample(self, names: Sequence[str], lines: Sequence[str]) -> None:
+        """Fill each slot with another one of the rows."""
+        drawn = self.rng.sample(rows(*lines), len(names))
+        self.slots |= {name: row[0] for name, row in zip(names, drawn, strict=True)}
+
+    def settle(self, names: Sequence[str], _: Sequence[str]) -> None:
+        """Expand what is in these slots once, for all of the story."""
+        self.slots |= {name: self.fill(self.slots[name]) for name in names}
+
+    def own(self, names: Sequence[str], lines: Sequence[str] = ()) -> None:
+        """Choose the thing the story is about, {obj} and {cobj}, with its colour: one of the rows,
+        or of the words whose name is in the slot."""
+        noun = self.pick(rows(*lines) if lines else WORDS[self.slots[names[0]]])[0]
+        adjective = self.word("color" if self.chance(0.75) else "look")
+        self.slots |= {"obj": noun, "cobj": f"{adjective} {noun}"}
+
+    def start(self, _: Sequence[str], lines: Sequence[str]) -> None:
         """Introduce the hero and what sets the story going.
 
         Of two lines the first is `out: `, `home: ` or `night: `, so that the first sentence does
         not contradict it, and a sentence that can follow "One day, ". The second says the same:
         a feeling, ` because `, and a clause.
         """
-        first, why = (" ".join(line.split()) for line in lines.strip().splitlines())
+        first, why = lines
         where, _, hook = first.partition(": ")
         if self.chance(0.05):
-            request = self.fill(self.pick(frame.REQUEST))
-            self.prefix = request[0].upper() + request[1:]
+            request = self.fill(self.word("request"))
+            self.prefix = request[0].upper() + request[1:] + "\n"
         roll = self.rng.random()
         if roll < 0.52:
-            self.say(self.pick(frame.WHO))
-            self.maybe(0.35, self.pick(frame.MORE))
-            self.say(self.pick(frame.AT_NIGHT if where == "night" else frame.CONNECT) + hook)
+            self.say(self.word("who"))
+            self.maybe(0.35, self.word("more"))
+            self.say(f"{self.word('one night' if where == 'night' else 'one day')} {hook}")
         elif roll < 0.76 and where != "night":
-            outing = self.pick(words.OUTINGS if where == "out" else words.AT_HOME)
+            outing = self.word(where)
             who = self.pick(("{kind} [named|called] {h} ", "{kind} [named|called] {h} ", "{kind} "))
             self.say("[one day|one day|one morning], a~ {trait} " + who + outing + ".")
             if who == "{kind} ":
@@ -134,90 +183,45 @@ class Writer:
             )
             self.say(hook)
 
-    def end(self, moral: str) -> None:
+    def end(self, _: Sequence[str], lines: Sequence[str]) -> None:
         """Close the story: its own lesson most of the time, then perhaps a general ending."""
-        self.maybe(0.85, moral)
-        self.maybe(0.45, self.pick(frame.CLOSE))
+        self.maybe(0.85, lines[0])
+        self.maybe(0.45, self.word("close"))
         self.maybe(0.12, "The end.")
-
-    def set(self, **slots: str) -> None:
-        """Fill slots by name, each with a template that is expanded now, by the slots as they
-        are before."""
-        self.slots |= {name: self.fill(value) for name, value in slots.items()}
-
-    def own(self, nouns: Sequence[str]) -> None:
-        """Choose the thing the story is about: {obj} and {cobj}, with its colour."""
-        noun = self.pick(nouns).replace("_", " ")
-        adjective = self.pick(words.COLORS if self.chance(0.75) else ("little", "old", "shiny"))
-        self.slots |= {"obj": noun, "cobj": f"{adjective} {noun}"}
 
     def text(self) -> str:
         """The sentences as one paragraph, below a request for the story where it has one."""
         return self.prefix + " ".join(self.sentences)
 
     def _cast_hero(self) -> Character:
-        gender = self.pick(("she", "he"))
-        roll = self.rng.random()
-        if roll < 0.42:
-            return self._named(gender, words.CHILDREN[gender])
-        if roll < 0.90:
-            return self._named(gender, self.pick(words.ANIMALS + words.BIRDS))
-        return self._named(gender, self.pick(words.FAIRY[gender]))
+        gender, roll = self.pick(("she", "he")), self.rng.random()
+        return self._cast(gender, "child" if roll < 0.42 else "animal" if roll < 0.90 else "fairy")
 
     def _cast_friend(self) -> Character:
         while True:
-            gender = self.pick(("she", "he"))
-            if self.hero.kind.group == "child" and self.chance(0.8):
-                friend = self._named(gender, words.CHILDREN[gender])
-            else:
-                friend = self._named(gender, self.pick(words.ANIMALS + words.BIRDS))
-            if friend.name != self.hero.name and friend.kind.noun != self.hero.kind.noun:
-                return friend
-            if friend.name != self.hero.name and friend.kind.group == "child":
+            gender, hero = self.pick(("she", "he")), self.hero
+            child = hero.group == "child" and self.chance(0.8)
+            friend = self._cast(gender, "child" if child else "animal")
+            if friend.name != hero.name and (friend.noun != hero.noun or friend.group == "child"):
                 return friend
 
-    def _named(self, gender: str, kind: Kind) -> Character:
+    def _cast(self, gender: str, group: str) -> Character:
+        kind = self.pick(WORDS[group if group == "animal" else f"{gender} {group}"])
         if self.chance(0.10):
-            return Character(words.invent_name(self.pick), gender, kind)
-        people = words.GIRLS if gender == "she" else words.BOYS
-        animals = words.SHE_ANIMALS if gender == "she" else words.HE_ANIMALS
-        human = kind.group in ("child", "fairy")
-        return Character(self.pick(people if human or self.chance(0.2) else animals), gender, kind)
-
-    def _set_scene(self) -> None:
-        place, preposition = self.pick(words.PLACES)
-        trait = self.pick(words.TRAITS)
-        self.slots |= {
-            "place": place,
-            "in_place": f"{preposition} the {place}",
-            "trait": trait,
-            "near": self.pick(words.NEAR),
-            "like": self.pick(words.LIKES),
-        }
-        self._cast_elder()
-        self.own(words.TOYS)
+            name = "".join(self.word(f"name {part}") for part in ("start", "middle", "end"))
+        else:
+            of = "person" if group != "animal" or self.chance(0.2) else "animal"
+            name = self.word(f"{gender} {of} name")
+        noun, limb, home = kind
+        return Character(name, gender, group, noun, limb, home)
 
     def _cast_elder(self) -> None:
         """Somebody older and wiser: of the family for a child, an old neighbour otherwise."""
         gender = self.pick(("she", "he"))
-        if self.hero.kind.group == "child" or self.chance(0.35):
-            kin = (
-                ("mother", "grandmother", "aunt") if gender == "she" else ("father", "grandfather")
-            )
-            elder = f"{{his}} {self.pick(kin)}"
+        if self.hero.group == "child" or self.chance(0.35):
+            elder = f"{{his}} {self.word(f'{gender} kin')}"
         else:
-            nouns = ("owl", "turtle", "badger", "crow", "bear", "goat")
-            mine = (self.hero.kind.noun, self.friend.kind.noun)
-            elder = "the old " + self.pick([noun for noun in nouns if noun not in mine])
+            mine = (self.hero.noun, self.friend.noun)
+            elder = "the old " + self.pick([row for row in WORDS["old"] if row[0] not in mine])[0]
         subject, obj, possessive, _ = _PRONOUNS[gender]
         self.slots |= {"elder": elder, "ehe": subject, "ehim": obj, "ehis": possessive}
-
-
-def _presented(character: Character) -> str:
-    """Children go by their name alone, the others by name and kind."""
-    child = character.kind.group == "child"
-    return character.name if child else f"{character.name} the {character.kind.noun}"
-
-
-def _article(article: str, letter: str) -> str:
-    return f"{article}n {letter}" if letter.lower() in "aeiou" else f"{article} {letter}"
