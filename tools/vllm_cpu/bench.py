@@ -21,42 +21,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-OPT_125M: dict[str, Any] = {
-    "architectures": ["OPTForCausalLM"],
-    "model_type": "opt",
-    "vocab_size": 50272,
-    "num_hidden_layers": 12,
-    "hidden_size": 768,
-    "ffn_dim": 3072,
-    "num_attention_heads": 12,
-    "max_position_embeddings": 2048,
-    "word_embed_proj_dim": 768,
-    "do_layer_norm_before": True,
-    "activation_function": "relu",
-    "bos_token_id": 2,
-    "eos_token_id": 2,
-    "pad_token_id": 1,
-    "torch_dtype": "float32",
-}
-QWEN_05B: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "num_hidden_layers": 24,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "torch_dtype": "float32",
-}
-SHAPES = {"opt-125m": OPT_125M, "qwen2.5-0.5b": QWEN_05B}
+import workload
+
+ARCHITECTURES = {"opt": "OPTForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+
+
+def shape(model: str) -> dict[str, Any]:
+    """The config.json of a model, as jaxserve's preset has it."""
+    sys.path.append(str(Path(__file__).resolve().parents[2]))  # jaxserve need not be installed
+    from jaxserve.models.presets import preset
+
+    config = preset(model)
+    return {**config, "architectures": [ARCHITECTURES[config["model_type"]]]}
 
 
 def cpu_settings() -> dict[str, str]:
@@ -77,21 +53,12 @@ def cpu_settings() -> dict[str, str]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The workload: numbers and lengths as in `jaxserve.bench`. Exits with 2 for a wrong one."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=tuple(SHAPES), default="opt-125m")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--num_requests", type=int, default=32)
-    parser.add_argument("--input_len", type=int, default=128)
-    parser.add_argument("--output_len", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    """The workload. Exits with 2 for a wrong one."""
+    parser = workload.parser(__doc__, 3)
+    parser.add_argument("--dtype", choices=workload.DTYPES, default="float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max_model_len", type=int, default=512)
-    args = parser.parse_args(argv)
-    for name in ("num_requests", "input_len", "output_len", "repeats"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
-    return args
+    return parser.parse_args(argv)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -108,11 +75,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "model": args.model,
         "dtype": args.dtype,
         "workload": {
-            "num_requests": args.num_requests,
-            "input_len": args.input_len,
-            "output_len": args.output_len,
-            "repeats": args.repeats,
-            "seed": args.seed,
+            name: getattr(args, name)
+            for name in ("num_requests", "input_len", "output_len", "repeats", "seed")
         },
         "results": {
             "batch": rates(batch, args.num_requests * args.output_len),
@@ -134,9 +98,9 @@ def measure(args: argparse.Namespace) -> tuple[list[float], list[float], float]:
     import numpy as np
     import vllm
 
-    shape = SHAPES[args.model]
+    config = shape(args.model)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         begin = time.perf_counter()
         engine = vllm.LLM(
             model=folder,
@@ -157,7 +121,7 @@ def measure(args: argparse.Namespace) -> tuple[list[float], list[float], float]:
 
         def timed(count: int) -> float:
             """Seconds for `count` new random prompts."""
-            ids = rng.integers(0, shape["vocab_size"], (count, args.input_len)).tolist()
+            ids = rng.integers(0, config["vocab_size"], (count, args.input_len)).tolist()
             prompts = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in ids]
             begin = time.perf_counter()
             results = engine.generate(prompts, sampling, use_tqdm=False)

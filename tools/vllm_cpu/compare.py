@@ -20,11 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import workload
+from workload import DTYPES
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ("--config=configs/opt_125m_cpu.py", "--config.engine.max_model_len=512")
-DTYPES = ("float32", "bfloat16")
 # Least ratios of jaxserve's rate over vLLM's in the same data type, by workload; for OPT-125M.
-MODEL = "opt-125m"
+MODEL = workload.MODELS[0]
 TARGETS = {
     ("batch", "float32"): 1.05,
     ("batch", "bfloat16"): 1.0,
@@ -56,21 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The workload, and how often it is run. Exits with 2 for a wrong number."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=(MODEL, "qwen2.5-0.5b"), default=MODEL)
+    parser = workload.parser(__doc__, 3)
     parser.add_argument("--vllm_python", default=".venv-vllm/bin/python")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3, help="measured runs in a process")
-    parser.add_argument("--num_requests", type=int, default=32)
-    parser.add_argument("--input_len", type=int, default=128)
-    parser.add_argument("--output_len", type=int, default=64)
+    parser.add_argument("--rounds", type=workload.at_least_one, default=1)
     parser.add_argument("--policy", default="sarathi")
     parser.add_argument("--out", help="file for the JSON")
-    args = parser.parse_args(argv)
-    for name in ("rounds", "repeats", "num_requests", "input_len", "output_len"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
-    return args
+    return parser.parse_args(argv)
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
@@ -165,14 +158,14 @@ def table(result: dict[str, Any]) -> str:
         "| matmuls alone, over vLLM |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    workload = result["workload"]
+    asked = result["workload"]
     for row, label in ROWS:
         for dtype in DTYPES:
             found = result["summary"][row][dtype]
-            target = TARGETS[row, dtype] if workload["model"] == MODEL else None
+            target = TARGETS[row, dtype] if asked["model"] == MODEL else None
             allowed = f"{found['matmuls']:.1f}, {found['matmuls'] / found['vllm']:.2f}"
             cells = [
-                label.format(**workload),
+                label.format(**asked),
                 dtype,
                 *(f"{found[name]:.1f}" for name in ("jaxserve", "vllm")),
                 f"{found['ratio']:.2f}",

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import workload
 
 from jaxserve.models.fused import fused_specs
 from jaxserve.models.layers import matmul
@@ -96,18 +97,9 @@ def limit(args: argparse.Namespace) -> dict[str, Any]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The workload, as in bench.py. Exits with 2 for a wrong number."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="opt-125m")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--num_requests", type=int, default=32)
-    parser.add_argument("--input_len", type=int, default=128)
-    parser.add_argument("--output_len", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=20)
-    args = parser.parse_args(argv)
-    for name in ("num_requests", "input_len", "output_len", "repeats"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
-    return args
+    parser = workload.parser(__doc__, 20)
+    parser.add_argument("--dtype", choices=workload.DTYPES, default="float32")
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
