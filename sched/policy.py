@@ -6,15 +6,19 @@ The policies themselves are in `sched/policies/`, and known by name in `sched/re
 from __future__ import annotations
 
 import abc
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from jaxserve.sched.cache.block_pool import BlockPool
+from jaxserve.sched.cache.block_sizes import slots_for
+from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.cost.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.cost.padding import Padding
+from jaxserve.sched.cost.reachability import prefill_times
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.row_columns import grow_columns
 from jaxserve.sched.state.request_table import RequestTable
@@ -74,6 +78,21 @@ class Oracle:
         return np.asarray(self._numbers[rows])
 
 
+@dataclass
+class Device:
+    """What is known of the device.
+
+    Attributes:
+        free_at: When it is predicted to finish what has been launched, seconds
+            (`StepWatch.free_at`); in the past if nothing is in flight.
+    """
+
+    free_at: float = -math.inf
+
+
+_MANY_SLOTS = 1 << 30  # with which copies take longer than any batch beside them
+
+
 @dataclass(frozen=True)
 class View:
     """All that a policy sees. It changes none of it.
@@ -92,6 +111,7 @@ class View:
             instead of absorbing the projections into queries and sums.
         host: What host memory holds of caches.
         oracle: For hypothetical policies; None for all others.
+        device: What is in flight on it; see `step_end`.
     """
 
     table: RequestTable
@@ -104,6 +124,12 @@ class View:
     projects: bool = False
     host: HostMemory = field(default_factory=HostMemory)
     oracle: Oracle | None = None
+    device: Device = field(default_factory=Device)
+
+    def step_end(self, now: float) -> float:
+        """When the step in flight is expected to end, seconds: the planned one begins then. `now`
+        if nothing is in flight, or if it should have ended."""
+        return max(now, self.device.free_at)
 
     def step_time(self, batch: BatchFeatures) -> Any:
         """Seconds that the device takes for a batch, planned or imagined, as it will be padded; an
@@ -112,6 +138,39 @@ class View:
         if self.padding is not None:
             batch = batch.padded(self.padding)
         return self.cost_model.batch_time(batch)
+
+    def swap_time(self, tokens: np.ndarray, kinds: Any = CacheKind.KV) -> np.ndarray:
+        """Seconds that it takes to checkpoint so many cached tokens and to restore them, as the
+        cost model prices the slots that are copied. Where copies run beside batches, a step is
+        longer only by what they take beyond the batch (`LinearCostModel.overlapped`). Live, copies
+        are timed at the start, for policies with `moves_cache`, and learned from the steps that
+        copy.
+
+        Args:
+            tokens: int64 [n].
+            kinds: `CacheKind` of their caches, one or [n].
+
+        Returns:
+            float64 [n]; 0 where the cost model does not price copies.
+        """
+        many = np.array([_MANY_SLOTS, 2 * _MANY_SLOTS])
+        seconds = self.step_time(BatchFeatures(0, 0, 0, 0, 0, 0, 0, loaded_slots=many))
+        less, more = np.broadcast_to(seconds, 2).tolist()
+        return np.asarray(2 * slots_for(tokens, kinds) * ((more - less) / _MANY_SLOTS))
+
+    def refill_time(self, tokens: np.ndarray, chunk: int | None = None) -> np.ndarray:
+        """Seconds that it takes to compute so many tokens of a request again, in steps of its own.
+
+        Args:
+            tokens: int64 [n].
+            chunk: Tokens that a step computes at most; P if None.
+
+        Returns:
+            float64 [n].
+        """
+        chunk = chunk or self.limits.max_prefill_tokens
+        seconds = prefill_times(self.step_time, np.maximum(tokens, 1), chunk)
+        return np.where(tokens > 0, seconds, 0.0)
 
     def most_output(self, rows: np.ndarray) -> np.ndarray:
         """Tokens that each may write at most, int64 [n]: its limit, or for those who know it its

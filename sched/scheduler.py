@@ -8,6 +8,7 @@ still be at work. What arrives late is told with `receive`, what ends early with
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -142,15 +143,25 @@ class Scheduler:
         chunk = self.policy.prefill_limit(self.view.limits)
         return Alone.from_request(request, self.view.step_time, chunk)
 
-    def schedule(self, now: float) -> Step:
-        """Plans and books the next step. InvalidPlan if the policy over-commits or makes no
-        progress (`sched/progress.py`); nothing is booked then."""
-        return self.book(self.plan(now))
+    def schedule(self, now: float, free_at: float = -math.inf) -> Step:
+        """Plans and books the next step.
 
-    def plan(self, now: float) -> BatchPlan:
+        Args:
+            now: Seconds.
+            free_at: When the device is predicted to finish what has been launched
+                (`StepWatch.free_at`).
+
+        Raises:
+            InvalidPlan: The policy over-commits, or makes no progress (`sched/progress.py`);
+                nothing is booked.
+        """
+        return self.book(self.plan(now, free_at))
+
+    def plan(self, now: float, free_at: float = -math.inf) -> BatchPlan:
         """The first half of `schedule`: the policy's next plan, checked. It changes nothing but
         which waiting requests are held back."""
         self._progress.check()
+        self.view.device.free_at = free_at
         if len(self.shares) > 1:
             hold_back(self.policy, self.view, self.shares, now)
         plan = self.policy.plan(self.view, now)
@@ -238,8 +249,7 @@ class Scheduler:
 
     def receive(self, rows: np.ndarray, now: float) -> None:
         """A token of each of these rows has reached the host."""
-        self.table.received[rows] += 1
-        self.table.last_token[rows] = now
+        self.table.receive(rows, now)
 
     def finish(self, row: int, *, complete: bool = True) -> None:
         """Ends the request, whatever its state, and frees its blocks and its row. complete: whether

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.cost.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.step import Move, Step
@@ -39,33 +39,60 @@ class StepWatch:
     it.
 
     Args:
-        model: Predicts, and learns from what was measured.
+        model: Predicts. An `OnlineCostModel` learns from what was measured.
         padding: How steps are rounded up; None for not at all.
+
+    Attributes:
+        done: When the tokens of the last step came.
     """
 
-    def __init__(self, model: OnlineCostModel, padding: Padding | None) -> None:
+    def __init__(self, model: CostModel, padding: Padding | None) -> None:
         self.model = model
         self._padding = padding
         self._moves: tuple[Move, ...] = ()  # launched without a batch since the last one
-        self.done = -math.inf  # when the last step was
+        self.done = -math.inf
 
     def moved(self, step: Step) -> None:
         """A step without a batch was launched."""
         self._moves += step.moves
 
-    def launched(self, step: Step, now: float, *, usual: bool = True) -> Watched:
-        """A step with a batch was handed to the device. usual: see `Watched`."""
+    def launched(
+        self,
+        step: Step,
+        now: float,
+        *,
+        usual: bool = True,
+        features: BatchFeatures | None = None,
+    ) -> Watched:
+        """A step with a batch was handed to the device.
+
+        Args:
+            step: The step.
+            now: Seconds.
+            usual: See `Watched`.
+            features: Those of the step, if the caller has them.
+        """
         if self._moves:
             step = dataclasses.replace(step, moves=self._moves + step.moves)
-            self._moves = ()
-        features = step.features(self._padding)
+            self._moves, features = (), None
+        if features is None:
+            features = step.features(self._padding)
         return Watched(features, float(self.model.batch_time(features)), now, usual)
+
+    def free_at(self, *flying: Watched) -> float:
+        """When the device is predicted to finish the launched steps whose tokens have not come, in
+        order. Without one, when the last tokens came; -inf before the first."""
+        free_at = self.done
+        for step in flying:
+            free_at = max(free_at, step.submitted) + step.predicted
+        return free_at
 
     def finished(self, step: Watched, now: float) -> float:
         """The step's tokens are on the host. Returns the seconds that it took. Steps finish in the
         order in which they were launched."""
         seconds = now - max(step.submitted, self.done)
         self.done = now
-        if step.usual and seconds > 0:  # else the clock has not moved, and says nothing
+        # Where the clock has not moved, it says nothing.
+        if isinstance(self.model, OnlineCostModel) and step.usual and seconds > 0:
             self.model.observe(step.features, seconds)
         return seconds

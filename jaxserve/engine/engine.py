@@ -351,7 +351,7 @@ class Engine:
         pending: InFlight | None = None
         self._step_loop.woke(None)
         while self._receive(wait=pending is None and not self._step_loop.live):
-            launched = self._step_loop.launch(idle=pending is None)
+            launched = self._step_loop.launch(pending)
             self._ttft_estimator.publish(pending, launched)  # newcomers queue behind it
             if pending is not None:
                 self._step_loop.finish(pending)

@@ -162,8 +162,9 @@ class StepLoop:
             except BaseException as error:
                 self._fail(continuation, error)
 
-    def launch(self, *, idle: bool) -> InFlight | None:
-        """Plans and launches the next step. None if there is nothing to do, or if it failed."""
+    def launch(self, pending: InFlight | None) -> InFlight | None:
+        """Plans and launches the next step. pending: the one in flight, if any. None if there is
+        nothing to do, or if it failed."""
         if not self.live:
             return None
         # Plans worked before the newcomers came. If these are not the cause, the next plan fails.
@@ -173,19 +174,20 @@ class StepLoop:
         begin = self._clock()
         self._receive_time += begin - self._since
         try:
-            plan = self._plan(begin, idle=idle)
+            plan = self._plan(begin, pending)
             suspects, self._newcomers = list(self.live.values()), []
             num_live, step = len(self.live), self._scheduler.book(plan)
             suspects = self._members(step)
-            return self._launch(step, begin, num_live=num_live, idle=idle)
+            return self._launch(step, begin, num_live=num_live, idle=pending is None)
         except BaseException as error:
             self._fail_step(error, suspects, step)
             return None
 
-    def _plan(self, now: float, *, idle: bool) -> BatchPlan:
+    def _plan(self, now: float, pending: InFlight | None) -> BatchPlan:
+        flying = () if pending is None else (pending.watched,)
         try:
-            plan = self._scheduler.plan(now)
-            if idle and not len(plan) and not plan.operations:
+            plan = self._scheduler.plan(now, self.watch.free_at(*flying))
+            if pending is None and not len(plan) and not plan.operations:
                 raise InvalidPlan(f"it plans nothing for {len(self.live)} requests")
         except InvalidPlan as error:
             raise InvalidPlan(f"policy {self._info.policy}: {error}") from error

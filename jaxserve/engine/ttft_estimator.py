@@ -51,10 +51,7 @@ class LiveTtftEstimator:
         """Publishes the work left now. flying: the launched steps whose tokens have not come, in
         order."""
         now = self._clock()
-        free_at = self._watch.done
-        for step in flying:
-            if step is not None:
-                free_at = max(free_at, step.watched.submitted) + step.watched.predicted
+        free_at = self._watch.free_at(*(step.watched for step in flying if step is not None))
         backlog = self.backlog = Backlog.from_scheduler(self._scheduler, now, free_at)
         self._latest = self._arrivals(), TtftEstimator(backlog)
 

@@ -56,6 +56,7 @@ class HostMemory:
     Attributes:
         tokens: int64 [rows], tokens of each row that are here. Those below what the row has
             computed are missing from its cache until they are restored.
+        kind: int8 [rows], `CacheKind` of each row's tokens here; stale where there are none.
         num_used: Slots in use.
         num_saved, num_restored: Slots copied here and back since the start.
         num_full: Preemptions so far that lost tokens because there was no room here.
@@ -66,6 +67,7 @@ class HostMemory:
         self.num_used = 0
         self.num_saved = self.num_restored = self.num_full = 0
         self.tokens = np.zeros(rows, np.int64)
+        self.kind = np.zeros(rows, np.int8)
         # Most rows have one segment, if any: a column each. Those of the others are in lists.
         self._one = np.zeros(rows, _SEGMENT)
         self._several: dict[int, list[Segment]] = {}
@@ -74,7 +76,7 @@ class HostMemory:
 
     def follow(self, rows: int) -> None:
         """Makes room for rows up to `rows`."""
-        grow_columns(self, rows, tokens=0, _one=0)
+        grow_columns(self, rows, tokens=0, kind=0, _one=0)
 
     @property
     def num_free(self) -> int:
@@ -119,6 +121,7 @@ class HostMemory:
             self._add_to_several(rows, new)
         else:
             self._one[rows] = new
+        self.kind[rows] = kinds
         self._next_key += len(rows)
         self.num_used += slots
         self.num_saved += slots
@@ -228,6 +231,7 @@ class HostMemory:
         assert len(set(keys)) == len(keys), "two segments have one key"
         for row, mine in every.items():
             assert self.tokens[row] == sum(s.end - s.first for s in mine), "tokens are miscounted"
+            assert all(s.kind == self.kind[row] for s in mine), "a row's tokens are of two kinds"
             for before, after in itertools.pairwise(mine):
                 assert before.end <= after.first, "segments overlap"
 

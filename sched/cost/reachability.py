@@ -85,7 +85,7 @@ class Alone:
             step_time: Predicts a batch.
             chunk: Prompt tokens that a step computes.
         """
-        prefill = _prefill_times(step_time, prompt_len, chunk)
+        prefill = prefill_times(step_time, prompt_len, chunk)
         gap = np.where(limit > 1, _decode_time(step_time, prompt_len, 2), 0.0)
         return cls(prefill, gap, prefill)
 
@@ -137,11 +137,17 @@ def _prefill_time(step_time: StepTime, length: int, chunk: int) -> float:
     """Seconds of the steps that compute a prompt in pieces of `chunk` tokens."""
     if length <= chunk:
         return float(step_time(BatchFeatures(length, length, 0, 0, length**2, 1, 0)))
-    return float(_prefill_times(step_time, np.array([length]), chunk)[0])
+    return float(prefill_times(step_time, np.array([length]), chunk)[0])
 
 
-def _prefill_times(step_time: StepTime, length: np.ndarray, chunk: int) -> np.ndarray:
-    """The same of many prompts, float64 [n]."""
+def prefill_times(step_time: StepTime, length: np.ndarray, chunk: int) -> np.ndarray:
+    """Seconds of the steps that compute each of some prompts, alone and in pieces, float64 [n].
+
+    Args:
+        step_time: Predicts a batch.
+        length: int64 [n], tokens of each, at least 1.
+        chunk: Tokens of a piece.
+    """
     whole = (length - 1) // chunk  # pieces before the last
     before = np.arange(int(whole.max(initial=0))) * chunk
     sums = np.zeros(len(before) + 1)

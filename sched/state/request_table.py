@@ -46,11 +46,14 @@ class RequestTable:
         last_batch_order: int64, order in which requests were last in a batch.
         preempted_order: int64, of its last preemption, from 1; 0 for none.
         arrival: float64.
+        first_token: float64, when the first token reached the host; inf before.
         last_token: float64, when the last token reached the host; the arrival before the first.
         prompt_len: int64.
         max_tokens: int64.
         generated: int64, counted from the launch of the step that makes them.
         received: int64, generated tokens that have reached the host.
+        late_gaps: int64, times between two received tokens that were longer than `tbt`.
+        longest_gap: float64, the longest time between two received tokens; 0 before the second.
         computed: int64, cached tokens, counted from the launch of the step.
         preemptions: int64.
         lost_from: int64, the most tokens that it had cached when it lost some.
@@ -72,11 +75,14 @@ class RequestTable:
         self.last_batch_order = np.zeros(capacity, np.int64)  # order of the last times in a batch
         self.preempted_order = np.zeros(capacity, np.int64)  # of its last preemption, from 1
         self.arrival = np.zeros(capacity)
+        self.first_token = np.full(capacity, np.inf)
         self.last_token = np.zeros(capacity)
         self.prompt_len = np.zeros(capacity, np.int64)
         self.max_tokens = np.zeros(capacity, np.int64)
         self.generated = np.zeros(capacity, np.int64)
         self.received = np.zeros(capacity, np.int64)  # generated tokens that reached the host
+        self.late_gaps = np.zeros(capacity, np.int64)  # between received tokens, over the TBT
+        self.longest_gap = np.zeros(capacity)
         self.computed = np.zeros(capacity, np.int64)
         self.preemptions = np.zeros(capacity, np.int64)
         self.lost_from = np.zeros(capacity, np.int64)  # the most it had cached when it lost some
@@ -112,10 +118,12 @@ class RequestTable:
         row = self._free[-1]  # not taken yet: what follows may fail
         self.seq[row] = self._next_seq
         self.arrival[row] = self.last_token[row] = request.arrival
+        self.first_token[row] = np.inf
         self.prompt_len[row] = len(request.prompt)
         self.max_tokens[row] = request.sampling.max_tokens
         for column in (self.generated, self.received, self.computed):
             column[row] = 0
+        self.late_gaps[row] = self.longest_gap[row] = 0
         self.preemptions[row] = self.lost_from[row] = 0
         self.last_batch_order[row] = self.preempted_order[row] = 0
         self.tier[row] = request.tier
@@ -138,6 +146,18 @@ class RequestTable:
         self.num_timed -= self._is_timed(row)
         self.move(np.array([row]), FREE)
         self._free.append(row)
+
+    def receive(self, rows: np.ndarray, now: float) -> None:
+        """A token of each of these rows, which are all different, reaches the host now."""
+        gap = now - self.last_token[rows]
+        first = self.received[rows] == 0
+        if np.count_nonzero(first):
+            self.first_token[rows[first]] = now
+            gap[first] = 0.0  # it is counted from the arrival
+        self.late_gaps[rows] += gap > self.tbt[rows]
+        self.longest_gap[rows] = np.maximum(self.longest_gap[rows], gap)
+        self.received[rows] += 1
+        self.last_token[rows] = now
 
     def move(self, rows: np.ndarray, to: int) -> None:
         """Gives the rows another state."""

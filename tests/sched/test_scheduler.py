@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan, InvalidPlan, Operation, Preempt, ProjectToKV
@@ -149,6 +151,50 @@ def test_table_columns_of_a_request() -> None:
     table.remove(row)
     with pytest.raises(ValueError, match="free already"):
         table.remove(row)
+
+
+class Asking(Policy):
+    """Plans nothing; told: when it expected the step in flight to end."""
+
+    def __init__(self) -> None:
+        self.told: list[float] = []
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        self.told.append(view.step_end(now))
+        return BatchPlan()
+
+
+def test_a_policy_is_told_when_the_step_in_flight_ends() -> None:
+    policy = Asking()
+    known = {"num_blocks": 8, "block_size": 4, "max_model_len": 32, "capacity": 4}
+    made = Scheduler(policy, Limits(16, 16, 2), **known, cost_model=FLAT)
+    made.schedule(3.0)
+    made.schedule(4.0, 4.5)
+    made.schedule(5.0, 4.5)
+    made.schedule(6.0)
+    assert policy.told == [3.0, 4.5, 5.0, 6.0], "now, where nothing is in flight, or it is late"
+
+
+@given(
+    gaps=st.lists(st.sampled_from([0.0625, 0.125, 0.25, 0.5]), max_size=12),
+    tbt=st.sampled_from([0.1, 0.125, 0.3, None]),
+)
+def test_the_table_knows_when_tokens_came(gaps: list[float], tbt: float | None) -> None:
+    table = RequestTable(3)
+    table.add(Request("other", (1,)))
+    for _ in range(2):  # the second time in a row that another one had
+        row = table.add(Request("a", (1,), slo=SLO(tbt=tbt), arrival=1.0))
+        seen = (table.first_token[row], table.late_gaps[row], table.longest_gap[row])
+        assert seen == (np.inf, 0, 0.0)
+        times = (2.0 + np.cumsum([0.0, *gaps])).tolist()
+        for time in times:
+            table.receive(np.array([row]), time)
+        assert (table.first_token[row], table.last_token[row]) == (2.0, times[-1])
+        assert table.received[row] == len(times)
+        assert table.late_gaps[row] == sum(gap > (tbt or np.inf) for gap in gaps)
+        assert table.longest_gap[row] == max(gaps, default=0.0)
+        table.remove(row)
+    assert table.first_token[0] == np.inf and table.received[0] == 0
 
 
 KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN

@@ -83,6 +83,26 @@ def test_operations_without_a_batch_count_among_those_of_the_next_one() -> None:
     assert watch.launched(step(1), 0.0).features == step(1).features(PADDING)
 
 
+def test_the_device_is_free_when_what_was_launched_is_predicted_to_end() -> None:
+    watch = StepWatch(FLAT, None)
+    assert watch.free_at() == -np.inf
+    one, two = watch.launched(step(3), 10.0), watch.launched(step(1), 10.001)
+    took = [float(FLAT.batch_time(step(rows).features())) for rows in (3, 1)]
+    assert watch.free_at(one, two) == 10.0 + took[0] + took[1], "one after the other"
+    assert watch.finished(one, 11.0) == 1.0, "it took longer"
+    assert watch.free_at(two) == 11.0 + took[1]
+    watch.finished(two, 12.0)
+    assert watch.free_at() == 12.0
+    assert watch.free_at(watch.launched(step(1), 13.0)) == 13.0 + took[1]
+
+
+def test_a_step_is_predicted_from_what_is_known_of_it() -> None:
+    watch, known = StepWatch(FLAT, None), step(3).features()
+    assert watch.launched(step(3), 0.0) == watch.launched(step(3), 0.0, features=known)
+    watch.moved(dataclasses.replace(step(0), moves=(CopySlots(np.zeros((8, 4), np.int32)),)))
+    assert watch.launched(step(3), 0.0, features=known).features.copied_slots == 8
+
+
 def test_a_clock_that_stands_still_says_nothing() -> None:
     model = Heard()
     watch = StepWatch(model, None)

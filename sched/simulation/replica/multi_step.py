@@ -18,6 +18,7 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.step_residuals import Draws
 from jaxserve.sched.simulation.replica.clock import Clock
 from jaxserve.sched.simulation.settings import BATCH, Setting
+from jaxserve.sched.step_timing import Watched
 
 COAST_CELLS = 200_000  # rows x steps that are computed at once, at most
 
@@ -59,18 +60,27 @@ class Stretch:
     Attributes:
         log: Their records, of BATCH.
         clock: The clock after them.
+        last: What was predicted of the last one.
         reached: When the tokens of each step were on the host; without the last step where steps
             overlap.
         reached_first: The same for the step that was in flight before them; nan if there was none.
+        submitted: When the last one was handed to the device.
     """
 
     log: np.ndarray
     clock: Clock
+    last: Watched = field(init=False)
     reached: list[float] = field(default_factory=list)
     reached_first: float = math.nan
+    submitted: float = math.nan
 
     def __len__(self) -> int:
         return len(self.log)
+
+    @property
+    def done(self) -> float:
+        """When tokens reached the host for the last time; nan if none did."""
+        return self.reached[-1] if self.reached else self.reached_first
 
 
 def stretch(
@@ -114,7 +124,7 @@ def stretch(
     features = BatchFeatures.of_decodes(rows, kv, setting.padding)
     seconds = np.asarray(setting.cost_model.batch_time(features), np.float64)
     draws, batch = ahead
-    paces = [1.0] * steps
+    predicted, paces = seconds, [1.0] * steps
     if draws is not None:
         seconds = seconds * draws.residuals(batch, seconds, prompts=False)
         paces = draws.of_host(batch, steps).tolist()
@@ -123,7 +133,11 @@ def stretch(
     log["duration"] = seconds[:steps]
     log["num_tokens"] = log["num_decodes"] = rows[:steps]
     log["kv_used"] = pool.as_tokens(used[:steps])
-    return found if steps else None
+    if not steps:
+        return None
+    of_last = BatchFeatures.of_decodes(rows[steps - 1], kv[steps - 1], setting.padding)
+    found.last = Watched(of_last, float(predicted[steps - 1]), found.submitted)
+    return found
 
 
 def _go(
@@ -147,6 +161,7 @@ def _go(
         live = count
         start, end = clock.launch(count, 0, 0, took, idle=flying is None)
         starts.append(start)
+        found.submitted = clock.now
         if flying is not None:
             found.reached.append(clock.land(flying.end))
             clock.finish(flying.rows)

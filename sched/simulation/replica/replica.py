@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import HIDDEN
+from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.cost.host_overhead import BURST
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.cost.step_residuals import Draws
@@ -42,7 +43,7 @@ class _Step:
         requests: Numbers of the requests in these rows at the launch.
         end: When the device is done.
         steady: Whether every live request decodes in it and goes on.
-        watched: What the online cost model watches of it.
+        watched: What was predicted of it.
     """
 
     rows: np.ndarray
@@ -50,7 +51,7 @@ class _Step:
     requests: np.ndarray
     end: float
     steady: bool
-    watched: Watched | None = None
+    watched: Watched
 
 
 class Replica:
@@ -93,10 +94,8 @@ class Replica:
         self._outputs = outputs
         self._came = 0  # requests that the host has not taken in
         self._woken = -math.inf  # when the first of those came that woke it up just now
-        seen = scheduler.view.cost_model
-        self._watch: StepWatch | None = None
-        if isinstance(seen, OnlineCostModel):
-            self._watch = StepWatch(seen, setting.padding)
+        self._watch = StepWatch(scheduler.view.cost_model, setting.padding)
+        self._learns = isinstance(scheduler.view.cost_model, OnlineCostModel)
         self._coasts, self._record_rows = coasts, record_rows
         self._request_of = np.zeros(scheduler.table.capacity, np.int64)
         self._has_slot = np.zeros(scheduler.table.capacity, bool)  # for sampling
@@ -191,7 +190,8 @@ class Replica:
             clock.pace = float(self._draws.of_host(self._batches, 1)[0])
         clock.receive(self._came)
         self._came = 0
-        step = scheduler.schedule(clock.now)
+        flying = () if self._pending is None else (self._pending.watched,)
+        step = scheduler.schedule(clock.now, self._watch.free_at(*flying))
         clock.plan(self.live)
         if len(step.preempted):
             self._gone += self._request_of[step.preempted].tolist()
@@ -230,15 +230,14 @@ class Replica:
                 scheduler.pool.num_shared,
             )
         )
-        launched = self._launched(step, end, all_decode=features.num_decodes == self.live)
+        launched = self._launched(step, features, end)
         if self._record_rows:
-            watched = launched.watched
-            self._record(step, duration if watched is None else watched.predicted)
+            self._record(step, launched.watched.predicted if self._learns else duration)
         self._gone.clear()
         self._moved[:] = 0
         return launched
 
-    def _launched(self, step: Step, end: float, *, all_decode: bool) -> _Step:
+    def _launched(self, step: Step, features: BatchFeatures, end: float) -> _Step:
         emitting, generated = step.rows, step.generated
         if np.count_nonzero(step.emits) < len(emitting):
             emitting, generated = emitting[step.emits], generated[step.emits]
@@ -246,9 +245,9 @@ class Replica:
         done = self.scheduler.release_finished(step)
         if len(done):
             self._has_slot[done] = False
-        steady = all_decode and not len(done)
+        steady = features.num_decodes == self.live and not len(done)
         steady = steady and bool((generated < self._outputs.lengths[requests]).all())
-        watched = None if self._watch is None else self._watch.launched(step, self._clock.now)
+        watched = self._watch.launched(step, self._clock.now, features=features)
         return _Step(step.rows, emitting, requests, end, steady, watched)
 
     def _admit(self, rows: np.ndarray) -> int:
@@ -267,14 +266,12 @@ class Replica:
         took = self._cost.batch_time(features)
         took -= self._cost.batch_time(nothing.features(padding))
         self._clock.move(moves, float(took))
-        if self._watch is not None:
-            self._watch.moved(step)
+        self._watch.moved(step)
 
     def _finish(self, step: _Step) -> None:
         """The step's tokens reach the host; requests that have all of theirs are over."""
         now = self._clock.land(step.end)
-        if self._watch is not None and step.watched is not None:
-            self._watch.finished(step.watched, now)
+        self._watch.finished(step.watched, now)
         self._take_in(step, now)
         self._clock.finish(len(step.emitting))
 
@@ -349,10 +346,10 @@ class Replica:
         first = outputs.offsets[self._request_of[rows]] + table.received[rows]
         outputs.times[np.repeat(first, there) + step] = reached[step]
         scheduler.advance(rows, took)
-        table.received[rows] += there
-        if len(reached):
-            table.last_token[rows] = reached[there - 1]
+        scheduler.receive_several(rows, there, reached)
         self._clock = found.clock
+        if found.done > self._watch.done:
+            self._watch.done = found.done
         over = (took == left) & (took <= len(reached))
         if self._setting.routing.looks:
             lengths = outputs.lengths[self._request_of[rows]]
@@ -371,7 +368,7 @@ class Replica:
         here = rows[took == steps]
         ended = (took == left)[took == steps].any()
         requests, end = self._request_of[here], found.clock.device_free
-        self._last = _Step(here, here, requests, end, steady=not ended)
+        self._last = _Step(here, here, requests, end, not ended, found.last)
         self._pending = self._last if self._setting.overlap else None
 
     # What is kept of the batches.

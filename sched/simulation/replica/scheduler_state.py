@@ -73,6 +73,31 @@ class SimulatedScheduler(Scheduler):
         self._batch_order += len(latest)
         self._progress.advance(int(steps.max()))
 
+    def receive_several(self, rows: np.ndarray, counts: np.ndarray, times: np.ndarray) -> None:
+        """As `receive` at each of these times: row i at the first counts[i] of them. All rows have
+        tokens already.
+
+        Args:
+            rows: int64 [n].
+            counts: int64 [n], 1 or more.
+            times: float64 [k], ascending, seconds.
+        """
+        if not len(times):
+            return
+        table, gaps, more = self.table, np.diff(times), counts - 1
+        first = times[0] - table.last_token[rows]
+        longest = np.concatenate([[0.0], np.maximum.accumulate(gaps)])
+        table.longest_gap[rows] = np.maximum(table.longest_gap[rows], first)
+        table.longest_gap[rows] = np.maximum(table.longest_gap[rows], longest[more])
+        timed = np.flatnonzero(table.tbt[rows] < np.inf)
+        if len(timed):
+            mine, target = rows[timed], table.tbt[rows[timed], None]
+            counted = np.arange(len(gaps)) < more[timed, None]
+            table.late_gaps[mine] += ((gaps > target) & counted).sum(axis=1)
+            table.late_gaps[mine] += first[timed] > target[:, 0]
+        table.received[rows] += counts
+        table.last_token[rows] = times[more]
+
 
 class SeedWatch(View):
     """A view that knows whether its policy asked for the seed."""

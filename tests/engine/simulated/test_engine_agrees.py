@@ -100,7 +100,8 @@ def agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Simu
         served = Served(config, workload, TRUE)
         result = simulated_as(served, simulated[0], workload, config)
         assert live[1] == simulated[1]
-        assert len(set(live[1])) > 3, "nothing was learned"
+        assert len({told[0] for told in live[1]}) > 3, "nothing was learned"
+        assert any(told[1] > 0 for told in live[1])
         same(served, result)
         return result
 
@@ -117,12 +118,16 @@ FIELDS: dict[str, Any] = {
 }
 
 
-def listening(policy: Policy) -> tuple[Policy, list[float]]:
-    """The policy, and what it was told that `PROBE` takes, whenever it planned."""
-    plan, heard = policy.plan, list[float]()
+def listening(policy: Policy) -> tuple[Policy, list[tuple[float, ...]]]:
+    """The policy, and what it was told whenever it planned: what `PROBE` takes, when the step in
+    flight ends, and of those that run when their tokens came."""
+    plan, heard = policy.plan, list[tuple[float, ...]]()
 
     def listen(view: View, now: float) -> BatchPlan:
-        heard.append(float(view.step_time(PROBE)))
+        table, rows = view.table, view.table.in_state(RUNNING)
+        came = (table.first_token, table.last_token, table.late_gaps, table.longest_gap)
+        told = [value for column in came for value in column[rows].tolist()]
+        heard.append((float(view.step_time(PROBE)), view.step_end(now), *told))
         return plan(view, now)
 
     object.__setattr__(policy, "plan", listen)

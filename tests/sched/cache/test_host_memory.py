@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.sched.plan import Checkpoint, Preempt, Restore
-from tests.sched.cache.operations import HIDDEN, array, run, scheduler
+from tests.sched.cache.operations import HIDDEN, KV, array, run, scheduler
 
 
 def test_host_memory_counts_what_goes_and_comes_and_what_finds_no_room() -> None:
@@ -22,6 +22,19 @@ def test_host_memory_counts_what_goes_and_comes_and_what_finds_no_room() -> None
     run(made, {2: 1})
     run(made, {}, Checkpoint(array(2), array(0), array(1)), Preempt.whole(array(0, 2)))
     assert (host.num_full, made.preemptions) == (1, 5), "of the one that had 20 slots, not 18"
+
+
+def test_host_memory_knows_of_what_kind_a_cache_is() -> None:
+    made = scheduler()
+    run(made, {0: 10, 1: 10}, kinds={1: HIDDEN})
+    run(made, {}, Checkpoint(array(0, 1, 1), array(4, 6, 2), array(10, 10, 6)))
+    assert made.host.tokens.tolist() == [6, 8, 0, 0]
+    assert made.host.kind[:2].tolist() == [KV, HIDDEN]
+    run(made, {}, Restore(array(1, 1), array(2, 6)))
+    run(made, {}, Preempt.whole(array(1)))
+    run(made, {1: 10}, kinds={1: KV})
+    run(made, {}, Checkpoint(array(1), array(0), array(10)))
+    assert made.host.kind[1] == KV
 
 
 def test_who_makes_no_checkpoints_lacks_no_room_for_them() -> None:

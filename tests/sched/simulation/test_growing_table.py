@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
-from jaxserve.sched.request import Request, SamplingParams
-from jaxserve.sched.simulation.replica.scheduler_state import FIRST_ROWS, GrowingTable
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.registry import make_policy
+from jaxserve.sched.request import SLO, Request, SamplingParams
+from jaxserve.sched.simulation.replica.scheduler_state import (
+    FIRST_ROWS,
+    GrowingTable,
+    SimulatedScheduler,
+)
 from jaxserve.sched.state.request_table import RequestTable, State
+from tests.cost_models import FLAT
 
 ROWS, WIDTH = 4, 6
 
@@ -29,3 +38,36 @@ def test_a_growing_table_gives_the_rows_of_a_large_one() -> None:
     for name in ("prompt_len", "max_tokens", "seq", "state"):
         assert getattr(growing, name)[rows].tolist() == getattr(large, name)[rows].tolist()
     assert growing.in_state(State.WAITING).tolist() == large.in_state(State.WAITING).tolist()
+
+
+@given(
+    seed=st.integers(0, 1 << 30),
+    rows=st.integers(1, 6),
+    gaps=st.lists(st.sampled_from([0.0625, 0.125, 0.25, 0.5]), max_size=8),
+)
+def test_tokens_of_several_steps_are_received_as_one_by_one(
+    seed: int, rows: int, gaps: list[float]
+) -> None:
+    rng = np.random.default_rng(seed)
+    limits = Limits(64, 64, 8)
+    known = {"num_blocks": 8, "block_size": 4, "max_model_len": 32}
+    made = [
+        SimulatedScheduler(make_policy("vllm"), limits, **known, cost_model=FLAT) for _ in range(2)
+    ]
+    targets = rng.choice([0.1, 0.125, 0.3, 0.0], rows).tolist()
+    for scheduler in made:
+        for i, tbt in enumerate(targets):
+            scheduler.add(Request(str(i), (1,), slo=SLO(tbt=tbt or None)))
+        scheduler.receive(np.arange(rows), 1.0)
+    times = 1.25 + np.cumsum(gaps)
+    together, single = made
+    if gaps:
+        counts = rng.integers(1, len(gaps) + 1, rows)
+        for step, time in enumerate(times.tolist()):
+            single.receive(np.flatnonzero(counts > step), time)
+    else:
+        counts = np.zeros(rows, np.int64)
+    together.receive_several(np.arange(rows), counts, times)
+    for name in ("received", "first_token", "last_token", "late_gaps", "longest_gap"):
+        one, other = getattr(together.table, name), getattr(single.table, name)
+        assert one.tolist() == other.tolist(), name

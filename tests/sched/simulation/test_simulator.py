@@ -237,6 +237,41 @@ def test_taking_steps_together_changes_nothing(name: str) -> None:
         )
 
 
+class Watching(Policy):
+    """Serves everybody. seen: what it was told when it planned, by the time. late: late gaps."""
+
+    steady = True
+
+    def __init__(self) -> None:
+        self.seen: dict[float, list[float]] = {}
+        self.late = 0
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        table = view.table
+        rows = np.concatenate([table.in_state(RUNNING), table.in_state(WAITING)])
+        columns = (table.received, table.first_token, table.late_gaps, table.longest_gap)
+        told = [value for column in columns for value in column[rows].tolist()]
+        self.seen[round(now, 9)] = [view.step_end(now), *told]
+        self.late += int(table.late_gaps[rows].sum())
+        tokens = table.pending(rows)
+        return BatchPlan(rows, tokens, table.computed[rows] + tokens, 0 * rows)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_policy_is_told_the_same_when_steps_are_taken_together(overlap: bool) -> None:
+    workload = of([0.0, 0.0, 0.5, 2.0, 2.0], [40, 30, 90, 20, 70], [60, 33, 20, 70, 40])
+    workload = with_targets(workload, SLO(tbt=0.00285 if overlap else 0.00415))  # of some gaps
+    together, single = Watching(), Watching()
+    for policy, coast in ((together, True), (single, False)):
+        place = dataclasses.replace(SEVEN, host=HostOverhead(plan=1e-4, launch=2e-4, finish=1e-3))
+        simulate(policy, workload, place, kv_tokens=4000, coast=coast, overlap=overlap)
+    assert len(together.seen) < len(single.seen) / 2
+    for now, told in together.seen.items():
+        assert told == pytest.approx(single.seen[now], rel=1e-9)
+    assert all((told[0] > now + 1e-6) == overlap for now, told in list(single.seen.items())[1:20])
+    assert single.late > 0
+
+
 @given(
     seed=st.integers(0, 1 << 30),
     policy=st.sampled_from(["vllm", "sarathi", "edf", "infermax", "fastserve", "orca"]),
