@@ -14,6 +14,9 @@ REFERENCE := .venv-reference
 COMPILE := .venv-compile$(SUFFIX)
 ARGS ?=
 MINUTES ?= 60
+# Installed without bytecode (see below), each process would compile all that it imports: twice as
+# long a start of the server.
+unexport PYTHONDONTWRITEBYTECODE
 # A file's tests run in one process, which builds their engines once; files in order, since those at
 # the end are short.
 WORKERS := -n 2 --dist loadscope --no-loadscope-reorder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,6 +21,17 @@ def test_the_minute_that_the_first_installation_takes_shows_what_it_does() -> No
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     (install,) = (line for line in done.stdout.splitlines() if "pip install" in line)
     assert "--quiet" not in install and "-q" not in install.split()
+
+
+def test_what_python_compiles_is_kept_even_where_it_is_told_not_to() -> None:
+    """It is installed without bytecode."""
+    command = ["make", "-f", "Makefile", "-f", "-", "show"]
+    told = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    rule = "show: ; @env"
+    done = subprocess.run(
+        command, cwd=ROOT, env=told, input=rule, capture_output=True, text=True, check=True
+    )
+    assert "PATH=" in done.stdout and "PYTHONDONTWRITEBYTECODE" not in done.stdout
 
 
 def test_another_python_has_environments_of_its_own(tmp_path: Path) -> None:
