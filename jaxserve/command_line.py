@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxserve import __version__
@@ -86,6 +87,36 @@ def exit_code(error: Exception) -> int:
     """
     wrong = (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
     return 2 if isinstance(error, wrong) else 1
+
+
+def ended(name: str, work: Callable[[], int], *errors: type[Exception]) -> int:
+    """Does a command's work, and says in a line what has ended it.
+
+    Args:
+        name: the command, for the line.
+        work: returns the exit code.
+        *errors: what may end it, beside ^C.
+
+    Returns:
+        The work's exit code, that of the error (`exit_code`), or 130 for ^C.
+    """
+    try:
+        return work()
+    except BrokenPipeError:
+        raise  # nobody reads what it prints; see `run`
+    except errors as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return exit_code(error)
+    except KeyboardInterrupt:
+        return 130
+
+
+def tell(args: argparse.Namespace, text: str, result: Mapping[str, Any]) -> None:
+    """Prints the text; with --json to stderr, and the result as the last line of stdout."""
+    print(text, file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        sys.stderr.flush()
+        print(json.dumps(result, allow_nan=False), flush=True)
 
 
 def with_underscores(args: Sequence[str], known: Collection[str]) -> list[str]:

@@ -19,21 +19,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.command_line import Parser, exit_code
-from jaxserve.sched.optimal.replay import ReplayError, Schedule
+from jaxserve.command_line import Parser, ended, tell
+from jaxserve.sched.optimal.replay import Replay, ReplayError, Schedule
 from jaxserve.sched.optimal.solve import OBJECTIVES, OptimalError, Problem, Solution, solve
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.simulation.simulator import RULES, policy_under
-from jaxserve.sched.simulation.systems.profiles import UnknownSystem
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.sched.workloads.workload import WorkloadError
 from jaxserve.workload_flags import positive_int, seconds
 from jaxserve.writable import check_file
 
@@ -41,37 +38,32 @@ from jaxserve.writable import check_file
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code, see the top of this file, or 130 for ^C."""
     args = _parser().parse_args(argv)
-    try:
-        if importlib.util.find_spec("ortools") is None:
-            raise OptimalError("this needs OR-Tools: pip install 'jaxserve[optimal]'")
-        if args.picture and importlib.util.find_spec("matplotlib") is None:
+    return ended("jaxserve optimal", lambda: _solve(args), ValueError, OSError)
+
+
+def _solve(args: argparse.Namespace) -> int:
+    if importlib.util.find_spec("ortools") is None:
+        raise OptimalError("this needs OR-Tools: pip install 'jaxserve[optimal]'")
+    if args.picture:
+        if importlib.util.find_spec("matplotlib") is None:
             raise OptimalError("--picture needs matplotlib: pip install matplotlib")
-        if args.picture:
-            check_file("picture", Path(args.picture))
-        problem = _problem(args)
-        start, left_out = _warm_start(args, problem)
-        found = solve(
-            problem,
-            better_than=args.better_than,
-            warm_start=start,
-            max_batches=args.max_batches,
-            time_limit=args.time_limit,
-            workers=args.workers,
-            seed=args.seed,
-            on_improved=_improved() if sys.stderr.isatty() else None,
-        )
-        found = dataclasses.replace(found, note="; ".join(filter(None, (left_out, found.note))))
-        if args.picture and found.replay is not None:
-            _picture(args, problem, found, start)
-    except (OptimalError, UnknownSystem, WorkloadError, ValueError, OSError) as error:
-        print(f"jaxserve optimal: {error}", file=sys.stderr)
-        return exit_code(error)
-    except KeyboardInterrupt:
-        return 130
-    print(_text(problem, found), file=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        sys.stderr.flush()
-        print(json.dumps(_json(problem, found), allow_nan=False), flush=True)
+        check_file("picture", Path(args.picture))
+    problem = _problem(args)
+    start, left_out = _warm_start(args, problem)
+    found = solve(
+        problem,
+        better_than=args.better_than,
+        warm_start=start,
+        max_batches=args.max_batches,
+        time_limit=args.time_limit,
+        workers=args.workers,
+        seed=args.seed,
+        on_improved=_improved if sys.stderr.isatty() else None,
+    )
+    found = dataclasses.replace(found, note="; ".join(filter(None, (left_out, found.note))))
+    if args.picture and found.replay is not None:
+        _picture(args, problem, found, start)
+    tell(args, _text(problem, found), _json(problem, found))
     return 1 if found.status == "unknown" else 0
 
 
@@ -101,12 +93,9 @@ def _warm_start(args: argparse.Namespace, problem: Problem) -> tuple[Schedule | 
         return None, f"{args.warm_start} breaks a limit ({error}) and was left out"
 
 
-def _improved() -> Callable[[float, float], None]:
-    def show(objective: float, bound: float) -> None:
-        line = f"found {objective * 1e3:.3f} ms, none is below {bound * 1e3:.3f} ms"
-        print(f"\r{line:<70}", end="", file=sys.stderr, flush=True)
-
-    return show
+def _improved(objective: float, bound: float) -> None:
+    line = f"found {objective * 1e3:.3f} ms, none is below {bound * 1e3:.3f} ms"
+    print(f"\r{line:<70}", end="", file=sys.stderr, flush=True)
 
 
 def _picture(
@@ -126,11 +115,11 @@ def _picture(
 
 def _text(problem: Problem, found: Solution) -> str:
     lines = [f"{found.status}"]
-    if found.objective is not None and found.replay is not None and found.schedule is not None:
+    if found.objective is not None and (played := found.replay) is not None:
         lines[0] += f": {problem.objective} {found.objective * 1e3:.4f} ms"
         lines += [
-            f"  {len(found.schedule)} batches, {found.schedule.preemptions} preemptions, latency "
-            f"{found.replay.latency * 1e3:.4f} ms, mean TTFT {found.replay.mean_ttft * 1e3:.4f} ms"
+            f"  {len(played.schedule)} batches, {played.schedule.preemptions} preemptions, latency "
+            f"{played.latency * 1e3:.4f} ms, mean TTFT {played.mean_ttft * 1e3:.4f} ms"
         ]
     if found.bound is not None:
         least = f"no schedule is below {found.bound * 1e3:.4f} ms (gap {found.gap:.2%})"
@@ -149,32 +138,17 @@ def _text(problem: Problem, found: Solution) -> str:
 def _json(problem: Problem, found: Solution) -> dict[str, Any]:
     """batches: per batch its start and duration, the tokens that each request computes, by the
     request's number, and who is preempted."""
-    batches = []
-    if found.replay is not None and found.schedule is not None:
-        for j, (tokens, preempt) in enumerate(
-            zip(found.schedule.tokens, found.schedule.preempt, strict=True)
-        ):
-            batches.append(
-                {
-                    "start_s": float(found.replay.start[j]),
-                    "duration_s": float(found.replay.duration[j]),
-                    "kv_used": int(found.replay.kv_used[j]),
-                    "tokens": {str(i): int(tokens[i]) for i in tokens.nonzero()[0].tolist()},
-                    "preempted": preempt.nonzero()[0].tolist(),
-                }
-            )
     played = found.replay
+    batches = [] if played is None else [_batch(played, j) for j in range(len(played.schedule))]
     return {
         "status": found.status,
         "objective": problem.objective,
         "objective_s": found.objective,
         "bound_s": found.bound,
         "gap": found.gap,
-        "latency_s": None if played is None else played.latency,
-        "makespan_s": None if played is None else played.makespan,
-        "mean_ttft_s": None if played is None else played.mean_ttft,
+        **{f"{name}_s": getattr(played, name, None) for name in OBJECTIVES},
         "num_batches": len(batches),
-        "num_preemptions": None if found.schedule is None else found.schedule.preemptions,
+        "num_preemptions": None if played is None else played.schedule.preemptions,
         "max_batches": found.max_batches,
         "all_batches": found.all_batches,
         "unit_s": found.unit,
@@ -185,11 +159,19 @@ def _json(problem: Problem, found: Solution) -> dict[str, Any]:
     }
 
 
+def _batch(played: Replay, number: int) -> dict[str, Any]:
+    tokens = played.schedule.tokens[number]
+    return {
+        "start_s": float(played.start[number]),
+        "duration_s": float(played.duration[number]),
+        "kv_used": int(played.kv_used[number]),
+        "tokens": {str(i): int(tokens[i]) for i in tokens.nonzero()[0].tolist()},
+        "preempted": played.schedule.preempt[number].nonzero()[0].tolist(),
+    }
+
+
 def _parser() -> Parser:
-    parser = Parser(
-        prog="jaxserve optimal",
-        description=__doc__,
-    )
+    parser = Parser(prog="jaxserve optimal", description=__doc__)
     add = parser.add_argument
     add("--workload", required=True, help="see above")
     add("--num_requests", type=positive_int, help="the first so many of a file")

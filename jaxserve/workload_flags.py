@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxserve.sched.request import SLO
 from jaxserve.sched.slo.slo_columns import TARGETS
-from jaxserve.sched.workloads.classes import SloClass, parse_classes
+from jaxserve.sched.workloads.classes import parse_classes
 from jaxserve.sched.workloads.specs import MaxTokens
 from jaxserve.sched.workloads.workload import WorkloadError
 
+T = TypeVar("T")
 MOST = 2**31 - 1  # what arrays of int32 count to
 
 
@@ -20,17 +21,22 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
     """Adds --slo_ttft_ms, --slo_tbt_ms, --slo_jct_ms, --classes and --max_tokens. max_tokens: what
     the help says of its default."""
     add = parser.add_argument
-    add("--slo_ttft_ms", type=float, help="target of the time to first token")
-    add("--slo_tbt_ms", type=float, help="target of each request's P99 time between tokens")
-    add("--slo_jct_ms", type=float, help="target of the time to the last token")
+    add("--slo_ttft_ms", type=positive, help="target of the time to first token")
+    add("--slo_tbt_ms", type=positive, help="target of each request's P99 time between tokens")
+    add("--slo_jct_ms", type=positive, help="target of the time to the last token")
     add(
         "--classes",
+        type=parsed(parse_classes),
         help="requests with targets of their own, drawn by share: NAME:SHARE[:tier=best_effort]"
         "[:greedy=false]"
         "[:ttft=200ms][:tbt=50ms][:jct=60s], several separated by commas; the others have those "
         "of --slo_*",
     )
-    add("--max_tokens", help=f"limit of requests that have none of their own: {max_tokens}")
+    add(
+        "--max_tokens",
+        type=_max_tokens,
+        help=f"limit of requests that have none of their own: {max_tokens}",
+    )
 
 
 def positive_int(text: str, most: int = MOST) -> int:
@@ -62,41 +68,33 @@ def number(limits: str, fits: Callable[[float], bool]) -> Callable[[str], float]
     return parse
 
 
+positive = number("a positive number", lambda value: 0 < value < math.inf)
 seconds = number("a positive number of seconds", lambda value: 0 < value < math.inf)
 
 
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags as fields of `WorkloadSpec`: slo, classes, max_tokens. WorkloadError names the flag
-    that is wrong."""
-    return {
-        "slo": SLO(**{name: _target(args, f"slo_{name}_ms") for name in TARGETS}),
-        "classes": () if args.classes is None else _classes(args.classes),
-        "max_tokens": _max_tokens(args.max_tokens),
-    }
+def parsed(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """The type of a flag whose text `parse` reads; argparse says what its WorkloadError says."""
+
+    def read(text: str) -> T:
+        try:
+            return parse(text)
+        except WorkloadError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
-def _classes(text: str) -> tuple[SloClass, ...]:
-    try:
-        return parse_classes(text)
-    except WorkloadError as error:
-        raise WorkloadError(f"--classes: {error}") from error
-
-
-def _target(args: argparse.Namespace, name: str) -> float | None:
-    """Seconds."""
-    value = getattr(args, name)
-    if value is None:
-        return None
-    if not (math.isfinite(value) and value > 0):
-        raise WorkloadError(f"--{name} must be a positive number, got {value}")
-    return float(value) / 1e3
-
-
-def _max_tokens(text: str | None) -> MaxTokens:
-    if text is None:
-        return None
+def _max_tokens(text: str) -> MaxTokens:
     if text == "length":
         return "length"
     if not (text.isascii() and text.isdigit() and int(text[:10]) > 0):
-        raise WorkloadError(f"--max_tokens must be a positive number or 'length', got {text!r:.40}")
+        problem = f"must be a positive number or 'length', got {text!r:.40}"
+        raise argparse.ArgumentTypeError(problem)
     return int(text)
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags as fields of `WorkloadSpec`: slo, classes, max_tokens."""
+    targets = {name: getattr(args, f"slo_{name}_ms") for name in TARGETS}
+    given = {name: value / 1e3 for name, value in targets.items() if value is not None}
+    return {"slo": SLO(**given), "classes": args.classes or (), "max_tokens": args.max_tokens}

@@ -46,72 +46,41 @@ class Parameter:
         """`name=default`, as text that sets it."""
         return f"{self.name}={text_of(self.default)}"
 
-    def parse(self, text: str) -> Any:
-        """The value for that text. ValueError names the parameter and what it takes."""
-        if self.optional and text.lower() == NONE:
-            return None
-        try:
-            value = _PARSERS[self.kind](text) if self.kind in _PARSERS else self._member(text)
-        except ValueError:
-            raise self._refused(text) from None
-        return value
-
     def check(self, value: Any) -> Any:
         """Returns the value if the parameter takes it; parses text. ValueError names the parameter
         and what it takes."""
-        if isinstance(value, str):
-            return self.parse(value)
-        if value is None and self.optional:
-            return value
-        if self.kind is float and type(value) is int:
+        text, words = value if isinstance(value, str) else None, self._words()
+        if self.optional and (value is None or (text or "").lower() == NONE):
+            return None
+        if text is not None:
+            value = words.get(text.lower()) if words else self._number(text)
+        elif self.kind is float and type(value) is int:
             value = float(value) if abs(value) <= _MOST else math.inf
-        wrong = type(value) is not self.kind
-        if wrong or (isinstance(value, float) and not math.isfinite(value)):
-            raise self._refused(value)
-        if self.kind is int and abs(value) > _MOST:
-            raise self._refused(value)
+        fits = type(value) is self.kind
+        if fits and self.kind in (float, int):
+            fits = math.isfinite(value) if self.kind is float else abs(value) <= _MOST
+        if not fits:
+            raise self._refused(value if text is None else text)
         return value
 
-    def _member(self, text: str) -> enum.Enum:
-        members = {name.lower(): member for name, member in self.kind.__members__.items()}  # type: ignore[attr-defined]
-        if text.lower() not in members:
-            raise ValueError
-        member: enum.Enum = members[text.lower()]
-        return member
+    def _words(self) -> dict[str, Any]:
+        """The values that have names."""
+        if self.kind is bool:
+            return {"true": True, "false": False}
+        members: Mapping[str, Any] = getattr(self.kind, "__members__", {})
+        return {name.lower(): member for name, member in members.items()}
+
+    def _number(self, text: str) -> Any:
+        try:
+            return self.kind(text)
+        except ValueError:
+            return None
 
     def _refused(self, value: Any) -> ValueError:
-        whole = "a whole number below 2**63"
-        names = {float: "a number", int: whole, bool: "true or false"}
-        if self.kind in names:
-            takes = names[self.kind]
-        else:
-            members = self.kind.__members__  # type: ignore[attr-defined]
-            takes = f"one of {', '.join(name.lower() for name in members)}"
+        numbers = {float: "a number", int: "a whole number below 2**63", bool: "true or false"}
+        takes = numbers.get(self.kind) or f"one of {', '.join(self._words())}"
         orelse = f" or {NONE}" if self.optional else ""
         return ValueError(f"{self.name} must be {takes}{orelse}, got {value!r:.60}")
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError
-    return value
-
-
-def _int(text: str) -> int:
-    value = int(text)
-    if abs(value) > _MOST:
-        raise ValueError
-    return value
-
-
-def _bool(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError
-    return text.lower() == "true"
-
-
-_PARSERS: dict[type, Any] = {float: _float, int: _int, bool: _bool}
 
 
 def parameters(policy: Policy) -> dict[str, Parameter]:
@@ -151,7 +120,7 @@ def with_parameters(name: str, policy: Policy, values: Mapping[str, Any]) -> Pol
 
 
 def text_of(value: Any) -> str:
-    """A parameter's value as text that `Parameter.parse` reads."""
+    """A parameter's value as text that `Parameter.check` reads."""
     if value is None:
         return NONE
     if isinstance(value, bool):
@@ -173,7 +142,7 @@ def _kind(policy: Policy, name: str) -> tuple[type | None, bool]:
         members = [member for member in typing.get_args(hint) if member is not types.NoneType]
         optional = len(members) < len(typing.get_args(hint))
         hint = members[0] if len(members) == 1 else None
-    plain = isinstance(hint, type) and (hint in _PARSERS or issubclass(hint, enum.Enum))
+    plain = isinstance(hint, type) and (hint in (float, int, bool) or issubclass(hint, enum.Enum))
     return (hint if plain else None), optional
 
 

@@ -5,6 +5,7 @@ The executor, the simulator, metrics and tests read it here and do not derive it
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -149,31 +150,27 @@ class Step:
 
     def features(self, padding: Padding | None = None) -> BatchFeatures:
         """What it costs, moves included. padding: the shapes that the engine rounds batches to."""
-        moved = _moved(self.moves) if self.moves else (0, 0, 0, 0)
         return BatchFeatures.from_rows(
             self.plan.num_tokens,
             self.start,
             self.decodes,
             padding=padding,
             hidden=self.hidden,
-            projected_tokens=moved[0],
-            copied_slots=moved[1],
-            saved_slots=moved[2],
-            loaded_slots=moved[3],
             sampling=self.sampling,
+            **(_moved(self.moves) if self.moves else {}),
         )
 
 
-def _moved(moves: tuple[Move, ...]) -> tuple[int, int, int, int]:
-    """Tokens projected, slots copied on the device, slots to the host, slots from there."""
-    projected = copied = saved = loaded = 0
+def _moved(moves: tuple[Move, ...]) -> dict[str, int]:
+    """What the moves add to the features, by their names."""
+    found = Counter[str]()
     for move in moves:
         if isinstance(move, ProjectSlots):
-            projected += int(move.cached.sum())
+            found["projected_tokens"] += int(move.cached.sum())
         elif isinstance(move, CopySlots):
-            copied += len(move.places)
+            found["copied_slots"] += len(move.places)
         elif isinstance(move, Save):
-            saved += len(move.slots)
+            found["saved_slots"] += len(move.slots)
         elif isinstance(move, Load):
-            loaded += len(move.slots)
-    return projected, copied, saved, loaded
+            found["loaded_slots"] += len(move.slots)
+    return found

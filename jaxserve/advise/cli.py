@@ -25,17 +25,14 @@ Exit codes: 0, 1 where a run fails, 2 for a command line of which nothing can be
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
 
 from jaxserve.advise import text
-from jaxserve.advise.rounds import Advice, advise
-from jaxserve.command_line import Parser, exit_code
+from jaxserve.advise.rounds import advise
+from jaxserve.command_line import Parser, ended, tell
 from jaxserve.sched.registry import deployable, make_policy
-from jaxserve.sched.slo.metrics import has_targets
 from jaxserve.simulate import flags, output, replay
-from jaxserve.simulate.runs import REFUSED, Run
+from jaxserve.simulate.runs import REFUSED, check_targets
 from jaxserve.simulate.workers import Workers
 
 # What the simulator's command has flags for beside.
@@ -49,13 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     problem = check(args)
     if problem:
         parser.error(problem)
-    try:
-        return _advise(args)
-    except REFUSED as error:
-        print(f"jaxserve advise: {error}", file=sys.stderr)
-        return exit_code(error)
-    except KeyboardInterrupt:
-        return 130
+    return ended("jaxserve advise", lambda: _advise(args), *REFUSED)
 
 
 def flag_parser() -> Parser:
@@ -89,37 +80,16 @@ def _advise(args: argparse.Namespace) -> int:
     unreal = [name for name in args.policy if make_policy(name).hypothetical]
     if unreal:
         raise ValueError(f"--policy: {unreal[0]} is for simulations only, no server takes it")
+    notes: tuple[str, ...] = ()
     if args.replay:
         recorded = replay.read(args)
-        if args.seed is None:
-            args.seed = recorded.recording.header.seed
         served = recorded.recording.header.policy
         args.policy += [served] if served not in args.policy else []
-        runs = flags.runs(args, [recorded.workload])
-        if args.system is None:
-            runs = [recorded.on_the_recorded(run) for run in runs]
-        notes = recorded.notes
+        runs, notes = recorded.runs(args), ("", *recorded.notes)
     else:
-        args.seed = args.seed or 0
-        runs, notes = flags.runs(args, flags.specs(args)), ()
-    _check_targets(runs[0])
+        runs = flags.runs(args)
+    check_targets(runs[0], "nobody has a target that could be missed")
     with Workers(args.jobs) as workers:
         advice = advise(runs, args.seeds, workers)
-    _say(args, advice, notes)
+    tell(args, "\n".join([text.report(advice), *notes]), text.as_json(advice))
     return 0
-
-
-def _check_targets(run: Run) -> None:
-    if not has_targets(run.workload.make_workload(run.seed).terms):
-        raise ValueError(
-            "nobody has a target that could be missed: --slo_ttft_ms, --slo_tbt_ms, --slo_jct_ms, "
-            "--classes with one, or traffic with them"
-        )
-
-
-def _say(args: argparse.Namespace, advice: Advice, notes: Sequence[str]) -> None:
-    said = "\n".join([text.report(advice), *(["", *notes] if notes else [])])
-    print(said, file=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        sys.stderr.flush()
-        print(json.dumps(text.as_json(advice), allow_nan=False), flush=True)

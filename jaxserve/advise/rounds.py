@@ -40,29 +40,6 @@ class Advice:
     refused: list[str]
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    """A run that may not be possible."""
-
-    run: Run
-
-    @property
-    def requests(self) -> float:
-        """Number of the run's requests."""
-        return self.run.requests
-
-    def outcome(
-        self,
-        progress: Callable[[float], None] | None = None,
-        compiling: Callable[[], None] | None = None,
-    ) -> Outcome | str:
-        """Its outcome, or why there is none, in a line."""
-        try:
-            return self.run.outcome(progress, compiling)
-        except REFUSED as error:
-            return str(error)
-
-
 def advise(runs: Sequence[Run], seeds: int, workers: Workers) -> Advice:
     """Compares the policies by successive halving.
 
@@ -77,7 +54,7 @@ def advise(runs: Sequence[Run], seeds: int, workers: Workers) -> Advice:
     drawn = runs[0].workload.drawn()
     refused: list[str] = []
     points: list[Point] = []
-    for run, found in zip(runs, workers.outcomes([_Attempt(run) for run in runs]), strict=True):
+    for run, found in zip(runs, workers.each(_attempt, runs), strict=True):
         if isinstance(found, str):
             refused.append(_named(run.policy, found))
         else:
@@ -93,6 +70,16 @@ def advise(runs: Sequence[Run], seeds: int, workers: Workers) -> Advice:
     equal = equals(last, ranked)
     elsewhere = _elsewhere([point.run for point in last], workers)
     return Advice(best, ranked, equal, elsewhere, refused)
+
+
+def _attempt(
+    run: Run, progress: Callable[[float], None] | None, compiling: Callable[[], None] | None
+) -> Outcome | str:
+    """The run's outcome, or why there is none, in a line."""
+    try:
+        return run.outcome(progress, compiling)
+    except REFUSED as error:
+        return str(error)
 
 
 def equals(points: Sequence[Point], among: Sequence[Point] | None = None) -> list[Point]:

@@ -32,11 +32,11 @@ from typing import Any
 
 from jaxserve import workload_flags
 from jaxserve.bench import runs
-from jaxserve.bench.command import BenchParser, tell
+from jaxserve.bench.command import BenchParser
 from jaxserve.bench.load_target import BenchError, EngineTarget, ServerTarget, Target
 from jaxserve.bench.report import text
 from jaxserve.client import Client, ServerError
-from jaxserve.command_line import Parser
+from jaxserve.command_line import Parser, tell
 from jaxserve.config import Config, ConfigError
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.machine import machine, versions

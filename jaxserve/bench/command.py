@@ -4,9 +4,7 @@ they run themselves, how they tell what they found."""
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,14 +117,6 @@ def policy_names(text: str | None) -> list[str]:
     if len(set(names)) < len(names):
         raise UsageError("--policies: one is there twice")
     return names
-
-
-def tell(args: argparse.Namespace, text: str, result: Mapping[str, Any]) -> None:
-    """Prints the text; with --json to stderr, and the result as the last line of stdout."""
-    print(text, file=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        sys.stderr.flush()
-        print(json.dumps(result, allow_nan=False), flush=True)
 
 
 def served_by(result: Mapping[str, Any]) -> str:

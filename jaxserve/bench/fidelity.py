@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxserve.bench.command import BenchParser, on_machine, served_by, tell
+from jaxserve.bench.command import BenchParser, on_machine, served_by
 from jaxserve.bench.interleaved import RECORD_MIB, check_unrecorded
 from jaxserve.bench.load_target import (
     BenchError,
@@ -32,6 +32,7 @@ from jaxserve.bench.load_target import (
     last_token,
     serve_all,
 )
+from jaxserve.command_line import tell
 from jaxserve.config import Config
 from jaxserve.machine import machine, versions
 from jaxserve.profile import build, host_ms

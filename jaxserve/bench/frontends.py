@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxserve.bench import runs
-from jaxserve.bench.command import BenchParser, tell
+from jaxserve.bench.command import BenchParser
 from jaxserve.bench.interleaved import in_turns
 from jaxserve.bench.load_target import BenchError, EngineTarget
+from jaxserve.command_line import tell
 from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from jaxserve.bench import runs
-from jaxserve.bench.command import BenchParser, policy_names, tell
+from jaxserve.bench.command import BenchParser, policy_names
 from jaxserve.bench.load_target import EngineTarget, check_fits
+from jaxserve.command_line import tell
 from jaxserve.config import Config
 from jaxserve.machine import machine, versions
 from jaxserve.profile import build

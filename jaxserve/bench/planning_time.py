@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.bench.command import BenchParser, policy_names, tell
+from jaxserve.bench.command import BenchParser, policy_names
+from jaxserve.command_line import tell
 from jaxserve.group_table import aligned
 from jaxserve.sched.cache.block_sizes import blocks_for, tokens_in
 from jaxserve.sched.cache.cache_kinds import CacheKind

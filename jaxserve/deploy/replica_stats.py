@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.deploy.load import Load
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.sched.request import Request
-from jaxserve.sched.routing.snapshot import Prices, Snapshot
+from jaxserve.sched.routing.snapshot import Snapshot
 from jaxserve.sched.routing.take_snapshot import Lately, constant_fields, take_snapshot
 from jaxserve.server.requests.engine_client import EngineClient
 
@@ -76,7 +76,7 @@ class ReplicaStats(Observer):
         backlog, info, stats = self._engine.backlog(), self._engine.info(), self._engine.stats()
         unfinished = stats.waiting + stats.running
         known = constant_fields(
-            Prices.from_cost_model(backlog.cost_model),
+            backlog.cost_model,
             backlog.policy,
             backlog.limits,
             info.num_blocks,

@@ -60,17 +60,16 @@ can be simulated.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.command_line import exit_code
+from jaxserve.command_line import ended, tell
 from jaxserve.simulate import flags, output, replay
 from jaxserve.simulate.report import capacity_report, columns, report
 from jaxserve.simulate.runs import REFUSED
 from jaxserve.simulate.search import search
-from jaxserve.simulate.sweep import Point, Ratios, paired, sweep
+from jaxserve.simulate.sweep import Point, paired, sweep
 from jaxserve.simulate.workers import Workers
 
 
@@ -81,65 +80,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     problem = flags.check(args)
     if problem:
         parser.error(problem)
-    try:
-        if args.replay:
-            return _replay(args)
-        args.seed = args.seed or 0
-        return _find(args) if args.find else _compare(args)
-    except REFUSED as error:
-        print(f"jaxserve simulate: {error}", file=sys.stderr)
-        return exit_code(error)
-    except KeyboardInterrupt:
-        return 130
+    work = _replay if args.replay else _find if args.find else _compare
+    return ended("jaxserve simulate", lambda: work(args), *REFUSED)
 
 
 def _compare(args: argparse.Namespace) -> int:
     """Every policy at every rate."""
-    runs = flags.runs(args, flags.specs(args))
+    runs = flags.runs(args)
     output.check(args, len(runs))
     with Workers(args.jobs) as workers:
         points = sweep(runs, args.seeds, workers)
-    compared = paired(points)
     output.write(args, points)
-    _say(args, report(points, compared, _seeds(args)), _comparison(points, compared))
+    tell(args, *_comparison(args, points))
     return 0
 
 
 def _replay(args: argparse.Namespace) -> int:
     """Every policy on what was served, and what became of it then."""
     recorded = replay.read(args)
-    if args.seed is None:
-        args.seed = recorded.recording.header.seed
-    runs = flags.runs(args, [recorded.workload])
-    if args.system is None:
-        runs = [recorded.on_the_recorded(run) for run in runs]
+    runs = recorded.runs(args)
     output.check(args, len(runs))
     served = recorded.served(runs[0])
     with Workers(args.jobs) as workers:
         points = sweep(runs, args.seeds, workers)
     output.write(args, points, served)
-    points = [served, *points]
-    compared = paired(points)
-    text = report(points, compared, _seeds(args))
-    found = _comparison(points, compared) | {"recording": recorded.as_json()}
-    _say(args, "\n".join([text, "", *recorded.notes]), found)
+    text, found = _comparison(args, [served, *points])
+    found["recording"] = recorded.as_json()
+    tell(args, "\n".join([text, "", *recorded.notes]), found)
     return 0
 
 
-def _comparison(points: Sequence[Point], compared: Sequence[Ratios]) -> dict[str, Any]:
-    """`points`: every policy at every rate; `ratios`: those of the policies to the first one."""
-    return {"points": [p.as_json() for p in points], "ratios": [one.as_json() for one in compared]}
-
-
-def _seeds(args: argparse.Namespace) -> range:
-    return range(args.seed, args.seed + args.seeds)
+def _comparison(args: argparse.Namespace, points: Sequence[Point]) -> tuple[str, dict[str, Any]]:
+    """In words and as JSON: every policy at every rate, and the ratios to the first policy."""
+    compared = paired(points)
+    text = report(points, compared, range(args.seed, args.seed + args.seeds))
+    ratios = [one.as_json() for one in compared]
+    return text, {"points": [point.as_json() for point in points], "ratios": ratios}
 
 
 def _find(args: argparse.Namespace) -> int:
     """The capacity of every policy."""
     args.rate = args.rate or [flags.FIRST_RATE]
     level = flags.ATTAINMENT if args.attainment is None else args.attainment
-    runs = flags.runs(args, flags.specs(args))
+    runs = flags.runs(args)
     output.check(args, len(runs))
     with Workers(args.jobs) as workers:
         searches = search(runs, level, args.seeds, workers)
@@ -151,15 +134,8 @@ def _find(args: argparse.Namespace) -> int:
         for point, capacity in found
     ]
     content = {"capacity": capacities, "points": [point.as_json() for point in tried]}
-    _say(args, capacity_report(found, level), content)
+    tell(args, capacity_report(found, level), content)
     problems = [one.problem() for one in searches if one.problem()]
     for problem in problems:
         print(f"jaxserve simulate: {problem}", file=sys.stderr)
     return 1 if problems else 0
-
-
-def _say(args: argparse.Namespace, text: str, found: dict[str, Any]) -> None:
-    print(text, file=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        sys.stderr.flush()
-        print(json.dumps(found, allow_nan=False), flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from jaxserve import workload_flags
@@ -12,12 +11,11 @@ from jaxserve.command_line import Parser
 from jaxserve.sched.cache.cache_kinds import HIDDEN_READS
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation import simulator
-from jaxserve.sched.workloads.closed_loop import ClosedLoop, parse_closed_loop
+from jaxserve.sched.workloads.closed_loop import parse_closed_loop
 from jaxserve.sched.workloads.specs import ARRIVALS, WorkloadSpec
-from jaxserve.sched.workloads.workload import WorkloadError
 from jaxserve.simulate import output, routing_flags
 from jaxserve.simulate.runs import Run, Source
-from jaxserve.workload_flags import number, positive_int, seconds
+from jaxserve.workload_flags import number, parsed, positive_int, seconds
 
 SYSTEM = "llama-2-7b@a100"
 SEEDS = 5
@@ -48,11 +46,7 @@ NOT_FOUND = ("requests_table", "batches_table", "chrome_trace", "plots")  # not 
 
 def parser(description: str, epilog: str = "") -> Parser:
     """The parser; `check` what it gives. description, epilog: before and after the flags."""
-    parser = Parser(
-        prog="jaxserve simulate",
-        description=description,
-        epilog=epilog,
-    )
+    parser = Parser(prog="jaxserve simulate", description=description, epilog=epilog)
     add_policy(parser, ["sarathi"], "sarathi")
     add_what_is_simulated(parser)
     add_how_often(parser)
@@ -128,7 +122,7 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
     add("--duration", type=seconds, help="seconds; who comes later is left out, the run cut off")
     add(
         "--best_effort",
-        type=_closed_loop,
+        type=parsed(parse_closed_loop),
         metavar="closed:...",
         help="beside the workload: closed:batch=N,input=uniform:LOW:HIGH,output=uniform:LOW:HIGH; "
         "see above",
@@ -202,13 +196,6 @@ def _rates(text: str) -> list[float]:
     return _different(rates)
 
 
-def _closed_loop(text: str) -> ClosedLoop:
-    try:
-        return parse_closed_loop(text)
-    except WorkloadError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _different(values: list[Any]) -> list[Any]:
     twice = [value for i, value in enumerate(values) if value in values[:i]]
     if twice:
@@ -235,9 +222,11 @@ def specs(args: argparse.Namespace) -> list[WorkloadSpec]:
     return [WorkloadSpec(args.workload, rate=rate, **given) for rate in args.rate or [None]]
 
 
-def runs(args: argparse.Namespace, sources: Sequence[Source]) -> list[Run]:
-    """A run for each policy and source, with the first seed. Raises before anything runs if one of
-    them is impossible."""
+def runs(args: argparse.Namespace, recorded: Source | None = None) -> list[Run]:
+    """A run for each policy and rate, or for each policy on what was recorded, with the first seed.
+    Raises before anything runs if one of them is impossible."""
+    args.seed = args.seed or 0
+    sources = specs(args) if recorded is None else [recorded]
     given: dict[str, Any] = {name: getattr(args, name) for name in _OF_A_RUN}
     given |= {"routing": routing_flags.routing(args), "keep": output.keeps(args)}
     given |= {"system": args.system or SYSTEM, "record_rows": output.records_rows(args)}

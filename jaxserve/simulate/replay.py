@@ -14,6 +14,7 @@ from jaxserve.sched.simulation.recording.replay import Recording
 from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.sched.workloads.workload import Workload
+from jaxserve.simulate import flags
 from jaxserve.simulate.runs import Outcome, Recorded, Run
 from jaxserve.simulate.sweep import Point
 
@@ -36,7 +37,15 @@ class Replay:
     notes: tuple[str, ...]
     slo: SLO
 
-    def on_the_recorded(self, run: Run) -> Run:
+    def runs(self, args: argparse.Namespace) -> list[Run]:
+        """A run for each policy, as `flags.runs`: with the seed of the recording and on its system,
+        unless the command line has others."""
+        if args.seed is None:
+            args.seed = self.recording.header.seed
+        runs = flags.runs(args, self.workload)
+        return runs if args.system else [self._on_the_recorded(run) for run in runs]
+
+    def _on_the_recorded(self, run: Run) -> Run:
         """The run on the recorded system. Settings that the command line does not give are those of
         the recording."""
         header = self.recording.header

@@ -5,19 +5,27 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from functools import partial
 
 from jaxserve.command_line import Parser
 from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.simulation.settings import Fault, Routing
 from jaxserve.sched.workloads.classes import time_of, values_of
 from jaxserve.sched.workloads.workload import WorkloadError
-from jaxserve.workload_flags import number, positive_int
+from jaxserve.workload_flags import number, parsed, positive_int
 
 MOST_REPLICAS = 1 << 14  # each has a scheduler
 MOST_SECONDS = 1e6
 LEAST_SECONDS = 1e-3  # from one snapshot to the next: each is an event of the simulation
 MOST_SLOWDOWN = 1e6
-_OF_SEVERAL = ("routing", "routers", "snapshot_s", "snapshot_age_s", "snapshot_loss", "faults")
+_OF_SEVERAL = {  # the fields of `Routing` by flag
+    "routing": "name",
+    "routers": "routers",
+    "snapshot_s": "interval",
+    "snapshot_age_s": "age",
+    "snapshot_loss": "loss",
+    "faults": "faults",
+}
 _OF_SNAPSHOTS = ("snapshot_s", "snapshot_age_s", "snapshot_loss")
 _FAULT = ("at", "slow", "notice")
 
@@ -26,17 +34,13 @@ def add_flags(parser: Parser) -> None:
     """Adds --replicas, --routing, --routers, --snapshot_s, --snapshot_age_s, --snapshot_loss and
     --faults."""
     add = parser.add_argument
-    add("--replicas", type=_replicas, default=1, help="(1)")
+    add("--replicas", type=partial(positive_int, most=MOST_REPLICAS), default=1, help="(1)")
     add("--routing", choices=tuple(ROUTERS), help="of replicas (round_robin)")
     add("--routers", type=positive_int, help="each with every N-th replica and request (1)")
-    add(
-        "--snapshot_s",
-        type=_interval,
-        help="from one of a replica's to the next (0: seen as it is)",
-    )
+    add("--snapshot_s", type=_interval, help="from one of a replica's to the next (0: as it is)")
     add("--snapshot_age_s", type=_seconds, help="that one is under way, less than that (0)")
     add("--snapshot_loss", type=_number(0.0, 1.0), help="share of them that is lost (0)")
-    add("--faults", type=_faults, metavar="REPLICA[:at=60s]...", help="see above")
+    add("--faults", type=parsed(_faults), metavar="REPLICA[:at=60s]...", help="see above")
 
 
 def check(args: argparse.Namespace) -> str:
@@ -48,7 +52,7 @@ def check(args: argparse.Namespace) -> str:
     if (args.routers or 1) > args.replicas:
         return f"--routers must be at most --replicas, {args.replicas}, got {args.routers}"
     seen = [name for name in given if name in _OF_SNAPSHOTS]
-    if seen and not ROUTERS[_name(args)].looks:
+    if seen and not ROUTERS[args.routing or Routing.name].looks:
         looking = ", ".join(name for name, way in ROUTERS.items() if way.looks)
         return f"--{seen[0]} is for a --routing that looks at snapshots: {looking}"
     if seen and not args.snapshot_s:
@@ -65,22 +69,8 @@ def check(args: argparse.Namespace) -> str:
 
 def routing(args: argparse.Namespace) -> Routing:
     """The routing that the flags ask for; they have been checked."""
-    return Routing(
-        _name(args),
-        args.routers or 1,
-        args.snapshot_s or 0.0,
-        args.snapshot_age_s or 0.0,
-        args.snapshot_loss or 0.0,
-        args.faults or (),
-    )
-
-
-def _name(args: argparse.Namespace) -> str:
-    return args.routing or "round_robin"
-
-
-def _replicas(text: str) -> int:
-    return positive_int(text, MOST_REPLICAS)
+    given = {field: getattr(args, flag) for flag, field in _OF_SEVERAL.items()}
+    return Routing(**{field: value for field, value in given.items() if value is not None})
 
 
 def _interval(text: str) -> float:
@@ -100,14 +90,11 @@ _slowdown = _number(1.0, MOST_SLOWDOWN)
 
 
 def _faults(text: str) -> tuple[Fault, ...]:
-    try:
-        found = tuple(_fault(part) for part in text.split(","))
-    except WorkloadError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    found = tuple(_fault(part) for part in text.split(","))
     replicas = [fault.replica for fault in found]
     for replica in replicas:
         if replicas.count(replica) > 1:
-            raise argparse.ArgumentTypeError(f"replica {replica} is given twice")
+            raise WorkloadError(f"replica {replica} is given twice")
     return found
 
 

@@ -17,6 +17,7 @@ from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.settings import Routing
 from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.simulation.systems.systems import system
+from jaxserve.sched.slo.metrics import has_targets
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.workload import Workload
@@ -197,3 +198,10 @@ class Run:
             compiling=compiling,
         )
         return Outcome.from_result(result, keep=self.keep)
+
+
+def check_targets(run: Run, problem: str) -> None:
+    """ValueError if no request of the run has a target. problem: how its line begins."""
+    if not has_targets(run.workload.make_workload(run.seed).terms):
+        flags = "--slo_ttft_ms, --slo_tbt_ms, --slo_jct_ms, --classes with one"
+        raise ValueError(f"{problem}: {flags}, or traffic with them")

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxserve.sched.simulation.capacity import FINE, Crossing, sustained
-from jaxserve.sched.slo.metrics import has_targets
 from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.simulate.runs import Run
+from jaxserve.simulate.runs import Run, check_targets
 from jaxserve.simulate.sweep import Point, sweep
 from jaxserve.simulate.workers import Workers
 
@@ -87,11 +86,7 @@ def search(runs: Sequence[Run], level: float, seeds: int, workers: Workers) -> l
         runs.REFUSED: A run is impossible.
     """
     searches = [Search(run, level) for run in runs]
-    if not has_targets(runs[0].workload.make_workload(runs[0].seed).terms):
-        raise ValueError(
-            "--find=capacity needs a target: --slo_ttft_ms, --slo_tbt_ms, --slo_jct_ms, --classes "
-            "with one, or a trace with them"
-        )
+    check_targets(runs[0], "--find=capacity needs a target")
     while ahead := list(_ahead(searches)):
         points = sweep([one.at(index) for one, index in ahead], seeds, workers)
         for (one, index), point in zip(ahead, points, strict=True):

@@ -8,39 +8,24 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from jaxserve.sched.simulation.dispatch import COMPILING
+from jaxserve.simulate.runs import Outcome, Run
 
 _FEW = 500  # requests; to start a process takes longer
 REFRESH_S = 0.2  # between two looks at how far the processes are
 BAR = "{percentage:3.0f}%|{bar}| {n:.1f}/{total:.0f} runs [{elapsed}<{remaining}]"
 
-
-T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
+Work = Callable[[Run, Callable[[float], None] | None, Callable[[], None] | None], T]
+"""What is to be done with a run; the other arguments are those of `Run.outcome`."""
 
 
 class WorkerDied(OSError):
     """A process has died; its run may be too large for the machine."""
-
-
-class Task(Protocol[T_co]):
-    """Work that can be done in another process, such as a `Run`."""
-
-    @property
-    def requests(self) -> float:
-        """Number of requests; infinity if not known."""
-        ...
-
-    def outcome(
-        self, progress: Callable[[float], None] | None, compiling: Callable[[], None] | None
-    ) -> T_co:
-        """As `Run.outcome`."""
-        ...
 
 
 class Workers:
@@ -59,25 +44,22 @@ class Workers:
         self._compiling = self._context.Event()  # in one of them; until that has been said
         self._bar: tqdm | None = None
 
-    def outcomes(self, runs: Sequence[Task[T]]) -> list[T]:
+    def outcomes(self, runs: Sequence[Run]) -> list[Outcome]:
         """The outcomes of the runs, in order. Stops at the first run that raises one of
         `runs.REFUSED`."""
+        return self.each(_outcome, runs)
+
+    def each(self, work: Work[T], runs: Sequence[Run]) -> list[T]:
+        """What becomes of each run, in order. Stops where the work raises. work: can be pickled."""
         bar = self._longer_bar(len(runs))
         alone = self._jobs == 1 or len(runs) < 2 or sum(run.requests for run in runs) <= _FEW
         if self._pool is None and alone:
-            return [run.outcome(lambda share: _show(bar, bar.n + share), _say) for run in runs]
+            return [work(run, lambda share: _show(bar, bar.n + share), _say) for run in runs]
         if self._pool is None:
-            self._pool = ProcessPoolExecutor(
-                self._jobs,
-                self._context,
-                initializer=_begin,
-                initargs=(self._done, self._compiling),
-            )
-        return self._on(self._pool, runs, bar)
-
-    def _on(self, pool: ProcessPoolExecutor, runs: Sequence[Task[T]], bar: tqdm) -> list[T]:
+            shared = (self._done, self._compiling)
+            self._pool = ProcessPoolExecutor(self._jobs, self._context, _begin, shared)
         try:
-            futures: list[Future[T]] = [pool.submit(_outcome, run) for run in runs]
+            futures: list[Future[T]] = [self._pool.submit(_in_process, work, run) for run in runs]
             left: set[Future[T]] = set(futures)
             before = bar.n - self._done.value
             while left:
@@ -103,12 +85,7 @@ class Workers:
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._bar is not None:
             self._bar.close()
         if self._pool is None:
@@ -144,5 +121,11 @@ def _begin(done: Any, compiling: Any) -> None:
     _progress, _compiling = progress, compiling.set
 
 
-def _outcome(run: Task[T]) -> T:
-    return run.outcome(_progress, _compiling)
+def _in_process(work: Work[T], run: Run) -> T:
+    return work(run, _progress, _compiling)
+
+
+def _outcome(
+    run: Run, progress: Callable[[float], None] | None, compiling: Callable[[], None] | None
+) -> Outcome:
+    return run.outcome(progress, compiling)

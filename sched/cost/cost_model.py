@@ -60,11 +60,8 @@ class BatchFeatures(NamedTuple):
         *,
         padding: Padding | None = None,
         hidden: np.ndarray | None = None,
-        projected_tokens: int = 0,
-        copied_slots: int = 0,
-        saved_slots: int = 0,
-        loaded_slots: int = 0,
         sampling: bool = False,
+        **moved: int,
     ) -> BatchFeatures:
         """The features of one batch, from its rows.
 
@@ -74,11 +71,8 @@ class BatchFeatures(NamedTuple):
             decoding: bool [n], which rows decode; the others are prefill chunks.
             padding: How the batch is rounded up; None for not at all.
             hidden: bool [n], which rows have hidden caches; None for none.
-            projected_tokens: See `BatchFeatures`, as are the slots.
-            copied_slots: Slots copied to other blocks.
-            saved_slots: Slots copied to host memory.
-            loaded_slots: Slots copied from host memory.
             sampling: Whether any request samples non-greedily.
+            **moved: projected_tokens, copied_slots, saved_slots, loaded_slots: see `BatchFeatures`.
         """
         rows = len(counts)
         decodes = int(np.count_nonzero(decoding))
@@ -102,6 +96,9 @@ class BatchFeatures(NamedTuple):
             hidden_before = int(contexts @ (hidden & ~decoding))
         elif decodes and padding is not None and padding.decode_group > 1:
             kv = padding.read((contexts + 1)[decoding], padded)
+        sampled = 0
+        if sampling:
+            sampled = rows if padding is None else padding.rows_of(padded)
         return cls(
             num_tokens=tokens,
             padded_tokens=padded,
@@ -111,12 +108,9 @@ class BatchFeatures(NamedTuple):
             num_prefills=rows - decodes,
             prefill_m=before - hidden_before,
             hidden_tokens=hidden_read,
-            projected_tokens=projected_tokens,
-            copied_slots=copied_slots,
-            saved_slots=saved_slots,
-            loaded_slots=loaded_slots,
             hidden_prefill=hidden_before,
-            sampled_rows=_sampled(rows, padded, padding) if sampling else 0,
+            sampled_rows=sampled,
+            **moved,
         )
 
     @classmethod
@@ -137,10 +131,6 @@ class BatchFeatures(NamedTuple):
 
 def _plain(lengths: np.ndarray, padded_tokens: int) -> int:
     return int(np.add.reduce(lengths))
-
-
-def _sampled(rows: int, padded: int, padding: Padding | None) -> int:
-    return rows if padding is None else padding.rows_of(padded)
 
 
 class CostModel(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,15 +40,9 @@ class RoutingRequest(NamedTuple):
 _NAMES = KNOWN.names or ()
 
 
-class Columns:
+def _columns(known: np.ndarray) -> SimpleNamespace:
     """All replicas at once: the fields of KNOWN, arrays [replicas], by name."""
-
-    def __init__(self, known: np.ndarray) -> None:
-        for name in KNOWN.names or ():
-            setattr(self, name, known[name])
-
-    def __getattr__(self, name: str) -> Any:  # for type checkers: they are set above
-        raise AttributeError(name)
+    return SimpleNamespace(**{name: known[name] for name in _NAMES})
 
 
 def _nothing_known(count: int) -> np.ndarray:
@@ -68,7 +62,7 @@ class Fleet:
 
     def __init__(self, count: int) -> None:
         self._known = _nothing_known(count)
-        self.columns = Columns(self._known)
+        self.columns = _columns(self._known)
         self._sent: list[deque[tuple[float, RoutingRequest]]] = [deque() for _ in range(count)]
 
     def __len__(self) -> int:
@@ -82,7 +76,7 @@ class Fleet:
     def grow(self, count: int) -> None:
         """Adds `count` replicas with the next numbers."""
         self._known = np.concatenate([self._known, _nothing_known(count)])
-        self.columns = Columns(self._known)
+        self.columns = _columns(self._known)
         self._sent += [deque() for _ in range(count)]
 
     def forget(self, replica: int) -> None:

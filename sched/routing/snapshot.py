@@ -51,7 +51,7 @@ class Prices:
         if not isinstance(model, LinearCostModel):
             raise ValueError(f"{type(model).__name__} has no linear prices to publish")
         k, layers = model.coefficients, model.num_layers
-        return cls(
+        return Prices(
             step=layers * (k.token_bias + k.batch_bias + k.decode_bias),
             token=layers * k.per_token,
             decode=layers * k.per_decode,
@@ -62,9 +62,9 @@ class Prices:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The state of a replica at one moment, in numbers.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot(Prices):
+    """The state of a replica at one moment, in numbers. By default it is idle, and always was.
 
     Attributes:
         time: The moment, seconds on a clock that the replica shares with the routers.
@@ -94,40 +94,28 @@ class Snapshot:
     """
 
     time: float
-    busy: float
-    unfinished: int
-    running: int
-    cached: int
-    waiting: int
-    realtime_tokens: int
-    best_effort_tokens: int
-    realtime_quad: int
-    best_effort_quad: int
-    realtime_blocks: int
-    best_effort_blocks: int
+    busy: float = 0.0
+    unfinished: int = 0
+    running: int = 0
+    cached: int = 0
+    waiting: int = 0
+    realtime_tokens: int = 0
+    best_effort_tokens: int = 0
+    realtime_quad: int = 0
+    best_effort_quad: int = 0
+    realtime_blocks: int = 0
+    best_effort_blocks: int = 0
     free_blocks: int
     num_blocks: int
     block_size: int
     prefill_tokens: int
     max_rows: int
-    tbt: float
-    mean_output: float
-    attainment: float
-    pace: float
+    tbt: float = np.inf
+    mean_output: float = 0.0
+    attainment: float = 1.0
+    pace: float = 1.0
     by_tier: bool
-    draining: bool
-    step: float
-    token: float
-    decode: float
-    read: float
-    prefill: float
-    quad: float
-    cached_token: float
-
-    @classmethod
-    def from_numbers(cls, prices: Prices, **numbers: Any) -> Snapshot:
-        """numbers: the other fields, by name."""
-        return cls(**numbers, **asdict(prices))
+    draining: bool = False
 
     def as_dict(self) -> dict[str, float]:
         """By name, ready for JSON."""

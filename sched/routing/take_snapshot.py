@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from jaxserve.sched.cache.block_sizes import blocks_for
+from jaxserve.sched.cost.cost_model import CostModel
 from jaxserve.sched.cost.reachability import NOTHING
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.request import Request, Tier
@@ -69,19 +70,20 @@ class Lately:
 
 
 def constant_fields(
-    prices: Prices, policy: Policy, limits: Limits, num_blocks: int, block_size: int
+    model: CostModel, policy: Policy, limits: Limits, num_blocks: int, block_size: int
 ) -> dict[str, Any]:
-    """The fields of a replica's snapshots that never change, by name.
+    """The fields of a replica's snapshots that never change, by name. ValueError if the model has
+    no linear prices.
 
     Args:
-        prices: Its step-time model.
+        model: Its step-time model.
         policy: Its policy.
         limits: C, P and rows.
         num_blocks: Blocks of its pool.
         block_size: Tokens of a block.
     """
     return {
-        "prices": prices,
+        **asdict(Prices.from_cost_model(model)),
         "prefill_tokens": policy.prefill_limit(limits),
         "max_rows": policy.row_limit(limits),
         "by_tier": serves_by_tier(policy),
@@ -92,26 +94,7 @@ def constant_fields(
 
 def idle_snapshot(known: dict[str, Any], now: float = 0.0) -> Snapshot:
     """The snapshot of a replica that has served nothing yet. known: from `constant_fields`."""
-    counts: dict[str, Any] = dict.fromkeys(
-        (
-            *("busy", "unfinished", "running", "cached", "waiting", "realtime_tokens"),
-            *("best_effort_tokens", "realtime_quad", "best_effort_quad", "realtime_blocks"),
-            "best_effort_blocks",
-        ),
-        0,
-    )
-    learned = Lately()
-    return Snapshot.from_numbers(
-        time=now,
-        **counts,
-        free_blocks=known["num_blocks"],
-        tbt=np.inf,
-        mean_output=learned.mean_output,
-        attainment=learned.attainment,
-        pace=learned.pace,
-        draining=False,
-        **known,
-    )
+    return Snapshot(time=now, free_blocks=known["num_blocks"], **known)
 
 
 def serves_by_tier(policy: Policy) -> bool:
@@ -119,16 +102,12 @@ def serves_by_tier(policy: Policy) -> bool:
     far as its queue priority shows."""
     with np.errstate(all="ignore"):
         realtime, best_effort = (
-            policy.queue_priority(Known.from_request(_request(tier), NOTHING, 1.0, seq, 0), 1.0)
+            policy.queue_priority(
+                Known.from_request(Request("", (0,), tier=tier), NOTHING, 1.0, seq, 0), 1.0
+            )
             for tier, seq in ((Tier.REALTIME, 1), (Tier.BEST_EFFORT, 0))
         )
-    if realtime is None or best_effort is None:
-        return False
-    return bool(realtime < best_effort)
-
-
-def _request(tier: Tier) -> Request:
-    return Request("", (0,), tier=tier)
+    return None not in (realtime, best_effort) and bool(realtime < best_effort)
 
 
 def take_snapshot(
@@ -151,7 +130,7 @@ def take_snapshot(
     blocks = blocks_for(length, backlog.block_size) * mine.waiting
     late = mine.tier == Tier.BEST_EFFORT
     runs = ~mine.waiting
-    return Snapshot.from_numbers(
+    return Snapshot(
         time=backlog.time,
         busy=backlog.free_at - backlog.time,
         unfinished=unfinished,

@@ -19,7 +19,6 @@ from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policies.oracle import OraclePolicy
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import PolicyName, is_built_in, make_policy
-from jaxserve.sched.routing.snapshot import Prices
 from jaxserve.sched.routing.take_snapshot import constant_fields
 from jaxserve.sched.simulation.dispatch import NotCompiled, run
 from jaxserve.sched.simulation.oracle.search import Found, search
@@ -238,10 +237,8 @@ def _routed(setting: Setting, policy: Policy, routing: str | Routing) -> Setting
         raise ValueError(f"there is no replica {last} that could have a fault")
     known: dict[str, Any] = {}
     if routing.looks:
-        prices = Prices.from_cost_model(setting.cost_model)
-        known = constant_fields(
-            prices, policy, setting.limits, setting.num_blocks, setting.block_size
-        )
+        size = (setting.num_blocks, setting.block_size)
+        known = constant_fields(setting.cost_model, policy, setting.limits, *size)
     return replace(setting, routing=routing, fixed=known)
 
 

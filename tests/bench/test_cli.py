@@ -268,10 +268,6 @@ def test_the_sender_does_not_wait_for_answers() -> None:
         (["load", "--rate=1", "--cv=2"], "--arrivals=gamma needs --cv"),
         (["load", "--rate=1", "--arrivals=gamma"], "--arrivals=gamma needs --cv"),
         (["load", "--rate=1", "--lengths=x.csv", "--input_len=3"], "gives both lengths"),
-        (["load", "--rate=1", "--slo_tbt_ms=-1"], "--slo_tbt_ms must be a positive number"),
-        (["load", "--rate=1", "--slo_jct_ms=nan"], "--slo_jct_ms must be a positive number"),
-        (["load", "--rate=1", "--classes=a:2"], "--classes: class a: a share is in (0, 1], got 2"),
-        (["load", "--rate=1", "--max_tokens=few"], "--max_tokens must be a positive number or"),
         (["load", "--rate=1", "--address=x:1", "--policy=vllm"], "its own configuration"),
         (["fidelity", "--config.engine.record=x"], "fidelity makes recordings of its own"),
     ],
@@ -282,6 +278,24 @@ def test_a_wrong_command_line_is_one_clear_line(
     assert cli.main(argv) == 2
     out, err = capsys.readouterr()
     assert said in err and len(err.splitlines()) == 1 and not out
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--slo_tbt_ms=-1", "--slo_tbt_ms: must be a positive number"),
+        ("--slo_jct_ms=nan", "--slo_jct_ms: must be a positive number"),
+        ("--classes=a:2", "--classes: class a: a share is in (0, 1], got 2"),
+        ("--max_tokens=few", "--max_tokens: must be a positive number or"),
+    ],
+)
+def test_what_a_flag_does_not_take_is_said_with_its_name(
+    flag: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["load", "--rate=1", flag])
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2 and said in err and not out
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from jaxserve.sched.routing.take_snapshot import idle_snapshot
 
 ROUTING_REQUEST = RoutingRequest(100, ttft=1.0)
 KNOWN = {
-    "prices": Prices(1e-2, 1e-4, 1e-5, 1e-7, 1e-3, 0.0, 0.0),
+    **dataclasses.asdict(Prices(1e-2, 1e-4, 1e-5, 1e-7, 1e-3, 0.0, 0.0)),
     "prefill_tokens": 512,
     "max_rows": 16,
     "by_tier": True,

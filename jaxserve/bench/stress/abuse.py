@@ -30,12 +30,13 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.bench.command import BenchParser, read_config, tell
+from jaxserve.bench.command import BenchParser, read_config
 from jaxserve.bench.stress import attacks, http_attacks, tenants
 from jaxserve.bench.stress.attacks import Tried
 from jaxserve.bench.stress.server_process import Victim, victim
 from jaxserve.client import Client, ServerError
 from jaxserve.client.connection import open_channel
+from jaxserve.command_line import tell
 from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
 from jaxserve.server.requests.open_files import raise_limit

@@ -32,11 +32,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxserve.bench.command import BenchParser, tell
+from jaxserve.bench.command import BenchParser
 from jaxserve.bench.stress.ledger import Ledger
 from jaxserve.bench.stress.server_process import Victim, victim
 from jaxserve.bench.stress.soak_clients import Clients, ServerLost
 from jaxserve.bench.stress.soak_metrics import AT_REST, SAMPLE_S, Page, settled
+from jaxserve.command_line import tell
 from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
 from jaxserve.sched.registry import make_policy

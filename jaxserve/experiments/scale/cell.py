@@ -17,7 +17,6 @@ from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 from jaxserve.sched.routing.routers import Router
-from jaxserve.sched.routing.snapshot import Prices
 from jaxserve.sched.routing.take_snapshot import constant_fields, idle_snapshot
 from jaxserve.sched.simulation.results import RequestRecords
 from jaxserve.sched.simulation.settings import Fault, Routing
@@ -200,9 +199,7 @@ def _measured(case: Decision) -> Cost:
     """With a busy fleet, in Python, as a server's router runs."""
     place, rng = system(SYSTEM), np.random.default_rng(case.replicas)
     size = (place.kv_tokens // 16 * 2, 16)
-    known = constant_fields(
-        Prices.from_cost_model(place.cost_model), make_policy(POLICY), LIMITS, *size
-    )
+    known = constant_fields(place.cost_model, make_policy(POLICY), LIMITS, *size)
     fleet = Fleet(case.replicas)
     for replica in range(case.replicas):
         running = int(rng.integers(1, 80))

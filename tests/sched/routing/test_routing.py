@@ -35,9 +35,7 @@ from tests.cost_models import FLAT
 from tests.sched.driver import Drive
 
 MODEL = LinearCostModel(Coefficients(1e-5, 1e-3, 1e-9, 1e-5, 1e-6, 1e-10, 1e-5, 1e-6, 1e-9), 2)
-FIXED = constant_fields(
-    Prices.from_cost_model(MODEL), make_policy("sarathi"), Limits(4096, 512, 64), 1000, 16
-)
+FIXED = constant_fields(MODEL, make_policy("sarathi"), Limits(4096, 512, 64), 1000, 16)
 
 
 def busy(time: float = 0.0, **numbers: Any) -> Snapshot:
@@ -315,7 +313,7 @@ def test_routers_and_doors_predict_the_same_but_for_a_step(
         drive.add(prompt=prompt, output=4)
     backlog = Backlog.from_scheduler(drive.scheduler, 0.0, 0.0)
     door = TtftEstimator(backlog).wait(Request("new", (0,) * own), 0.0).seconds
-    known = constant_fields(Prices.from_cost_model(FLAT), drive.policy, drive.limits, 1024, 4)
+    known = constant_fields(FLAT, drive.policy, drive.limits, 1024, 4)
     fleet = fleet_of(take_snapshot(backlog, len(prompts), known, Lately(), draining=False))
     s = fleet.columns
     (router,) = first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(own), 0.0)
