@@ -26,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
     add("--slo_jct_ms", type=positive, help="target of the time to the last token")
     add(
         "--classes",
-        type=parsed(parse_classes),
+        type=checked(parse_classes),
         help="requests with targets of their own, drawn by share: NAME:SHARE[:tier=best_effort]"
         "[:greedy=false]"
         "[:ttft=200ms][:tbt=50ms][:jct=60s], several separated by commas; the others have those "
@@ -34,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
     )
     add(
         "--max_tokens",
-        type=_max_tokens,
+        type=checked(_max_tokens),
         help=f"limit of requests that have none of their own: {max_tokens}",
     )
 
@@ -84,12 +84,21 @@ def parsed(parse: Callable[[str], T]) -> Callable[[str], T]:
     return read
 
 
+def checked(parse: Callable[[str], Any]) -> Callable[[str], str]:
+    """The type of a flag that stays text, which `parse` reads."""
+
+    def read(text: str) -> str:
+        parsed(parse)(text)
+        return text
+
+    return read
+
+
 def _max_tokens(text: str) -> MaxTokens:
     if text == "length":
         return "length"
     if not (text.isascii() and text.isdigit() and int(text[:10]) > 0):
-        problem = f"must be a positive number or 'length', got {text!r:.40}"
-        raise argparse.ArgumentTypeError(problem)
+        raise WorkloadError(f"must be a positive number or 'length', got {text!r:.40}")
     return int(text)
 
 
@@ -97,4 +106,6 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
     """The flags as fields of `WorkloadSpec`: slo, classes, max_tokens."""
     targets = {name: getattr(args, f"slo_{name}_ms") for name in TARGETS}
     given = {name: value / 1e3 for name, value in targets.items() if value is not None}
-    return {"slo": SLO(**given), "classes": args.classes or (), "max_tokens": args.max_tokens}
+    classes = parse_classes(args.classes) if args.classes else ()
+    max_tokens = _max_tokens(args.max_tokens) if args.max_tokens else None
+    return {"slo": SLO(**given), "classes": classes, "max_tokens": max_tokens}

@@ -13,13 +13,8 @@ from jaxserve.sched.cache.cache_kinds import CacheKind, Direction
 from jaxserve.sched.row_columns import grow_columns
 
 _SEGMENT = np.dtype(
-    [
-        ("key", np.int64),
-        ("first", np.int64),
-        ("end", np.int64),
-        ("kind", np.int8),
-        ("side", np.int8),
-    ]
+    [(name, np.int64) for name in ("key", "first", "end")]
+    + [(name, np.int8) for name in ("kind", "side")]
 )
 
 

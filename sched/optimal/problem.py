@@ -110,11 +110,8 @@ class Problem:
         return run(policy, self.workload, self.cost_model, **self._where()).schedule
 
     def _where(self) -> dict[str, Any]:
-        return {
-            "limits": self.limits,
-            "kv_tokens": self.kv_tokens,
-            "block_size": self.block_size,
-        }
+        size = {"kv_tokens": self.kv_tokens, "block_size": self.block_size}
+        return {"limits": self.limits, **size}
 
     def _known(self, played: Replay) -> np.ndarray:
         """Tokens that each request has before each batch, [b, n]; one comes with each batch after

@@ -8,7 +8,7 @@ policies run on; a schedule that breaks a limit raises InvalidPlan there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -201,15 +201,7 @@ def run(
     return Replay(workload, schedule, start, duration, kv_used, decoding, kv, *ends)
 
 
-def replay(
-    schedule: Schedule,
-    workload: Workload,
-    cost_model: CostModel,
-    *,
-    limits: Limits,
-    kv_tokens: int,
-    block_size: int = 1,
-) -> Replay:
+def replay(schedule: Schedule, workload: Workload, cost_model: CostModel, **where: Any) -> Replay:
     """Runs a schedule in place of a policy, see `run`. A batch starts once the one before it has
     ended and its requests have arrived.
 
@@ -217,22 +209,17 @@ def replay(
         schedule: The batches.
         workload: The requests.
         cost_model: How long batches take.
-        limits: C, P and rows.
-        kv_tokens: M, rounded down to whole blocks.
-        block_size: Tokens of a block.
+        **where: limits, kv_tokens and block_size, as in `run`.
 
     Raises:
         ReplayError: The schedule has another number of requests, or ends too early or too late.
         InvalidPlan: The schedule breaks a limit.
     """
-    if schedule.tokens.shape[1] != len(workload):
-        raise ReplayError(
-            f"the schedule is for {schedule.tokens.shape[1]} requests, not {len(workload)}"
-        )
+    count = schedule.tokens.shape[1]
+    if count != len(workload):
+        raise ReplayError(f"the schedule is for {count} requests, not {len(workload)}")
     policy = ScriptedPolicy(schedule)
-    played = run(
-        policy, workload, cost_model, limits=limits, kv_tokens=kv_tokens, block_size=block_size
-    )
+    played = run(policy, workload, cost_model, **where)
     if policy.next_batch < len(schedule):
         raise ReplayError(
             f"all requests have ended after {policy.next_batch} of {len(schedule)} batches"

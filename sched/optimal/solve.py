@@ -144,9 +144,7 @@ class _Task:
         began = time.monotonic()
         program, scale = self._program()
         solver = _solver(time_limit, workers, seed)
-        callback = None
-        if on_improved is not None:
-            callback = _callback(on_improved, scale)
+        callback = None if on_improved is None else _callback(on_improved, scale)
         status = solver.solve(program.model, callback)
         took = time.monotonic() - began
         name = solver.status_name(status)
@@ -155,13 +153,8 @@ class _Task:
             played = self.problem.play(program.schedule(solver))
             bound = scale(solver.best_objective_bound) if self.better_than is None else None
             proven = name == "OPTIMAL" and self.better_than is None
-            return self.answer(
-                "optimal" if proven and self.all_batches else "feasible",
-                played,
-                bound,
-                literals,
-                took,
-            )
+            said = "optimal" if proven and self.all_batches else "feasible"
+            return self.answer(said, played, bound, literals, took)
         if self.better_than is not None:
             proven = name == "INFEASIBLE" and self.all_batches
             return self.answer("infeasible" if proven else "unknown", None, None, literals, took)
@@ -207,20 +200,15 @@ class _Task:
         return math.ceil(most)
 
     def answer(
-        self,
-        status: str,
-        played: Replay | None,
-        bound: float | None,
-        literals: int,
-        took: float,
+        self, status: str, played: Replay | None, bound: float | None, literals: int, took: float
     ) -> Solution:
-        note = self.note
+        notes = [self.note]
         value = None if played is None else self.problem.value(played)
         if value is not None and self.better_than is not None and value >= self.better_than:
             status, played, value = "unknown", None, None
-            note = _join(note, "what was found is better by less than the rounding error")
+            notes.append("what was found is better by less than the rounding error")
         if not self.all_batches:
-            note = _join(note, f"only schedules of at most {self.batches} batches were considered")
+            notes.append(f"only schedules of at most {self.batches} batches were considered")
         schedule = None if played is None else played.schedule
         return Solution(
             status,
@@ -234,7 +222,7 @@ class _Task:
             self.cost.error,
             literals,
             took,
-            note,
+            "; ".join(filter(None, notes)),
         )
 
 
@@ -330,7 +318,3 @@ def _callback(
             on_improved(seconds(self.objective_value), seconds(self.best_objective_bound))
 
     return Report()
-
-
-def _join(first: str, second: str) -> str:
-    return f"{first}; {second}" if first else second

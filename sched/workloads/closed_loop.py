@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxserve.sched.request import Tier
 from jaxserve.sched.slo.slo_columns import SloColumns
+from jaxserve.sched.workloads.classes import values_of
 from jaxserve.sched.workloads.lengths import Uniform
 from jaxserve.sched.workloads.memory import check_memory
 from jaxserve.sched.workloads.workload import (
@@ -77,13 +78,7 @@ def parse_closed_loop(text: str) -> ClosedLoop:
             "best-effort load is closed:batch=N,input=uniform:LOW:HIGH,output=uniform:LOW:HIGH, "
             f"got {text!r:.60}"
         )
-    values: dict[str, str] = {}
-    for item in rest.split(","):
-        key, equals, value = item.partition("=")
-        if not equals or key not in _KEYS or key in values:
-            once = " once" if key in values else ""
-            raise WorkloadError(f"closed: batch=, input= and output={once}, got {item!r:.60}")
-        values[key] = value
+    values = values_of("closed", rest.split(","), _KEYS)
     missing = next((key for key in _KEYS if key not in values), None)
     if missing is not None:
         raise WorkloadError(f"closed: {missing}= is missing")

@@ -107,16 +107,12 @@ class WorkloadSpec:
         if self.duration is None:
             return self._make(*self._generators(seed))
         whole = replace(self, duration=None, best_effort=None)
-        sampled = _is_sampled(self.lengths) and self.num_requests is None and self.rate is not None
-        count = int(self.rate * self.duration) + DEFAULT_COUNT if sampled and self.rate else None
-        made = (
-            replace(whole, num_requests=count).make_workload(seed)
-            if sampled
-            else whole.make_workload(seed)
-        )
-        while sampled and made.arrival[-1] < self.duration:
-            count = 2 * len(made)
-            made = replace(whole, num_requests=count).make_workload(seed)
+        grows = _is_sampled(self.lengths) and self.num_requests is None and self.rate is not None
+        if grows and self.rate is not None:
+            whole = replace(whole, num_requests=int(self.rate * self.duration) + DEFAULT_COUNT)
+        made = whole.make_workload(seed)
+        while grows and made.arrival[-1] < self.duration:
+            made = replace(whole, num_requests=2 * len(made)).make_workload(seed)
         kept = made.arrival < self.duration
         if not kept.any():
             raise WorkloadError(f"no request comes within {self.duration:g} s")

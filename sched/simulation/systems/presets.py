@@ -14,25 +14,18 @@ from jaxserve.sched.simulation.systems.profiles import System
 MS = 1e-3
 
 
+# In the order in which the authors' code lists them.
+_ORDER = (
+    *("prefill_quad", "prefill_bias", "per_prefill", "prefill_m", "decode_kv", "decode_bias"),
+    *("per_decode", "per_token", "token_bias"),
+)
+
+
 def _fitted(model: Model, device: Device, *ms: float) -> LinearCostModel:
-    """Milliseconds a layer, in the order in which the authors' code lists them."""
-    quad, prefill_bias, per_prefill, m, kv, decode_bias, per_decode, token, token_bias = ms
-    return LinearCostModel(
-        Coefficients(
-            per_token=token * MS,
-            token_bias=token_bias * MS,
-            decode_kv=kv * MS,
-            decode_bias=decode_bias * MS,
-            per_decode=per_decode * MS,
-            prefill_quad=quad * MS,
-            prefill_bias=prefill_bias * MS,
-            per_prefill=per_prefill * MS,
-            prefill_m=m * MS,
-            **moved_slot(model, device),
-        ),
-        model.layers,
-        overlapped=True,
-    )
+    """ms: milliseconds a layer, in that order."""
+    fitted = {name: value * MS for name, value in zip(_ORDER, ms, strict=True)}
+    coefficients = Coefficients(**fitted, **moved_slot(model, device))
+    return LinearCostModel(coefficients, model.layers, overlapped=True)
 
 
 _A100 = DEVICES["a100"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 
-from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
+from jaxserve.sched.cost.cost_model import LinearCostModel
 from jaxserve.sched.simulation.systems.hardware import (
     DEVICES,
     MODELS,
@@ -73,39 +73,33 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
     each = output / (figures.matmul * device.flops)
     kv = model.kv_bytes / bandwidth
     read = hidden_read_of(model, hidden_read)
-    terms = _hidden_terms(model, read, flops, bandwidth) if read else (0.0, 0.0, 0.0)
-    hidden, hidden_chunk, projected = terms
-    coefficients = Coefficients(
+    hidden = _hidden_terms(model, read, flops, bandwidth) if read else {}
+    coefficients = dataclasses.replace(
+        base,
         per_token=token,
         token_bias=step + output / (figures.read * device.bandwidth),
         decode_kv=kv,
-        decode_bias=base.decode_bias,
         per_decode=base.per_decode + each,
         prefill_quad=2 * model.heads * model.head_dim / (_ATTENTION_EFFICIENCY * flops),
-        prefill_bias=base.prefill_bias,
         per_prefill=base.per_prefill + each,
         prefill_m=kv,
-        hidden_token=hidden,
-        hidden_prefill=hidden_chunk,
-        projected_token=projected,
+        **hidden,
         **moved_slot(model, device),
     )
     source = "measured tables (Vidur, MIT)" if device.measured else "specification"
     about = {"source": source, "figures_of": device.kind, "attention_of": "llama-2-7b@a100"}
     if read:
         about["hidden_read"] = read
-    rho = model.layers * (hidden - kv) if read else None
+    rho = model.layers * (coefficients.hidden_token - kv) if read else None
     cost_model = LinearCostModel(coefficients, model.layers, overlapped=True)
     projects = read == "projected"
     return System(name, cost_model, kv_tokens, about=about, rho=rho, projects=projects)
 
 
-def _hidden_terms(
-    model: Model, read: str, flops: float, bandwidth: float
-) -> tuple[float, float, float]:
-    """Seconds a layer for one cached token of a hidden cache that a decode reads, one that a chunk
-    reads, which is projected, and one that becomes K and V. flops: peak, bandwidth: bytes/s that a
-    kernel reads.
+def _hidden_terms(model: Model, read: str, flops: float, bandwidth: float) -> dict[str, float]:
+    """The cost model's coefficients of a cached token of a hidden cache that a decode reads, that a
+    chunk reads, which is projected, and that becomes K and V. flops: peak, bandwidth: bytes/s that
+    a kernel reads.
 
     Projected (Apt-Serve section 3.1: K and V are restored for every step): 2 x d_model x the width
     of K and V FLOPs at the matrix products' 68% of peak, and the vector's bytes. Fused into the
@@ -120,11 +114,11 @@ def _hidden_terms(
     width = 2 * model.kv_heads * model.head_dim
     project = 2 * model.d_model * width / (_PROJECTION_EFFICIENCY * flops)
     project += model.hidden_bytes / bandwidth
-    becomes_kv = project + model.kv_bytes / bandwidth
-    if read == "projected":
-        return project, project, becomes_kv
-    arithmetic = 4 * model.heads * model.d_model / (_ATTENTION_EFFICIENCY * flops)
-    return max(arithmetic, 2 * model.hidden_bytes / bandwidth), project, becomes_kv
+    becomes_kv, token = project + model.kv_bytes / bandwidth, project
+    if read == "absorbed":
+        arithmetic = 4 * model.heads * model.d_model / (_ATTENTION_EFFICIENCY * flops)
+        token = max(arithmetic, 2 * model.hidden_bytes / bandwidth)
+    return {"hidden_token": token, "hidden_prefill": project, "projected_token": becomes_kv}
 
 
 def system(name: str, hidden_read: str = "auto") -> System:

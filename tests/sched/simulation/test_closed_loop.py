@@ -74,7 +74,7 @@ def test_a_load_in_words() -> None:
         ("batch=4", "best-effort load is closed:batch=N,input=uniform:LOW:HIGH"),
         ("closed:", "batch=, input= and output=, got ''"),
         ("closed:batch=4,input=uniform:1:2", "output= is missing"),
-        ("closed:batch=4,batch=4", "output= once, got 'batch=4'"),
+        ("closed:batch=4,batch=4", "output=, each once, got 'batch=4'"),
         ("closed:rows=4", "got 'rows=4'"),
         (TEXT.replace("64", "0"), "batch must be 1 to 65536 requests, got '0'"),
         (TEXT.replace("64", "many"), "batch must be"),
