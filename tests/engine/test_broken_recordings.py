@@ -28,7 +28,7 @@ from tests.engine.test_recorder import HEADER, Story
         (first_line(HEADER, 0.0).replace('"num_blocks": 64', '"num_blocks": 0'), "num_blo"),
         (
             first_line(HEADER, 0.0).replace('"max_queue": 8', '"max_queue": "x"'),
-            "max_queue cannot be 'x'",
+            "max_queue must be a whole number, got 'x'",
         ),
     ],
 )

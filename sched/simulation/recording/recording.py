@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
+from jaxserve.sched.cost.cost_model import BatchFeatures, LinearCostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.policy import Limits
+from jaxserve.sched.simulation.json_records import is_count, is_number, read_record
 
 FORMAT = 4
-MOST = 2**53  # of whole numbers: what a float counts to
 FEATURES = BatchFeatures._fields
 
 
@@ -178,32 +177,16 @@ class Header:
         return Limits(self.max_batch_tokens, self.max_prefill_tokens, self.max_rows)
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MOST
-
-
-def _is_number(value: Any) -> bool:
-    return _is_count(value) or (type(value) is float and math.isfinite(value))
-
-
 _IS: dict[Any, Callable[[Any], bool]] = {
-    int: _is_count,
-    float: _is_number,
-    float | None: lambda value: value is None or _is_number(value),
+    int: is_count,
+    float: is_number,
+    float | None: lambda value: value is None or is_number(value),
     str: lambda value: isinstance(value, str),
-    str | None: lambda value: value is None or isinstance(value, str),
-    bool: lambda value: isinstance(value, bool),
-    list[int]: lambda value: isinstance(value, list) and all(map(_is_count, value)),
+    list[int]: lambda value: isinstance(value, list) and all(map(is_count, value)),
 }
 
 
-def _checks(kind: type) -> dict[str, Callable[[Any], bool]]:
-    """By field, what its values have to be."""
-    return {name: _IS[hint] for name, hint in get_type_hints(kind).items() if hint in _IS}
-
-
-_CHECKS = {kind: tuple(_checks(kind).values()) for kind in _NAMES}
-_HEADER_CHECKS = _checks(Header)
+_CHECKS = {kind: tuple(_IS[hint] for hint in get_type_hints(kind).values()) for kind in _NAMES}
 
 
 def first_line(header: Header, start: float) -> str:
@@ -275,18 +258,7 @@ def _header(path: Path, text: str) -> tuple[Header, float]:
         if version != FORMAT or content.pop("columns") != _COLUMNS:
             raise RecordingError(f"{path}: recording format {version}, this version reads {FORMAT}")
         start = float(content.pop("start"))
-        model, padding = content["cost_model"], content["padding"]
-        coefficients = Coefficients(**model["coefficients"])
-        content["cost_model"] = LinearCostModel(
-            coefficients, model["num_layers"], model["overlapped"]
-        )
-        rows, tokens = tuple(padding["rows"]), tuple(padding["tokens"])
-        sizes = padding["decode_group"], padding["decode_chunk"]
-        content["padding"] = Padding(rows, tokens, *sizes)
-        header = Header(**content)
-        for name, fits in _HEADER_CHECKS.items():
-            if not fits(getattr(header, name)):
-                raise ValueError(f"{name} cannot be {getattr(header, name)!r:.40}")
+        header = read_record(Header, content)
         for name in ("num_blocks", "block_size", "max_model_len"):
             if not getattr(header, name) > 0:
                 raise ValueError(f"{name} must be positive")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxserve.sched.cost.cost_model import (
     BatchFeatures,
@@ -19,6 +17,7 @@ from jaxserve.sched.cost.cost_model import (
 from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.step_residuals import Scatter
+from jaxserve.sched.simulation.json_records import is_count, is_number, read_record
 
 FORMAT = 5
 MOST = 2**31 - 1  # tokens, rows, layers: what arrays of int32 count to
@@ -76,8 +75,8 @@ class System:
         for name in ("max_prefill_tokens", "max_rows", "block_size"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name))
-        if self.rho is not None:
-            _number("rho", self.rho)
+        if not (self.rho is None or is_number(self.rho)):
+            raise ValueError(f"rho must be a number, got {self.rho!r:.40}")
         for step in (BatchFeatures(1, 1, 1, 1, 0, 0, 0), BatchFeatures(1, 1, 0, 0, 1, 1, 0)):
             seconds = float(self.cost_model.batch_time(step))
             if not STEP_SECONDS[0] <= seconds <= STEP_SECONDS[1]:
@@ -94,25 +93,43 @@ class System:
 
     def save(self, path: str | Path) -> None:
         """Writes the system as JSON for `load`, without `paper` and `scatter`."""
-        padding = None if self.padding is None else asdict(self.padding)
-        content = {
-            "format": FORMAT,
-            "name": self.name,
-            "num_layers": self.cost_model.num_layers,
-            "seconds_per_layer": self.cost_model.coefficients.as_dict(),
-            "overlapped": self.cost_model.overlapped,
-            "host_s": self.host.as_dict(),
-            "kv_tokens": self.kv_tokens,
-            "max_batch_tokens": self.max_batch_tokens,
-            "max_prefill_tokens": self.max_prefill_tokens,
-            "max_rows": self.max_rows,
-            "block_size": self.block_size,
-            "padding": padding,
-            "about": self.about,
-        }
-        if self.rho is not None:
-            content |= {"rho": self.rho, "projects": self.projects}
+        model = self.cost_model
+        profile = _Profile(
+            format=FORMAT,
+            num_layers=model.num_layers,
+            seconds_per_layer=model.coefficients,
+            overlapped=model.overlapped,
+            host_s=self.host,
+            **{name: getattr(self, name) for name in _SAME},
+        )
+        content = asdict(profile)
+        if self.rho is None:
+            del content["rho"], content["projects"]
         Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Profile:
+    """What is in the file."""
+
+    format: int
+    name: str
+    num_layers: int
+    seconds_per_layer: Coefficients
+    overlapped: bool
+    host_s: HostOverhead
+    kv_tokens: int
+    max_batch_tokens: int
+    max_prefill_tokens: int | None
+    max_rows: int | None
+    block_size: int | None
+    padding: Padding | None
+    about: dict[str, Any]
+    rho: float | None = None
+    projects: bool = False
+
+
+_SAME = {field.name for field in fields(_Profile)} & {field.name for field in fields(System)}
 
 
 def load(path: str | Path) -> System:
@@ -120,113 +137,25 @@ def load(path: str | Path) -> System:
     wrong."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        return _system(_object("a profile", content))
+        return _system(content)
     except OSError as error:
         raise UnknownSystem(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise UnknownSystem(f"{path}: not a system profile ({error})") from error
 
 
-_FIELDS = (
-    "format",
-    "name",
-    "num_layers",
-    "seconds_per_layer",
-    "overlapped",
-    "host_s",
-    "kv_tokens",
-    "max_batch_tokens",
-    "max_prefill_tokens",
-    "max_rows",
-    "block_size",
-    "padding",
-    "about",
-)
+def _system(content: Any) -> System:
+    known = content if isinstance(content, dict) else {}
+    if known.get("format", FORMAT) != FORMAT:  # what else is in it is as that format has it
+        raise ValueError(f"format {known['format']!r:.20}, this version reads {FORMAT}")
+    profile = read_record(_Profile, content)
+    if "rho" in known and "projects" not in known:
+        raise ValueError("projects is missing")
+    model = LinearCostModel(profile.seconds_per_layer, profile.num_layers, profile.overlapped)
+    same = {name: getattr(profile, name) for name in _SAME}
+    return System(cost_model=model, host=profile.host_s, **same)
 
 
-def _system(content: Mapping[str, Any]) -> System:
-    if content.get("format", FORMAT) != FORMAT:  # what else is in it is as that format has it
-        raise ValueError(f"format {content['format']!r:.20}, this version reads {FORMAT}")
-    reads = ("rho", "projects")  # of hidden caches: both or neither
-    required = (*_FIELDS, *reads) if any(name in content for name in reads) else _FIELDS
-    _only("", content, required=required)
-    if not isinstance(content["name"], str):
-        raise ValueError(f"name must be a text, got {content['name']!r:.40}")
-    layers = _numbers(Coefficients, "seconds_per_layer", content["seconds_per_layer"])
-    return System(
-        content["name"],
-        LinearCostModel(
-            layers,
-            _whole("num_layers", content["num_layers"]),
-            _truth("overlapped", content["overlapped"]),
-        ),
-        content["kv_tokens"],
-        content["max_batch_tokens"],
-        content["max_prefill_tokens"],
-        content["max_rows"],
-        content["block_size"],
-        padding=None if content["padding"] is None else _padding(content["padding"]),
-        host=_numbers(HostOverhead, "host_s", content["host_s"]),
-        about=dict(_object("about", content["about"])),
-        rho=content.get("rho"),
-        projects=_truth("projects", content.get("projects", False)),
-    )
-
-
-def _padding(value: Any) -> Padding:
-    found = _object("padding", value)
-    _only("padding.", found, required=("rows", "tokens", "decode_group", "decode_chunk"))
-    sizes = {}
-    for name in ("rows", "tokens"):
-        if not isinstance(found[name], list):
-            raise ValueError(f"padding.{name} must be a list, got {found[name]!r:.40}")
-        sizes[name] = tuple(_whole(f"padding.{name}", size) for size in found[name])
-    group, chunk = (_whole(f"padding.{n}", found[n]) for n in ("decode_group", "decode_chunk"))
-    return Padding(**sizes, decode_group=group, decode_chunk=chunk)
-
-
-_Terms = TypeVar("_Terms", Coefficients, HostOverhead)
-
-
-def _numbers(kind: type[_Terms], name: str, value: Any) -> _Terms:
-    """An object of numbers as a dataclass of them."""
-    found, known = _object(name, value), fields(kind)
-    required = tuple(one.name for one in known if one.default is MISSING)
-    _only(f"{name}.", found, required, optional=tuple(one.name for one in known))
-    return kind(**{key: _number(f"{name}.{key}", number) for key, number in found.items()})
-
-
-def _object(name: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} must be a JSON object, got {value!r:.40}")
-    return value
-
-
-def _only(
-    where: str, found: Mapping[str, Any], required: tuple[str, ...], optional: tuple[str, ...] = ()
-) -> None:
-    missing = [key for key in required if key not in found]
-    if missing:
-        raise ValueError(f"{where}{missing[0]} is missing")
-    unknown = sorted(found.keys() - {*required, *optional})
-    if unknown:
-        raise ValueError(f"{where + unknown[0]!r:.60} is no field")
-
-
-def _truth(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r:.40}")
-    return value
-
-
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+def _whole(name: str, value: Any) -> None:
+    if not (is_count(value) and 1 <= value <= MOST):
         raise ValueError(f"{name} must be a whole number from 1 to {MOST}, got {value!r:.40}")
-    return value
-
-
-def _number(name: str, value: Any) -> float:
-    wrong = isinstance(value, bool) or not isinstance(value, int | float)
-    if wrong or not (math.isfinite(value) if isinstance(value, float) else abs(value) < 1e300):
-        raise ValueError(f"{name} must be a number, got {value!r:.40}")
-    return float(value)

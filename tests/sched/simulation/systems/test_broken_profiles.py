@@ -52,7 +52,7 @@ def refused(tmp_path: Path, broken: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "problem"),
     [
-        ("kv_tokens", "many", "kv_tokens must be a whole number from 1 to 2147483647, got 'many'"),
+        ("kv_tokens", "many", "kv_tokens must be a whole number, got 'many'"),
         ("kv_tokens", 10**30, "kv_tokens must be a whole number"),
         ("kv_tokens", 4096.0, "got 4096.0"),
         ("max_batch_tokens", None, "max_batch_tokens must be a whole number"),
