@@ -54,10 +54,11 @@ def report(points: Sequence[Point], compared: Sequence[Ratios], seeds: range) ->
     ]
     tables = [_table(lines), *_notes(points, seeds)]
     if compared:
-        ratios = [
-            [*_name(one.policy, one.rate), *_ratio_cells(mean(one.values), half_width(one.values))]
-            for one in compared
-        ]
+        ratios = []
+        for one in compared:
+            spread = mean(one.values), half_width(one.values)
+            cells = [_cell(_RATIO, name, *spread) for name in _COLUMNS]
+            ratios.append(_name(one.policy, one.rate) + cells)
         how = ", seed by seed" if any(len(one.values) > 1 for one in compared) else ""
         tables += ["", f"over {compared[0].to}{how}", _table(ratios)]
     for point in points:
@@ -72,7 +73,7 @@ def capacity_report(found: Sequence[tuple[Point, Crossing]], level: float) -> st
     level, or where the search ended, with the numbers there."""
     lines = [["policy", "capacity, requests/s", "SLO"]]
     for point, capacity in found:
-        attainment = _cell("{:.1%}", *_of("slo_attainment", point.mean, point.half_width))
+        attainment = _cell("{:.1%}", "slo_attainment", point.mean, point.half_width)
         lines.append([point.run.policy, f"{capacity.bound}{capacity.rate:g}", attainment])
     return (
         f"the highest rate at which {100 * level:.4g}% of the requests attain their SLO\n"
@@ -98,18 +99,11 @@ def _table(lines: list[list[str]]) -> str:
 
 def _cells(means: dict[str, Any], widths: dict[str, Any]) -> list[str]:
     shown = {**means, **{name: means[name] or None for name in _IF_ANY}}
-    return [_cell(form, *_of(name, shown, widths)) for name, (_, form, _) in _COLUMNS.items()]
+    return [_cell(form, name, shown, widths) for name, (_, form, _) in _COLUMNS.items()]
 
 
-def _ratio_cells(means: dict[str, Any], widths: dict[str, Any]) -> list[str]:
-    return [_cell(_RATIO, *_of(name, means, widths)) for name in _COLUMNS]
-
-
-def _of(name: str, means: dict[str, Any], widths: dict[str, Any]) -> tuple[Any, Any]:
-    return means.get(name), widths.get(name)
-
-
-def _cell(form: str, value: float | None, width: float | None) -> str:
+def _cell(form: str, name: str, means: dict[str, Any], widths: dict[str, Any]) -> str:
+    value, width = means.get(name), widths.get(name)
     if value is None:
         return "-"
     return form.format(value) + ("" if width is None else f" ±{form.format(width)}")

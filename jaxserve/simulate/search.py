@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxserve.sched.simulation.capacity import FINE, Crossing, sustained
@@ -87,14 +87,8 @@ def search(runs: Sequence[Run], level: float, seeds: int, workers: Workers) -> l
     """
     searches = [Search(run, level) for run in runs]
     check_targets(runs[0], "--find=capacity needs a target")
-    while ahead := list(_ahead(searches)):
+    while ahead := [(one, index) for one in searches for index in one.wanted()]:
         points = sweep([one.at(index) for one, index in ahead], seeds, workers)
         for (one, index), point in zip(ahead, points, strict=True):
             one.tried[index] = point
     return searches
-
-
-def _ahead(searches: Sequence[Search]) -> Iterator[tuple[Search, int]]:
-    for one in searches:
-        for index in one.wanted():
-            yield one, index

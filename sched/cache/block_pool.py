@@ -259,7 +259,9 @@ class BlockPool:
         kind, side = CacheKind(self.kind[row]), Direction(self.direction[row])
         blocks = self.check_join(row, blocks, kind, side, first := int(self.held[row]))
         self.tables[row, : blocks.shape[1], first : first + len(blocks)] = blocks.T
-        self._hold(blocks, row, side, np.arange(first, first + len(blocks))[:, None])
+        self.owners[blocks, side] = row
+        self.at[blocks, side] = np.arange(first, first + len(blocks))[:, None]
+        self._share(blocks)
         self.held[row] += len(blocks)
 
     def check_join(
@@ -409,12 +411,6 @@ class BlockPool:
         """Each of the rows, one after the other, gives back all that it holds."""
         for row in rows.tolist():
             self.release(row)
-
-    def _hold(self, ids: np.ndarray, row: int, side: int, at: np.ndarray) -> None:
-        """The row fills these blocks, which somebody else holds, from that side, too."""
-        self.owners[ids, side] = row
-        self.at[ids, side] = at
-        self._share(ids)
 
     def _share(self, ids: np.ndarray) -> None:
         """One row more holds these blocks, which somebody holds already."""

@@ -105,15 +105,8 @@ class ServedSteps:
 
     def select(self, which: np.ndarray) -> ServedSteps:
         """The chosen steps: indices, or a mask."""
-        return replace(
-            self,
-            features=_taken(self.features, which),
-            **{
-                field.name: getattr(self, field.name)[which]
-                for field in fields(self)
-                if field.name != "features"
-            },
-        )
+        arrays = {name: array[which] for name, array in vars(self).items() if name != "features"}
+        return ServedSteps(BatchFeatures(*(one[which] for one in self.features)), **arrays)
 
 
 def fit_device(steps: ServedSteps, prior: LinearCostModel) -> LinearCostModel:
@@ -202,7 +195,3 @@ def _robust(
         expected = np.maximum(design @ values, 1e-9)
         wanted = np.clip(seconds, expected / clip, expected * clip)
     return np.asarray(values * (np.minimum(seconds, MOST * expected).sum() / expected.sum()))
-
-
-def _taken(features: BatchFeatures, which: np.ndarray) -> BatchFeatures:
-    return BatchFeatures(*(feature[which] for feature in features))

@@ -27,7 +27,8 @@ def hold_back(policy: Policy, view: View, shares: FairShares, now: float) -> Non
         now: Seconds.
     """
     table = view.table
-    fresh = np.flatnonzero(((table.state == WAITING) | (table.state == HELD)) & ~_begun(view))
+    waiting = (table.state == WAITING) | (table.state == HELD)
+    fresh = np.flatnonzero(waiting & (table.preemptions == 0))
     tenants = table.tenant[fresh]
     if not len(fresh) or (tenants == tenants[0]).all():
         seen = fresh
@@ -46,10 +47,6 @@ def waiting_tenants(view: View) -> np.ndarray:
     """Tenants of the waiting requests, held back or not."""
     state = view.table.state
     return np.asarray(view.table.tenant[(state == WAITING) | (state == HELD)])
-
-
-def _begun(view: View) -> np.ndarray:
-    return np.asarray(view.table.preemptions > 0)
 
 
 def _in_order(policy: Policy, view: View, rows: np.ndarray, now: float) -> np.ndarray:

@@ -60,7 +60,7 @@ def _of_type(hint: Any, value: Any, name: str) -> Any:
     parts = get_args(hint)
     if type(None) in parts:
         return None if value is None else _of_type(parts[0], value, name)
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         return read_record(hint, value, name)
     kind = get_origin(hint) or hint
     takes, fits = _TAKES[kind]

@@ -280,13 +280,11 @@ def _result(
     requests = RequestRecords.from_outcome(workload, outcome, until)
     tokens = tokens_in(setting.num_blocks, setting.block_size)
     batches = BatchRecords.from_logs(outcome.batches)
-    searched = {} if found is None else _searched(found)
+    searched: dict[str, Any] = {}
+    if found is not None:
+        searched = {"goodput_bound": found.bound, "search_runs": found.runs, "found_by": found.name}
     kept = (served.rows, tokens, served.seed_read or setting.scatter is not None)
     return SimulationResult(requests, batches, *kept, **searched, expected=served.expected)
-
-
-def _searched(found: Found) -> dict[str, Any]:
-    return {"goodput_bound": found.bound, "search_runs": found.runs, "found_by": found.name}
 
 
 def _policies(policy: str | Policy, rules: Rules, replicas: int) -> list[Policy]:

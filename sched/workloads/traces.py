@@ -68,7 +68,8 @@ def read_trace(path: str | Path) -> Trace:
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = list(_json_rows(path, file) if _is_json(path) else _csv_rows(path, file))
+            is_json = Path(path).suffix in (".jsonl", ".json")
+            rows = list((_json_rows if is_json else _csv_rows)(path, file))
     except OSError as error:
         raise WorkloadError(f"{path}: {error.strerror}") from error
     except (UnicodeDecodeError, csv.Error) as error:
@@ -87,10 +88,6 @@ def read_trace(path: str | Path) -> Trace:
         np.array([more.limit for more in extras], np.int64),
         terms_of(extras),
     )
-
-
-def _is_json(path: str | Path) -> bool:
-    return Path(path).suffix in (".jsonl", ".json")
 
 
 def _csv_rows(path: str | Path, file: Iterable[str]) -> Iterator[tuple[Row, Extras]]:

@@ -273,9 +273,8 @@ def served(recording: Recording) -> SimulationResult:
     preemptions = np.array([0 if end is None else end.preemptions for end in ends], np.int64)
     served_by, failed = np.zeros(len(there), np.int64), np.zeros(len(there), bool)
     requests = RequestRecords(workload, preemptions, served_by, times, count, failed)
-    return SimulationResult(
-        requests, _batches(recording, origin), None, _kv_tokens(recording), False
-    )
+    kv_tokens = int(tokens_in(recording.header.num_blocks, recording.header.block_size))
+    return SimulationResult(requests, _batches(recording, origin), None, kv_tokens, False)
 
 
 def _batches(recording: Recording, origin: float) -> BatchRecords:
@@ -325,7 +324,3 @@ def _workload(recording: Recording, there: list[Arrival], output_len: np.ndarray
 
 def _begin(recording: Recording, arrival: Arrival) -> float:
     return max(recording.start, arrival.time)
-
-
-def _kv_tokens(recording: Recording) -> int:
-    return int(tokens_in(recording.header.num_blocks, recording.header.block_size))
