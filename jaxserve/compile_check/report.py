@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import jinja2
 
 from jaxserve.compile_check.analysis.ptx import KernelUse
 from jaxserve.compile_check.case import Sizes
@@ -139,16 +141,19 @@ def _layout(one: Checked) -> dict[str, Any]:
 
 def page(checked: Sequence[Checked], wish: Wish, command: Sequence[str]) -> str:
     """The Markdown text of docs/targets.md. command: the flags that it is written with."""
-    sizes = wish.sizes
-    used = ", ".join(f"{name} {number}" for name, number in versions().items() if number)
-    told = _COMPILED.format(used=used, sizes=sizes, blocks=_blocks(sizes))
-    compiled = textwrap.fill(told, 100, break_on_hyphens=False)
-    parts = [_INTRODUCTION.format(command=" ".join(command), compiled=compiled).rstrip()]
+    sections = []
     for model in dict.fromkeys(one.model for one in checked):
         ones = [one for one in checked if one.model == model]
         tables = (_overview(ones), _too_small(ones), _steps(ones), _kernels(ones))
-        parts.append("\n\n".join([f"## {model}", *(table for table in tables if table)]))
-    return "\n\n".join(parts) + "\n"
+        sections.append("\n\n".join([f"## {model}", *(table for table in tables if table)]))
+    text = (Path(__file__).parent / "page.md.j2").read_text(encoding="utf-8")
+    return jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True).render(
+        command=" ".join(command),
+        used=", ".join(f"{name} {number}" for name, number in versions().items() if number),
+        sizes=wish.sizes,
+        blocks=_blocks(wish.sizes),
+        sections=sections,
+    )
 
 
 def _blocks(sizes: Sizes) -> str:
@@ -216,52 +221,3 @@ def _kernels(ones: Sequence[Checked]) -> str:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / 2**20:.1f} MiB"
-
-
-_COMPILED = """\
-with {used}. What is compiled: the whole decode step at {sizes.max_rows} requests, the whole step
-for {sizes.max_batch_tokens} tokens (prefills, chunks of them and mixed batches run this one), and
-every kernel by itself, in {sizes.dtype}, over blocks of {blocks} tokens, with tables for
-the model's longest request. The hidden steps are those with hidden caches in them, for models that
-have such; "hidden to KV" projects the vectors of one in place. "To the host and back" is a
-checkpoint and its restore: it counts as compiled only where both copies are asynchronous and the
-host memory is what the device has pinned. The engine has the same copies made between its programs,
-where no step of the device waits for them."""
-
-_INTRODUCTION = """\
-# Targets
-
-Which devices the kernels and the model's steps compile for, with the devices' own compilers, on a
-machine that has none of them. Written by
-
-    make compile-check ARGS="{command}"
-
-{compiled}
-
-- **devices**: how many share the heads, collectives included; a model that does not fit one
-  device is cut over the fewest of 2, 4, 8 that hold it, and two targets are sharded anyway.
-- **pool**: as large as the engine makes it there, at most what that many requests of full length
-  can use.
-- **needed**: arguments + outputs - what is both (the pool is updated in place) + temporaries +
-  code; **fits**: that is no more than the device's memory: for a TPU what its compiler grants a
-  program, for a GPU the 95% that the presets give to jax.
-- **bytes / floor**: what the step's operations read from memory and write to it, over what they
-  must: each weight and other argument once, and the results. Neither counts the pool, of which
-  attention reads what contexts say. The floor has no activations, of which a step for many tokens
-  moves more than weights; its matmuls take longer than either. A loop whose length only the batch
-  says counts once, of a choice the branch that moves most.
-- **weights moved**: what operations that move more than 4 MiB of weights each write of them.
-- **kernels a layer**: all operations that the step runs, over its layers.
-- **on chip**: for GPUs, whose assembler says it: the most registers that a kernel of the program
-  takes a thread, the most shared memory that one asks for, and the bytes that kernels spill and
-  load back. For TPUs, with --loops: of each kernel the cycles of its loops in the order of its
-  code, loops within a loop left out; a bundle of instructions is a cycle, if it waits for nothing.
-- **seconds**: on whatever machine ran this; they say that compiling is quick, no more.
-
-A step counts as failed where an operation moves more than 4 MiB of weights instead of computing
-with them (but for steps with hidden caches on TPUs, whose compiler turns Wv around); on GPUs also
-where one is computed twice to save memory, where kernels are not all within command buffers (on
-one device), and where one indexes a pool of more than 4 GiB with 32 bits.
-
-Compiled is not measured: nothing here says how fast anything runs.
-"""
