@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +18,13 @@ from jaxserve.engine.device.buckets import Buckets, make_buckets
 from jaxserve.engine.startup.pool_size import Demand, pool_blocks, pool_room
 from jaxserve.models import sharding
 from jaxserve.models.base import Family, ModelConfig, ParamSpec
-from jaxserve.models.fused import fused_specs
 from jaxserve.models.presets import preset, preset_names
 from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import block_bytes, default_block_size
 from jaxserve.pallas_kernels.backends import KernelShape, get_backend
 from jaxserve.pallas_kernels.batch import HIDDEN, KV
 from jaxserve.sched.cache.cache_kinds import why_no_hidden_caches
+from jaxserve.weights import param_bytes
 
 TINY = "tiny"
 MEMORY_FRACTION = 0.9  # the engine's default
@@ -159,10 +158,7 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
     sharding.check_tensor(config, shards)
     heads = sharding.pool_kv_heads(config, shards)
     dtype = jnp.dtype(sizes.dtype)
-    weights = sum(
-        math.prod(param_sharding(mesh, spec).shard_shape(sharding.padded_shape(mesh, spec)))
-        for spec in jax.tree.leaves(fused_specs(family, config, shards))
-    )
+    weights = param_bytes(config, dtype, mesh if shards > 1 else None)
     demand = Demand(
         num_blocks=0,
         block_size=sizes.block_size,
@@ -176,7 +172,7 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
         demand,
         config,
         dtype,
-        weights=weights * dtype.itemsize,
+        weights=weights,
         pool_heads=heads,
         shards=shards,
         device=(target.device, target.memory_bytes),
@@ -195,7 +191,7 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
         sizes=sizes,
         mesh=mesh,
         blocks=pool_blocks(demand, room),
-        weights_bytes=weights * dtype.itemsize,
+        weights_bytes=weights,
         backend=chosen,
         note=reason,
         no_hidden=_unsupported(chosen, HIDDEN, config, heads, shards, sizes),
