@@ -67,10 +67,7 @@ STANDALONE = {
     "fidelity": ("bench.fidelity", "how well the simulator predicts this engine"),
     "kernels": ("bench.kernels.kernels", "the kernels against the device's copy and matmul rates"),
     "gpu": ("bench.kernels.gpu", "everything on a GPU: checks, kernels, OPT-13B end to end"),
-    "league": (
-        "experiments.league.cli",
-        "all policies on all workloads: docs/league.md",
-    ),
+    "league": ("experiments.league.cli", "all policies on all workloads: docs/league.md"),
 }
 WRONG = (UsageError, ConfigError, WorkloadError)  # command lines
 
@@ -82,16 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command in STANDALONE:
             return int(_standalone(args.command).show(args))
         result = measure(args)
-    except (
-        UsageError,
-        ConfigError,
-        WorkloadError,
-        BenchError,
-        ServerError,
-        RecordingError,
-    ) as error:
+    except (*WRONG, BenchError, ServerError, RecordingError) as error:
         print(f"jaxserve bench: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError | ConfigError | WorkloadError) else 1
+        return 2 if isinstance(error, WRONG) else 1
     except KeyboardInterrupt:
         return 130
     tell(args, text(result), result)
@@ -255,19 +245,11 @@ def _load_flags(parser: BenchParser) -> None:
     parser.number("output_len", None, f"output tokens ({OUTPUT_LEN})")
     parser.number("rate", None, "requests per second", least=None, required=True)
     parser.number("cv", None, "standard deviation of gamma gaps over their mean", least=None)
-    parser.add_argument(
-        "--arrivals",
-        choices=("poisson", "gamma"),
-        default="poisson",
-        help="gaps between requests (poisson)",
-    )
-    parser.add_argument(
-        "--lengths",
-        help="a trace's path, such as a CSV of prompt_tokens,output_tokens, or a "
-        "data set's name; arrivals are drawn",
-    )
+    kinds, gaps = ("poisson", "gamma"), "gaps between requests (poisson)"
+    parser.add_argument("--arrivals", choices=kinds, default="poisson", help=gaps)
+    where = "a trace's path, such as a CSV of prompt_tokens,output_tokens, or a data set's name"
+    parser.add_argument("--lengths", help=f"{where}; arrivals are drawn")
     workload_flags.add_flags(parser, "a number; 'length' (the default), what each request writes")
     parser.set_defaults(max_tokens="length")
-    parser.add_argument(
-        "--address", help="host:port of a running server, instead of an engine here"
-    )
+    there = "host:port of a running server, instead of an engine here"
+    parser.add_argument("--address", help=there)

@@ -17,7 +17,7 @@ import csv
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,13 +151,10 @@ def errors(tables: Sequence[Table], figures: dict[str, Any]) -> Iterator[dict[st
         for name in ("assumed", "fitted"):
             said = [t.assumed() if name == "assumed" else t.features() @ found for t in mine]
             size = [np.abs(s / t.seconds - 1) for s, t in zip(said, mine, strict=True)]
-            row[name] = {
-                "mean": _short(np.mean(np.concatenate(size))),
-                "octaves": _short(
-                    np.mean([(v * t.weight).sum() for v, t in zip(size, mine, strict=True)])
-                ),
-                "worst": _short(np.max(np.concatenate(size))),
-            }
+            every = np.concatenate(size)
+            octaves = [(v * t.weight).sum() for v, t in zip(size, mine, strict=True)]
+            of = {"mean": every.mean(), "octaves": np.mean(octaves), "worst": every.max()}
+            row[name] = {key: round(float(value), 4) for key, value in of.items()}
         yield row
 
 
@@ -207,22 +204,14 @@ def _by_devices(path: Path) -> dict[int, list[dict[str, str]]]:
 
 
 def _table(kind: str, devices: int, rows: list[dict[str, str]], reduces: dict[int, Any]) -> Table:
-    first = {name: int(rows[0][name]) for name in ("n_embd", "n_expanded_embd", "n_head")}
-    model = Model(
-        layers=1,
-        d_model=first["n_embd"],
-        d_ff=first["n_expanded_embd"],
-        heads=first["n_head"],
-        kv_heads=int(rows[0]["n_kv_head"]),
-        head_dim=first["n_embd"] // first["n_head"],
-        vocab=int(rows[0]["vocab_size"]),
-    )
+    names = ("n_embd", "n_expanded_embd", "n_head", "n_kv_head", "vocab_size")
+    d_model, d_ff, heads, kv_heads, vocab = (int(rows[0][name]) for name in names)
+    model = Model(1, d_model, d_ff, heads, kv_heads, d_model // heads, vocab)
     by_tokens = defaultdict(list)
     for row in rows:
         times = [float(row[f"time_stats.{name}.median"]) for name in OPERATORS]
         by_tokens[int(row["num_tokens"])].append(sum(times))
-    tokens = np.array(sorted(by_tokens))
-    seconds = np.array([np.median(by_tokens[n]) for n in tokens]) / 1e3
+    tokens, seconds = _medians(by_tokens)
     if devices > 1:
         seconds = seconds + 2 * np.interp(tokens * 2 * model.d_model, *reduces[devices])
     return Table(kind, devices, model, tokens, seconds)
@@ -235,16 +224,14 @@ def _all_reduces(path: Path) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         for row in csv.DictReader(file):
             if row["num_workers"] == row["devices_per_node"]:
                 times = found[int(row["num_workers"])][int(row["size"])]
-                times.append(float(row["time_stats.all_reduce.median"]) / 1e3)
-    tables = {}
-    for devices, times in found.items():
-        sizes = np.array(sorted(times))
-        tables[devices] = sizes, np.array([np.median(times[size]) for size in sizes])
-    return tables
+                times.append(float(row["time_stats.all_reduce.median"]))
+    return {devices: _medians(times) for devices, times in found.items()}
 
 
-def _short(value: float | np.floating) -> float:
-    return round(float(value), 4)
+def _medians(times: Mapping[int, Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:
+    """The keys, ascending, and the median of each one's milliseconds in seconds."""
+    keys = np.array(sorted(times))
+    return keys, np.array([np.median(times[key]) for key in keys]) / 1e3
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.bench.load_target import BenchError
@@ -17,10 +18,11 @@ from jaxserve.server.access.options import KEYS_VARIABLE
 WRITE_TIMEOUT_S = 3.0  # so that nobody waits long for a slow reader's end
 
 
+@dataclass(frozen=True)
 class Victim:
     """A running server process.
 
-    Args:
+    Attributes:
         process: its handle.
         address: of gRPC.
         http_address: of HTTP.
@@ -28,17 +30,11 @@ class Victim:
         key: one of its API keys, or None.
     """
 
-    def __init__(
-        self,
-        process: subprocess.Popen[str],
-        address: str,
-        http_address: str,
-        log: Path,
-        key: str | None = None,
-    ) -> None:
-        self.process, self.address, self.http_address = process, address, http_address
-        self.key = key
-        self._log = log
+    process: subprocess.Popen[str]
+    address: str
+    http_address: str
+    log: Path
+    key: str | None = None
 
     def memory_mib(self) -> float:
         """Resident memory, MiB."""
@@ -59,7 +55,7 @@ class Victim:
 
     def lines(self) -> int:
         """Number of lines logged so far."""
-        return len(self._log.read_text(encoding="utf-8").splitlines())
+        return len(self.log.read_text(encoding="utf-8").splitlines())
 
     @property
     def _proc(self) -> Path:

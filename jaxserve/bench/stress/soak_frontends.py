@@ -8,7 +8,7 @@ import json
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -52,37 +52,13 @@ class Asked:
         return self.tier or ("best_effort" if self.slo_class == "offline" else "realtime")
 
 
-class Door(Protocol):
-    """One of the server's two frontends, seen by a client.
+class GrpcDoor:
+    """The server's gRPC frontend, seen by a client.
 
     Attributes:
-        name: "gRPC" or "HTTP".
+        name: as people say it.
         method: what the server's metrics call a call that generates.
     """
-
-    name: str
-    method: str
-
-    def stream(self, asked: Asked, timeout_s: float | None = None) -> Stream:
-        """Sends a call. The client gives up after timeout_s; None: never."""
-        ...
-
-
-class Stream(Protocol):
-    """A call that is being answered."""
-
-    def texts(self) -> Iterator[str]:
-        """The pieces of the answer as they come, until its end. Raises Refused."""
-        ...
-
-    def leave(self, *, vanish: bool) -> None:
-        """Ends the call from here, by cancelling it or, to vanish, by closing the connection. Once
-        only."""
-        ...
-
-
-class GrpcDoor:
-    """See `Door`."""
 
     name, method = "gRPC", "Generate"
 
@@ -90,7 +66,8 @@ class GrpcDoor:
         self.client = Client(address)
 
     def stream(self, asked: Asked, timeout_s: float | None = None) -> GrpcStream:
-        """See `Door`; a deadline that the server knows of."""
+        """Sends a call. The client gives up after timeout_s, a deadline that the server knows of;
+        None: never."""
         return GrpcStream(self.client.address, asked, timeout_s)
 
     def close(self) -> None:
@@ -99,7 +76,8 @@ class GrpcDoor:
 
 
 class GrpcStream:
-    """A `Stream` over gRPC, on a channel of its own, so that closing it cuts off only this call.
+    """A call that is being answered over gRPC, on a channel of its own, so that closing it cuts off
+    only this call.
 
     Args:
         address: host:port.
@@ -124,7 +102,7 @@ class GrpcStream:
         self._call = stub.Generate(message, timeout=timeout_s)
 
     def texts(self) -> Iterator[str]:
-        """See `Stream`."""
+        """The pieces of the answer as they come, until its end. Raises Refused."""
         try:
             for message in self._call:
                 yield message.text
@@ -132,14 +110,15 @@ class GrpcStream:
             raise Refused(error.code().name) from None
 
     def leave(self, *, vanish: bool) -> None:
-        """See `Stream`."""
+        """Ends the call from here, by cancelling it or, to vanish, by closing the connection. Once
+        only."""
         if not vanish:
             self._call.cancel()
         self._channel.close()
 
 
 class HttpDoor:
-    """See `Door`."""
+    """As `GrpcDoor`, of its HTTP frontend."""
 
     name, method = "HTTP", f"http {COMPLETIONS}"
 
@@ -147,8 +126,8 @@ class HttpDoor:
         self.address = address
 
     def stream(self, asked: Asked, timeout_s: float | None = None) -> HttpStream:
-        """See `Door`; HTTP has no deadlines, so after timeout_s without a byte the client gives
-        up."""
+        """As `GrpcDoor.stream`; HTTP has no deadlines, so after timeout_s without a byte the client
+        gives up."""
         return HttpStream(self.address, completion(asked, stream=True), timeout_s)
 
     def connect(self) -> http.client.HTTPConnection:
@@ -157,7 +136,7 @@ class HttpDoor:
 
 
 class HttpStream:
-    """A `Stream` over HTTP, on a connection of its own.
+    """As `GrpcStream`, over HTTP, on a connection of its own.
 
     Args:
         address: host:port.
@@ -172,7 +151,7 @@ class HttpStream:
         self._answer: http.client.HTTPResponse | None = None
 
     def texts(self) -> Iterator[str]:
-        """See `Stream`."""
+        """As `GrpcStream.texts`."""
         self._answer = self._connection.getresponse()
         if self._answer.status != http.HTTPStatus.OK:
             raise Refused(error_code(self._answer.status, self._answer.read()))
@@ -188,13 +167,17 @@ class HttpStream:
         raise Refused("cut short")
 
     def leave(self, *, vanish: bool) -> None:
-        """See `Stream`. vanish: without the bytes that a connection ends with (a reset)."""
+        """As `GrpcStream.leave`. vanish: without the bytes that a connection ends with, a reset."""
         if vanish and self._connection.sock is not None:
             never = b"\1\0\0\0\0\0\0\0"  # linger on, for 0 s
             self._connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, never)
         if self._answer is not None:
             self._answer.close()
         self._connection.close()
+
+
+Door = GrpcDoor | HttpDoor
+Stream = GrpcStream | HttpStream
 
 
 def completion(asked: Asked, **more: Any) -> dict[str, Any]:
