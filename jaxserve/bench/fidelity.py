@@ -23,15 +23,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from jaxserve.bench import load_target
 from jaxserve.bench.command import BenchParser, on_machine, served_by
 from jaxserve.bench.interleaved import RECORD_MIB, check_unrecorded
-from jaxserve.bench.load_target import (
-    BenchError,
-    EngineTarget,
-    check_fits,
-    last_token,
-    serve_all,
-)
 from jaxserve.command_line import tell
 from jaxserve.config import Config
 from jaxserve.machine import machine, versions
@@ -165,7 +159,7 @@ def run(
         names, info = _serve(config, path, num_requests, rate, seed, repeats)
         recording = replay.read(path)
     if recording.notes:
-        raise BenchError(f"the recording is not complete: {recording.notes[0]}")
+        raise load_target.BenchError(f"the recording is not complete: {recording.notes[0]}")
     parts = [
         [(1 + r * len(names) + i) * num_requests for r in range(repeats)]  # after the warm-up
         for i in range(len(names))
@@ -200,18 +194,20 @@ def _serve(
     engine = build(config, progress=show)
     try:
         engine.start()
-        target = EngineTarget(engine)
+        target = load_target.EngineTarget(engine)
         info = target.info()
         every = offline(num_requests, min(info["max_model_len"], info["pool_tokens"]), seed)
         for load in every:
-            check_fits(load.workload, info)
-        start, records = serve_all(target, every[-1].workload, np.random.default_rng(seed))
-        took = last_token(records) - start
+            load_target.check_fits(load.workload, info)
+        start, records = load_target.serve_all(
+            target, every[-1].workload, np.random.default_rng(seed)
+        )
+        took = load_target.last_token(records) - start
         rate = rate or float(f"{SHARE * num_requests / took:.2g}")
         every.append(online(every[-1].workload, rate, seed))
         turns = [load for _ in range(repeats) for load in every]
         for load in tqdm(turns, desc="serving", unit="load", disable=not show):
-            serve_all(target, load.workload, np.random.default_rng(seed))
+            load_target.serve_all(target, load.workload, np.random.default_rng(seed))
     finally:
         engine.stop()
     return [load.name for load in every], info

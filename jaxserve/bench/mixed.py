@@ -28,14 +28,6 @@ import numpy as np
 
 from jaxserve.bench import interleaved
 from jaxserve.bench.command import on_machine, served_by
-from jaxserve.bench.interleaved import (
-    WARM_UP,
-    TurnsParser,
-    again,
-    configured,
-    engines,
-    in_turns,
-)
 from jaxserve.bench.load_target import EngineTarget, serve_all
 from jaxserve.config import Config
 from jaxserve.engine.stats import StepRecorder, StepStats
@@ -67,7 +59,7 @@ MEASURES = {
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked, with the configuration as `config`; argparse exits by itself for
     --help. Raises UsageError or ConfigError."""
-    parser = TurnsParser("mixed", __doc__, POLICIES)
+    parser = interleaved.TurnsParser("mixed", __doc__, POLICIES)
     parser.number("rate", 16.0, "real-time requests/s", least=None)
     parser.number("num_requests", 120, "real-time requests")
     parser.number("batch", 250, "best-effort requests")
@@ -144,13 +136,16 @@ def _serve(
     """Records all turns of all policies. The steps of each turn, by policy; what served them."""
     steps: dict[str, list[list[StepStats]]] = {name: [] for name in args.policies}
     size = {"requests": len(loads[0]), "longest": LONGEST, "num_blocks": NUM_BLOCKS}
-    configs = {name: configured(args.config, name, path, **size) for name, path in paths.items()}
-    with engines(configs, loads, args.seed) as serving:
+    configs = {
+        name: interleaved.configured(args.config, name, path, **size)
+        for name, path in paths.items()
+    }
+    with interleaved.engines(configs, loads, args.seed) as serving:
         recorders = {name: StepRecorder() for name in serving}
         for name, engine in serving.items():
             engine.add_observer(recorders[name])
             info = EngineTarget(engine).info()
-        for turn, name in in_turns(args.policies, args.repeats):
+        for turn, name in interleaved.in_turns(args.policies, args.repeats):
             recorders[name].steps = []
             rng = np.random.default_rng(args.seed)
             serve_all(EngineTarget(serving[name]), loads[turn], rng)
@@ -166,8 +161,8 @@ def _compare(
     count = args.num_requests + args.batch
     turns: dict[str, list[dict[str, float]]] = {"served": [], "simulated": []}
     for turn, taken in enumerate(steps):
-        first = WARM_UP + turn * count
-        part, predicted = again(recording, first, count, own_steps=args.repeats == 1)
+        first = interleaved.WARM_UP + turn * count
+        part, predicted = interleaved.again(recording, first, count, own_steps=args.repeats == 1)
         assert predicted.lengthening is not None
         longer = np.array([one.lengthening for one in taken])
         turns["served"].append(_measures(replay.served(part), longer))

@@ -9,22 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.bench.load_target import (
-    Target,
-    check_fits,
-    drive,
-    last_token,
-    random_jobs,
-    serve_all,
-    times,
-)
+from jaxserve.bench import load_target
 from jaxserve.engine.stats import StepStats
 from jaxserve.sched.slo.metrics import load_metrics, summarise
 from jaxserve.sched.workloads.workload import Workload, all_at_once, fixed_lengths
 
 
 def throughput(
-    target: Target, count: int, input_len: int, output_len: int, repeats: int, seed: int
+    target: load_target.Target, count: int, input_len: int, output_len: int, repeats: int, seed: int
 ) -> dict[str, Any]:
     """Submits random requests at once, and measures from the first submission to the last token.
 
@@ -43,8 +35,8 @@ def throughput(
     workload, rng = _all_at_once(count, input_len, output_len), np.random.default_rng(seed)
     seconds = []
     for _ in range(repeats):
-        start, records = serve_all(target, workload, rng)
-        seconds.append(last_token(records) - start)
+        start, records = load_target.serve_all(target, workload, rng)
+        seconds.append(load_target.last_token(records) - start)
     return {
         "output_tokens_per_s": _values([count * output_len / s for s in seconds]),
         "total_tokens_per_s": _values([count * (input_len + output_len) / s for s in seconds]),
@@ -53,7 +45,7 @@ def throughput(
 
 
 def latency(
-    target: Target, count: int, input_len: int, output_len: int, seed: int
+    target: load_target.Target, count: int, input_len: int, output_len: int, seed: int
 ) -> dict[str, Any]:
     """Sends random requests, each when the one before is done.
 
@@ -71,10 +63,10 @@ def latency(
     one, rng = _all_at_once(1, input_len, output_len), np.random.default_rng(seed)
     due, served = [], []
     for _ in range(count):
-        start, records = serve_all(target, one, rng)
+        start, records = load_target.serve_all(target, one, rng)
         due.append(start)
         served += records
-    found = times(np.array(due), served)
+    found = load_target.times(np.array(due), served)
     result: dict[str, Any] = {
         "ttft_ms": _values((found.ttft * 1e3).tolist()),
         "e2e_ms": _values((found.e2e * 1e3).tolist()),
@@ -87,14 +79,14 @@ def latency(
     return result
 
 
-def load(target: Target, workload: Workload, seed: int) -> dict[str, Any]:
+def load(target: load_target.Target, workload: Workload, seed: int) -> dict[str, Any]:
     """Sends every request at its arrival time, whatever became of those before, with its own tier,
     SLO and max_tokens. Refused and failed requests are counted, and miss their SLO. seed: of the
     prompts. BenchError if the target cannot serve one of them."""
     info = target.info()
-    check_fits(workload, info)
-    jobs = random_jobs(workload, info["vocab_size"], np.random.default_rng(seed))
-    start, records = drive(target, jobs, workload.arrival)
+    load_target.check_fits(workload, info)
+    jobs = load_target.random_jobs(workload, info["vocab_size"], np.random.default_rng(seed))
+    start, records = load_target.drive(target, jobs, workload.arrival)
     due = start + workload.arrival
     outcomes = [record.outcome for record in records]
     span = float(workload.arrival[-1])
@@ -102,13 +94,15 @@ def load(target: Target, workload: Workload, seed: int) -> dict[str, Any]:
         "requests": {name: outcomes.count(name) for name in ("finished", "rejected", "failed")},
         "first_error": next((r.error for r in records if r.error), None),
         "offered_per_s": len(jobs) / span if span > 0 else None,
-        **load_metrics(times(due, records), workload.terms),
+        **load_metrics(load_target.times(due, records), workload.terms),
         "preemptions": sum(record.preemptions for record in records),
         "sent_late_ms": summarise([r.sent - d for r, d in zip(records, due, strict=True)], 1e3),
     }
 
 
-def warm_up(target: Target, count: int, input_len: int, output_len: int, seed: int) -> None:
+def warm_up(
+    target: load_target.Target, count: int, input_len: int, output_len: int, seed: int
+) -> None:
     """Serves the same kind of work as `throughput`, once and unmeasured, from other prompts.
 
     Args:
@@ -117,7 +111,9 @@ def warm_up(target: Target, count: int, input_len: int, output_len: int, seed: i
     Raises:
         BenchError: it was not served.
     """
-    serve_all(target, _all_at_once(count, input_len, output_len), np.random.default_rng((seed, 1)))
+    load_target.serve_all(
+        target, _all_at_once(count, input_len, output_len), np.random.default_rng((seed, 1))
+    )
 
 
 def _all_at_once(count: int, input_len: int, output_len: int) -> Workload:

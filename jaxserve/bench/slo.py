@@ -34,14 +34,6 @@ import numpy as np
 
 from jaxserve.bench import interleaved, runs
 from jaxserve.bench.command import on_machine, served_by
-from jaxserve.bench.interleaved import (
-    WARM_UP,
-    TurnsParser,
-    again,
-    configured,
-    engines,
-    in_turns,
-)
 from jaxserve.bench.load_target import EngineTarget, Target
 from jaxserve.group_table import group_lines
 from jaxserve.sched.simulation.recording import replay
@@ -120,7 +112,7 @@ class Alone:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked, with the configuration as `config`; argparse exits by itself for
     --help. Raises UsageError or ConfigError."""
-    parser = TurnsParser("slo", __doc__, POLICIES)
+    parser = interleaved.TurnsParser("slo", __doc__, POLICIES)
     parser.number("load", 0.7, "requests/s, as a multiple of the measured capacity", least=None)
     parser.number("num_requests", 150, "requests of a turn", least=len(CLASSES))
     parser.number("scale", 4.0, "what the lengths are divided by", least=None)
@@ -209,11 +201,14 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 def _serve(args: argparse.Namespace, paths: Mapping[str, Path]) -> dict[str, Any]:
     """Records all turns of all policies. `served`: what came of them, by policy."""
     size = {"requests": args.num_requests, "longest": LONGEST, "num_blocks": NUM_BLOCKS}
-    configs = {name: configured(args.config, name, path, **size) for name, path in paths.items()}
+    configs = {
+        name: interleaved.configured(args.config, name, path, **size)
+        for name, path in paths.items()
+    }
     waiting = lengths(args, np.random.default_rng((args.seed, 0)))
     at_once = Workload.create(all_at_once(len(waiting)), waiting, limit=waiting.output_len)
     served: dict[str, list[dict[str, Any]]] = {name: [] for name in args.policies}
-    with engines(configs, [at_once], args.seed) as serving:
+    with interleaved.engines(configs, [at_once], args.seed) as serving:
         targets = {name: EngineTarget(engine) for name, engine in serving.items()}
         alone = Alone.measured(list(targets.values()), args.longest, args.seed)
         capacity = {
@@ -221,7 +216,7 @@ def _serve(args: argparse.Namespace, paths: Mapping[str, Path]) -> dict[str, Any
             for name, target in targets.items()
         }
         rate = args.load * max(capacity.values())
-        for turn, name in in_turns(args.policies, args.repeats):
+        for turn, name in interleaved.in_turns(args.policies, args.repeats):
             load = workload(args, turn, alone, rate)
             served[name].append(runs.load(targets[name], load, args.seed + turn))
         info = targets[args.policies[0]].info()
@@ -239,10 +234,10 @@ def _serve(args: argparse.Namespace, paths: Mapping[str, Path]) -> dict[str, Any
 def _simulated(recording: Recording, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Each turn of one policy, as `runs.load` says it of one that was served."""
     found = []
-    before = WARM_UP + 2 * ALONE + args.num_requests  # served before the first turn
+    before = interleaved.WARM_UP + 2 * ALONE + args.num_requests  # served before the first turn
     for turn in range(args.repeats):
         first = before + turn * args.num_requests
-        _, result = again(recording, first, args.num_requests, own_steps=False)
+        _, result = interleaved.again(recording, first, args.num_requests, own_steps=False)
         requests = result.requests
         numbers = load_metrics(requests.times, requests.workload.terms)
         found.append({**numbers, "preemptions": int(requests.preemptions.sum())})

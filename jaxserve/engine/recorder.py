@@ -20,17 +20,7 @@ from jaxserve.config import ConfigError
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.file_lock import lock, private
 from jaxserve.sched.request import Request
-from jaxserve.sched.simulation.recording.recording import (
-    Arrival,
-    End,
-    Event,
-    Header,
-    Lost,
-    Step,
-    first_line,
-    line,
-    older,
-)
+from jaxserve.sched.simulation.recording import recording
 from jaxserve.writable import check_file
 
 log = logging.getLogger(__name__)
@@ -40,7 +30,7 @@ MIB = 2**20
 DIGITS = 9  # of seconds, behind the point
 
 _Told = StepStats | RequestStats | tuple[int, Request]
-_STEP_NUMBERS = [n for n in Step._fields if n not in ("end", "features", "received")]
+_STEP_NUMBERS = [n for n in recording.Step._fields if n not in ("end", "features", "received")]
 
 
 def check_path(path: str) -> None:
@@ -51,8 +41,8 @@ def check_path(path: str) -> None:
     check_file("config.engine.record", place)
     if place.exists() and not place.is_file():  # a device, which would be moved away
         raise ConfigError(f"engine.record: {place} is not a file")
-    if older(place).is_dir() or not os.access(place.parent, os.W_OK):
-        raise ConfigError(f"engine.record: {place} cannot go on as {older(place)}")
+    if recording.older(place).is_dir() or not os.access(place.parent, os.W_OK):
+        raise ConfigError(f"engine.record: {place} cannot go on as {recording.older(place)}")
     _Hold(place).release()
 
 
@@ -97,7 +87,7 @@ class Recorder(Observer):
     def __init__(
         self,
         path: str | Path,
-        header: Header,
+        header: recording.Header,
         max_bytes: int,
         clock: Callable[[], float],
         depth: int = DEPTH,
@@ -148,13 +138,13 @@ class Recorder(Observer):
                 pass
 
 
-def _event(what: _Told, start: float) -> Event:
+def _event(what: _Told, start: float) -> recording.Event:
     """start: when the recording began."""
     match what:
         case StepStats():
             numbers = {name: getattr(what, name) for name in _STEP_NUMBERS}
             features = [int(feature) for feature in what.features]
-            return Step(
+            return recording.Step(
                 end=round(what.end - start, DIGITS),
                 **{name: round(value, DIGITS) for name, value in numbers.items()},
                 features=features,
@@ -162,11 +152,11 @@ def _event(what: _Told, start: float) -> Event:
             )
         case RequestStats():
             lifetime = round(what.e2e, DIGITS)
-            return End(
+            return recording.End(
                 what.number, what.output_tokens, what.finish_reason, what.preemptions, lifetime
             )
         case number, request:
-            return Arrival(
+            return recording.Arrival(
                 number,
                 round(request.arrival - start, DIGITS),
                 len(request.prompt),
@@ -183,9 +173,9 @@ def _event(what: _Told, start: float) -> Event:
 class _Writer:
     """The file, and whose arrivals have to be in the next one."""
 
-    def __init__(self, path: Path, header: Header, max_bytes: int) -> None:
+    def __init__(self, path: Path, header: recording.Header, max_bytes: int) -> None:
         self._path, self._header, self._max_bytes = path, header, max_bytes
-        self._live: dict[int, Arrival] = {}
+        self._live: dict[int, recording.Arrival] = {}
         self._file: IO[str] | None = None
         self._most_live = header.max_queue + header.max_rows
         self._size, self._time, self._lost = 0, 0.0, 0
@@ -197,31 +187,31 @@ class _Writer:
         if self._path.exists():
             with contextlib.suppress(PermissionError):  # it may be somebody else's
                 self._path.chmod(0o600)  # once everybody could read them
-            self._path.replace(older(self._path))
+            self._path.replace(recording.older(self._path))
         self._file = private(self._path, "w")
         self._size = 0
-        self._put(first_line(self._header, start))
+        self._put(recording.first_line(self._header, start))
         for number, arrival in self._live.items():
             self._live[number] = arrival._replace(carried=1)
-            self._put(line(self._live[number]))
+            self._put(recording.line(self._live[number]))
 
-    def write(self, event: Event, lost: int) -> None:
+    def write(self, event: recording.Event, lost: int) -> None:
         """lost: events so far, of all that there were."""
         if lost != self._lost:
             self._lost = lost
-            self._put(line(Lost(lost)))
-        text = line(event)
+            self._put(recording.line(recording.Lost(lost)))
+        text = recording.line(event)
         if self._size + len(text) > self._max_bytes:
             self.begin(self._time)
         self._put(text)
         match event:
-            case Arrival():
+            case recording.Arrival():
                 self._live[event.number] = event
                 if len(self._live) > self._most_live:  # the end of the oldest one was lost
                     del self._live[next(iter(self._live))]
-            case End():
+            case recording.End():
                 self._live.pop(event.number, None)
-            case Step():
+            case recording.Step():
                 self._time = event.end
                 for number in event.received:
                     arrival = self._live.get(number)  # None if that was lost
@@ -236,7 +226,7 @@ class _Writer:
     def end(self, lost: int) -> None:
         """As `write`, without an event; then the file is complete."""
         if lost != self._lost:
-            self._put(line(Lost(lost)))
+            self._put(recording.line(recording.Lost(lost)))
         assert self._file is not None
         self._file.close()
 

@@ -8,20 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from jaxserve.engine import failures
 from jaxserve.engine.device.batch_layout import Layout, PackedBatch
 from jaxserve.engine.device.batching import build_batch, carry_out, sampling_rows
 from jaxserve.engine.device.compile_counter import CompileCounter, CompiledAfterWarmup
 from jaxserve.engine.device.executor import Executor, Handle, PendingSample
 from jaxserve.engine.device.sampling import SampleResult, mask_words
 from jaxserve.engine.device.sampling_state import RequestRow, SlotParams, plain_slot
-from jaxserve.engine.failures import (
-    OF_NEWCOMERS,
-    Failures,
-    Observers,
-    describe,
-    ends_engine,
-    refuse,
-)
 from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.output import COMPLETE, FinishReason, Output
 from jaxserve.engine.prompt_logprobs import PromptLogprobs, entries, untold
@@ -95,8 +88,8 @@ class StepLoop:
         on_over: Callable[[str], None],
     ) -> None:
         self.live: dict[int, Continuation] = {}
-        self.failures = Failures()
-        self.observers = Observers(self.failures)
+        self.failures = failures.Failures()
+        self.observers = failures.Observers(self.failures)
         self.steps = 0
         self._executor, self._scheduler = executor, scheduler
         self._info, self._compiles = info, compiles
@@ -144,7 +137,9 @@ class StepLoop:
     def _refuse(self, command: Submit, begun: list[Continuation], error: BaseException) -> None:
         """Ends a request that cannot be admitted, or only in part."""
         request, rest = command.request, range(len(begun), command.request.sampling.n)
-        refuse(request, command.on_output, FinishReason.ERROR, describe(error), rest)
+        failures.refuse(
+            request, command.on_output, FinishReason.ERROR, failures.describe(error), rest
+        )
         self.arrivals += len(rest)
         if not begun:
             del self._by_id[request.id]
@@ -169,7 +164,7 @@ class StepLoop:
             return None
         # Plans worked before the newcomers came. If these are not the cause, the next plan fails.
         suspects, step = self._newcomers, None
-        if not suspects or self.failures.in_vain >= OF_NEWCOMERS:
+        if not suspects or self.failures.in_vain >= failures.OF_NEWCOMERS:
             suspects = list(self.live.values())
         begin = self._clock()
         self._receive_time += begin - self._since
@@ -425,7 +420,7 @@ class StepLoop:
     def stop(self) -> None:
         """Closes the executor and sends the observers their last event."""
         self._executor.close()
-        observers, self.observers = self.observers, Observers(self.failures)
+        observers, self.observers = self.observers, failures.Observers(self.failures)
         observers.notify(lambda observer: observer.on_stop())
 
     # How continuations end.
@@ -441,7 +436,7 @@ class StepLoop:
         """Ends this continuation alone for an error, unless it has ended."""
         if self.live.get(continuation.row) is continuation:
             self.failures.of_request(error, continuation.request.id)
-            self.end_failed(continuation, describe(error))
+            self.end_failed(continuation, failures.describe(error))
 
     def _fail_step(
         self, error: BaseException, suspects: Iterable[Continuation], step: Step | None = None
@@ -449,7 +444,7 @@ class StepLoop:
         """Ends the continuations that may have caused a step's failure, or whose caches are in an
         unknown state, the suspects. step: what was booked, if the launch failed. Raises the error
         if the engine cannot go on."""
-        if ends_engine(error) or not self._executor.intact:
+        if failures.ends_engine(error) or not self._executor.intact:
             raise error
         for move in () if step is None else step.moves:
             if isinstance(move, Discard):
@@ -458,7 +453,7 @@ class StepLoop:
         ended = [one for one in suspects if self.live.get(one.row) is one]
         self.failures.of_step(error, len(ended))
         for continuation in ended:
-            self.end_failed(continuation, describe(error))
+            self.end_failed(continuation, failures.describe(error))
         self._newcomers = []
         if not self.live and not self._scheduler.is_empty:
             raise error  # blocks have leaked

@@ -7,28 +7,21 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxserve.models.base import (
-    Attend,
-    AttentionInput,
-    Carry,
-    Family,
-    LayerIndex,
-    ModelConfig,
-    Params,
-    StepInputs,
-)
+from jaxserve.models import base
 from jaxserve.models.forward import forward, logits
 
 _MASKED = -1e30  # finite, so that a fully masked row gives no NaN
 
 
-def causal_attend(config: ModelConfig) -> Attend:
+def causal_attend(config: base.ModelConfig) -> base.Attend:
     """An `Attend` for tokens 0..T-1 of one sequence, in order; the carry passes through.
 
     Scores and softmax are in float32. Keys further back than `config.sliding_window` are masked.
     """
 
-    def attend(carry: Carry, layer: LayerIndex, inputs: AttentionInput) -> tuple[Carry, jax.Array]:
+    def attend(
+        carry: base.Carry, layer: base.LayerIndex, inputs: base.AttentionInput
+    ) -> tuple[base.Carry, jax.Array]:
         num_tokens, num_heads, head_dim = inputs.q.shape
         num_kv_heads = inputs.k.shape[1]
         q = inputs.q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -42,9 +35,9 @@ def causal_attend(config: ModelConfig) -> Attend:
 
 
 def sequence_logits(
-    family: Family,
-    params: Params,
-    config: ModelConfig,
+    family: base.Family,
+    params: base.Params,
+    config: base.ModelConfig,
     tokens: jax.Array,
     *,
     dtype: DTypeLike | None = None,
@@ -64,13 +57,13 @@ def sequence_logits(
         float32 [T, vocab_size].
     """
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    inputs = StepInputs(tokens, positions, jnp.zeros_like(positions))
+    inputs = base.StepInputs(tokens, positions, jnp.zeros_like(positions))
     attend = causal_attend(config)
     _, x = forward(family, params, config, inputs, attend, (), dtype=dtype, mesh=mesh)
     return logits(family, params, config, x, mesh=mesh)
 
 
-def _mask(config: ModelConfig, num_tokens: int) -> jax.Array:
+def _mask(config: base.ModelConfig, num_tokens: int) -> jax.Array:
     """bool [T, T]: query t may see key s."""
     behind = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)[None, :]
     visible = behind >= 0

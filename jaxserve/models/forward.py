@@ -10,16 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxserve.models import base
 from jaxserve.models.attention import attention_input
-from jaxserve.models.base import (
-    Attend,
-    Carry,
-    Family,
-    LayerIndex,
-    ModelConfig,
-    Params,
-    StepInputs,
-)
 from jaxserve.models.layers import linear, vocab_logits
 from jaxserve.models.rope import angles
 
@@ -27,16 +19,16 @@ State = TypeVar("State")
 
 
 def forward(
-    family: Family,
-    params: Params,
-    config: ModelConfig,
-    inputs: StepInputs,
-    attend: Attend,
-    carry: Carry,
+    family: base.Family,
+    params: base.Params,
+    config: base.ModelConfig,
+    inputs: base.StepInputs,
+    attend: base.Attend,
+    carry: base.Carry,
     *,
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
-) -> tuple[Carry, jax.Array]:
+) -> tuple[base.Carry, jax.Array]:
     """Runs the embedding and all layers.
 
     Args:
@@ -58,11 +50,11 @@ def forward(
         rotation = angles(config.rope, config.head_dim, inputs.positions)
 
     def one_layer(
-        state: tuple[Carry, jax.Array], weights: Params, index: LayerIndex
-    ) -> tuple[Carry, jax.Array]:
+        state: tuple[base.Carry, jax.Array], weights: base.Params, index: base.LayerIndex
+    ) -> tuple[base.Carry, jax.Array]:
         carry, x = state
 
-        def attention(h: jax.Array) -> tuple[Carry, jax.Array]:
+        def attention(h: jax.Array) -> tuple[base.Carry, jax.Array]:
             given = attention_input(weights.attn, config, h, rotation, mesh)
             after, mixed = attend(carry, index, given)
             mixed = mixed.astype(h.dtype).reshape(len(mixed), -1)
@@ -76,9 +68,9 @@ def forward(
 
 
 def logits(
-    family: Family,
-    params: Params,
-    config: ModelConfig,
+    family: base.Family,
+    params: base.Params,
+    config: base.ModelConfig,
     x: jax.Array,
     *,
     mesh: Mesh | None = None,
@@ -101,7 +93,7 @@ def logits(
 
 
 def over_layers(
-    step: Callable[[State, Any, LayerIndex], State],
+    step: Callable[[State, Any, base.LayerIndex], State],
     state: State,
     layers: tuple[Any, ...],
 ) -> State:

@@ -11,21 +11,14 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 
-from jaxserve.pallas_kernels.cpu.numba_ffi import (
-    OPTIONS,
-    compiled_once,
-    data,
-    dims,
-    intrinsic,
-    register,
-)
+from jaxserve.pallas_kernels.cpu import numba_ffi
 
 CHUNK = 512  # numbers whose maximum is one loop of vectors
 
 _WORD = ir.IntType(32)
 
 
-@intrinsic
+@numba_ffi.intrinsic
 def _key(_: Any, number: Any) -> Any:
     """An int32 in the order of float32; -0 is 0, and NaN is somewhere."""
 
@@ -44,21 +37,21 @@ def argmax(scores: jax.Array) -> jax.Array:
     return jax.ffi.ffi_call(target(), result, vmap_method="sequential")(scores)
 
 
-@compiled_once
+@numba_ffi.compiled_once
 def target() -> str:
     """The name of the kernel, compiled if it is the first time."""
-    return register("jaxserve_argmax", _rows, _row, __file__)
+    return numba_ffi.register("jaxserve_argmax", _rows, _row, __file__)
 
 
-@njit(**OPTIONS)
+@njit(**numba_ffi.OPTIONS)
 def _rows(given: Any) -> Any:
-    return dims(given[0], 2)[0], 0
+    return numba_ffi.dims(given[0], 2)[0], 0
 
 
-@njit(**OPTIONS)
+@njit(**numba_ffi.OPTIONS)
 def _row(given: Any, _: int, row: int) -> None:
-    rows, columns = dims(given[0], 2)
-    scores = carray(data(given[0]), (rows, columns), np.float32)[row]
+    rows, columns = numba_ffi.dims(given[0], 2)
+    scores = carray(numba_ffi.data(given[0]), (rows, columns), np.float32)[row]
     best, first = _key(scores[0]), 0
     for begin_at in range(0, columns, CHUNK):
         top, part = best, scores[begin_at : begin_at + CHUNK]
@@ -68,4 +61,4 @@ def _row(given: Any, _: int, row: int) -> None:
             best, first = top, begin_at
     while _key(scores[first]) != best:
         first += 1
-    carray(data(given[1]), (rows,), np.int32)[row] = first
+    carray(numba_ffi.data(given[1]), (rows,), np.int32)[row] = first

@@ -14,26 +14,17 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from jaxserve.pallas_kernels.cpu import tiles
 from jaxserve.pallas_kernels.cpu.numba_ffi import intrinsic
-from jaxserve.pallas_kernels.cpu.tiles import (
-    INDEX,
-    LANES,
-    WORD,
-    fetch,
-    load,
-    shuffle,
-    spread,
-    store,
-)
 
 TILE_ROWS = 8
-TILE_COLUMNS = 2 * LANES
+TILE_COLUMNS = 2 * tiles.LANES
 LINE = 64  # bytes of a vector
 _FEATURE = "avx512bf16"
 _HALF = ir.IntType(16)
-_SUMS = ir.VectorType(ir.FloatType(), LANES)
-_PART = ir.VectorType(INDEX, 4)
-_HALVES = ir.VectorType(_HALF, 2 * LANES)
+_SUMS = ir.VectorType(ir.FloatType(), tiles.LANES)
+_PART = ir.VectorType(tiles.INDEX, 4)
+_HALVES = ir.VectorType(_HALF, 2 * tiles.LANES)
 
 
 class _BFloat16(ir.Type):
@@ -49,7 +40,7 @@ class _BFloat16(ir.Type):
         return hash(_BFloat16)
 
 
-_PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
+_PAIRS = ir.VectorType(_BFloat16(), 2 * tiles.LANES)
 
 
 def has_pairs() -> bool:
@@ -63,7 +54,7 @@ def has_vectors() -> bool:
 
 
 def _constant(value: int) -> Any:
-    return ir.Constant(WORD, value)
+    return ir.Constant(tiles.WORD, value)
 
 
 @intrinsic
@@ -77,12 +68,12 @@ def interleave(_: Any, above: Any, below: Any, to: Any) -> Any:
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows = [load(builder, address, _HALVES, 2) for address in args[:2]]
+        rows = [tiles.load(builder, address, _HALVES, 2) for address in args[:2]]
         for part in range(2):
-            columns = range(part * LANES, (part + 1) * LANES)
+            columns = range(part * tiles.LANES, (part + 1) * tiles.LANES)
             lanes = [lane for column in columns for lane in (column, TILE_COLUMNS + column)]
             at = builder.add(args[2], _constant(part * LINE))
-            store(builder, shuffle(builder, rows[0], rows[1], lanes), at, LINE)
+            tiles.store(builder, tiles.shuffle(builder, rows[0], rows[1], lanes), at, LINE)
         return context.get_dummy_value()
 
     return types.none(*[types.int64] * 3), generate
@@ -91,17 +82,17 @@ def interleave(_: Any, above: Any, below: Any, to: Any) -> Any:
 # Of two vectors whose lanes have four words each: the first two words of either in turns, the last
 # two, the first two as they are, the last two.
 _LOW, _HIGH = (
-    [q + w for q in range(0, LANES, 4) for w in ws] for ws in ((0, 16, 1, 17), (2, 18, 3, 19))
+    [q + w for q in range(0, tiles.LANES, 4) for w in ws] for ws in ((0, 16, 1, 17), (2, 18, 3, 19))
 )
 _PAIRED = [
-    [q + w for q in range(0, LANES, 4) for w in ws] for ws in ((0, 1, 16, 17), (2, 3, 18, 19))
+    [q + w for q in range(0, tiles.LANES, 4) for w in ws] for ws in ((0, 1, 16, 17), (2, 3, 18, 19))
 ]
 
 
 def _joined(builder: Any, parts: list[Any]) -> Any:
     """Four vectors of four words as one."""
-    halves = [shuffle(builder, parts[i], parts[i + 1], list(range(8))) for i in (0, 2)]
-    return shuffle(builder, halves[0], halves[1], list(range(LANES)))
+    halves = [tiles.shuffle(builder, parts[i], parts[i + 1], list(range(8))) for i in (0, 2)]
+    return tiles.shuffle(builder, halves[0], halves[1], list(range(tiles.LANES)))
 
 
 @intrinsic
@@ -120,18 +111,20 @@ def transpose(_: Any, rows: Any, row: Any, to: Any, to_row: Any) -> Any:
 
         def part(i: int, words: int) -> Any:
             at = builder.add(start, builder.mul(row, _constant(i)))
-            return load(builder, builder.add(at, _constant(4 * words)), _PART, 2)
+            return tiles.load(builder, builder.add(at, _constant(4 * words)), _PART, 2)
 
-        for words in range(0, LANES, 4):
+        for words in range(0, tiles.LANES, 4):
             # Lane q of vector i: four words of row 4 q + i.
             a, b, c, d = (
                 _joined(builder, [part(4 * q + i, words) for q in range(4)]) for i in range(4)
             )
-            halves = [shuffle(builder, *two, w) for two in ((a, b), (c, d)) for w in (_LOW, _HIGH)]
+            halves = [
+                tiles.shuffle(builder, *two, w) for two in ((a, b), (c, d)) for w in (_LOW, _HIGH)
+            ]
             for i in range(4):
-                line = shuffle(builder, halves[i // 2], halves[2 + i // 2], _PAIRED[i % 2])
+                line = tiles.shuffle(builder, halves[i // 2], halves[2 + i // 2], _PAIRED[i % 2])
                 at = builder.add(to, builder.mul(to_row, _constant(words + i)))
-                store(builder, line, at, LINE)
+                tiles.store(builder, line, at, LINE)
         return context.get_dummy_value()
 
     return types.none(*[types.int64] * 4), generate
@@ -172,22 +165,22 @@ def _adding(lines: int, wide: bool) -> Any:
                 for part in range(2):
                     at = builder.add(sums, builder.mul(sums_row, _constant(m)))
                     at = builder.add(at, _constant(part * LINE))
-                    found = load(builder, at, _SUMS, LINE)
+                    found = tiles.load(builder, at, _SUMS, LINE)
                     tile.append((at, cgutils.alloca_once_value(builder, found)))
             x_rows = [builder.add(x, builder.mul(x_row, _constant(m))) for m in range(TILE_ROWS)]
             with cgutils.for_range(builder, words) as loop:
                 line = builder.add(packed, builder.mul(packed_row, loop.index))
                 right = [
-                    load(builder, builder.add(line, _constant(part * LINE)), factor, LINE)
+                    tiles.load(builder, builder.add(line, _constant(part * LINE)), factor, LINE)
                     for part in range(2)
                 ]
                 column = builder.mul(loop.index, _constant(4))
                 fetched = builder.add(ahead, builder.mul(ahead_row, loop.index))
                 for i in range(lines):
-                    fetch(builder, builder.add(fetched, other) if i else fetched, 2)
+                    tiles.fetch(builder, builder.add(fetched, other) if i else fetched, 2)
                 for m in range(TILE_ROWS):
-                    word = load(builder, builder.add(x_rows[m], column), INDEX, 4)
-                    left = builder.bitcast(spread(builder, word), factor)
+                    word = tiles.load(builder, builder.add(x_rows[m], column), tiles.INDEX, 4)
+                    left = builder.bitcast(tiles.spread(builder, word), factor)
                     for part in range(2):
                         where = tile[2 * m + part][1]
                         old = builder.load(where)
@@ -195,7 +188,7 @@ def _adding(lines: int, wide: bool) -> Any:
                         given = [*factors, old] if wide else [old, *factors]
                         builder.store(builder.call(dot, given), where)
             for at, where in tile:
-                store(builder, builder.load(where), at, LINE)
+                tiles.store(builder, builder.load(where), at, LINE)
             return context.get_dummy_value()
 
         return types.none(*[types.int64] * 10), generate

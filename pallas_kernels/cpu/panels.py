@@ -15,33 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from numba import carray, njit
 
-from jaxserve.pallas_kernels.cpu import pairs, tiles
-from jaxserve.pallas_kernels.cpu.numba_ffi import (
-    FAST,
-    OPTIONS,
-    allocate,
-    compiled_once,
-    copy,
-    data_address,
-    dims,
-    free,
-    pointer,
-    register,
-)
-from jaxserve.pallas_kernels.cpu.pairs import (
-    LANES,
-    LINE,
-    TILE_COLUMNS,
-    TILE_ROWS,
-    add_numbers_1,
-    add_numbers_2,
-    add_pairs_1,
-    add_pairs_2,
-    has_pairs,
-    has_vectors,
-    interleave,
-    transpose,
-)
+from jaxserve.pallas_kernels.cpu import numba_ffi, pairs, tiles
 
 MOST_ROWS = 128
 ROWS_OF_FLOAT32 = range(3, 65)  # the library is as fast with fewer, or more
@@ -52,12 +26,12 @@ PANEL = 128  # columns of a share
 def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
     """Whether `skinny_matmul` supports the product of this many rows with these weights."""
     depth, columns = weights.shape[::-1] if transposed else weights.shape
-    if columns % TILE_COLUMNS:
+    if columns % pairs.TILE_COLUMNS:
         return False
     if weights.dtype == jnp.float32:
-        return rows in ROWS_OF_FLOAT32 and not transposed and has_vectors()
-    whole = depth % (2 * LANES if transposed else 2) == 0
-    return rows <= MOST_ROWS and weights.dtype == jnp.bfloat16 and whole and has_pairs()
+        return rows in ROWS_OF_FLOAT32 and not transposed and pairs.has_vectors()
+    whole = depth % (2 * tiles.LANES if transposed else 2) == 0
+    return rows <= MOST_ROWS and weights.dtype == jnp.bfloat16 and whole and pairs.has_pairs()
 
 
 def skinny_matmul(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
@@ -72,49 +46,51 @@ def skinny_matmul(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.
     return call(x, weights)
 
 
-@compiled_once
+@numba_ffi.compiled_once
 def target(*, transposed: bool, wide: bool) -> str:
     """The name of the kernel, compiled if it is the first time. Operands: x [T, in] and weights
     [in, out], transposed: [out, in], of bfloat16, wide: of float32; result: [T, out], float32."""
     name = f"jaxserve_panels_{'transposed' if transposed else 'straight'}_{32 if wide else 16}"
 
-    @njit(**FAST)
+    @njit(**numba_ffi.FAST)
     def panel(given: Any, _: int, i: int) -> None:
         _panel(given, i, transposed, wide)
 
-    return register(name, _panels, panel, __file__, pairs.__file__, tiles.__file__)
+    return numba_ffi.register(name, _panels, panel, __file__, pairs.__file__, tiles.__file__)
 
 
-@njit(**OPTIONS)
+@njit(**numba_ffi.OPTIONS)
 def _panels(given: Any) -> Any:
-    return (dims(given[2], 2)[1] + PANEL - 1) // PANEL, 0
+    return (numba_ffi.dims(given[2], 2)[1] + PANEL - 1) // PANEL, 0
 
 
-@njit(**FAST)
+@njit(**numba_ffi.FAST)
 def _panel(given: Any, i: int, transposed: bool, wide: bool) -> None:
     """Share i: PANEL columns of the result, or what is left of them. A word, of 32 bits, is a
     number, or two of one column that follow each other."""
     a_word = 1 if wide else 2
-    count, depth = dims(given[0], 2)
-    words, columns = depth // a_word, dims(given[2], 2)[1]
-    x_at, weights_at = data_address(given[0]), data_address(given[1])
-    out_at = data_address(given[2]) + 4 * i * PANEL
+    count, depth = numba_ffi.dims(given[0], 2)
+    words, columns = depth // a_word, numba_ffi.dims(given[2], 2)[1]
+    x_at, weights_at = numba_ffi.data_address(given[0]), numba_ffi.data_address(given[1])
+    out_at = numba_ffi.data_address(given[2]) + 4 * i * PANEL
     weights_at += i * PANEL * (4 * words if transposed else 4 // a_word)
     mine = min(PANEL, columns - i * PANEL)
-    padded = (count + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    padded = (count + pairs.TILE_ROWS - 1) // pairs.TILE_ROWS * pairs.TILE_ROWS
     row_bytes = 4 * mine  # of sums, and of words
-    memory = allocate((padded * (row_bytes + 4 * DEPTH) + DEPTH * row_bytes + LINE) // 8)
-    sums_at = (memory + LINE - 1) // LINE * LINE
+    memory = numba_ffi.allocate(
+        (padded * (row_bytes + 4 * DEPTH) + DEPTH * row_bytes + pairs.LINE) // 8
+    )
+    sums_at = (memory + pairs.LINE - 1) // pairs.LINE * pairs.LINE
     packed_at = sums_at + padded * row_bytes
     some_at = packed_at + DEPTH * row_bytes
-    carray(pointer(sums_at), (padded * mine,), np.float32)[:] = np.float32(0)
-    carray(pointer(some_at), (padded * DEPTH,), np.uint32)[:] = np.uint32(0)
+    carray(numba_ffi.pointer(sums_at), (padded * mine,), np.float32)[:] = np.float32(0)
+    carray(numba_ffi.pointer(some_at), (padded * DEPTH,), np.uint32)[:] = np.uint32(0)
     # From a word's row, or a column's numbers, to the next.
     next_row = 4 * words if transposed else 4 * columns
     for k in range(0, words, DEPTH):
         deep = min(DEPTH, words - k)
         for row in range(count):
-            copy(some_at + 4 * row * DEPTH, x_at + 4 * (row * words + k), 4 * deep)
+            numba_ffi.copy(some_at + 4 * row * DEPTH, x_at + 4 * (row * words + k), 4 * deep)
         row_at = weights_at + (4 * k if transposed else k * next_row)
         _pack(row_at, next_row, packed_at, row_bytes, mine, deep, transposed, wide)
         ahead = row_at + (4 * DEPTH if transposed else DEPTH * next_row)
@@ -125,53 +101,55 @@ def _panel(given: Any, i: int, transposed: bool, wide: bool) -> None:
             transposed, wide,
         )  # fmt: skip
     for row in range(count):
-        copy(out_at + 4 * row * columns, sums_at + row * row_bytes, row_bytes)
-    free(memory)
+        numba_ffi.copy(out_at + 4 * row * columns, sums_at + row * row_bytes, row_bytes)
+    numba_ffi.free(memory)
 
 
-@njit(**FAST)
+@njit(**numba_ffi.FAST)
 def _pack(
     at: int, next_row: int, packed_at: int, packed_row: int, mine: int, deep: int,
     transposed: bool, wide: bool,
 ) -> None:  # fmt: skip
     """Weights from an address on, words [deep, mine], transposed [mine, deep], as [deep, mine]."""
     if transposed:
-        for j in range(0, mine, LANES):
-            for k in range(0, deep, LANES):
+        for j in range(0, mine, tiles.LANES):
+            for k in range(0, deep, tiles.LANES):
                 to = packed_at + k * packed_row + 4 * j
-                transpose(at + j * next_row + 4 * k, next_row, to, packed_row)
+                pairs.transpose(at + j * next_row + 4 * k, next_row, to, packed_row)
     elif wide:
         for k in range(deep):
-            copy(packed_at + k * packed_row, at + k * next_row, packed_row)
+            numba_ffi.copy(packed_at + k * packed_row, at + k * next_row, packed_row)
     else:
         for k in range(deep):
             row_at, to = at + k * next_row, packed_at + k * packed_row
-            for j in range(0, mine, TILE_COLUMNS):
-                interleave(row_at + 2 * j, row_at + next_row // 2 + 2 * j, to + 4 * j)
+            for j in range(0, mine, pairs.TILE_COLUMNS):
+                pairs.interleave(row_at + 2 * j, row_at + next_row // 2 + 2 * j, to + 4 * j)
 
 
-@njit(**FAST)
+@njit(**numba_ffi.FAST)
 def _add(
     sums_at: int, x_at: int, packed_at: int, row_bytes: int, rows: int, mine: int, deep: int,
     ahead: int, next_row: int, transposed: bool, wide: bool,
 ) -> None:  # fmt: skip
     """sums [rows, mine] += x [rows, DEPTH] @ packed, words. Meanwhile as many weights are fetched
     from `ahead` on, a line or two with every word; 0: there are none, it is packed itself."""
-    step, other = (next_row, LINE) if transposed else (next_row, LINE if wide else next_row // 2)
+    step, other = (
+        (next_row, pairs.LINE) if transposed else (next_row, pairs.LINE if wide else next_row // 2)
+    )
     if ahead == 0:
         ahead, step, other = packed_at, 0, 0
-    for row in range(0, rows, TILE_ROWS):
-        for j in range(0, mine, TILE_COLUMNS):
+    for row in range(0, rows, pairs.TILE_ROWS):
+        for j in range(0, mine, pairs.TILE_COLUMNS):
             sums_here, x_here = sums_at + row * row_bytes + 4 * j, x_at + 4 * row * DEPTH
             packed_here = packed_at + 4 * j
             ahead_here = ahead + (j * step if transposed else (4 if wide else 2) * j)
-            turn = ahead_here + row // TILE_ROWS % 2 * other
+            turn = ahead_here + row // pairs.TILE_ROWS % 2 * other
             given = (sums_here, row_bytes, x_here, 4 * DEPTH, packed_here, row_bytes, deep)
-            if wide and rows == TILE_ROWS:
-                add_numbers_2(*given, ahead_here, step, other)
+            if wide and rows == pairs.TILE_ROWS:
+                pairs.add_numbers_2(*given, ahead_here, step, other)
             elif wide:
-                add_numbers_1(*given, turn, step, 0)
-            elif rows == TILE_ROWS:
-                add_pairs_2(*given, ahead_here, step, other)
+                pairs.add_numbers_1(*given, turn, step, 0)
+            elif rows == pairs.TILE_ROWS:
+                pairs.add_pairs_2(*given, ahead_here, step, other)
             else:
-                add_pairs_1(*given, turn, step, 0)
+                pairs.add_pairs_1(*given, turn, step, 0)

@@ -10,27 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from numba import carray, njit
 
-from jaxserve.pallas_kernels.cpu import tiles
-from jaxserve.pallas_kernels.cpu.numba_ffi import (
-    FAST,
-    OPTIONS,
-    compiled_once,
-    data,
-    dims,
-    register,
-)
-from jaxserve.pallas_kernels.cpu.tiles import (
-    BYTES,
-    LANES,
-    PAIRS,
-    TOGETHER,
-    add_rows_1,
-    add_rows_2,
-    add_rows_3,
-    add_rows_4,
-    dot_pairs,
-    widened,
-)
+from jaxserve.pallas_kernels.cpu import numba_ffi, tiles
 
 MOST_ROWS = 4
 SHARE = 1 << 18  # bytes of weights that a share reads, about
@@ -40,7 +20,11 @@ GRAIN = 64  # of its columns
 def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
     """Whether `skinny_matmul` supports the product of this many rows with these weights."""
     depth, columns = weights.shape[::-1] if transposed else weights.shape
-    whole = depth % PAIRS == 0 if transposed else depth % TOGETHER == columns % PAIRS == 0
+    whole = (
+        depth % tiles.PAIRS == 0
+        if transposed
+        else depth % tiles.TOGETHER == columns % tiles.PAIRS == 0
+    )
     return rows <= MOST_ROWS and weights.dtype == jnp.bfloat16 and whole
 
 
@@ -56,23 +40,23 @@ def skinny_matmul(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.
     return call(x, weights)
 
 
-@compiled_once
+@numba_ffi.compiled_once
 def target(*, transposed: bool) -> str:
     """The name of the kernel, compiled if it is the first time."""
     name = f"jaxserve_skinny_matmul_{'transposed' if transposed else 'straight'}"
     product = _dot if transposed else _add_up
 
-    @njit(**OPTIONS)
+    @njit(**numba_ffi.OPTIONS)
     def plan(given: Any) -> Any:
         return _shares(given, transposed)[0], 0
 
-    return register(name, plan, product, __file__, tiles.__file__)
+    return numba_ffi.register(name, plan, product, __file__, tiles.__file__)
 
 
-@njit(**OPTIONS)
+@njit(**numba_ffi.OPTIONS)
 def _shares(given: Any, transposed: bool) -> Any:
     """(number of shares, columns of each but the last, which may have fewer)."""
-    rows, columns = dims(given[1], 2)
+    rows, columns = numba_ffi.dims(given[1], 2)
     if transposed:
         rows, columns = columns, rows
     wanted = max(1, 2 * rows * columns // SHARE)
@@ -80,59 +64,59 @@ def _shares(given: Any, transposed: bool) -> Any:
     return (columns + width - 1) // width, width
 
 
-@njit(**FAST)
+@njit(**numba_ffi.FAST)
 def _wide_pairs(x: Any, wide: Any) -> None:
     """wide, float32: x of bfloat16, of each PAIRS numbers those at even places first."""
     for row in range(x.shape[0]):
         for k in range(x.shape[1]):
-            place = k % PAIRS
-            at = k - place + place // 2 + (LANES if place % 2 else 0)
-            wide[row, at] = widened(x[row, k])
+            place = k % tiles.PAIRS
+            at = k - place + place // 2 + (tiles.LANES if place % 2 else 0)
+            wide[row, at] = tiles.widened(x[row, k])
 
 
-@njit(**FAST)
+@njit(**numba_ffi.FAST)
 def _add_up(given: Any, _: int, i: int) -> None:
     """Share i of weights [in, out]: rows of the weights, times a number each, added up."""
-    count, depth = dims(given[0], 2)
-    columns = dims(given[1], 2)[1]
-    x = carray(data(given[0]), (count, depth), np.uint16)
-    weights = carray(data(given[1]), (depth, columns), np.uint16)
-    out = carray(data(given[2]), (count, columns), np.float32)
+    count, depth = numba_ffi.dims(given[0], 2)
+    columns = numba_ffi.dims(given[1], 2)[1]
+    x = carray(numba_ffi.data(given[0]), (count, depth), np.uint16)
+    weights = carray(numba_ffi.data(given[1]), (depth, columns), np.uint16)
+    out = carray(numba_ffi.data(given[2]), (count, columns), np.float32)
     width = _shares(given, False)[1]
     first = i * width
     mine = min(width, columns - first)
     wide = np.empty((count, depth), np.float32)
     for row in range(count):
         for k in range(depth):
-            wide[row, k] = widened(x[row, k])
+            wide[row, k] = tiles.widened(x[row, k])
     sums = np.zeros((count, mine), np.float32)
-    at, row_at, x_row = sums.ctypes.data, BYTES * mine, BYTES * depth
+    at, row_at, x_row = sums.ctypes.data, tiles.BYTES * mine, tiles.BYTES * depth
     begin_at, next_row = weights.ctypes.data + 2 * first, 2 * columns
-    for k in range(0, depth, TOGETHER):
-        x_at, where = wide.ctypes.data + BYTES * k, begin_at + k * next_row
+    for k in range(0, depth, tiles.TOGETHER):
+        x_at, where = wide.ctypes.data + tiles.BYTES * k, begin_at + k * next_row
         if count == 1:
-            add_rows_1(at, row_at, x_at, x_row, where, next_row, mine)
+            tiles.add_rows_1(at, row_at, x_at, x_row, where, next_row, mine)
         elif count == 2:
-            add_rows_2(at, row_at, x_at, x_row, where, next_row, mine)
+            tiles.add_rows_2(at, row_at, x_at, x_row, where, next_row, mine)
         elif count == 3:
-            add_rows_3(at, row_at, x_at, x_row, where, next_row, mine)
+            tiles.add_rows_3(at, row_at, x_at, x_row, where, next_row, mine)
         else:
-            add_rows_4(at, row_at, x_at, x_row, where, next_row, mine)
+            tiles.add_rows_4(at, row_at, x_at, x_row, where, next_row, mine)
     for row in range(count):
-        for j in range(0, mine, PAIRS):
-            for lane in range(LANES):
+        for j in range(0, mine, tiles.PAIRS):
+            for lane in range(tiles.LANES):
                 out[row, first + j + 2 * lane] = sums[row, j + lane]
-                out[row, first + j + 2 * lane + 1] = sums[row, j + LANES + lane]
+                out[row, first + j + 2 * lane + 1] = sums[row, j + tiles.LANES + lane]
 
 
-@njit(**FAST)
+@njit(**numba_ffi.FAST)
 def _dot(given: Any, _: int, i: int) -> None:
     """Share i of weights [out, in]: each of their rows with each of x."""
-    count, depth = dims(given[0], 2)
-    columns = dims(given[1], 2)[0]
-    x = carray(data(given[0]), (count, depth), np.uint16)
-    weights = carray(data(given[1]), (columns, depth), np.uint16)
-    out = carray(data(given[2]), (count, columns), np.float32)
+    count, depth = numba_ffi.dims(given[0], 2)
+    columns = numba_ffi.dims(given[1], 2)[0]
+    x = carray(numba_ffi.data(given[0]), (count, depth), np.uint16)
+    weights = carray(numba_ffi.data(given[1]), (columns, depth), np.uint16)
+    out = carray(numba_ffi.data(given[2]), (count, columns), np.float32)
     width = _shares(given, True)[1]
     wide = np.empty((count, depth), np.float32)
     _wide_pairs(x, wide)
@@ -140,5 +124,5 @@ def _dot(given: Any, _: int, i: int) -> None:
     for n in range(i * width, min((i + 1) * width, columns)):
         for row in range(count):
             # Asked for here: numba frees an array after the last use of its name.
-            x_at = wide.ctypes.data + BYTES * depth * row
-            out[row, n] = dot_pairs(x_at, begin_at + 2 * depth * n, depth)
+            x_at = wide.ctypes.data + tiles.BYTES * depth * row
+            out[row, n] = tiles.dot_pairs(x_at, begin_at + 2 * depth * n, depth)

@@ -23,22 +23,6 @@ from jaxserve.pallas_kernels import online_softmax
 from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.gpu_triton import common, tuning
-from jaxserve.pallas_kernels.gpu_triton.common import (
-    BatchRefs,
-    Geometry,
-    Ref,
-    as_rows,
-    batch_arguments,
-    cdiv,
-    context_of,
-    context_tiles,
-    decode_row,
-    geometry_of,
-    load_rows,
-    power_of_two,
-    store_zeros,
-    zero_programs,
-)
 from jaxserve.pallas_kernels.gpu_triton.merge import Parts, run_shares, store_segment
 from jaxserve.pallas_kernels.gpu_triton.stream_k import (
     Segment,
@@ -82,19 +66,19 @@ class Plan(NamedTuple):
 
 
 def _padded_heads(num_heads: int) -> int:
-    return max(16, power_of_two(num_heads))
+    return max(16, common.power_of_two(num_heads))
 
 
-def _slice(geometry: Geometry) -> int:
+def _slice(geometry: common.Geometry) -> int:
     """Elements of x of one accumulator, all of which lie together in a block."""
     return MAX_SLICE if geometry.head_dim % MAX_SLICE == 0 else geometry.head_dim
 
 
-def _slices(geometry: Geometry) -> int:
+def _slices(geometry: common.Geometry) -> int:
     return geometry.kv_heads * (geometry.head_dim // _slice(geometry))
 
 
-def _launch(kernel: str, itemsize: int, geometry: Geometry, num_heads: int) -> tuning.Launch:
+def _launch(kernel: str, itemsize: int, geometry: common.Geometry, num_heads: int) -> tuning.Launch:
     """The sizes of a kernel. Tiles of more than 64 heads take twice the warps, and leave shared
     memory for one stage less."""
     launch = tuning.launch(kernel, itemsize, geometry.padded_dim)
@@ -107,7 +91,7 @@ def _launch(kernel: str, itemsize: int, geometry: Geometry, num_heads: int) -> t
 
 def plan(
     batch: AttentionBatch,
-    geometry: Geometry,
+    geometry: common.Geometry,
     itemsize: int,
     num_heads: int,
     *,
@@ -130,8 +114,8 @@ def plan(
 
     def shares(kernel: str, heads: int, least: int) -> Shares:
         launch = _launch(kernel, itemsize, geometry, num_heads)
-        tiles = context_tiles(length, launch.tile, sliding_window)
-        most = (cdiv(tokens, launch.tile) + batch.max_rows) * heads
+        tiles = common.context_tiles(length, launch.tile, sliding_window)
+        most = (common.cdiv(tokens, launch.tile) + batch.max_rows) * heads
         return cut(tiles, heads, tuning.cutting(launch, most, least=least))
 
     # A tile of scores takes all of x: enough for a program.
@@ -141,14 +125,14 @@ def plan(
     )
 
 
-def _scores_kernel(*refs: Ref, options: Options) -> None:
+def _scores_kernel(*refs: common.Ref, options: Options) -> None:
     """refs: the batch, the shares, qx [T * H, E], the pool's rows; raw scores out, float32
     [R * H, C]."""
     batch, _, shares, (qx_ref, pool_ref, scores_ref) = unpacked(refs)
 
     def score(segment: Segment) -> None:
         row = segment.item
-        length, token = decode_row(batch, row, HIDDEN)
+        length, token = common.decode_row(batch, row, HIDDEN)
 
         def one_tile(j: jax.Array, _: None) -> None:
             begin = j * options.tile
@@ -161,14 +145,14 @@ def _scores_kernel(*refs: Ref, options: Options) -> None:
 
 
 def _scores_of_tile(
-    batch: BatchRefs,
+    batch: common.BatchRefs,
     row: jax.Array,
     begin: jax.Array,
     length: jax.Array,
     token: jax.Array,
-    qx_ref: Ref,  # [T * H, E]
-    pool_ref: Ref,  # [rows, D]
-    scores_ref: Ref,  # float32 [R * H, C]
+    qx_ref: common.Ref,  # [T * H, E]
+    pool_ref: common.Ref,  # [rows, D]
+    scores_ref: common.Ref,  # float32 [R * H, C]
     options: Options,
 ) -> None:
     geometry = options.geometry
@@ -178,12 +162,14 @@ def _scores_of_tile(
     wanted = (member < options.num_heads) & (column < width)
     position = begin + jnp.arange(options.tile, dtype=jnp.int32)
     inside = position < length
-    first_rows = context_of(batch, geometry, row).pool_rows(0, 0, position, inside)
+    first_rows = common.context_of(batch, geometry, row).pool_rows(0, 0, position, inside)
 
     def one_head(head: jax.Array, acc: jax.Array) -> jax.Array:
         at = qx_ref.at[token * options.num_heads + member, head * width + column]
         q = plgpu.load(at, mask=wanted, other=0).astype(pool_ref.dtype)
-        x = load_rows(pool_ref, first_rows + head * geometry.block_size, inside, width, padded)
+        x = common.load_rows(
+            pool_ref, first_rows + head * geometry.block_size, inside, width, padded
+        )
         return acc + online_softmax.dot(q, x, transposed=True)
 
     acc = jnp.zeros((options.padded_heads, options.tile), jnp.float32)
@@ -193,22 +179,22 @@ def _scores_of_tile(
 
 
 def _sum(
-    batch: BatchRefs,
+    batch: common.BatchRefs,
     segment: Segment,
-    scores_ref: Ref,  # float32 [R * H, C]
-    pool_ref: Ref,  # [rows, D]
+    scores_ref: common.Ref,  # float32 [R * H, C]
+    pool_ref: common.Ref,  # [rows, D]
     options: Options,
 ) -> Softmax:
     """The softmax of all heads [H'] over a segment, with a slice of x as values."""
     geometry, tile, width = options.geometry, options.tile, _slice(options.geometry)
     row, in_head = segment.item, jnp.int32(geometry.head_dim // width)
     head, first_column = lax.div(segment.head, in_head), lax.rem(segment.head, in_head) * width
-    length, _ = decode_row(batch, row, HIDDEN)
+    length, _ = common.decode_row(batch, row, HIDDEN)
     lower = options.lower(length)
-    padded = max(16, power_of_two(width))
+    padded = max(16, common.power_of_two(width))
     column = jnp.arange(padded, dtype=jnp.int32)[None, :]
     member = jnp.arange(options.padded_heads, dtype=jnp.int32)[:, None]
-    context = context_of(batch, geometry, row)
+    context = common.context_of(batch, geometry, row)
 
     def one_tile(j: jax.Array, state: Softmax) -> Softmax:
         position = j * tile + jnp.arange(tile, dtype=jnp.int32)
@@ -226,7 +212,7 @@ def _sum(
     return lax.fori_loop(first + segment.begin, first + segment.end, one_tile, state)
 
 
-def _sums_kernel(*refs: Ref, options: Options) -> None:
+def _sums_kernel(*refs: common.Ref, options: Options) -> None:
     """refs: the batch, the shares, scores [R * H, C], the pool's rows, the output [T * H * slices,
     slice] and the parts. Programs behind those with shares write zeros."""
     batch, _, shares, (scores_ref, pool_ref, out_ref, *parts) = unpacked(refs)
@@ -244,12 +230,12 @@ def _sums_kernel(*refs: Ref, options: Options) -> None:
     @pl.when(behind >= 0)
     def _zeros() -> None:
         count = options.num_heads * options.slices
-        store_zeros(batch, out_ref, behind, HIDDEN, count, decodes=True)
+        common.store_zeros(batch, out_ref, behind, HIDDEN, count, decodes=True)
 
 
 def _place(
-    batch: BatchRefs,
-    _: tuple[Ref, ...],
+    batch: common.BatchRefs,
+    _: tuple[common.Ref, ...],
     row: jax.Array,
     part: jax.Array,
     member: jax.Array,
@@ -257,7 +243,7 @@ def _place(
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """See `merge.Place`: a member is a head, and a slice of x takes the place of a head."""
-    length, token = decode_row(batch, row, HIDDEN)
+    length, token = common.decode_row(batch, row, HIDDEN)
     return (token * options.num_heads + member) * options.slices + part, length > 0
 
 
@@ -276,12 +262,12 @@ def absorbed(
     not hidden decodes. plan: what `plan` gives for this batch and these options. axis_name: qx and
     the pool have a slice of E, scores are summed over it."""
     tokens, num_heads, width = qx.shape
-    geometry, itemsize = geometry_of(pool), pool.dtype.itemsize
+    geometry, itemsize = common.geometry_of(pool), pool.dtype.itemsize
     launch = _launch("absorbed_scores", itemsize, geometry, num_heads)
     options = Options(geometry, num_heads, scoring, launch.tile)
     longest = batch.table_width * geometry.block_size
-    piece = cdiv(cdiv(longest, PIECES), launch.tile) * launch.tile
-    columns = cdiv(longest, piece) * piece
+    piece = common.cdiv(common.cdiv(longest, PIECES), launch.tile) * launch.tile
+    columns = common.cdiv(longest, piece) * piece
     scores = pl.pallas_call(
         functools.partial(_scores_kernel, options=options),
         out_shape=jax.ShapeDtypeStruct((batch.max_rows * num_heads, columns), jnp.float32),
@@ -289,7 +275,12 @@ def absorbed(
         compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
         interpret=interpret,
         name="absorbed_scores",
-    )(*batch_arguments(layer, batch), *plan.scores, qx.reshape(-1, width), as_rows(pool))
+    )(
+        *common.batch_arguments(layer, batch),
+        *plan.scores,
+        qx.reshape(-1, width),
+        common.as_rows(pool),
+    )
     if axis_name is not None:
         scores = sum_as_far(scores, 1, piece, _longest(batch), axis_name)
 
@@ -301,13 +292,13 @@ def absorbed(
         layer,
         batch,
         plan.sums,
-        (scores, as_rows(pool)),
+        (scores, common.as_rows(pool)),
         jax.ShapeDtypeStruct(shape, qx.dtype),
         launch,
         functools.partial(_place, options=options),
         members=num_heads,
-        width=max(16, power_of_two(shape[1])),
-        zeros=zero_programs(tokens, num_heads * options.slices),
+        width=max(16, common.power_of_two(shape[1])),
+        zeros=common.zero_programs(tokens, num_heads * options.slices),
         interpret=interpret,
         name="absorbed_sums",
     )

@@ -19,21 +19,6 @@ from jaxserve.pallas_kernels import online_softmax
 from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import KV, AttentionBatch
 from jaxserve.pallas_kernels.gpu_triton import common, tuning
-from jaxserve.pallas_kernels.gpu_triton.common import (
-    BatchRefs,
-    Geometry,
-    Ref,
-    as_rows,
-    cdiv,
-    context_of,
-    context_tiles,
-    decode_row,
-    geometry_of,
-    load_rows,
-    power_of_two,
-    store_zeros,
-    zero_programs,
-)
 from jaxserve.pallas_kernels.gpu_triton.merge import Parts, run_shares, store_segment
 from jaxserve.pallas_kernels.gpu_triton.stream_k import (
     Segment,
@@ -54,12 +39,12 @@ class Options(common.Options):
     @property
     def padded_group(self) -> int:
         """The group padded to a matrix unit's tile."""
-        return max(16, power_of_two(self.group))
+        return max(16, common.power_of_two(self.group))
 
 
 def plan(
     batch: AttentionBatch,
-    geometry: Geometry,
+    geometry: common.Geometry,
     itemsize: int,
     *,
     sliding_window: int | None,
@@ -81,7 +66,7 @@ def plan(
 
 def decode_shares(
     batch: AttentionBatch,
-    geometry: Geometry,
+    geometry: common.Geometry,
     launch: tuning.Launch,
     window: int | None,
     decode_only: bool,
@@ -91,42 +76,42 @@ def decode_shares(
     mine = (batch.kind == KV) & (batch.query_lens > 0)
     if not decode_only:
         mine &= jnp.arange(batch.max_rows, dtype=jnp.int32) < batch.num_decodes
-    tiles = context_tiles(jnp.where(mine, batch.context_lens, 0), launch.tile, window)
+    tiles = common.context_tiles(jnp.where(mine, batch.context_lens, 0), launch.tile, window)
     if decode_only:
         tiles = jnp.maximum(tiles, 1)
     # No slot has two tokens, and a token of KV takes two.
     slots = min(2 * batch.max_rows * batch.table_width, geometry.blocks) * geometry.block_size
-    most = (cdiv(slots // 2, launch.tile) + batch.max_rows) * geometry.kv_heads
+    most = (common.cdiv(slots // 2, launch.tile) + batch.max_rows) * geometry.kv_heads
     return cut(tiles, geometry.kv_heads, tuning.cutting(launch, most, **cutting))
 
 
 def _attend(
-    refs: BatchRefs,
+    refs: common.BatchRefs,
     segment: Segment,
-    q_ref: Ref,  # [T * H, D]
-    pool_ref: Ref,  # [rows, D]
+    q_ref: common.Ref,  # [T * H, D]
+    pool_ref: common.Ref,  # [rows, D]
     options: Options,
 ) -> tuple[Softmax, jax.Array, jax.Array]:
     """A segment: (softmax of the group's heads, their rows in q and the output [G], which of these
     are heads [G])."""
     geometry, tile = options.geometry, options.tile
     head, row = segment.head, segment.item
-    length, token = decode_row(refs, row, KV, decode_only=options.decode_only)
+    length, token = common.decode_row(refs, row, KV, decode_only=options.decode_only)
     lower = options.lower(length)
     member = jnp.arange(options.padded_group, dtype=jnp.int32)
     rows = token * options.num_heads + head * options.group + member
     is_head = member < options.group
     width, padded = geometry.head_dim, geometry.padded_dim
-    q = load_rows(q_ref, rows, is_head, width, padded).astype(pool_ref.dtype)
-    context = context_of(refs, geometry, row)
+    q = common.load_rows(q_ref, rows, is_head, width, padded).astype(pool_ref.dtype)
+    context = common.context_of(refs, geometry, row)
 
     def one_tile(j: jax.Array, state: Softmax) -> Softmax:
         position = j * tile + jnp.arange(tile, dtype=jnp.int32)
         inside = (position >= lower) & (position < length)
         k_rows = context.pool_rows(0, head, position, inside)
         v_rows = context.pool_rows(1, head, position, inside)
-        k = load_rows(pool_ref, k_rows, inside, width, padded)
-        v = load_rows(pool_ref, v_rows, inside, width, padded)
+        k = common.load_rows(pool_ref, k_rows, inside, width, padded)
+        v = common.load_rows(pool_ref, v_rows, inside, width, padded)
         products = online_softmax.dot(q, k, transposed=True)
         scores = online_softmax.prepare(products, options.scoring)
         return online_softmax.step(state, jnp.where(inside[None, :], scores, -jnp.inf), v)
@@ -137,7 +122,7 @@ def _attend(
     return state, rows, is_head
 
 
-def _kernel(*refs: Ref, options: Options) -> None:
+def _kernel(*refs: common.Ref, options: Options) -> None:
     """refs: the batch, the shares, q [T * H, D], the pool's rows, the output [T * H, D] and the
     parts. Programs behind those with shares write zeros."""
     batch, _, shares, (q_ref, pool_ref, out_ref, *parts) = unpacked(refs)
@@ -152,12 +137,12 @@ def _kernel(*refs: Ref, options: Options) -> None:
 
         @pl.when(behind >= 0)
         def _zeros() -> None:
-            store_zeros(batch, out_ref, behind, KV, options.num_heads)
+            common.store_zeros(batch, out_ref, behind, KV, options.num_heads)
 
 
 def _place(
-    batch: BatchRefs,
-    _: tuple[Ref, ...],
+    batch: common.BatchRefs,
+    _: tuple[common.Ref, ...],
     row: jax.Array,
     head: jax.Array,
     member: jax.Array,
@@ -165,7 +150,7 @@ def _place(
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """See `merge.Place`: a member is a head of the group."""
-    length, token = decode_row(batch, row, KV, decode_only=options.decode_only)
+    length, token = common.decode_row(batch, row, KV, decode_only=options.decode_only)
     return token * options.num_heads + head * options.group + member, length > 0
 
 
@@ -197,7 +182,7 @@ def paged_decode(
         hold anything: `paged_prefill` fills them in.
     """
     tokens, num_heads, head_dim = q.shape
-    geometry = geometry_of(pool)
+    geometry = common.geometry_of(pool)
     launch = tuning.launch("decode", pool.dtype.itemsize, geometry.padded_dim)
     options = Options(geometry, num_heads, scoring, launch.tile, decode_only)
     done = run_shares(
@@ -205,13 +190,13 @@ def paged_decode(
         layer,
         batch,
         shares,
-        (q.reshape(-1, head_dim), as_rows(pool)),
+        (q.reshape(-1, head_dim), common.as_rows(pool)),
         jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype),
         launch,
         functools.partial(_place, options=options),
         members=options.group,
         width=geometry.padded_dim,
-        zeros=0 if decode_only else zero_programs(tokens, num_heads),
+        zeros=0 if decode_only else common.zero_programs(tokens, num_heads),
         interpret=interpret,
         name="paged_decode",
     )

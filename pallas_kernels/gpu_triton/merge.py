@@ -15,15 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxserve.pallas_kernels import online_softmax
 from jaxserve.pallas_kernels.batch import AttentionBatch
-from jaxserve.pallas_kernels.gpu_triton import tuning
-from jaxserve.pallas_kernels.gpu_triton.common import (
-    BatchRefs,
-    Ref,
-    batch_arguments,
-    cdiv,
-    load_rows,
-    store_rows,
-)
+from jaxserve.pallas_kernels.gpu_triton import common, tuning
 from jaxserve.pallas_kernels.gpu_triton.stream_k import Segment, Shares, bounds, unpacked
 from jaxserve.pallas_kernels.online_softmax import Softmax
 
@@ -32,7 +24,8 @@ TOGETHER = 16  # parts that are merged at once
 # (batch, what else the kernel is given, item, head, member) -> the member's row in the output and
 # whether there is one; int32 and bool [].
 Place = Callable[
-    [BatchRefs, tuple[Ref, ...], jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]
+    [common.BatchRefs, tuple[common.Ref, ...], jax.Array, jax.Array, jax.Array],
+    tuple[jax.Array, jax.Array],
 ]
 
 
@@ -49,9 +42,9 @@ class Parts(NamedTuple):
             0.
     """
 
-    peak: Ref
-    total: Ref
-    acc: Ref
+    peak: common.Ref
+    total: common.Ref
+    acc: common.Ref
 
 
 def part_shapes(programs: int, members: int, width: int) -> Parts:
@@ -62,7 +55,7 @@ def part_shapes(programs: int, members: int, width: int) -> Parts:
 
 
 def store_segment(
-    out_ref: Ref,
+    out_ref: common.Ref,
     parts: Parts,
     segment: Segment,
     state: Softmax,
@@ -81,15 +74,15 @@ def store_segment(
         used: bool [M'], which of them to store.
         members: Members that a place has room for.
     """
-    store_rows(out_ref, rows, online_softmax.finish(state), used & segment.whole)
+    common.store_rows(out_ref, rows, online_softmax.finish(state), used & segment.whole)
     at = segment.place * members + jnp.arange(rows.shape[0], dtype=jnp.int32)
     used = used & ~segment.whole
     plgpu.store(parts.peak.at[at], state.peak, mask=used)
     plgpu.store(parts.total.at[at], state.total, mask=used)
-    store_rows(parts.acc, at, state.acc, used & (state.total > 0))
+    common.store_rows(parts.acc, at, state.acc, used & (state.total > 0))
 
 
-def _kernel(*refs: Ref, members: int, head_dim: int, more: int, place: Place) -> None:
+def _kernel(*refs: common.Ref, members: int, head_dim: int, more: int, place: Place) -> None:
     """One member of the item that share 1 + program_id(1) begins inside of, if no share before
     does. refs: the batch, `more` others for `place`, the shares, the parts, the output so far
     (aliased) and the output [rows, D]."""
@@ -127,7 +120,7 @@ def _merged(
         exists = index < count
         peaks = plgpu.load(parts.peak.at[at], mask=exists, other=online_softmax.NOTHING_SEEN)
         totals = plgpu.load(parts.total.at[at], mask=exists, other=0)
-        acc = load_rows(parts.acc, at, totals > 0, padded, padded)
+        acc = common.load_rows(parts.acc, at, totals > 0, padded, padded)
         peak = jnp.maximum(state.peak, peaks.max(axis=0))
         fade, weights = jnp.exp2(state.peak - peak), jnp.exp2(peaks - peak)
         total = state.total * fade + (weights * totals).sum(axis=0)
@@ -136,7 +129,7 @@ def _merged(
     start = Softmax(
         jnp.float32(online_softmax.NOTHING_SEEN), jnp.float32(0), jnp.zeros(padded, jnp.float32)
     )
-    _, total, acc = lax.fori_loop(0, cdiv(count, TOGETHER), some, start)
+    _, total, acc = lax.fori_loop(0, common.cdiv(count, TOGETHER), some, start)
     return acc / jnp.where(total == 0, 1.0, total)
 
 
@@ -223,7 +216,7 @@ def run_shares(
         interpret: Run in the interpreter.
         name: Of the kernel, for profiles.
     """
-    fields, programs = batch_arguments(layer, batch), shares.first.shape[0]
+    fields, programs = common.batch_arguments(layer, batch), shares.first.shape[0]
     given = (*fields, *others, *shares, *arguments)
     done, *parts = pl.pallas_call(
         kernel,

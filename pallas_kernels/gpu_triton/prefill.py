@@ -19,16 +19,6 @@ from jaxserve.pallas_kernels import online_softmax
 from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import KV, AttentionBatch
 from jaxserve.pallas_kernels.gpu_triton import common, tuning
-from jaxserve.pallas_kernels.gpu_triton.common import (
-    BatchRefs,
-    Geometry,
-    Ref,
-    as_rows,
-    context_of,
-    geometry_of,
-    load_rows,
-    power_of_two,
-)
 from jaxserve.pallas_kernels.gpu_triton.merge import Parts, run_shares, store_segment
 from jaxserve.pallas_kernels.gpu_triton.stream_k import Segment, for_each_segment, unpacked
 from jaxserve.pallas_kernels.gpu_triton.tiles import (
@@ -61,12 +51,14 @@ class Options(common.Options):
 
 def _queries(tokens: int, group: int, launch: tuning.Launch) -> int:
     """Rows of a query tile in a bucket of so many tokens: small buckets do not fill large tiles."""
-    return max(min(launch.queries, power_of_two(tokens * group)), 16, power_of_two(group))
+    return max(
+        min(launch.queries, common.power_of_two(tokens * group)), 16, common.power_of_two(group)
+    )
 
 
 def plan(
     batch: AttentionBatch,
-    geometry: Geometry,
+    geometry: common.Geometry,
     itemsize: int,
     num_heads: int,
     *,
@@ -93,7 +85,7 @@ def plan(
     return plan_work(batch, lengths, geometry.kv_heads, sizes, launch)
 
 
-def _kernel(*refs: Ref, options: Options) -> None:
+def _kernel(*refs: common.Ref, options: Options) -> None:
     """refs: the batch, the tiles, the shares, q [T * H, D], the pool's rows, the output so far
     (aliased), the output [T * H, D] and the parts."""
     batch, tiles, shares, (q_ref, pool_ref, _, out_ref, *parts) = unpacked(refs, 2)
@@ -107,12 +99,12 @@ def _kernel(*refs: Ref, options: Options) -> None:
 
 
 def _attend(
-    batch: BatchRefs,
+    batch: common.BatchRefs,
     tiles: QueryTiles,
     segment: Segment,
-    q_ref: Ref,  # [T * H, D]
-    pool_ref: Ref,  # [rows, D]
-    out_ref: Ref,  # [T * H, D]
+    q_ref: common.Ref,  # [T * H, D]
+    pool_ref: common.Ref,  # [rows, D]
+    out_ref: common.Ref,  # [T * H, D]
     parts: Parts,
     options: Options,
 ) -> None:
@@ -128,16 +120,16 @@ def _attend(
         num_heads=options.num_heads,
         sliding_window=window,
     )
-    q = load_rows(q_ref, tile.rows, tile.used, width, padded).astype(pool_ref.dtype)
-    context = context_of(batch, geometry, tile.row)
+    q = common.load_rows(q_ref, tile.rows, tile.used, width, padded).astype(pool_ref.dtype)
+    context = common.context_of(batch, geometry, tile.row)
 
     def walk(j: jax.Array, state: Softmax, masked: bool) -> Softmax:
         position = j * size + jnp.arange(size, dtype=jnp.int32)
         inside = (position >= tile.lower) & (position < tile.upper) if masked else None
         k_rows = context.pool_rows(0, head, position, inside)
         v_rows = context.pool_rows(1, head, position, inside)
-        k = load_rows(pool_ref, k_rows, inside, width, padded)
-        v = load_rows(pool_ref, v_rows, inside, width, padded)
+        k = common.load_rows(pool_ref, k_rows, inside, width, padded)
+        v = common.load_rows(pool_ref, v_rows, inside, width, padded)
         products = online_softmax.dot(q, k, transposed=True)
         scores = online_softmax.prepare(products, options.scoring)
         if masked:
@@ -179,7 +171,7 @@ def paged_prefill(
         interpret: Run in the interpreter.
     """
     tokens, num_heads, head_dim = q.shape
-    geometry = geometry_of(pool)
+    geometry = common.geometry_of(pool)
     launch = tuning.launch("prefill", pool.dtype.itemsize, geometry.padded_dim)
     queries = _queries(tokens, num_heads // geometry.kv_heads, launch)
     options = Options(geometry, num_heads, scoring, launch.tile, queries)
@@ -189,7 +181,7 @@ def paged_prefill(
         layer,
         batch,
         work.shares,
-        (q.reshape(flat.shape), as_rows(pool), out.reshape(flat.shape)),
+        (q.reshape(flat.shape), common.as_rows(pool), out.reshape(flat.shape)),
         flat,
         launch,
         functools.partial(place_in_tile, group=options.group, num_heads=num_heads),

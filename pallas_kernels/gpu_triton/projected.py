@@ -21,18 +21,6 @@ from jaxserve.pallas_kernels import online_softmax
 from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.gpu_triton import common, tuning
-from jaxserve.pallas_kernels.gpu_triton.common import (
-    BatchRefs,
-    Geometry,
-    Ref,
-    as_rows,
-    cdiv,
-    context_of,
-    geometry_of,
-    power_of_two,
-    store_zeros,
-    zero_programs,
-)
 from jaxserve.pallas_kernels.gpu_triton.merge import Parts, run_shares, store_segment
 from jaxserve.pallas_kernels.gpu_triton.stream_k import Segment, for_each_segment, unpacked
 from jaxserve.pallas_kernels.gpu_triton.tiles import (
@@ -73,12 +61,12 @@ class Options(common.Options):
     @property
     def padded_half(self) -> int:
         """`half` as Triton wants it: a power of two, at least 16."""
-        return max(16, power_of_two(self.half))
+        return max(16, common.power_of_two(self.half))
 
     @property
     def chunks_per_head(self) -> int:
         """Chunks of the head_dim elements of x that lie together in a block."""
-        return cdiv(self.geometry.head_dim, self.chunk)
+        return common.cdiv(self.geometry.head_dim, self.chunk)
 
 
 class Weights(NamedTuple):
@@ -91,12 +79,12 @@ class Weights(NamedTuple):
         rotation: float32 [2, max_len, D / 2], or None.
     """
 
-    wk: Ref
-    wv: Ref
-    bk: Ref | None
-    bv: Ref | None
-    k_norm: Ref | None
-    rotation: Ref | None
+    wk: common.Ref
+    wv: common.Ref
+    bk: common.Ref | None
+    bv: common.Ref | None
+    k_norm: common.Ref | None
+    rotation: common.Ref | None
 
 
 def _columns(size: int, padded: int) -> tuple[jax.Array, jax.Array]:
@@ -105,7 +93,7 @@ def _columns(size: int, padded: int) -> tuple[jax.Array, jax.Array]:
     return column, column < size
 
 
-def _load_row(ref: Ref, first: jax.Array | int, size: int, padded: int) -> jax.Array:
+def _load_row(ref: common.Ref, first: jax.Array | int, size: int, padded: int) -> jax.Array:
     """ref [X] from `first` on, float32 [1, padded]; zeros past size."""
     column, mask = _columns(size, padded)
     return plgpu.load(ref.at[first + column], mask=mask, other=0).astype(jnp.float32)
@@ -113,7 +101,7 @@ def _load_row(ref: Ref, first: jax.Array | int, size: int, padded: int) -> jax.A
 
 def _project(
     weights: Weights,
-    pool_ref: Ref,  # [rows, D]
+    pool_ref: common.Ref,  # [rows, D]
     first_rows: jax.Array,  # int32 [N], of head 0
     inside: jax.Array,  # bool [N]
     head: jax.Array,
@@ -135,7 +123,9 @@ def _project(
         x = plgpu.load(at, mask=inside[:, None] & real[None, :], other=0)
         row = (block_head * width + column)[:, None]
 
-        def part(ref: Ref, first: jax.Array, place: jax.Array, exists: jax.Array) -> jax.Array:
+        def part(
+            ref: common.Ref, first: jax.Array, place: jax.Array, exists: jax.Array
+        ) -> jax.Array:
             at, mask = ref.at[row, first + place], real[:, None] & exists
             return dot(x, plgpu.load(at, mask=mask, other=0).astype(x.dtype))
 
@@ -188,7 +178,7 @@ def _finish_k(
 
 
 def _load_q(
-    q_ref: Ref, tile: Tile, options: Options, dtype: jnp.dtype
+    q_ref: common.Ref, tile: Tile, options: Options, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
     """The tile's queries, in halves: [M, padded half] twice."""
     column, in_half = _columns(options.half, options.padded_half)
@@ -199,19 +189,19 @@ def _load_q(
 
 
 def _attend(
-    batch: BatchRefs,
+    batch: common.BatchRefs,
     tile: Tile,
     bounds: tuple[jax.Array, jax.Array],
     head: jax.Array,
     weights: Weights,
-    q_ref: Ref,  # [T * N, D]
-    pool_ref: Ref,  # [rows, D]
+    q_ref: common.Ref,  # [T * N, D]
+    pool_ref: common.Ref,  # [rows, D]
     options: Options,
 ) -> Softmax:
     """The softmax of a tile's queries over tiles of context [bounds)."""
     geometry, dtype = options.geometry, pool_ref.dtype
     q_first, q_second = _load_q(q_ref, tile, options, dtype)
-    context = context_of(batch, geometry, tile.row)
+    context = common.context_of(batch, geometry, tile.row)
 
     def walk(j: jax.Array, state: Softmax) -> Softmax:
         position = j * options.tile + jnp.arange(options.tile, dtype=jnp.int32)
@@ -233,7 +223,7 @@ def _attend(
     return lax.fori_loop(*bounds, walk, online_softmax.start(options.queries, geometry.padded_dim))
 
 
-def _kernel(*refs: Ref, options: Options, given: tuple[str, ...]) -> None:
+def _kernel(*refs: common.Ref, options: Options, given: tuple[str, ...]) -> None:
     """refs: the batch, the tiles, the shares, q [T * N, D], the pool's rows, the weights that are
     `given`, the output [T * N, D] and the parts. Programs behind those with shares write zeros."""
     batch, tiles, shares, (q_ref, pool_ref, *arrays) = unpacked(refs, 2)
@@ -263,23 +253,23 @@ def _kernel(*refs: Ref, options: Options, given: tuple[str, ...]) -> None:
 
     @pl.when(behind >= 0)
     def _zeros() -> None:
-        store_zeros(batch, out_ref, behind, HIDDEN, options.num_heads)
+        common.store_zeros(batch, out_ref, behind, HIDDEN, options.num_heads)
 
 
 def _tile_sizes(tokens: int, launch: tuning.Launch, decode_only: bool) -> tuple[int, int]:
     """(rows of a tile of queries, how many can be query tokens) in a bucket of so many tokens."""
-    queries = max(16, min(launch.queries, power_of_two(tokens)))
+    queries = max(16, min(launch.queries, common.power_of_two(tokens)))
     return queries, 1 if decode_only else queries
 
 
-def _launch(itemsize: int, geometry: Geometry, decode_only: bool) -> tuning.Launch:
+def _launch(itemsize: int, geometry: common.Geometry, decode_only: bool) -> tuning.Launch:
     name = "projected_decode" if decode_only else "projected"
     return tuning.launch(name, itemsize, geometry.padded_dim)
 
 
 def plan(
     batch: AttentionBatch,
-    geometry: Geometry,
+    geometry: common.Geometry,
     itemsize: int,
     num_heads: int,
     *,
@@ -319,7 +309,7 @@ def projected(
     """See `backends.Backend.projected`: q [T, N, D] -> the same shape; zeros for tokens of rows
     that are not hidden. work: what `plan` gives for this batch and these options."""
     tokens, num_heads, head_dim = q.shape
-    geometry = geometry_of(pool)
+    geometry = common.geometry_of(pool)
     launch = _launch(pool.dtype.itemsize, geometry, decode_only)
     queries, members = _tile_sizes(tokens, launch, decode_only)
     options = Options(
@@ -340,14 +330,14 @@ def projected(
         layer,
         batch,
         work.shares,
-        (q.reshape(out.shape), as_rows(pool), *arrays.values()),
+        (q.reshape(out.shape), common.as_rows(pool), *arrays.values()),
         out,
         launch,
         functools.partial(place_in_tile, group=1, num_heads=num_heads),
         others=work.tiles,
         members=members,
         width=geometry.padded_dim,
-        zeros=zero_programs(tokens, num_heads),
+        zeros=common.zero_programs(tokens, num_heads),
         interpret=interpret,
         name="projected",
     )

@@ -17,52 +17,41 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
-from jaxserve.pallas_kernels.gpu_triton import tuning
-from jaxserve.pallas_kernels.gpu_triton.common import (
-    BatchRefs,
-    Geometry,
-    Ref,
-    as_rows,
-    batch_arguments,
-    cdiv,
-    context_of,
-    geometry_of,
-    power_of_two,
-)
+from jaxserve.pallas_kernels.gpu_triton import common, tuning
 
 
 class _Slice:
     """The elements of a slot that one program copies: `at` int32 [N], `inside` bool [N], and their
     head and column in the pool."""
 
-    def __init__(self, index: jax.Array, size: int, geometry: Geometry) -> None:
+    def __init__(self, index: jax.Array, size: int, geometry: common.Geometry) -> None:
         width = jnp.int32(geometry.head_dim)
         self.at = index * size + jnp.arange(size, dtype=jnp.int32)
         self.inside = self.at < geometry.kv_heads * geometry.head_dim
         self.head, self.column = lax.div(self.at, width), lax.rem(self.at, width)
 
 
-def _slice_size(geometry: Geometry) -> int:
+def _slice_size(geometry: common.Geometry) -> int:
     """Elements of a slot that one program copies."""
-    whole = power_of_two(geometry.kv_heads * geometry.head_dim)
+    whole = common.power_of_two(geometry.kv_heads * geometry.head_dim)
     return min(whole, tuning.launch("copy", 0, 0).tile)
 
 
-def _slices(geometry: Geometry) -> int:
-    return cdiv(geometry.kv_heads * geometry.head_dim, _slice_size(geometry))
+def _slices(geometry: common.Geometry) -> int:
+    return common.cdiv(geometry.kv_heads * geometry.head_dim, _slice_size(geometry))
 
 
-def _call(kernel: Any, geometry: Geometry, **arguments: Any) -> Any:
+def _call(kernel: Any, geometry: common.Geometry, **arguments: Any) -> Any:
     kernel = functools.partial(kernel, geometry=geometry, size=_slice_size(geometry))
     params = plgpu.CompilerParams(num_warps=tuning.launch("copy", 0, 0).warps, num_stages=1)
     return pl.pallas_call(kernel, compiler_params=params, **arguments)
 
 
-def _write_kernel(*refs: Ref, geometry: Geometry, size: int) -> None:
+def _write_kernel(*refs: common.Ref, geometry: common.Geometry, size: int) -> None:
     """refs: the batch, k and v (and x, where hidden rows can be) [T, E], the pool's rows in and
     out."""
-    fields = len(BatchRefs._fields)
-    batch = BatchRefs(*refs[:fields])
+    fields = len(common.BatchRefs._fields)
+    batch = common.BatchRefs(*refs[:fields])
     *values, _, out_ref = refs[fields:]
     part, token = _Slice(pl.program_id(0), size, geometry), pl.program_id(1)
     row = batch.token_row[token]
@@ -71,9 +60,9 @@ def _write_kernel(*refs: Ref, geometry: Geometry, size: int) -> None:
     position = batch.context_lens[row] - batch.query_lens[row] + token - batch.query_start[row]
     position = jnp.where(used, position, 0)
     hidden = batch.kind[row] == HIDDEN
-    context = context_of(batch, geometry, row)
+    context = common.context_of(batch, geometry, row)
 
-    def put(value_ref: Ref, plane: int, wanted: jax.Array) -> None:
+    def put(value_ref: common.Ref, plane: int, wanted: jax.Array) -> None:
         mask = part.inside & wanted
         value = plgpu.load(value_ref.at[token, part.at], mask=mask, other=0)
         rows = context.pool_rows(plane, part.head, position, None)
@@ -97,11 +86,11 @@ def write(
     interpret: bool = False,
 ) -> jax.Array:
     """See `backends.Backend.write`: k, v and x [T, kv_heads, head_dim] into their slots."""
-    geometry = geometry_of(pool)
+    geometry = common.geometry_of(pool)
     flat = (batch.max_tokens, geometry.kv_heads * geometry.head_dim)
     values = [value.reshape(flat) for value in (k, v, x) if value is not None]
-    rows = as_rows(pool)
-    arguments = (*batch_arguments(layer, batch), *values, rows)
+    rows = common.as_rows(pool)
+    arguments = (*common.batch_arguments(layer, batch), *values, rows)
     done = _call(
         _write_kernel,
         geometry,
@@ -115,11 +104,16 @@ def write(
 
 
 # (places, the place's number, layer, part of the slot) -> where in an array.
-Place = Callable[[Ref, jax.Array, jax.Array, _Slice, Geometry], tuple[jax.Array, ...]]
+Place = Callable[[common.Ref, jax.Array, jax.Array, _Slice, common.Geometry], tuple[jax.Array, ...]]
 
 
 def _pooled(
-    column: int, places: Ref, index: jax.Array, layer: jax.Array, part: _Slice, geometry: Geometry
+    column: int,
+    places: common.Ref,
+    index: jax.Array,
+    layer: jax.Array,
+    part: _Slice,
+    geometry: common.Geometry,
 ) -> tuple[jax.Array, ...]:
     """Place in the pool's rows: `places` has its block and slot from this column on."""
     block, slot = places[index, column], places[index, column + 1]
@@ -127,7 +121,7 @@ def _pooled(
 
 
 def _staged(
-    places: Ref, index: jax.Array, layer: jax.Array, part: _Slice, geometry: Geometry
+    places: common.Ref, index: jax.Array, layer: jax.Array, part: _Slice, geometry: common.Geometry
 ) -> tuple[jax.Array, ...]:
     """Place in a staging buffer [M, layers, E]."""
     return index, layer, part.at
@@ -137,13 +131,13 @@ _FIRST, _SECOND = functools.partial(_pooled, 0), functools.partial(_pooled, 2)
 
 
 def _copy_kernel(
-    places: Ref,  # int32 [M, any]
-    count: Ref,  # int32 [1]
-    *arrays: Ref,  # what is read, and last the output, which may have an alias before it
+    places: common.Ref,  # int32 [M, any]
+    count: common.Ref,  # int32 [1]
+    *arrays: common.Ref,  # what is read, and last the output, which may have an alias before it
     source: Place,
     target: Place,
     zeros: bool,  # of the places that do not count
-    geometry: Geometry,
+    geometry: common.Geometry,
     size: int,
 ) -> None:
     part, layer = _Slice(pl.program_id(0), size, geometry), pl.program_id(1)
@@ -154,7 +148,7 @@ def _copy_kernel(
 
 
 def _copy(
-    geometry: Geometry,
+    geometry: common.Geometry,
     places: jax.Array,
     count: jax.Array,
     arrays: tuple[jax.Array, ...],
@@ -189,7 +183,7 @@ def move(
         interpret: Run in the interpreter.
     """
     options: dict[str, Any] = {"interpret": interpret, "name": "pool_move"}
-    given = (geometry_of(pool), moves, count, (as_rows(pool),))
+    given = (common.geometry_of(pool), moves, count, (common.as_rows(pool),))
     return _copy(*given, _FIRST, _SECOND, **options).reshape(pool.shape)
 
 
@@ -207,11 +201,11 @@ def stage_out(
     Returns:
         [M, layers, kv_heads, head_dim]; zeros from `count` on.
     """
-    geometry = geometry_of(pool)
+    geometry = common.geometry_of(pool)
     shape = (len(slots), geometry.layers, geometry.kv_heads, geometry.head_dim)
     staged = jax.ShapeDtypeStruct((*shape[:2], shape[2] * shape[3]), pool.dtype)
     options: dict[str, Any] = {"interpret": interpret, "name": "pool_stage_out"}
-    given = (geometry, slots, count, (as_rows(pool),))
+    given = (geometry, slots, count, (common.as_rows(pool),))
     return _copy(*given, _FIRST, _staged, staged, **options).reshape(shape)
 
 
@@ -234,5 +228,5 @@ def stage_in(
     """
     flat = staging.reshape(*staging.shape[:2], -1)
     options: dict[str, Any] = {"interpret": interpret, "name": "pool_stage_in"}
-    given = (geometry_of(pool), slots, count, (flat, as_rows(pool)))
+    given = (common.geometry_of(pool), slots, count, (flat, common.as_rows(pool)))
     return _copy(*given, _staged, _FIRST, **options).reshape(pool.shape)

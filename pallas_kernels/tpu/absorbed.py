@@ -19,19 +19,7 @@ from jax.typing import DTypeLike
 from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.tpu import absorbed_two_pass as passes
-from jaxserve.pallas_kernels.tpu import softmax, tuning
-from jaxserve.pallas_kernels.tpu.common import (
-    FIRST,
-    LANES,
-    ROW,
-    SIDE,
-    Chunk,
-    Options,
-    bounds,
-    decode_items,
-    make_chunk,
-    padded,
-)
+from jaxserve.pallas_kernels.tpu import common, softmax, tuning
 from jaxserve.pallas_kernels.tpu.softmax import dot
 from jaxserve.pallas_kernels.tpu.stream import Signals, clean_ends
 from jaxserve.pallas_kernels.tpu.tuning import Sizes
@@ -52,20 +40,20 @@ def _one_pass(  # refs are of the pool's dtype where none is named
     acc: Any,  # VMEM float32 [parts, H, head_dim]
     signals: Signals,
     *,
-    chunk: Chunk,
-    options: Options,
+    chunk: common.Chunk,
+    options: common.Options,
 ) -> None:
     state, window = (peak, total, acc), options.sliding_window
     chunks = passes.stream(chunk, window, (items, layer, cuts), tables, pool, x, signals)
 
     def one_item(i: jax.Array) -> None:
-        low, _ = bounds(items, i, window)
+        low, _ = common.bounds(items, i, window)
         softmax.reset(state)
 
         def use(j: jax.Array, half: jax.Array) -> None:
             clean_ends(chunk, items, i, j, x, half, window)
-            at = chunk.positions(j, items[SIDE, i], 1)
-            seen = (at >= low) & (at <= items[FIRST, i])
+            at = chunk.positions(j, items[common.SIDE, i], 1)
+            seen = (at >= low) & (at <= items[common.FIRST, i])
             scores = softmax.scored(passes.products(q, x, half, sums), seen, options)
             weights, fade = softmax.weigh(scores[None], peak, total, ...)
             weights = weights[0].astype(x.dtype)
@@ -81,11 +69,11 @@ def _one_pass(  # refs are of the pool's dtype where none is named
     passes.each_item(cuts, one_item)
 
 
-def _fits(queries: jax.Array, chunk: Chunk, sizes: Sizes) -> bool:
+def _fits(queries: jax.Array, chunk: common.Chunk, sizes: Sizes) -> bool:
     """Whether one pass has room: q and out twice each, x twice, the accumulator, the scores."""
     _, parts, num_heads, head_dim = queries.shape
-    row = parts * num_heads * padded(head_dim)
-    x = 2 * parts * chunk.tokens * padded(head_dim)
+    row = parts * num_heads * common.padded(head_dim)
+    x = 2 * parts * chunk.tokens * common.padded(head_dim)
     scores = 3 * num_heads * chunk.tokens * 4
     return (4 * row + x) * queries.dtype.itemsize + row * 4 + scores <= sizes.vmem * 9 // 10
 
@@ -120,8 +108,8 @@ def plan(
     row = jnp.arange(batch.max_rows, dtype=jnp.int32)
     live = (batch.kind == HIDDEN) & (row < batch.num_decodes)
     sizes = tuning.sizes(dtype, interpret)
-    chunk = make_chunk(shape, dtype, shape[2], batch.table_width, sizes)
-    items, number = decode_items(live, batch, chunk, sliding_window)
+    chunk = common.make_chunk(shape, dtype, shape[2], batch.table_width, sizes)
+    items, number = common.decode_items(live, batch, chunk, sliding_window)
     width = -(-batch.table_width // chunk.blocks)
     rows, chunks = passes.share(items, number, batch, width, sizes.cores)
     token = jnp.where(live, batch.query_start, batch.max_tokens)
@@ -141,19 +129,19 @@ def absorbed(
 ) -> jax.Array:
     """See `attention.absorbed_attention`: qx [T, H, E] -> the same. ValueError where the items do
     not fit scalar memory."""
-    options = Options.from_scoring(scoring, interpret)
+    options = common.Options.from_scoring(scoring, interpret)
     sizes = tuning.sizes(pool.dtype, interpret)
     num_heads = qx.shape[1]
     rows, parts, head_dim = batch.max_rows, pool.shape[2], pool.shape[4]
     queries = qx.at[plan.token].get(mode="fill", fill_value=0).astype(pool.dtype)
     queries = queries.reshape(rows, num_heads, parts, head_dim).transpose(0, 2, 1, 3)
-    chunk = make_chunk(pool.shape, pool.dtype, parts, batch.table_width, sizes)
+    chunk = common.make_chunk(pool.shape, pool.dtype, parts, batch.table_width, sizes)
     if axis_name is not None or not _fits(queries, chunk, sizes):
         out = passes.two_passes(
             queries, pool, layer, batch, plan.live, plan.chunks, options, axis_name
         )
     else:
-        spec = passes.by_item((1, *queries.shape[1:]), ROW)
+        spec = passes.by_item((1, *queries.shape[1:]), common.ROW)
         out = passes.launch(
             _one_pass,
             plan.rows,
@@ -164,8 +152,8 @@ def absorbed(
             jax.ShapeDtypeStruct(queries.shape, qx.dtype),
             [
                 pltpu.VMEM((num_heads, chunk.tokens), jnp.float32),
-                pltpu.VMEM((1, num_heads, LANES), jnp.float32),
-                pltpu.VMEM((1, num_heads, LANES), jnp.float32),
+                pltpu.VMEM((1, num_heads, common.LANES), jnp.float32),
+                pltpu.VMEM((1, num_heads, common.LANES), jnp.float32),
                 pltpu.VMEM((parts, num_heads, head_dim), jnp.float32),
             ],
             sizes,

@@ -15,22 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.sharding import sum_as_far
-from jaxserve.pallas_kernels.tpu import softmax, tuning
+from jaxserve.pallas_kernels.tpu import common, softmax, tuning
 from jaxserve.pallas_kernels.tpu import stream as tpu_stream
-from jaxserve.pallas_kernels.tpu.common import (
-    ANY,
-    BEGIN,
-    END,
-    HBM,
-    ROW,
-    Chunk,
-    Options,
-    Work,
-    compiler,
-    interpreted,
-    make_chunk,
-    make_work,
-)
 from jaxserve.pallas_kernels.tpu.softmax import dot
 from jaxserve.pallas_kernels.tpu.stream import Signals, Stream, clean_ends
 from jaxserve.pallas_kernels.tpu.tuning import Sizes
@@ -79,7 +65,7 @@ class Shares(NamedTuple):
         steps: int32 [], items of the largest share.
     """
 
-    work: Work
+    work: common.Work
     cuts: jax.Array
     steps: jax.Array
 
@@ -103,7 +89,9 @@ def share(
         The shares with an item a row, and the same work with an item a chunk.
     """
     cores = min(cores, batch.max_rows)
-    chunks = jnp.where(jnp.arange(batch.max_rows) < number, items[END] - items[BEGIN], 0)
+    chunks = jnp.where(
+        jnp.arange(batch.max_rows) < number, items[common.END] - items[common.BEGIN], 0
+    )
     ends = jnp.cumsum(chunks, dtype=jnp.int32)
     parts = ends[-1] * jnp.arange(1, cores)
     inner = jnp.sum((2 * ends - chunks) * cores < 2 * parts[:, None], axis=1, dtype=jnp.int32)
@@ -116,7 +104,7 @@ def share(
 
 
 def _shares(items: jax.Array, number: jax.Array, batch: AttentionBatch, cuts: jax.Array) -> Shares:
-    return Shares(make_work(items, number, batch), cuts, jnp.max(cuts[1:] - cuts[:-1]))
+    return Shares(common.make_work(items, number, batch), cuts, jnp.max(cuts[1:] - cuts[:-1]))
 
 
 def _split(items: jax.Array, number: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
@@ -124,10 +112,10 @@ def _split(items: jax.Array, number: jax.Array, chunks: int) -> tuple[jax.Array,
     rows = items.shape[1]
     row = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), chunks)
     j = jnp.tile(jnp.arange(chunks, dtype=jnp.int32), rows)
-    live = (row < number) & (j >= items[BEGIN, row]) & (j < items[END, row])
+    live = (row < number) & (j >= items[common.BEGIN, row]) & (j < items[common.END, row])
     order = jnp.argsort(~live, stable=True)
     row, j = row[order], j[order]
-    split = items[:, row].at[BEGIN].set(j).at[END].set(j + 1)
+    split = items[:, row].at[common.BEGIN].set(j).at[common.END].set(j + 1)
     return split, live.sum(dtype=jnp.int32)
 
 
@@ -157,7 +145,7 @@ def each_item(cuts: Any, one: Callable[[jax.Array], None]) -> None:
 
 
 def stream(
-    chunk: Chunk,
+    chunk: common.Chunk,
     window: int | None,
     prefetched: tuple[Any, Any, Any],
     tables: Any,
@@ -201,8 +189,8 @@ def launch(
     out: jax.ShapeDtypeStruct,
     scratch: list[Any],
     sizes: Sizes,
-    chunk: Chunk,
-    options: Options,
+    chunk: common.Chunk,
+    options: common.Options,
 ) -> jax.Array:
     """Runs a kernel over the items of all shares.
 
@@ -226,7 +214,7 @@ def launch(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(len(cuts) - 1, steps),
-            in_specs=[specs[0], HBM, ANY],
+            in_specs=[specs[0], common.HBM, common.ANY],
             out_specs=specs[1],
             scratch_shapes=[
                 pltpu.VMEM((2, *chunk.shape), pool.dtype),
@@ -234,8 +222,8 @@ def launch(
                 tpu_stream.signals(chunk),
             ],
         ),
-        compiler_params=compiler(sizes, 1),
-        interpret=interpreted(options.interpret),
+        compiler_params=common.compiler(sizes, 1),
+        interpret=common.interpreted(options.interpret),
         name=f"absorbed{kernel.__name__}",
     )
     return call(*work.scalars(layer), cuts, given, work.tables, pool)
@@ -253,8 +241,8 @@ def _scores(  # refs are of the pool's dtype where none is named
     sums: Any,  # VMEM float32 [H, tokens]
     signals: Signals,
     *,
-    chunk: Chunk,
-    options: Options,
+    chunk: common.Chunk,
+    options: common.Options,
 ) -> None:
     window = options.sliding_window
     chunks = stream(chunk, window, (items, layer, cuts), tables, pool, x, signals)
@@ -280,16 +268,16 @@ def _weighted(  # refs are of the pool's dtype where none is named
     x: Any,  # VMEM [2, parts, tokens, head_dim]
     signals: Signals,
     *,
-    chunk: Chunk,
-    options: Options,
+    chunk: common.Chunk,
+    options: common.Options,
 ) -> None:
     window = options.sliding_window
     chunks = stream(chunk, window, (items, layer, cuts), tables, pool, x, signals)
 
     def one_item(i: jax.Array) -> None:
-        before = items[ROW, jnp.maximum(i - 1, 0)]
+        before = items[common.ROW, jnp.maximum(i - 1, 0)]
 
-        @pl.when((i == cuts[pl.program_id(0)]) | (before != items[ROW, i]))
+        @pl.when((i == cuts[pl.program_id(0)]) | (before != items[common.ROW, i]))
         def _() -> None:
             out[...] = jnp.zeros(out.shape, jnp.float32)
 
@@ -313,7 +301,7 @@ def two_passes(
     batch: AttentionBatch,
     live: jax.Array,
     shares: Shares,
-    options: Options,
+    options: common.Options,
     axis_name: str | None,
 ) -> jax.Array:
     """Absorbed attention in two passes over x.
@@ -333,10 +321,10 @@ def two_passes(
     """
     rows, parts, num_heads, head_dim = queries.shape
     sizes = tuning.sizes(pool.dtype, options.interpret)
-    chunk = make_chunk(pool.shape, pool.dtype, parts, batch.table_width, sizes)
+    chunk = common.make_chunk(pool.shape, pool.dtype, parts, batch.table_width, sizes)
     chunks = -(-batch.table_width // chunk.blocks)
-    row = by_item((1, parts, num_heads, head_dim), ROW)
-    part = by_item((1, 1, num_heads, chunk.tokens), ROW, BEGIN)
+    row = by_item((1, parts, num_heads, head_dim), common.ROW)
+    part = by_item((1, 1, num_heads, chunk.tokens), common.ROW, common.BEGIN)
     shape = jax.ShapeDtypeStruct((rows, chunks, num_heads, chunk.tokens), jnp.float32)
     sums = [pltpu.VMEM((num_heads, chunk.tokens), jnp.float32)]
     run = functools.partial(launch, sizes=sizes, chunk=chunk, options=options)
@@ -356,7 +344,7 @@ def two_passes(
 
 
 def _seen(
-    batch: AttentionBatch, live: jax.Array, chunk: Chunk, chunks: int, window: int | None
+    batch: AttentionBatch, live: jax.Array, chunk: common.Chunk, chunks: int, window: int | None
 ) -> jax.Array:
     """bool [R, chunks * tokens]: the slots of its context that each row's decode sees."""
     slot = jnp.arange(chunks * chunk.tokens, dtype=jnp.int32)

@@ -17,25 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.batch import AttentionBatch
-from jaxserve.pallas_kernels.tpu import softmax, tuning
+from jaxserve.pallas_kernels.tpu import common, softmax, tuning
 from jaxserve.pallas_kernels.tpu import stream as tpu_stream
-from jaxserve.pallas_kernels.tpu.common import (
-    ANY,
-    FIRST,
-    HBM,
-    ROW,
-    SIDE,
-    Chunk,
-    Options,
-    Work,
-    bounds,
-    compiler,
-    decode_items,
-    interpreted,
-    make_chunk,
-    make_work,
-    most_a_program,
-)
 from jaxserve.pallas_kernels.tpu.stream import Signals, Stream, clean_ends
 
 
@@ -53,19 +36,19 @@ def _kernel(  # refs are of the pool's dtype where none is named
     acc: Any,  # VMEM float32 [heads, group, head_dim]
     signals: Signals,
     *,
-    chunk: Chunk,
-    options: Options,
+    chunk: common.Chunk,
+    options: common.Options,
 ) -> None:
     i, state, window = pl.program_id(1), (peak, total, acc), options.sliding_window
     share = pl.program_id(0) * chunk.heads, 0, pl.num_programs(1)
     stream = Stream(chunk, window, (items, layer), tables, pool, (k, v), signals, *share)
-    low, _ = bounds(items, i, window)
+    low, _ = common.bounds(items, i, window)
     softmax.reset(state)
 
     def use(j: jax.Array, half: jax.Array) -> None:
         clean_ends(chunk, items, i, j, v, half, window)
-        at = chunk.positions(j, items[SIDE, i], 1)
-        seen = ((at >= low) & (at <= items[FIRST, i]))[None]
+        at = chunk.positions(j, items[common.SIDE, i], 1)
+        seen = ((at >= low) & (at <= items[common.FIRST, i]))[None]
         softmax.update(state, ..., q[0], k[half], v[half], seen, options)
 
     stream.walk(i, use)
@@ -76,14 +59,14 @@ class Decodes(NamedTuple):
     """The work of decodes, and their rows: live, bool [R]."""
 
     live: jax.Array
-    work: Work
+    work: common.Work
 
 
-def _chunk(shape: tuple[int, ...], dtype: DTypeLike, width: int, interpret: bool) -> Chunk:
+def _chunk(shape: tuple[int, ...], dtype: DTypeLike, width: int, interpret: bool) -> common.Chunk:
     """The chunk for a pool of this shape and tables of `width` entries."""
     sizes = tuning.sizes(dtype, interpret)
-    heads = most_a_program(shape[2], shape[2], sizes.cores)
-    return make_chunk(shape, dtype, heads, width, sizes)
+    heads = common.most_a_program(shape[2], shape[2], sizes.cores)
+    return common.make_chunk(shape, dtype, heads, width, sizes)
 
 
 def plan(
@@ -105,8 +88,8 @@ def plan(
         interpret: Run in the interpreter.
     """
     chunk = _chunk(shape, dtype, batch.table_width, interpret)
-    items, number = decode_items(live, batch, chunk, sliding_window)
-    return Decodes(live, make_work(items, number, batch))
+    items, number = common.decode_items(live, batch, chunk, sliding_window)
+    return Decodes(live, common.make_work(items, number, batch))
 
 
 def decode(
@@ -115,7 +98,7 @@ def decode(
     layer: jax.Array | int,
     width: int,
     decodes: Decodes,
-    options: Options,
+    options: common.Options,
 ) -> jax.Array:
     """Attention of one token for each row that decodes.
 
@@ -137,7 +120,7 @@ def decode(
     chunk, work = _chunk(pool.shape, pool.dtype, width, options.interpret), decodes.work
     heads = chunk.heads
     row = pl.BlockSpec(
-        (1, heads, group, head_dim), lambda h, i, items, *_: (items[ROW, i], h, 0, 0)
+        (1, heads, group, head_dim), lambda h, i, items, *_: (items[common.ROW, i], h, 0, 0)
     )
     buffer = pltpu.VMEM((2, *chunk.shape), pool.dtype)
     call = pl.pallas_call(
@@ -146,7 +129,7 @@ def decode(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(kv_heads // heads, work.number),
-            in_specs=[row, HBM, ANY],
+            in_specs=[row, common.HBM, common.ANY],
             out_specs=row,
             scratch_shapes=[
                 buffer,
@@ -155,8 +138,8 @@ def decode(
                 tpu_stream.signals(chunk),
             ],
         ),
-        compiler_params=compiler(sizes, 1),
-        interpret=interpreted(options.interpret),
+        compiler_params=common.compiler(sizes, 1),
+        interpret=common.interpreted(options.interpret),
         name="paged_decode",
     )
     queries = q.astype(pool.dtype).reshape(rows, kv_heads, group, head_dim)

@@ -17,16 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.pallas_kernels.tpu import tuning
-from jaxserve.pallas_kernels.tpu.common import (
-    ANY,
-    GRANULE,
-    compiler,
-    interpreted,
-    live_first,
-    most_a_program,
-    padded,
-)
+from jaxserve.pallas_kernels.tpu import common, tuning
 
 NOBODY = -1  # nothing goes to this slot
 PLANES = 3  # a source is an index into one of so many arrays, index * PLANES + array
@@ -58,13 +49,13 @@ def granules(target: jax.Array, slot: jax.Array, source: jax.Array) -> Puts:
     """
     same = target[:, None] == target[None, :]
     leader = jnp.argmax(same, axis=1)
-    merged = jnp.full((len(target), GRANULE), NOBODY, jnp.int32)
+    merged = jnp.full((len(target), common.GRANULE), NOBODY, jnp.int32)
     merged = merged.at[leader[:, None], slot].max(source, mode="drop")
     live = (leader == jnp.arange(len(target))) & (target >= 0)
-    order, number = live_first(live)
+    order, number = common.live_first(live)
     merged = merged[order]
-    wanted, slots = merged >= 0, jnp.arange(GRANULE, dtype=jnp.int32)
-    first = jnp.where(wanted, slots, GRANULE).min(axis=1)
+    wanted, slots = merged >= 0, jnp.arange(common.GRANULE, dtype=jnp.int32)
+    first = jnp.where(wanted, slots, common.GRANULE).min(axis=1)
     end = jnp.where(wanted, slots + 1, 0).max(axis=1)
     return Puts(target[order], merged, jnp.stack([first, end]), number)
 
@@ -78,10 +69,10 @@ def merge(rows: list[jax.Array], wanted: jax.Array, old: jax.Array) -> jax.Array
 
 def slots_wanted(source: Any, i: jax.Array) -> jax.Array:
     """bool [8, 1]: the slots of item i that something goes to; source: SMEM int32 [N * 8]."""
-    slot = lax.broadcasted_iota(jnp.int32, (GRANULE, 1), 0)
-    wanted = jnp.zeros((GRANULE, 1), jnp.int32)
-    for s in range(GRANULE):
-        wanted = jnp.where((slot == s) & (source[i * GRANULE + s] >= 0), 1, wanted)
+    slot = lax.broadcasted_iota(jnp.int32, (common.GRANULE, 1), 0)
+    wanted = jnp.zeros((common.GRANULE, 1), jnp.int32)
+    for s in range(common.GRANULE):
+        wanted = jnp.where((slot == s) & (source[i * common.GRANULE + s] >= 0), 1, wanted)
     return wanted > 0
 
 
@@ -107,7 +98,7 @@ def _put_kernel(
     def fetch(item: jax.Array, half: jax.Array) -> None:
         @pl.loop(places[2, item], places[3, item])
         def _(s: jax.Array) -> None:
-            wanted = source[item * GRANULE + s]
+            wanted = source[item * common.GRANULE + s]
             for which, value in enumerate(values):
 
                 @pl.when((wanted >= 0) & (wanted % PLANES == which))
@@ -132,7 +123,7 @@ def _put_kernel(
     def _() -> None:
         @pl.loop(places[2, i], places[3, i])
         def _(s: jax.Array) -> None:
-            @pl.when(source[i * GRANULE + s] >= 0)
+            @pl.when(source[i * common.GRANULE + s] >= 0)
             def _() -> None:
                 vector = values[0].at[0, layers]
                 pltpu.make_async_copy(vector, found.at[half, s], arrived.at[half]).wait()
@@ -141,7 +132,7 @@ def _put_kernel(
 
         @pl.loop(0, deep)
         def _(n: jax.Array) -> None:
-            rows = [found[half, s, n] for s in range(GRANULE)]
+            rows = [found[half, s, n] for s in range(common.GRANULE)]
             new[n, 0] = merge(rows, wanted, old[n, 0])
 
 
@@ -149,10 +140,10 @@ def layers_at_once(pool: jax.Array, layers: int, interpret: bool) -> int:
     """Layers of a granule to move at once: a divisor of `layers`, whose quotient divides over the
     cores where possible."""
     _, _, heads, _, head_dim = pool.shape
-    granule = heads * GRANULE * padded(head_dim) * pool.dtype.itemsize
+    granule = heads * common.GRANULE * common.padded(head_dim) * pool.dtype.itemsize
     sizes = tuning.sizes(pool.dtype, interpret)
     most = max(1, sizes.stage_bytes // granule)
-    return most_a_program(layers, most, sizes.cores)
+    return common.most_a_program(layers, most, sizes.cores)
 
 
 def put_vectors(
@@ -176,7 +167,7 @@ def put_vectors(
         interpret: Run in the interpreter.
     """
     heads, block_size, head_dim = pool.shape[2:]
-    layers, parts = values[0].shape[1], block_size // GRANULE
+    layers, parts = values[0].shape[1], block_size // common.GRANULE
     deep, sizes = layers_at_once(pool, layers, interpret), tuning.sizes(pool.dtype, interpret)
     steps = (puts.number + sizes.cores - 1) // sizes.cores
 
@@ -190,23 +181,23 @@ def put_vectors(
             i = jnp.where(first < number[0], last, places.shape[1] - 1)
         return layer[0] + n, places[0, i], 0, places[1, i], 0
 
-    granule = pl.BlockSpec((deep, 1, heads, GRANULE, head_dim), index)
+    granule = pl.BlockSpec((deep, 1, heads, common.GRANULE, head_dim), index)
     call = pl.pallas_call(
         functools.partial(_put_kernel, cores=sizes.cores),
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(sizes.cores, layers // deep, steps),
-            in_specs=[granule, *[ANY] * len(values)],
+            in_specs=[granule, *[common.ANY] * len(values)],
             out_specs=granule,
             scratch_shapes=[
-                pltpu.VMEM((2, GRANULE, deep, heads, head_dim), pool.dtype),
+                pltpu.VMEM((2, common.GRANULE, deep, heads, head_dim), pool.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
         input_output_aliases={4: 0},
-        compiler_params=compiler(sizes, 1, 2),
-        interpret=interpreted(interpret),
+        compiler_params=common.compiler(sizes, 1, 2),
+        interpret=common.interpreted(interpret),
         name="paged_put",
     )
     spare = (puts.target[:1] + 1) % (pool.shape[1] * parts)

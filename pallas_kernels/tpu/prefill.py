@@ -17,19 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.batch import AttentionBatch
-from jaxserve.pallas_kernels.tpu import softmax, tuning
+from jaxserve.pallas_kernels.tpu import common, softmax, tuning
 from jaxserve.pallas_kernels.tpu import stream as tpu_stream
-from jaxserve.pallas_kernels.tpu.common import (
-    ANY,
-    HBM,
-    SIDE,
-    Chunk,
-    Options,
-    compiler,
-    interpreted,
-    make_chunk,
-    most_a_program,
-)
 from jaxserve.pallas_kernels.tpu.stream import Signals, Stream, clean_ends
 from jaxserve.pallas_kernels.tpu.tiles import (
     ALIGNED,
@@ -58,8 +47,8 @@ def _kernel(  # refs are of the pool's dtype where none is named
     sent: Any,  # DMA semaphore
     pending: Any,  # SMEM int32 [1]
     *,
-    chunk: Chunk,
-    options: Options,
+    chunk: common.Chunk,
+    options: common.Options,
 ) -> None:
     h, i, window = pl.program_id(0), pl.program_id(1), options.sliding_window
     state = peak, total, acc
@@ -71,7 +60,7 @@ def _kernel(  # refs are of the pool's dtype where none is named
 
     def use(j: jax.Array, half: jax.Array) -> None:
         clean_ends(chunk, items, i, j, v, half, window)
-        at = chunk.positions(j, items[SIDE, i], 1)
+        at = chunk.positions(j, items[common.SIDE, i], 1)
         seen = seen_by(items, i, at, group, tile, window)[None]
 
         @pl.loop(0, chunk.heads)
@@ -86,13 +75,13 @@ def _kernel(  # refs are of the pool's dtype where none is named
 
 def _cut(
     shape: tuple[int, ...], dtype: DTypeLike, num_heads: int, width: int, interpret: bool
-) -> tuple[Chunk, int]:
+) -> tuple[common.Chunk, int]:
     """The chunks of a pool of this shape, for tables of `width` entries, and the queries of a
     tile."""
     sizes, kv_heads = tuning.sizes(dtype, interpret), shape[2]
-    heads = most_a_program(kv_heads, sizes.prefill_heads, sizes.cores)
+    heads = common.most_a_program(kv_heads, sizes.prefill_heads, sizes.cores)
     tile = max(ALIGNED, sizes.tile // pl.next_power_of_2(num_heads // kv_heads))
-    return make_chunk(shape, dtype, heads, width, sizes), tile
+    return common.make_chunk(shape, dtype, heads, width, sizes), tile
 
 
 def plan(
@@ -125,7 +114,7 @@ def prefill(
     layer: jax.Array | int,
     width: int,
     tiles: Tiles,
-    options: Options,
+    options: common.Options,
 ) -> jax.Array:
     """Attention of the tokens that tiles are made of.
 
@@ -154,8 +143,8 @@ def prefill(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(kv_heads // heads, work.number),
-            in_specs=[query_spec(heads, group, tile, head_dim), HBM, ANY],
-            out_specs=ANY,
+            in_specs=[query_spec(heads, group, tile, head_dim), common.HBM, common.ANY],
+            out_specs=common.ANY,
             scratch_shapes=[
                 buffer,
                 buffer,
@@ -166,8 +155,8 @@ def prefill(
                 pltpu.SMEM((1,), jnp.int32),
             ],
         ),
-        compiler_params=compiler(sizes, 1),
-        interpret=interpreted(options.interpret),
+        compiler_params=common.compiler(sizes, 1),
+        interpret=common.interpreted(options.interpret),
         name="paged_prefill",
     )
     return layout.scatter(call(*work.scalars(layer), queries, work.tables, pool))

@@ -23,30 +23,9 @@ from jax.typing import DTypeLike
 from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.hidden import HiddenProjection
-from jaxserve.pallas_kernels.tpu import softmax, tuning
+from jaxserve.pallas_kernels.tpu import common, softmax, tiles, tuning
 from jaxserve.pallas_kernels.tpu import stream as tpu_stream
-from jaxserve.pallas_kernels.tpu.common import (
-    ANY,
-    HBM,
-    LANES,
-    SIDE,
-    Chunk,
-    Options,
-    bounds,
-    compiler,
-    interpreted,
-    make_chunk,
-    most_a_program,
-)
 from jaxserve.pallas_kernels.tpu.stream import Signals, Stream
-from jaxserve.pallas_kernels.tpu.tiles import (
-    ALIGNED,
-    Outputs,
-    Tiles,
-    make_tiles,
-    query_spec,
-    seen_by,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +43,7 @@ class Recipe:
     rotary: bool
 
 
-def _rotation(rotation: jax.Array, chunk: Chunk) -> jax.Array:
+def _rotation(rotation: jax.Array, chunk: common.Chunk) -> jax.Array:
     """float32 [2, max_len, D // 2] -> [2 directions, 2, chunks * tokens, D]: (cos, cos) and (-sin,
     sin), so that a rotated k is k * first + swapped k * second; the second direction's blocks
     mirrored, as its vectors lie."""
@@ -78,7 +57,7 @@ def _rotation(rotation: jax.Array, chunk: Chunk) -> jax.Array:
 
 def _rotations(
     recipe: Recipe,
-    chunk: Chunk,
+    chunk: common.Chunk,
     items: Any,
     rotation: Any,
     turned: Any,
@@ -91,7 +70,7 @@ def _rotations(
     if not recipe.rotary:
         return []
     start = pl.multiple_of(j * chunk.tokens, chunk.block_size)
-    source = rotation.at[items[SIDE, i], :, pl.ds(start, chunk.tokens)]
+    source = rotation.at[items[common.SIDE, i], :, pl.ds(start, chunk.tokens)]
     return [pltpu.make_async_copy(source, turned.at[half], arrived.at[half])]
 
 
@@ -133,7 +112,7 @@ def _make(
 def _swapped(key: jax.Array) -> jax.Array:
     """The halves of [tokens, head_dim] exchanged."""
     half = key.shape[1] // 2
-    if key.shape[1] % LANES == 0:
+    if key.shape[1] % common.LANES == 0:
         return pltpu.roll(key, half, 1)
     return jnp.concatenate([key[:, half:], key[:, :half]], axis=1)
 
@@ -164,8 +143,8 @@ def _kernel(  # refs are of the pool's dtype where none is named
     sent: Any,  # DMA semaphore
     pending: Any,  # SMEM int32 [1]
     *,
-    chunk: Chunk,
-    options: Options,
+    chunk: common.Chunk,
+    options: common.Options,
     recipe: Recipe,
 ) -> None:
     h, i, window = pl.program_id(0), pl.program_id(1), options.sliding_window
@@ -173,16 +152,16 @@ def _kernel(  # refs are of the pool's dtype where none is named
     beside = functools.partial(_rotations, recipe, chunk, items, rotation, turned, signals.arrived)
     count = pl.num_programs(1)
     stream = Stream(chunk, window, (items, layer), tables, pool, (x,), signals, 0, 0, count, beside)
-    outputs = Outputs(items, done, out, sent, pending, recipe.heads)
-    low, high = bounds(items, i, window)
+    outputs = tiles.Outputs(items, done, out, sent, pending, recipe.heads)
+    low, high = common.bounds(items, i, window)
     softmax.reset(state)
 
     def use(j: jax.Array, half: jax.Array) -> None:
-        at = chunk.positions(j, items[SIDE, i], 0)
+        at = chunk.positions(j, items[common.SIDE, i], 0)
         own = (at >= low) & (at < high)
         _make(recipe, x.at[half], (wk, wv), bias, norm, turned.at[half], own, (k_sum, v_sum), k, v)
-        at = chunk.positions(j, items[SIDE, i], 1)
-        seen = seen_by(items, i, at, 1, tile, window)[None]
+        at = chunk.positions(j, items[common.SIDE, i], 1)
+        seen = tiles.seen_by(items, i, at, 1, tile, window)[None]
 
         @pl.loop(0, recipe.heads)
         def _(n: jax.Array) -> None:
@@ -196,12 +175,12 @@ def _kernel(  # refs are of the pool's dtype where none is named
 
 def _cut(
     shape: tuple[int, ...], dtype: DTypeLike, width: int, decode_only: bool, interpret: bool
-) -> tuple[Chunk, int]:
+) -> tuple[common.Chunk, int]:
     """The chunks of a pool of this shape, for tables of `width` entries, and the queries of a
     tile."""
     sizes = tuning.sizes(dtype, interpret)
-    tile = ALIGNED if decode_only else sizes.tile
-    return make_chunk(shape, dtype, shape[2], width, sizes), tile
+    tile = tiles.ALIGNED if decode_only else sizes.tile
+    return common.make_chunk(shape, dtype, shape[2], width, sizes), tile
 
 
 def plan(
@@ -212,7 +191,7 @@ def plan(
     sliding_window: int | None,
     decode_only: bool,
     interpret: bool,
-) -> Tiles:
+) -> tiles.Tiles:
     """Plans `projected`: all hidden rows, decodes and chunks.
 
     Args:
@@ -226,7 +205,7 @@ def plan(
     chunk, tile = _cut(shape, dtype, batch.table_width, decode_only, interpret)
     live = (batch.kind == HIDDEN) & (batch.query_lens > 0)
     live &= jnp.arange(batch.max_rows) < batch.num_rows
-    return make_tiles(batch, live, tile, chunk, sliding_window)
+    return tiles.make_tiles(batch, live, tile, chunk, sliding_window)
 
 
 def projected(
@@ -235,20 +214,22 @@ def projected(
     layer: jax.Array | int,
     batch: AttentionBatch,
     projection: HiddenProjection,
-    plan: Tiles,
+    plan: tiles.Tiles,
     *,
     scoring: Scoring,
     decode_only: bool,
     interpret: bool,
 ) -> jax.Array:
     """See `attention.projected_attention`: q [T, H, D] -> the same."""
-    options = Options.from_scoring(scoring, interpret)
+    options = common.Options.from_scoring(scoring, interpret)
     sizes = tuning.sizes(pool.dtype, interpret)
     num_heads, head_dim = q.shape[1:]
     parts = pool.shape[2]
     width = parts * head_dim
     most = sizes.weight_bytes // (width * head_dim * pool.dtype.itemsize)
-    heads = most_a_program(num_heads, most, sizes.cores, LANES // math.gcd(LANES, head_dim))
+    heads = common.most_a_program(
+        num_heads, most, sizes.cores, common.LANES // math.gcd(common.LANES, head_dim)
+    )
     chunk, tile = _cut(pool.shape, pool.dtype, batch.table_width, decode_only, interpret)
     layout, work = plan
     queries = layout.gather(q.astype(pool.dtype), num_heads)
@@ -260,23 +241,23 @@ def projected(
             num_scalar_prefetch=2,
             grid=(num_heads // heads, work.number),
             in_specs=[
-                query_spec(heads, 1, tile, head_dim),
+                tiles.query_spec(heads, 1, tile, head_dim),
                 *_specs(width, heads, head_dim),
-                HBM,
-                ANY,
+                common.HBM,
+                common.ANY,
             ],
-            out_specs=ANY,
+            out_specs=common.ANY,
             scratch_shapes=_scratch(chunk, recipe, tile, pool.dtype, q.dtype),
         ),
-        compiler_params=compiler(sizes, 1),
-        interpret=interpreted(interpret),
+        compiler_params=common.compiler(sizes, 1),
+        interpret=common.interpreted(interpret),
         name="projected",
     )
     return layout.scatter(call(*work.scalars(layer), queries, *made, work.tables, pool))
 
 
 def _operands(
-    projection: HiddenProjection, dtype: Any, chunk: Chunk, heads: int, head_dim: int
+    projection: HiddenProjection, dtype: Any, chunk: common.Chunk, heads: int, head_dim: int
 ) -> tuple[Recipe, tuple[jax.Array, ...]]:
     """The recipe, and wk, wv, bias, norm and rotation as the kernel takes them."""
     columns = projection.wk.shape[1]
@@ -289,7 +270,7 @@ def _operands(
     if norm is None:
         norm = jnp.ones(head_dim, jnp.float32)
     if rotation is None:
-        turned = jnp.zeros((1, 1, 8, LANES), jnp.float32)
+        turned = jnp.zeros((1, 1, 8, common.LANES), jnp.float32)
     else:
         turned = _rotation(rotation, chunk)
     made = projection.wk.astype(dtype), projection.wv.astype(dtype), jnp.stack(biases)
@@ -301,10 +282,12 @@ def _specs(width: int, heads: int, head_dim: int) -> list[pl.BlockSpec]:
     weight = pl.BlockSpec((width, heads * head_dim), lambda h, i, *_: (0, h))
     bias = pl.BlockSpec((2, heads * head_dim), lambda h, i, *_: (0, h))
     norm = pl.BlockSpec((1, head_dim), lambda h, i, *_: (0, 0))
-    return [weight, weight, bias, norm, ANY]
+    return [weight, weight, bias, norm, common.ANY]
 
 
-def _scratch(chunk: Chunk, recipe: Recipe, tile: int, dtype: Any, out_dtype: Any) -> list[Any]:
+def _scratch(
+    chunk: common.Chunk, recipe: Recipe, tile: int, dtype: Any, out_dtype: Any
+) -> list[Any]:
     """Scratch shapes, in the order of the kernel's arguments."""
     heads, head_dim = recipe.heads, chunk.head_dim
     sums = pltpu.VMEM((chunk.tokens, heads * head_dim), jnp.float32)

@@ -17,15 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels.batch import AttentionBatch
-from jaxserve.pallas_kernels.tpu.common import (
-    AT,
-    COUNT,
-    FIRST,
-    Chunk,
-    Work,
-    make_items,
-    make_work,
-)
+from jaxserve.pallas_kernels.tpu import common
 
 ALIGNED = 16
 
@@ -59,14 +51,14 @@ class Tiles(NamedTuple):
     """A batch's queries as tiles: their layout and a kernel's work."""
 
     layout: Layout
-    work: Work
+    work: common.Work
 
 
 def make_tiles(
     batch: AttentionBatch,
     live: jax.Array,
     tile: int,
-    chunk: Chunk,
+    chunk: common.Chunk,
     sliding_window: int | None,
 ) -> Tiles:
     """Cuts rows into tiles.
@@ -80,7 +72,7 @@ def make_tiles(
     """
     layout, start = _lay_out(batch, live, tile)
     items, number = _tile_items(batch, live, start, tile, chunk, sliding_window)
-    return Tiles(layout, make_work(items, number, batch))
+    return Tiles(layout, common.make_work(items, number, batch))
 
 
 def _lay_out(batch: AttentionBatch, live: jax.Array, tile: int) -> tuple[Layout, jax.Array]:
@@ -103,7 +95,7 @@ def _tile_items(
     live: jax.Array,
     start: jax.Array,
     tile: int,
-    chunk: Chunk,
+    chunk: common.Chunk,
     sliding_window: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Items of all tiles, row by row: (int32 [7, N], number). AT is the tile's first unit."""
@@ -118,7 +110,7 @@ def _tile_items(
     first = batch.context_lens[row] - batch.query_lens[row] + done
     count = jnp.clip(lens[row] - done, 0, tile)
     at = start[row] + done // ALIGNED
-    items = make_items(row, first, count, at, batch, chunk, sliding_window)
+    items = common.make_items(row, first, count, at, batch, chunk, sliding_window)
     return items, ends[-1].astype(jnp.int32)
 
 
@@ -134,7 +126,7 @@ def query_spec(heads: int, group: int, tile: int, head_dim: int) -> pl.BlockSpec
     shape = (heads, group, tile // ALIGNED, ALIGNED, head_dim)
     return pl.BlockSpec(
         tuple(pl.Element(size) for size in shape),
-        lambda h, i, items, *_: (h * heads, 0, items[AT, i], 0, 0),
+        lambda h, i, items, *_: (h * heads, 0, items[common.AT, i], 0, 0),
     )
 
 
@@ -155,7 +147,7 @@ def seen_by(
         bool [group * tile, S].
     """
     query = lax.broadcasted_iota(jnp.int32, (group * tile, 1), 0) & (tile - 1)
-    position = jnp.where(query < items[COUNT, i], items[FIRST, i] + query, -1)
+    position = jnp.where(query < items[common.COUNT, i], items[common.FIRST, i] + query, -1)
     seen = at <= position
     return seen if window is None else seen & (at > position - window)
 
@@ -192,12 +184,12 @@ class Outputs:
 
         self._wait()
         self.done[...] = values.astype(self.done.dtype).reshape(self.done.shape)
-        units = (self.items[COUNT, i] + ALIGNED - 1) // ALIGNED
+        units = (self.items[common.COUNT, i] + ALIGNED - 1) // ALIGNED
         self.pending[0] = units
 
         @pl.loop(0, units)
         def _(u: jax.Array) -> None:
-            self._copy(h, self.items[AT, i] + u, u).start()
+            self._copy(h, self.items[common.AT, i] + u, u).start()
 
         @pl.when(i + 1 == pl.num_programs(1))
         def _() -> None:

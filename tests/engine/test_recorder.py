@@ -23,7 +23,7 @@ from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.simulation.recording import replay
-from jaxserve.sched.simulation.recording.recording import Header, older
+from jaxserve.sched.simulation.recording.recording import Header, first_line, older
 from tests.cost_models import FLAT
 from tests.engine.harness import engine, send
 from tests.server.fake_engine import step_stats
@@ -168,7 +168,7 @@ def test_requests_whose_ends_were_lost_do_not_pile_up(tmp_path: Path) -> None:
 
 def test_the_file_of_another_start_is_kept_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "served.jsonl"
-    path.write_text(module.first_line(dataclasses.replace(HEADER, began="earlier"), 0.0))
+    path.write_text(first_line(dataclasses.replace(HEADER, began="earlier"), 0.0))
     story = Story(path)
     story.arrive(0)
     for _ in range(12):

@@ -11,16 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxserve
+from jaxserve import pallas_kernels
 from jaxserve.models.base import ModelConfig
-from jaxserve.pallas_kernels import (
-    HIDDEN,
-    KV,
-    LEFT,
-    RIGHT,
-    AttentionBatch,
-    HiddenProjection,
-    KernelShape,
-)
 from jaxserve.sched.cache.cache_kinds import why_no_hidden_caches
 from jaxserve.weights import load_config, load_preset
 
@@ -49,9 +41,9 @@ class Heads:
         """Elements of K, or of a hidden vector, of one token."""
         return self.kv_heads * self.head_dim
 
-    def shape(self, block_size: int, dtype: str) -> KernelShape:
+    def shape(self, block_size: int, dtype: str) -> pallas_kernels.KernelShape:
         """The shape that kernels see of such a model and its pool."""
-        return KernelShape(
+        return pallas_kernels.KernelShape(
             self.num_heads, self.kv_heads, self.head_dim, block_size, jnp.dtype(dtype)
         )
 
@@ -75,8 +67,8 @@ class Row:
 
     context: int
     query: int = 1
-    kind: int = KV
-    direction: int = LEFT
+    kind: int = pallas_kernels.KV
+    direction: int = pallas_kernels.LEFT
 
 
 def model_config(name: str) -> ModelConfig:
@@ -96,7 +88,7 @@ def model_heads(name: str) -> Heads:
 
 def make_batch(
     rows: Sequence[Row], block_size: int, blocks: int, rng: np.random.Generator
-) -> AttentionBatch:
+) -> pallas_kernels.AttentionBatch:
     """A batch without padding, whose rows have blocks of their own in random order.
 
     Args:
@@ -118,7 +110,7 @@ def make_batch(
     def ints(values: object) -> jax.Array:
         return jnp.asarray(values, jnp.int32)
 
-    return AttentionBatch(
+    return pallas_kernels.AttentionBatch(
         tables=ints(tables),
         context_lens=ints([row.context for row in rows]),
         query_start=ints(np.cumsum(query) - query),
@@ -167,7 +159,7 @@ def poisoned_pool(
     blocks: int,
     block_size: int,
     dtype: jnp.dtype,
-    batch: AttentionBatch,
+    batch: pallas_kernels.AttentionBatch,
     rng: np.random.Generator,
 ) -> jax.Array:
     """A pool with random values in the slots that the batch's rows own, and NaN in all others.
@@ -185,9 +177,9 @@ def poisoned_pool(
     for row, context in enumerate(np.asarray(batch.context_lens)):
         position = np.arange(context)
         slot = position % block_size
-        if int(batch.direction[row]) == RIGHT:
+        if int(batch.direction[row]) == pallas_kernels.RIGHT:
             slot = block_size - 1 - slot
-        planes = (0,) if int(batch.kind[row]) == HIDDEN else (0, 1)
+        planes = (0,) if int(batch.kind[row]) == pallas_kernels.HIDDEN else (0, 1)
         for plane in planes:
             block = tables[row, plane, position // block_size]
             size = (context, layers, heads.kv_heads, heads.head_dim)
@@ -211,7 +203,7 @@ Draw = Callable[[Sequence[int], jnp.dtype, int], jax.Array]
 
 def make_projection(
     heads: Heads, longest: int, dtype: jnp.dtype, vectors: Draw = vectors
-) -> HiddenProjection:
+) -> pallas_kernels.HiddenProjection:
     """Weights that keep K and V near 1, with a bias, or with a rotation by position (RoPE, Su et
     al. 2021, section 3.2) where the model has one.
 
@@ -226,7 +218,7 @@ def make_projection(
     frequency = 10000.0 ** -(np.arange(heads.head_dim // 2) / (heads.head_dim // 2))
     phase = np.arange(longest)[:, None] * frequency
     bias = None if heads.rotary else vectors((width,), dtype, 13)
-    return HiddenProjection(
+    return pallas_kernels.HiddenProjection(
         wk=vectors((width, width), dtype, 11) * scale,
         wv=vectors((width, width), dtype, 12) * scale,
         bk=bias,

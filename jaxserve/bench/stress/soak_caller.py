@@ -10,17 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxserve.bench.stress import soak_frontends
 from jaxserve.bench.stress.http_calls import call
 from jaxserve.bench.stress.ledger import Ledger
-from jaxserve.bench.stress.soak_frontends import (
-    Asked,
-    Door,
-    GrpcDoor,
-    HttpDoor,
-    Refused,
-    Stream,
-    error_code,
-)
 
 MAX_PROMPT, MAX_OUTPUT = 240, 160
 KNOWN_OUTPUT = 96
@@ -43,8 +35,8 @@ class Caller:
     """
 
     rng: random.Random
-    grpc: GrpcDoor
-    http: HttpDoor
+    grpc: soak_frontends.GrpcDoor
+    http: soak_frontends.HttpDoor
     ledger: Ledger
     vocab_size: int = 0
     known: dict[tuple[int, ...], str] = field(default_factory=dict)
@@ -63,7 +55,7 @@ class Caller:
             stream.leave(vanish=False)
             self.ledger.note("whole", self.grpc.method, "ok")
 
-    def texts(self, stream: Stream, asked: Asked) -> Iterator[str]:
+    def texts(self, stream: soak_frontends.Stream, asked: soak_frontends.Asked) -> Iterator[str]:
         """Passes on a stream's pieces, and notes how long each takes to come. Raises Refused."""
         pieces = stream.texts()
         while True:
@@ -76,15 +68,15 @@ class Caller:
                 return
             yield piece
 
-    def door(self) -> Door:
+    def door(self) -> soak_frontends.Door:
         """One of the two doors, at random."""
         return self.rng.choice((self.grpc, self.http))
 
-    def asked(self, shortest: int = 1, longest: int = MAX_OUTPUT) -> Asked:
+    def asked(self, shortest: int = 1, longest: int = MAX_OUTPUT) -> soak_frontends.Asked:
         """A random request."""
         rng = self.rng
         length = rng.randint(1, MAX_PROMPT)
-        asked = Asked(
+        asked = soak_frontends.Asked(
             [rng.randrange(4, self.vocab_size) for _ in range(length)],
             rng.randint(shortest, longest),
             {"ignore_eos": rng.random() < 0.7},
@@ -123,9 +115,9 @@ def whole_http(
     given = {"method": method, "patience_s": None, **options}
     status, answer = call(caller.http.address, path, body, **given)
     label = "http " + "/".join(path.split("/")[:3])
-    ended = "ok" if status == http.HTTPStatus.OK else error_code(status, answer)
+    ended = "ok" if status == http.HTTPStatus.OK else soak_frontends.error_code(status, answer)
     caller.ledger.note(kind, label, ended)
     if ended != "ok":
-        raise Refused(ended)
+        raise soak_frontends.Refused(ended)
     found: dict[str, Any] = json.loads(answer)
     return found

@@ -10,19 +10,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 
-from jaxserve.bench.stress import attacks
+from jaxserve.bench.stress import attacks, soak_frontends
 from jaxserve.bench.stress.http_calls import COMPLETIONS, call
 from jaxserve.bench.stress.server_process import WRITE_TIMEOUT_S
 from jaxserve.bench.stress.soak_batches import grpc_batch, http_batch
 from jaxserve.bench.stress.soak_caller import KNOWN_OUTPUT, MAX_OUTPUT, Caller, whole_http
-from jaxserve.bench.stress.soak_frontends import (
-    Asked,
-    Door,
-    Refused,
-    Stream,
-    completion,
-    error_code,
-)
 
 _OVERLOADED = {"RESOURCE_EXHAUSTED", "queue_full", "too_many_calls", "expected_late"}
 
@@ -43,11 +35,11 @@ def scored(caller: Caller) -> None:
     asked, ended = caller.asked(), "ok"
     asked.max_tokens, asked.sampling = 0, {"echo": True, "logprobs": caller.rng.randint(0, 20)}
     try:
-        found = whole_http(caller, "scored", COMPLETIONS, completion(asked))
+        found = whole_http(caller, "scored", COMPLETIONS, soak_frontends.completion(asked))
         told = found["choices"][0]["logprobs"]["token_logprobs"]
         if len(told) != len(asked.prompt) or None in told[1:]:
             caller.ledger.problem(f"scored: {len(told)} of {len(asked.prompt)} tokens were told")
-    except Refused as error:
+    except soak_frontends.Refused as error:
         ended = error.status
     if ended not in {"ok", *_OVERLOADED}:
         caller.ledger.problem(f"scored: a good call ended with {ended}")
@@ -90,14 +82,16 @@ def unread(caller: Caller) -> None:
                 caller.ledger.note("unread", caller.grpc.method, _plain(code))
         crowd.vanish()
         return
-    asked = Asked([5, 6, 7], MAX_OUTPUT, {"ignore_eos": True, "logprobs": 20, "n": 4})
+    asked = soak_frontends.Asked(
+        [5, 6, 7], MAX_OUTPUT, {"ignore_eos": True, "logprobs": 20, "n": 4}
+    )
     stream = caller.http.stream(asked)
     texts = stream.texts()
     try:
         next(texts)
         ended = "unread"
         time.sleep(WRITE_TIMEOUT_S + 1)
-    except Refused as error:
+    except soak_frontends.Refused as error:
         ended = error.status
     finally:
         stream.leave(vanish=True)
@@ -110,13 +104,15 @@ def wrong(caller: Caller) -> None:
     if door is caller.grpc and rng.random() < 0.5:
         ended = asyncio.run(attacks.told(caller.grpc.client.address, attacks.no_message(rng)))
     elif rng.random() < 0.3:
-        asked = Asked([5] * 5000, 1)
+        asked = soak_frontends.Asked([5] * 5000, 1)
         ended = _ended(door, asked)
     elif rng.random() < 0.5:
-        ended = _ended(door, Asked([5], 1, {"temperature": -1.0}))
+        ended = _ended(door, soak_frontends.Asked([5], 1, {"temperature": -1.0}))
     else:
         door, body = caller.http, rng.choice((b"{", b"[]", b'{"prompt": "a", "no_such": 1}', b""))
-        ended = error_code(*call(caller.http.address, COMPLETIONS, body, patience_s=None))
+        ended = soak_frontends.error_code(
+            *call(caller.http.address, COMPLETIONS, body, patience_s=None)
+        )
     if ended == "ok":
         caller.ledger.problem("wrong: a call was served that is none")
     caller.ledger.note("wrong", door.method, ended)
@@ -124,7 +120,7 @@ def wrong(caller: Caller) -> None:
 
 def half(caller: Caller) -> None:
     """Closes the connection before all of a request is sent."""
-    body = json.dumps(completion(caller.asked())).encode()
+    body = json.dumps(soak_frontends.completion(caller.asked())).encode()
     with contextlib.closing(caller.http.connect()) as connection:
         connection.putrequest("POST", COMPLETIONS)
         connection.putheader("Content-Type", "application/json")
@@ -143,7 +139,7 @@ def twice(caller: Caller) -> None:
     def again(number: int, _: str) -> None:
         if number == 0:
             other = caller.door()
-            ended = _ended(other, Asked([5, 6], 1, request_id=name))
+            ended = _ended(other, soak_frontends.Asked([5, 6], 1, request_id=name))
             caller.ledger.note("same id", other.method, ended)
 
     stream = door.stream(first)
@@ -183,8 +179,8 @@ KINDS: Mapping[Callable[[Caller], None], float] = {
 def _read(
     caller: Caller,
     kind: str,
-    door: Door,
-    asked: Asked,
+    door: soak_frontends.Door,
+    asked: soak_frontends.Asked,
     text: str | None,
     pauses_s: float = 0.0,
 ) -> None:
@@ -200,20 +196,20 @@ def _read(
     _note_read(caller, kind, door, ended)
 
 
-def _note_read(caller: Caller, kind: str, door: Door, ended: str) -> None:
+def _note_read(caller: Caller, kind: str, door: soak_frontends.Door, ended: str) -> None:
     """Those that were well asked are served, left, or too many."""
     if ended not in {"ok", "left", *_OVERLOADED}:
         caller.ledger.problem(f"{kind}: {door.name} ended a good call with {ended}")
     caller.ledger.note(kind, door.method, ended)
 
 
-def _ended(door: Door, asked: Asked) -> str:
+def _ended(door: soak_frontends.Door, asked: soak_frontends.Asked) -> str:
     stream = door.stream(asked)
     return _followed(stream, stream.texts(), lambda *_: None)
 
 
 def _followed(
-    stream: Stream,
+    stream: soak_frontends.Stream,
     texts: Iterator[str],
     enough: Callable[[int, str], bool | None],
     *,
@@ -225,7 +221,7 @@ def _followed(
             if enough(number, text):
                 return "left"
         return "ok"
-    except Refused as error:
+    except soak_frontends.Refused as error:
         return error.status
     finally:
         stream.leave(vanish=vanish)

@@ -31,18 +31,8 @@ from jaxserve.experiments.aptserve.case import (
     run,
     workload_of,
 )
+from jaxserve.experiments.common import page
 from jaxserve.experiments.common.figures import Panel, panel
-from jaxserve.experiments.common.page import (
-    SYSTEM,
-    Extreme,
-    Page,
-    ends,
-    flags,
-    percent,
-    system_cells,
-    table,
-    write_page,
-)
 from jaxserve.experiments.common.runs import Results
 from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.simulation.capacity import COARSE, Crossing, crossing, mean, ratio
@@ -176,7 +166,7 @@ class Scale:
 QUICK = Scale(40, 12, ("13B",), ("sharegpt",), (0.9,), (1,), (1, 1 / 4), (8,), 2)
 
 
-class AptServe(Page[OnlineCase, OnlineNumbers]):
+class AptServe(page.Page[OnlineCase, OnlineNumbers]):
     """What the template beside this asks for.
 
     Args:
@@ -238,8 +228,8 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         rows = []
         for name in self.scale.models:
             rhos = [system_of(MODELS[name], read).rho or 0.0 for read in READS]
-            rows.append([*system_cells(MODELS[name]), *(f"{1e6 * rho:.2f}" for rho in rhos)])
-        return table([*SYSTEM, "rho projected, us", "rho absorbed, us"], rows)
+            rows.append([*page.system_cells(MODELS[name]), *(f"{1e6 * rho:.2f}" for rho in rhos)])
+        return page.table([*page.SYSTEM, "rho projected, us", "rho absorbed, us"], rows)
 
     # Sections 1, 6 and 8: attainment against rate, each system's rates found by a search.
 
@@ -300,7 +290,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
     def spread(self, level: float, above: str, below: str) -> str:
         """The mean of `ratios`, and where the largest and the smallest are."""
         found = self.ratios(level, above, below)
-        where = ends({key: one.rate for key, one in found.items()})
+        where = page.ends({key: one.rate for key, one in found.items()})
         said = " to ".join(f"{found[key].times()} ({key})" for key in where)
         return f"{self.mean_ratio(level, above, below)} on average, {said}"
 
@@ -317,7 +307,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
             where = LABELS[data] if panels else f"{LABELS[data]}, {model}"
             rows.append([where, *(cell(name, model, data) for name in systems)])
         levels = " / ".join(f"{level:.0%}" for level in self.scale.levels)
-        return table([f"requests/s at {levels}", *(f"`{name}`" for name in systems)], rows)
+        return page.table([f"requests/s at {levels}", *(f"`{name}`" for name in systems)], rows)
 
     def by_rate(self, file: str, caption: str, systems: Sequence[str]) -> str:
         """A figure: Figure 8's nine panels of these systems, a row a data set, a column a model."""
@@ -356,7 +346,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
             shares = (cheapest(lengths, level) for level in self.scale.levels)
             rows.append([LABELS[data], *(f"{share:.0%}, {1 / share:.2g}x" for share in shares)])
         levels = (f"{level:.0%}" for level in self.scale.levels)
-        return table(["memory x time of the cheapest", *levels], rows)
+        return page.table(["memory x time of the cheapest", *levels], rows)
 
     # Section 2: bursts.
 
@@ -389,15 +379,15 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         for (data, cv), below in product(self._bursts, BURSTY[:2]):
             theirs = max(self.burst(below, data, cv), 1e-9)
             found[f"{LABELS[data]}, CV {cv:g}, `{below}`"] = self.burst(system, data, cv) / theirs
-        return Extreme.of_values(found).times()
+        return page.Extreme.of_values(found).times()
 
     def bursts(self) -> str:
         """Attainment in percent, a line a data set and CV, a column a system."""
         rows = []
         for data, cv in self._bursts:
-            cells = (percent(self.burst(system, data, cv)) for system in BURSTY)
+            cells = (page.percent(self.burst(system, data, cv)) for system in BURSTY)
             rows.append([f"{LABELS[data]}, CV {cv:g}", *cells])
-        return table(["attainment, %", *(f"`{system}`" for system in BURSTY)], rows)
+        return page.table(["attainment, %", *(f"`{system}`" for system in BURSTY)], rows)
 
     def by_burst(self) -> str:
         """A figure."""
@@ -440,7 +430,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
                 self.numbers_of(s, data, rate, cv=cv).attainment for s in (above, below)
             )
             found[f"{LABELS[data]}, {rate:g}/s, CV {cv}"] = 100 * (ours - theirs)
-        said = " to ".join(f"{found[where]:+.1f} ({where})" for where in ends(found))
+        said = " to ".join(f"{found[where]:+.1f} ({where})" for where in page.ends(found))
         better = sum(value > 0 for value in found.values())
         return f"{said} points; better in {better} of {len(found)}"
 
@@ -472,12 +462,12 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         for data, rate, cv in self.settings:
             paper = dict(zip((KV, PROJECTED, FCFS), TABLES[data, rate, cv], strict=True))
             cells = (
-                percent(self.numbers_of(system, data, rate, cv=cv).attainment)
+                page.percent(self.numbers_of(system, data, rate, cv=cv).attainment)
                 + (f" ({paper[system]})" if system in paper else "")
                 for system in ABLATED
             )
             rows.append([f"{LABELS[data]}, {rate:g}/s, CV {cv}", *cells])
-        return table(["", *(f"`{system}`" for system in ABLATED)], rows)
+        return page.table(["", *(f"`{system}`" for system in ABLATED)], rows)
 
     def cheaper(self, data: str, rate: float, cost: float) -> OnlineNumbers:
         """`aptserve` with Poisson arrivals; cost: factor on what reading a projected token
@@ -495,7 +485,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
             for data, rate in self.poisson
         ]
         heads = (f"x {cost:.3g}" for cost in self.scale.costs)
-        return table(["CV 1", "K and V only", *heads], rows)
+        return page.table(["CV 1", "K and V only", *heads], rows)
 
     def equal_cost(self) -> float:
         """The factor at which a hidden token costs as much as its K and V."""
@@ -532,7 +522,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
     def attained(self, system: str) -> str:
         """Attainments."""
         return self._each(
-            lambda data, read: f"{percent(self.latencies(system, data, read).attainment)}%"
+            lambda data, read: f"{page.percent(self.latencies(system, data, read).attainment)}%"
         )
 
     def tails(self) -> str:
@@ -558,13 +548,13 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
             rows.append(
                 [
                     f"{LABELS[data]}, {read}, `{system}`",
-                    *map(percent, (n.attainment, n.ttft_attainment, n.tbt_attainment)),
+                    *map(page.percent, (n.attainment, n.ttft_attainment, n.tbt_attainment)),
                     *(f"{seconds:,.4g}" for seconds in (n.ttft_p50, n.ttft_p99)),
                     *(f"{tbt.get(q, 0.0):.3g}" for q in (0.5, 0.99)),
                 ]
             )
         header = ["", "SLO, %", "TTFT, %", "TBT, %", "TTFT p50, s", "p99, s", "P99 TBT p50, s"]
-        return table([*header, "p99, s"], rows)
+        return page.table([*header, "p99, s"], rows)
 
     def distributions(self) -> str:
         """Figure 10: share of requests against seconds, TTFT and P99 TBT in a row each for either
@@ -618,7 +608,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
             [f"`{PROJECTED}`, {situation}", *(f"{found[str(n)]:.3f}" for n in counts)]
             for situation, found in self._plan_ms.items()
         ]
-        return table(["candidates", *(f"{n:,}" for n in counts)], rows)
+        return page.table(["candidates", *(f"{n:,}" for n in counts)], rows)
 
     # Section 6: on Sarathi's batches.
 
@@ -680,10 +670,10 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
                 better += apt.attainment > vllm.attainment
                 tbt += apt.tbt_attainment < vllm.tbt_attainment
                 shares = ((n.attainment, n.ttft_attainment, n.tbt_attainment) for n in both)
-                cells = ("{} ({}, {})".format(*map(percent, each)) for each in shares)
+                cells = ("{} ({}, {})".format(*map(page.percent, each)) for each in shares)
                 rows.append([f"{TITLES[data]}, {model}, {rate:g}/s", *cells])
         header = ["attainment, % (TTFT, TBT)", *(f"`{system}`" for system in LONG_SYSTEMS)]
-        return {"better": better, "tbt": tbt, "count": len(rows), "table": table(header, rows)}
+        return {"better": better, "tbt": tbt, "count": len(rows), "table": page.table(header, rows)}
 
     def long_by_rate(self) -> str:
         """A figure."""
@@ -708,7 +698,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         if ("yi-6b", "bookcorpus") not in {(model, data) for model, data, _ in self._long()}:
             return ""
         cases = [self._long_case(system, "yi-6b", "bookcorpus", 0.5) for system in LONG_SYSTEMS]
-        each = (f"{percent(self.results[c].tbt_attainment)}% (`{c.policy}`)" for c in cases)
+        each = (f"{page.percent(self.results[c].tbt_attainment)}% (`{c.policy}`)" for c in cases)
         return " and ".join(each) + " attain it there; "
 
     def sizes(self) -> str:
@@ -732,14 +722,14 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
         rows = []
         for system, read in ((PROJECTED, "projected"), (ABSORBED, "absorbed")):
             for data, rate in self.poisson:
-                kv = percent(self.numbers_of(KV, data, rate).attainment)
+                kv = page.percent(self.numbers_of(KV, data, rate).attainment)
                 found = [
                     self.numbers_of(system, data, rate, switches=(("penalty", p),))
                     for p in PENALTIES
                 ]
                 cells = (_hidden(n, f", {n.preemptions:,} preempted") for n in found)
                 rows.append([f"{LABELS[data]}, {rate:g}/s, {read}", kv, *cells])
-        return table(["CV 1", "K and V only", *(f"`penalty={p}`" for p in PENALTIES)], rows)
+        return page.table(["CV 1", "K and V only", *(f"`penalty={p}`" for p in PENALTIES)], rows)
 
     def steps(self) -> dict[str, Any]:
         """Times of decode steps; empty if never measured."""
@@ -758,7 +748,7 @@ class AptServe(Page[OnlineCase, OnlineNumbers]):
 
 def _hidden(n: OnlineNumbers, more: str = "") -> str:
     """Attainment, and in brackets what goes with it."""
-    return f"{percent(n.attainment)} ({n.hidden:.0%} hidden, {1e3 * n.step:.0f} ms{more})"
+    return f"{page.percent(n.attainment)} ({n.hidden:.0%} hidden, {1e3 * n.step:.0f} ms{more})"
 
 
 def cheapest(lengths: Lengths, share: float) -> float:
@@ -821,8 +811,8 @@ def _make(args: Namespace, known: Path | None) -> AptServe:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command, as `write_page`."""
-    parser = flags("aptserve", __doc__)
+    parser = page.flags("aptserve", __doc__)
     parser.add_argument(
         "--measure", type=_measurements, default=[], help="steps, load or both: run the engine"
     )
-    return write_page(parser, argv, _make)
+    return page.write_page(parser, argv, _make)

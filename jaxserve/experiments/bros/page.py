@@ -10,17 +10,8 @@ from itertools import product
 from statistics import fmean
 
 from jaxserve.experiments.bros.case import OUTPUT, PROMPT, MixedCase, MixedNumbers, run
+from jaxserve.experiments.common import page
 from jaxserve.experiments.common.figures import panel
-from jaxserve.experiments.common.page import (
-    SYSTEM,
-    Column,
-    Page,
-    flags,
-    span,
-    system_cells,
-    table,
-    write_page,
-)
 from jaxserve.experiments.common.runs import Results
 from jaxserve.sched.simulation.systems.systems import system
 
@@ -54,14 +45,14 @@ OVERHEAD = {"OPT-13B": (9.12, 9.52), "OPT-30B": (7.56, 8.42)}  # percent of an i
 # Number: its sign where more is better, and whether it counts relative to the other's.
 COUNTED = {"latency": (-1, True), "best_effort": (1, True), "ttft": (1, False), "tbt": (1, False)}
 VARIED, RATE = "OPT-30B", 10.0  # where parameters of BROS are varied (section 7.4.1)
-COLUMNS: tuple[Column, ...] = (
+COLUMNS: tuple[page.Column, ...] = (
     ("latency, s", "latency", ".3f", 1.0),
     ("TTFT, %", "ttft", ".1f", 100.0),
     ("TPOT, %", "tpot", ".1f", 100.0),
     ("P99 TBT, %", "tbt", ".1f", 100.0),
     ("best-effort, 1/s", "best_effort", ".2f", 1.0),
 )
-ENDED: Column = ("ended, %", "ended", ".1f", 100.0)
+ENDED: page.Column = ("ended, %", "ended", ".1f", 100.0)
 Point = tuple[str, str, float]  # model, data set and rate
 Switch = tuple[str, float | bool]
 Switches = tuple[Switch, ...]
@@ -101,7 +92,7 @@ class Scale:
 QUICK = Scale((2,), 4.0, 4, (8,), ("OPT-13B",), ("sharegpt",), (1.0,), (2.0,), (50.0,))
 
 
-class Bros(Page[MixedCase, MixedNumbers]):
+class Bros(page.Page[MixedCase, MixedNumbers]):
     """What the template beside this asks for."""
 
     name = "bros"
@@ -160,8 +151,8 @@ class Bros(Page[MixedCase, MixedNumbers]):
             model = system(MODELS[name]).cost_model
             host = 1e6 * model.num_layers * 2 * model.coefficients.swapped_slot
             rates = ", ".join(f"{rate:g}" for rate in self.scale.rates(name))
-            rows.append([name, *system_cells(MODELS[name]), f"{host:.1f}", rates])
-        return table(["", *SYSTEM, "of a token to the host, us", "rates, 1/s"], rows)
+            rows.append([name, *page.system_cells(MODELS[name]), f"{host:.1f}", rates])
+        return page.table(["", *page.SYSTEM, "of a token to the host, us", "rates, 1/s"], rows)
 
     # In short: whether BROS is better, and than what.
 
@@ -176,7 +167,7 @@ class Bros(Page[MixedCase, MixedNumbers]):
             rows.append([f"`{other}`", *texts, *map(str, counts)])
         header = ["`bros` against", "latency, %", "best-effort, %", "TTFT, points"]
         header += ["P99 TBT, points", "as good as it at", "it as good as `bros` at"]
-        return table(header, rows)
+        return page.table(header, rows)
 
     def as_good(self, policy: str, other: str) -> int:
         """Number of points at which the policy is as good as the other in every number of
@@ -271,12 +262,12 @@ class Bros(Page[MixedCase, MixedNumbers]):
             form: Format of the cells.
             factor: Times the number.
         """
-        column: Column = (title, number, form, factor)
+        column: page.Column = (title, number, form, factor)
         rows = []
         for model, data, rate in self.points:
             cells = [self.cells(self.seeds(p, model, data, rate), [column])[0] for p in POLICIES]
             rows.append([f"{LABELS[data]}, {model}", f"{rate:g}", *cells])
-        return table(["", "rate, 1/s", *(f"{p}: {title}" for p in POLICIES)], rows)
+        return page.table(["", "rate, 1/s", *(f"{p}: {title}" for p in POLICIES)], rows)
 
     # Sections 3, 5, 6 and 8: BROS with parameters.
 
@@ -285,7 +276,9 @@ class Bros(Page[MixedCase, MixedNumbers]):
         """The model on which parameters of BROS are varied."""
         return VARIED if VARIED in self.scale.models else self.scale.models[0]
 
-    def _variants(self, points: Sequence[Point], switches: Sequence[Switch], *more: Column) -> str:
+    def _variants(
+        self, points: Sequence[Point], switches: Sequence[Switch], *more: page.Column
+    ) -> str:
         """A table with a line a point and variant: as it is, and with each of the switches."""
         rows = []
         for (model, data, rate), one in product(points, ((), *((each,) for each in switches))):
@@ -363,7 +356,7 @@ class Bros(Page[MixedCase, MixedNumbers]):
         for model, (least, most) in OVERHEAD.items():
             mine = [share for (name, _), share in shares.items() if name == model]
             if mine:
-                claims.append(f"{least}% to {most}% with {model} | {span(mine, '{:.2%}')}")
+                claims.append(f"{least}% to {most}% with {model} | {page.span(mine, '{:.2%}')}")
         figure = self.bars(
             "bros-14-overhead.svg",
             "What planning takes, of the time of the batches; the paper has 7.6% to 9.5%",
@@ -384,7 +377,7 @@ class Bros(Page[MixedCase, MixedNumbers]):
             for point in points
         ]
         header = ["", "rate, 1/s", *(f"{policy}: share, %; P99, ms" for policy in POLICIES)]
-        return claims, figure, table(header, rows)
+        return claims, figure, page.table(header, rows)
 
     # Section 7: batches of other sizes.
 
@@ -424,8 +417,8 @@ def _times(name: str, mine: float, theirs: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command, as `write_page`."""
-    return write_page(
-        flags("bros", __doc__),
+    return page.write_page(
+        page.flags("bros", __doc__),
         argv,
         lambda args, known: Bros(
             QUICK if args.quick else Scale(), Results(run, lambda _: MixedNumbers, known)
