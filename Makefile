@@ -29,7 +29,8 @@ UNIT := tests/sched tests/server/requests tests/engine/text \
 PYTHON312 ?= $(shell for found in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12.*/bin/python; \
 	do "$$found" -c pass 2>/dev/null && echo "$$found" && break; done)
 
-.PHONY: help serve check test test-slow test-hosts test-py312 soak fuzz scale-demo scale-test lint compile-check reference format proto bench-vllm clean
+.PHONY: help serve check test test-slow test-hosts test-py312 soak fuzz scale-demo scale-test lint compile-check reference format proto bench-vllm clean \
+	environments pythons environment environment-py312 compilers
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -51,10 +52,7 @@ test-hosts: $(READY) ## one model over several processes, some of which die: 3 m
 	$(BIN)/python -m pytest -n 0 -m slow tests/hosts $(ARGS)
 
 # With its compilers, 2 GB of them: `make compile-check PYTHON=python3.12`.
-test-py312: ## the kernels' own tests with Python 3.12 and the newest jax that is allowed
-	@test -n "$(PYTHON312)" || { echo "make test-py312: there is no Python 3.12 here: install one \
-	(pyenv install 3.12, or your system's python3.12 and python3.12-venv), or name it: \
-	make test-py312 PYTHON312=/path/to/python3.12" >&2; exit 1; }
+test-py312: environment-py312 ## the kernels' own tests with Python 3.12 and the newest jax that is allowed
 	$(MAKE) test PYTHON="$(PYTHON312)" ARGS="tests/pallas_kernels tests/compile_check \
 		-k 'not attention_at_edges and not write_at_edges' $(ARGS)"
 
@@ -79,8 +77,7 @@ lint: $(READY) ## ruff, import-linter, mypy and hadolint
 	$(BIN)/mypy
 	$(BIN)/hadolint Dockerfile
 
-compile-check: ## compile all kernels and steps for GPUs and TPUs; ARGS="--target=a100 --tensor=2"
-	@$(PYTHON) tools/compile_check/install.py
+compile-check: compilers ## compile all kernels and steps for GPUs and TPUs; ARGS="--target=a100 --tensor=2"
 	$(COMPILE)/bin/python -m jaxserve compile-check $(ARGS)
 
 reference: $(REFERENCE)/.ready ## regenerate the reference logits with transformers and compare
@@ -88,8 +85,25 @@ reference: $(REFERENCE)/.ready ## regenerate the reference logits with transform
 
 $(REFERENCE)/.ready: tools/reference/requirements.txt
 	$(PYTHON) -m venv $(REFERENCE)
-	$(REFERENCE)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(REFERENCE)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -r $<
 	@touch $@
+
+# Several at once with --jobs; but two pips that build this folder would write the same files.
+environments: pythons $(REFERENCE)/.ready compilers ## all that CI needs
+
+pythons: $(VENV)/.ray
+	@$(MAKE) --no-print-directory environment-py312
+
+environment: $(READY)
+
+environment-py312:
+	@test -n "$(PYTHON312)" || { echo "make test-py312: there is no Python 3.12 here: install one \
+	(pyenv install 3.12, or your system's python3.12 and python3.12-venv), or name it: \
+	make test-py312 PYTHON312=/path/to/python3.12" >&2; exit 1; }
+	@$(MAKE) --no-print-directory environment PYTHON="$(PYTHON312)"
+
+compilers:
+	@$(PYTHON) tools/compile_check/install.py
 
 format: $(READY) ## ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
@@ -102,11 +116,11 @@ $(SERVES): pyproject.toml
 	@touch $@
 
 $(READY): $(SERVES)
-	$(PIP) -e '.[cpu,dev]'
+	$(PIP) --no-compile -e '.[cpu,dev]'
 	@touch $@
 
 $(VENV)/.ray: $(READY)
-	$(PIP) -e '.[ray]'
+	$(PIP) --no-compile -e '.[ray]'
 	@touch $@
 
 proto: ## regenerate jaxserve/server/proto from proto/

@@ -38,7 +38,7 @@ def test_a_wheel_serves_the_model_in_the_box_from_another_folder(
     wheel: Path, tmp_path: Path, way: str
 ) -> None:
     program = script(wheel) if way == "script" else (sys.executable, "-m", "jaxserve")
-    environment = {"PYTHONPATH": str(wheel), "NUMBA_CACHE_DIR": str(tmp_path / "numba")}
+    environment = {"PYTHONPATH": str(wheel), "NUMBA_CACHE_DIR": str(wheel.parent / "numba")}
     with serve(program=(*program, "serve"), cwd=tmp_path, **environment) as served:
         done = subprocess.run(
             [*program, "complete", "Once upon a time", f"--address={served.address}"],
