@@ -2,9 +2,11 @@
 
 Most of what the suite takes is compiling, and most of that work on loops that run for milliseconds:
 LLVM is told not to optimise, and jaxlib 0.10, the newest for Python 3.11, writes loops as LLVM's
-code at once, not by way of MLIR, which takes twice as long. Later ones know no other way. XLA's own
-passes, and the libraries that multiply, are as ever. One cache of what is compiled serves all tests
-and workers, kept from run to run beside the packages that it belongs to.
+code at once, not by way of MLIR, which takes twice as long. Later ones know no other way. A step's
+functions go through LLVM together: to part them among up to 32 threads, of which there are not so
+many, takes a fifth longer. XLA's own passes, and the libraries that multiply, are as ever. One
+cache of what is compiled serves all tests and workers, kept from run to run beside the packages
+that it belongs to.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHES / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+_flags = ["--xla_cpu_parallel_codegen_split_count=1"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     OPTIMISED["xla_cpu_use_fusion_emitters"] = True
-    _flag = "--xla_cpu_use_fusion_emitters=false"
-    if _flag not in (_given := os.environ.get("XLA_FLAGS", "")):
-        os.environ["XLA_FLAGS"] = f"{_given} {_flag}".strip()
+    _flags.append("--xla_cpu_use_fusion_emitters=false")
+_given = os.environ.get("XLA_FLAGS", "").split()  # those of a parent process that are ours, too
+os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*_given, *_flags]))
 
 
 def virtual_devices(count: int) -> str:
