@@ -3,10 +3,9 @@
 Most of what the suite takes is compiling, and most of that work on loops that run for milliseconds:
 LLVM is told not to optimise, and jaxlib 0.10, the newest for Python 3.11, writes loops as LLVM's
 code at once, not by way of MLIR, which takes twice as long. Later ones know no other way. A step's
-functions go through LLVM together: to part them among up to 32 threads, of which there are not so
-many, takes a fifth longer. XLA's own passes, and the libraries that multiply, are as ever. One
-cache of what is compiled serves all tests and workers, kept from run to run beside the packages
-that it belongs to.
+functions go through LLVM together: to part them among up to 32 threads takes up to a tenth longer.
+XLA's own passes, and the libraries that multiply, are as ever. One cache of what is compiled serves
+all tests and workers, kept from run to run beside the packages that it belongs to.
 """
 
 from __future__ import annotations
