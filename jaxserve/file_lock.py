@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 def private(path: Path, mode: str) -> IO[str]:
@@ -17,14 +18,32 @@ def private(path: Path, mode: str) -> IO[str]:
     return open(path, mode, encoding="utf-8", opener=opener)
 
 
-def lock(path: Path, *, shared: bool = False, wait: bool = False) -> IO[str] | None:
-    """Holds the file, which is made if there is none, until what is returned is closed or the
-    process ends: alone, or together with others who share it. None where others hold it so that it
-    cannot be, if it is not to wait for them. Who holds it alone may remove it. It is its owner's
-    alone. OSError if it cannot be made."""
+def lock(
+    path: Path,
+    *,
+    shared: bool = False,
+    wait: bool = False,
+    opened: Callable[[], IO[Any]] | None = None,
+) -> IO[Any] | None:
+    """Holds the file until what is returned is closed or the process ends. Who holds it alone may
+    remove it.
+
+    Args:
+        path: the file.
+        shared: whether to hold it together with others who share it.
+        wait: whether to wait for others.
+        opened: opens the file, and makes it if there is none; None for one of text, which is its
+            owner's alone.
+
+    Returns:
+        None where others hold it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
     how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     while True:
-        file = private(path, "a")
+        file = private(path, "a") if opened is None else opened()
         try:
             fcntl.flock(file, how)
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):

@@ -12,10 +12,7 @@ second, and calls that run go on. A new key of an old name goes on with that one
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,7 @@ from jaxserve.server.access.key_file import (
     parse_line,
     parse_lines,
 )
-from jaxserve.writable import check_file
+from jaxserve.writable import check_file, replace_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +75,7 @@ def _new(name: str, limits: dict[str, Any], path: Path | None) -> None:
         except ValueError as error:
             raise _Refused(f"{error}; revoke the old one first") from None
         joint = "" if not text or text.endswith("\n") else "\n"
-        _replace(path, f"{text}{joint}{key.line()}\n")
+        replace_file(path, [f"{text}{joint}{key.line()}\n".encode()])
         print(secret)
         print(f"jaxserve keys: {path} has its hash; it is not shown again", file=sys.stderr)
         return
@@ -104,7 +101,7 @@ def _revoke(name: str, path: Path) -> None:
         key = parse_line(line)
         if key is None or key.name != name:
             kept.append(line)
-    _replace(path, "".join(kept))
+    replace_file(path, [line.encode() for line in kept])
 
 
 def _keys(path: Path) -> list[ApiKey]:
@@ -119,25 +116,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise _Refused(f"{path} is not UTF-8") from None
-
-
-def _replace(path: Path, text: str) -> None:
-    """All of it or nothing, whatever happens meanwhile, and with the old one's mode: a server that
-    runs reads either. A new file is its owner's alone."""
-    path = path.resolve()  # a link stays one
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            os.chmod(scratch, path.stat().st_mode & 0o777)
-        os.replace(scratch, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(scratch)
-        raise
 
 
 def _parser() -> Parser:

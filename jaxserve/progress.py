@@ -38,7 +38,6 @@ class Shown(Protocol):
 
     def update(self, n: int, /) -> Any:
         """Adds n units of finished work."""
-        ...
 
     def __iter__(self) -> Iterator[Any]: ...
 

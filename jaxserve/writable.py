@@ -1,9 +1,16 @@
-"""Whether what a flag names can be written: asked before the work whose result goes there."""
+"""Whether what a flag names can be written, asked before the work whose result goes there; and
+files that are written whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+
+PARTIAL = ".partial"
+"""How the name of a file ends that `replace_file` has not finished."""
 
 
 def check_file(flag: str, path: Path) -> None:
@@ -24,3 +31,22 @@ def check_folder(flag: str, path: Path) -> None:
         raise ValueError(f"--{flag}: {there} is not a folder")
     if not os.access(there, os.W_OK):
         raise ValueError(f"--{flag}: {there} cannot be written to")
+
+
+def replace_file(path: Path, pieces: Iterable[bytes]) -> None:
+    """Writes a file anew: all of it or nothing, whatever happens meanwhile. It is on the disk when
+    this returns. One that was there keeps its mode; a new one is its owner's alone."""
+    path = path.resolve()  # a link stays one
+    handle, scratch = tempfile.mkstemp(PARTIAL, f".{path.name}.", path.parent)
+    try:
+        with open(handle, "wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            os.chmod(scratch, path.stat().st_mode & 0o777)
+        os.replace(scratch, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(scratch)
+        raise

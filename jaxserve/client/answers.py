@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from jaxserve.client.batch_results import ResultsError, replace_file
+from jaxserve.client.batch_results import ResultsError
+from jaxserve.writable import replace_file
 
 
 class Answers:

@@ -8,7 +8,6 @@ which prompts.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import uuid
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxserve.client.prompts import Prompts
+from jaxserve.file_lock import lock
+from jaxserve.writable import replace_file
 
 
 class ResultsError(ValueError):
@@ -42,16 +43,6 @@ class BatchOnServer:
 def state_path(path: Path) -> Path:
     """The file beside a results file that exists while results are missing."""
     return path.with_name(f"{path.name}.batch")
-
-
-def replace_file(path: Path, lines: Iterable[bytes]) -> None:
-    """Replaces a file's content atomically."""
-    scratch = path.with_name(f"{path.name}.new")
-    with open(scratch, "wb") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
 
 
 class ResultsFile:
@@ -198,18 +189,7 @@ class ResultsFile:
 def _locked(path: Path) -> IO[bytes]:
     """Opens the file, creating it if needed, and locks it until it is closed. Raises ResultsError
     if another process has it, OSError."""
-    while True:
-        file = open(path, "a+b")  # noqa: SIM115  (closed by whoever gets it)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                return file
-        except BlockingIOError:
-            file.close()
-            raise ResultsError(f"--out: another client is writing {path}") from None
-        except FileNotFoundError:
-            pass  # who had it for nothing has removed it: what is written to this one is lost
-        except OSError:
-            file.close()
-            raise
-        file.close()
+    file = lock(path, opened=lambda: open(path, "a+b"))  # noqa: SIM115
+    if file is None:
+        raise ResultsError(f"--out: another client is writing {path}")
+    return file

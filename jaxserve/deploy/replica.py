@@ -31,8 +31,6 @@ from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.frontends import Frontends, make_call_tracker
-from jaxserve.server.http.app import build_app
-from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.options import server_options
 from jaxserve.server.requests.output_streams import StreamFailed
@@ -85,9 +83,7 @@ class EngineReplica:
         classes = slo_classes(config.server.slo_classes)
         self._frontends = Frontends(self._engine, options, tracker, access, classes)
         self._metrics = MetricsRegistry(self._engine, tracker)
-        context = RouteContext(self._engine, self._frontends.requests, template)
-        app = build_app(context, metrics=self._metrics.page)
-        self._app = self._frontends.middleware.around(app)
+        self._app = self._frontends.application(template, self._metrics)
         self._handler = self._frontends.generation_handler()
         self._loop = asyncio.get_running_loop()
         self._engine.add_failure_listener(self._on_failure)

@@ -129,11 +129,9 @@ class Starter(Protocol):
 
     def start(self, coordinator: str) -> None:
         """The leader listens there, "host:port"."""
-        ...
 
     def problem(self) -> str | None:
         """Why one of them does not come, in one line; None while all may."""
-        ...
 
 
 def gather(

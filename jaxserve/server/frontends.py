@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import grpc
+from starlette.types import ASGIApp
 
 from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batch_operations import Batches, BatchSettings
@@ -14,13 +15,19 @@ from jaxserve.server.grpc.generation_service import GenerationService
 from jaxserve.server.grpc.grpc_server import GENERATION, METHODS, longest_message
 from jaxserve.server.http.admission_middleware import METHODS as HTTP_METHODS
 from jaxserve.server.http.admission_middleware import AdmissionMiddleware
+from jaxserve.server.http.app import build_app
+from jaxserve.server.http.live_feed import LiveFeed
+from jaxserve.server.http.openai.files import FileStore
+from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.requests.admission import Admission
 from jaxserve.server.requests.call_outcome import CallTracker, Sink
 from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.engine_requests import EngineRequests
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.slo_classes import ServiceLevel
+from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.requests.write_timeout import WriteTimeout
+from jaxserve.server.telemetry.metrics import MetricsRegistry
 from jaxserve.server.telemetry.request_log import RequestLog
 
 _FEW_CALLS = 64
@@ -56,8 +63,7 @@ class Frontends:
         body_bytes: the longest request of any call.
         writes: limits how long a client may take to read a message.
         middleware: around the HTTP application.
-        calls: runs the gRPC methods of `generation`.
-        generation: the gRPC service.
+        calls: runs gRPC methods.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class Frontends:
         slo_classes: Mapping[str, ServiceLevel] | None = None,
         batches: BatchSettings | None = None,
     ) -> None:
+        self._engine = engine
         self.requests = EngineRequests(
             engine, options.stream_buffer_bytes, slo_classes, options.refuse_late
         )
@@ -87,11 +94,26 @@ class Frontends:
             writes=self.writes,
         )
         self.calls = Calls(tracker, self.writes, access.keys)
-        self.generation = GenerationService(self.requests)
+
+    def application(
+        self, template: ChatTemplate, metrics: MetricsRegistry, feed: LiveFeed | None = None
+    ) -> ASGIApp:
+        """HTTP's ASGI application.
+
+        Args:
+            template: makes prompts of chats.
+            metrics: of /metrics.
+            feed: data for the console; None for no console.
+        """
+        context = RouteContext(self._engine, self.requests, template)
+        store, batches = None, self.batches
+        if batches is not None:
+            store = FileStore(batches.directory / "files", batches.max_bytes, batches.keep_s)
+        return self.middleware.around(build_app(context, batches, store, metrics.page, feed))
 
     def generation_handler(self) -> grpc.GenericRpcHandler:
         """gRPC's handler of jaxserve.v1.Generation."""
         admissions = {"Generate": self.admission}
         return self.calls.handler(
-            GENERATION, self.generation.methods, admissions, self._prompt_bytes
+            GENERATION, GenerationService(self.requests), admissions, self._prompt_bytes
         )

@@ -14,20 +14,20 @@ import grpc
 
 from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.server.access.options import Access
-from jaxserve.server.batches.batch_operations import Batches, BatchSettings
+from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.daemon_thread import in_daemon_thread
 from jaxserve.server.exposure import exposure_warnings
 from jaxserve.server.frontends import Frontends, make_call_tracker
 from jaxserve.server.grpc.batches_service import BatchesService
 from jaxserve.server.grpc.grpc_server import SERVICES, listen_grpc, make_server
 from jaxserve.server.grpc.health import Health
-from jaxserve.server.http.frontend import HttpFrontend, HttpSettings
+from jaxserve.server.http.frontend import HttpSettings
+from jaxserve.server.http.live_feed import LiveFeed
 from jaxserve.server.http.metrics_server import MetricsServer
+from jaxserve.server.http.transport.http_server import HttpServer
 from jaxserve.server.requests.addresses import addresses_of
-from jaxserve.server.requests.admission import Admission
 from jaxserve.server.requests.call_outcome import Sink
 from jaxserve.server.requests.engine_client import EngineClient
-from jaxserve.server.requests.engine_requests import EngineRequests
 from jaxserve.server.requests.open_files import connections_of_a_door
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.output_streams import StreamFailed
@@ -96,15 +96,15 @@ class Server:
         self._grace_s = grace_s
         self._batch_settings = batches
         self._slo_classes = slo_classes or {}
-        self._batches: Batches | None = None
         self._http_settings = http
-        self._http: HttpFrontend | None = None
+        self._http: HttpServer | None = None
+        self._feed: LiveFeed
+        self._registry: MetricsRegistry
         self._bound: Future[str] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requested: asyncio.Event
         self._tracker = make_call_tracker(engine, self._options, traces)
-        self._requests: EngineRequests
-        self._admission: Admission
+        self._frontends: Frontends
         self._health: Health
         self._metrics: MetricsServer | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-grpc", daemon=True)
@@ -114,23 +114,26 @@ class Server:
 
     def start(self) -> str:
         """Listens, and returns "host:port". Raises ConfigError if a port is taken."""
-        http, batches = self._http_settings is not None, self._batch_settings is not None
-        scraped = self._metrics_port >= 0
+        http, scraped = self._http_settings, self._metrics_port >= 0
         for line in exposure_warnings(
-            self._host, self.access, http=http, metrics=scraped, batches=batches
+            self._host,
+            self.access,
+            http=http is not None,
+            metrics=scraped,
+            batches=self._batch_settings is not None,
         ):
             log.warning("%s", line)
-        if scraped or http:
-            metrics = MetricsRegistry(self._engine, self._tracker)
+        if scraped or http is not None:
+            self._registry = MetricsRegistry(self._engine, self._tracker)
         try:
             if scraped:
                 self._metrics = MetricsServer(
-                    metrics.registry, self._host, self._metrics_port, self.access
+                    self._registry.registry, self._host, self._metrics_port, self.access
                 )
-            if self._http_settings is not None:
-                self._http = HttpFrontend(
-                    self._engine, self._host, self._http_settings, metrics.page, self.access
-                )
+            if http is not None:
+                self._feed = LiveFeed(self._engine, http.limits)
+                self._engine.add_observer(self._feed)
+                self._http = HttpServer(self._host, http.port, self.access.tls)
             self._thread.start()
             return self._bound.result()
         except BaseException:
@@ -172,7 +175,7 @@ class Server:
         self._call(stop)
 
     def _stopping_text(self) -> str:
-        running = self._requests.running
+        running = self._frontends.requests.running
         if not running:
             return "stopping: nothing runs"
         requests = "1 request" if running == 1 else f"{running} requests"
@@ -181,7 +184,7 @@ class Server:
 
     def cancel_running(self) -> None:
         """Cuts the grace period short."""
-        self._call(lambda: self._requests.cancel_all())
+        self._call(lambda: self._frontends.requests.cancel_all())
 
     def stop(self, timeout: float | None = None) -> bool:
         """Stops server and engine. True if all requests finished by themselves.
@@ -226,7 +229,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._stop_requested = asyncio.Event()
         options = self._options
-        frontends = Frontends(
+        frontends = self._frontends = Frontends(
             self._engine,
             options,
             self._tracker,
@@ -234,14 +237,12 @@ class Server:
             self._slo_classes,
             self._batch_settings,
         )
-        self._requests, self._admission = frontends.requests, frontends.admission
-        self._batches = frontends.batches
         connections = connections_of_a_door() // len(addresses_of(self._host, self._port))
         self._health = Health(SERVICES, connections // _WATCHING, frontends.writes)
         server = make_server(
             frontends.calls,
             frontends.generation_handler(),
-            BatchesService(self._batches),
+            BatchesService(frontends.batches),
             frontends.few,
             self._health,
             message_bytes=frontends.body_bytes,
@@ -253,10 +254,11 @@ class Server:
         self._health.set(serving=True)
         self._engine.add_failure_listener(self._on_failure)
         await server.start()
-        if self._http is not None:
-            self._http.start(self._requests, self._batches, frontends.middleware)
-        if self._batches is not None:
-            self._batches.start()
+        if self._http is not None and self._http_settings is not None:
+            app = frontends.application(self._http_settings.template, self._registry, self._feed)
+            self._http.start(app, options.write_timeout_s)
+        if frontends.batches is not None:
+            frontends.batches.start()
         watching = asyncio.create_task(
             watch_for_stalls(self._engine, options.stall_s, self._on_stall)
         )
@@ -264,17 +266,17 @@ class Server:
         await self._stop_requested.wait()
         watching.cancel()
         await self._shut_down(server)
-        self._requests.close()
+        self._frontends.requests.close()
 
     async def _on_stall(self, why: str | None) -> None:
         """The engine has stalled, for the reason given, or goes on (None)."""
-        self._requests.stalled = why
+        self._frontends.requests.stalled = why
         self._health.set(serving=why is None)
-        if why is not None and self._batches is not None:
-            self._batches.closed()
+        if why is not None and self._frontends.batches is not None:
+            self._frontends.batches.closed()
         if why is not None and self._options.exit_on_failure:
             self.hung = True
-            self._requests.fail(why)
+            self._frontends.requests.fail(why)
             self._stop_requested.set()
 
     def _on_failure(self, error: BaseException) -> None:
@@ -285,9 +287,9 @@ class Server:
         text = f"the engine failed: {str(error) or type(error).__name__}"
 
         def tell() -> None:
-            self._requests.fail(text, EngineStopped if lost else StreamFailed)
-            if self._batches is not None:
-                self._batches.closed()
+            self._frontends.requests.fail(text, EngineStopped if lost else StreamFailed)
+            if self._frontends.batches is not None:
+                self._frontends.batches.closed()
             self._health.set(serving=False)
             if self._options.exit_on_failure or lost:
                 log.error("the server stops: %s", text)
@@ -298,17 +300,17 @@ class Server:
     async def _shut_down(self, server: grpc.aio.Server) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._grace_s
-        self._requests.stop_admission()
+        self._frontends.requests.stop_admission()
         self._health.set(serving=False)
-        if self._batches is not None:
+        if self._frontends.batches is not None:
             with contextlib.suppress(TimeoutError):  # a disk that does not answer
-                await asyncio.wait_for(self._batches.stop(), self._grace_s + _HUNG_S)
+                await asyncio.wait_for(self._frontends.batches.stop(), self._grace_s + _HUNG_S)
         if not self.hung:
             await self._drain()
         # A reader that does not read holds nobody up.
         flush = min(max(deadline - loop.time(), _FLUSH_S), _MAX_FLUSH_S)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._admission.wait_idle(), flush)
+            await asyncio.wait_for(self._frontends.admission.wait_idle(), flush)
         if self.hung:
             await asyncio.gather(server.stop(_CLOSE_S), self._stop_http(_CLOSE_S))
             return
@@ -319,7 +321,8 @@ class Server:
         await asyncio.to_thread(self._engine.stop)
 
     async def _stop_http(self, patience: float) -> None:
-        if self._http is not None:
+        if self._http is not None and self._http_settings is not None:
+            self._http_settings.template.close()  # the engine serves no more chats
             await self._http.stop(patience)
 
     async def _drain(self) -> None:
@@ -329,4 +332,4 @@ class Server:
             self._all_finished = await asyncio.wait_for(asyncio.wrap_future(drained), limit)
         except TimeoutError:  # the device does not answer: whoever waits must still be let go
             self.hung = True
-            self._requests.fail(f"the engine did not stop within {limit:g} s")
+            self._frontends.requests.fail(f"the engine did not stop within {limit:g} s")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
 
 from jaxserve.config import ConfigError
+from jaxserve.file_lock import lock
 
 
 class LockedDirectory:
@@ -17,29 +17,23 @@ class LockedDirectory:
     """
 
     def __init__(self, path: Path) -> None:
+        file = path / "lock"
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            held = lock(file)
+            if held is None:
+                holder = file.read_text(errors="replace")[:32]
+                raise BlockingIOError(0, f"in use by another server (process {holder})")
+            held.truncate(0)
+            print(os.getpid(), end="", file=held, flush=True)
         except OSError as error:
-            raise ConfigError(
-                f"server.batch_dir: {path}: {error.strerror}; {OTHER_DIRECTORIES}"
-            ) from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._file, 0)
-            os.write(self._file, str(os.getpid()).encode())
-        except OSError as error:
-            busy = isinstance(error, BlockingIOError)
-            holder = os.read(self._file, 32).decode(errors="replace")
-            os.close(self._file)
-            why = f"in use by another server (process {holder})" if busy else error.strerror
-            raise ConfigError(f"server.batch_dir: {path}: {why}; {OTHER_DIRECTORIES}") from None
+            problem = f"{path}: {error.strerror}; {OTHER_DIRECTORIES}"
+            raise ConfigError(f"server.batch_dir: {problem}") from None
+        self._file = held
 
     def release(self) -> None:
         """Unlocks it. Idempotent."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._file.close()
 
 
 OTHER_DIRECTORIES = (

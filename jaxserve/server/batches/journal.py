@@ -336,15 +336,9 @@ class Journal:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
+        with self._lock, self._db:  # which commits, or rolls back, what begins here
             self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:  # a full disk has rolled it back already
-                    self._db.execute("ROLLBACK")
-                raise
+            yield self._db
 
     def _check_same(self, status: Status, first: int, lines: Sequence[NewLine]) -> None:
         rows = self._db.execute(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
 
 import grpc
 
 from jaxserve.server.batches.batch_operations import Batches
 from jaxserve.server.grpc import batch_conversion as convert
-from jaxserve.server.grpc.calls import Call, Method
+from jaxserve.server.grpc.calls import Call
 from jaxserve.server.proto import batches_pb2 as pb
 from jaxserve.server.requests.call_outcome import CallOutcome
 
@@ -23,14 +22,8 @@ class BatchesService:
 
     def __init__(self, batches: Batches | None) -> None:
         self._batches = batches
-        self.methods: Mapping[str, Method] = {
-            "SubmitBatch": self.submit_batch,
-            "GetBatch": self.get_batch,
-            "CancelBatch": self.cancel_batch,
-            "DeleteBatch": self.delete_batch,
-        }
 
-    async def submit_batch(
+    async def SubmitBatch(
         self, request: pb.SubmitBatchRequest, call: Call
     ) -> pb.SubmitBatchResponse:
         """The RPC: adds lines, and commits."""
@@ -47,7 +40,7 @@ class BatchesService:
         )
         return pb.SubmitBatchResponse(status=convert.status_message(progress))
 
-    async def get_batch(self, request: pb.GetBatchRequest, call: Call) -> None:
+    async def GetBatch(self, request: pb.GetBatchRequest, call: Call) -> None:
         """The RPC: streams results."""
         batches = await self._served(request, call)
         pages = batches.results(
@@ -62,7 +55,7 @@ class BatchesService:
                 status = convert.status_message(progress)
                 await call.write(pb.GetBatchResponse(status=status, results=results))
 
-    async def cancel_batch(
+    async def CancelBatch(
         self, request: pb.CancelBatchRequest, call: Call
     ) -> pb.CancelBatchResponse:
         """The RPC: ends what waits and runs."""
@@ -70,7 +63,7 @@ class BatchesService:
         progress = await batches.cancel(request.batch_id, call.record.caller.name)
         return pb.CancelBatchResponse(status=convert.status_message(progress))
 
-    async def delete_batch(
+    async def DeleteBatch(
         self, request: pb.DeleteBatchRequest, call: Call
     ) -> pb.DeleteBatchResponse:
         """The RPC: forgets a batch."""

@@ -151,7 +151,7 @@ class Calls:
     def handler(
         self,
         service: ServiceDescriptor,
-        methods: Mapping[str, Method],
+        servicer: object,
         admissions: Mapping[str, Admission],
         longest: int,
     ) -> grpc.GenericRpcHandler:
@@ -159,7 +159,8 @@ class Calls:
 
         Args:
             service: its descriptor.
-            methods: by name. A method with a single response returns it.
+            servicer: has a method for each of the service, by its name. One with a single response
+                returns it.
             admissions: limits of open calls, by method; a method without one is not limited.
             longest: bytes of the longest request.
         """
@@ -167,7 +168,7 @@ class Calls:
             each.name: self._handler(
                 each.name,
                 _Rpc(
-                    methods[each.name],
+                    getattr(servicer, each.name),
                     admissions.get(each.name),
                     message_factory.GetMessageClass(each.input_type),
                     longest,

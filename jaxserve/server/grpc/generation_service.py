@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from jaxserve.engine.output import FinishReason
 from jaxserve.server.grpc import message_conversion
-from jaxserve.server.grpc.calls import Call, Method
+from jaxserve.server.grpc.calls import Call
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.call_streams import CallStreams
 from jaxserve.server.requests.engine_requests import MAX_REQUEST_ID, EngineRequests
@@ -21,12 +19,8 @@ class GenerationService:
 
     def __init__(self, requests: EngineRequests) -> None:
         self._requests = requests
-        self.methods: Mapping[str, Method] = {
-            "Generate": self.generate,
-            "GetServerInfo": self.get_server_info,
-        }
 
-    async def get_server_info(
+    async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, call: Call
     ) -> pb.GetServerInfoResponse:
         """The RPC: what the engine serves, and the server's version and SLO classes."""
@@ -34,7 +28,7 @@ class GenerationService:
             self._requests.info(), self._requests.slo_classes
         )
 
-    async def generate(self, message: pb.GenerateRequest, call: Call) -> None:
+    async def Generate(self, message: pb.GenerateRequest, call: Call) -> None:
         """The RPC: streams what each continuation generates, in messages of its own. Ends with
         CANCELLED, or with a status for what it raises."""
         call.record.request_id = message.request_id[:MAX_REQUEST_ID]

@@ -95,10 +95,10 @@ def make_server(
     # Who follows a batch does so for hours.
     reading = Admission(_READERS, "this server takes of GetBatch")
     of_batches: Mapping[str, Admission] = {
-        name: reading if name == "GetBatch" else few for name in batches.methods
+        each.name: reading if each.name == "GetBatch" else few for each in BATCHES.methods
     }
     server.add_generic_rpc_handlers(
-        (generation, calls.handler(BATCHES, batches.methods, of_batches, message_bytes))
+        (generation, calls.handler(BATCHES, batches, of_batches, message_bytes))
     )
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if reflects:

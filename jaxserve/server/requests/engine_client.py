@@ -38,7 +38,6 @@ class EngineClient(Protocol):
         """Token ids of a prompt, with the special tokens the model expects unless the text has them
         itself. Other threads run meanwhile. Raises InvalidRequest where the model has no tokenizer,
         and for a text that is too long to be served, at once where its bytes alone say so."""
-        ...
 
     def check_grammar(self, grammar: Grammar) -> None:
         """Gets it ready, in up to a second, so that `submit` need not. Raises InvalidRequest, which
@@ -46,41 +45,32 @@ class EngineClient(Protocol):
 
     def max_text_bytes(self) -> int | None:
         """UTF-8 of the longest text that may be served; None: any text may, as far as is known."""
-        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Their text, without special tokens; "" where the model has no tokenizer."""
-        ...
 
     def token_bytes(self, token_id: int) -> bytes:
         """One token by itself, as it is shown to people; nothing where there is no tokenizer."""
-        ...
 
     def info(self) -> EngineInfo:
         """What is served, the same from start to stop."""
-        ...
 
     def expected_wait(self, request: Request) -> Wait:
         """How long it would wait for its first token if it were submitted now; in microseconds."""
-        ...
 
     def backlog(self) -> Backlog:
         """What there was to do at the last step, with its time on `time.monotonic`'s clock; waits
         and routers' snapshots are made of it."""
-        ...
 
     def stats(self) -> EngineStats:
         """A snapshot, taken while the engine runs: its counts may be one step apart."""
-        ...
 
     def block_map(self) -> np.ndarray:
         """What each block holds, uint8 [num_blocks] of `sched.pool_map.BlockUse`, taken while the
         engine runs."""
-        ...
 
     def live_counts(self) -> dict[tuple[str, str, bool], int]:
         """Continuations by (SLO class, tier, whether they hold cache), likewise."""
-        ...
 
     def drain(self, grace_s: float) -> bool:
         """Stops admission, blocks until all is finished or the grace (seconds) has passed, then
@@ -88,14 +78,11 @@ class EngineClient(Protocol):
 
     def stop(self) -> None:
         """Ends the engine's thread; what still runs is cancelled. Idempotent."""
-        ...
 
     def add_failure_listener(self, listener: Callable[[BaseException], None]) -> None:
         """Calls `listener` with the error once the engine has failed, on the engine's thread; at
         once if it has failed already."""
-        ...
 
     def add_observer(self, observer: Observer) -> None:
         """Has the observer told of every step, token and end from now on, on the engine's
         thread."""
-        ...

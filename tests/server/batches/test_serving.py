@@ -344,7 +344,7 @@ def test_lines_wait_while_the_engine_hangs_and_go_on_after_it(
 ) -> None:
     monkeypatch.setattr(batch_runner, "RETRY_S", 0.01)
     with batch_server(engine, tmp_path, in_flight=1) as door:
-        requests, refused = door.server._requests, threading.Event()
+        requests, refused = door.server._frontends.requests, threading.Event()
         door.submit("b", [line(max_tokens=1), line(max_tokens=1)])
         engine.wait(lambda: len(engine.requests) == 1)
         opened_before = requests.open_stream

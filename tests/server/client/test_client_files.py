@@ -18,6 +18,7 @@ from jaxserve.client import Client, ServerError, many
 from jaxserve.client.cli import complete
 from jaxserve.server.requests import admission
 from jaxserve.server.server import Server
+from jaxserve.writable import PARTIAL
 from tests.server.batches.relay import Relay
 from tests.server.fake_engine import FakeEngine
 
@@ -240,7 +241,7 @@ def test_resuming_drops_errors_and_half_a_line_and_puts_all_in_order(
     assert run(server, *flags, "--resume") == 0
     assert len(engine.requests) == asked + 2
     assert out.read_text() == first
-    assert [*tmp_path.glob("*.new")] == []
+    assert [*tmp_path.glob(f"*{PARTIAL}")] == []
 
 
 @pytest.mark.parametrize(

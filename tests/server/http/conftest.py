@@ -37,7 +37,7 @@ class Plain:
     def open(self) -> int:
         """Connections that the server has."""
         assert self._server is not None and self._server._http is not None
-        return len(self._server._http._server._connections)
+        return len(self._server._http._connections)
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.address, timeout=PATIENCE)

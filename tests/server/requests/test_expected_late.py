@@ -53,9 +53,9 @@ def complete(plain: Plain, **fields: Any) -> tuple[int, dict[str, Any], dict[str
 
 def nothing_is_left(server: Server, engine: FakeEngine) -> None:
     assert server._loop is not None
-    idle = server._admission.wait_idle()
+    idle = server._frontends.admission.wait_idle()
     asyncio.run_coroutine_threadsafe(idle, server._loop).result(PATIENCE)
-    assert not engine.requests and not server._requests.running
+    assert not engine.requests and not server._frontends.requests.running
 
 
 def test_grpc(server: Server, stub: generation_pb2_grpc.GenerationStub, engine: FakeEngine) -> None:

@@ -7,12 +7,11 @@ import copy
 import errno
 import json
 import logging
-import os
 import re
 import threading
 import time
 import uuid
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -21,6 +20,7 @@ from jaxserve.server.batches.batch_lines import MAX_LINE_BYTES
 from jaxserve.server.batches.journal import owner_words
 from jaxserve.server.batches.records import Quota
 from jaxserve.server.http.errors import ApiError
+from jaxserve.writable import PARTIAL, replace_file
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ MAX_LINE = 2 * MAX_LINE_BYTES
 _CHUNK = 1 << 20
 _NOTE_BYTES = 512  # that a file takes beside its content, about
 _ID = re.compile(r"file-[0-9a-f]{32}")
-_META, _CONTENT, _PARTIAL = ".json", ".jsonl", ".partial"
+_META, _CONTENT = ".json", ".jsonl"
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,11 @@ class FileStore:
         content = self._directory / (name + _CONTENT)
         with _disk():
             try:
-                _write(content, _bounded(source, room))
+                replace_file(content, _bounded(source, room))
                 size, now = content.stat().st_size, int(time.time())
                 kept = StoredFile(name, filename, purpose, size, now, self._owner)
-                _write(self._directory / (name + _META), [json.dumps(asdict(kept)).encode()])
+                note = json.dumps(asdict(kept)).encode()
+                replace_file(self._directory / (name + _META), [note])
             except BaseException:
                 content.unlink(missing_ok=True)
                 raise
@@ -249,7 +250,7 @@ class FileStore:
                 each.id: each for each in map(_read, self._directory.glob("*" + _META)) if each
             }
             for path in self._directory.iterdir() if self._directory.is_dir() else ():
-                if path.suffix == _PARTIAL or (path.suffix == _CONTENT and path.stem not in files):
+                if path.suffix == PARTIAL or (path.suffix == _CONTENT and path.stem not in files):
                     path.unlink(missing_ok=True)
             self._shelf.files = files
         return self._shelf.files
@@ -297,18 +298,3 @@ def _bounded(source: BinaryIO, room: Room) -> Iterator[bytes]:
         if size > room.bytes:
             raise room.too_small()
         yield piece
-
-
-def _write(path: Path, pieces: Iterable[bytes]) -> None:
-    """A new file, for its owner's eyes only; all of it or nothing, whatever happens meanwhile."""
-    partial = path.with_name(path.name + _PARTIAL)
-    try:
-        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(file, "wb") as target:
-            target.writelines(pieces)
-            target.flush()
-            os.fsync(target.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

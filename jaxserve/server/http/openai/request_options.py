@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,12 @@ _SERVICE_TIERS = {
     "fast": Tier.REALTIME,
     "scale": Tier.REALTIME,
     "flex": Tier.BEST_EFFORT,
+}
+_GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
+    "json": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "json_object": lambda _: Grammar.json_object(),
 }
 _ID_DIGITS = 10
 SERVED_AS = {Tier.REALTIME: "default", Tier.BEST_EFFORT: "flex"}
@@ -147,29 +154,12 @@ def _asked(body: Generation) -> Iterator[tuple[str, Callable[[], Grammar]]]:
             asked = schema.json_schema
             yield "response_format.json_schema.schema", lambda: Grammar.json_schema(asked)
     if structured is not None:
-        given = {
-            "json": structured.json_schema,
-            "regex": structured.regex,
-            "choice": structured.choice,
-            "json_object": structured.json_object,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
+        given = structured.model_dump(by_alias=True, exclude_none=True)
         if not given:
             raise InvalidRequest("structured_outputs", "needs json, regex, choice or json_object")
         for name, value in given.items():
-            yield f"structured_outputs.{name}", _maker(name, value)
+            yield f"structured_outputs.{name}", functools.partial(_GRAMMARS[name], value)
     for name in ("json", "regex", "choice"):
         value = getattr(body, f"guided_{name}")
         if value is not None:
-            yield f"guided_{name}", _maker(name, value)
-
-
-def _maker(name: str, value: object) -> Callable[[], Grammar]:
-    match name, value:
-        case "json", dict() | bool() | str():
-            return lambda: Grammar.json_schema(value)
-        case "regex", str():
-            return lambda: Grammar.regex(value)
-        case "choice", list():
-            return lambda: Grammar.choice(value)
-    return Grammar.json_object
+            yield f"guided_{name}", functools.partial(_GRAMMARS[name], value)

@@ -251,9 +251,7 @@ def test_a_disk_that_is_full_when_a_file_is_kept(
 
     for at in (1, 2):  # its content, and its note
         calls = iter(range(1, 99))
-        monkeypatch.setattr(
-            files.os, "fsync", lambda f, c=calls, at=at: (full, sync)[next(c) != at](f)
-        )
+        monkeypatch.setattr(os, "fsync", lambda f, c=calls, at=at: (full, sync)[next(c) != at](f))
         with pytest.raises(openai.APIStatusError, match="the server's disk is full") as error:
             upload(alice, b"y" * 4096)
         assert error.value.status_code == 507 and str(tmp_path) not in str(error.value)
