@@ -11,7 +11,6 @@ second, and calls that run go on. A new key of an old name goes on with that one
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = None if args.file is None else Path(args.file)
     try:
         if args.command == "new":
-            limits = {n: check_limit(f"--{n}", getattr(args, n) or "") for n in _given(args)}
+            given = {name: getattr(args, name) for name in LIMITS}
+            limits = {n: check_limit(f"--{n}", v) for n, v in given.items() if v is not None}
             _new(check_name(args.name), limits, path)
         elif args.command == "revoke":
             _revoke(check_name(args.name), Path(args.file))
@@ -58,10 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 class _Refused(Exception):
     """The file does not go with what is asked."""
-
-
-def _given(args: argparse.Namespace) -> list[str]:
-    return [name for name in LIMITS if getattr(args, name) is not None]
 
 
 def _new(name: str, limits: dict[str, Any], path: Path | None) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import flags
 from tqdm import tqdm
 
 from jaxserve.command_line import Parser, exit_code
@@ -278,12 +277,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", default="profile.json", help="where to (profile.json)")
     args, rest = parser.parse_known_args(argv)
-    values = flags.FlagValues()
     show = sys.stderr.isatty()
     try:
-        launch.parse_flags(["jaxserve.profile", *rest], str(DEFAULT_CONFIG), values, parser.flags())
+        given = launch.parse_flags(rest, str(DEFAULT_CONFIG), parser.flags())
         _check_out(args.out)
-        engine = build(launch.read_config(values), progress=show)
+        engine = build(launch.read_config(given), progress=show)
         try:
             system, _, samples = profile_engine(
                 engine, lambda work: tqdm(work, desc="measuring", unit="round", disable=not show)

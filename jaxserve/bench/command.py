@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import flags
-
 from jaxserve.command_line import Parser
 from jaxserve.config import Config
 from jaxserve.configs import base
@@ -97,12 +95,11 @@ class BenchParser(Parser):
 
 def read_config(argv: Sequence[str], own_flags: Sequence[str] = ()) -> Config:
     """See `BenchParser.read_config`. own_flags: further flags that the command has."""
-    values = flags.FlagValues()
-    launch.parse_flags(["jaxserve.bench", *argv], str(DEFAULT_CONFIG), values, own_flags)
+    given = launch.parse_flags(argv, str(DEFAULT_CONFIG), own_flags)
     for name in ("port", "http_port", "metrics_port"):
-        if values[name].value is not None:
+        if name in given.shortcuts:
             raise UsageError(f"--{name} is for serve.py; the bench opens no port")
-    return launch.read_config(values)
+    return launch.read_config(given)
 
 
 def policy_names(text: str | None) -> list[str]:

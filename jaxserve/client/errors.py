@@ -49,9 +49,6 @@ def explained(error: Any, address: str) -> ServerError:
         if "socket closed" in details.lower():
             problem = f"{address} hangs up at once: does it speak TLS? (--tls)"
         return Unreachable(code.name, problem)
-    return ServerError(code.name, details or code.name.lower().replace("_", " "), _retry_s(error))
-
-
-def _retry_s(error: Any) -> float | None:
     said = dict(error.trailing_metadata() or ()).get(_RETRY_KEY, "")
-    return int(said) / 1000 if said.isdecimal() else None
+    retry_s = int(said) / 1000 if said.isdecimal() else None
+    return ServerError(code.name, details or code.name.lower().replace("_", " "), retry_s)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from google.protobuf.message import Message
+
 from jaxserve.client.client import Completion
 from jaxserve.server.proto import generation_pb2 as pb
 
@@ -29,24 +31,14 @@ def error_record(code: str, message: str) -> dict[str, Any]:
 
 
 def _record(completion: Completion) -> dict[str, Any]:
-    usage, timings = completion.usage, completion.timings
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "logprobs": _logprobs(completion.logprobs),
         "prompt_logprobs": _logprobs(completion.prompt_logprobs),
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "output_tokens": usage.output_tokens,
-            "preemptions": usage.preemptions,
-        },
-        "timings": {
-            "queue_ms": timings.queue_ms,
-            "ttft_ms": timings.ttft_ms,
-            "tbt_ms": timings.tbt_ms if timings.HasField("tbt_ms") else None,
-            "total_ms": timings.total_ms,
-        },
+        "usage": _fields(completion.usage),
+        "timings": _fields(completion.timings),
         "slo": None if completion.slo is None else verdict_record(completion.slo),
     }
 
@@ -72,12 +64,7 @@ def verdict_record(verdict: pb.SloVerdict) -> dict[str, Any]:
         "targets_met": {name: _met(verdict, name) for name in asked},
         "met": verdict.met,
         "problems": [
-            {
-                "kind": _kind(problem).lower(),
-                "target_ms": problem.target_ms,
-                "limit_ms": problem.limit_ms,
-            }
-            for problem in verdict.problems
+            {**_fields(problem), "kind": _kind(problem).lower()} for problem in verdict.problems
         ],
     }
 
@@ -85,11 +72,7 @@ def verdict_record(verdict: pb.SloVerdict) -> dict[str, Any]:
 def verdict_line(verdict: pb.SloVerdict, timings: pb.Timings) -> str:
     """As `interactive met: TTFT 31 of 1000 ms, TBT 4 of 187.5 ms`; what is wrong with the targets
     follows."""
-    got = {
-        "ttft_ms": timings.ttft_ms,
-        "tbt_ms": timings.tbt_ms if timings.HasField("tbt_ms") else None,
-        "jct_ms": timings.total_ms,
-    }
+    got = {**_fields(timings), "jct_ms": timings.total_ms}
     parts = []
     for name in TARGETS:
         if not verdict.targets.HasField(name):
@@ -99,7 +82,8 @@ def verdict_line(verdict: pb.SloVerdict, timings: pb.Timings) -> str:
         missed = "" if _met(verdict, name) else ", missed"
         parts.append(f"{label} {had} of {_number(getattr(verdict.targets, name))} ms{missed}")
     notes = [
-        "note: " + _LIMITS[_kind(problem)].format(*map(_number, _times(problem)))
+        "note: "
+        + _LIMITS[_kind(problem)].format(_number(problem.target_ms), _number(problem.limit_ms))
         for problem in verdict.problems
         if _kind(problem) in _LIMITS  # a newer server may know others
     ]
@@ -107,8 +91,14 @@ def verdict_line(verdict: pb.SloVerdict, timings: pb.Timings) -> str:
     return "; ".join([f"slo {verdict.slo_class} {met}: {', '.join(parts)}", *notes])
 
 
-def _times(problem: pb.SloProblem) -> tuple[float, float]:
-    return problem.target_ms, problem.limit_ms
+def _fields(message: Message) -> dict[str, Any]:
+    """A message of plain fields by their names; None for one that is absent."""
+    return {
+        field.name: getattr(message, field.name)
+        if not field.has_presence or message.HasField(field.name)
+        else None
+        for field in message.DESCRIPTOR.fields
+    }
 
 
 def _kind(problem: pb.SloProblem) -> str:

@@ -189,7 +189,10 @@ def _all_of(callers: Callers, rank: Rank, starter: Starter | None) -> dict[int, 
 def _admitted(channel: Channel, address: str, rank: Rank, profile: Mapping[str, Any]) -> int | None:
     """The index of who has connected; None, and it is told why, if it does not belong here."""
     try:
-        index, theirs = _hello(channel.receive(_HELLO_S, HELLO_BYTES))
+        message = channel.receive(_HELLO_S, HELLO_BYTES)
+        index, theirs = message.fields.get("index"), message.fields.get("profile")
+        if message.name != HELLO or type(index) is not int or not isinstance(theirs, dict):
+            raise BadMessage(f"a {message.name[:40]!r} instead of a hello")
     except (Closed, BadMessage, TimeoutError) as error:
         log.warning("somebody at %s has connected who is no follower: %s", address, error)
         channel.close()
@@ -202,14 +205,6 @@ def _admitted(channel: Channel, address: str, rank: Rank, profile: Mapping[str, 
     log.warning("the host at %s is refused: %s", address, problem)
     _refuse(channel, problem)
     return None
-
-
-def _hello(message: Message) -> tuple[int, dict[str, Any]]:
-    """Index and profile of who says it. Raises BadMessage."""
-    index, profile = message.fields.get("index"), message.fields.get("profile")
-    if message.name != HELLO or type(index) is not int or not isinstance(profile, dict):
-        raise BadMessage(f"a {message.name[:40]!r} instead of a hello")
-    return index, profile
 
 
 def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:

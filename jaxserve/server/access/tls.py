@@ -33,8 +33,11 @@ class Tls:
         config's field, for a file that cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         for name, path in (("cert", self.cert), ("key", self.key), ("client_ca", self.client_ca)):
-            if path is not None:
-                _check_readable(name, path)
+            try:
+                if path is not None:
+                    path.read_bytes()
+            except OSError as error:
+                raise ConfigError(f"server.tls_{name}: {path}: {error.strerror}") from None
         try:
             context.load_cert_chain(self.cert, self.key, password=_encrypted)
         except ConfigError:
@@ -57,13 +60,6 @@ class Tls:
         problem = _seen_by_a_client(self)
         if problem is not None:
             log.warning("server.tls_cert: the certificate in %s %s", self.cert, problem)
-
-
-def _check_readable(name: str, path: Path) -> None:
-    try:
-        path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"server.tls_{name}: {path}: {error.strerror}") from None
 
 
 def _encrypted() -> str:

@@ -152,15 +152,10 @@ class Result:
     @classmethod
     def from_json(cls, text: str) -> Result:
         """The inverse of `to_json`."""
-        found = json.loads(text, parse_float=_number)
+        found = json.loads(text, parse_float=lambda number: float(number))  # as in `_fields`
         error = found["error"]
         completions = tuple(_completion(each) for each in found["completions"])
         return cls(found["name"], completions, None if error is None else LineError(**error))
-
-
-def _number(text: str) -> float:
-    """For json, and for the same reason as `_fields`."""
-    return float(text)
 
 
 def _fields(value: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from jaxserve.sched.slo.verdict import Verdict
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.engine_requests import RequestFields
+from jaxserve.server.requests.milliseconds import targets_ms, timings_ms, verdict_fields
 from jaxserve.server.requests.output_streams import Delta
 from jaxserve.server.requests.slo_classes import ServiceLevel, own_targets
 
@@ -154,46 +155,19 @@ def finish_message(
     return pb.Finish(
         reason=REASONS[reason],
         usage=None if usage is None else pb.Usage(**asdict(usage)),
-        timings=None if timings is None else _timings_message(timings),
+        timings=None if timings is None else pb.Timings(**timings_ms(timings)),
         slo=None if verdict is None else verdict_message(verdict),
-    )
-
-
-def _timings_message(timings: Timings) -> pb.Timings:
-    return pb.Timings(
-        queue_ms=timings.queue * 1000,
-        ttft_ms=timings.ttft * 1000,
-        tbt_ms=None if timings.tbt is None else timings.tbt * 1000,
-        total_ms=timings.total * 1000,
     )
 
 
 def verdict_message(verdict: Verdict) -> pb.SloVerdict:
     """Which targets were met."""
-    judged = {name: getattr(verdict, name) for name in TARGETS}
-    judged = {name: met for name, met in judged.items() if met is not None}
-    return pb.SloVerdict(
-        slo_class=verdict.slo_class,
-        tier=_TIER_VALUES[verdict.tier],
-        targets=slo_message(verdict.slo),
-        targets_met=pb.TargetsMet(**{f"{name}_ms": met for name, met in judged.items()}),
-        **{f"{name}_met": met for name, met in judged.items()},  # as clients before that read it
-        met=verdict.met,
-        problems=[
-            pb.SloProblem(
-                kind=PROBLEMS[problem.kind],
-                target_ms=problem.target * 1000,
-                limit_ms=problem.limit * 1000,
-            )
-            for problem in verdict.problems
-        ],
-    )
-
-
-def slo_message(asked: SLO) -> pb.Slo:
-    """In milliseconds; those that there are."""
-    named_targets = ((name, getattr(asked, name)) for name in TARGETS)
-    return pb.Slo(**{f"{name}_ms": t * 1000 for name, t in named_targets if t is not None})
+    fields = verdict_fields(verdict)
+    for problem in fields["problems"]:
+        problem["kind"] = PROBLEMS[problem["kind"]]
+    before = {f"{name}_met": getattr(verdict, name) for name in TARGETS}  # targets_met was there
+    tier = _TIER_VALUES[verdict.tier]
+    return pb.SloVerdict(slo_class=verdict.slo_class, tier=tier, **fields, **before)
 
 
 def server_info_message(
@@ -201,7 +175,7 @@ def server_info_message(
 ) -> pb.GetServerInfoResponse:
     """Every field of `EngineInfo` under its own name, the version, and the classes."""
     listed = [
-        pb.SloClass(name=name, targets=slo_message(one.slo), tier=_TIER_VALUES[one.tier])
+        pb.SloClass(name=name, targets=targets_ms(one.slo), tier=_TIER_VALUES[one.tier])
         for name, one in classes.items()
     ]
     return pb.GetServerInfoResponse(version=__version__, **asdict(info), slo_classes=listed)

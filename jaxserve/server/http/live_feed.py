@@ -74,7 +74,9 @@ class LiveFeed(Observer):
             "tbt_ms": _percentiles(self._between, since),
             "tokens_per_s": self._rate(),
             "preemptions": stats.preemptions,
-            "decision": self._decision(stats),
+            "decision": scheduling_decision(self._steps[-1], stats, self._limits)
+            if self._steps
+            else "Nothing has been served yet.",
         }
 
     def _requests(self) -> list[dict[str, Any]]:
@@ -119,11 +121,6 @@ class LiveFeed(Observer):
         since = time.monotonic() - recent
         latest = (reversed(tuple(times)) for times in (self._first, self._between))
         return sum(len(list(takewhile(lambda seen: seen[0] >= since, t))) for t in latest) / recent
-
-    def _decision(self, stats: EngineStats) -> str:
-        if not self._steps:
-            return "Nothing has been served yet."
-        return scheduling_decision(self._steps[-1], stats, self._limits)
 
 
 def scheduling_decision(step: StepStats, stats: EngineStats, limits: SchedulerConfig) -> str:

@@ -30,19 +30,15 @@ def log_to_stderr(form: str = TEXT) -> None:
         root.addHandler(handler)
         root.setLevel(logging.WARNING)
         logging.getLogger(_OURS).setLevel(logging.INFO)
-    handler.target.setFormatter(_json() if form == JSON else _text())
+    names = {"levelname": "level", "name": "logger", "exc_info": "exception"}
+    handler.target.setFormatter(
+        JsonFormatter(("levelname", "name", "message"), rename_fields=names, timestamp="time")
+        if form == JSON
+        else logging.Formatter("%(levelname)s %(asctime)s %(name)s: %(message)s")
+    )
     logging.captureWarnings(form == JSON)
     sys.excepthook = _uncaught if form == JSON else sys.__excepthook__
     threading.excepthook = _uncaught_in_thread if form == JSON else threading.__excepthook__
-
-
-def _text() -> logging.Formatter:
-    return logging.Formatter("%(levelname)s %(asctime)s %(name)s: %(message)s")
-
-
-def _json() -> logging.Formatter:
-    names = {"levelname": "level", "name": "logger", "exc_info": "exception"}
-    return JsonFormatter(("levelname", "name", "message"), rename_fields=names, timestamp="time")
 
 
 class BackgroundHandler(QueueHandler):
@@ -116,10 +112,8 @@ class BackgroundHandler(QueueHandler):
 
 def _length(said: Any) -> int:
     """Characters, about."""
-    if isinstance(said, dict):
-        return sum(map(_length, said.values()))
-    if isinstance(said, list):
-        return sum(map(_length, said))
+    if isinstance(said, (dict, list)):
+        return sum(map(_length, said.values() if isinstance(said, dict) else said))
     return len(said) if isinstance(said, (str, tuple)) else 8
 
 

@@ -35,6 +35,31 @@ PREFIX = "jaxserve:"
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _SHORT = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _TOKENS = tuple(float(2**exponent) for exponent in range(18))
+_LATENCIES = {  # by what is timed: a histogram's name and its help
+    "ttft": ("time_to_first_token_seconds", "Arrival to first token."),
+    "tbt": ("inter_token_latency_seconds", "Between two tokens of a continuation."),
+    "e2e": ("e2e_request_latency_seconds", "Arrival to last token."),
+    "queue_time": ("request_queue_time_seconds", "Arrival to first scheduled."),
+}
+_SIZES = {  # by the field of StepStats or RequestStats: the same, and the bounds
+    "step_time": ("step_time_seconds", "A batch, launch to tokens on the host.", _SHORT),
+    "device_time": ("device_time_seconds", "A batch, on the device.", _SHORT),
+    "predicted_time": ("predicted_time_seconds", "The same, as predicted.", _SHORT),
+    "host_time": ("host_time_seconds", "Host work of a batch, hidden or not.", _SHORT),
+    "num_tokens": ("iteration_tokens", "Tokens of a batch, without padding.", _TOKENS),
+    "prompt_tokens": ("request_prompt_tokens", "Prompt length of a finished one.", _TOKENS),
+    "output_tokens": ("request_generation_tokens", "Its output length.", _TOKENS),
+}
+_OF_A_STEP = ("step_time", "device_time", "predicted_time", "host_time", "num_tokens")
+_SUMS = {  # over all steps, by name
+    "prompt_tokens": "Prompt tokens computed, each counted once.",
+    "recomputed_tokens": (
+        "Tokens computed again because a preemption had taken them from the cache."
+    ),
+    "padding_tokens": "Padding that batches carried.",
+    "lengthened_steps": "Batches predicted to take longer than their real-time requests alone.",
+    "lengthened_seconds": "By how much longer, all told.",
+}
 _REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -80,54 +105,38 @@ class EngineMetrics(Collector, Observer):
         self._engine, self._tracker = engine, tracker
         self._info = engine.info()
         self._model = self._info.model
-        self._ttft = {tier: Histogram(_LATENCY) for tier in Tier}
-        self._tbt = {tier: Histogram(_LATENCY) for tier in Tier}
-        self._e2e = {tier: Histogram(_LATENCY) for tier in Tier}
-        self._queue = {tier: Histogram(_LATENCY) for tier in Tier}
-        self._step_time = Histogram(_SHORT)
-        self._device_time = Histogram(_SHORT)
-        self._predicted_time = Histogram(_SHORT)
-        self._host_time = Histogram(_SHORT)
-        self._step_tokens = Histogram(_TOKENS)
-        self._prompt_lengths = Histogram(_TOKENS)
-        self._output_lengths = Histogram(_TOKENS)
-        self._prefill_tokens = 0
-        self._recomputed_tokens = 0
-        self._padding = 0
-        self._lengthened_steps = 0
-        self._lengthened_seconds = 0.0
+        self._times = {(of, tier): Histogram(_LATENCY) for of in _LATENCIES for tier in Tier}
+        self._sizes = {of: Histogram(bounds) for of, (_, _, bounds) in _SIZES.items()}
+        self._sums: defaultdict[str, float] = defaultdict(float)
         self._finished: defaultdict[FinishReason, int] = defaultdict(int)
         # (class, tier, target, met) -> continuations
         self._judged: defaultdict[tuple[str, Tier, str, bool], int] = defaultdict(int)
 
     def on_step(self, stats: StepStats) -> None:
         """Its times, its tokens and its padding."""
-        self._step_time.observe(stats.step_time)
-        self._device_time.observe(stats.device_time)
-        self._predicted_time.observe(stats.predicted_time)
-        self._host_time.observe(stats.host_time)
-        self._step_tokens.observe(stats.num_tokens)
-        self._prefill_tokens += stats.num_prefill_tokens
-        self._recomputed_tokens += stats.num_recomputed_tokens
-        self._padding += stats.padded_tokens - stats.num_tokens
-        self._lengthened_steps += stats.lengthening > 0
-        self._lengthened_seconds += stats.lengthening
+        for of in _OF_A_STEP:
+            self._sizes[of].observe(getattr(stats, of))
+        self._sums["prompt_tokens"] += stats.num_prefill_tokens
+        self._sums["recomputed_tokens"] += stats.num_recomputed_tokens
+        self._sums["padding_tokens"] += stats.padded_tokens - stats.num_tokens
+        self._sums["lengthened_steps"] += stats.lengthening > 0
+        self._sums["lengthened_seconds"] += stats.lengthening
 
     def on_first_token(self, ttft: float, tier: Tier) -> None:
         """ttft: seconds from arrival."""
-        self._ttft[tier].observe(ttft)
+        self._times["ttft", tier].observe(ttft)
 
     def on_inter_token(self, tbt: float, tier: Tier) -> None:
         """tbt: seconds since the token before."""
-        self._tbt[tier].observe(tbt)
+        self._times["tbt", tier].observe(tbt)
 
     def on_finish(self, stats: RequestStats) -> None:
         """Why the continuation ended, its times and its lengths."""
         self._finished[stats.finish_reason] += 1
-        self._e2e[stats.tier].observe(stats.e2e)
-        self._queue[stats.tier].observe(stats.queue_time)
-        self._prompt_lengths.observe(stats.prompt_tokens)
-        self._output_lengths.observe(stats.output_tokens)
+        for of in ("e2e", "queue_time"):
+            self._times[of, stats.tier].observe(getattr(stats, of))
+        for of in ("prompt_tokens", "output_tokens"):
+            self._sizes[of].observe(getattr(stats, of))
         verdict = stats.verdict
         if verdict is not None:
             about = verdict.slo_class, verdict.tier
@@ -207,14 +216,12 @@ class EngineMetrics(Collector, Observer):
         return self._family(GaugeMetricFamily, name, text, named, "slo_class", "tier", "state")
 
     def _counters(self) -> Iterator[Metric]:
-        text = "Prompt tokens computed, each counted once."
-        yield self._counter("prompt_tokens", text, self._prefill_tokens)
-        text = "Tokens computed again because a preemption had taken them from the cache."
-        yield self._counter("recomputed_tokens", text, self._recomputed_tokens)
-        generated = {t: self._ttft[t].count() + self._tbt[t].count() for t in Tier}
-        yield self._counter("generation_tokens", "Tokens generated.", sum(generated.values()))
-        yield from self._best_effort(generated[Tier.BEST_EFFORT])
-        yield self._counter("padding_tokens", "Padding that batches carried.", self._padding)
+        for name, text in _SUMS.items():
+            yield self._counter(name, text, self._sums[name])
+        tokens = {t: self._times["ttft", t].count() + self._times["tbt", t].count() for t in Tier}
+        yield self._counter("generation_tokens", "Tokens generated.", sum(tokens.values()))
+        text = "Tokens generated for best-effort requests."
+        yield self._counter("best_effort_tokens", text, tokens[Tier.BEST_EFFORT])
         name, text = "request_success", "Finished continuations, by why they ended."
         ended = {(label,): self._finished.get(reason, 0) for reason, label in _REASONS.items()}
         yield self._family(CounterMetricFamily, name, text, ended, "finished_reason")
@@ -241,36 +248,13 @@ class EngineMetrics(Collector, Observer):
             labels = ("slo_class", "tier", "target")
             yield self._family(CounterMetricFamily, name, text, counts, *labels)
 
-    def _best_effort(self, generated: int) -> Iterator[Metric]:
-        """What best-effort requests brought, and what they cost the real-time ones."""
-        text = "Tokens generated for best-effort requests."
-        yield self._counter("best_effort_tokens", text, generated)
-        text = "Batches predicted to take longer than their real-time requests alone."
-        yield self._counter("lengthened_steps", text, self._lengthened_steps)
-        text = "By how much longer, all told."
-        yield self._counter("lengthened_seconds", text, self._lengthened_seconds)
-
     def _histograms(self) -> Iterator[Metric]:
-        by_tier = (
-            ("time_to_first_token_seconds", "Arrival to first token.", self._ttft),
-            ("inter_token_latency_seconds", "Between two tokens of a continuation.", self._tbt),
-            ("e2e_request_latency_seconds", "Arrival to last token.", self._e2e),
-            ("request_queue_time_seconds", "Arrival to first scheduled.", self._queue),
-        )
-        for name, text, group in by_tier:
-            found = {(tier.name.lower(),): each.cumulative() for tier, each in group.items()}
+        for of, (name, text) in _LATENCIES.items():
+            found = {(tier.name.lower(),): self._times[of, tier].cumulative() for tier in Tier}
             yield self._family(HistogramMetricFamily, name, text, found, "tier")
-        plain = (
-            ("step_time_seconds", "A batch, launch to tokens on the host.", self._step_time),
-            ("device_time_seconds", "A batch, on the device.", self._device_time),
-            ("predicted_time_seconds", "The same, as predicted.", self._predicted_time),
-            ("host_time_seconds", "Host work of a batch, hidden or not.", self._host_time),
-            ("iteration_tokens", "Tokens of a batch, without padding.", self._step_tokens),
-            ("request_prompt_tokens", "Prompt length of a finished one.", self._prompt_lengths),
-            ("request_generation_tokens", "Its output length.", self._output_lengths),
-        )
-        for name, text, histogram in plain:
-            yield self._family(HistogramMetricFamily, name, text, {(): histogram.cumulative()})
+        for of, (name, text, _) in _SIZES.items():
+            values = {(): self._sizes[of].cumulative()}
+            yield self._family(HistogramMetricFamily, name, text, values)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         return self._family(GaugeMetricFamily, name, text, {(): value})

@@ -156,9 +156,9 @@ def _loaded(raw: bytes) -> Any:
     # A number takes up to 0.1 ms, and there may be half a million of them: between calls of Python
     # functions other threads have their turn, and small bodies do without.
     large = len(raw) > INLINE_BYTES
-    hooks: dict[str, Any] = {"parse_int": _int, "parse_float": _float} if large else {}
+    hooks = {"parse_int": lambda text: int(text), "parse_float": lambda text: float(text)}
     try:
-        value = json.loads(raw.decode("utf-8-sig"), **hooks)
+        value = json.loads(raw.decode("utf-8-sig"), **(hooks if large else {}))
     except UnicodeDecodeError as error:
         raise _not_json(f"byte {error.start} is no UTF-8") from None
     except json.JSONDecodeError as error:
@@ -169,14 +169,6 @@ def _loaded(raw: bytes) -> Any:
     if b"\\ud" in raw or b"\\uD" in raw:
         _check_text(value)
     return value
-
-
-def _int(text: str) -> int:
-    return int(text)
-
-
-def _float(text: str) -> float:
-    return float(text)
 
 
 def _check_text(value: Any, place: tuple[str | int, ...] = ()) -> None:

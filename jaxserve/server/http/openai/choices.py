@@ -11,16 +11,15 @@ from fastapi import Request as HttpRequest
 from fastapi import Response
 from pydantic_core import to_json
 
-from jaxserve.engine.output import Output, Timings
+from jaxserve.engine.output import Output
 from jaxserve.sched.request import Request
-from jaxserve.sched.slo.slo_columns import TARGETS
-from jaxserve.sched.slo.verdict import Verdict
 from jaxserve.server.http.errors import record_of
 from jaxserve.server.http.openai.multi_prompt import Generating, unless_gone
 from jaxserve.server.http.openai.request_options import SERVED_AS
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import Generation
 from jaxserve.server.http.openai.sse import EventStream
+from jaxserve.server.requests.milliseconds import timings_ms, verdict_fields
 from jaxserve.server.requests.output_streams import Delta
 
 _INLINE_BYTES = 64 << 10  # longer answers become JSON beside the event loop
@@ -191,37 +190,8 @@ def finish_fields(last: Output) -> dict[str, Any]:
     assert last.finish_reason is not None
     fields: dict[str, Any] = {"finish_reason": str(last.finish_reason)}
     if last.timings is not None:
-        fields["timings"] = _milliseconds(last.timings)
-    if last.verdict is not None:
-        fields["slo"] = _verdict(last.verdict)
+        fields["timings"] = timings_ms(last.timings)
+    if (verdict := last.verdict) is not None:
+        about = {"class": verdict.slo_class, "tier": verdict.tier.name.lower()}
+        fields["slo"] = {**about, **verdict_fields(verdict)}
     return fields
-
-
-def _milliseconds(timings: Timings) -> dict[str, float | None]:
-    return {
-        "queue_ms": timings.queue * 1000,
-        "ttft_ms": timings.ttft * 1000,
-        "tbt_ms": None if timings.tbt is None else timings.tbt * 1000,
-        "total_ms": timings.total * 1000,
-    }
-
-
-def _verdict(verdict: Verdict) -> dict[str, Any]:
-    """As gRPC's SloVerdict, and the client's lines of answers."""
-    targets = {name: getattr(verdict.slo, name) for name in TARGETS}
-    asked = [name for name in TARGETS if targets[name] is not None]
-    return {
-        "class": verdict.slo_class,
-        "tier": verdict.tier.name.lower(),
-        "targets": {f"{name}_ms": targets[name] * 1000 for name in asked},
-        "targets_met": {f"{name}_ms": getattr(verdict, name) for name in asked},
-        "met": verdict.met,
-        "problems": [
-            {
-                "kind": str(problem.kind),
-                "target_ms": problem.target * 1000,
-                "limit_ms": problem.limit * 1000,
-            }
-            for problem in verdict.problems
-        ],
-    }

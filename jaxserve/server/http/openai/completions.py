@@ -31,7 +31,10 @@ async def completion_response(
     wanted = await _wanted(context, body, prompts, record_of(http).caller)
     echo = [""] * len(prompts)
     if body.echo:
-        echo = await context.requests.run_beside(_texts, context, prompts)
+        decode = context.engine.decode
+        echo = await context.requests.run_beside(
+            lambda: [each if isinstance(each, str) else decode(each) for each in prompts]
+        )
     return await _CompletionAnswer(context, body, echo, wanted, http).response()
 
 
@@ -45,10 +48,6 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     if not given:
         raise InvalidRequest("prompt", f"has no prompts; 1 to {MAX_PROMPTS} prompts are taken")
     return list(given)
-
-
-def _texts(context: RouteContext, prompts: Sequence[str | list[int]]) -> list[str]:
-    return [each if isinstance(each, str) else context.engine.decode(each) for each in prompts]
 
 
 async def _wanted(
