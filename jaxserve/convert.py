@@ -52,14 +52,9 @@ def convert(source: Path, target: Path, dtype: str = "auto", *, progress: bool =
     chosen = (checkpoint_dtype(hf) or jnp.dtype("float32")) if dtype == "auto" else jnp.dtype(dtype)
     # A mesh of the CPU alone: an accelerator may be too small for the whole model.
     mesh = Mesh(np.asarray(jax.devices("cpu")[:1]), (TENSOR,))
+    show = Show.where_wanted(progress)
     params = load_params(
-        source,
-        family,
-        config,
-        dtype=chosen,
-        mesh=mesh,
-        load_format="safetensors",
-        progress=Show.where_wanted(progress),
+        source, family, config, dtype=chosen, mesh=mesh, load_format="safetensors", progress=show
     )
     target.mkdir(parents=True, exist_ok=True)
     save_orbax(target, params)

@@ -45,11 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _revoke(check_name(args.name), Path(args.file))
         else:
             _list(Path(args.file))
-    except OSError as error:
-        print(f"jaxserve keys: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 1
-    except _Refused as error:
-        print(f"jaxserve keys: {error}", file=sys.stderr)
+    except (OSError, _Refused) as error:
+        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        print(f"jaxserve keys: {told}", file=sys.stderr)
         return 1
     except ValueError as error:
         parser.error(str(error))

@@ -34,6 +34,8 @@ from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.workload_flags import positive_int, seconds
 from jaxserve.writable import check_file
 
+_SAME = ("max_batches", "all_batches", "rounding", "wall_s", "note")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code, see the top of this file, or 130 for ^C."""
@@ -149,12 +151,8 @@ def _json(problem: Problem, found: Solution) -> dict[str, Any]:
         **{f"{name}_s": getattr(played, name, None) for name in OBJECTIVES},
         "num_batches": len(batches),
         "num_preemptions": None if played is None else played.schedule.preemptions,
-        "max_batches": found.max_batches,
-        "all_batches": found.all_batches,
         "unit_s": found.unit,
-        "rounding": found.rounding,
-        "wall_s": found.wall_s,
-        "note": found.note,
+        **{name: getattr(found, name) for name in _SAME},
         "batches": batches,
     }
 

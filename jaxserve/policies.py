@@ -19,10 +19,7 @@ from jaxserve.sched.registry import PolicyEntry, policies, variants
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0, 2 for a wrong command line."""
-    parser = Parser(
-        prog="jaxserve policies",
-        description=__doc__,
-    )
+    parser = Parser(prog="jaxserve policies", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     args = parser.parse_args(argv)
     found = listing()

@@ -45,6 +45,7 @@ ROUNDS = 7
 TIME_LIMIT = 60.0  # seconds after which no further round begins
 HOST_STEPS = 60  # of each request that the host's part is measured with
 HOST_SINGLES = 8
+_QUALITY = ("r2", "mean_error", "worst_error", "leave_out_error")  # of a fit
 
 
 def shapes(
@@ -137,11 +138,8 @@ def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit,
     model = dataclasses.replace(found.model, overlapped=engine.executor.copies_beside)
     found = dataclasses.replace(found, model=model)
     system = _system(info, limits, timer.padding, found)
-    return (
-        dataclasses.replace(system, about={**system.about, "pivot": pivot(samples)}),
-        found,
-        samples,
-    )
+    about = {**system.about, "pivot": pivot(samples)}
+    return dataclasses.replace(system, about=about), found, samples
 
 
 def pivot(samples: Iterable[Sample]) -> dict[str, float]:
@@ -217,10 +215,7 @@ def _system(info: Any, limits: Limits, padding: Padding, found: Fit) -> System:
             "device": info.device,
             "machine": machine(),
             "versions": versions(),
-            "r2": found.r2,
-            "mean_error": found.mean_error,
-            "worst_error": found.worst_error,
-            "leave_out_error": found.leave_out_error,
+            **{name: getattr(found, name) for name in _QUALITY},
         },
     )
 
@@ -271,10 +266,7 @@ def _check_out(path: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Exit codes: 0, 1 if measuring failed, 2 for a wrong command line."""
-    parser = Parser(
-        prog="jaxserve profile",
-        description=__doc__,
-    )
+    parser = Parser(prog="jaxserve profile", description=__doc__)
     parser.add_argument("--out", default="profile.json", help="where to (profile.json)")
     args, rest = parser.parse_known_args(argv)
     show = sys.stderr.isatty()

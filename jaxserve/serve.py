@@ -19,7 +19,7 @@ from jaxserve.hosts.process_exit import end_process
 from jaxserve.hosts.rank import GroupError, find_rank
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.batches.options import open_batches
-from jaxserve.server.http.frontend import http_settings
+from jaxserve.server.http.options import http_settings
 from jaxserve.server.startup import launch
 from jaxserve.server.startup.process import announce, complain, run_server
 from jaxserve.server.telemetry.logs import log_to_stderr

@@ -59,7 +59,7 @@ def show(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     """Each turn's tokens_per_s, cpu_us (of a token) and ttft_ms, by frontend."""
     from jaxserve.engine.startup.build import build_engine  # late: jax takes seconds
-    from jaxserve.server.http.frontend import http_settings
+    from jaxserve.server.http.options import http_settings
     from jaxserve.server.server import Server
 
     queue = max(args.config.scheduler.max_queue, args.streams)

@@ -39,9 +39,9 @@ class Answers:
         self.done: dict[int, None] = {}  # in the order of the file
         if path is None:
             return
-        kept = _read(path, prompts) if resume and path.exists() else {}
-        self.done = dict.fromkeys(kept)
         if resume and path.exists():
+            kept = _read(path, prompts)
+            self.done = dict.fromkeys(kept)
             replace_file(path, kept.values())
         self._file = open(path, "a" if resume else "w", encoding="utf-8")  # noqa: SIM115
 

@@ -54,13 +54,9 @@ class Completion:
     @classmethod
     def from_message(cls, message: batches_pb2.Completion) -> Completion:
         """The continuation of a batch's line."""
-        completion = cls(
-            message.index,
-            message.text,
-            list(message.token_ids),
-            list(message.logprobs),
-            prompt_logprobs=list(message.prompt_logprobs),
-        )
+        tokens, logprobs = list(message.token_ids), list(message.logprobs)
+        completion = cls(message.index, message.text, tokens, logprobs)
+        completion.prompt_logprobs = list(message.prompt_logprobs)
         completion.finish(message.finish)
         return completion
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+
+from jaxserve.server.access.browser_origins import is_local
 
 log = logging.getLogger(__name__)
 NO_PROXY = ("grpc.enable_http_proxy", 0)
@@ -84,10 +85,4 @@ def key_metadata(api_key: str | None, address: str, tls: Tls | None) -> tuple[tu
 
 def _is_here(address: str) -> bool:
     """Whether an address is this machine's own."""
-    host = address.rpartition(":")[0].strip("[]")
-    if address.startswith("unix:") or host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return address.startswith("unix:") or is_local(address.rpartition(":")[0].strip("[]"))

@@ -44,14 +44,8 @@ def _record(completion: Completion) -> dict[str, Any]:
 
 
 def _logprobs(entries: Sequence[pb.TokenLogprobs]) -> list[dict[str, Any]]:
-    return [
-        {
-            "token_id": entry.token_id,
-            "logprob": entry.logprob,
-            "top": [[top.token_id, top.logprob] for top in entry.top],
-        }
-        for entry in entries
-    ]
+    tops = ([[top.token_id, top.logprob] for top in entry.top] for entry in entries)
+    return [{**_fields(e), "top": top} for e, top in zip(entries, tops, strict=True)]
 
 
 def verdict_record(verdict: pb.SloVerdict) -> dict[str, Any]:

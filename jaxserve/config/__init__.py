@@ -1,36 +1,17 @@
 """The configuration: one tree of frozen dataclasses, made from ConfigDict where jaxserve is
 entered, and checked when it is made."""
 
-from jaxserve.config.errors import ConfigError
-from jaxserve.config.sections import (
-    AUTO,
-    DTYPES,
-    JSON,
-    LOAD_FORMATS,
-    TEXT,
-    CacheConfig,
-    EngineConfig,
-    MeshConfig,
-    SchedulerConfig,
-    ServedModelConfig,
-    ServerConfig,
-    TelemetryConfig,
-)
-from jaxserve.config.tree import Config
-
-__all__ = [
-    "AUTO",
-    "DTYPES",
-    "JSON",
-    "LOAD_FORMATS",
-    "TEXT",
-    "CacheConfig",
-    "Config",
-    "ConfigError",
-    "EngineConfig",
-    "MeshConfig",
-    "SchedulerConfig",
-    "ServedModelConfig",
-    "ServerConfig",
-    "TelemetryConfig",
-]
+from jaxserve.config.errors import ConfigError as ConfigError
+from jaxserve.config.sections import AUTO as AUTO
+from jaxserve.config.sections import DTYPES as DTYPES
+from jaxserve.config.sections import JSON as JSON
+from jaxserve.config.sections import LOAD_FORMATS as LOAD_FORMATS
+from jaxserve.config.sections import TEXT as TEXT
+from jaxserve.config.sections import CacheConfig as CacheConfig
+from jaxserve.config.sections import EngineConfig as EngineConfig
+from jaxserve.config.sections import MeshConfig as MeshConfig
+from jaxserve.config.sections import SchedulerConfig as SchedulerConfig
+from jaxserve.config.sections import ServedModelConfig as ServedModelConfig
+from jaxserve.config.sections import ServerConfig as ServerConfig
+from jaxserve.config.sections import TelemetryConfig as TelemetryConfig
+from jaxserve.config.tree import Config as Config

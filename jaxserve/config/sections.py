@@ -338,12 +338,10 @@ class ServerConfig:
         _check(self, "server.batch_key_share", 0 < self.batch_key_share <= 1, share)
         fine = self.exit_on_failure in ("on", "off")
         _check(self, "server.exit_on_failure", fine, ": must be on or off")
+        tls = bool(self.tls_cert or self.tls_key or self.tls_client_ca)
         for name in ("tls_cert", "tls_key"):
-            _require(
-                bool(getattr(self, name))
-                or not (self.tls_cert or self.tls_key or self.tls_client_ca),
-                f"server.{name}: is missing; TLS needs server.tls_cert and server.tls_key",
-            )
+            needs = "is missing; TLS needs server.tls_cert and server.tls_key"
+            _require(not tls or bool(getattr(self, name)), f"server.{name}: {needs}")
         for origin in self.origins:
             like = "must be like https://example.org, without a path, or *"
             _require(

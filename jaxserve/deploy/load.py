@@ -47,11 +47,7 @@ class Load:
         """The inverse of `as_metrics`, also for averages of such metrics."""
 
         def named(prefix: str) -> dict[str, float]:
-            return {
-                name.removeprefix(prefix): value
-                for name, value in metrics.items()
-                if name.startswith(prefix)
-            }
+            return {n.removeprefix(prefix): v for n, v in metrics.items() if n.startswith(prefix)}
 
         plain = {name: metrics.get(name, 0.0) for name in ("wait_share", "busy", "waiting")}
         return cls(**plain, ended=named(_ENDED), met=named(_MET))  # type: ignore[arg-type]

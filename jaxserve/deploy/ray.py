@@ -86,13 +86,8 @@ def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 def _place(settings: Settings) -> dict[str, Any]:
     """Where a replica runs: several hosts have a bundle each, and it is in the first."""
-    options: dict[str, Any] = {
-        "ray_actor_options": {
-            "num_cpus": settings.num_cpus,
-            "num_gpus": settings.num_gpus,
-            "resources": settings.resources,
-        }
-    }
+    given = {name: getattr(settings, name) for name in ("num_cpus", "num_gpus", "resources")}
+    options: dict[str, Any] = {"ray_actor_options": given}
     if settings.hosts > 1:
         options["placement_group_bundles"] = [settings.bundle] * settings.hosts
     return options

@@ -75,13 +75,8 @@ class ReplicaStats(Observer):
         replica takes no more requests, whatever the engine says."""
         backlog, info, stats = self._engine.backlog(), self._engine.info(), self._engine.stats()
         unfinished = stats.waiting + stats.running
-        known = constant_fields(
-            backlog.cost_model,
-            backlog.policy,
-            backlog.limits,
-            info.num_blocks,
-            info.block_size,
-        )
+        cost, blocks = backlog.cost_model, info.num_blocks
+        known = constant_fields(cost, backlog.policy, backlog.limits, blocks, info.block_size)
         taken = take_snapshot(backlog, unfinished, known, self._learned, draining=draining)
         # With nothing to do it has not changed since; and what has stopped will not change.
         age = self._clock() - backlog.time if unfinished and not draining else 0.0

@@ -17,6 +17,7 @@ from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.text.detokenizer import FILE_NAME, load_tokenizer
 from jaxserve.sched.request import MAX_N, SLO, InvalidRequest, Tier
 from jaxserve.sched.routing.fleet import RoutingRequest
+from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.server.grpc import message_conversion
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.openai import request_options
@@ -81,10 +82,8 @@ class RoutingRequestBuilder:
         if not 1 <= n <= MAX_N:
             return NOTHING
         level = find_slo_class(self._classes, slo_class).with_own(slo, tier)
-        of = {name: getattr(level.slo, name) for name in ("ttft", "tbt", "jct")}
-        targets: Mapping[str, float] = {
-            name: np.inf if target is None else target for name, target in of.items()
-        }
+        asked = ((name, getattr(level.slo, name)) for name in TARGETS)
+        targets: dict[str, float] = {name: np.inf if t is None else t for name, t in asked}
         mean = math.ceil(sum(lengths) / len(lengths))
         return RoutingRequest(max(mean, 1), int(level.tier), **targets, sequences=n * len(lengths))
 

@@ -226,14 +226,9 @@ class LLM:
         try:
             while (delta := await stream.next()) is not None:
                 reason = None if delta.last is None else delta.last.finish_reason
-                yield Piece(
-                    delta.index,
-                    "".join(delta.text),
-                    tuple(delta.token_ids),
-                    reason,
-                    tuple(delta.logprobs),
-                    tuple(delta.prompt_logprobs),
-                )
+                text, tokens = "".join(delta.text), tuple(delta.token_ids)
+                likely = tuple(delta.logprobs), tuple(delta.prompt_logprobs)
+                yield Piece(delta.index, text, tokens, reason, *likely)
         finally:
             self._end(stream)
 

@@ -84,14 +84,9 @@ class Frontends:
         self.batches = None if batches is None else Batches(self.requests, batches, tracker)
         self.body_bytes = longest_message(engine, batches=batches is not None)
         self.writes = WriteTimeout(options.write_timeout_s)
-        self._prompt_bytes = longest_message(engine, batches=False)
+        longest = self._prompt_bytes = longest_message(engine, batches=False)
         self.middleware = AdmissionMiddleware(
-            access,
-            self.admission,
-            self.few,
-            tracker,
-            body_bytes=self._prompt_bytes,
-            writes=self.writes,
+            access, self.admission, self.few, tracker, body_bytes=longest, writes=self.writes
         )
         self.calls = Calls(tracker, self.writes, access.keys)
 

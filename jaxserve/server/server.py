@@ -21,9 +21,9 @@ from jaxserve.server.frontends import Frontends, make_call_tracker
 from jaxserve.server.grpc.batches_service import BatchesService
 from jaxserve.server.grpc.grpc_server import SERVICES, listen_grpc, make_server
 from jaxserve.server.grpc.health import Health
-from jaxserve.server.http.frontend import HttpSettings
 from jaxserve.server.http.live_feed import LiveFeed
 from jaxserve.server.http.metrics_server import MetricsServer
+from jaxserve.server.http.options import HttpSettings
 from jaxserve.server.http.transport.http_server import HttpServer
 from jaxserve.server.requests.addresses import addresses_of
 from jaxserve.server.requests.call_outcome import Sink
@@ -114,16 +114,13 @@ class Server:
 
     def start(self) -> str:
         """Listens, and returns "host:port". Raises ConfigError if a port is taken."""
-        http, scraped = self._http_settings, self._metrics_port >= 0
+        http, batches = self._http_settings, self._batch_settings is not None
+        scraped, asked = self._metrics_port >= 0, http is not None
         for line in exposure_warnings(
-            self._host,
-            self.access,
-            http=http is not None,
-            metrics=scraped,
-            batches=self._batch_settings is not None,
+            self._host, self.access, http=asked, metrics=scraped, batches=batches
         ):
             log.warning("%s", line)
-        if scraped or http is not None:
+        if scraped or asked:
             self._registry = MetricsRegistry(self._engine, self._tracker)
         try:
             if scraped:
@@ -228,14 +225,9 @@ class Server:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop_requested = asyncio.Event()
-        options = self._options
+        options, batches = self._options, self._batch_settings
         frontends = self._frontends = Frontends(
-            self._engine,
-            options,
-            self._tracker,
-            self.access,
-            self._slo_classes,
-            self._batch_settings,
+            self._engine, options, self._tracker, self.access, self._slo_classes, batches
         )
         connections = connections_of_a_door() // len(addresses_of(self._host, self._port))
         self._health = Health(SERVICES, connections // _WATCHING, frontends.writes)

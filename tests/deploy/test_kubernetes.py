@@ -21,7 +21,7 @@ from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.settings import Settings
 from jaxserve.server import server as runner
 from jaxserve.server.access.options import KEYS_VARIABLE
-from jaxserve.server.http.frontend import HttpSettings
+from jaxserve.server.http.options import HttpSettings
 from jaxserve.server.requests.templates.chat_template import load_chat_template
 from jaxserve.server.server import Server
 from jaxserve.server.startup import launch

@@ -16,7 +16,7 @@ from jaxserve.config import Config
 from jaxserve.config.tree import DEFAULTS
 from jaxserve.engine.errors import HostLost
 from jaxserve.server.access.options import access_settings
-from jaxserve.server.http.frontend import http_settings
+from jaxserve.server.http.options import http_settings
 from jaxserve.server.server import Server
 from jaxserve.server.startup.process import run_server
 from jaxserve.server.telemetry.logs import log_to_stderr

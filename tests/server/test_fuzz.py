@@ -31,7 +31,7 @@ from jaxserve.engine.startup.build import build_engine
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.batches.journal import Journal
-from jaxserve.server.http.frontend import HttpSettings
+from jaxserve.server.http.options import HttpSettings
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.requests.templates.chat_template import ChatTemplate

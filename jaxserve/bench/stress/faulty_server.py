@@ -15,7 +15,7 @@ from jaxserve.bench.command import read_config
 from jaxserve.engine.stats import Observer, StepStats
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.batches.options import open_batches
-from jaxserve.server.http.frontend import http_settings
+from jaxserve.server.http.options import http_settings
 from jaxserve.server.server import Server
 from jaxserve.server.startup.process import run_server
 

@@ -6,14 +6,21 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from jaxserve.config import ConfigError
 from jaxserve.server.access.key_file import ApiKey, check_other, digest_of, parse_lines
 from jaxserve.server.access.key_limits import RateLimited, TooManyRequests, Usage
 
-__all__ = ["Caller", "Keys", "RateLimited", "TooManyRequests", "Unauthenticated"]
+__all__ = [
+    "Caller",
+    "Keys",
+    "RateLimited",
+    "TooManyRequests",
+    "Unauthenticated",
+    "authorization",
+]
 
 log = logging.getLogger(__name__)
 _LOOK_S = 1.0  # how often the file is looked at, at most
@@ -27,6 +34,15 @@ class Unauthenticated(RuntimeError):
         self.given = given
 
 
+def authorization(headers: Iterable[tuple[str | bytes, str | bytes]]) -> bytes | None:
+    """The authorization among HTTP's headers or gRPC's metadata; None unless there is exactly
+    one."""
+    found = [value for name, value in headers if name in ("authorization", b"authorization")]
+    if len(found) != 1:
+        return None
+    return found[0] if isinstance(found[0], bytes) else found[0].encode()
+
+
 class Caller:
     """The client of a call, as its API key identifies it. Without a key nothing is limited: none is
     needed, or the request is a line of a batch. `enter`, `take_requests` and `give_back_requests`
@@ -34,7 +50,7 @@ class Caller:
 
     Args:
         key: the caller's API key; None without one.
-        usage: what the key has open now; None counts nothing.
+        usage: what the key has open now; None begins with nothing.
         name: name of the key, where `key` is None; "" where no keys are needed.
     """
 
@@ -42,12 +58,13 @@ class Caller:
         self, key: ApiKey | None = None, usage: Usage | None = None, *, name: str = ""
     ) -> None:
         self.name = name if key is None else key.name
-        self.key, self._usage = key, usage
+        self.key, self._limits = key, key or ApiKey("", "")
+        self._usage = usage or Usage(time.monotonic)
 
     @property
     def weight(self) -> float:
         """Weight of the caller's share of a full engine."""
-        return 1.0 if self.key is None else float(self.key.weight or 1)
+        return float(self._limits.weight or 1)
 
     def scoped(self, name: str) -> str:
         """The caller's id `name`, made distinct from other callers' ids: names of keys have no
@@ -62,21 +79,18 @@ class Caller:
         """Counts one more open call until the returned stack is closed. rated: whether it counts
         against the rate limit, too. Raises RateLimited if there are too many."""
         place = contextlib.ExitStack()
-        if self.key is not None and self._usage is not None:
-            self._usage.enter(self.key, rated=rated)
-            place.callback(self._usage.leave)
+        self._usage.enter(self._limits, rated=rated)
+        place.callback(self._usage.leave)
         return place
 
     def take_requests(self, count: int) -> None:
         """Counts `count` requests that go to the engine. Raises RateLimited if that is too many
         now, and TooManyRequests if it always is."""
-        if self.key is not None and self._usage is not None:
-            self._usage.take_requests(self.key, count)
+        self._usage.take_requests(self._limits, count)
 
     def give_back_requests(self, count: int) -> None:
         """Stops counting `count` requests, which have ended."""
-        if self._usage is not None:
-            self._usage.give_back_requests(count)
+        self._usage.give_back_requests(count)
 
 
 class Keys:

@@ -51,7 +51,7 @@ class Browsers:
     def _is_ours(self, name: str | None) -> bool:
         if name is None:
             return False
-        if "*" in self.hosts or _is_local(name) or _address(name) is not None:
+        if "*" in self.hosts or is_local(name) or _address(name) is not None:
             return True
         below = (f"*{name[dot:]}" for dot, letter in enumerate(name) if letter == ".")
         return any(each in self.hosts for each in (name, *below))
@@ -63,7 +63,7 @@ class Browsers:
         if found is None:  # "null", for one: of a page in a sandbox
             return False
         name = _name(found[1])
-        return found[1].lower() in map(str.lower, hosts) or (name is not None and _is_local(name))
+        return found[1].lower() in map(str.lower, hosts) or (name is not None and is_local(name))
 
 
 def _name(authority: str) -> str | None:
@@ -72,7 +72,8 @@ def _name(authority: str) -> str | None:
     return None if found is None else found[1].strip("[]").lower().removesuffix(".")
 
 
-def _is_local(name: str) -> bool:
+def is_local(name: str) -> bool:
+    """Whether a host's name or address is this machine itself."""
     if name == _LOCAL or name.endswith(f".{_LOCAL}"):
         return True
     address = _address(name)

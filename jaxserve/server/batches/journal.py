@@ -227,15 +227,12 @@ class Journal:
         for key, place, name in batches:
             if place < after.place:
                 continue
+            behind = after.line if place == after.place else -1
             rows = self._db.execute(
-                "SELECT line, request FROM lines WHERE batch = :key AND line > :after AND NOT"
-                " EXISTS (SELECT 1 FROM results WHERE batch = :key AND line = lines.line)"
-                " ORDER BY line LIMIT :limit",
-                {
-                    "key": key,
-                    "after": after.line if place == after.place else -1,
-                    "limit": limit - len(found),
-                },
+                "SELECT line, request FROM lines WHERE batch = ?1 AND line > ?2 AND NOT"
+                " EXISTS (SELECT 1 FROM results WHERE batch = ?1 AND line = lines.line)"
+                " ORDER BY line LIMIT ?3",
+                (key, behind, limit - len(found)),
             )
             found += [
                 Work(Position(place, line), key, request, name, owner) for line, request in rows
@@ -249,21 +246,12 @@ class Journal:
         and a line that has a result keeps it."""
         with self._transaction() as db:
             for given in outcomes:
-                outcome = (
-                    given
-                    if self._has_room(given)
-                    else replace(given, result=given.instead, failed=True)
-                )
+                whole = replace(given, result=given.instead, failed=True)
+                outcome = given if self._has_room(given) else whole
                 cursor = db.execute(
                     "INSERT INTO results SELECT key, :line, :failed, :result FROM batches"
-                    " WHERE key = :key AND state = :served ON CONFLICT DO NOTHING",
-                    {
-                        "key": outcome.batch,
-                        "line": outcome.line,
-                        "failed": outcome.failed,
-                        "result": outcome.result,
-                        "served": BatchState.COMMITTED,
-                    },
+                    " WHERE key = :batch AND state = :served ON CONFLICT DO NOTHING",
+                    {**vars(outcome), "served": BatchState.COMMITTED},
                 )
                 if cursor.rowcount:
                     count = "failed" if outcome.failed else "done"
@@ -290,9 +278,8 @@ class Journal:
         with self._transaction() as db:
             status = self.status(batch_id, owner)
             if status.state is BatchState.COMMITTED:
-                raise BatchConflict(
-                    f"batch_id: batch {batch_id!r} is being served; cancel it first"
-                )
+                problem = f"batch {batch_id!r} is being served; cancel it first"
+                raise BatchConflict(f"batch_id: {problem}")
             db.execute(f"{_FORGET} WHERE key = ?", (status.key,))
 
     def clean(self, keep_s: float) -> int:

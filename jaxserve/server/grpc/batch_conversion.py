@@ -14,6 +14,7 @@ from jaxserve.server.proto import batches_pb2 as pb
 
 STATES = {state: pb.BatchState.Value(f"BATCH_STATE_{state.name}") for state in BatchState}
 MAX_ID = 128
+_SAME = ("batch_id", "model", "num_lines", "done", "failed")
 
 
 Call = pb.SubmitBatchRequest | pb.GetBatchRequest | pb.CancelBatchRequest | pb.DeleteBatchRequest
@@ -52,17 +53,9 @@ def line_from_message(message: pb.BatchLine) -> tuple[Line, InvalidRequest | Non
 
 def status_message(progress: Progress) -> pb.BatchStatus:
     """Where a batch is."""
-    told = progress.status
-    return pb.BatchStatus(
-        batch_id=told.batch_id,
-        model=told.model,
-        state=STATES[told.state],
-        num_lines=told.num_lines,
-        waiting=progress.waiting,
-        running=progress.running,
-        done=told.done,
-        failed=told.failed,
-    )
+    told, state = progress.status, STATES[progress.status.state]
+    same = {name: getattr(told, name) for name in _SAME}
+    return pb.BatchStatus(state=state, waiting=progress.waiting, running=progress.running, **same)
 
 
 def result_message(outcome: Outcome) -> pb.BatchResult:

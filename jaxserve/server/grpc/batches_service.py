@@ -31,24 +31,15 @@ class BatchesService:
         lines = await asyncio.to_thread(
             batches.checked, map(convert.line_from_message, request.lines)
         )
-        progress = await batches.submit(
-            request.batch_id,
-            request.first_line,
-            lines,
-            commit=request.commit,
-            caller=call.record.caller,
-        )
+        name, first, caller = request.batch_id, request.first_line, call.record.caller
+        progress = await batches.submit(name, first, lines, commit=request.commit, caller=caller)
         return pb.SubmitBatchResponse(status=convert.status_message(progress))
 
     async def GetBatch(self, request: pb.GetBatchRequest, call: Call) -> None:
         """The RPC: streams results."""
         batches = await self._served(request, call)
-        pages = batches.results(
-            request.batch_id,
-            request.first_line,
-            follow=request.follow,
-            owner=call.record.caller.name,
-        )
+        name, first, owner = request.batch_id, request.first_line, call.record.caller.name
+        pages = batches.results(name, first, follow=request.follow, owner=owner)
         async with contextlib.aclosing(pages):
             async for progress, page in pages:
                 results = await asyncio.to_thread(list, map(convert.result_message, page))

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import operator
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -22,7 +22,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from jaxserve.sched.request import InvalidRequest
-from jaxserve.server.access.api_keys import Keys, RateLimited, Unauthenticated
+from jaxserve.server.access.api_keys import Keys, RateLimited, Unauthenticated, authorization
 from jaxserve.server.grpc.wire_check import check_fields
 from jaxserve.server.requests.admission import Admission, Overloaded
 from jaxserve.server.requests.call_errors import call_error_of
@@ -75,7 +75,7 @@ class Call:
     ) -> None:
         self.record = record
         self._context, self._writes = context, writes
-        self.authorization = authorization_header(context.invocation_metadata())
+        self.authorization = authorization(context.invocation_metadata() or ())
 
     async def write(self, message: Message) -> None:
         """Sends a message; returns once the transport has taken it. Raises SlowReader."""
@@ -164,18 +164,11 @@ class Calls:
             admissions: limits of open calls, by method; a method without one is not limited.
             longest: bytes of the longest request.
         """
-        handlers = {
-            each.name: self._handler(
-                each.name,
-                _Rpc(
-                    getattr(servicer, each.name),
-                    admissions.get(each.name),
-                    message_factory.GetMessageClass(each.input_type),
-                    longest,
-                ),
-            )
-            for each in service.methods
-        }
+        handlers = {}
+        for each in service.methods:
+            kind = message_factory.GetMessageClass(each.input_type)
+            rpc = _Rpc(getattr(servicer, each.name), admissions.get(each.name), kind, longest)
+            handlers[each.name] = self._handler(each.name, rpc)
         return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
     def _handler(self, name: str, rpc: _Rpc) -> grpc.RpcMethodHandler:
@@ -266,11 +259,3 @@ class Calls:
             self._log.warning("malformed", "%s sent no %s: %s", call.record.peer, name, error)
             details = f"request: is not a {name}: {error}"
             await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, CallOutcome.MALFORMED)
-
-
-def authorization_header(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:
-    """The authorization in a call's metadata; None unless there is exactly one."""
-    found = [value for name, value in metadata or () if name == "authorization"]
-    if len(found) != 1:
-        return None
-    return found[0] if isinstance(found[0], bytes) else found[0].encode()

@@ -6,8 +6,7 @@ from jaxserve.engine.output import FinishReason
 from jaxserve.server.grpc import message_conversion
 from jaxserve.server.grpc.calls import Call
 from jaxserve.server.proto import generation_pb2 as pb
-from jaxserve.server.requests.call_streams import CallStreams
-from jaxserve.server.requests.engine_requests import MAX_REQUEST_ID, EngineRequests
+from jaxserve.server.requests.engine_requests import MAX_REQUEST_ID, CallStreams, EngineRequests
 
 
 class GenerationService:

@@ -11,10 +11,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jaxserve.config import ConfigError
-from jaxserve.server.access.api_keys import Keys, Unauthenticated
+from jaxserve.server.access.api_keys import Keys, Unauthenticated, authorization
 from jaxserve.server.access.tls import Tls
 from jaxserve.server.grpc.batches_service import BatchesService
-from jaxserve.server.grpc.calls import Calls, authorization_header
+from jaxserve.server.grpc.calls import Calls
 from jaxserve.server.grpc.health import Health
 from jaxserve.server.proto import batches_pb2, generation_pb2
 from jaxserve.server.requests.addresses import ATTEMPTS, addresses_of, bracketed_host
@@ -130,7 +130,7 @@ class _KeyForReflection(grpc.aio.ServerInterceptor):
         """As grpc.aio has it."""
         if details.method.startswith(_REFLECTION):
             try:
-                self._keys.caller(authorization_header(details.invocation_metadata))
+                self._keys.caller(authorization(details.invocation_metadata or ()))
             except Unauthenticated as error:
                 return _refusing(str(error))
         return await continuation(details)

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxserve import __version__
-from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
+from jaxserve.engine.output import COMPLETE, FinishReason, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.sched.cost.reachability import SloProblemKind
 from jaxserve.sched.request import (
@@ -39,16 +39,11 @@ _LISTS = {
     "stop": MAX_STOP_STRINGS,
 }
 
-TIERS = {
-    pb.TIER_UNSPECIFIED: None,
-    pb.TIER_REALTIME: Tier.REALTIME,
-    pb.TIER_BEST_EFFORT: Tier.BEST_EFFORT,
-}
-_TIER_VALUES = {tier: value for value, tier in TIERS.items()}
+_TIER_VALUES = {tier: pb.Tier.Value(f"TIER_{tier.name}") for tier in Tier}
+TIERS = {pb.TIER_UNSPECIFIED: None, **{value: tier for tier, value in _TIER_VALUES.items()}}
 REASONS = {
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}")
+    for reason in (*COMPLETE, FinishReason.CANCELLED)
 }
 PROBLEMS = {
     kind: pb.SloProblemKind.Value(f"SLO_PROBLEM_KIND_{kind.name}") for kind in SloProblemKind
@@ -62,16 +57,10 @@ def fields_from_message(message: pb.GenerateRequest, caller: Caller) -> RequestF
     if message.tier not in TIERS:
         known = ", ".join(pb.Tier.keys())
         raise InvalidRequest("tier", f"unknown value {message.tier}; known values are {known}")
-    return RequestFields(
-        prompt_from_message(message),
-        sampling_from_message(message.sampling),
-        message.request_id,
-        slo_from_message(message.slo),
-        TIERS[message.tier],
-        message.slo_class,
-        message.serve_late,
-        caller,
-    )
+    prompt, sampling = prompt_from_message(message), sampling_from_message(message.sampling)
+    slo, tier = slo_from_message(message.slo), TIERS[message.tier]
+    own = (message.slo_class, message.serve_late, caller)
+    return RequestFields(prompt, sampling, message.request_id, slo, tier, *own)
 
 
 def prompt_from_message(message: Any) -> str | Sequence[int]:

@@ -10,18 +10,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.server.access.api_keys import Caller, RateLimited, Unauthenticated
+from jaxserve.server.access.api_keys import Caller, RateLimited, Unauthenticated, authorization
 from jaxserve.server.access.browser_origins import NotAllowed
 from jaxserve.server.access.options import Access
 from jaxserve.server.http.errors import RECORD, ApiError, as_api_error
 from jaxserve.server.http.openai.files import FORM_BYTES, MAX_FILE_BYTES
 from jaxserve.server.http.transport.connections import Place
 from jaxserve.server.http.transport.protocol import LOST, PLACE, REQUEST_ID
-from jaxserve.server.requests.admission import Admission, Overloaded
+from jaxserve.server.requests.admission import NOBODY, Admission, Overloaded
 from jaxserve.server.requests.call_outcome import (
     CallOutcome,
     CallSource,
@@ -120,10 +121,7 @@ class AdmissionMiddleware:
 
         with contextlib.ExitStack() as places:
             try:
-                if scope["path"] == _PAGE:
-                    self._check_page(scope, self._log_of_quiet)
-                else:
-                    caller = self.caller(scope, self._log_of_quiet)
+                caller = self.caller(scope, self._log_of_quiet)
                 if scope["path"] == _EVENTS:
                     places.enter_context(caller.enter(rated=False))
                     self._consoles.enter(caller)
@@ -139,25 +137,22 @@ class AdmissionMiddleware:
                         raise
 
     def caller(self, scope: Scope, log: RateLimitedLog | None = None) -> Caller:
-        """Whose call it is. Raises NotAllowed and Unauthenticated, which go to the log."""
-        self._check_page(scope, log)
+        """Whose call it is. Raises NotAllowed, where somebody else's page may have a browser call,
+        and Unauthenticated; both go to the log."""
+        kind = "browser"
         try:
-            caller = self._keys.caller(authorization(scope))
-        except Unauthenticated as error:
-            (log or self.log).warning("key", "refused a call from %s: %s", _peer(scope), error)
+            if self._browsers is not None:
+                headers = Headers(scope=scope)
+                self._browsers.check(headers.getlist("host"), headers.getlist("origin"))
+            if scope["path"] == _PAGE:
+                return NOBODY
+            kind = "key"
+            caller = self._keys.caller(authorization(scope["headers"]))
+        except (NotAllowed, Unauthenticated) as error:
+            (log or self.log).warning(kind, "refused a call from %s: %s", _peer(scope), error)
             raise
         _place(scope).known()
         return caller
-
-    def _check_page(self, scope: Scope, log: RateLimitedLog | None = None) -> None:
-        """Raises NotAllowed where somebody else's may have a browser call."""
-        if self._browsers is None:
-            return
-        try:
-            self._browsers.check(header_values(scope, b"host"), header_values(scope, b"origin"))
-        except NotAllowed as error:
-            (log or self.log).warning("browser", "refused a call from %s: %s", _peer(scope), error)
-            raise
 
     def admission_of(self, scope: Scope) -> Admission | None:
         """Who counts the call; None: nobody."""
@@ -252,12 +247,6 @@ class _Visit:
             self._done = True
 
 
-def authorization(scope: Scope) -> bytes | None:
-    """The authorization header of a call; None unless there is exactly one."""
-    found = [value for name, value in scope["headers"] if name == b"authorization"]
-    return found[0] if len(found) == 1 else None
-
-
 def refusal_of(error: Exception) -> ApiError:
     """The error for a call that is not let in."""
     known = as_api_error(error)
@@ -268,7 +257,8 @@ def refusal_of(error: Exception) -> ApiError:
 def limited_receive(receive: Receive, scope: Scope, limit: int) -> Receive:
     """The same, but of a body of at most `limit` bytes that comes in time: HTTPException for a
     longer one, or a slower one."""
-    length = _content_length(scope)
+    said = Headers(scope=scope).get("content-length", "0")
+    length = int(said) if said.isdecimal() else math.inf
     begun, got, whole = asyncio.get_running_loop().time(), 0, False
 
     async def within() -> Message:
@@ -293,11 +283,6 @@ def limited_receive(receive: Receive, scope: Scope, limit: int) -> Receive:
     return within
 
 
-def header_values(scope: Scope, name: bytes) -> list[str]:
-    """All values of a header."""
-    return [value.decode("latin-1") for found, value in scope["headers"] if found == name]
-
-
 def _place(scope: Scope) -> Place:
     """Its connection's; one of its own where others keep the connections."""
     place = scope.get("state", {}).get(PLACE)
@@ -314,16 +299,6 @@ def _label(path: str) -> str:
 def _peer(scope: Scope) -> str:
     client = scope.get("client")
     return f"{client[0]}:{client[1]}" if client else ""
-
-
-def _content_length(scope: Mapping[str, Any]) -> float:
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            try:
-                return int(value)
-            except ValueError:
-                return math.inf
-    return 0
 
 
 def _too_long(limit: int) -> HTTPException:

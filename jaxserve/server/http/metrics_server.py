@@ -4,12 +4,13 @@ busy."""
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, make_asgi_app
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxserve.server.access.api_keys import Unauthenticated
+from jaxserve.server.access.api_keys import Unauthenticated, authorization
 from jaxserve.server.access.browser_origins import NotAllowed
 from jaxserve.server.access.options import Access
-from jaxserve.server.http.admission_middleware import authorization, header_values, refusal_of
+from jaxserve.server.http.admission_middleware import refusal_of
 from jaxserve.server.http.transport.http_server import HttpServer
 from jaxserve.server.loop_thread import LoopThread
 
@@ -55,8 +56,9 @@ def _guarded(app: ASGIApp, access: Access) -> ASGIApp:
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if browsers is not None:
-                browsers.check(header_values(scope, b"host"), header_values(scope, b"origin"))
-            access.keys.caller(authorization(scope))
+                headers = Headers(scope=scope)
+                browsers.check(headers.getlist("host"), headers.getlist("origin"))
+            access.keys.caller(authorization(scope["headers"]))
         except (NotAllowed, Unauthenticated) as error:
             await refusal_of(error).response()(scope, receive, send)
         else:

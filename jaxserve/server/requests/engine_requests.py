@@ -289,6 +289,40 @@ class EngineRequests:
             self.cancel_stream(stream)
 
 
+class CallStreams:
+    """Submits all requests of a call, or none; `end` it, however the call ends.
+
+    Args:
+        requests: the way to the engine.
+        wanted: one a prompt.
+        record: of the call, whose caller they count for.
+
+    Raises:
+        RateLimited: the caller may not have as many now.
+        TooManyRequests: the caller may never have as many.
+        Exception: what `EngineRequests.open_stream` raises.
+    """
+
+    def __init__(
+        self, requests: EngineRequests, wanted: Sequence[Request], record: CallRecord
+    ) -> None:
+        self._requests = requests
+        self.wanted, self.record = wanted, record
+        record.charge(wanted)
+        self.streams: list[Stream] = []
+        try:
+            for request in wanted:
+                self.streams.append(requests.open_stream(request, record=record))
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Whatever is unfinished is cancelled."""
+        for stream in self.streams:
+            self._requests.end_stream(stream)
+
+
 def half_surrogate(error: UnicodeEncodeError) -> str:
     """What is wrong with a text that cannot be encoded."""
     return f"has U+{ord(error.object[error.start]):04X}, half a surrogate pair, which is no text"

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from jaxserve import __version__
 from jaxserve.checkpoint_files import check_folder
-from jaxserve.command_line import with_underscores
+from jaxserve.command_line import Parser
 from jaxserve.config import AUTO, Config, ConfigError, ServerConfig
 from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.config.tree import DEFAULTS, OPEN_FIELDS, did_you_mean_field
@@ -51,12 +51,7 @@ _SHORTCUTS = {
     "otlp_endpoint": ("telemetry.otlp_endpoint", "where traces go by OTLP, http://localhost:4317"),
 }
 _TRUTH = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
-_WANTED = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    tuple: "whole numbers, as (1, 2)",
-}
+_WANTED = {bool: "true or false", int: "a whole number", float: "a number", tuple: "like (1, 2)"}
 
 
 class UsageError(ValueError):
@@ -130,9 +125,7 @@ def parse_flags(argv: Sequence[str], default: str, own_flags: Sequence[str] = ()
         UsageError: the arguments are wrong; one line.
     """
     known = flag_names()
-    parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False
-    )
+    parser = Parser(add_help=False, argument_default=argparse.SUPPRESS, exit_on_error=False)
     for name in known:
         if isinstance(_default(name), bool):
             parser.add_argument(f"--{name}", dest=name, nargs="?", const="true")
@@ -140,9 +133,7 @@ def parse_flags(argv: Sequence[str], default: str, own_flags: Sequence[str] = ()
         elif not isinstance(_default(name), dict):
             parser.add_argument(f"--{name}", dest=name)
     try:
-        found, rest = parser.parse_known_args(
-            with_underscores(argv, {f"--{name}" for name in known})
-        )
+        found, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UsageError(str(error)) from None
     values = {name: _value(name, text) for name, text in vars(found).items()}

@@ -15,7 +15,7 @@ from jaxserve.config import JSON, Config
 from jaxserve.hosts.process_exit import end_process
 from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batch_operations import BatchSettings
-from jaxserve.server.http.frontend import HttpSettings
+from jaxserve.server.http.options import HttpSettings
 from jaxserve.server.requests.call_outcome import Sink
 from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.open_files import raise_limit

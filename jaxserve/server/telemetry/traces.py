@@ -60,12 +60,9 @@ class Traces:
         kind = (
             trace.SpanKind.INTERNAL if record.source is CallSource.BATCH else trace.SpanKind.SERVER
         )
+        parent, attributes = self._propagator.extract(record.carrier), self._attributes(record)
         span = self._tracer.start_span(
-            record.method,
-            self._propagator.extract(record.carrier),
-            kind,
-            self._attributes(record),
-            start_time=at(record.began),
+            record.method, parent, kind, attributes, start_time=at(record.began)
         )
         record.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
         if record.outcome in _OWN_FAULT:

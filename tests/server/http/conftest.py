@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.server.http.frontend import HttpSettings
+from jaxserve.server.http.options import HttpSettings
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.server import Server

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic_core import to_json
@@ -65,12 +65,11 @@ def read_line(context: RouteContext, endpoint: str, text: str, tenant: str) -> N
             raise InvalidRequest("url", f"the batch is for POST {endpoint}")
         body = validate_body(given.body, _BODIES[endpoint])
         line = Line(*_asked(context, body, tenant), name)
-    except InvalidRequest as error:
+    except (InvalidRequest, ApiError) as error:
+        if isinstance(error, ApiError):
+            where = error.param or "line"
+            error = InvalidRequest(where, str(error).removeprefix(f"{where}: "))
         return Line(text, {}, name).checked(requests, error)
-    except ApiError as error:
-        where = error.param or "line"
-        problem = InvalidRequest(where, str(error).removeprefix(f"{where}: "))
-        return Line(text, {}, name).checked(requests, problem)
     return line.checked(
         requests, named=functools.partial(request_options.naming_grammar_fields, body)
     )
@@ -148,18 +147,13 @@ def _answer(
 
 
 def _choice(context: RouteContext, chat: bool, found: Completion) -> dict[str, Any]:
-    choice: dict[str, Any] = {"index": found.index, "finish_reason": str(found.finish_reason)}
-    choice["logprobs"] = None
-    if found.logprobs:
-        if chat:
-            choice["logprobs"] = chat_logprobs(context.engine, found.logprobs)
-        else:
-            choice["logprobs"] = CompletionLogprobs(context.engine).as_dict(found.logprobs)
+    tell: Callable[..., Any] = CompletionLogprobs(context.engine).as_dict
     if chat:
-        choice["message"] = assistant_message(found.text)
-    else:
-        choice["text"] = found.text
-    return choice
+        tell = functools.partial(chat_logprobs, context.engine)
+    logprobs = tell(found.logprobs) if found.logprobs else None
+    said = {"message": assistant_message(found.text)} if chat else {"text": found.text}
+    reason = str(found.finish_reason)
+    return {"index": found.index, "finish_reason": reason, "logprobs": logprobs, **said}
 
 
 def jsonl_line(line: dict[str, Any]) -> bytes:

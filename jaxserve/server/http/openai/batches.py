@@ -120,12 +120,9 @@ class CallerBatches:
             await self._batches.delete(name, self._owner)
 
     def _written(self, note: dict[str, Any], name: str, page: Sequence[Outcome]) -> bytes:
-        return b"".join(
-            jsonl_line(
-                written_line(self._context, note, name, each.line, Result.from_json(each.result))
-            )
-            for each in page
-        )
+        results = ((each.line, Result.from_json(each.result)) for each in page)
+        lines = (written_line(self._context, note, name, *result) for result in results)
+        return b"".join(map(jsonl_line, lines))
 
     def _read(self, endpoint: str, texts: list[str]) -> list[NewLine]:
         return [read_line(self._context, endpoint, text, self._owner) for text in texts]

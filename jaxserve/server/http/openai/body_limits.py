@@ -156,7 +156,7 @@ def _loaded(raw: bytes) -> Any:
     # A number takes up to 0.1 ms, and there may be half a million of them: between calls of Python
     # functions other threads have their turn, and small bodies do without.
     large = len(raw) > INLINE_BYTES
-    hooks = {"parse_int": lambda text: int(text), "parse_float": lambda text: float(text)}
+    hooks: Any = {"parse_int": lambda text: int(text), "parse_float": lambda text: float(text)}
     try:
         value = json.loads(raw.decode("utf-8-sig"), **(hooks if large else {}))
     except UnicodeDecodeError as error:

@@ -171,11 +171,8 @@ class Answer(ABC):
 
 def usage_fields(prompt_tokens: int, output_tokens: int) -> dict[str, int]:
     """The usage object."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": output_tokens,
-        "total_tokens": prompt_tokens + output_tokens,
-    }
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens}
+    return {**usage, "total_tokens": prompt_tokens + output_tokens}
 
 
 def _with(json: bytes, raw: Mapping[str, bytes]) -> bytes:

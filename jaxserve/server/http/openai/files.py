@@ -217,7 +217,9 @@ class FileStore:
     def _left(self) -> Room:
         """For one more file of this owner."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._clean()
+        for each in list(self._all().values()):
+            if time.time() - each.created > self._keep_s:
+                self._forget(each.id)
         everybody = [*self._all().values(), *self._shelf.reserved]
         mine = [each for each in everybody if each.owner == self._owner]
         rooms = [
@@ -232,11 +234,6 @@ class FileStore:
             raise ApiError(413, problem, param="file", code="too_many_files")
         own = self._quota.max_bytes - _size(mine)
         return min(*rooms, Room(own, f"in files_mib of {owner_words(self._owner)}"))
-
-    def _clean(self) -> None:
-        for each in list(self._all().values()):
-            if time.time() - each.created > self._keep_s:
-                self._forget(each.id)
 
     def _forget(self, name: str) -> None:
         for suffix in (_META, _CONTENT):  # in this order: what has no note is nobody's

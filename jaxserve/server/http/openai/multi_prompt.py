@@ -10,7 +10,7 @@ from typing import TypeVar
 from fastapi import Request as HttpRequest
 
 from jaxserve.engine.output import FinishReason
-from jaxserve.server.requests.call_streams import CallStreams
+from jaxserve.server.requests.engine_requests import CallStreams
 from jaxserve.server.requests.output_streams import Delta
 
 T = TypeVar("T")

@@ -5,32 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
-from jaxserve.sched.request import SLO, Grammar, InvalidRequest, Tier
+from jaxserve.sched.request import SLO, Grammar, InvalidRequest, SamplingParams, Tier
 from jaxserve.server.http.openai.schema import CompletionRequest, Generation, SloFields
 from jaxserve.server.requests.slo_classes import own_targets
 
-_PLAIN = (
-    "temperature",
-    "top_p",
-    "n",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-)
-_SERVICE_TIERS = {
-    "auto": None,
-    "default": Tier.REALTIME,
-    "priority": Tier.REALTIME,
-    "fast": Tier.REALTIME,
-    "scale": Tier.REALTIME,
-    "flex": Tier.BEST_EFFORT,
-}
+# Fields that both have; the others of theirs mean something else, or are of another type.
+_PLAIN = Generation.model_fields.keys() & {field.name for field in fields(SamplingParams)}
+_PLAIN -= {"top_k", "stop", "stop_token_ids", "logit_bias"}
+_REALTIME = ("default", "priority", "fast", "scale")
+_SERVICE_TIERS = {**dict.fromkeys(_REALTIME, Tier.REALTIME), "flex": Tier.BEST_EFFORT}
 _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
     "json": Grammar.json_schema,
     "regex": Grammar.regex,
@@ -45,37 +31,37 @@ SERVED_AS = {Tier.REALTIME: "default", Tier.BEST_EFFORT: "flex"}
 def sampling_fields(body: Generation) -> dict[str, Any]:
     """Fields of SamplingParams by its own names, but for max_tokens and logprobs; null is the
     default. Raises InvalidRequest."""
-    fields = {name: getattr(body, name) for name in _PLAIN}
-    fields = {name: value for name, value in fields.items() if value is not None}
+    given = {name: getattr(body, name) for name in _PLAIN}
+    found = {name: value for name, value in given.items() if value is not None}
     if body.top_k is not None:
-        fields["top_k"] = 0 if body.top_k == -1 else body.top_k
+        found["top_k"] = 0 if body.top_k == -1 else body.top_k
     if body.stop is not None:
-        fields["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+        found["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
     if body.stop_token_ids is not None:
-        fields["stop_token_ids"] = tuple(body.stop_token_ids)
+        found["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.logit_bias is not None:
-        fields["logit_bias"] = tuple(sorted(_bias(key, b) for key, b in body.logit_bias.items()))
+        found["logit_bias"] = tuple(sorted(_bias(key, b) for key, b in body.logit_bias.items()))
     if (grammar := requested_grammar(body)) is not None:
-        fields["grammar"] = grammar
-    return fields
+        found["grammar"] = grammar
+    return found
 
 
 def completion_sampling(body: CompletionRequest) -> dict[str, Any]:
     """All of them, of a completion. Raises InvalidRequest."""
-    fields = sampling_fields(body)
+    found = sampling_fields(body)
     if body.max_tokens is not None:
-        fields["max_tokens"] = body.max_tokens
+        found["max_tokens"] = body.max_tokens
     if scores_prompt_only(body):
         if body.min_tokens:
             raise InvalidRequest("min_tokens", f"must be at most 0, got {body.min_tokens}")
-        fields["max_tokens"] = 1  # which the answer leaves out
+        found["max_tokens"] = 1  # which the answer leaves out
     if body.logprobs is not None:
-        fields["logprobs"] = body.logprobs
+        found["logprobs"] = body.logprobs
         if body.echo:
-            fields["prompt_logprobs"] = body.logprobs
+            found["prompt_logprobs"] = body.logprobs
     if body.best_of not in (None, 1, body.n):
         raise InvalidRequest("best_of", "only as many as n are generated")
-    return fields
+    return found
 
 
 def scores_prompt_only(body: CompletionRequest) -> bool:

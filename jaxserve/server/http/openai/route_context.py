@@ -67,21 +67,13 @@ class RouteContext:
         self.requests.check_open()
         slo, slo_class = request_options.requested_targets(body)
         tier = request_options.requested_tier(body)
-        name = body.request_id or ""
+        name, late = body.request_id or "", bool(body.serve_late)
         wanted = []
         with request_options.naming_grammar_fields(body):
             for place, prompt in enumerate(prompts):
                 await asyncio.sleep(0)  # others come in between: each may take milliseconds
-                fields = RequestFields(
-                    prompt,
-                    sampling,
-                    _numbered(name, place),
-                    slo,
-                    tier,
-                    slo_class,
-                    bool(body.serve_late),
-                    caller,
-                )
+                own = _numbered(name, place)
+                fields = RequestFields(prompt, sampling, own, slo, tier, slo_class, late, caller)
                 wanted.append(await self.requests.make_request(fields))
         return wanted
 

@@ -118,12 +118,8 @@ def _wrong(*where_and_what: int | str) -> None:
     """Raises ValidationError for something within a value. where_and_what: the way to it, and what
     is said of it."""
     *where, what = where_and_what
-    line: Any = {
-        "type": "value_error",
-        "loc": tuple(where),
-        "input": None,
-        "ctx": {"error": ValueError(what)},
-    }
+    problem = {"error": ValueError(what)}
+    line: Any = {"type": "value_error", "loc": tuple(where), "input": None, "ctx": problem}
     raise ValidationError.from_exception_data("body", [line])
 
 
@@ -357,11 +353,8 @@ class Message(Body):
             text = "".join(part.text for part in text)
         calls = [call.model_dump() for call in self.tool_calls or ()]
         further = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
-        return {
-            "role": self.role,
-            "content": text,
-            **{name: value for name, value in further.items() if value},
-        }
+        given = {name: value for name, value in further.items() if value}
+        return {"role": self.role, "content": text, **given}
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

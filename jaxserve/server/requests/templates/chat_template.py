@@ -54,11 +54,8 @@ class ChatTemplate:
         self._processes = [] if source is None else [TemplateProcess(source) for _ in range(2)]
         self.close = weakref.finalize(self, _close, self._processes)
         if self._processes:
-            self._reads = self._processes[0].compile() - {
-                *(special or ()),
-                *_OF_THE_CALL,
-                *_UNSERVED,
-            }
+            given = {*(special or ()), *_OF_THE_CALL, *_UNSERVED}
+            self._reads = self._processes[0].compile() - given
 
     def submit(
         self,
@@ -89,15 +86,9 @@ class ChatTemplate:
         short = _is_short(messages) and not any(
             isinstance(value, str | list | dict) for value in (kwargs or {}).values()
         )
-        return self._processes[not short].render(
-            {
-                **self._fixed,
-                **(kwargs or {}),
-                "messages": list(messages),
-                "add_generation_prompt": add_generation_prompt,
-            },
-            tenant,
-        )
+        variables = {**self._fixed, **(kwargs or {}), "messages": list(messages)}
+        variables["add_generation_prompt"] = add_generation_prompt
+        return self._processes[not short].render(variables, tenant)
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """`submit`, waited for."""
