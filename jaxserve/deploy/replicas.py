@@ -30,7 +30,6 @@ class Replicas:
         self._fleet = Fleet(_PLACES)
         self._router = Router(routing, self._fleet, seed)
         self._places: dict[Hashable, int] = {}
-        self._names: dict[int, Hashable] = {}
         self._heard: dict[Hashable, float] = {}
 
     def __contains__(self, name: Hashable) -> bool:
@@ -56,7 +55,8 @@ class Replicas:
     def choose(self, routing_request: RoutingRequest, now: float) -> Hashable:
         """The replica for a request. now: seconds, on the snapshots' clock. Raises NoReplica if
         there is none."""
-        return self._names[self._router.choose(routing_request, now)]
+        chosen = self._router.choose(routing_request, now)
+        return next(name for name, place in self._places.items() if place == chosen)
 
     def sent(self, name: Hashable, routing_request: RoutingRequest, now: float) -> None:
         """Counts a request as sent to the replica."""
@@ -72,13 +72,12 @@ class Replicas:
         """Forgets a replica that is gone."""
         place = self._places.pop(name, None)
         if place is not None:
-            del self._names[place]
             self._heard.pop(name, None)
             self._fleet.forget(place)
 
     def _add(self, name: Hashable) -> None:
-        if len(self._names) == len(self._fleet):
+        if len(self._places) == len(self._fleet):
             self._fleet.grow(len(self._fleet))
-        place = next(place for place in range(len(self._fleet)) if place not in self._names)
-        self._places[name], self._names[place] = place, name
+        place = min({*range(len(self._fleet))} - {*self._places.values()})
+        self._places[name] = place
         self._fleet.find(place)

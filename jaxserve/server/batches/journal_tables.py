@@ -65,13 +65,11 @@ def open_tables(path: Path) -> sqlite3.Connection:
     """The database, made if it is not there, for its owner's eyes only, for any thread, each
     statement its own transaction unless it begins one. Raises ConfigError for a file that is
     something else."""
+    db = None
     try:
         path.touch(0o600)  # SQLite gives its log the same mode
         path.chmod(0o600)
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    except (sqlite3.Error, OSError) as error:
-        raise ConfigError(f"server.batch_dir: {path}: {error}") from None
-    try:
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if version not in (0, 1, _VERSION):
             problem = f"{path} is of another version of jaxserve ({version}, not {_VERSION})"
@@ -89,11 +87,11 @@ def open_tables(path: Path) -> sqlite3.Connection:
             db.execute("PRAGMA legacy_alter_table = OFF")
         db.execute("PRAGMA foreign_keys = ON")
         _take_notes(db, path.parent / "files")
-    except (sqlite3.Error, OSError) as error:
-        db.close()
-        raise ConfigError(f"server.batch_dir: {path}: {error}") from None
-    except BaseException:
-        db.close()
+    except BaseException as error:
+        if db is not None:
+            db.close()
+        if isinstance(error, (sqlite3.Error, OSError)):
+            raise ConfigError(f"server.batch_dir: {path}: {error}") from None
         raise
     return db
 

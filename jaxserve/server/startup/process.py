@@ -52,12 +52,10 @@ def run_server(
         The exit code: 0, or 1 if the engine has failed.
     """
     raise_limit()
+    names = ("host", "port", "metrics_port", "grace_s")
     server = Server(
         engine,
-        host=config.server.host,
-        port=config.server.port,
-        metrics_port=config.server.metrics_port,
-        grace_s=config.server.grace_s,
+        **{name: getattr(config.server, name) for name in names},
         batches=batches,
         slo_classes=slo_classes(config.server.slo_classes),
         http=http,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import queue
@@ -89,11 +90,8 @@ class BackgroundHandler(QueueHandler):
     def close(self) -> None:
         """Writes the waiting records, if that is possible."""
         if self._thread.is_alive():
-            try:
+            with contextlib.suppress(queue.Full):  # nobody reads
                 self._lines.put(None, timeout=_FLUSH_S)
-            except queue.Full:
-                pass  # nobody reads
-            else:
                 self._thread.join(_FLUSH_S)
         super().close()
 

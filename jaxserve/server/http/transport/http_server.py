@@ -7,15 +7,15 @@ import errno
 import itertools
 import logging
 import socket
-import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Coroutine
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from jaxserve.config import ConfigError
 from jaxserve.server.access.tls import Tls
-from jaxserve.server.http.transport.connections import Connections, Place
+from jaxserve.server.http.transport.connections import Connections
 from jaxserve.server.http.transport.protocol import Connection
 from jaxserve.server.requests.addresses import bind_sockets, bracketed_host
 from jaxserve.server.requests.open_files import connections_of_a_door
@@ -62,7 +62,7 @@ class HttpServer:
         self._connections = Connections(connections or connections_of_a_door())
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._acceptor: _Acceptor | None = None
+        self._accepting: set[asyncio.Task[None]] = set()  # those of the sockets, and handshakes
 
     @property
     def address(self) -> str:
@@ -90,15 +90,12 @@ class HttpServer:
             timeout_keep_alive=_KEEP_ALIVE_S,
         )
         config.load()
-        server = self._server = uvicorn.Server(config)
-
-        def connection(place: Place) -> Connection:
-            return Connection(config, server.server_state, {}, place=place)
-
+        self._server = uvicorn.Server(config)
         # Not `serve`: signals are the process's affair. It has no sockets: asyncio, which it would
         # have accept, logs and tries again thousands of times a second where there are no files.
-        self._serving = asyncio.create_task(server._serve([]))
-        self._acceptor = _Acceptor(self._sockets, connection, self._context, self._connections)
+        self._serving = asyncio.create_task(self._server._serve([]))
+        for listener in self._sockets:
+            self._spawn(self._accept(listener, self._server))
 
     def close(self) -> None:
         """Frees the port where `start` was never called."""
@@ -107,8 +104,8 @@ class HttpServer:
 
     async def stop(self, patience: float) -> None:
         """Takes no more calls; those that run get `patience` seconds for their last words."""
-        if self._acceptor is not None:
-            self._acceptor.stop()
+        for task in list(self._accepting):
+            task.cancel()
         self.close()
         if self._server is None or self._serving is None:
             return
@@ -116,59 +113,42 @@ class HttpServer:
         self._server.should_exit = True
         await self._serving
 
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
 
-class _Acceptor:
-    """Makes connections of whoever comes. context: of TLS, whose handshakes count as connections,
-    too."""
-
-    def __init__(
-        self,
-        listeners: Sequence[socket.socket],
-        protocol: Callable[[Place], Connection],
-        context: ssl.SSLContext | None,
-        connections: Connections,
-    ) -> None:
-        self._protocol, self._context, self._connections = protocol, context, connections
-        self._handshakes: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.get_running_loop()
-        self._accepting = [self._loop.create_task(self._accept(each)) for each in listeners]
-
-    def stop(self) -> None:
-        """Accepts nobody any more."""
-        for task in (*self._accepting, *self._handshakes):
-            task.cancel()
-
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _accept(self, listener: socket.socket, server: uvicorn.Server) -> None:
+        """Makes connections of whoever comes."""
+        loop = asyncio.get_running_loop()
         listener.setblocking(False)
         for accepted in itertools.count(1):
             try:
-                connection, _ = await self._loop.sock_accept(listener)
+                connection, _ = await loop.sock_accept(listener)
             except OSError as error:
                 if error.errno in _NO_FILES:
                     log.warning("nobody can connect: %s", error.strerror)
                 # Of the others, most are one connection's alone.
                 await asyncio.sleep(_AGAIN_S if error.errno in _NO_FILES else 0)
                 continue
-            task = self._loop.create_task(self._connect(connection))
-            self._handshakes.add(task)
-            task.add_done_callback(self._handshakes.discard)
+            self._spawn(self._connect(connection, server))
             if not accepted % _AT_ONCE:
                 await asyncio.sleep(0)
 
-    async def _connect(self, connection: socket.socket) -> None:
+    async def _connect(self, connection: socket.socket, server: uvicorn.Server) -> None:
+        """With TLS, whose handshakes count as connections, too."""
         task = asyncio.current_task()
         assert task is not None
         place = self._connections.enter(task.cancel)
         limit = None if self._context is None else _HANDSHAKE_S
         try:
-            await self._loop.connect_accepted_socket(
-                lambda: self._protocol(place),
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: Connection(server.config, server.server_state, {}, place=place),
                 connection,
                 ssl=self._context,
                 ssl_handshake_timeout=limit,
             )
-        except OSError:  # no handshake
+        except (OSError, asyncio.CancelledError) as error:
             place.leave()
-        except asyncio.CancelledError:
-            place.leave()
-            raise
+            if not isinstance(error, OSError):  # which is a handshake that failed
+                raise

@@ -76,10 +76,11 @@ class _Framing(h11.Connection):
 
     def _begin(self, request: h11.Request) -> None:
         self._chunks = self._bytes = 0
-        size, framed, given = len(request.target), 0, []
+        size, framed, chunked, given = len(request.target), 0, False, []
         for name, value in request.headers:
             size += len(name) + len(value) + len(": \r\n")
             framed += name in (b"content-length", b"transfer-encoding")
+            chunked |= name == b"transfer-encoding"
             if name == _X_REQUEST_ID:
                 given.append(value)
         sane = len(given) == 1 and _SANE_ID.fullmatch(given[0])
@@ -88,10 +89,7 @@ class _Framing(h11.Connection):
             raise h11.RemoteProtocolError(_LONG_HEAD)
         if framed > 1:
             raise h11.RemoteProtocolError("Content-Length and Transfer-Encoding: only one is taken")
-        chunked = self.their_http_version == b"1.0" and any(
-            name == b"transfer-encoding" for name, _ in request.headers
-        )
-        if chunked:
+        if chunked and self.their_http_version == b"1.0":
             raise h11.RemoteProtocolError("Transfer-Encoding: HTTP/1.0 has none")
 
     def _count(self, data: h11.Data) -> None:
