@@ -10,9 +10,10 @@ from starlette.types import ASGIApp
 
 from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batch_operations import Batches, BatchSettings
+from jaxserve.server.grpc.batches_service import BatchesService
 from jaxserve.server.grpc.calls import Calls
 from jaxserve.server.grpc.generation_service import GenerationService
-from jaxserve.server.grpc.grpc_server import GENERATION, METHODS, longest_message
+from jaxserve.server.grpc.grpc_server import BATCHES, GENERATION, METHODS, longest_message
 from jaxserve.server.http.admission_middleware import METHODS as HTTP_METHODS
 from jaxserve.server.http.admission_middleware import AdmissionMiddleware
 from jaxserve.server.http.app import build_app
@@ -30,7 +31,7 @@ from jaxserve.server.requests.write_timeout import WriteTimeout
 from jaxserve.server.telemetry.metrics import MetricsRegistry
 from jaxserve.server.telemetry.request_log import RequestLog
 
-_FEW_CALLS = 64
+_FEW_CALLS, _READERS = 64, 64
 
 
 def make_call_tracker(
@@ -63,7 +64,6 @@ class Frontends:
         body_bytes: the longest request of any call.
         writes: limits how long a client may take to read a message.
         middleware: around the HTTP application.
-        calls: runs gRPC methods.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Frontends:
         self.middleware = AdmissionMiddleware(
             access, self.admission, self.few, tracker, body_bytes=longest, writes=self.writes
         )
-        self.calls = Calls(tracker, self.writes, access.keys)
+        self._calls = Calls(tracker, self.writes, access.keys)
 
     def application(
         self, template: ChatTemplate, metrics: MetricsRegistry, feed: LiveFeed | None = None
@@ -108,7 +108,13 @@ class Frontends:
 
     def generation_handler(self) -> grpc.GenericRpcHandler:
         """gRPC's handler of jaxserve.v1.Generation."""
-        admissions = {"Generate": self.admission}
-        return self.calls.handler(
-            GENERATION, GenerationService(self.requests), admissions, self._prompt_bytes
-        )
+        service, admissions = GenerationService(self.requests), {"Generate": self.admission}
+        return self._calls.handler(GENERATION, service, admissions, self._prompt_bytes)
+
+    def batches_handler(self) -> grpc.GenericRpcHandler:
+        """gRPC's handler of jaxserve.v1.Batches."""
+        admissions = {each.name: self.few for each in BATCHES.methods}
+        # Who follows a batch does so for hours.
+        admissions["GetBatch"] = Admission(_READERS, "this server takes of GetBatch")
+        service = BatchesService(self.batches)
+        return self._calls.handler(BATCHES, service, admissions, self.body_bytes)

@@ -18,7 +18,6 @@ from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.daemon_thread import in_daemon_thread
 from jaxserve.server.exposure import exposure_warnings
 from jaxserve.server.frontends import Frontends, make_call_tracker
-from jaxserve.server.grpc.batches_service import BatchesService
 from jaxserve.server.grpc.grpc_server import SERVICES, listen_grpc, make_server
 from jaxserve.server.grpc.health import Health
 from jaxserve.server.http.live_feed import LiveFeed
@@ -232,14 +231,11 @@ class Server:
         connections = connections_of_a_door() // len(addresses_of(self._host, self._port))
         self._health = Health(SERVICES, connections // _WATCHING, frontends.writes)
         server = make_server(
-            frontends.calls,
-            frontends.generation_handler(),
-            BatchesService(frontends.batches),
-            frontends.few,
+            (frontends.generation_handler(), frontends.batches_handler()),
             self._health,
+            self.access.keys,
             message_bytes=frontends.body_bytes,
             max_connections=connections,
-            keys=self.access.keys,
             reflects=options.reflection,
         )
         address = listen_grpc(server, self._host, self._port, self.access.tls)

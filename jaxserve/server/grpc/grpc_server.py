@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -13,12 +13,9 @@ from grpc_reflection.v1alpha import reflection
 from jaxserve.config import ConfigError
 from jaxserve.server.access.api_keys import Keys, Unauthenticated, authorization
 from jaxserve.server.access.tls import Tls
-from jaxserve.server.grpc.batches_service import BatchesService
-from jaxserve.server.grpc.calls import Calls
 from jaxserve.server.grpc.health import Health
 from jaxserve.server.proto import batches_pb2, generation_pb2
 from jaxserve.server.requests.addresses import ATTEMPTS, addresses_of, bracketed_host
-from jaxserve.server.requests.admission import Admission
 from jaxserve.server.requests.engine_client import EngineClient
 
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"]
@@ -32,7 +29,6 @@ _BATCH_CALL_BYTES = 8 * _MIB  # what one call may add to a batch; of each there 
 MAX_CALL_BYTES = 17 * _MIB
 """Of a call at any frontend, however long prompts may be: to parse more of one string takes more
 than 50 ms, and nothing else runs meanwhile."""
-_READERS = 64  # of batches
 _ID_BYTES = 11  # of a token id on the wire, at most, with its share of framing
 _HANDSHAKE_S = 10  # TLS's, and the first words of HTTP/2
 _IDLE_S = 300
@@ -60,29 +56,23 @@ _OPTIONS = (
 
 
 def make_server(
-    calls: Calls,
-    generation: grpc.GenericRpcHandler,
-    batches: BatchesService,
-    few: Admission,
+    handlers: Sequence[grpc.GenericRpcHandler],
     health: Health,
+    keys: Keys,
     *,
     message_bytes: int,
     max_connections: int,
-    keys: Keys,
     reflects: bool,
 ) -> grpc.aio.Server:
     """A server with all services, which does not listen yet.
 
     Args:
-        calls: runs the calls for batches.
-        generation: handler of the Generation service.
-        batches: the Batches service.
-        few: limits the open calls for batches.
+        handlers: of our own services.
         health: the Health service.
+        keys: the API keys, one of which reflection needs if there are any.
         message_bytes: longest request.
         max_connections: connections to each address; gRPC closes further ones, whoever they come
             from.
-        keys: the API keys, one of which reflection needs if there are any.
         reflects: whether to offer server reflection.
     """
     options = (
@@ -92,14 +82,7 @@ def make_server(
     )
     asking = (_KeyForReflection(keys),) if reflects and keys.needed else ()
     server = grpc.aio.server(options=options, interceptors=asking)
-    # Who follows a batch does so for hours.
-    reading = Admission(_READERS, "this server takes of GetBatch")
-    of_batches: Mapping[str, Admission] = {
-        each.name: reading if each.name == "GetBatch" else few for each in BATCHES.methods
-    }
-    server.add_generic_rpc_handlers(
-        (generation, calls.handler(BATCHES, batches, of_batches, message_bytes))
-    )
+    server.add_generic_rpc_handlers(handlers)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if reflects:
         reflection.enable_server_reflection((*SERVICES, _HEALTH), server)

@@ -17,7 +17,6 @@ from jaxserve.server import frontends
 from jaxserve.server.batches import batch_lines as lines_module
 from jaxserve.server.batches import batch_runner as batch_runner
 from jaxserve.server.batches.batch_lines import Result
-from jaxserve.server.grpc import grpc_server
 from jaxserve.server.proto import batches_pb2 as pb
 from jaxserve.server.proto import batches_pb2_grpc
 from jaxserve.server.server import Server
@@ -286,7 +285,7 @@ def test_those_who_follow_keep_nobody_from_submitting(
     engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frontends, "_FEW_CALLS", 1)
-    monkeypatch.setattr(grpc_server, "_READERS", 1)
+    monkeypatch.setattr(frontends, "_READERS", 1)
     with batch_server(engine, tmp_path) as door:
         door.submit("b", [line(max_tokens=1)])
         pages = door.pages("b", follow=True)
