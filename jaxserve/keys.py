@@ -90,11 +90,8 @@ def _revoke(name: str, path: Path) -> None:
     if name not in (key.name for key in _keys(path)):
         raise _Refused(f"{path} has no key named {name}")
     check_file("file", path)
-    kept = []
-    for line in _read(path).splitlines(keepends=True):
-        key = parse_line(line)
-        if key is None or key.name != name:
-            kept.append(line)
+    lines = _read(path).splitlines(keepends=True)
+    kept = [line for line in lines if (key := parse_line(line)) is None or key.name != name]
     replace_file(path, [line.encode() for line in kept])
 
 

@@ -68,7 +68,10 @@ class ResultsFile:
         self._state = state_path(path)
         self._digest = prompts.digest()
         self.done = self.failed = 0
-        self._file = _locked(path)
+        file = lock(path, opened=lambda: open(path, "a+b"))  # noqa: SIM115
+        if file is None:
+            raise ResultsError(f"--out: another client is writing {path}")
+        self._file: IO[bytes] = file
         try:
             self.batch = self._read_state()
             self._read_results()
@@ -184,12 +187,3 @@ class ResultsFile:
             os.fsync(folder)
         finally:
             os.close(folder)
-
-
-def _locked(path: Path) -> IO[bytes]:
-    """Opens the file, creating it if needed, and locks it until it is closed. Raises ResultsError
-    if another process has it, OSError."""
-    file = lock(path, opened=lambda: open(path, "a+b"))  # noqa: SIM115
-    if file is None:
-        raise ResultsError(f"--out: another client is writing {path}")
-    return file

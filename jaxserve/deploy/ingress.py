@@ -71,7 +71,8 @@ class Ingress:
             messages = self._messages(scope, receive)
             async with aclosing(messages):
                 async for message in messages:
-                    begun, over = True, _is_last(message)
+                    begun = True
+                    over = message["type"] == "http.response.body" and not message.get("more_body")
                     await send(message)
         except ClientDisconnect:
             log.info("a client has hung up before its call was whole")
@@ -217,10 +218,6 @@ class _Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._ingress.answer(scope, receive, send)
-
-
-def _is_last(message: Mapping[str, Any]) -> bool:
-    return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
 def _whole(content: bytes, content_type: str) -> list[Message]:

@@ -24,7 +24,8 @@ def reserved_address(rank: Rank) -> Iterator[str]:
     with closing(socket.socket(rank.family, socket.SOCK_STREAM)) as place:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         place.bind((rank.address, 0))
-        yield f"{_quoted(rank.address)}:{place.getsockname()[1]}"
+        host = f"[{rank.address}]" if ":" in rank.address else rank.address
+        yield f"{host}:{place.getsockname()[1]}"
 
 
 def start_jax(rank: Rank, address: str) -> None:
@@ -48,7 +49,3 @@ def start_jax(rank: Rank, address: str) -> None:
     except (RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise GroupError(f"mesh.coordinator: JAX does not start over the hosts: {reason}") from None
-
-
-def _quoted(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

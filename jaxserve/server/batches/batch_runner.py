@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import sqlite3
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -213,7 +213,12 @@ class BatchRunner:
         elif whole is None:
             self._release(work.batch, work.line)
         else:
-            self._finish(await self._requests.run_beside(_served, work, line.name, whole))
+            # With log-probabilities of all tokens, it takes long.
+            self._finish(
+                await self._requests.run_beside(
+                    lambda: _outcome(work, Result(line.name, tuple(map(_completion, whole))))
+                )
+            )
 
     def _finish(self, outcome: Outcome) -> None:
         self._finished.append(outcome)
@@ -261,11 +266,6 @@ async def _whole(stream: Stream) -> list[Delta] | None:
     if any(last is None or last.finish_reason in (None, FinishReason.CANCELLED) for last in lasts):
         return None
     return found
-
-
-def _served(work: Work, name: str, whole: Sequence[Delta]) -> Outcome:
-    """Any thread may call: with log-probabilities of all tokens, it takes long."""
-    return _outcome(work, Result(name, tuple(map(_completion, whole))))
 
 
 def _completion(whole: Delta) -> Completion:

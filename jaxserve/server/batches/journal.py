@@ -353,12 +353,6 @@ class Journal:
         problem = f"there are {quota.count} batches of {owner_words(owner)}, as many as it may have"
         raise JournalFull(f"batch_id: {problem} (files); delete some")
 
-    def _check_quota(self, owner: str, more: int, quota: Quota | None) -> None:
-        if quota is not None and (size := self._used(owner) + more) > quota.max_bytes:
-            problem = f"the batches of {owner_words(owner)} would take {size:,} bytes"
-            most = f"at most {quota.max_bytes:,} are allowed (files_mib)"
-            raise JournalFull(f"lines: {problem}; {most}; delete some")
-
     def _has_room(self, outcome: Outcome) -> bool:
         if not outcome.instead:
             return True
@@ -380,7 +374,10 @@ class Journal:
         if total > MAX_LINES:
             raise JournalFull(f"lines: {total} in a batch; at most {MAX_LINES} are allowed")
         more = sum(len(line.request.encode()) + len(line.error or "") for line in lines)
-        self._check_quota(status.owner, more, quota)
+        if quota is not None and (size := self._used(status.owner) + more) > quota.max_bytes:
+            problem = f"the batches of {owner_words(status.owner)} would take {size:,} bytes"
+            most = f"at most {quota.max_bytes:,} are allowed (files_mib)"
+            raise JournalFull(f"lines: {problem}; {most}; delete some")
         size = self._size() + more
         if size > self.max_bytes:
             problem = f"all batches would take {size:,} bytes; at most {self.max_bytes:,} are"

@@ -209,6 +209,7 @@ def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
     pool = f"{info.num_blocks:,} blocks of {info.block_size}: {info.pool_tokens:,} tokens"
     metrics, batches = server.metrics_address, server.batch_path
     http, scheme = server.http_address, server.access.scheme
+    key = f", with a key as {KEY_VARIABLE} in its environment" if server.access.keys.needed else ""
     lines = [
         f"jaxserve is ready after {seconds:.1f} s",
         f"  model    {info.model} ({info.family}, {params}, {info.dtype} on {device}, "
@@ -221,7 +222,7 @@ def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
         f"  http     {f'{scheme}://{http}/v1, console at {scheme}://{http}/' if http else 'off'}",
         f"  metrics  {f'{scheme}://{metrics}/metrics' if metrics else 'off'}",
         f"  batches  {batches or 'off'}",
-        f"Try it in a second terminal{_with_key(server.access)}:",
+        f"Try it in a second terminal{key}:",
         f"  {client_line(server.address, server.access)}",
     ]
     return "\n".join(lines)
@@ -231,10 +232,6 @@ def _hidden_caches(info: EngineInfo) -> str:
     if info.hidden_read is None or info.rho is None:
         return ""
     return f", KV and hidden caches, {info.hidden_read} at {1e6 * info.rho:+.2f} us a token"
-
-
-def _with_key(access: Access) -> str:
-    return f", with a key as {KEY_VARIABLE} in its environment" if access.keys.needed else ""
 
 
 def client_line(address: str, access: Access) -> str:
