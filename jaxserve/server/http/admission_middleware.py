@@ -7,8 +7,6 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -77,10 +75,10 @@ class AdmissionMiddleware:
         self._cors_origins = access.cors_origins
         self._admission, self._few = admission, few
         self._consoles = Admission(_CONSOLES, "this server takes of consoles")
-        self.tracker = tracker
+        self._tracker = tracker
         self._body_bytes = body_bytes
-        self.writes = writes
-        self.log = RateLimitedLog(quiet=tracker.logged)
+        self._writes = writes
+        self._log = RateLimitedLog(quiet=tracker.logged)
         self._log_of_quiet = RateLimitedLog()  # calls that are not counted have no line else
 
     def around(self, app: ASGIApp) -> ASGIApp:
@@ -95,7 +93,7 @@ class AdmissionMiddleware:
             elif scope["path"] in _QUIET:
                 await self._quietly(app, scope, receive, send)
             else:
-                await _Visit(self, app, scope, send).run(receive)
+                await self._recorded(app, scope, receive, send)
 
         if not self._cors_origins:
             return kept
@@ -107,6 +105,70 @@ class AdmissionMiddleware:
             expose_headers=("Retry-After", "WWW-Authenticate", "x-request-id"),
         )
 
+    async def _recorded(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a call, whatever happens, and tells how it has ended."""
+        headers, state = scope["headers"], scope.get("state", {})
+        record = self._tracker.begin(
+            CallSource.HTTP, _label(scope["path"]), _peer(scope), trace_context(headers)
+        )
+        record.x_request_id = state.get(REQUEST_ID, "")
+        done, too_slow = False, ""
+
+        async def sent(message: Message) -> None:
+            nonlocal done, too_slow
+            try:
+                await self._writes.wait(send(message))
+            except SlowReader as error:
+                too_slow = str(error)  # on its way back the application makes another error of it
+                raise
+            last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if last and LOST not in state:  # else it went nowhere
+                done = True
+
+        try:
+            await self._admitted(app, {**scope, RECORD: record}, receive, sent)
+        except asyncio.CancelledError:
+            record.outcome = CallOutcome.CANCELLED
+            raise
+        except Exception:
+            if too_slow:
+                record.outcome, record.reason = CallOutcome.SLOW_READER, too_slow
+            else:
+                record.outcome = CallOutcome.FAILED
+                logging.exception("%s failed", record.method)
+        finally:
+            if not done and record.outcome is CallOutcome.OK:
+                unread = isinstance(state.get(LOST), TimeoutError)
+                record.outcome = CallOutcome.SLOW_READER if unread else CallOutcome.CANCELLED
+            if record.outcome is CallOutcome.SLOW_READER:
+                text = "gave up on %r, whose client reads too slowly"
+                self._log.warning("slow", text, record.request_id)
+            self._tracker.ended(record)
+
+    async def _admitted(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        record = scope[RECORD]
+        with contextlib.ExitStack() as places:
+            try:
+                caller = record.caller = self._caller(scope, self._log)
+                places.enter_context(caller.enter())
+                admission = self._admission if scope["path"] in _COUNTED else self._few
+                if scope["method"] == "POST":
+                    admission.enter(caller)
+                    places.callback(admission.leave, caller)
+                places.enter_context(_place(scope).calling())
+            except _REFUSALS as error:
+                kind = {RateLimited: "rate", Overloaded: "overload"}.get(type(error))
+                if kind is not None:
+                    self._log.warning(kind, "refused a call: %s", error)
+                refusal = refusal_of(error)
+                refusal.note(record)
+                await refusal.response()(scope, receive, send)
+            else:
+                limit = self._body_bytes if scope["path"] in _WITH_PROMPTS else _SMALL_BYTES
+                if scope["path"] == _FILES:
+                    limit = MAX_FILE_BYTES + FORM_BYTES
+                await app(scope, limited_receive(receive, scope, limit), send)
+
     async def _quietly(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """A call of which nobody is told. A console's stream is one of its key's open calls."""
         unread = False
@@ -114,14 +176,14 @@ class AdmissionMiddleware:
         async def sent(message: Message) -> None:
             nonlocal unread
             try:
-                await self.writes.wait(send(message))
+                await self._writes.wait(send(message))
             except SlowReader:
                 unread = True
                 raise
 
         with contextlib.ExitStack() as places:
             try:
-                caller = self.caller(scope, self._log_of_quiet)
+                caller = self._caller(scope, self._log_of_quiet)
                 if scope["path"] == _EVENTS:
                     places.enter_context(caller.enter(rated=False))
                     self._consoles.enter(caller)
@@ -136,7 +198,7 @@ class AdmissionMiddleware:
                     if not unread:
                         raise
 
-    def caller(self, scope: Scope, log: RateLimitedLog | None = None) -> Caller:
+    def _caller(self, scope: Scope, log: RateLimitedLog) -> Caller:
         """Whose call it is. Raises NotAllowed, where somebody else's page may have a browser call,
         and Unauthenticated; both go to the log."""
         kind = "browser"
@@ -149,102 +211,10 @@ class AdmissionMiddleware:
             kind = "key"
             caller = self._keys.caller(authorization(scope["headers"]))
         except (NotAllowed, Unauthenticated) as error:
-            (log or self.log).warning(kind, "refused a call from %s: %s", _peer(scope), error)
+            log.warning(kind, "refused a call from %s: %s", _peer(scope), error)
             raise
         _place(scope).known()
         return caller
-
-    def admission_of(self, scope: Scope) -> Admission | None:
-        """Who counts the call; None: nobody."""
-        if scope["method"] != "POST":
-            return None
-        return self._admission if scope["path"] in _COUNTED else self._few
-
-    def body_limit(self, scope: Scope) -> int:
-        """Bytes of its body."""
-        if scope["path"] == _FILES:
-            return MAX_FILE_BYTES + FORM_BYTES
-        return self._body_bytes if scope["path"] in _WITH_PROMPTS else _SMALL_BYTES
-
-
-class _Visit:
-    """One call."""
-
-    def __init__(
-        self, middleware: AdmissionMiddleware, app: ASGIApp, scope: Scope, send: Send
-    ) -> None:
-        self._middleware, self._app, self._send = middleware, app, send
-        self._state: Mapping[str, Any] = scope.get("state", {})
-        self._record = middleware.tracker.begin(
-            CallSource.HTTP, _label(scope["path"]), _peer(scope), trace_context(scope["headers"])
-        )
-        self._record.x_request_id = self._state.get(REQUEST_ID, "")
-        self._scope: dict[str, Any] = {**scope, RECORD: self._record}
-        self._done = False
-        self._too_slow: SlowReader | None = None
-
-    async def run(self, receive: Receive) -> None:
-        """Answers it, whatever happens."""
-        record = self._record
-        try:
-            await self._called(receive)
-        except asyncio.CancelledError:
-            record.outcome = CallOutcome.CANCELLED
-            raise
-        except Exception:
-            if self._too_slow is None:
-                record.outcome = CallOutcome.FAILED
-                logging.exception("%s failed", record.method)
-            else:
-                record.outcome, record.reason = CallOutcome.SLOW_READER, str(self._too_slow)
-        finally:
-            if not self._done and record.outcome is CallOutcome.OK:
-                unread = isinstance(self._state.get(LOST), TimeoutError)
-                record.outcome = CallOutcome.SLOW_READER if unread else CallOutcome.CANCELLED
-            if record.outcome is CallOutcome.SLOW_READER:
-                text = "gave up on %r, whose client reads too slowly"
-                self._middleware.log.warning("slow", text, record.request_id)
-            self._middleware.tracker.ended(record)
-
-    async def _called(self, receive: Receive) -> None:
-        try:
-            caller = self._middleware.caller(self._scope)
-            self._record.caller = caller
-            with caller.enter():
-                await self._admitted(receive)
-        except _REFUSALS as error:
-            if isinstance(error, RateLimited):
-                self._middleware.log.warning("rate", "refused a call: %s", error)
-            await self._refuse(error, receive)
-
-    async def _admitted(self, receive: Receive) -> None:
-        admission, caller = self._middleware.admission_of(self._scope), self._record.caller
-        with contextlib.ExitStack() as places:
-            try:
-                if admission is not None:
-                    admission.enter(caller)
-                    places.callback(admission.leave, caller)
-                places.enter_context(_place(self._scope).calling())
-            except Overloaded as error:
-                self._middleware.log.warning("overload", "refused a call: %s", error)
-                return await self._refuse(error, receive)
-            limit = self._middleware.body_limit(self._scope)
-            await self._app(self._scope, limited_receive(receive, self._scope, limit), self._sent)
-
-    async def _refuse(self, error: Exception, receive: Receive) -> None:
-        refusal = refusal_of(error)
-        refusal.note(self._record)
-        await refusal.response()(self._scope, receive, self._sent)
-
-    async def _sent(self, message: Message) -> None:
-        try:
-            await self._middleware.writes.wait(self._send(message))
-        except SlowReader as error:
-            self._too_slow = error  # on its way back the application makes another error of it
-            raise
-        last = message["type"] == "http.response.body" and not message.get("more_body", False)
-        if last and LOST not in self._state:  # else it went nowhere
-            self._done = True
 
 
 def refusal_of(error: Exception) -> ApiError:

@@ -183,8 +183,8 @@ def test_others_have_their_turn_between_the_numbers_of_a_large_body(
 ) -> None:
     """One call of the parser took 0.5 s for half a million: it held the interpreter meanwhile."""
     asked = list[str]()
-    for name in ("_int", "_float"):
-        monkeypatch.setattr(body_limits, name, lambda text: asked.append(text) or 5)
+    for name in ("parse_int", "parse_float"):
+        monkeypatch.setitem(body_limits._HOOKS, name, lambda text: asked.append(text) or 5)
     raw = b'{"prompt":[' + b"1e-300," * 5000 + b"1]}"
     assert parse_body(raw, CompletionRequest).prompt == [5] * 5001
     assert len(asked) == 5001

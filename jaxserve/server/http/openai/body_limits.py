@@ -50,6 +50,10 @@ _PIECE = 256 << 10  # bytes that are counted at once
 _DEEPER = np.zeros(256, np.int8)  # by character
 _DEEPER[list(b"[{")], _DEEPER[list(b"]}")] = 1, -1
 
+# A number takes up to 0.1 ms, and there may be half a million of them: between calls of Python
+# functions other threads have their turn, and small bodies do without.
+_HOOKS: dict[str, Any] = {"parse_int": lambda text: int(text), "parse_float": lambda t: float(t)}
+
 Parsed = TypeVar("Parsed", bound=BaseModel)
 Beside = Callable[..., Awaitable[Any]]
 """Calls a function with arguments on another thread."""
@@ -153,12 +157,9 @@ def validate_body(value: Any, kind: type[Parsed]) -> Parsed:
 
 def _loaded(raw: bytes) -> Any:
     _count(raw)
-    # A number takes up to 0.1 ms, and there may be half a million of them: between calls of Python
-    # functions other threads have their turn, and small bodies do without.
-    large = len(raw) > INLINE_BYTES
-    hooks: Any = {"parse_int": lambda text: int(text), "parse_float": lambda text: float(text)}
+    hooks = _HOOKS if len(raw) > INLINE_BYTES else {}
     try:
-        value = json.loads(raw.decode("utf-8-sig"), **(hooks if large else {}))
+        value = json.loads(raw.decode("utf-8-sig"), **hooks)
     except UnicodeDecodeError as error:
         raise _not_json(f"byte {error.start} is no UTF-8") from None
     except json.JSONDecodeError as error:
