@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import IO
 
 from jaxserve.config import ConfigError
 from jaxserve.file_lock import lock
 
 
-class LockedDirectory:
-    """Makes the directory, for its owner's eyes only, if it is not there, and locks it; the system
-    lets go of it when the process ends, however that happens.
-
-    Raises ConfigError where another has it, or it cannot be written.
-    """
-
-    def __init__(self, path: Path) -> None:
-        file = path / "lock"
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            held = lock(file)
-            if held is None:
-                holder = file.read_text(errors="replace")[:32]
-                raise BlockingIOError(0, f"in use by another server (process {holder})")
-            held.truncate(0)
-            print(os.getpid(), end="", file=held, flush=True)
-        except OSError as error:
-            problem = f"{path}: {error.strerror}; {OTHER_DIRECTORIES}"
-            raise ConfigError(f"server.batch_dir: {problem}") from None
-        self._file = held
-
-    def release(self) -> None:
-        """Unlocks it. Idempotent."""
-        self._file.close()
+def lock_directory(path: Path) -> IO[str]:
+    """Makes the directory, for its owner's eyes only, if it is not there, and locks it until what
+    is returned is closed; the system lets go of it when the process ends, however that happens.
+    Raises ConfigError where another has it, or it cannot be written."""
+    file = path / "lock"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        held = lock(file)
+        if held is None:
+            holder = file.read_text(errors="replace")[:32]
+            raise BlockingIOError(0, f"in use by another server (process {holder})")
+        held.truncate(0)
+        print(os.getpid(), end="", file=held, flush=True)
+    except OSError as error:
+        problem = f"{path}: {error.strerror}; {OTHER_DIRECTORIES}"
+        raise ConfigError(f"server.batch_dir: {problem}") from None
+    return held
 
 
 OTHER_DIRECTORIES = (

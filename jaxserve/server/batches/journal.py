@@ -19,7 +19,7 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from jaxserve.server.batches.directory import LockedDirectory
+from jaxserve.server.batches.directory import lock_directory
 from jaxserve.server.batches.journal_tables import open_tables
 from jaxserve.server.batches.records import (
     BatchConflict,
@@ -71,18 +71,18 @@ class Journal:
         self.path = directory / "batches.sqlite"
         self.max_bytes, self._clock = max_bytes, clock
         self._lock = threading.RLock()
-        self._directory = LockedDirectory(directory)
+        self._held = lock_directory(directory)
         try:
             self._db = open_tables(self.path)
         except BaseException:
-            self._directory.release()
+            self._held.close()
             raise
 
     def close(self) -> None:
         """Releases the directory. Idempotent."""
         with self._lock:
             self._db.close()
-            self._directory.release()
+            self._held.close()
 
     def append(
         self,

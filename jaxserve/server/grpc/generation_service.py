@@ -35,18 +35,15 @@ class GenerationService:
         fields = message_conversion.fields_from_message(message, call.record.caller)
         request = await self._requests.make_request(fields)
         streams = CallStreams(self._requests, [request], call.record)
+        (stream,), cancelled = streams.streams, False
         try:
-            await self._send(streams, call)
+            # write() returns once the transport has taken the message, so a client that does not
+            # read stops us here, and its news pile up merged in the stream.
+            while (delta := await stream.next()) is not None:
+                await call.write(message_conversion.response_message(call.record.request_id, delta))
+                if delta.last is not None:
+                    cancelled |= delta.last.finish_reason is FinishReason.CANCELLED
         finally:
             streams.end()
-
-    async def _send(self, streams: CallStreams, call: Call) -> None:
-        (stream,), cancelled = streams.streams, False
-        # write() returns once the transport has taken the message, so a client that does not read
-        # stops us here, and its news pile up merged in the stream.
-        while (delta := await stream.next()) is not None:
-            await call.write(message_conversion.response_message(call.record.request_id, delta))
-            if delta.last is not None:
-                cancelled |= delta.last.finish_reason is FinishReason.CANCELLED
         if cancelled:
             raise self._requests.cancelled_error()

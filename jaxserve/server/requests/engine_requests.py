@@ -34,7 +34,7 @@ from jaxserve.server.requests.output_streams import (
     Stream,
     StreamFailed,
 )
-from jaxserve.server.requests.slo_admission import SloAdmission
+from jaxserve.server.requests.slo_admission import check_expected
 from jaxserve.server.requests.slo_classes import ServiceLevel, find_slo_class, permitted_level
 
 T = TypeVar("T")
@@ -102,8 +102,7 @@ class EngineRequests:
         refuse_late: float = 0.0,
     ) -> None:
         self._engine = engine
-        self._slo_admission = SloAdmission(engine, refuse_late)
-        self._buffer_bytes = buffer_bytes
+        self._refuse_late, self._buffer_bytes = refuse_late, buffer_bytes
         self.slo_classes = slo_classes or {}
         self._router = OutputRouter(
             asyncio.get_running_loop(), buffer_bytes=buffer_bytes, cancel=engine.cancel
@@ -259,7 +258,7 @@ class EngineRequests:
         """
         # Without an await in between, a later failure or shutdown finds the stream open.
         self.check_open()
-        self._slo_admission.check(request)
+        check_expected(self._engine, request, self._refuse_late)
         stream = self._router.open_stream(
             request.id, request.sampling.n, bounded=bounded, record=record
         )
