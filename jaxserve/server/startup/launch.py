@@ -133,7 +133,8 @@ def parse_flags(argv: Sequence[str], default: str, own_flags: Sequence[str] = ()
         elif not isinstance(_default(name), dict):
             parser.add_argument(f"--{name}", dest=name)
     try:
-        found, rest = parser.parse_known_args(argv)
+        doubled = [f"-{one}" if re.match("-[a-z]", one) else one for one in argv]  # one dash does
+        found, rest = parser.parse_known_args(doubled)
     except argparse.ArgumentError as error:
         raise UsageError(str(error)) from None
     values = {name: _value(name, text) for name, text in vars(found).items()}

@@ -72,6 +72,7 @@ def test_dashes_do_for_underscores() -> None:
     assert (config.server.http_port, config.server.metrics_port) == (0, -1)
     assert config.engine.record_mib == 3 and config.server.slo_classes["my-own"] == "jct=60s"
     assert not config.server.reflection
+    assert parse("-http_port=0").server.http_port == 0
 
 
 def test_what_other_servers_call_a_flag_is_one_of_ours() -> None:
