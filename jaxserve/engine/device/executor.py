@@ -26,7 +26,7 @@ from jaxserve.engine.device.hidden_cache import make_project_to_kv
 from jaxserve.engine.device.model_step import StepOutput, make_model_step
 from jaxserve.engine.device.prompt_logprobs_step import make_prompt_step
 from jaxserve.engine.device.sampling import SampleResult, mask_words, sample_full
-from jaxserve.engine.device.sampling_state import SlotParams, admit, init_state, warm_up
+from jaxserve.engine.device.sampling_state import SlotParams, admit, init_state, replicated, warm_up
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.models.base import Params
 from jaxserve.pallas_kernels import row_major
@@ -223,7 +223,7 @@ class JaxExecutor:
         self.params = params
         self.pool = pool
         self._mesh = model.mesh
-        self._place: Any = jax.devices()[0] if model.mesh is None else _replicated(model.mesh)
+        self._place: Any = replicated(model.mesh)
         self._state = init_state(buckets.slots, model.config.vocab_size, model.mesh)
         pool_format = row_major(pool.sharding)
         self._step = make_model_step(model, pool_format)
@@ -435,7 +435,3 @@ class JaxExecutor:
 def _scored(layout: Layout) -> bool:
     """Whether a prompt may be scored that is in such a step; those with hidden rows share it."""
     return not (layout.decode_only or layout.hidden)
-
-
-def _replicated(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
