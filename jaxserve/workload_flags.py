@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from jaxserve.sched.request import SLO
-from jaxserve.sched.slo.slo_columns import TARGETS
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.sched.workloads.classes import parse_classes
 from jaxserve.sched.workloads.specs import MaxTokens
 from jaxserve.sched.workloads.workload import WorkloadError
@@ -18,19 +18,25 @@ MOST = 2**31 - 1  # what arrays of int32 count to
 
 
 def add_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
-    """Adds --slo_ttft_ms, --slo_tbt_ms, --slo_jct_ms, --classes and --max_tokens. max_tokens: what
-    the help says of its default."""
+    """Adds --slo_ttft_ms, --slo_tbt_ms, --slo_jct_ms, --slo_max_tbt_ms, --classes and --max_tokens.
+    max_tokens: what the help says of its default."""
     add = parser.add_argument
     add("--slo_ttft_ms", type=positive, help="target of the time to first token")
     add("--slo_tbt_ms", type=positive, help="target of each request's P99 time between tokens")
     add("--slo_jct_ms", type=positive, help="target of the time to the last token")
     add(
+        "--slo_max_tbt_ms",
+        type=positive,
+        help="target of each request's longest time between tokens (ten times its TBT target, at "
+        "least 2000)",
+    )
+    add(
         "--classes",
         type=checked(parse_classes),
         help="requests with targets of their own, drawn by share: NAME:SHARE[:tier=best_effort]"
         "[:greedy=false]"
-        "[:ttft=200ms][:tbt=50ms][:jct=60s], several separated by commas; the others have those "
-        "of --slo_*",
+        "[:ttft=200ms][:tbt=50ms][:jct=60s][:max_tbt=1s], several separated by commas; the others "
+        "have those of --slo_*",
     )
     add(
         "--max_tokens",
@@ -104,7 +110,7 @@ def _max_tokens(text: str) -> MaxTokens:
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
     """The flags as fields of `WorkloadSpec`: slo, classes, max_tokens."""
-    targets = {name: getattr(args, f"slo_{name}_ms") for name in TARGETS}
+    targets = {name: getattr(args, f"slo_{name}_ms") for name in ALL_TARGETS}
     given = {name: value / 1e3 for name, value in targets.items() if value is not None}
     classes = parse_classes(args.classes) if args.classes else ()
     max_tokens = _max_tokens(args.max_tokens) if args.max_tokens else None

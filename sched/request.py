@@ -11,10 +11,14 @@ import json
 import numbers
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 NO_CLASS = "default"  # the SLO class of requests that name none
+MAX_TBT, LEAST_MAX_TBT = 10.0, 2.0
+"""The longest time between two tokens, unless a request says otherwise: so many times its TBT, and
+at least so many seconds. By the 99th percentile alone a stream may stand still once for as long as
+you like."""
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 32
 MAX_STOP_STRINGS = 16
@@ -51,8 +55,10 @@ class SLO:
 
     Attributes:
         ttft: From arrival to the first token.
-        tbt: Between two tokens.
+        tbt: Between two tokens, the 99th percentile.
         jct: From arrival to the last token.
+        max_tbt: Between any two tokens, the longest. None: MAX_TBT times `tbt`, at least
+            LEAST_MAX_TBT, if there is a `tbt`.
 
     Raises:
         InvalidRequest: A target is not a positive, finite time.
@@ -61,12 +67,19 @@ class SLO:
     ttft: float | None = None
     tbt: float | None = None
     jct: float | None = None
+    max_tbt: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ttft", "tbt", "jct"):
+        for name in ("ttft", "tbt", "jct", "max_tbt"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= _MOST:
                 raise InvalidRequest(f"slo.{name}", f"must be a positive time, got {value}")
+
+    def with_max_tbt(self) -> SLO:
+        """The same with the `max_tbt` that counts, where it has a default."""
+        if self.tbt is None or self.max_tbt is not None:
+            return self
+        return replace(self, max_tbt=min(max(MAX_TBT * self.tbt, LEAST_MAX_TBT), _MOST))
 
 
 class GrammarKind(enum.StrEnum):

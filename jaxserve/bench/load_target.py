@@ -19,7 +19,7 @@ from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.sched.request import NO_CLASS, SLO, Request, SamplingParams, Tier
 from jaxserve.sched.slo.metrics import Times
-from jaxserve.sched.slo.slo_columns import TARGETS
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.sched.workloads.workload import Workload
 from jaxserve.server.requests.engine_client import EngineClient
 
@@ -166,7 +166,7 @@ class ServerTarget(ThreadedTarget):
 
     def serve(self, job: Job, record: Record) -> None:
         """See `ThreadedTarget`."""
-        targets = {name: getattr(job.slo, name) for name in TARGETS}
+        targets = {name: getattr(job.slo, name) for name in ALL_TARGETS}
         try:
             generation = self._client.generate(
                 job.prompt,
@@ -208,7 +208,7 @@ def random_jobs(workload: Workload, vocab_size: int, rng: np.random.Generator) -
         workload.tier,
         workload.greedy,
         workload.slo_class,
-        *(getattr(workload, name) for name in TARGETS),
+        *(getattr(workload, name) for name in ALL_TARGETS),
     )
     jobs = []
     rows = zip(*(column.tolist() for column in columns), strict=True)

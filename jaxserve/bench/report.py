@@ -63,9 +63,13 @@ def _slo(slo: dict[str, Any] | None) -> list[str]:
             ("jct_attainment", " of JCT"),
         )
     )
-    lines = [_line("SLO attainment", shares)]
+    gaps = f"{slo['attainment_with_gap']:.1%}, {slo['max_tbt_attainment']:.1%} of the gap"
+    lines = [_line("SLO attainment", shares), _line("  with the longest gap", gaps)]
     if slo["goodput_per_s"] is not None:
-        lines.append(_line("goodput, requests/s", slo["goodput_per_s"]))
+        both = (
+            f"{slo['goodput_per_s']:.2f}, with the longest gap {slo['goodput_with_gap_per_s']:.2f}"
+        )
+        lines.append(_line("goodput, requests/s", both))
     return lines
 
 

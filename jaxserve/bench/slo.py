@@ -172,7 +172,12 @@ def workload(args: argparse.Namespace, turn: int, alone: Alone, rate: float) -> 
         targets[name] = args.slo_scale * multiples[slo_class] * unit
     plain = SloColumns.none(args.num_requests)
     terms = SloColumns(
-        plain.tier, **targets, slo_class=slo_class, greedy=plain.greedy, classes=(*CLASSES,)
+        plain.tier,
+        **targets,
+        max_tbt=plain.max_tbt,
+        slo_class=slo_class,
+        greedy=plain.greedy,
+        classes=(*CLASSES,),
     )
     return Workload.create(arrival, drawn, limit=drawn.output_len, terms=terms)
 

@@ -23,7 +23,7 @@ from jaxserve.client.flags import (
 from jaxserve.client.many import ManyPrompts, ServerAway
 from jaxserve.client.messages import TIERS
 from jaxserve.client.prompts import PromptError, read_lines, read_prompts
-from jaxserve.client.records import verdict_line
+from jaxserve.client.records import TARGETS, verdict_line
 from jaxserve.command_line import Parser
 from jaxserve.server.proto import batches_pb2 as pb
 from jaxserve.writable import check_file
@@ -235,7 +235,7 @@ def _many(client: Client, args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    slo = {name: getattr(args, name) for name in ("ttft_ms", "tbt_ms", "jct_ms")}
+    slo = {name: getattr(args, name) for name in TARGETS}
     service = {"tier": args.tier, "slo_class": args.slo_class, "slo": slo}
     service["serve_late"] = args.serve_late
     return {**_sampling(args), "timeout": args.timeout, **service}
@@ -277,8 +277,11 @@ def _complete_parser() -> Parser:
     add("--slo_class", default="", help="one of the server's (--info), for what is not given here")
     add("--tier", choices=tuple(TIERS), help="realtime")
     add("--ttft_ms", type=float, help="target: arrival to first token")
-    add("--tbt_ms", type=float, help="target: between two tokens")
+    add("--tbt_ms", type=float, help="target: between two tokens, the 99th percentile")
     add("--jct_ms", type=float, help="target: arrival to last token")
+    add(
+        "--max_tbt_ms", type=float, help="target: between any two tokens (10 x --tbt_ms, from 2000)"
+    )
     add("--serve_late", action="store_true", help="not refused though the first token will be late")
     return parser
 

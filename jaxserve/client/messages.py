@@ -30,7 +30,7 @@ def make_request(
     Args:
         prompt: text, or token ids.
         request_id: any id; empty lets the server choose one.
-        slo: targets in milliseconds, any of ttft_ms, tbt_ms and jct_ms.
+        slo: targets in milliseconds, any of ttft_ms, tbt_ms, jct_ms and max_tbt_ms.
         tier: "realtime" or "best_effort"; None leaves it to the class, or to the server.
         slo_class: one of the server's SLO classes, for the targets and the tier not given here.
         serve_late: whether to serve it though its first token is expected late.

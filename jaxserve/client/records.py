@@ -11,10 +11,14 @@ from google.protobuf.message import Message
 from jaxserve.client.client import Completion
 from jaxserve.server.proto import generation_pb2 as pb
 
-TARGETS = tuple(pb.Slo.DESCRIPTOR.fields_by_name)  # ttft_ms, tbt_ms, jct_ms
+TARGETS = tuple(pb.Slo.DESCRIPTOR.fields_by_name)  # ttft_ms, tbt_ms, jct_ms, max_tbt_ms
+_LABELS = {name: name.removesuffix("_ms").upper() for name in TARGETS} | {
+    "max_tbt_ms": "longest TBT"
+}
 _LIMITS = {
     "TTFT_UNREACHABLE": "ttft_ms {} is less than the {} that the prompt takes alone",
     "TBT_UNREACHABLE": "tbt_ms {} is less than the {} that a step takes alone",
+    "MAX_TBT_UNREACHABLE": "max_tbt_ms {} is less than the {} that a step takes alone",
     "JCT_UNREACHABLE": "jct_ms {} is less than the {} that the request takes alone at least",
     "JCT_BEFORE_TTFT": "jct_ms {} is less than ttft_ms, {}",
 }
@@ -71,7 +75,7 @@ def verdict_line(verdict: pb.SloVerdict, timings: pb.Timings) -> str:
     for name in TARGETS:
         if not verdict.targets.HasField(name):
             continue
-        label, took = name.removesuffix("_ms").upper(), got[name]
+        label, took = _LABELS[name], got[name]
         had = "none" if took is None else _number(took)
         missed = "" if _met(verdict, name) else ", missed"
         parts.append(f"{label} {had} of {_number(getattr(verdict.targets, name))} ms{missed}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 
 from jaxserve.engine.device.sampling_state import RequestRow, SlotParams
@@ -14,7 +13,7 @@ from jaxserve.engine.text.grammars import Matcher
 from jaxserve.engine.text.stop_conditions import ContinuationText
 from jaxserve.sched.cost.reachability import SloProblem
 from jaxserve.sched.request import Request
-from jaxserve.sched.slo.verdict import Verdict, judge, tbt_that_counts
+from jaxserve.sched.slo.verdict import Verdict, judge, longest_tbt, tbt_that_counts
 
 NO_SLOT = -1
 
@@ -184,7 +183,7 @@ class Continuation:
             total=now - request.arrival,
             tbt=tbt_that_counts(came),
             tbt_mean=(came[-1] - came[0]) / (len(came) - 1) if len(came) > 1 else None,
-            tbt_max=max((b - a for a, b in itertools.pairwise(came)), default=None),
+            tbt_max=longest_tbt(came),
             preempted=tuple(when - request.arrival for when in self.preempted),
         )
         self._verdict = judge(

@@ -28,6 +28,11 @@ _COLUMNS = {  # title, form, and what it is
     "loaded_slots": ("slots loaded", "{:.0f}", "and back"),
     "mean_shared_blocks": ("shared blocks", "{:.1f}", "mean of those that several requests hold"),
     "slo_attainment": ("SLO", "{:.1%}", "share of the requests within all of their targets"),
+    "slo_attainment_with_gap": (
+        "with gap",
+        "{:.1%}",
+        "the same, where their longest time between tokens counts, too, as for a server",
+    ),
     "goodput_per_s": ("goodput/s", "{:.2f}", "requests within all of their targets, a second"),
     "goodput_bound_per_s": ("at most", "{:.2f}", "goodput that no schedule exceeds, of oracle"),
     "search_runs": ("tried", "{:.0f}", "schedules, of oracle"),

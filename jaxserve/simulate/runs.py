@@ -18,6 +18,7 @@ from jaxserve.sched.simulation.settings import Routing
 from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.metrics import has_targets
+from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.workload import Workload
@@ -201,7 +202,8 @@ class Run:
 
 
 def check_targets(run: Run, problem: str) -> None:
-    """ValueError if no request of the run has a target. problem: how its line begins."""
-    if not has_targets(run.workload.make_workload(run.seed).terms):
+    """ValueError if no request of the run has a target by which `slo_attainment` is counted.
+    problem: how its line begins."""
+    if not has_targets(run.workload.make_workload(run.seed).terms, TARGETS):
         flags = "--slo_ttft_ms, --slo_tbt_ms, --slo_jct_ms, --classes with one"
         raise ValueError(f"{problem}: {flags}, or traffic with them")

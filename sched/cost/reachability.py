@@ -26,6 +26,7 @@ class SloProblemKind(enum.StrEnum):
     TBT_UNREACHABLE = "tbt_unreachable"  # less than the first decode takes alone
     JCT_UNREACHABLE = "jct_unreachable"  # less than the fewest tokens that it may write take alone
     JCT_BEFORE_TTFT = "jct_before_ttft"  # the last token sooner than the first one has to come
+    MAX_TBT_UNREACHABLE = "max_tbt_unreachable"  # as of a TBT, where it was asked for
 
 
 @dataclass(frozen=True)
@@ -98,14 +99,16 @@ JUST_MISSED = 1.0 - 1e-6
 more than what a clock that has run for months rounds to, some 1e-9 s."""
 
 
-def targets_that_count(slo: SLO, alone: Alone) -> tuple[float, float, float]:
-    """TTFT, TBT and JCT as policies see them, in seconds; inf for no target. A target below what an
-    idle engine takes is raised to JUST_MISSED times that: no policy ranks it before what is
-    feasible, or takes it for feasible."""
+def targets_that_count(slo: SLO, alone: Alone) -> tuple[float, float, float, float]:
+    """TTFT, TBT, JCT and the longest TBT as policies see them, in seconds; inf for no target. A
+    target below what an idle engine takes is raised to JUST_MISSED times that: no policy ranks it
+    before what is feasible, or takes it for feasible."""
+    longest = slo.with_max_tbt().max_tbt
     return (
         np.inf if slo.ttft is None else max(slo.ttft, alone.ttft * JUST_MISSED),
         np.inf if slo.tbt is None else max(slo.tbt, alone.tbt * JUST_MISSED),
         np.inf if slo.jct is None else max(slo.jct, alone.jct * JUST_MISSED),
+        np.inf if longest is None else max(longest, alone.tbt * JUST_MISSED),
     )
 
 
@@ -116,6 +119,7 @@ def slo_problems(request: Request, alone: Alone) -> tuple[SloProblem, ...]:
         (SloProblemKind.TTFT_UNREACHABLE, slo.ttft, alone.ttft),
         (SloProblemKind.TBT_UNREACHABLE, slo.tbt, alone.tbt),
         (SloProblemKind.JCT_UNREACHABLE, slo.jct, alone.jct),
+        (SloProblemKind.MAX_TBT_UNREACHABLE, slo.max_tbt, alone.tbt),
         (SloProblemKind.JCT_BEFORE_TTFT, slo.jct, slo.ttft or 0.0),
     )
     return tuple(

@@ -14,8 +14,16 @@ import numpy as np
 
 from jaxserve.sched.request import Tier
 from jaxserve.sched.simulation.settings import BATCH, REFUSED, BatchRows, Outcome
-from jaxserve.sched.slo.metrics import Times, attained, group_metrics, rate, span, split_metrics
-from jaxserve.sched.slo.slo_columns import TARGETS
+from jaxserve.sched.slo.metrics import (
+    Attained,
+    Times,
+    attained,
+    group_metrics,
+    rate,
+    span,
+    split_metrics,
+)
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.sched.workloads.workload import Workload
 
 
@@ -229,7 +237,10 @@ class SimulationResult:
             mean_tpot_s: Over requests with more than one token, preempted time included.
             slo_attainment: Share of the requests that finished within all of their own targets, if
                 any (`sched/slo/metrics.py`).
-            ttft_attainment, tbt_attainment, jct_attainment: The same for one target.
+            ttft_attainment, tbt_attainment, jct_attainment, max_tbt_attainment: The same for one
+                target.
+            slo_attainment_with_gap, goodput_with_gap_per_s: The same for all targets, where the
+                longest time between two tokens counts as well, as in a server's verdicts.
             num_refused: Requests that found the queue full; they attain nothing and count in no
                 latency.
             num_failed: Requests that ended early because their replica died.
@@ -261,7 +272,12 @@ class SimulationResult:
             "ttft_attainment": float(met.ttft.mean()),
             "tbt_attainment": float(met.tbt.mean()),
             "jct_attainment": float(met.jct.mean()),
+            "max_tbt_attainment": float(met.max_tbt.mean()),
+            "slo_attainment_with_gap": float(met.slo_with_gap.mean()),
             "goodput_per_s": rate(int((met.slo & times.finished).sum()), makespan),
+            "goodput_with_gap_per_s": rate(
+                int((met.slo_with_gap & times.finished).sum()), makespan
+            ),
             **self._search(),
             "num_requests": len(requests),
             "num_refused": int(requests.refused.sum()),
@@ -279,9 +295,14 @@ class SimulationResult:
         }
 
     @property
+    def met(self) -> Attained:
+        """Which requests met which of their targets."""
+        return attained(self.requests.times, self.requests.workload.terms)
+
+    @property
     def attained(self) -> np.ndarray:
         """Requests within all of their targets, bool [n]."""
-        return attained(self.requests.times, self.requests.workload.terms).slo
+        return self.met.slo
 
     def _search(self) -> dict[str, Any]:
         if self.goodput_bound is None:
@@ -291,9 +312,11 @@ class SimulationResult:
 
     def request_table(self) -> dict[str, np.ndarray]:
         """Columns of the per-request table, [n] each: limit is max_tokens as asked for; slo_ttft,
-        slo_tbt and slo_jct are the targets in seconds, inf for none; replica is REFUSED, and times
-        are nan, where the queue was full; attained says whether all targets were met."""
-        r, asked = self.requests, self.requests.workload
+        slo_tbt, slo_jct and slo_max_tbt are the targets in seconds as they were asked for, inf for
+        none; replica is REFUSED, and times are nan, where the queue was full; attained says whether
+        all targets were met but for the longest time between tokens, attained_with_gap whether all
+        were."""
+        r, asked, met = self.requests, self.requests.workload, self.met
         names = ("arrival", "prompt_len", "output_len", "first_token", "finish", "preemptions")
         return {
             "request": np.arange(len(r)),
@@ -303,8 +326,9 @@ class SimulationResult:
             "tier": np.array([tier.name.lower() for tier in Tier])[asked.tier],
             "class": np.array(asked.classes)[asked.slo_class],
             "greedy": asked.greedy,
-            **{f"slo_{name}": getattr(asked, name) for name in TARGETS},
-            "attained": self.attained,
+            **{f"slo_{name}": getattr(asked, name) for name in ALL_TARGETS},
+            "attained": met.slo,
+            "attained_with_gap": met.slo_with_gap,
         }
 
     def batch_table(self) -> dict[str, np.ndarray]:

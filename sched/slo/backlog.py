@@ -74,7 +74,7 @@ class Known:
         def one(value: Any) -> np.ndarray:
             return np.array([value])
 
-        ttft, tbt, jct = targets_that_count(request.slo, alone)
+        ttft, tbt, jct, _ = targets_that_count(request.slo, alone)
         return cls(
             *(one(now), one(now), one(ttft), one(tbt), one(jct)),
             *(one(seq), one(len(request.prompt)), _ZERO, _ZERO),

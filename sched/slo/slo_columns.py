@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.request import NO_CLASS, Tier
+from jaxserve.sched.request import LEAST_MAX_TBT, MAX_TBT, NO_CLASS, Tier
 
-TARGETS = ("ttft", "tbt", "jct")  # the fields of `SLO`
+TARGETS = ("ttft", "tbt", "jct")
+"""What the papers' verdict is made of (`Attained.slo`)."""
+ALL_TARGETS = (*TARGETS, "max_tbt")
+"""The fields of `SLO`, in order."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class SloColumns:
 
     Attributes:
         tier: int8 [n] of `Tier`.
-        ttft, tbt, jct: float64 [n], seconds, the targets that `request.SLO` explains; inf for none.
+        ttft, tbt, jct, max_tbt: float64 [n], seconds, the targets that `request.SLO` explains, as
+            they were asked for; inf for none.
         slo_class: int64 [n], index into classes, whose requests are reported together.
         greedy: bool [n], who takes the most likely token as it is
             (`SamplingParams.is_plain_greedy`).
@@ -32,17 +36,19 @@ class SloColumns:
     ttft: np.ndarray
     tbt: np.ndarray
     jct: np.ndarray
+    max_tbt: np.ndarray
     slo_class: np.ndarray
     greedy: np.ndarray
     classes: tuple[str, ...] = (NO_CLASS,)
 
     def __post_init__(self) -> None:
         shape = self.tier.shape
-        if any(getattr(self, name).shape != shape for name in (*TARGETS, "slo_class", "greedy")):
-            raise ValueError("tier, ttft, tbt, jct, slo_class, greedy must have the same length")
+        names = (*ALL_TARGETS, "slo_class", "greedy")
+        if any(getattr(self, name).shape != shape for name in names):
+            raise ValueError(f"tier, {', '.join(names)} must have the same length")
         if not np.isin(self.tier, list(Tier)).all():
             raise ValueError(f"tier must be one of {', '.join(f'{int(t)}' for t in Tier)}")
-        for name in TARGETS:
+        for name in ALL_TARGETS:
             values = getattr(self, name)
             if not (values > 0).all():  # nor nan
                 raise ValueError(f"{name} must be a positive time, got {values.min()}")
@@ -53,10 +59,17 @@ class SloColumns:
     def none(cls, count: int) -> SloColumns:
         """Of `count` greedy real-time requests without targets."""
         never, first = np.full(count, np.inf), np.zeros(count, np.int64)
-        return cls(first.astype(np.int8), never, never, never, first, np.ones(count, bool))
+        return cls(first.astype(np.int8), *(never,) * 4, first, np.ones(count, bool))
 
     def __len__(self) -> int:
         return len(self.tier)
+
+    @property
+    def max_tbt_that_counts(self) -> np.ndarray:
+        """`max_tbt` as it counts, where it has a default (`SLO.with_max_tbt`), float64 [n]; inf for
+        none."""
+        default = np.maximum(MAX_TBT * self.tbt, LEAST_MAX_TBT)
+        return np.where(self.max_tbt < np.inf, self.max_tbt, default)
 
     @classmethod
     def joined(cls, parts: Sequence[SloColumns]) -> SloColumns:
@@ -65,11 +78,11 @@ class SloColumns:
         index = [
             np.array([classes.index(n) for n in part.classes])[part.slo_class] for part in parts
         ]
-        names = ("tier", *TARGETS, "greedy")
+        names = ("tier", *ALL_TARGETS, "greedy")
         columns = {n: np.concatenate([getattr(part, n) for part in parts]) for n in names}
         return cls(**columns, slo_class=np.concatenate(index), classes=classes)
 
     def select(self, which: np.ndarray) -> SloColumns:
         """Those of some requests: indices, or a mask."""
-        names = ("tier", *TARGETS, "slo_class", "greedy")
+        names = ("tier", *ALL_TARGETS, "slo_class", "greedy")
         return dataclasses.replace(self, **{name: getattr(self, name)[which] for name in names})

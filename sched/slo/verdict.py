@@ -22,12 +22,13 @@ class Verdict:
     """Whether a finished request met its targets.
 
     Attributes:
-        slo: Its targets.
+        slo: Its targets, as they count (`SLO.with_max_tbt`).
         slo_class: Its SLO class.
         tier: Its tier.
         ttft: Whether TTFT was met; None without such a target.
-        tbt: The same of TBT.
+        tbt: The same of the 99th percentile of its TBTs.
         jct: The same of JCT.
+        max_tbt: The same of its longest TBT.
         problems: What is wrong with the targets themselves.
     """
 
@@ -37,20 +38,29 @@ class Verdict:
     ttft: bool | None
     tbt: bool | None
     jct: bool | None
+    max_tbt: bool | None = None
     problems: tuple[SloProblem, ...] = ()
 
     @property
     def met(self) -> bool:
         """Whether all targets were met."""
-        return False not in (self.ttft, self.tbt, self.jct)
+        return False not in (self.ttft, self.tbt, self.jct, self.max_tbt)
 
 
 def tbt_that_counts(token_times: Sequence[float]) -> float | None:
     """The 99th percentile of a request's times between tokens, in seconds (Apt-Serve section 1);
     None with fewer than two tokens. token_times: ascending."""
-    if len(token_times) < 2:
-        return None
-    return percentile_99([after - before for before, after in itertools.pairwise(token_times)])
+    return percentile_99(_gaps(token_times)) if len(token_times) > 1 else None
+
+
+def longest_tbt(token_times: Sequence[float]) -> float | None:
+    """The longest of a request's times between tokens, in seconds; None with fewer than two tokens.
+    token_times: ascending."""
+    return max(_gaps(token_times), default=None)
+
+
+def _gaps(token_times: Sequence[float]) -> list[float]:
+    return [after - before for before, after in itertools.pairwise(token_times)]
 
 
 def judge(
@@ -76,7 +86,7 @@ def judge(
     Returns:
         None for a request without targets.
     """
-    slo = request.slo
+    slo = request.slo.with_max_tbt()
     if slo == _NO_TARGETS:
         return None
     times = token_times if complete else [*token_times, end]
@@ -91,5 +101,6 @@ def judge(
         ttft=met(slo.ttft, times[0] - request.arrival),
         tbt=met(slo.tbt, None if slo.tbt is None else tbt_that_counts(times)),
         jct=met(slo.jct, times[-1] - request.arrival),
+        max_tbt=met(slo.max_tbt, None if slo.max_tbt is None else longest_tbt(times)),
         problems=problems,
     )

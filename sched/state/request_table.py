@@ -59,8 +59,8 @@ class RequestTable:
         lost_from: int64, the most tokens that it had cached when it lost some.
         tier: int8, `Tier`.
         greedy: bool, `SamplingParams.is_plain_greedy`.
-        ttft, tbt, jct: float64, targets that count; inf for none. A target that an idle engine
-            would miss is raised to what that takes.
+        ttft, tbt, jct, max_tbt: float64, targets that count; inf for none. A target that an idle
+            engine would miss is raised to what that takes.
         alone: float64, time to the first token on an idle engine; 0 without targets.
         tenant: int64, number in `FairShares`.
         output_lengths: Of finished outputs.
@@ -91,6 +91,7 @@ class RequestTable:
         self.ttft = np.full(capacity, np.inf)
         self.tbt = np.full(capacity, np.inf)
         self.jct = np.full(capacity, np.inf)
+        self.max_tbt = np.full(capacity, np.inf)
         self.alone = np.zeros(capacity)
         self.tenant = np.zeros(capacity, np.int64)  # as `FairShares` numbers them
         self.output_lengths = OutputLengths()
@@ -130,7 +131,7 @@ class RequestTable:
         self.greedy[row] = request.sampling.is_plain_greedy
         self.alone[row] = alone.ttft
         targets = targets_that_count(request.slo, alone)
-        self.ttft[row], self.tbt[row], self.jct[row] = targets
+        self.ttft[row], self.tbt[row], self.jct[row], self.max_tbt[row] = targets
         self._free.pop()
         self._next_seq += 1
         self.num_sampling += not self.greedy[row]

@@ -1,8 +1,8 @@
 """Classes of requests with service-level objectives of their own, as text and drawn by share.
 
 A class in words: `NAME:SHARE`, then any of `tier=realtime|best_effort`, `greedy=true|false`, and
-`ttft=`, `tbt=`, `jct=` with a time in `ms` or `s`. Several are separated by commas, and their
-shares add up to 1:
+`ttft=`, `tbt=`, `jct=`, `max_tbt=` with a time in `ms` or `s`. Several are separated by commas, and
+their shares add up to 1:
 
     chat:0.7:ttft=500ms:tbt=50ms,batch:0.3:tier=best_effort:jct=60s
 """
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
 from jaxserve.sched.workloads.workload import WorkloadError
 
 NO_SLO = SLO()
@@ -61,7 +61,7 @@ class SloClass:
             parts.append(f"tier={self.tier.name.lower()}")
         if not self.greedy:
             parts.append("greedy=false")
-        for name in TARGETS:
+        for name in ALL_TARGETS:
             seconds = getattr(self.slo, name)
             if seconds is not None:
                 parts.append(f"{name}={seconds!r}s")
@@ -87,7 +87,7 @@ def draw_terms(classes: Sequence[SloClass], count: int, rng: np.random.Generator
     which = rng.choice(len(classes), size=count, p=shares / shares.sum())
     targets = {
         name: np.array([seconds_or_inf(getattr(one.slo, name)) for one in classes])[which]
-        for name in TARGETS
+        for name in ALL_TARGETS
     }
     tier = np.array([one.tier for one in classes], np.int8)[which]
     greedy = np.array([one.greedy for one in classes])[which]
@@ -99,10 +99,10 @@ def draw_terms(classes: Sequence[SloClass], count: int, rng: np.random.Generator
 
 def with_targets(terms: SloColumns, slo: SLO) -> SloColumns:
     """The terms, with `slo` for requests that have no target of their own."""
-    without = np.isinf([getattr(terms, name) for name in TARGETS]).all(axis=0)
+    without = np.isinf([getattr(terms, name) for name in ALL_TARGETS]).all(axis=0)
     filled: dict[str, Any] = {
         name: np.where(without, seconds_or_inf(getattr(slo, name)), getattr(terms, name))
-        for name in TARGETS
+        for name in ALL_TARGETS
     }
     return dataclasses.replace(terms, **filled)
 
@@ -143,7 +143,7 @@ def _parse(part: str) -> SloClass:
         share = float(rest[0])
     except ValueError:
         raise WorkloadError(f"{where}: its share must be a number, got {rest[0]!r:.40}") from None
-    values = values_of(where, rest[1:], ("tier", "greedy", *TARGETS))
+    values = values_of(where, rest[1:], ("tier", "greedy", *ALL_TARGETS))
     greedy = truth_of(f"{where}: greedy", values.pop("greedy", "true"))
     return SloClass(name, share, *_asked(where, values), greedy)
 
@@ -152,7 +152,7 @@ def parse_terms(where: str, text: str) -> tuple[SLO, Tier]:
     """Parses the terms of a class without its name and share, such as `ttft=500ms:tbt=50ms` or
     `tier=best_effort`. `greedy` is not one of them: requests say that themselves. The WorkloadError
     begins with `where`."""
-    return _asked(where, values_of(where, text.split(":"), ("tier", *TARGETS)))
+    return _asked(where, values_of(where, text.split(":"), ("tier", *ALL_TARGETS)))
 
 
 def values_of(where: str, items: Sequence[str], keys: Sequence[str]) -> dict[str, str]:

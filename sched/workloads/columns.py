@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.request import NO_CLASS, Tier
-from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
 from jaxserve.sched.workloads.classes import class_name, tier_named, truth_of
 from jaxserve.sched.workloads.workload import MAX_LENGTH, WorkloadError
 
@@ -25,7 +25,7 @@ class Extras:
     Attributes:
         limit: max_tokens, or NO_LIMIT.
         tier: Real-time or best-effort.
-        ttft, tbt, jct: Targets in seconds, inf for none.
+        ttft, tbt, jct, max_tbt: Targets in seconds, inf for none.
         slo_class: Name of its class.
         greedy: Whether it takes the most likely token.
     """
@@ -35,6 +35,7 @@ class Extras:
     ttft: float = math.inf
     tbt: float = math.inf
     jct: float = math.inf
+    max_tbt: float = math.inf
     slo_class: str = NO_CLASS
     greedy: bool = True
 
@@ -73,7 +74,7 @@ def _target(where: str, name: str, text: str) -> float:
 _COLUMNS: dict[str, tuple[str, Callable[[str, str, str], Any]]] = {
     "max_tokens": ("limit", length_of),
     "tier": ("tier", lambda where, name, text: tier_named(f"{where}: {name}", text)),
-    **{f"{name}_ms": (name, _target) for name in TARGETS},
+    **{f"{name}_ms": (name, _target) for name in ALL_TARGETS},
     "class": ("slo_class", lambda where, name, text: class_name(f"{where}: {name}", text)),
     "greedy": ("greedy", lambda where, name, text: truth_of(f"{where}: {name}", text)),
 }
@@ -102,7 +103,7 @@ def terms_of(rows: Sequence[Extras]) -> SloColumns:
     index = {name: i for i, name in enumerate(classes)}
     return SloColumns(
         np.array([row.tier for row in rows], np.int8),
-        **{name: np.array([getattr(row, name) for row in rows]) for name in TARGETS},
+        **{name: np.array([getattr(row, name) for row in rows]) for name in ALL_TARGETS},
         slo_class=np.array([index[row.slo_class] for row in rows], np.int64),
         greedy=np.array([row.greedy for row in rows], bool),
         classes=classes,

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from jaxserve.sched.request import NO_CLASS, SLO
-from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
 from jaxserve.sched.workloads import lengths
 from jaxserve.sched.workloads.classes import NO_SLO, SloClass, draw_terms, with_targets
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
@@ -171,7 +171,7 @@ class WorkloadSpec:
 
     def _terms(self, own: SloColumns, rng: np.random.Generator) -> SloColumns:
         if self.classes:
-            targets = any(np.isfinite(getattr(own, name)).any() for name in TARGETS)
+            targets = any(np.isfinite(getattr(own, name)).any() for name in ALL_TARGETS)
             if targets or own.tier.any() or own.classes != (NO_CLASS,) or not own.greedy.all():
                 raise WorkloadError(
                     f"{self.lengths} has tiers, targets, classes or sampling of its own: no "

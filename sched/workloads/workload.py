@@ -71,7 +71,7 @@ class Workload:
         output_len: int64 [n], tokens that each request writes. Policies do not know it before the
             request has ended.
         limit: int64 [n], max_tokens, at least output_len. Policies know it.
-        tier, ttft, tbt, jct, slo_class, greedy, classes: As in `SloColumns`.
+        tier, ttft, tbt, jct, max_tbt, slo_class, greedy, classes: As in `SloColumns`.
 
     Raises:
         WorkloadError: The columns do not fit together.
@@ -85,6 +85,7 @@ class Workload:
     ttft: np.ndarray
     tbt: np.ndarray
     jct: np.ndarray
+    max_tbt: np.ndarray
     slo_class: np.ndarray
     greedy: np.ndarray
     classes: tuple[str, ...]

@@ -36,7 +36,7 @@ def test_classes_in_words() -> None:
         st.tuples(
             st.from_regex(r"[A-Za-z0-9_.-]{1,8}", fullmatch=True),
             st.floats(0.01, 1.0),
-            *(st.none() | st.floats(1e-9, 1e18) for _ in range(3)),
+            *(st.none() | st.floats(1e-9, 1e18) for _ in range(4)),
             st.sampled_from(Tier),
             st.booleans(),
         ),
@@ -69,9 +69,15 @@ def test_words_of_a_class_make_the_same_class(parts: list[tuple]) -> None:  # ty
         ("a:1:ttft=5", "class a: ttft: must be a time such as 200ms or 1.5s, got '5'"),
         ("a:1:ttft=0ms", "class a: ttft: must be a time"),
         ("a:1:tbt=-1s", "class a: tbt: must be a time"),
-        ("a:1:speed=5ms", "may have tier=, greedy=, ttft=, tbt= and jct=, got 'speed=5ms'"),
-        ("a:1:ttft", "class a: may have tier=, greedy=, ttft=, tbt= and jct=, got 'ttft'"),
-        ("a:1:ttft=1s:ttft=2s", "class a: may have .* and jct=, each once, got 'ttft=2s'"),
+        (
+            "a:1:speed=5ms",
+            "may have tier=, greedy=, ttft=, tbt=, jct= and max_tbt=, got 'speed=5ms'",
+        ),
+        (
+            "a:1:ttft",
+            "class a: may have tier=, greedy=, ttft=, tbt=, jct= and max_tbt=, got 'ttft'",
+        ),
+        ("a:1:ttft=1s:ttft=2s", "class a: may have .* and max_tbt=, each once, got 'ttft=2s'"),
         ("a:1:greedy=1", "class a: greedy: must be true or false, got '1'"),
         ("a:1:tier=gold", "class a: tier: must be one of realtime, best_effort, got 'gold'"),
     ],
@@ -101,6 +107,7 @@ def test_targets_are_for_those_that_have_none() -> None:
         np.array([0.2, INF, INF]),
         np.full(3, INF),
         np.array([INF, 9.0, INF]),
+        np.full(3, INF),
         np.zeros(3, np.int64),
         np.array([True, False, True]),
     )
@@ -108,6 +115,8 @@ def test_targets_are_for_those_that_have_none() -> None:
     assert filled.ttft.tolist() == [0.2, INF, 1.0]
     assert filled.tbt.tolist() == [INF, INF, 0.1]
     assert filled.jct.tolist() == [INF, 9.0, INF]
+    assert filled.max_tbt.tolist() == [INF] * 3
+    assert filled.max_tbt_that_counts.tolist() == [INF, INF, 2.0]
     assert filled.greedy.tolist() == [True, False, True]
 
 
@@ -193,6 +202,10 @@ def test_the_optional_columns_come_in_any_order_and_number(tmp_path: Path) -> No
         "TIMESTAMP,ContextTokens,GeneratedTokens,class,max_tokens\n"
         "2023-11-16 18:15:46,374,44,a,\n2023-11-16 18:15:50,396,109,b,200\n"
     )
+    longest = read_trace(
+        write(tmp_path, "gaps.csv", "prompt_tokens,output_tokens,max_tbt_ms\n8,9,700\n8,9,\n")
+    )
+    assert longest.terms.max_tbt.tolist() == [0.7, INF]
     found = read_trace(write(tmp_path, "azure.csv", azure))
     assert found.terms.classes == ("a", "b") and found.limit.tolist() == [0, 200]
     assert found.arrival is not None

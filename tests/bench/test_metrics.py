@@ -128,6 +128,7 @@ def test_a_class_is_judged_by_its_own_targets() -> None:
         np.array([hasty.slo.ttft, np.inf, np.inf]),
         np.full(3, np.inf),
         np.array([np.inf, patient.slo.jct, np.inf]),
+        np.full(3, np.inf),
         np.array([0, 1, 2]),
         np.ones(3, bool),
         ("hasty", "patient", "easy"),
@@ -153,6 +154,7 @@ def drawn(seed: int, count: int) -> tuple[Times, SloColumns]:
         rng.choice([0.5, 1.0, np.inf], count),
         rng.choice([0.25, 0.5, np.inf], count),
         rng.choice([1.0, 30.0, np.inf], count),
+        rng.choice([0.25, 0.5, np.inf], count),
         rng.integers(0, 3, count),
         np.ones(count, bool),
         ("a", "b", "c"),
@@ -181,6 +183,20 @@ def test_attainment_of_many_is_that_of_each(seed: int) -> None:
         within = not len(tbt) or np.percentile(tbt, 99) <= terms.tbt[i]
         assert met.tbt[i] == (done and within)
         assert met.jct[i] == (done and mine[-1] - times.due[i] <= terms.jct[i])
+        most = terms.max_tbt_that_counts[i]
+        assert met.max_tbt[i] == (done and max(np.diff(mine), default=0.0) <= most)
+        assert met.slo_with_gap[i] == (met.slo[i] and met.max_tbt[i])
+
+
+def test_a_stream_that_stands_still_is_attained_by_the_papers_rule_only() -> None:
+    steady = np.linspace(1.0, 2.0, 201).tolist()
+    times = load((0.0, steady), (0.0, [*steady, 7.0]))
+    found = load_metrics(times, wanting(2, SLO(ttft=2.0, tbt=0.1)))["slo"]
+    assert (found["attainment"], found["attainment_with_gap"]) == (1.0, 0.5)
+    assert (found["tbt_attainment"], found["max_tbt_attainment"]) == (1.0, 0.5)
+    assert found["goodput_with_gap_per_s"] == found["goodput_per_s"] / 2
+    given = load_metrics(times, wanting(2, SLO(ttft=2.0, tbt=0.1, max_tbt=6.0)))["slo"]
+    assert given["attainment_with_gap"] == 1.0
 
 
 @given(st.integers(0, 1 << 30), st.integers(1, 40))

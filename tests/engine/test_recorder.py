@@ -50,7 +50,7 @@ HEADER = Header(
     cost_model=FLAT,
     padding=Padding((8,), (64,)),
 )
-TARGETS = SLO(ttft=0.5, jct=4.0)
+TARGETS = SLO(ttft=0.5, jct=4.0, max_tbt=7.0)
 
 
 class Story:
@@ -108,6 +108,7 @@ def test_what_is_told_is_read_again(tmp_path: Path) -> None:
     assert workload.prompt_len.tolist() == [1, 2]
     assert workload.output_len.tolist() == [12, 11]
     assert workload.limit.tolist() == [50, 50]
+    assert workload.max_tbt.tolist() == [7.0, 7.0]
     assert workload.greedy.tolist() == [True, False]
     assert workload.tier.tolist() == [0, 1]
     assert [workload.terms.classes[i] for i in workload.terms.slo_class] == [
@@ -199,6 +200,20 @@ def test_nobody_else_may_read_any_of_it(tmp_path: Path) -> None:
     assert set(modes.values()) == {0o600}
 
 
+def test_a_recording_of_the_last_format_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "served.jsonl"
+    story = Story(path)
+    story.arrive(0)
+    story.step(0)
+    story.over()
+    header, arrival, *rest = map(json.loads, path.read_text().splitlines())
+    header["recording"] = 4
+    assert header["columns"]["arrival"].pop() == "max_tbt" and arrival.pop() == 7.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, arrival, *rest)))
+    workload = replay.traffic_of(replay.read(path)).workload
+    assert (workload.ttft.tolist(), workload.max_tbt.tolist()) == ([0.5], [np.inf])
+
+
 def test_what_was_there_before_and_is_no_recording_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "served.jsonl"
     path.write_text(json.dumps({"recording": 0}))
@@ -209,7 +224,7 @@ def test_what_was_there_before_and_is_no_recording_is_left_out(tmp_path: Path) -
     recording = replay.read(path)
     assert len(recording.steps) == 1
     (note,) = recording.notes
-    assert note == f"{older(path)}: recording format 0, this version reads 4: left out"
+    assert note == f"{older(path)}: recording format 0, this version reads 4 and 5: left out"
 
 
 def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

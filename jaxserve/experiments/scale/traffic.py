@@ -136,6 +136,7 @@ def _workload(
         ttft=np.array([each.ttft for each in KINDS])[kind],
         tbt=np.full(len(times), TBT),
         jct=never,
+        max_tbt=never,
         slo_class=kind,
         greedy=np.ones(len(times), bool),
         classes=tuple(each.name for each in KINDS),

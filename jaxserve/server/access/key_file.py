@@ -23,7 +23,7 @@ LIMITS = {
     "tier": "best_effort: it may ask for no more; realtime (that)",
     "weight": "its share of a full engine, in those of a key that says nothing (1)",
     "min_ttft_ms": "ms to the first token, the tightest target that it may ask for (any)",
-    "min_tbt_ms": "the same between two tokens (any)",
+    "min_tbt_ms": "the same between two tokens, P99 or longest (any)",
     "min_jct_ms": "the same to the last one (any)",
 }
 """What a key may, and what that means where it says nothing, in parentheses."""
@@ -49,7 +49,7 @@ class ApiKey:
         tier: the highest tier that it may ask for, one of TIERS.
         weight: of its share of a full engine; 0 is 1.
         min_ttft_ms: tightest TTFT target that it may ask for, in ms; 0 is any.
-        min_tbt_ms: the same for the time between tokens.
+        min_tbt_ms: the same for the time between tokens, the 99th percentile or the longest.
         min_jct_ms: the same for the last token.
     """
 

@@ -27,6 +27,7 @@ class SloProblemKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SLO_PROBLEM_KIND_TBT_UNREACHABLE: _ClassVar[SloProblemKind]
     SLO_PROBLEM_KIND_JCT_UNREACHABLE: _ClassVar[SloProblemKind]
     SLO_PROBLEM_KIND_JCT_BEFORE_TTFT: _ClassVar[SloProblemKind]
+    SLO_PROBLEM_KIND_MAX_TBT_UNREACHABLE: _ClassVar[SloProblemKind]
 TIER_UNSPECIFIED: Tier
 TIER_REALTIME: Tier
 TIER_BEST_EFFORT: Tier
@@ -39,6 +40,7 @@ SLO_PROBLEM_KIND_TTFT_UNREACHABLE: SloProblemKind
 SLO_PROBLEM_KIND_TBT_UNREACHABLE: SloProblemKind
 SLO_PROBLEM_KIND_JCT_UNREACHABLE: SloProblemKind
 SLO_PROBLEM_KIND_JCT_BEFORE_TTFT: SloProblemKind
+SLO_PROBLEM_KIND_MAX_TBT_UNREACHABLE: SloProblemKind
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -47,14 +49,16 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Slo(_message.Message):
-    __slots__ = ("ttft_ms", "tbt_ms", "jct_ms")
+    __slots__ = ("ttft_ms", "tbt_ms", "jct_ms", "max_tbt_ms")
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TBT_MS_FIELD_NUMBER: _ClassVar[int]
     JCT_MS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TBT_MS_FIELD_NUMBER: _ClassVar[int]
     ttft_ms: float
     tbt_ms: float
     jct_ms: float
-    def __init__(self, ttft_ms: _Optional[float] = ..., tbt_ms: _Optional[float] = ..., jct_ms: _Optional[float] = ...) -> None: ...
+    max_tbt_ms: float
+    def __init__(self, ttft_ms: _Optional[float] = ..., tbt_ms: _Optional[float] = ..., jct_ms: _Optional[float] = ..., max_tbt_ms: _Optional[float] = ...) -> None: ...
 
 class SloClass(_message.Message):
     __slots__ = ("name", "targets", "tier")
@@ -184,16 +188,18 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queue_ms", "ttft_ms", "total_ms", "tbt_ms")
+    __slots__ = ("queue_ms", "ttft_ms", "total_ms", "tbt_ms", "max_tbt_ms")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     TBT_MS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TBT_MS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     ttft_ms: float
     total_ms: float
     tbt_ms: float
-    def __init__(self, queue_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., tbt_ms: _Optional[float] = ...) -> None: ...
+    max_tbt_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., tbt_ms: _Optional[float] = ..., max_tbt_ms: _Optional[float] = ...) -> None: ...
 
 class SloProblem(_message.Message):
     __slots__ = ("kind", "target_ms", "limit_ms")
@@ -206,14 +212,16 @@ class SloProblem(_message.Message):
     def __init__(self, kind: _Optional[_Union[SloProblemKind, str]] = ..., target_ms: _Optional[float] = ..., limit_ms: _Optional[float] = ...) -> None: ...
 
 class TargetsMet(_message.Message):
-    __slots__ = ("ttft_ms", "tbt_ms", "jct_ms")
+    __slots__ = ("ttft_ms", "tbt_ms", "jct_ms", "max_tbt_ms")
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TBT_MS_FIELD_NUMBER: _ClassVar[int]
     JCT_MS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TBT_MS_FIELD_NUMBER: _ClassVar[int]
     ttft_ms: bool
     tbt_ms: bool
     jct_ms: bool
-    def __init__(self, ttft_ms: bool = ..., tbt_ms: bool = ..., jct_ms: bool = ...) -> None: ...
+    max_tbt_ms: bool
+    def __init__(self, ttft_ms: bool = ..., tbt_ms: bool = ..., jct_ms: bool = ..., max_tbt_ms: bool = ...) -> None: ...
 
 class SloVerdict(_message.Message):
     __slots__ = ("slo_class", "tier", "targets", "ttft_met", "tbt_met", "jct_met", "met", "problems", "targets_met")

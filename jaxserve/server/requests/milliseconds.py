@@ -6,26 +6,27 @@ from typing import Any
 
 from jaxserve.engine.output import Timings
 from jaxserve.sched.request import SLO
-from jaxserve.sched.slo.slo_columns import TARGETS
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.sched.slo.verdict import Verdict
 
 
 def timings_ms(timings: Timings) -> dict[str, float | None]:
     """What a client is told of a continuation's latencies."""
     told = {name: getattr(timings, name) for name in ("queue", "ttft", "tbt", "total")}
+    told["max_tbt"] = timings.tbt_max
     return {f"{name}_ms": None if time is None else time * 1000 for name, time in told.items()}
 
 
 def targets_ms(slo: SLO) -> dict[str, float]:
     """The targets that there are."""
-    targets = ((name, getattr(slo, name)) for name in TARGETS)
+    targets = ((name, getattr(slo, name)) for name in ALL_TARGETS)
     return {f"{name}_ms": target * 1000 for name, target in targets if target is not None}
 
 
 def verdict_fields(verdict: Verdict) -> dict[str, Any]:
     """Which targets there were and which were met, and what is wrong with them; the client's lines
     of answers have the same."""
-    judged = {f"{name}_ms": getattr(verdict, name) for name in TARGETS}
+    judged = {f"{name}_ms": getattr(verdict, name) for name in ALL_TARGETS}
     return {
         "targets": targets_ms(verdict.slo),
         "targets_met": {name: met for name, met in judged.items() if met is not None},

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jaxserve.config import ConfigError
 from jaxserve.sched.request import NO_CLASS, SLO, InvalidRequest, Tier
-from jaxserve.sched.slo.slo_columns import TARGETS
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.sched.workloads.classes import parse_terms
 from jaxserve.sched.workloads.workload import WorkloadError
 from jaxserve.server.access.key_file import BEST_EFFORT, ApiKey
@@ -36,7 +36,7 @@ class ServiceLevel:
 
     def with_own(self, slo: SLO, tier: Tier | None) -> ServiceLevel:
         """Overrides single targets, and the tier unless it is None, with a request's own."""
-        own = {name: getattr(slo, name) for name in TARGETS}
+        own = {name: getattr(slo, name) for name in ALL_TARGETS}
         given = {name: target for name, target in own.items() if target is not None}
         merged = dataclasses.replace(self.slo, **given)
         return dataclasses.replace(self, slo=merged, tier=self.tier if tier is None else tier)
@@ -68,11 +68,12 @@ def permitted_level(asked: ServiceLevel, said: bool, key: ApiKey | None) -> Serv
         if said:
             raise InvalidRequest("tier", f"key {key.name} may ask for {BEST_EFFORT} only")
         asked = dataclasses.replace(asked, tier=Tier.BEST_EFFORT)
-    for name in TARGETS:
-        target, least = getattr(asked.slo, name), getattr(key, f"min_{name}_ms")
+    for name in ALL_TARGETS:
+        bound = f"min_{name.removeprefix('max_')}_ms"  # of a TBT, whichever
+        target, least = getattr(asked.slo, name), getattr(key, bound)
         if target is not None and 1000 * target < least:
             problem = f"{1000 * target:g} ms is tighter than key {key.name} may ask for"
-            raise InvalidRequest(f"slo.{name}_ms", f"{problem}, {least} ms (min_{name}_ms)")
+            raise InvalidRequest(f"slo.{name}_ms", f"{problem}, {least} ms ({bound})")
     return asked
 
 

@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.sched.request import NO_CLASS, Tier
-from jaxserve.sched.slo.slo_columns import TARGETS
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.server.requests.call_outcome import CallTracker
 from jaxserve.server.requests.engine_client import EngineClient
 
@@ -141,7 +141,7 @@ class EngineMetrics(Collector, Observer):
         if verdict is not None:
             about = verdict.slo_class, verdict.tier
             self._judged[*about, "all", verdict.met] += 1
-            for target in TARGETS:
+            for target in ALL_TARGETS:
                 met = getattr(verdict, target)
                 if met is not None:
                     self._judged[*about, target, met] += 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxserve.engine.output import Timings
-from jaxserve.sched.slo.slo_columns import TARGETS
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.server.requests.call_outcome import CallOutcome, CallRecord
 
 log = logging.getLogger("jaxserve.calls")
@@ -90,8 +90,9 @@ def _asked(record: CallRecord) -> Iterator[tuple[str, Any]]:
     yield "continuations", continuations if continuations > 1 else None
     yield "prompt_tokens", record.prompt_tokens
     yield "output_tokens", record.output_tokens
-    for name in TARGETS:
-        yield f"slo_{name}_ms", _ms(getattr(first.slo, name))
+    targets = first.slo.with_max_tbt()
+    for name in ALL_TARGETS:
+        yield f"slo_{name}_ms", _ms(getattr(targets, name))
 
 
 def _got(record: CallRecord) -> Iterator[tuple[str, Any]]:
@@ -106,7 +107,7 @@ def _got(record: CallRecord) -> Iterator[tuple[str, Any]]:
         yield from _times(longest.timings, written=written)
     verdicts = [last.verdict for last in record.last if last.verdict is not None]
     if verdicts:
-        missed = [name for name in TARGETS if any(getattr(v, name) is False for v in verdicts)]
+        missed = [name for name in ALL_TARGETS if any(getattr(v, name) is False for v in verdicts)]
         yield "slo_met", not missed
         yield "slo_missed", ",".join(missed)
 

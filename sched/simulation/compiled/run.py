@@ -278,6 +278,7 @@ def _set_targets(requests: np.ndarray, workload: Workload, setting: Setting, chu
         requests[asked] = target
         requests[name] = np.maximum(target, getattr(alone, name) * JUST_MISSED)
         some |= target < math.inf
+    some |= workload.max_tbt < math.inf
     requests["alone"] = np.where(some, alone.ttft, 0.0)
 
 

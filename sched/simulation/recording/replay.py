@@ -34,7 +34,7 @@ from jaxserve.sched.simulation.recording.recording import (
 from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.profiles import System
-from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
 from jaxserve.sched.workloads.workload import Lengths, Workload
 
 _NUMBERS = Step._fields[: Step._fields.index("features")]  # of a step
@@ -309,14 +309,16 @@ def _workload(recording: Recording, there: list[Arrival], output_len: np.ndarray
     time = np.array([_begin(recording, one) for one in there])
     early = np.array([one.carried > 0 for one in there])
     written = np.array([one.written for one in there], np.int64)
-    ttft, tbt, jct = (np.array([getattr(one, name) or np.inf for one in there]) for name in TARGETS)
-    ttft[early] = jct[early] = np.inf
+    targets = {
+        name: np.array([getattr(one, name) or np.inf for one in there]) for name in ALL_TARGETS
+    }
+    targets["ttft"][early] = targets["jct"][early] = np.inf
     tier = np.array([one.tier for one in there], np.int8)
     greedy = np.array([one.greedy > 0 for one in there])
     names = [one.slo_class for one in there]
     classes = tuple(dict.fromkeys(names))
     slo_class = np.array([classes.index(name) for name in names], np.int64)
-    terms = SloColumns(tier, ttft, tbt, jct, slo_class, greedy, classes)
+    terms = SloColumns(tier, **targets, slo_class=slo_class, greedy=greedy, classes=classes)
     prompt = np.array([one.prompt_len for one in there], np.int64) + written
     limit = np.array([one.limit for one in there], np.int64) - written
     return Workload.create(time - time.min(), Lengths(prompt, output_len), limit=limit, terms=terms)

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.simulation.replica.outputs import Outputs
-from jaxserve.sched.slo.slo_columns import TARGETS
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.workload import Workload
 
@@ -21,7 +21,7 @@ class Requests:
         self._prompts = workload.prompt_len.tolist()
         self._limits = workload.limit.tolist()
         self._tiers, self._greedy = workload.tier.tolist(), workload.greedy.tolist()
-        targets = zip(*(getattr(workload, name).tolist() for name in TARGETS), strict=True)
+        targets = zip(*(getattr(workload, name).tolist() for name in ALL_TARGETS), strict=True)
         self._targets = list(targets)
         self._sampling: dict[tuple[int, bool], SamplingParams] = {}
         self._slo: dict[tuple[float, ...], SLO] = {}
@@ -46,7 +46,7 @@ class Requests:
     def _slo_of(self, number: int) -> SLO:
         targets = self._targets[number]
         if targets not in self._slo:
-            named = zip(TARGETS, targets, strict=True)
+            named = zip(ALL_TARGETS, targets, strict=True)
             self._slo[targets] = SLO(**{name: t for name, t in named if t < math.inf})
         return self._slo[targets]
 

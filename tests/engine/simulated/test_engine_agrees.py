@@ -81,6 +81,7 @@ def trace(seed: int, rate: float, early: bool, count: int = 24, *, liars: bool =
         ttft=np.where(some, rng.uniform(0.05, 0.5, count), np.inf) * np.where(lies, 1e-6, 1),
         tbt=np.where(some, rng.uniform(0.02, 0.1, count), np.inf),
         jct=np.where(np.arange(count) % 4 == 2, 2.0, np.inf),
+        max_tbt=np.where(np.arange(count) % 8 == 0, 0.3, np.inf),
         slo_class=np.zeros(count, np.int64),
         greedy=np.arange(count) % 5 > 0,
     )

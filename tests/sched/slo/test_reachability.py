@@ -22,7 +22,7 @@ from jaxserve.sched.workloads.workload import Lengths, Workload
 SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every step takes 1 s
 SEVEN = system("llama-2-7b@a100").cost_model
 LIMITS = Limits(max_batch_tokens=64, max_prefill_tokens=16, max_rows=4)
-TTFT, TBT, JCT, EARLY = SloProblemKind
+TTFT, TBT, JCT, EARLY, MAX_TBT = SloProblemKind
 
 
 def found(
@@ -55,6 +55,8 @@ def test_no_token_comes_sooner_after_another_than_a_step_takes() -> None:
     assert found(SLO(tbt=0.9)) == {TBT: (0.9, 1.0)}
     assert found(SLO(tbt=1.0)) == {}
     assert found(SLO(tbt=0.9), max_tokens=1) == {}  # there is no second token
+    assert found(SLO(tbt=1.0, max_tbt=0.9)) == {MAX_TBT: (0.9, 1.0)}
+    assert found(SLO(tbt=1e-9)) == {TBT: (1e-9, 1.0)}, "nobody asked for its default"
 
 
 def test_a_job_takes_its_prompt_and_what_it_must_write() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.request import NO_CLASS, SLO, Request, Tier
 from jaxserve.sched.slo.metrics import Times, attained, percentile_99
-from jaxserve.sched.slo.slo_columns import SloColumns
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
 from jaxserve.sched.slo.verdict import judge, tbt_that_counts
 from jaxserve.sched.workloads.classes import with_targets
 
@@ -27,7 +28,42 @@ def test_each_target_is_judged_by_itself_and_all_of_them_together() -> None:
     assert found is not None
     assert (found.ttft, found.tbt, found.jct) == (True, False, True)
     assert not found.met
-    assert (found.slo, found.slo_class, found.tier) == (CHAT, "chat", Tier.BEST_EFFORT)
+    assert (found.slo, found.slo_class) == (dataclasses.replace(CHAT, max_tbt=2.0), "chat")
+    assert found.tier is Tier.BEST_EFFORT and found.max_tbt
+
+
+@pytest.mark.parametrize(
+    ("slo", "longest"),
+    [
+        (SLO(ttft=1.0, jct=9.0), None),
+        (SLO(tbt=0.05), 2.0),
+        (SLO(tbt=0.5), 5.0),
+        (SLO(tbt=0.5, max_tbt=0.6), 0.6),
+        (SLO(max_tbt=7.0), 7.0),
+    ],
+)
+def test_the_longest_gap_has_a_limit_where_gaps_have_a_target(
+    slo: SLO, longest: float | None
+) -> None:
+    assert slo.with_max_tbt() == dataclasses.replace(slo, max_tbt=longest)
+    gap = longest or 1000.0
+    # Beside 200 gaps of next to nothing, one does not show in the 99th percentile.
+    times = [*np.linspace(0.5, 0.6, 201).tolist(), 0.6 + gap]
+    for more in (0.0, 1.0):
+        times[-1] = 0.6 + gap + more
+        found = judge(asking(dataclasses.replace(slo, jct=None)), times, times[-1], complete=True)
+        assert found is not None and found.tbt in (None, True)
+        if longest is None:
+            assert found.max_tbt is None and found.met
+        elif more:
+            assert found.max_tbt is False and not found.met
+
+
+def test_a_stream_that_stands_still_has_missed_before_it_goes_on() -> None:
+    times = np.linspace(0.0, 1.0, 301).tolist()
+    for end, met in ((3.0, True), (3.1, False)):
+        found = judge(asking(SLO(tbt=0.05)), times, end, complete=False)
+        assert found is not None and found.tbt and (found.max_tbt, found.met) == (met, met)
 
 
 def test_a_target_that_is_met_exactly_is_met_and_one_that_is_not_there_is_not_judged() -> None:
@@ -75,8 +111,8 @@ _target = st.sampled_from([0.25, 0.5, 1.0, 4.0, 30.0, None])
 
 @given(
     arrival=st.integers(0, 8),
-    gaps=st.lists(st.sampled_from([0.0625, 0.25, 0.5, 1.0]), max_size=120),
-    slo=st.builds(SLO, ttft=_target, tbt=_target, jct=_target),
+    gaps=st.lists(st.sampled_from([0.0625, 0.25, 0.5, 1.0, 2.5]), max_size=120),
+    slo=st.builds(SLO, ttft=_target, tbt=_target, jct=_target, max_tbt=_target),
     after=st.sampled_from([0.0, 0.25, 2.0]),
     complete=st.booleans(),
 )
@@ -101,10 +137,11 @@ def test_what_is_told_is_what_load_tests_and_simulations_count(
         with_targets(SloColumns.none(1), slo),
     )
     if told is None:
-        assert slo == SLO() and counted.slo.all()
+        assert slo == SLO() and counted.slo_with_gap.all()
         return
-    for name in ("ttft", "tbt", "jct"):
+    for name in ALL_TARGETS:
         met = getattr(told, name)
-        assert (met is None) == (getattr(slo, name) is None)
+        assert (met is None) == (getattr(slo.with_max_tbt(), name) is None)
         assert (met is None or met) == getattr(counted, name)[0]
-    assert told.met == counted.slo[0]
+    assert told.met == counted.slo_with_gap[0]
+    assert (False not in (told.ttft, told.tbt, told.jct)) == counted.slo[0]

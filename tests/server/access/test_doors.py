@@ -300,6 +300,7 @@ def test_an_id_is_each_key_s_own(server: Server, engine: FakeEngine) -> None:
         ("low", {"slo_class": "fast"}, "tier: key low may ask for best_effort only"),
         ("slow", {"slo": {"ttft_ms": 1}}, "slo.ttft_ms: 1 ms is tighter than key slow may ask"),
         ("slow", {"slo": {"tbt_ms": 49.5}}, "slo.tbt_ms: 49.5 ms is tighter than key slow may"),
+        ("slow", {"slo": {"max_tbt_ms": 49}}, "key slow may ask for, 50 ms (min_tbt_ms)"),
         ("slow", {"slo": {"jct_ms": 1e-9}}, "slo.jct_ms: 1e-09 ms is tighter than key slow may"),
         ("slow", {"slo_class": "fast"}, "for, 200 ms (min_ttft_ms)"),
     ],
@@ -336,7 +337,7 @@ def test_what_is_within_its_key_is_served(server: Server, engine: FakeEngine) ->
         ("low", {}),
         ("low", {"tier": "best_effort"}),
         ("low", {"slo": {"ttft_ms": 1}}),
-        ("slow", {"slo": {"ttft_ms": 200, "tbt_ms": 50, "jct_ms": 1000}}),
+        ("slow", {"slo": {"ttft_ms": 200, "tbt_ms": 50, "jct_ms": 1000, "max_tbt_ms": 50}}),
         ("alice", {"slo_class": "fast"}),
     ):
         body = {**BODY, **fields}

@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.client import Client, Unreachable, make_request
 from jaxserve.client.cli import complete
-from jaxserve.sched.request import Grammar, Tier
+from jaxserve.sched.request import SLO, Grammar, Tier
 from jaxserve.server.server import Server
 from tests.server.fake_engine import INFO, FakeEngine
 
@@ -83,6 +83,7 @@ def test_every_flag_reaches_the_engine(
     flags = [f"--{name}={number}" for name, number in sampling.items()]
     flags += ["--stop=a", "--stop=b", "--stop_token_id=5", "--ignore_eos", "--logit_bias=9:-1.5"]
     flags += ["--tier=best_effort", "--ttft_ms=100", "--tbt_ms=10", "--jct_ms=1000"]
+    flags += ["--max_tbt_ms=700"]
     assert complete([f"--address={server.address}", "hi", *flags]) == 0
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2 * (1 + 4 + 1), "log-probabilities, one a token, and a verdict"
@@ -95,7 +96,7 @@ def test_every_flag_reaches_the_engine(
     assert request.sampling.ignore_eos
     assert request.sampling.logit_bias == ((9, -1.5),)
     assert request.tier is Tier.BEST_EFFORT
-    assert (request.slo.ttft, request.slo.tbt, request.slo.jct) == (0.1, 0.01, 1.0)
+    assert request.slo == SLO(0.1, 0.01, 1.0, 0.7)
 
 
 @pytest.mark.parametrize(

@@ -109,13 +109,13 @@ def test_logprobs_of_the_prompt(client: Client, engine: FakeEngine) -> None:
 
 def test_request_id_slo_and_tier_arrive(client: Client, engine: FakeEngine) -> None:
     engine.run()
-    slo = {"ttft_ms": 500.0, "tbt_ms": 50.0, "jct_ms": 9000.0}
+    slo = {"ttft_ms": 500.0, "tbt_ms": 50.0, "jct_ms": 9000.0, "max_tbt_ms": 700.0}
     messages = list(
         client.generate("hi", max_tokens=1, request_id="mine", slo=slo, tier="best_effort")
     )
     (request,) = engine.requests
     assert {message.request_id for message in messages} == {"mine"} == {request.id}
-    assert request.slo == SLO(ttft=0.5, tbt=0.05, jct=9.0)
+    assert request.slo == SLO(ttft=0.5, tbt=0.05, jct=9.0, max_tbt=0.7)
     assert request.tier is Tier.BEST_EFFORT
 
 

@@ -69,6 +69,7 @@ def with_unknown(request: pb.GenerateRequest, where: Callable) -> pb.GenerateReq
         (make_request("hi", slo={"ttft_ms": -3.0}), ["slo.ttft_ms", "positive", "-3"]),
         (make_request("hi", slo={"tbt_ms": 0.0}), ["slo.tbt_ms", "positive"]),
         (make_request("hi", slo={"jct_ms": float("inf")}), ["slo.jct_ms", "inf"]),
+        (make_request("hi", slo={"max_tbt_ms": -1.0}), ["slo.max_tbt_ms", "positive", "-1"]),
         (make_request("hi", request_id="x" * 129), ["request_id", "129", "128"]),
         (pb.GenerateRequest(text="hi", tier=7), ["tier", "7", "TIER_BEST_EFFORT"]),
         (with_unknown(make_request("hi"), lambda r: r), ["request", "99", "unknown"]),

@@ -44,17 +44,18 @@ def test_there_are_three_and_one_may_have_others(classes: dict[str, ServiceLevel
         "offline": ServiceLevel(SLO(jct=600.0), Tier.BEST_EFFORT, "offline"),
     }
     assert of(mine="ttft=2s") == {"mine": ServiceLevel(SLO(2.0), Tier.REALTIME, "mine")}
+    assert of(mine="tbt=50ms:max_tbt=1s")["mine"].slo == SLO(tbt=0.05, max_tbt=1.0)
     assert of() == {}
 
 
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("mine", "", "mine: may have tier=, ttft=, tbt= and jct=, got ''"),
+        ("mine", "", "mine: may have tier=, ttft=, tbt=, jct= and max_tbt=, got ''"),
         ("mine", "ttft=5", "mine: ttft: must be a time such as 200ms or 1.5s, got '5'"),
         ("mine", "tbt=0ms", "mine: tbt: must be a time"),
         ("mine", "greedy=true", "mine: may have .*, got 'greedy=true'"),
-        ("mine", "ttft=1s:ttft=2s", "mine: may have .* and jct=, each once, got 'ttft=2s'"),
+        ("mine", "ttft=1s:ttft=2s", "mine: may have .* and max_tbt=, each once, got 'ttft=2s'"),
         ("mine", "tier=gold", "mine: tier: must be one of realtime, best_effort, got 'gold'"),
         ("mine", 5, "mine: must be text, as 'ttft=1s:tbt=100ms', got 5"),
         (NO_CLASS, "ttft=1s", "default: is what requests without a class are counted as"),
@@ -80,6 +81,7 @@ def test_too_many_classes_are_refused() -> None:
     [
         ({}, SLO(1.0, 0.1875), Tier.REALTIME),
         ({"slo": {"tbt_ms": 50.0}}, SLO(1.0, 0.05), Tier.REALTIME),
+        ({"slo": {"max_tbt_ms": 500.0}}, SLO(1.0, 0.1875, max_tbt=0.5), Tier.REALTIME),
         ({"slo": {"jct_ms": 9000.0}}, SLO(1.0, 0.1875, 9.0), Tier.REALTIME),
         ({"tier": "best_effort"}, SLO(1.0, 0.1875), Tier.BEST_EFFORT),
         ({"slo_class": "offline"}, SLO(jct=600.0), Tier.BEST_EFFORT),

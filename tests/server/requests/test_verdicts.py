@@ -39,14 +39,15 @@ def test_what_was_asked_what_was_got_and_whether_that_is_enough(
     for completion in client.complete("hi", n=2, **options):
         # Tokens at 200, 220, 240 and 300 ms: of 20, 20 and 60 the 99th percentile.
         assert completion.timings.tbt_ms == pytest.approx(59.2)
+        assert completion.timings.max_tbt_ms == pytest.approx(60.0)
         assert completion.slo == pb.SloVerdict(
             slo_class="chat",
             tier=pb.TIER_REALTIME,
-            targets=pb.Slo(ttft_ms=250, tbt_ms=60, jct_ms=250),
+            targets=pb.Slo(ttft_ms=250, tbt_ms=60, jct_ms=250, max_tbt_ms=2000),
             ttft_met=True,
             tbt_met=True,
             jct_met=False,
-            targets_met=pb.TargetsMet(ttft_ms=True, tbt_ms=True, jct_ms=False),
+            targets_met=pb.TargetsMet(ttft_ms=True, tbt_ms=True, jct_ms=False, max_tbt_ms=True),
             met=False,
             problems=[
                 pb.SloProblem(
@@ -54,6 +55,21 @@ def test_what_was_asked_what_was_got_and_whether_that_is_enough(
                 )
             ],
         )
+
+
+def test_a_stream_that_stands_still_once_is_missed(client: Client, engine: FakeEngine) -> None:
+    engine.run()
+    # Tokens at 200, 220, 240 and 300 ms: the 99th percentile is within it, the longest is not.
+    asked = {"tbt_ms": 59.5, "max_tbt_ms": 59.5}
+    (one,) = client.complete("hi", max_tokens=4, slo=asked)
+    assert one.slo is not None and not one.slo.met
+    assert one.slo.targets == pb.Slo(**asked)
+    assert one.slo.targets_met == pb.TargetsMet(tbt_ms=True, max_tbt_ms=False)
+    line = "slo default missed: TBT 59.2 of 59.5 ms, longest TBT 60 of 59.5 ms, missed"
+    assert verdict_line(one.slo, one.timings) == line
+    (alone,) = client.complete("hi", max_tokens=4, slo={"max_tbt_ms": 61.0})
+    assert alone.slo is not None and alone.slo.met
+    assert alone.slo.targets_met == pb.TargetsMet(max_tbt_ms=True)
 
 
 def test_a_target_that_is_not_there_has_no_verdict(client: Client, engine: FakeEngine) -> None:
@@ -96,12 +112,15 @@ def test_the_client_prints_it(
     engine.run()
     flags = [f"--address={server.address}", "hi", "--max_tokens=4", "--slo_class=chat"]
     assert complete(flags) == 0
-    line = "slo chat missed: TTFT 200 of 250 ms, TBT 59.2 of 50 ms, missed\n"
+    line = (
+        "slo chat missed: TTFT 200 of 250 ms, TBT 59.2 of 50 ms, missed, "
+        "longest TBT 60 of 2000 ms\n"
+    )
     assert capsys.readouterr().err == line
     engine.problems = (BAD, SloProblem(SloProblemKind.JCT_BEFORE_TTFT, 0.2, 0.25))
     assert complete([*flags, "--n=2", "--tbt_ms=100"]) == 0
     line = (
-        "slo chat met: TTFT 200 of 250 ms, TBT 59.2 of 100 ms; "
+        "slo chat met: TTFT 200 of 250 ms, TBT 59.2 of 100 ms, longest TBT 60 of 2000 ms; "
         "note: ttft_ms 100 is less than the 150 that the prompt takes alone; "
         "note: jct_ms 200 is less than ttft_ms, 250\n"
     )
@@ -114,11 +133,12 @@ def test_the_client_prints_it(
     assert complete([f"--address={server.address}", *flags]) == 0
     (completion,) = json.loads(target.read_text())["completions"]
     assert completion["timings"]["tbt_ms"] == pytest.approx(59.2)
+    assert completion["timings"]["max_tbt_ms"] == pytest.approx(60.0)
     assert completion["slo"] == {
         "class": "chat",
         "tier": "realtime",
-        "targets": {"ttft_ms": 250.0, "tbt_ms": 50.0},
-        "targets_met": {"ttft_ms": True, "tbt_ms": False},
+        "targets": {"ttft_ms": 250.0, "tbt_ms": 50.0, "max_tbt_ms": 2000.0},
+        "targets_met": {"ttft_ms": True, "tbt_ms": False, "max_tbt_ms": True},
         "met": False,
         "problems": [
             {"kind": "ttft_unreachable", "target_ms": 100.0, "limit_ms": 150.0},
@@ -142,7 +162,8 @@ def test_the_metrics_count_it_by_class_and_tier(server: Server, engine: FakeEngi
         client.complete("hi", max_tokens=4)  # has no targets
     samples = scrape(server)
     chat = {"slo_class": "chat", "tier": "realtime"}
-    for target, attained, missed in (("all", 1, 2), ("ttft", 3, 0), ("tbt", 1, 2)):
+    counts = {"all": (1, 2), "ttft": (3, 0), "tbt": (1, 2), "max_tbt": (3, 0)}
+    for target, (attained, missed) in counts.items():
         assert value(samples, "slo_attained_total", target=target, **chat) == attained
         assert value(samples, "slo_missed_total", target=target, **chat) == missed
     other = {"slo_class": "default", "tier": "best_effort"}
@@ -150,4 +171,4 @@ def test_the_metrics_count_it_by_class_and_tier(server: Server, engine: FakeEngi
         assert value(samples, "slo_attained_total", target=target, **other) == 1
         assert value(samples, "slo_missed_total", target=target, **other) == 0
     counted = {labels for name, labels in samples if name == "jaxserve:slo_attained_total"}
-    assert len(counted) == 3 + 2
+    assert len(counted) == 4 + 2

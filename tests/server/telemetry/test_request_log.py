@@ -77,6 +77,7 @@ def test_a_line_says_who_asked_for_what_and_what_came_of_it(
         "slo_ttft_ms": 100.0,
         "slo_tbt_ms": 500.0,
         "slo_jct_ms": 9000.0,
+        "slo_max_tbt_ms": 5000.0,
         "preemptions": 1,
         "finish_reason": "length",
         "queue_ms": 100.0,
@@ -271,7 +272,7 @@ def test_the_page_lists_the_fields() -> None:
     listed = {name for cell in rows for name in re.findall(r"`(\w+)`", cell)}
     slo = SLO(ttft=1e-9, tbt=1.0, jct=1.0)
     request = Request("r", (1,), SamplingParams(n=2), slo)
-    verdict = Verdict(slo, "c", Tier.REALTIME, ttft=False, tbt=True, jct=True)
+    verdict = Verdict(slo, "c", Tier.REALTIME, ttft=False, tbt=True, jct=True, max_tbt=True)
     timings = Timings(0.1, 0.2, 0.3, 0.1, 0.1, 0.1)
     stop = FinishReason.STOP
     record = CallRecord(

@@ -161,11 +161,13 @@ class StreamOptions(Body):
 
 
 class SloFields(Body):
-    """Targets in milliseconds: to the first token, between two tokens, to the last token."""
+    """Targets in milliseconds: to the first token, between two tokens (99th percentile), to the
+    last token, between two tokens (the longest)."""
 
     ttft_ms: Number | None = None
     tbt_ms: Number | None = None
     jct_ms: Number | None = None
+    max_tbt_ms: Number | None = None
 
 
 _Name = Annotated[Text, Field(max_length=64)]

@@ -26,7 +26,7 @@ from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.settings import REFUSED
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
 from jaxserve.sched.unified.policy_spec import where
 from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
@@ -65,7 +65,7 @@ def drawn(seed: int, count: int, rate: float) -> Workload:
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1 / rate, count)) * rng.choice([0, 1], p=[0.1, 0.9])
     output = rng.integers(1, 40, count)
-    targets = {name: rng.choice([1e-6, 0.05, 0.4, 3.0, np.inf], count) for name in TARGETS}
+    targets = {name: rng.choice([1e-6, 0.05, 0.4, 3.0, np.inf], count) for name in ALL_TARGETS}
     terms = dataclasses.replace(
         SloColumns.none(count),
         tier=rng.integers(0, 2, count),

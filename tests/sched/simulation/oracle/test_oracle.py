@@ -27,7 +27,7 @@ from jaxserve.sched.simulation.oracle.search import portfolio
 from jaxserve.sched.simulation.settings import Setting
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
 from jaxserve.sched.unified.unified_policy import Reserve
 from jaxserve.sched.workloads.closed_loop import parse_closed_loop
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
@@ -58,7 +58,7 @@ def goodput(result: Any) -> float:
 def with_targets(workload: Workload, **targets: float) -> Workload:
     """All of them have these."""
     count = len(workload)
-    arrays = {name: np.full(count, targets.get(name, np.inf)) for name in TARGETS}
+    arrays = {name: np.full(count, targets.get(name, np.inf)) for name in ALL_TARGETS}
     terms = dataclasses.replace(SloColumns.none(count), **arrays)
     lengths = workload.lengths
     return Workload.create(workload.arrival, lengths, limit=workload.limit, terms=terms)
@@ -66,7 +66,7 @@ def with_targets(workload: Workload, **targets: float) -> Workload:
 
 def scaled(workload: Workload, factor: float) -> Workload:
     """With targets so many times as long."""
-    targets = {name: getattr(workload, name) * factor for name in TARGETS}
+    targets = {name: getattr(workload, name) * factor for name in ALL_TARGETS}
     return dataclasses.replace(workload, **targets)
 
 

@@ -164,6 +164,7 @@ def test_targets_and_tiers_reach_the_engine(client: openai.OpenAI, running: Fake
 
     assert request() == (SLO(), Tier.REALTIME)
     assert request(slo={"ttft_ms": 500, "tbt_ms": 50}) == (SLO(ttft=0.5, tbt=0.05), Tier.REALTIME)
+    assert request(slo={"max_tbt_ms": 700}) == (SLO(max_tbt=0.7), Tier.REALTIME)
     assert request(slo={"jct_ms": 9000}, tier="best_effort") == (SLO(jct=9.0), Tier.BEST_EFFORT)
     assert request(slo="offline") == (SLO(jct=60.0), Tier.BEST_EFFORT)
     assert request(slo="offline", tier="realtime") == (SLO(jct=60.0), Tier.REALTIME)
@@ -193,11 +194,12 @@ def test_named_targets_and_what_came_of_them(engine: FakeEngine) -> None:
     (choice,) = answer["choices"]
     # The fake engine's tokens come after 200, 220, 240 and 300 ms.
     assert choice["timings"]["tbt_ms"] == pytest.approx(59.2)
+    assert choice["timings"]["max_tbt_ms"] == pytest.approx(60.0)
     assert choice["slo"] == {
         "class": "chat",
         "tier": "best_effort",
-        "targets": {"ttft_ms": 250.0, "tbt_ms": 50.0},
-        "targets_met": {"ttft_ms": True, "tbt_ms": False},
+        "targets": {"ttft_ms": 250.0, "tbt_ms": 50.0, "max_tbt_ms": 2000.0},
+        "targets_met": {"ttft_ms": True, "tbt_ms": False, "max_tbt_ms": True},
         "met": False,
         "problems": [{"kind": "tbt_unreachable", "target_ms": 50.0, "limit_ms": 60.0}],
     }
