@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 
+from jaxserve.deploy.local.cluster import free_port
 from jaxserve.hosts.channel import Channel
 from jaxserve.hosts.link import Link
 from jaxserve.hosts.rank import Rank
@@ -51,12 +52,6 @@ def links(patience_s: float = TIMEOUT) -> tuple[Link, Link, Losses, Losses]:
         link.hurry()
         link.start()
     return leader, follower, here, there
-
-
-def free_port() -> int:
-    with socket.create_server(("localhost", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def ranks(hosts: int, wait_s: float = TIMEOUT) -> list[Rank]:

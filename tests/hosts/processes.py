@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.client import Client
+from jaxserve.deploy.local.cluster import free_port
 from tests.compiling import virtual_devices
 from tests.server.processes import ROOT, serve_command
-
-from .peers import free_port
 
 PATIENCE = 240  # seconds until a test gives up on a process
 SIZES = (

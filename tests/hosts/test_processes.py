@@ -18,11 +18,11 @@ import pytest
 import jaxserve
 from jaxserve.client import Client, ServerError
 from jaxserve.convert import convert
+from jaxserve.deploy.local.cluster import free_port
 from jaxserve.sched.request import Grammar, GrammarKind
 from tests.engine.harness import engine, prompts, send, write_shape
 from tests.server.processes import ROOT
 
-from .peers import free_port
 from .processes import PATIENCE, Hosts, host_command, hosts
 
 pytestmark = pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -103,7 +104,7 @@ def local_cluster(*, cpus: int, http_port: int = 0, grpc_port: int = 0) -> Itera
 
         from jaxserve.deploy.ray import GRPC
 
-        http, grpc = http_port or _free_port(), grpc_port or _free_port()
+        http, grpc = http_port or free_port(), grpc_port or free_port()
         ray.init(
             address="local",
             num_cpus=cpus,
@@ -160,7 +161,11 @@ def _descendants() -> set[int]:
     return found
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return int(listener.getsockname()[1])
+def free_port() -> int:
+    """A port that nobody listens on, for a server that is still to start. Systems take the ports of
+    connections from 32768 or 49152 on: nobody is given this one by chance meanwhile."""
+    for port in random.SystemRandom().sample(range(20000, 32768), 100):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind((HOST, port))
+            return port
+    raise OSError(f"no port of {HOST} is free")
