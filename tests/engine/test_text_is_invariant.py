@@ -41,9 +41,12 @@ POLICIES = {
     "bros": True,
     "fastgen": True,
     "fastserve": True,
+    "fairbatching": True,
     "orca": False,
     "rank_i": True,
     "infermax": True,
+    "qoserve": True,
+    "slidingserve": True,
 }
 
 

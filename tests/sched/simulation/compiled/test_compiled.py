@@ -34,7 +34,10 @@ from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fi
 SEVEN = system("llama-2-7b@a100")
 PRICES = dataclasses.replace(SEVEN.cost_model.coefficients, sampled_row=2e-6, batch_bias=1e-4)
 # With code of their own.
-OWN = ("accelgen", "aptserve", "bros", "fastserve", "oracle", "round_robin")
+OWN = (
+    *("accelgen", "aptserve", "bros", "fairbatching", "fastserve", "oracle", "qoserve"),
+    *("round_robin", "slidingserve"),
+)
 PLAIN = [name for name in policies() if not name.startswith(OWN)]
 VARIED = [
     "sarathi+ef",

@@ -1,0 +1,184 @@
+"""A batch of decodes and as many prompt tokens as there is time for.
+
+Memory is as Sarathi's: a prompt gets blocks for all of it when it starts, others who cannot start
+wait behind it, and decodes that lack a block preempt running requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from jaxserve.sched.cost.batch_feature_sums import columns, longest, prefix
+from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.policy import View
+from jaxserve.sched.state.request_table import RUNNING
+from jaxserve.sched.unified.batch_budget import MemoryBudget
+from jaxserve.sched.unified.batch_builder import BatchBuilder, PlannedWork, seconds_of
+
+
+class Prompts:
+    """Prompts that find memory, in order, of which a batch computes the first so many tokens: whole
+    ones and a part of one.
+
+    Attributes:
+        work: All that each has pending.
+        tokens: Of all of them.
+    """
+
+    def __init__(self, work: PlannedWork) -> None:
+        self.work = work
+        self.ends = np.concatenate([[0], np.cumsum(work.tokens)])
+        self.tokens = int(self.ends[-1])
+        sums = work.columns()
+        self._sums = np.zeros((len(sums), len(work) + 1), np.int64)
+        np.cumsum(sums, axis=1, out=self._sums[:, 1:])
+        self._start = np.append(work.start, 0)
+
+    def columns(self, tokens: np.ndarray) -> np.ndarray:
+        """What the first so many tokens add to a batch, int64 [columns, m]. tokens: int64 [m]."""
+        whole = self.whole(tokens)
+        part = tokens - self.ends[whole]
+        sums = self._sums[:, whole]
+        return sums + (part > 0) * columns(part, self._start[whole], np.zeros(len(part), bool))
+
+    def whole(self, tokens: np.ndarray) -> np.ndarray:
+        """How many of the prompts the first so many tokens complete, int64 [m]."""
+        return np.searchsorted(self.ends, tokens, side="right") - 1
+
+    def first(self, tokens: int) -> PlannedWork:
+        """The work of the first so many tokens."""
+        count = int(np.searchsorted(self.ends, tokens))
+        work, left = self.work[:count], tokens - self.ends[:count]
+        return replace(work, tokens=np.minimum(work.tokens, left))
+
+
+class SlackBatch(BatchBuilder[PlannedWork]):
+    """Starts empty.
+
+    Args:
+        view: What the policy sees.
+        watermark: Share of the pool that starts leave free while others hold cache.
+
+    Attributes:
+        room: The memory left.
+    """
+
+    def __init__(self, view: View, watermark: float) -> None:
+        super().__init__(view, pending(view, np.zeros(0, np.int64)))
+        self.room = MemoryBudget(view)
+        self._holders = len(view.table.in_state(RUNNING))
+        self._watermark = int(watermark * view.pool.num_blocks)
+        self._rows = 0
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that C leaves."""
+        return self.view.limits.max_batch_tokens - self.tokens
+
+    @property
+    def rows_left(self) -> int:
+        """Requests that may yet join."""
+        return self.view.limits.max_rows - self._rows
+
+    def decode(self, work: PlannedWork, keepers: np.ndarray) -> np.ndarray:
+        """Adds decodes in order, as far as C and the rows go, and preempts for their blocks.
+
+        Args:
+            work: The decodes.
+            keepers: Rows that hold cache, none of which is in the batch yet; the last is preempted
+                first.
+
+        Returns:
+            bool [n], which of them are in the batch.
+        """
+        every, work = work, work[: min(self.tokens_left, self.rows_left)]
+        lacking = int(work.new.sum()) - self.room.free
+        if lacking > 0:
+            new = dict(zip(work.rows.tolist(), work.new.tolist(), strict=True))
+            for row in keepers[::-1].tolist():
+                before = self.room.free
+                self.room.preempt(row)
+                self._holders -= 1
+                lacking -= self.room.free - before + new.get(row, 0)
+                if lacking <= 0:
+                    break
+            work = work[~self.room.is_out(work.rows)]
+        self._take(work)
+        return np.isin(every.rows, work.rows)
+
+    def admissible(self, work: PlannedWork) -> Prompts:
+        """The prompts that find blocks, a place and a row, in order. Behind the first that waits
+        and finds none, only those that run may go on."""
+        work = work[~self.room.is_out(work.rows)]
+        new, starts = np.cumsum(work.new), np.cumsum(work.starts)
+        alone = self._holders == 0
+        free = self.room.free - self._watermark
+        ok = (new <= free) & (starts <= self.room.slots)
+        if alone and len(ok):
+            ok[0] = new[0] <= self.room.free and self.room.slots > 0
+        count = prefix(ok | ~work.starts)
+        others = ~work.starts
+        others[:count] = True
+        work = work[others]
+        return Prompts(work[: self.rows_left])
+
+    def seconds_with(self, prompts: Prompts, tokens: np.ndarray) -> np.ndarray:
+        """How long it takes with the prompts' first so many tokens, float64 [m]. tokens: int64
+        [m]."""
+        return seconds_of(self.view, self._sums + prompts.columns(tokens))
+
+    def longest(self, prompts: Prompts, limit: float) -> int:
+        """The most tokens of the prompts, within C, with which it takes no longer than `limit`
+        seconds."""
+        most = min(prompts.tokens, self.tokens_left)
+        return longest(lambda tokens: self.seconds_with(prompts, tokens), limit, most)
+
+    def chunk(self, prompts: Prompts, limit: float, least: int) -> int:
+        """Tokens of the prompts to compute: as many as there is time for, and at least one where
+        the batch would have none.
+
+        Args:
+            prompts: At least one.
+            limit: How long the batch may take, seconds.
+            least: Tokens of the batch for which there is always time.
+        """
+        found = self.longest(prompts, limit)
+        floor = min(least - self.tokens, prompts.tokens, self.tokens_left)
+        return max(found, floor, 0 if self.tokens else 1)
+
+    def compute(self, prompts: Prompts, tokens: int) -> None:
+        """Adds the prompts' first so many tokens."""
+        self._take(prompts.first(tokens))
+
+    def plan(self) -> BatchPlan:
+        """The plan; every request keeps room for all of its known tokens."""
+        work, table = self.work(), self.view.table
+        reserve = table.prompt_len[work.rows] + table.generated[work.rows]
+        kinds = np.zeros(len(work), np.int64)
+        return BatchPlan(work.rows, work.tokens, reserve, kinds, self.room.preemptions())
+
+    def _take(self, work: PlannedWork) -> None:
+        self.room.allocate(work)
+        self.add(work)
+        self._rows += len(work)
+        self._holders += int(np.count_nonzero(work.starts))
+
+
+def pending(view: View, rows: np.ndarray) -> PlannedWork:
+    """All that these rows have pending."""
+    return PlannedWork.pending(view, rows, view.table.computed[rows])
+
+
+def least_slack(batch: SlackBatch, slack: np.ndarray, tbt: np.ndarray) -> float:
+    """How long a batch may take whose decodes have so much slack, seconds. Who would be late even
+    without prompts asks for no more than its TBT.
+
+    Args:
+        batch: With the decodes, and no prompts yet.
+        slack: float64 [n], of all decodes.
+        tbt: float64 [n], their targets.
+    """
+    met = slack >= batch.seconds
+    return float(np.where(met, slack, np.maximum(tbt, slack)).min(initial=np.inf))

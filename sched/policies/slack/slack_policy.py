@@ -1,0 +1,114 @@
+"""What the policies that spend slack have in common: deadlines, what they remember, and a batch."""
+
+from __future__ import annotations
+
+import abc
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.policies.slack.slack_batch import SlackBatch, pending
+from jaxserve.sched.policies.slack.step_times import StepTimes
+from jaxserve.sched.policies.slack.token_deadlines import Deadlines, Pacing, standing
+from jaxserve.sched.policy import Policy, View
+from jaxserve.sched.state.request_table import RUNNING, WAITING
+from jaxserve.sched.unified.batch_builder import PlannedWork
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """All requests when a step is planned: arrays [n].
+
+    Attributes:
+        clock: When the step begins, seconds.
+        rows: Of the table.
+        work: All that each has pending.
+        due: When the next token of each is due, on the same clock.
+        slack: Seconds that the step may take for each that decodes, by `Deadlines.slack`; inf for
+            prompts.
+        keepers: Indices of those that hold cache; the last are the first to lose it.
+        most: Seconds that the step may take for the sake of requests that are yet to come.
+    """
+
+    clock: float
+    rows: np.ndarray
+    work: PlannedWork
+    due: np.ndarray
+    slack: np.ndarray
+    keepers: np.ndarray
+    most: float
+
+    @property
+    def decodes(self) -> np.ndarray:
+        """Indices of the decodes, in the order of `keepers`."""
+        return self.keepers[self.work.decodes[self.keepers]]
+
+    @property
+    def prompts(self) -> np.ndarray:
+        """Indices of all others."""
+        return np.flatnonzero(~self.work.decodes)
+
+
+@dataclass(frozen=True)
+class SlackPolicy(Policy):
+    """Plans decodes and prompts by the slack of token deadlines.
+
+    margin: by how much the predicted time of a step is raised before it is compared with slack.
+    share: of the least TTFT there is, that a step with decodes may take, as whoever comes next
+    waits for up to two steps before its own; 0 for no such limit. pacing: what token deadlines
+    count from. ttlt: seconds to the last token of requests that name neither a TTFT nor a JCT.
+    watermark: share of the pool that starts leave free while others run.
+
+    ValueError for values that are none.
+    """
+
+    margin: float = 1.05
+    share: float = 0.33
+    pacing: Pacing = Pacing.GAP
+    ttlt: float = 600.0
+    watermark: float = 0.01
+    _deadlines: Deadlines = field(init=False, repr=False, compare=False)
+    _times: StepTimes = field(init=False, repr=False, compare=False)
+    counts_blocks = True
+    full_prefill = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.margin < math.inf:
+            raise ValueError(f"margin must be more than 0, got {self.margin}")
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share must be from 0 to 1, got {self.share}")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark must be at least 0 and below 1, got {self.watermark}")
+        object.__setattr__(self, "_deadlines", Deadlines(self.pacing, self.ttlt))
+        object.__setattr__(self, "_times", StepTimes())
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        """One batch, as `fill` has it."""
+        clock = self._times.clock(view, now)
+        batch = SlackBatch(view, self.watermark)
+        self.fill(batch, self._outlook(view, clock))
+        self._times.note(batch.work(), batch.seconds, clock)
+        return batch.plan()
+
+    @abc.abstractmethod
+    def fill(self, batch: SlackBatch, outlook: Outlook) -> None:
+        """Puts into the batch, empty at first, what the next step does: at least one token."""
+
+    def queue_priority(self, requests: Any, now: float) -> Any:
+        """By the first token's deadline; those who can no longer have it then come last."""
+        return self._deadlines.waiting_order(requests, now)
+
+    def _outlook(self, view: View, clock: float) -> Outlook:
+        table, step = view.table, self._times.step
+        rows = np.concatenate([table.in_state(RUNNING), table.in_state(WAITING)])
+        work = pending(view, rows)
+        due = self._deadlines.due(view, rows, clock, step)
+        slack = self._deadlines.slack(view, rows, due, clock, step)
+        slack = np.where(work.decodes, slack, np.inf)
+        runs = np.flatnonzero(~work.starts)
+        keepers = runs[standing(view, rows[runs], clock)]
+        most = self.share * float(table.ttft[rows].min(initial=np.inf)) if self.share else np.inf
+        return Outlook(clock, rows, work, due, slack, keepers, most)

@@ -1,0 +1,103 @@
+"""SlidingServe: the chunk of a step is chosen together with that of the next one, and where prompts
+would miss their targets, a knapsack says which of them are saved.
+
+docs/slack-policies.md says what of this is guessed: the paper was known only by its abstract and a
+review.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.policies.slack.knapsack import most_valuable
+from jaxserve.sched.policies.slack.slack_batch import Prompts, SlackBatch, least_slack
+from jaxserve.sched.policies.slack.slack_policy import Outlook, SlackPolicy
+from jaxserve.sched.policies.slack.token_deadlines import FAR, Pacing
+from jaxserve.sched.policies.slack.window import Window
+from jaxserve.sched.registry import register
+from jaxserve.sched.request import Tier
+
+_ITEMS = 64  # of a knapsack, at most: those with the fewest tokens
+_WORTH = 2.0  # of a real-time request; a best-effort one is worth 1
+
+
+@register(
+    "slidingserve",
+    summary="chunks of two steps chosen together; a knapsack of prompts where some would be late",
+    source="SlidingServe",
+)
+@dataclass(frozen=True)
+class SlidingServe(SlackPolicy):
+    """least: tokens of a batch with prompts for which there is
+    always time. window: whether the next step's chunk counts; without, each chunk is as large as
+    the least slack allows. saves: whether a knapsack chooses among the prompts that would be late
+    if they waited; without, they come in order. The rest: `SlackPolicy`.
+
+    ValueError for values that are none."""
+
+    least: int = 128
+    window: bool = True
+    saves: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.least < 0:
+            raise ValueError(f"least must be at least 0, got {self.least}")
+
+    def fill(self, batch: SlackBatch, outlook: Outlook) -> None:
+        """All decodes, and the first of two chunks that are the best together."""
+        work, going = outlook.work, outlook.decodes
+        going = going[batch.decode(work[going], outlook.rows[outlook.keepers])]
+        slack, tbt = outlook.slack[going], batch.view.table.tbt[outlook.rows[going]]
+        limit = min(least_slack(batch, slack, tbt), outlook.most) / self.margin
+        order, must = self._sorted(batch, outlook, limit)
+        prompts = batch.admissible(work[order])
+        if not prompts.tokens:
+            return
+        tokens = batch.chunk(prompts, limit, self.least)
+        if self.window and limit < np.inf and tokens < prompts.tokens:
+            tokens = self._two(batch, prompts, slack, tbt).first(min(must, tokens), tokens)
+        batch.compute(prompts, max(tokens, 0 if batch.tokens else 1))
+
+    def _sorted(self, batch: SlackBatch, outlook: Outlook, limit: float) -> tuple[np.ndarray, int]:
+        """Indices of the prompts, most urgent first, and how many of their tokens cannot wait.
+
+        First those who would be late if they waited for another step and are chosen; then by levels
+        of how many steps they could wait, each twice as wide as the one before, and in a level
+        those with the fewest tokens first; last those who are late already, or not chosen.
+        """
+        which, view = outlook.prompts, batch.view
+        tokens, rate = outlook.work.tokens[which], self._times.rate(view)
+        spare = outlook.due[which] - outlook.clock - tokens / rate
+        room = max(batch.tokens_left, 1)
+        one = min(limit, room / rate)  # seconds of the step
+        room = max(min(int(one * rate), room), 1)
+        late, risk = spare < 0, np.flatnonzero((spare >= 0) & (spare < one))
+        chosen = np.zeros(len(which), bool)
+        if self.saves and int(tokens[risk].sum()) > room:
+            items = risk[np.argsort(tokens[risk], kind="stable")][:_ITEMS]
+            low = view.table.tier[outlook.rows[which[items]]] == Tier.BEST_EFFORT
+            worth = np.where(low, 1.0, _WORTH)
+            chosen[items[most_valuable(np.minimum(tokens[items], room), worth, room)]] = True
+            late[risk] = ~chosen[risk]
+        else:
+            chosen[risk] = True
+        steps = np.minimum(np.maximum(spare, 0.0) / max(one, 1e-6), FAR)
+        order = np.lexsort((tokens, np.floor(np.log2(1.0 + steps)), ~chosen, late))
+        return which[order], int(tokens[chosen].sum())
+
+    def _two(
+        self, batch: SlackBatch, prompts: Prompts, slack: np.ndarray, tbt: np.ndarray
+    ) -> Window:
+        """Plans for both steps. A decode's next token but one is due one TBT after the next
+        is, or after it came."""
+        after = np.where(np.isinf(tbt), slack, tbt)
+        ahead = np.full(len(slack), -np.inf)
+        if self.pacing is Pacing.ENVELOPE:
+            ahead = slack + tbt
+        joining = batch.view.table.tbt[prompts.work.rows]
+        return Window(
+            batch, prompts, ahead / self.margin, after / self.margin, joining / self.margin
+        )

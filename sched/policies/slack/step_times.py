@@ -1,0 +1,52 @@
+"""What a policy remembers of its own batches. It is not told how long they took, so times are
+predicted."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.cost.batch_feature_sums import columns
+from jaxserve.sched.policy import View
+from jaxserve.sched.unified.batch_builder import PlannedWork, seconds_of
+
+KEEP = 0.95  # of a moving mean, at each step
+
+
+class StepTimes:
+    """Of the steps so far.
+
+    Attributes:
+        step: Seconds of a typical step with decodes, a moving mean; 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0.0
+        self._tokens = self._seconds = 0.0  # of prompts, and of the steps with them, lately
+        self._rows = np.zeros(0, np.int64)
+        self._last = self._until = 0.0
+
+    def clock(self, view: View, now: float) -> float:
+        """When the step that is planned may begin: now, or when the one on the device ends."""
+        table, rows = view.table, self._rows
+        if np.count_nonzero(table.generated[rows] > table.received[rows]):
+            return now + self._last
+        return max(now, self._until)  # one that brings no token does not show when it has ended
+
+    def rate(self, view: View) -> float:
+        """Prompt tokens a second, as of late; before the first, those of a whole batch of them."""
+        if not self._tokens:
+            size = np.array([view.limits.max_batch_tokens])
+            alone = columns(size, np.zeros(1, np.int64), np.zeros(1, bool))
+            self._tokens, self._seconds = float(size[0]), float(seconds_of(view, alone)[0])
+        return self._tokens / max(self._seconds, 1e-9)
+
+    def note(self, work: PlannedWork, seconds: float, clock: float) -> None:
+        """Notes a batch that begins at `clock` and takes so many seconds."""
+        decodes = int(np.count_nonzero(work.decodes))
+        prompts = int(work.tokens.sum()) - decodes
+        self._rows, self._last, self._until = work.rows, seconds, clock + seconds
+        if decodes:
+            self.step += (1 - KEEP if self.step else 1.0) * (seconds - self.step)
+        if prompts:
+            self._tokens = KEEP * self._tokens + prompts
+            self._seconds = KEEP * self._seconds + seconds
