@@ -53,7 +53,7 @@ def event_at(world: World, kind: int, index: int, time: float) -> None:
         index: The replica.
         time: Seconds; inf for never.
     """
-    event = kind * len(world.replicas) + index
+    event = kind * len(world.machines.me) + index
     at(world.event_times, world.event_heap, world.event_place, event, time)
 
 
@@ -68,7 +68,7 @@ def timer(world: World, settings: np.record, kind: int, index: int, now: float) 
         index: The replica.
         now: Seconds.
     """
-    me = world.replicas[index]
+    me = world.machines.me[index]
     event_at(world, kind, index, math.inf)
     if kind == FAULT:
         fault = world.faults[index]
@@ -100,7 +100,7 @@ def timer(world: World, settings: np.record, kind: int, index: int, now: float) 
 def next_stranded(world: World, index: int) -> int:
     """The next request of a dead replica that has to go elsewhere, NOTHING if there is none.
     Requests that have a token, or went elsewhere before, fail."""
-    me, s = world.replicas[index], world.known[index]
+    me, s = world.machines.me[index], world.known[index]
     s.dead = True
     s.first_sent = s.last_sent = NOTHING
     while me.stranded < world.cursor[0].arrived:
@@ -131,7 +131,7 @@ def send(world: World, index: int, number: int, now: float) -> None:
         world.requests[s.last_sent].next_sent = number
     s.last_sent = number
     _add(s, _asked(r), now)
-    world.replicas[index].changed = True
+    world.machines.me[index].changed = True
 
 
 @kernel
@@ -147,11 +147,11 @@ def choose(world: World, settings: np.record, number: int, now: float) -> int:
     Returns:
         The replica; NOTHING if none is up.
     """
-    count, step, first = len(world.replicas), settings.routers, number % settings.routers
+    count, step, first = len(world.machines.me), settings.routers, number % settings.routers
     router, there = world.routers[first], 0
     fresh = settings.looks and settings.interval == 0.0
     for i in range(first, count, step):
-        me = world.replicas[i]
+        me = world.machines.me[i]
         if fresh and me.changed and not me.dead:
             _observe(world, settings, i, now)
             _hear(world, i)
@@ -201,7 +201,7 @@ def _two_choices(world: World, router: np.record, first: int, step: int, there: 
 
 @kernel
 def _nth_up(world: World, first: int, step: int, nth: int) -> int:
-    for i in range(first, len(world.replicas), step):
+    for i in range(first, len(world.machines.me), step):
         if not world.known[i].dead:
             if nth == 0:
                 return i
@@ -228,39 +228,37 @@ def _hear(world: World, index: int) -> None:
 @kernel
 def _observe(world: World, settings: np.record, index: int, now: float) -> None:
     """As `routing.observe.observe`."""
-    me, n = world.replicas[index], world.published[index]
+    me, n = world.machines.me[index], world.published[index]
     me.changed = False
     cached = 0
     tbt = math.inf
     n.realtime_tokens = n.best_effort_tokens = n.realtime_quad = n.best_effort_quad = 0.0
     n.realtime_blocks = n.best_effort_blocks = 0.0
     for i in range(me.running):
-        r = world.requests[world.running[index, i]]
+        r = world.requests[world.machines.running[index, i]]
         cached += r.computed
         tbt = min(tbt, r.tbt)
-        tokens = r.prompt_len + r.generated - r.computed
-        if tokens > 1 or r.generated == 0:
-            quad = tokens * (tokens + 2 * r.computed)
-            if r.tier == 0:
-                n.realtime_tokens += tokens
-                n.realtime_quad += quad
-            else:
-                n.best_effort_tokens += tokens
-                n.best_effort_quad += quad
+        if r.generated == 0 or r.prompt_len + r.generated - r.computed > 1:
+            _count(n, r, 0)
     for i in range(me.first, me.end):
-        r = world.requests[world.waiting[index, i]]
-        tokens = r.prompt_len + r.generated - r.computed
-        quad = tokens * (tokens + 2 * r.computed)
-        blocks = _a_plane(r.prompt_len + r.generated, settings.block_size) * PLANES
-        if r.tier == 0:
-            n.realtime_tokens += tokens
-            n.realtime_quad += quad
-            n.realtime_blocks += blocks
-        else:
-            n.best_effort_tokens += tokens
-            n.best_effort_quad += quad
-            n.best_effort_blocks += blocks
+        r = world.requests[world.machines.waiting[index, i]]
+        _count(n, r, _a_plane(r.prompt_len + r.generated, settings.block_size) * PLANES)
     n.time, n.unfinished, n.running, n.waiting = now, me.live, me.running, me.end - me.first
     n.cached, n.free_blocks, n.tbt = cached, me.free, tbt
     n.busy = max(me.device_free - now, 0.0)
     n.mean_output, n.attainment, n.pace = me.mean_output, me.attainment, me.pace
+
+
+@kernel
+def _count(n: np.record, r: np.record, blocks: int) -> None:
+    """Adds to a snapshot what a request has to compute, and the blocks that it needs."""
+    tokens = r.prompt_len + r.generated - r.computed
+    quad = tokens * (tokens + 2 * r.computed)
+    if r.tier == 0:
+        n.realtime_tokens += tokens
+        n.realtime_quad += quad
+        n.realtime_blocks += blocks
+    else:
+        n.best_effort_tokens += tokens
+        n.best_effort_quad += quad
+        n.best_effort_blocks += blocks

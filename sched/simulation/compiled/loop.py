@@ -53,7 +53,7 @@ def serve(world: World, rules: Rules, costs: Costs, key: Keys, until: int) -> in
         DONE if all requests have ended, PAUSED at `until`, FULL if the arrays are too small, STUCK
             if the policy plans nothing, NOWHERE if it makes no progress.
     """
-    replicas, requests, settings = world.replicas, world.requests, rules.settings[0]
+    replicas, requests, settings = world.machines.me, world.requests, rules.settings[0]
     cursor = world.cursor[0]
     while True:
         event = world.event_heap[0]
@@ -77,7 +77,7 @@ def serve(world: World, rules: Rules, costs: Costs, key: Keys, until: int) -> in
         elif kind != LOOP:
             timer(world, settings, kind, index, now)
         else:
-            if settings.keeps_batches and replicas[index].batches >= world.log.shape[1]:
+            if settings.keeps_batches and replicas[index].batches >= world.machines.log.shape[1]:
                 return FULL
             status = _once(_machine(world, index), rules, costs, key, world.token_times)
             if status != ON:
@@ -96,8 +96,8 @@ def _place(world: World, rules: Rules, key: Keys, number: int, now: float) -> bo
         if cursor.chosen == NOTHING:
             cursor.chosen = REFUSED_BY_ALL
     index = cursor.chosen
-    alive = index != REFUSED_BY_ALL and not world.replicas[index].dead
-    if alive and world.replicas[index].live >= world.running.shape[1]:
+    alive = index != REFUSED_BY_ALL and not world.machines.me[index].dead
+    if alive and world.machines.me[index].live >= world.machines.running.shape[1]:
         return False
     cursor.chosen = NOTHING
     if number < cursor.arrived:
@@ -109,7 +109,7 @@ def _place(world: World, rules: Rules, key: Keys, number: int, now: float) -> bo
         send(world, index, number, now)
     if alive:
         _arrive(_machine(world, index), rules, key, number, now)
-        event_at(world, LOOP, index, world.replicas[index].next_time)
+        event_at(world, LOOP, index, world.machines.me[index].next_time)
     return True
 
 
@@ -123,24 +123,25 @@ def _again(r: np.record) -> None:
 
 @kernel
 def _machine(world: World, index: int) -> Machine:
+    every = world.machines
     return Machine(
         world.requests,
-        world.replicas[index : index + 1],
-        world.running[index],
-        world.waiting[index],
-        world.needs,
-        world.lapses,
-        world.chosen[index],
-        world.victims[index],
-        world.flying[index],
-        world.scratch[index],
-        world.log[index],
-        world.reached[index],
-        world.ended[index],
-        world.mean[index],
-        world.expected[index],
-        world.bins_above,
-        world.bin_of,
+        every.me[index : index + 1],
+        every.running[index],
+        every.waiting[index],
+        every.needs,
+        every.lapses,
+        every.chosen[index],
+        every.victims[index],
+        every.flying[index],
+        every.scratch[index],
+        every.log[index],
+        every.reached[index],
+        every.ended[index],
+        every.mean[index],
+        every.expected[index],
+        every.bins_above,
+        every.bin_of,
     )
 
 

@@ -34,6 +34,7 @@ from jaxserve.sched.simulation.compiled.state import (
     REQUEST,
     ROUTER,
     SETTINGS,
+    Machine,
     Rules,
     World,
 )
@@ -99,7 +100,7 @@ def run(
             progress(arrived - seen)
         seen = arrived
         if status in (STUCK, NOWHERE):
-            stuck = world.replicas[world.replicas["next_time"].argmin()]
+            stuck = world.machines.me[world.machines.me["next_time"].argmin()]
             if status == NOWHERE:
                 raise futile(int(stuck["batches"]))
             raise InvalidPlan(f"it plans nothing for {stuck['live']} requests")
@@ -107,8 +108,8 @@ def run(
             world = _larger(world)
         elif status == DONE:
             break
-    kept = world.replicas["batches"] if setting.keeps_batches else np.zeros(setting.replicas, int)
-    logs = [log[:n].copy() for log, n in zip(world.log, kept, strict=True)]
+    kept = world.machines.me["batches"] * setting.keeps_batches
+    logs = [log[:n].copy() for log, n in zip(world.machines.log, kept, strict=True)]
     names = ("preemptions", "replica", "failed")
     columns = {name: world.requests[name].copy() for name in names}
     return Outcome(world.token_times, **columns, batches=logs)
@@ -196,12 +197,9 @@ def _world(
     machines["draw"] = [seeded(setting.seed, setting.routing.routers + i) for i in range(replicas)]
     machines["lot"] = [first_lot(i) for i in range(replicas)]
     longest = int(workload.output_len.max()) + 2  # with what may be computed for nothing
-    return World(
+    every = Machine(
         requests,
-        np.full(int(workload.output_len.sum()), np.nan),
-        np.array([(0, NOTHING)], CURSOR),
-        replicas=machines,
-        **_front(setting),
+        machines,
         running=np.zeros((replicas, room), np.int64),
         waiting=np.zeros((replicas, 2 * room), np.int64),
         needs=np.zeros(count, np.int64),
@@ -218,6 +216,9 @@ def _world(
         bins_above=bins_above(np.arange(longest + 1)),
         bin_of=np.array([0, *map(bin_of, range(1, longest + 1))]),
     )
+    times = np.full(int(workload.output_len.sum()), np.nan)
+    cursor = np.array([(0, NOTHING)], CURSOR)
+    return World(requests, times, cursor, machines=every, **_front(setting))
 
 
 def _front(setting: Setting) -> dict[str, np.ndarray]:
@@ -285,8 +286,6 @@ def _set_targets(requests: np.ndarray, workload: Workload, setting: Setting, chu
 def _larger(world: World) -> World:
     """The same with room for twice as many live requests and batches."""
     lists = ("running", "waiting", "chosen", "victims", "flying", "scratch", "log")
-    return world._replace(**{name: _twice(getattr(world, name)) for name in lists})
-
-
-def _twice(array: np.ndarray) -> np.ndarray:
-    return np.concatenate([array, np.zeros_like(array)], axis=-1)
+    arrays = {name: getattr(world.machines, name) for name in lists}
+    twice = {n: np.concatenate([a, np.zeros_like(a)], axis=-1) for n, a in arrays.items()}
+    return world._replace(machines=world.machines._replace(**twice))

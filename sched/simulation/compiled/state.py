@@ -153,68 +153,24 @@ class Rules(NamedTuple):
     groups: np.ndarray
 
 
-class World(NamedTuple):
-    """All state of a simulation. Arrays are by replica unless noted.
+class Machine(NamedTuple):
+    """The state of one replica, or in `World.machines` of all of them, whose arrays have an axis of
+    replicas before the others where it is not said to be the same for all.
 
     Attributes:
-        requests: [n], records of REQUEST.
-        token_times: [sum of output_len], when each token reached the host.
-        cursor: [1], a record of CURSOR.
-        routers: By router, records of ROUTER.
-        known: What the routers know, records of KNOWN.
-        published: Snapshots under way, records of SNAPSHOT.
-        faults: Records of FAULTS.
-        event_times, event_heap, event_place: By event, see `events.py`.
-        replicas: Records of REPLICA.
-        running: Requests that hold cache.
-        waiting: Requests that wait.
-        needs: [n], free blocks with which a waiting request could start.
-        lapses: [n], when the key of a waiting request lapses.
+        requests: [n], records of REQUEST, the same for all.
+        me: [1], its own record of REPLICA.
+        running: Requests that hold cache, in the policy's order once `order.refresh` has run.
+        waiting: Requests that wait, always in order, from me.first to me.end.
+        needs: [n], free blocks with which a waiting request could start; the same for all.
+        lapses: [n], when the key of a waiting request lapses; the same for all.
         chosen, victims: Requests of the batch in the making, and those preempted for it.
-        flying: [replicas, 2, :], requests that sample in the launched step and in the one before.
+        flying: [2, :], requests that sample in the launched step and in the one before.
         scratch: For sorting.
         log: Batches so far, records of BATCH.
         reached, ended, mean, expected: By bin of output lengths, see
             `sched/state/output_lengths.py`.
-        bins_above, bin_of: By length, likewise; the same for all replicas.
-    """
-
-    requests: np.ndarray
-    token_times: np.ndarray
-    cursor: np.ndarray
-    routers: np.ndarray
-    known: np.ndarray
-    published: np.ndarray
-    faults: np.ndarray
-    event_times: np.ndarray
-    event_heap: np.ndarray
-    event_place: np.ndarray
-    replicas: np.ndarray
-    running: np.ndarray
-    waiting: np.ndarray
-    needs: np.ndarray
-    lapses: np.ndarray
-    chosen: np.ndarray
-    victims: np.ndarray
-    flying: np.ndarray
-    scratch: np.ndarray
-    log: np.ndarray
-    reached: np.ndarray
-    ended: np.ndarray
-    mean: np.ndarray
-    expected: np.ndarray
-    bins_above: np.ndarray
-    bin_of: np.ndarray
-
-
-class Machine(NamedTuple):
-    """The state of one replica: its part of the `World`'s arrays. Fields that are not explained
-    here are as there.
-
-    Attributes:
-        me: [1], its own record.
-        running: In the policy's order once `order.refresh` has run.
-        waiting: Always in order, from me.first to me.end.
+        bins_above, bin_of: By length, likewise; the same for all.
     """
 
     requests: np.ndarray
@@ -234,3 +190,31 @@ class Machine(NamedTuple):
     expected: np.ndarray
     bins_above: np.ndarray
     bin_of: np.ndarray
+
+
+class World(NamedTuple):
+    """All state of a simulation. Arrays are by replica unless noted.
+
+    Attributes:
+        requests: [n], records of REQUEST.
+        token_times: [sum of output_len], when each token reached the host.
+        cursor: [1], a record of CURSOR.
+        routers: By router, records of ROUTER.
+        known: What the routers know, records of KNOWN.
+        published: Snapshots under way, records of SNAPSHOT.
+        faults: Records of FAULTS.
+        event_times, event_heap, event_place: By event, see `events.py`.
+        machines: Of all replicas.
+    """
+
+    requests: np.ndarray
+    token_times: np.ndarray
+    cursor: np.ndarray
+    routers: np.ndarray
+    known: np.ndarray
+    published: np.ndarray
+    faults: np.ndarray
+    event_times: np.ndarray
+    event_heap: np.ndarray
+    event_place: np.ndarray
+    machines: Machine
