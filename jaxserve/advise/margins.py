@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.simulation.dispatch import NotCompiled, form_of
+from jaxserve.sched.simulation.dispatch import has_form
 from jaxserve.simulate.spread import half_width, mean
 from jaxserve.simulate.sweep import Point
 
@@ -73,11 +73,7 @@ def plainness(name: str) -> tuple[bool, bool, int, str]:
     """Sort key among policies that are equally good; the smallest wins. The server's default comes
     first, then settings of the unified scheduler, then policies with code of their own; variants
     come after the policy that they vary."""
-    try:
-        form_of(make_policy(name))
-    except NotCompiled:
-        return name != DEFAULT, True, len(name), name
-    return name != DEFAULT, False, len(name), name
+    return name != DEFAULT, not has_form(make_policy(name)), len(name), name
 
 
 def _numbers(point: Point, seed: int) -> dict[str, float]:

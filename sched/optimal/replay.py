@@ -8,7 +8,7 @@ policies run on; a schedule that breaks a limit raises InvalidPlan there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -133,18 +133,6 @@ class Replay:
         return float((self.first_token - self.workload.arrival).mean())
 
 
-class _Batch(NamedTuple):
-    """One of those that `Replay` holds; its arrays are [n]."""
-
-    tokens: np.ndarray
-    preempt: np.ndarray
-    start: float
-    duration: float
-    kv_used: int
-    decoding: np.ndarray
-    kv: np.ndarray
-
-
 def run(
     policy: Policy,
     workload: Workload,
@@ -180,7 +168,7 @@ def run(
         cost_model=cost_model,
     )
     first_token, finish = np.full((2, len(workload)), np.nan)
-    batches: list[_Batch] = []
+    batches: list[dict[str, Any]] = []
     now, added = 0.0, 0
     while np.isnan(finish).any():
         while added < len(workload) and workload.arrival[added] <= now:
@@ -189,16 +177,15 @@ def run(
         batch = _step(scheduler, cost_model, now, first_token, finish)
         if batch is not None:
             batches.append(batch)
-            now += batch.duration
+            now += batch["duration"]
         elif added < len(workload):
             now = float(workload.arrival[added])
         else:
             left = int(np.isnan(finish).sum())
             raise ReplayError(f"after {len(batches)} batches {left} requests have not ended")
-    fields = map(np.array, zip(*batches, strict=True))
-    tokens, preempt, start, duration, kv_used, decoding, kv = fields
-    schedule, ends = Schedule(tokens, preempt), (first_token, finish)
-    return Replay(workload, schedule, start, duration, kv_used, decoding, kv, *ends)
+    columns = {name: np.array([batch[name] for batch in batches]) for name in batches[0]}
+    schedule = Schedule(columns.pop("tokens"), columns.pop("preempt"))
+    return Replay(workload, schedule, **columns, first_token=first_token, finish=finish)
 
 
 def replay(schedule: Schedule, workload: Workload, cost_model: CostModel, **where: Any) -> Replay:
@@ -238,8 +225,9 @@ def _request(workload: Workload, index: int) -> Request:
 
 def _step(
     scheduler: Scheduler, cost: CostModel, now: float, first_token: np.ndarray, finish: np.ndarray
-) -> _Batch | None:
-    """Runs one batch; None if the policy plans none. Fills in first_token and finish."""
+) -> dict[str, Any] | None:
+    """Runs one batch; what `Replay` and `Schedule` have of it, or None if the policy plans none.
+    Fills in first_token and finish."""
     table = scheduler.table
     step = scheduler.schedule(now)
     if not len(step):
@@ -251,16 +239,17 @@ def _step(
         return found
 
     rows, running = step.rows, table.in_state(State.RUNNING)
-    batch = _Batch(
-        tokens=line(rows, step.plan.num_tokens),
-        preempt=line(step.preempted, True),
-        start=now,
-        duration=float(cost.batch_time(step.features())),
-        kv_used=int(scheduler.pool.as_tokens(scheduler.pool.num_used)),
-        decoding=line(rows, step.decodes),
-        kv=line(running, table.computed[running]),
-    )
-    end = now + batch.duration
+    duration = float(cost.batch_time(step.features()))
+    batch = {
+        "tokens": line(rows, step.plan.num_tokens),
+        "preempt": line(step.preempted, True),
+        "start": now,
+        "duration": duration,
+        "kv_used": int(scheduler.pool.as_tokens(scheduler.pool.num_used)),
+        "decoding": line(rows, step.decodes),
+        "kv": line(running, table.computed[running]),
+    }
+    end = now + duration
     first_token[table.seq[rows[step.emits & (step.generated == 1)]]] = end
     done = scheduler.release_finished(step)
     finish[table.seq[done]] = end

@@ -41,6 +41,15 @@ def form_of(policy: Policy) -> CompiledSpec:
     return spec
 
 
+def has_form(policy: Policy) -> bool:
+    """Whether the policy has a compiled spec that says all that it does."""
+    try:
+        form_of(policy)
+    except NotCompiled:
+        return False
+    return True
+
+
 def run(
     policies: Sequence[Policy],
     workload: Workload,

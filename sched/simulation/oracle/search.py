@@ -19,7 +19,7 @@ from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policies.oracle import OraclePolicy, Portfolio
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.registry import make_policy, policies
-from jaxserve.sched.simulation.dispatch import NotCompiled, form_of, run
+from jaxserve.sched.simulation.dispatch import form_of, has_form, run
 from jaxserve.sched.simulation.oracle.candidates import Candidate, Changes, starts
 from jaxserve.sched.simulation.oracle.goodput_bound import goodput_bound
 from jaxserve.sched.simulation.oracle.least_work import Work
@@ -250,16 +250,8 @@ def portfolio(which: Portfolio) -> list[str]:
     names = [name for name in policies() if not isinstance(make_policy(name), OraclePolicy)]
     names += VARIED
     if which is Portfolio.QUICK:
-        names = [name for name in names if _is_quick(make_policy(name))]
+        names = [name for name in names if has_form(make_policy(name))]
     return names
-
-
-def _is_quick(policy: Policy) -> bool:
-    try:
-        form_of(policy)
-    except NotCompiled:
-        return False
-    return True
 
 
 class _Left:

@@ -79,11 +79,7 @@ def contended(seed: int = 3, count: int = 24) -> Workload:
 
 
 def is_compiled(name: str) -> bool:
-    try:
-        dispatch.form_of(make_policy(name))
-    except dispatch.NotCompiled:
-        return False
-    return True
+    return dispatch.has_form(make_policy(name))
 
 
 def run(policy: str | Policy, workload: Workload, **options: Any) -> SimulationResult:
