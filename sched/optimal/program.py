@@ -147,16 +147,9 @@ class Program:
             [before.states[kind, k] for kind in kinds if (kind, k) in before.states]
             for kinds in (WHOLE, PARTIAL, ("wait",))
         )
-        decode, prefill, hold, wait, chunk, rest = (
-            cell.states.get(key, 0)
-            for key in (
-                ("decode", k + 1),
-                ("prefill", k + 1),
-                ("hold", k),
-                ("wait", k),
-                ("chunk", k),
-                ("rest", k),
-            )
+        decode, prefill = (cell.states.get((kind, k + 1), 0) for kind in ("decode", "prefill"))
+        hold, wait, chunk, rest = (
+            cell.states.get((kind, k), 0) for kind in ("hold", "wait", "chunk", "rest")
         )
         add = self.model.add
         add(sum(whole + partial + waited) == decode + prefill + hold + wait + chunk + rest)
@@ -179,8 +172,7 @@ class Program:
             model.add(cell.reused_squared == 0).only_enforce_if(lit)
         for _, lit in cell.of_kinds("chunk"):
             model.add(cell.part >= cell.reused + 1).only_enforce_if(lit)
-        for kind, k in cell.states:
-            lit = cell.states[kind, k]
+        for (kind, _), lit in cell.states.items():
             if kind == "rest":
                 model.add(cell.part == cell.reused).only_enforce_if(lit)
                 model.add(cell.rested == cell.part).only_enforce_if(lit)

@@ -57,8 +57,8 @@ class Way:
 
 
 def _round_robin(fleet: Fleet, up: np.ndarray, lots: Lots, ask: RoutingRequest, now: float) -> int:
-    later = int(up[lots.turn :].argmax()) + lots.turn if up[lots.turn :].any() else -1
-    chosen = later if later >= 0 else int(up.argmax())
+    there = up.nonzero()[0]
+    chosen = int(there[there.searchsorted(lots.turn) % len(there)])
     lots.turn = (chosen + 1) % len(up)
     return chosen
 

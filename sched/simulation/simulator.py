@@ -149,9 +149,13 @@ def simulate(
     policies = _policies(policy, chosen, replicas)
     limits = limits or default_limits(policies[0], system)
     setting = _setting(system, chosen, limits, overlap, kv_tokens, num_blocks, block_size)
-    setting = _several(setting, policies[0], replicas, routing, max_queue, seed, record_batches)
-    longest, fixed = _check_fits(workload, policies[0], setting), _checked(checked, policy)
+    setting = replace(setting, replicas=replicas, seed=seed, keeps_batches=record_batches)
+    setting = replace(setting, capacity=_capacity(max_queue, limits))
+    setting = _routed(setting, policies[0], routing)
+    longest = _check_fits(workload, policies[0], setting)
     longest = max(longest, _check_end(until, best_effort, policies[0], setting))
+    built_in = isinstance(policy, str) and is_built_in(policy)
+    fixed = not built_in if checked is None else checked
     slots, cut = int(slots_for(host_tokens)), (best_effort, until)
     known = _hidden(rho, system, setting.cost_model) | {"refuse_late": refuse_late}
     options = Options(slots, longest, fixed, coast, online, record_rows, *cut, **known)
@@ -199,47 +203,29 @@ def _setting(
     return Setting(limits, blocks, size, cost, overlap, system.padding, host, scatter=scatter)
 
 
-def _several(
-    setting: Setting,
-    policy: Policy,
-    replicas: int,
-    routing: str | Routing,
-    max_queue: int | None,
-    seed: int,
-    keeps_batches: bool,
-) -> Setting:
-    """The same with what is of all replicas."""
-    if not 0 <= seed < 1 << 63:
-        raise SimulationError(f"seed must be at least 0 and below 2**63, got {seed}")
-    capacity = _capacity(max_queue, setting.limits)
-    try:
-        setting = replace(setting, replicas=replicas, capacity=capacity, seed=seed)
-        setting = replace(setting, keeps_batches=keeps_batches)
-        if isinstance(policy, OraclePolicy):  # its bound is of steps as the model has them
-            setting = replace(setting, scatter=None)
-        return _routed(setting, policy, routing)
-    except ValueError as error:
-        raise SimulationError(str(error)) from error
-
-
 def _routed(setting: Setting, policy: Policy, routing: str | Routing) -> Setting:
     """The setting with that before its replicas; a name stands for one router that sees them as
-    they are. ValueError says what is wrong."""
-    if isinstance(routing, str):
-        routing = Routing(routing)
+    they are."""
+    if not 0 <= setting.seed < 1 << 63:
+        raise SimulationError(f"seed must be at least 0 and below 2**63, got {setting.seed}")
+    known: dict[str, Any] = {}
+    try:
+        if isinstance(routing, str):
+            routing = Routing(routing)
+        if routing.looks:
+            size = (setting.num_blocks, setting.block_size)
+            known = constant_fields(setting.cost_model, policy, setting.limits, *size)
+    except ValueError as error:
+        raise SimulationError(str(error)) from error
+    most = f"at most as many as replicas, {setting.replicas}"
     if routing.routers > setting.replicas:
-        raise ValueError(
-            f"routers must be at most as many as replicas, {setting.replicas}, got "
-            f"{routing.routers}"
-        )
+        raise SimulationError(f"routers must be {most}, got {routing.routers}")
     last = max((fault.replica for fault in routing.faults), default=0)
     if last >= setting.replicas:
-        raise ValueError(f"there is no replica {last} that could have a fault")
-    known: dict[str, Any] = {}
-    if routing.looks:
-        size = (setting.num_blocks, setting.block_size)
-        known = constant_fields(setting.cost_model, policy, setting.limits, *size)
-    return replace(setting, routing=routing, fixed=known)
+        raise SimulationError(f"there is no replica {last} that could have a fault")
+    # The bound of an oracle is of steps as the model has them.
+    scatter = None if isinstance(policy, OraclePolicy) else setting.scatter
+    return replace(setting, routing=routing, fixed=known, scatter=scatter)
 
 
 def _compiled(wanted: bool | None, options: Options, checked: bool) -> bool | None:
@@ -291,10 +277,6 @@ def _policies(policy: str | Policy, rules: Rules, replicas: int) -> list[Policy]
     if replicas < 1 or (replicas > 1 and not isinstance(policy, str)):
         raise SimulationError("replicas must be at least 1, and each needs a policy of its own")
     return [policy_under(policy, rules) for _ in range(replicas)]
-
-
-def _checked(wanted: bool | None, policy: str | Policy) -> bool:
-    return wanted if wanted is not None else not (isinstance(policy, str) and is_built_in(policy))
 
 
 def _block_size(system: System | CostModel, rules: Rules) -> int:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxserve.sched.workloads.workload import Lengths, WorkloadError
+from jaxserve.sched.workloads.workload import Lengths, WorkloadError, check_count
 
 Sampler = Callable[[int, np.random.Generator], Lengths]
 
@@ -45,9 +45,7 @@ def mix_lengths(name: str, count: int, rng: np.random.Generator) -> Lengths:
     parts = name.lower().split("+")
     if len(parts) != 2 or parts[0] == parts[1] or not set(parts) <= set(GROUPS):
         raise WorkloadError(f"a mix is two different groups of {', '.join(GROUPS)}, got {name!r}")
-    if count < 1:
-        raise WorkloadError(f"num_requests must be at least 1, got {count}")
-    which = rng.permutation(np.arange(count) % 2)
+    which = rng.permutation(np.arange(check_count(count)) % 2)
     drawn = []
     for side in (0, 1):
         choices = np.array([GROUPS[part][side] for part in parts], np.int64)
@@ -191,8 +189,7 @@ class DataSet:
     def sample(self, count: int, rng: np.random.Generator) -> Lengths:
         """Prompt and output lengths of `count` requests. Raises WorkloadError if count is below
         1."""
-        if count < 1:
-            raise WorkloadError(f"num_requests must be at least 1, got {count}")
+        check_count(count)
         prompt, output = self.prompt.sample(count, rng), self.output.sample(count, rng)
         if self.total is not None:
             output = np.minimum(output, self.total - prompt)

@@ -208,7 +208,7 @@ def open_limit(lengths: Lengths) -> np.ndarray:
 
 def all_at_once(count: int) -> np.ndarray:
     """Every request at time 0, float64 [count]."""
-    return np.zeros(_positive("num_requests", count))
+    return np.zeros(check_count(count))
 
 
 def poisson_arrivals(rate: float, count: int, rng: np.random.Generator) -> np.ndarray:
@@ -236,7 +236,7 @@ def gamma_arrivals(rate: float, cv: float, count: int, rng: np.random.Generator)
         if not (math.isfinite(value) and value > 0):
             raise WorkloadError(f"{name} must be a positive number, got {value}")
     shape = 1.0 / cv**2
-    gaps = rng.gamma(shape, 1.0 / (rate * shape), _positive("num_requests", count))
+    gaps = rng.gamma(shape, 1.0 / (rate * shape), check_count(count))
     return np.cumsum(gaps)
 
 
@@ -265,7 +265,7 @@ def on_off_arrivals(
     for name, value in (("rate", rate), ("on_s", on_s), ("off_s", off_s)):
         if not (math.isfinite(value) and value > 0):
             raise WorkloadError(f"{name} must be a positive number, got {value}")
-    gaps = rng.exponential(on_s / (rate * (on_s + off_s)), _positive("num_requests", count))
+    gaps = rng.exponential(on_s / (rate * (on_s + off_s)), check_count(count))
     busy = np.cumsum(gaps)  # on a clock that stands still while the source is off
     switches = np.cumsum(rng.exponential(on_s, 1 + int(2 * busy[-1] / on_s)))
     while switches[-1] < busy[-1]:
@@ -276,11 +276,12 @@ def on_off_arrivals(
 
 def fixed_lengths(prompt_len: int, output_len: int, count: int) -> Lengths:
     """`count` requests of one shape; lengths in tokens."""
-    _positive("num_requests", count)
+    check_count(count)
     return Lengths(np.full(count, prompt_len, np.int64), np.full(count, output_len, np.int64))
 
 
-def _positive(name: str, count: int) -> int:
+def check_count(count: int) -> int:
+    """Checks a number of requests, and returns it. Raises WorkloadError below 1."""
     if count < 1:
-        raise WorkloadError(f"{name} must be at least 1, got {count}")
+        raise WorkloadError(f"num_requests must be at least 1, got {count}")
     return count
