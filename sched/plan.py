@@ -125,14 +125,14 @@ class BatchPlan:
     @property
     def preempted(self) -> np.ndarray:
         """Rows that lose all of their cache, in order."""
-        found = [op.rows[op.keep == 0] for op in self.operations if isinstance(op, Preempt)]
-        return np.concatenate(found) if found else _none()
+        whole = (op.rows[op.keep == 0] for op in self.operations if isinstance(op, Preempt))
+        return np.concatenate([_none(), *whole])
 
     @property
     def projected(self) -> np.ndarray:
         """Rows whose hidden caches become K and V, in order."""
-        found = [op.rows for op in self.operations if isinstance(op, ProjectToKV)]
-        return np.concatenate(found) if found else _none()
+        rows = (op.rows for op in self.operations if isinstance(op, ProjectToKV))
+        return np.concatenate([_none(), *rows])
 
 
 class InvalidPlan(RuntimeError):

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from jaxserve.sched.cost.cost_model import InferMaxCostModel, LinearCostModel
 from jaxserve.sched.policy import Policy
-from jaxserve.sched.simulation.replica.event_loop import Options, Served, run_in_python
-from jaxserve.sched.simulation.settings import Setting
+from jaxserve.sched.simulation.replica.event_loop import Options, run_in_python
+from jaxserve.sched.simulation.settings import Served, Setting
 from jaxserve.sched.unified.policy_spec import CompiledSpec, knows_the_seed
 from jaxserve.sched.unified.unified_policy import UnifiedPolicy
 from jaxserve.sched.workloads.workload import Workload
@@ -112,5 +113,5 @@ def _run_compiled(
         key = run.key_of(form)
     except run.NotCompilable as error:
         raise NotCompiled(f"numba does not compile the policy's key: {error}") from error
-    outcome = run.run(policy, form, key, workload, setting, progress, compiling)
-    return Served(workload, outcome, None, seed_read or setting.routing.draws)
+    served = run.run(policy, form, key, workload, setting, progress, compiling)
+    return replace(served, seed_read=seed_read or setting.routing.draws)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.request import Tier
-from jaxserve.sched.simulation.settings import BATCH, REFUSED, BatchRows, Outcome
+from jaxserve.sched.simulation.settings import BATCH, REFUSED, BatchRows, Served
 from jaxserve.sched.slo.metrics import (
     Attained,
     Times,
@@ -53,15 +53,15 @@ class RequestRecords:
     end: float = math.inf
 
     @classmethod
-    def from_outcome(cls, workload: Workload, outcome: Outcome, until: float) -> RequestRecords:
+    def from_served(cls, served: Served, until: float) -> RequestRecords:
         """The records of a run that was cut off at `until`, seconds."""
-        tokens, times = workload.output_len, outcome.token_times
+        tokens, times = served.workload.output_len, served.token_times
         wrote = np.isfinite(times)
         if not wrote.all():
             tokens = np.add.reduceat(wrote, np.cumsum(tokens) - tokens, dtype=np.int64)
             times = times[wrote]
-        by = (outcome.preemptions, outcome.replica)
-        return cls(workload, *by, times, tokens, outcome.failed, until)
+        by = (served.preemptions, served.replica)
+        return cls(served.workload, *by, times, tokens, served.failed, until)
 
     def __len__(self) -> int:
         return len(self.workload)

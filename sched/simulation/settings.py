@@ -14,6 +14,7 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.step_residuals import Scatter
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.routing.routers import ROUTERS
+from jaxserve.sched.workloads.workload import Workload
 
 REFUSED = -1  # the replica of a request that found the queue full
 
@@ -145,22 +146,31 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of the requests.
+class Served:
+    """What a simulation of one workload gave.
 
     Attributes:
+        workload: All requests that came, best-effort ones included.
         token_times: float64 [sum of output_len], nan for tokens that did not come.
         preemptions: int64 [n].
         replica: int64 [n], REFUSED for requests that found no room.
         failed: bool [n], requests that ended early since their replica died.
         batches: Of each replica, records with the fields of BATCH.
+        seed_read: Whether a policy or a router asked for the seed.
+        rows: By replica and batch, which requests were in it; None if not recorded.
+        expected: float64 [n], seconds to the first token as predicted on arrival; None if not asked
+            for.
     """
 
+    workload: Workload
     token_times: np.ndarray
     preemptions: np.ndarray
     replica: np.ndarray
     failed: np.ndarray
     batches: list[np.ndarray]
+    seed_read: bool = False
+    rows: list[list[BatchRows]] | None = None
+    expected: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ from jaxserve.sched.registry import PolicyName, is_built_in, make_policy
 from jaxserve.sched.routing.take_snapshot import constant_fields
 from jaxserve.sched.simulation.dispatch import NotCompiled, run
 from jaxserve.sched.simulation.oracle.search import Found, search
-from jaxserve.sched.simulation.replica.event_loop import Options, Served
+from jaxserve.sched.simulation.replica.event_loop import Options
 from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
-from jaxserve.sched.simulation.settings import Routing, Setting
+from jaxserve.sched.simulation.settings import Routing, Served, Setting
 from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.workload import Workload
@@ -260,12 +260,11 @@ def _run(policy: str | Policy, policies: list[Policy], *known: Any) -> tuple[Ser
 def _result(
     setting: Setting, served: Served, found: Found | None, until: float
 ) -> SimulationResult:
-    workload, outcome = served.workload, served.outcome
-    if not len(workload):
+    if not len(served.workload):
         raise SimulationError(f"no request comes until {until:g} s")
-    requests = RequestRecords.from_outcome(workload, outcome, until)
+    requests = RequestRecords.from_served(served, until)
     tokens = tokens_in(setting.num_blocks, setting.block_size)
-    batches = BatchRecords.from_logs(outcome.batches)
+    batches = BatchRecords.from_logs(served.batches)
     searched: dict[str, Any] = {}
     if found is not None:
         searched = {"goodput_bound": found.bound, "search_runs": found.runs, "found_by": found.name}

@@ -7,40 +7,20 @@ considered one by one.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import RUNNING, WAITING, RequestTable
 from jaxserve.sched.unified.batch_budget import BatchBudget, Candidates, OneByOne
 from jaxserve.sched.unified.ranking import Ranking
 from jaxserve.sched.unified.victims import Victims
 
+if TYPE_CHECKING:
+    from jaxserve.sched.unified.unified_policy import UnifiedPolicy
+
 FIRST_LOOK, LOOK_GROWTH = 64, 8
 NEVER = np.iinfo(np.int64).max
-
-
-class Fills(Protocol):
-    """What a policy tells about its candidates; see `UnifiedPolicy`."""
-
-    @property
-    def probing(self) -> bool:
-        """Whether requests behind one that finds no room may start."""
-        ...
-
-    @property
-    def watermark(self) -> float:
-        """Share of the pool that a start leaves free."""
-        ...
-
-    def candidates(self, view: View, rows: np.ndarray) -> Candidates:
-        """The rows, with everything pending."""
-        ...
-
-    def cut(self, budget: BatchBudget, head: Candidates) -> Candidates | None:
-        """The prefill `head` shortened to what C and P leave, or None if it cannot be."""
-        ...
 
 
 class Filling:
@@ -54,7 +34,7 @@ class Filling:
     """
 
     def __init__(
-        self, policy: Fills, budget: BatchBudget, ranking: Ranking, *, cuts_room: bool
+        self, policy: UnifiedPolicy, budget: BatchBudget, ranking: Ranking, *, cuts_room: bool
     ) -> None:
         self.policy, self.budget, self.ranking = policy, budget, ranking
         self._cuts_room = cuts_room

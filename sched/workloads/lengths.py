@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -51,17 +50,6 @@ def mix_lengths(name: str, count: int, rng: np.random.Generator) -> Lengths:
         choices = np.array([GROUPS[part][side] for part in parts], np.int64)
         drawn.append(choices[which, rng.integers(0, 2, count)])
     return Lengths(drawn[0], drawn[1])
-
-
-class Distribution(Protocol):
-    """Of lengths, in tokens."""
-
-    @property
-    def high(self) -> int:
-        """The longest."""
-
-    def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """`count` lengths, each at least 1, int64 [count]."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +156,9 @@ class Ranges:
         which = _drawn(tuple(share for share, _ in self.parts), count, rng)
         drawn = np.stack([part.sample(count, rng) for _, part in self.parts])
         return np.asarray(drawn[which, np.arange(count)])
+
+
+Distribution = Moments | Quartered | Uniform | LogUniform | Ranges
 
 
 @dataclass(frozen=True)

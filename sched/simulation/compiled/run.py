@@ -38,7 +38,7 @@ from jaxserve.sched.simulation.compiled.state import (
     Rules,
     World,
 )
-from jaxserve.sched.simulation.settings import BATCH, Outcome, Setting
+from jaxserve.sched.simulation.settings import BATCH, Served, Setting
 from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.sched.state.output_lengths import BINS, bin_of, bins_above
 from jaxserve.sched.state.request_table import WAITING
@@ -72,7 +72,7 @@ def run(
     setting: Setting,
     progress: Callable[[int], None] | None = None,
     compiling: Callable[[], None] | None = None,
-) -> Outcome:
+) -> Served:
     """Serves the workload to its end.
 
     Args:
@@ -111,8 +111,8 @@ def run(
     kept = world.machines.me["batches"] * setting.keeps_batches
     logs = [log[:n].copy() for log, n in zip(world.machines.log, kept, strict=True)]
     names = ("preemptions", "replica", "failed")
-    columns = {name: world.requests[name].copy() for name in names}
-    return Outcome(world.token_times, **columns, batches=logs)
+    preemptions, replica, failed = (world.requests[name].copy() for name in names)
+    return Served(workload, world.token_times, preemptions, replica, failed, logs)
 
 
 def _no_key(request: Any) -> float:

@@ -23,9 +23,9 @@ from jaxserve.sched.simulation.dispatch import form_of, has_form, run
 from jaxserve.sched.simulation.oracle.candidates import Candidate, Changes, starts
 from jaxserve.sched.simulation.oracle.goodput_bound import goodput_bound
 from jaxserve.sched.simulation.oracle.least_work import Work
-from jaxserve.sched.simulation.replica.event_loop import Options, Served
+from jaxserve.sched.simulation.replica.event_loop import Options
 from jaxserve.sched.simulation.results import RequestRecords
-from jaxserve.sched.simulation.settings import Setting
+from jaxserve.sched.simulation.settings import Served, Setting
 from jaxserve.sched.slo.metrics import attained, rate, span
 from jaxserve.sched.workloads.workload import Workload
 
@@ -46,14 +46,12 @@ class Found:
     Attributes:
         name: Of its policy, or `ordered` for a schedule of the search's own.
         served: Its run.
-        goodput: Requests/s.
         bound: Requests/s that no schedule exceeds, inf if there is no bound.
         runs: Schedules simulated.
     """
 
     name: str
     served: Served
-    goodput: float
     bound: float
     runs: int
 
@@ -127,7 +125,7 @@ def search(
     if options.record_rows:
         served = run([best.policy], workload, best.setting, options, False, None, None)
     served = dataclasses.replace(served, seed_read=True)
-    return Found(best.name, served, best.score[0], bound, runner.runs)
+    return Found(best.name, served, bound, runner.runs)
 
 
 @dataclass
@@ -174,7 +172,7 @@ class _Runner:
         self.runs += 1
         made, options = self.workload, self.options
         served = run([policy], made, setting, options, self.compiled, None, self.compiling)
-        found = RequestRecords.from_outcome(served.workload, served.outcome, options.until)
+        found = RequestRecords.from_served(served, options.until)
         met = np.zeros(len(made), bool)
         goodput = 0.0
         if len(found):

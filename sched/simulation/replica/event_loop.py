@@ -26,7 +26,7 @@ from jaxserve.sched.simulation.replica.event_queue import Events
 from jaxserve.sched.simulation.replica.replica import Replica
 from jaxserve.sched.simulation.replica.router_front import Front
 from jaxserve.sched.simulation.replica.scheduler_state import SimulatedScheduler
-from jaxserve.sched.simulation.settings import REFUSED, BatchRows, Outcome, Setting
+from jaxserve.sched.simulation.settings import REFUSED, BatchRows, Served, Setting
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.workload import Workload
 
@@ -53,26 +53,6 @@ class Options:
     rho: float | None
     projects: bool
     refuse_late: float | None = None
-
-
-@dataclass(frozen=True)
-class Served:
-    """What a simulation of one workload gave.
-
-    Attributes:
-        workload: All requests that came, best-effort ones included.
-        outcome: What became of them.
-        rows: By replica and batch, which requests were in it; None if not recorded.
-        seed_read: Whether a policy or a router asked for the seed.
-        expected: float64 [n], seconds to the first token as predicted on arrival; None if not asked
-            for.
-    """
-
-    workload: Workload
-    outcome: Outcome
-    rows: list[list[BatchRows]] | None
-    seed_read: bool
-    expected: np.ndarray | None = None
 
 
 def run_in_python(
@@ -124,17 +104,16 @@ def run_in_python(
     failed = np.isin(np.arange(len(served_by)), list(front.failed))
     came, numbers = arrivals.came()
     rows = [_renumbered(machine.rows_log, numbers) for machine in machines]
+    drawn = setting.routing.draws or any(one.scheduler.view.seed_read for one in machines)
     return Served(
         came,
-        Outcome(
-            outputs.in_order(numbers),
-            outputs.preemptions[numbers],
-            served_by[numbers],
-            failed[numbers],
-            logs,
-        ),
+        outputs.in_order(numbers),
+        outputs.preemptions[numbers],
+        served_by[numbers],
+        failed[numbers],
+        logs,
+        drawn,
         rows if options.record_rows else None,
-        setting.routing.draws or any(one.scheduler.view.seed_read for one in machines),
         late.expected(numbers),
     )
 
