@@ -441,22 +441,3 @@ class BlockPool:
         self.at[ids, sides] = at
         self.refs[ids] = 1
         return ids
-
-    def check(self) -> None:
-        """AssertionError if a slot is owned twice, a block leaked, or a count is wrong."""
-        refs = np.zeros(len(self.refs), np.int64)
-        for row in np.flatnonzero(self.held):
-            ids = self.blocks_of(row).ravel()
-            assert len(set(ids.tolist())) == ids.size, f"row {row} holds a block twice"
-            others = self.owners[ids, self.direction[row]]
-            assert ((others == row) | (others == NOBODY)).all(), f"row {row} is in another's slots"
-            refs[ids] += 1
-        assert (refs == self.refs).all(), "reference counts differ from the tables"
-        assert self.num_shared == (refs > 1).sum(), "shared blocks are miscounted"
-        self._free.check(refs > 0)
-        for side in Direction:
-            for block in np.flatnonzero(self.owners[:, side] != NOBODY):
-                held = self.blocks_of(self.owners[block, side])[:, self.at[block, side]]
-                assert block in held, f"block {block} has an owner that does not hold it there"
-        whole = np.arange(self.width) >= self.held[:, None]
-        assert (self.cap[whole] == self.block_size).all(), "tokens are missing where there are none"

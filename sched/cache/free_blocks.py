@@ -47,13 +47,3 @@ class FreeBlocks:
         self._stack[self._top : end] = ids
         self._top = end
         self.count += len(ids)
-
-    def check(self, used: np.ndarray) -> None:
-        """AssertionError unless exactly the unused ids are free. used: bool, at least up to
-        `fresh`."""
-        assert 0 <= self.fresh <= self.num_blocks, "more blocks are out than there are"
-        free = np.arange(len(used)) >= self.fresh
-        free[self._stack[: self._top]] = True
-        assert self._top == free[: self.fresh].sum(), "a block is in the free stack twice"
-        assert self.count == self._top + self.num_blocks - self.fresh, "free blocks are miscounted"
-        assert (free == ~used).all(), "a block leaked or is free while in use"

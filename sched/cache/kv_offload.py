@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -215,20 +214,6 @@ class HostMemory:
         """Makes `take_dropped` return these keys once more, since their contents were not freed
         after all."""
         self._dropped += keys
-
-    def check(self) -> None:
-        """AssertionError if counts or segments do not add up."""
-        every = {row: self.segments(row) for row in range(len(self.tokens))}
-        slots = sum(s.slots for mine in every.values() for s in mine)
-        assert self.num_used == slots, "host slots are miscounted"
-        assert 0 <= self.num_used <= self.capacity, "more on the host than fits"
-        keys = [s.key for mine in every.values() for s in mine]
-        assert len(set(keys)) == len(keys), "two segments have one key"
-        for row, mine in every.items():
-            assert self.tokens[row] == sum(s.end - s.first for s in mine), "tokens are miscounted"
-            assert all(s.kind == self.kind[row] for s in mine), "a row's tokens are of two kinds"
-            for before, after in itertools.pairwise(mine):
-                assert before.end <= after.first, "segments overlap"
 
 
 def _segment(record: Any) -> Segment:

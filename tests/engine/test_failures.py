@@ -27,6 +27,7 @@ from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.step_timing import StepWatch
 from tests.engine.harness import TIMEOUT, Stream, prompts, send, wait_until_idle
 from tests.engine.test_abandoned import Running
+from tests.sched.cache.invariants import check_pool
 
 GREEDY = {"max_tokens": 24, "ignore_eos": True}
 SEEDED = {**GREEDY, "temperature": 1.0, "seed": 5, "logprobs": 1}
@@ -69,7 +70,7 @@ def check_whole(on: Engine) -> None:
     stats = on.stats()
     assert stats.blocks_free == stats.blocks_total
     assert stats.waiting == stats.running == 0
-    on._scheduler.pool.check()
+    check_pool(on._scheduler.pool)
     limits = on._scheduler.view.limits
     assert sorted(on._step_loop._free_slots) == list(range(limits.max_rows))
     assert not on._places and not on._step_loop._by_id and not on._step_loop._failed

@@ -13,6 +13,7 @@ from jaxserve.engine.stats import Observer, StepStats
 from jaxserve.sched.request import Tier
 from tests.engine.conftest import Texts
 from tests.engine.harness import SCARCE, TIMEOUT, Stream, engine, prompts, send
+from tests.sched.cache.invariants import check_host, check_pool
 
 COUNT = 150
 AT_ONCE = 40  # requests, those that wait included
@@ -59,8 +60,8 @@ def test_every_request_is_answered_as_if_it_were_alone(
                 text = text[: len(found)]
             assert found == text
         stats = running.stats()
-        running._scheduler.pool.check()
-        running._scheduler.host.check()
+        check_pool(running._scheduler.pool)
+        check_host(running._scheduler.host)
         assert stats.host_slots_used == 0
         assert min(stats.preemptions, seen.shared) > 0
         assert min(stats.slots_checkpointed, stats.slots_restored, stats.host_full) > 0

@@ -15,6 +15,7 @@ from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.state.request_table import State
 from tests.cost_models import FLAT
+from tests.sched.cache.invariants import check_host, check_pool
 
 MAX_STEPS = 5000  # of one test: more means that it does not end
 
@@ -95,8 +96,8 @@ class Drive:
         self.scheduler.receive(booked.emitting, now)
         for row in done.tolist():
             self.scheduler.finish(row)
-        pool.check()
-        self.scheduler.host.check()
+        check_pool(pool)
+        check_host(self.scheduler.host)
         self._starts += [s for s in seq.tolist() if s not in self._starts]
         self.preempted += plan.preempted.tolist()
         cuts = (op.keep for op in plan.operations if isinstance(op, Preempt))

@@ -17,6 +17,7 @@ from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler, request_bytes
 from jaxserve.sched.state.request_table import RequestTable, State
 from tests.cost_models import FLAT
+from tests.sched.cache.invariants import check_pool
 
 
 class Scripted(Policy):
@@ -78,7 +79,7 @@ def test_refuses(scheduler: Scheduler, bad: BatchPlan, problem: str) -> None:
     scheduler.policy.next = bad  # type: ignore[attr-defined]
     with pytest.raises(InvalidPlan, match=problem):
         scheduler.schedule(0.0)
-    scheduler.pool.check()
+    check_pool(scheduler.pool)
     assert scheduler.pool.num_free == 8 and (scheduler.table.computed == 0).all()
 
 
@@ -220,7 +221,7 @@ def hybrid(num_blocks: int = 8, rho: float | None = 0.0) -> Scheduler:
 def run(scheduler: Scheduler, rows: list[int], tokens: list[int], **fields: Any) -> None:
     scheduler.policy.next = plan(rows, tokens, **fields)  # type: ignore[attr-defined]
     scheduler.schedule(0.0)
-    scheduler.pool.check()
+    check_pool(scheduler.pool)
 
 
 def test_a_hidden_cache_becomes_kv_in_place() -> None:

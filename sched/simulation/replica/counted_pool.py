@@ -89,8 +89,3 @@ class CountedPool(BlockPool):
         if blocks > self._left:
             raise OutOfBlocks(f"{blocks} blocks wanted, {self._left} free")
         self._left -= blocks
-
-    def check(self) -> None:
-        """AssertionError if the count is wrong."""
-        held = int(self.blocks_held(np.arange(len(self.held))).sum())
-        assert self._left == self.num_blocks - held >= 0, "free blocks are miscounted"

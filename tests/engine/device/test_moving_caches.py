@@ -27,6 +27,7 @@ from tests.engine.harness import (
     wait_until_idle,
 )
 from tests.moving_caches import MovingCaches
+from tests.sched.cache.invariants import check_host, check_pool
 
 HOST = {"cache__host_gib": 0.001}
 ROOMY = {**HOST, "engine__row_buckets": (32,)}  # one bucket: there is less to compile
@@ -52,7 +53,7 @@ def test_text_survives_every_move(
         assert generate(running, prompts(), **SAMPLING) == expected
         host = running._scheduler.host
         assert host.num_used == 0
-        host.check()
+        check_host(host)
     for operation in ("checkpoint", "restore", "cut", "copy", "to_kv"):
         assert policy.did[operation] > 5, operation
 
@@ -138,8 +139,8 @@ def test_moves_that_fail_leave_nothing_behind(
             wait_until_idle(running)
             host = running._scheduler.host
             assert host.num_used == 0 and running._scheduler.is_empty
-            host.check()
-            running._scheduler.pool.check()
+            check_host(host)
+            check_pool(running._scheduler.pool)
         assert running.stats().step_failures == 2
         assert generate(running, prompts(), **SAMPLING) == expected
         wait_until_idle(running)

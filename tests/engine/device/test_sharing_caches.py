@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxserve.engine.startup import engine_choices
 from tests.engine.conftest import Texts
 from tests.engine.harness import SAMPLING, SCARCE, engine, generate, prompts, wait_until_idle
+from tests.sched.cache.invariants import check_host, check_pool
 from tests.sharing_caches import SharingCaches
 
 COUNT = 10
@@ -47,8 +48,8 @@ def test_text_survives_any_sequence_of_sharing(
             wait_until_idle(running)
             host, pool = running._scheduler.host, running._scheduler.pool
             assert host.num_used == 0 and pool.num_free == pool.num_blocks
-            host.check()
-            pool.check()
+            check_host(host)
+            check_pool(pool)
 
         check()
     for what in ("join", "checkpoint", "cut", "restore", "elsewhere", "drop"):

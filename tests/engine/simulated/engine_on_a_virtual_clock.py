@@ -29,6 +29,7 @@ from jaxserve.sched.simulation.replica.arrivals import Requests
 from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.step import Step
 from jaxserve.sched.workloads.workload import Workload
+from tests.sched.cache.invariants import check_pool
 
 VOCAB, WORD, END = 100, 7, 9
 LAYERS = 2
@@ -183,7 +184,7 @@ class Served(Observer):
         self._clock.meanwhile = self._submit_all
         self._watch(self.engine)
         self.engine._loop()
-        self.engine._scheduler.pool.check()
+        check_pool(self.engine._scheduler.pool)
 
     def _watch(self, engine: Engine) -> None:
         scheduler = engine._scheduler

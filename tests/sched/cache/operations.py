@@ -11,6 +11,7 @@ from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.step import Step
 from tests.cost_models import FLAT
+from tests.sched.cache.invariants import check_host, check_pool
 
 KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
 LEFT, RIGHT = Direction.LEFT, Direction.RIGHT
@@ -75,7 +76,7 @@ def run(
         rows, count, computed + count, array(*kind), operations, array(*sides)
     )
     step = made.schedule(0.0)
-    made.pool.check()
-    made.host.check()
+    check_pool(made.pool)
+    check_host(made.host)
     made.receive(step.emitting, 0.0)
     return step

@@ -21,6 +21,7 @@ from jaxserve.sched.plan import (
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.state.request_table import RUNNING
 from jaxserve.sched.step import Discard, Load, Save
+from tests.sched.cache.invariants import check_pool
 from tests.sched.cache.operations import BLOCK, HIDDEN, KV, RIGHT, array, run, scheduler
 
 
@@ -33,7 +34,7 @@ def refused(
         run(made, tokens, *operations, **options)  # type: ignore[arg-type]
     after = made.table.state, made.pool.held, made.pool.num_free
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-    made.pool.check()
+    check_pool(made.pool)
 
 
 def last_pair(made: Scheduler, row: int) -> np.ndarray:

@@ -25,6 +25,7 @@ from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.restore_plan import left_filled, overwritten_ranges, plan_restore
 from jaxserve.sched.state.request_table import RUNNING, WAITING
 from jaxserve.sched.step import CopySlots, Discard, Load, ProjectSlots, Save, Step
+from tests.sched.cache.invariants import check_host, check_pool
 from tests.sched.cache.operations import BLOCK, HIDDEN, KV, LEFT, RIGHT, array, run, scheduler
 
 ROWS = 4
@@ -294,8 +295,8 @@ class Operations(RuleBasedStateMachine):
         if not hasattr(self, "made"):
             return
         made = self.made
-        made.pool.check()
-        made.host.check()
+        check_pool(made.pool)
+        check_host(made.host)
         for row in made.table.in_state(RUNNING).tolist():
             end = int(made.table.computed[row])
             places = made.pool.slots_of(row, 0, end).reshape(-1, end, 2)

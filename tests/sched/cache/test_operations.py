@@ -20,6 +20,7 @@ from jaxserve.sched.restore_plan import left_filled, plan_restore
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.state.request_table import RUNNING, WAITING
 from jaxserve.sched.step import CopySlots, Discard, Load, ProjectSlots, Save
+from tests.sched.cache.invariants import check_host, check_pool
 from tests.sched.cache.operations import BLOCK, HIDDEN, KV, LEFT, RIGHT, array, run, scheduler
 
 
@@ -346,8 +347,8 @@ def test_refuses(tokens: dict[int, int], operations: list[Operation], problem: s
         run(made, tokens, *operations)
     after = table.state, table.computed, pool.num_free, made.host.num_used
     assert all(np.array_equal(a, b) for a, b in zip(state, after, strict=True))
-    pool.check()
-    made.host.check()
+    check_pool(pool)
+    check_host(made.host)
 
 
 def test_who_says_that_it_moves_nothing_moves_nothing() -> None:

@@ -16,6 +16,7 @@ from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.plan import Checkpoint, Copy, Join, Operation, Preempt, Restore
 from jaxserve.sched.policy import View
 from jaxserve.sched.registry import make_policy
+from tests.sched.cache.invariants import check_host
 from tests.sched.driver import Drive
 from tests.sched.policies.test_bros import BEST, LATER, TENTH
 
@@ -43,7 +44,7 @@ class Watched(Drive):
         finally:
             object.__delattr__(self.policy, "plan")
         self.did = seen[-1].operations
-        host.check()
+        check_host(host)
         return found
 
     def kinds(self) -> list[type]:

@@ -12,6 +12,7 @@ from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.state.request_table import State
 from tests.cost_models import FLAT
+from tests.sched.cache.invariants import check_pool
 
 
 def make(policy: str, *, c: int = 64, p: int = 64, rows: int = 8, blocks: int = 64) -> Scheduler:
@@ -38,7 +39,7 @@ def step(scheduler: Scheduler, now: float = 0.0) -> tuple[BatchPlan, list[int]]:
     scheduler.receive(booked.emitting, now)
     for row in done:
         scheduler.finish(row)
-    scheduler.pool.check()
+    check_pool(scheduler.pool)
     return booked.plan, done
 
 

@@ -22,6 +22,7 @@ from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.unified.unified_policy import UnifiedPolicy
 from jaxserve.sched.workloads.workload import Lengths, Workload
+from tests.sched.cache.invariants import check_pool
 
 ROWS, WIDTH = 6, 8
 row_sets = st.lists(st.integers(0, ROWS - 1), min_size=1, unique=True).map(np.array)
@@ -92,8 +93,8 @@ class BothPools(RuleBasedStateMachine):
             assert (counted.num_free, counted.num_used) == (named.num_free, named.num_used)
             for column in ("held", "kind", "direction"):
                 assert getattr(counted, column).tolist() == getattr(named, column).tolist()
-            named.check()
-            counted.check()
+            check_pool(named)
+            check_pool(counted)
 
 
 TestBothPools = BothPools.TestCase

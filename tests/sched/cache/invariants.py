@@ -1,0 +1,65 @@
+"""What always holds of a block pool and of host memory."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from jaxserve.sched.cache.block_pool import BlockPool
+from jaxserve.sched.cache.cache_kinds import NOBODY, Direction
+from jaxserve.sched.cache.free_blocks import FreeBlocks
+from jaxserve.sched.cache.kv_offload import HostMemory
+from jaxserve.sched.simulation.replica.counted_pool import CountedPool
+
+
+def check_pool(pool: BlockPool) -> None:
+    """AssertionError if a slot is owned twice, a block leaked, or a count is wrong."""
+    if isinstance(pool, CountedPool):
+        taken = int(pool.blocks_held(np.arange(len(pool.held))).sum())
+        assert pool.num_free == pool.num_blocks - taken >= 0, "free blocks are miscounted"
+        return
+    refs = np.zeros(len(pool.refs), np.int64)
+    for row in np.flatnonzero(pool.held):
+        ids = pool.blocks_of(row).ravel()
+        assert len(set(ids.tolist())) == ids.size, f"row {row} holds a block twice"
+        others = pool.owners[ids, pool.direction[row]]
+        assert ((others == row) | (others == NOBODY)).all(), f"row {row} is in another's slots"
+        refs[ids] += 1
+    assert (refs == pool.refs).all(), "reference counts differ from the tables"
+    assert pool.num_shared == (refs > 1).sum(), "shared blocks are miscounted"
+    _check_free(pool._free, refs > 0)
+    for side in Direction:
+        for block in np.flatnonzero(pool.owners[:, side] != NOBODY):
+            held = pool.blocks_of(pool.owners[block, side])[:, pool.at[block, side]]
+            assert block in held, f"block {block} has an owner that does not hold it there"
+    whole = np.arange(pool.width) >= pool.held[:, None]
+    assert (pool.cap[whole] == pool.block_size).all(), "tokens are missing where there are none"
+
+
+def _check_free(blocks: FreeBlocks, used: np.ndarray) -> None:
+    """AssertionError unless exactly the unused ids are free. used: bool, at least up to
+    `fresh`."""
+    assert 0 <= blocks.fresh <= blocks.num_blocks, "more blocks are out than there are"
+    free = np.arange(len(used)) >= blocks.fresh
+    free[blocks._stack[: blocks._top]] = True
+    assert blocks._top == free[: blocks.fresh].sum(), "a block is in the free stack twice"
+    assert blocks.count == blocks._top + blocks.num_blocks - blocks.fresh, (
+        "free blocks are miscounted"
+    )
+    assert (free == ~used).all(), "a block leaked or is free while in use"
+
+
+def check_host(host: HostMemory) -> None:
+    """AssertionError if counts or segments do not add up."""
+    every = {row: host.segments(row) for row in range(len(host.tokens))}
+    slots = sum(s.slots for mine in every.values() for s in mine)
+    assert host.num_used == slots, "host slots are miscounted"
+    assert 0 <= host.num_used <= host.capacity, "more on the host than fits"
+    keys = [s.key for mine in every.values() for s in mine]
+    assert len(set(keys)) == len(keys), "two segments have one key"
+    for row, mine in every.items():
+        assert host.tokens[row] == sum(s.end - s.first for s in mine), "tokens are miscounted"
+        assert all(s.kind == host.kind[row] for s in mine), "a row's tokens are of two kinds"
+        for before, after in itertools.pairwise(mine):
+            assert before.end <= after.first, "segments overlap"
