@@ -65,6 +65,18 @@ def check_plan(plan: BatchPlan, view: View, *, moves_cache: bool) -> None:
     _demand(after.whole(rows), "a row is planned of whose cache some is on the host")
     apart = after.apart(rows, computed + tokens)
     _demand(apart, "a row would write over what the other owner of a block has nowhere else")
+    for rows in (plan.missed, plan.relegated):
+        _check_given_up(rows, view)
+
+
+def _check_given_up(rows: np.ndarray, view: View) -> None:
+    if not len(rows):
+        return
+    table = view.table
+    _demand(_different(rows, table.capacity), "a row is given up twice")
+    there = np.isin(table.state[rows], (WAITING, RUNNING))
+    _demand(there.all(), "a row is given up that has nothing to compute")
+    _demand(table.has_targets(rows).all(), "a row without targets is given up")
 
 
 class _After:

@@ -105,6 +105,10 @@ class BatchPlan:
         kinds: [n], the `CacheKind` of each row's cache.
         operations: On the pool, carried out one after the other before the step.
         directions: [n], the `Direction` in which those that start fill their blocks; None for LEFT.
+        missed: [k], rows, planned or not, that are not going to meet their targets. Who waits for
+            them is told, once. It is not taken back; naming them again changes nothing.
+        relegated: [k], rows that are not, and are served with what is left from now on, behind all
+            others: predictions of waits, and snapshots for routers, take them for that.
     """
 
     rows: np.ndarray = field(default_factory=_none)
@@ -113,6 +117,8 @@ class BatchPlan:
     kinds: np.ndarray = field(default_factory=_none)
     operations: tuple[Operation, ...] = ()
     directions: np.ndarray | None = None
+    missed: np.ndarray = field(default_factory=_none)
+    relegated: np.ndarray = field(default_factory=_none)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -197,9 +197,9 @@ class Policy(abc.ABC):
             need not be ready for these.
         counts_blocks: Whether it asks how many blocks there are, and how many a request has or
             takes, but never which. A simulation then only counts them.
-        steady: Whether it plans a token for each request while nobody waits, every request decodes
-            and memory lasts. The steps ahead are certain then, and a simulation takes several at
-            once.
+        steady: Whether it plans a token for each request, and gives none up, while nobody waits,
+            every request decodes and memory lasts. The steps ahead are certain then, and a
+            simulation takes several at once.
     """
 
     chunked: bool = True

@@ -28,7 +28,14 @@ from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, Proj
 from jaxserve.sched.policy import Limits, Oracle, Policy, View
 from jaxserve.sched.progress import Progress
 from jaxserve.sched.request import Request
-from jaxserve.sched.state.request_table import DRAINING, RUNNING, WAITING, RequestTable
+from jaxserve.sched.state.request_table import (
+    DRAINING,
+    MISSED,
+    RELEGATED,
+    RUNNING,
+    WAITING,
+    RequestTable,
+)
 from jaxserve.sched.step import CopySlots, Discard, Load, Move, ProjectSlots, Save, Step
 
 _NOBODY = np.zeros(0, np.int64)
@@ -216,10 +223,18 @@ class Scheduler:
             plan.preempted if plan.operations else _NOBODY,
             sampling,
             self._recomputed(rows, start, end),
+            self._give_up(plan),
         )
         losers = _losers(plan) if plan.operations else _NOBODY
         self._progress.note(step.num_tokens, step.num_recomputed_tokens, losers)
         return step
+
+    def _give_up(self, plan: BatchPlan) -> np.ndarray:
+        """Rows of which it is new that they are not going to meet their targets."""
+        if not (len(plan.missed) or len(plan.relegated)):
+            return _NOBODY
+        relegated = self.table.give_up(plan.relegated, RELEGATED)
+        return np.concatenate([relegated, self.table.give_up(plan.missed, MISSED)])
 
     def _recomputed(self, rows: np.ndarray, start: np.ndarray, end: np.ndarray) -> int:
         """Tokens that had been in the cache already."""

@@ -6,7 +6,7 @@ The executor, the simulator, metrics and tests read it here and do not derive it
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -100,6 +100,8 @@ class Step:
         preempted: Rows that lost all their cache.
         sampling: Whether anybody who samples does so otherwise than greedily.
         num_recomputed_tokens: Tokens that had been in the cache before it was lost.
+        given_up: Rows, in the batch or not, that are not going to meet their targets, as is known
+            since this plan.
     """
 
     plan: BatchPlan
@@ -114,6 +116,7 @@ class Step:
     preempted: np.ndarray
     sampling: bool = False
     num_recomputed_tokens: int = 0
+    given_up: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __len__(self) -> int:
         return len(self.plan.rows)

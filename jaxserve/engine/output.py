@@ -98,6 +98,7 @@ class Output:
         prompt_logprobs: one entry for each of the next prompt tokens, if requested. They start with
             the second token, as the first has no probability.
         engine_failed: whether the error is the engine's, and not this request's alone.
+        expected_missed: whether the policy has just given its targets up; told once, if at all.
     """
 
     request_id: str
@@ -113,3 +114,4 @@ class Output:
     verdict: Verdict | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     engine_failed: bool = False
+    expected_missed: bool = False

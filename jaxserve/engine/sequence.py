@@ -95,6 +95,10 @@ class Continuation:
         """Streams the log-probabilities of the next prompt tokens."""
         self._tell(Output(self.request.id, self.index, prompt_logprobs=logprobs))
 
+    def expect_missed(self) -> None:
+        """Tells that its targets are not going to be met."""
+        self._tell(Output(self.request.id, self.index, expected_missed=True))
+
     def feed(
         self, token: int, now: float, preemptions: int, logprobs: tuple[TokenLogprobs, ...]
     ) -> FinishReason | None:

@@ -173,7 +173,9 @@ class StepLoop:
             suspects, self._newcomers = list(self.live.values()), []
             num_live, step = len(self.live), self._scheduler.book(plan)
             suspects = self._members(step)
-            return self._launch(step, begin, num_live=num_live, idle=pending is None)
+            flying = self._launch(step, begin, num_live=num_live, idle=pending is None)
+            self._tell_given_up(step)
+            return flying
         except BaseException as error:
             self._fail_step(error, suspects, step)
             return None
@@ -250,6 +252,14 @@ class StepLoop:
         self._wake_time = self._receive_time = 0.0
         self._since = self._clock()
         return flying
+
+    def _tell_given_up(self, step: Step) -> None:
+        for row in step.given_up.tolist():
+            if (one := self.live.get(row)) is not None:
+                try:
+                    one.expect_missed()
+                except BaseException as error:
+                    self._fail(one, error)
 
     def _end_failed_members(self) -> None:
         """Ends the members that failed while their step was built. It runs now, so later steps may

@@ -228,7 +228,7 @@ class LLM:
                 reason = None if delta.last is None else delta.last.finish_reason
                 text, tokens = "".join(delta.text), tuple(delta.token_ids)
                 likely = tuple(delta.logprobs), tuple(delta.prompt_logprobs)
-                yield Piece(delta.index, text, tokens, reason, *likely)
+                yield Piece(delta.index, text, tokens, reason, *likely, delta.expected_missed)
         finally:
             self._end(stream)
 

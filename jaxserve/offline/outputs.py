@@ -81,6 +81,7 @@ class Piece:
         finish_reason: why the continuation ended; None before its last piece.
         logprobs: one a token, where they were asked for.
         prompt_logprobs: of the prompt's next tokens from the second on, where they were asked for.
+        expected_missed: whether its targets have just been given up; told once, if at all.
     """
 
     index: int
@@ -89,3 +90,4 @@ class Piece:
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    expected_missed: bool = False

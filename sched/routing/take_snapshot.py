@@ -14,6 +14,7 @@ from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.request import Request, Tier
 from jaxserve.sched.routing.snapshot import Prices, Snapshot
 from jaxserve.sched.slo.backlog import Backlog, Known
+from jaxserve.sched.state.request_table import RELEGATED
 
 WINDOW = 200  # outputs, or first tokens, of which a mean is
 PACE = 0.05  # weight of a step in the mean of how long steps take
@@ -113,7 +114,8 @@ def serves_by_tier(policy: Policy) -> bool:
 def take_snapshot(
     backlog: Backlog, unfinished: int, known: dict[str, Any], learned: Lately, *, draining: bool
 ) -> Snapshot:
-    """Sums up what a scheduler has before it.
+    """Sums up what a scheduler has before it. What relegated requests have to compute counts as of
+    best-effort ones.
 
     Args:
         backlog: The scheduler's.
@@ -128,7 +130,7 @@ def take_snapshot(
     tokens = (length - mine.computed) * pending
     quad = tokens * (tokens + 2 * mine.computed)
     blocks = blocks_for(length, backlog.block_size) * mine.waiting
-    late = mine.tier == Tier.BEST_EFFORT
+    late = (mine.tier == Tier.BEST_EFFORT) | (mine.outlook == RELEGATED)
     runs = ~mine.waiting
     return Snapshot(
         time=backlog.time,

@@ -15,7 +15,7 @@ from jaxserve.sched.fairness.fair_share import Share
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.state.request_table import RUNNING
+from jaxserve.sched.state.request_table import RELEGATED, RUNNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Known:
         decoding: bool, whether it decodes.
         seed: Of the run.
         given: See `Columns`.
+        outlook: Of `Outlook`.
     """
 
     arrival: Any
@@ -58,6 +59,7 @@ class Known:
     decoding: Any
     seed: int = 0
     given: float = 0.0
+    outlook: Any = 0
 
     @classmethod
     def from_request(cls, request: Request, alone: Alone, now: float, seq: int, seed: int) -> Known:
@@ -82,6 +84,7 @@ class Known:
             waiting=_YES,
             decoding=~_YES,
             seed=seed,
+            outlook=_ZERO,
         )
 
 
@@ -145,6 +148,7 @@ class Backlog:
             *(view.most_output(rows), waits),
             decoding=table.decoding(rows),
             seed=vars(view)["seed"],  # to simulations, the policy has not asked for it
+            outlook=table.outlook[rows].astype(np.int64),
         )
         return cls(
             *(now, max(now, free_at), table.num_added, known),
@@ -170,12 +174,13 @@ class Backlog:
         return self.cost_model.batch_time(batch)
 
     def queue_priority(self, known: Known, now: float) -> np.ndarray | None:
-        """The policy's queue priority, float64 [n]; None if it has none."""
+        """The policy's queue priority, float64 [n], inf for the relegated; None if it has none."""
         with np.errstate(all="ignore"):
             found = self.policy.queue_priority(known, now)
         if found is None:
             return None
-        return np.broadcast_to(np.fmin(np.asarray(found, np.float64), np.inf), known.seq.shape)
+        ranks = np.broadcast_to(np.fmin(np.asarray(found, np.float64), np.inf), known.seq.shape)
+        return np.where(known.outlook == RELEGATED, np.inf, ranks)
 
     @property
     def max_rows(self) -> int:

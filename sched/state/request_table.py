@@ -30,8 +30,18 @@ class State(enum.IntEnum):
     HELD = 4
 
 
+class Outlook(enum.IntEnum):
+    """What the policy has given up of a request (`BatchPlan`). Once MISSED, it is not going to meet
+    its targets. Once RELEGATED, it is served with what is left, behind all others."""
+
+    OPEN = 0
+    MISSED = 1
+    RELEGATED = 2
+
+
 # Looking a member up in an enum takes longer than the comparison it is for, and so does comparing.
 FREE, WAITING, RUNNING, DRAINING, HELD = map(int, State)
+MISSED, RELEGATED = int(Outlook.MISSED), int(Outlook.RELEGATED)
 
 
 class RequestTable:
@@ -62,6 +72,7 @@ class RequestTable:
         ttft, tbt, jct, max_tbt: float64, targets that count; inf for none. A target that an idle
             engine would miss is raised to what that takes.
         alone: float64, time to the first token on an idle engine; 0 without targets.
+        outlook: int8, `Outlook`; it never gets better.
         tenant: int64, number in `FairShares`.
         output_lengths: Of finished outputs.
         num_sampling: Requests that are not greedy.
@@ -93,6 +104,7 @@ class RequestTable:
         self.jct = np.full(capacity, np.inf)
         self.max_tbt = np.full(capacity, np.inf)
         self.alone = np.zeros(capacity)
+        self.outlook = np.zeros(capacity, np.int8)
         self.tenant = np.zeros(capacity, np.int64)  # as `FairShares` numbers them
         self.output_lengths = OutputLengths()
         self._free = list(range(capacity - 1, -1, -1))
@@ -125,7 +137,7 @@ class RequestTable:
         for column in (self.generated, self.received, self.computed):
             column[row] = 0
         self.late_gaps[row] = self.longest_gap[row] = 0
-        self.preemptions[row] = self.lost_from[row] = 0
+        self.preemptions[row] = self.lost_from[row] = self.outlook[row] = 0
         self.last_batch_order[row] = self.preempted_order[row] = 0
         self.tier[row] = request.tier
         self.greedy[row] = request.sampling.is_plain_greedy
@@ -159,6 +171,18 @@ class RequestTable:
         self.longest_gap[rows] = np.maximum(self.longest_gap[rows], gap)
         self.received[rows] += 1
         self.last_token[rows] = now
+
+    def give_up(self, rows: np.ndarray, outlook: int) -> np.ndarray:
+        """Lowers the rows' outlook to this one, where it is better. Returns those of them that were
+        not expected to miss their targets before."""
+        new = rows[self.outlook[rows] < MISSED]
+        self.outlook[rows] = np.maximum(self.outlook[rows], outlook)
+        return new
+
+    def has_targets(self, rows: np.ndarray) -> np.ndarray:
+        """Which of them have any, bool [n]."""
+        targets = (self.ttft, self.tbt, self.jct, self.max_tbt)
+        return np.minimum.reduce([column[rows] for column in targets]) < np.inf
 
     def move(self, rows: np.ndarray, to: int) -> None:
         """Gives the rows another state."""

@@ -112,6 +112,12 @@ class Columns:
         return self._view.most_output(self._rows)
 
     @cached_property
+    def outlook(self) -> np.ndarray:
+        """int64 [n], `Outlook`. For `Policy.queue_priority`; keys that order plans have no such
+        column."""
+        return np.asarray(self._view.table.outlook[self._rows], np.int64)
+
+    @cached_property
     def waiting(self) -> np.ndarray:
         """bool [n]."""
         return np.asarray(self._view.table.state[self._rows] != RUNNING)  # or it is held back

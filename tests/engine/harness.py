@@ -22,7 +22,7 @@ from jaxserve.engine.startup.step_profile import Progress, Seconds, timed_model
 from jaxserve.engine.startup.step_timer import Shape
 from jaxserve.sched.cost.cost_model import LinearCostModel
 from jaxserve.sched.cost.padding import Padding
-from jaxserve.sched.request import Request, SamplingParams, Tier
+from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 
 TIMEOUT = 120  # seconds until a test gives up on the engine
 
@@ -188,13 +188,14 @@ def send(
     on_output: Callable[[Output], None] | None = None,
     *,
     tier: Tier = Tier.REALTIME,
+    slo: SLO | None = None,
     **sampling: Any,
 ) -> tuple[str, Stream]:
     """Submits one request; its id and its stream."""
     params = SamplingParams(**sampling)
     stream = Stream(left=params.n, on_output=on_output)
     name = f"request-{next(_names)}"
-    request = Request(name, tuple(prompt), params, tier=tier)
+    request = Request(name, tuple(prompt), params, slo or SLO(), tier)
     on.check(request)
     on.submit(request, stream)
     return name, stream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxserve.engine.stats import StepRecorder
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import make_policy, policies
+from jaxserve.sched.request import SLO
 from jaxserve.sched.state.request_table import State
 from jaxserve.sched.unified.unified_policy import UnifiedPolicy
 from tests.engine.conftest import Engines, Texts
@@ -104,6 +106,38 @@ def test_seeded_text_survives_preemption(
     with engine(shapes["opt"], **TREATMENTS[treatment]) as running:
         assert generate(running, prompts(), **sampling) == expected
         assert running.stats().preemptions > 0
+
+
+class GivingUp(Policy):
+    """Sarathi, but it gives up whoever has a target and two tokens, again and again."""
+
+    def __init__(self) -> None:
+        self._policy = make_policy("sarathi")
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        table, plan = view.table, self._policy.plan(view, now)
+        rows = table.in_state(State.RUNNING)
+        rows = rows[(table.received[rows] > 1) & table.has_targets(rows)]
+        return dataclasses.replace(plan, missed=rows, relegated=rows[::2])
+
+
+def test_who_is_given_up_is_told_once_and_gets_the_same_text(
+    shapes: dict[str, Path], alone: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_choices, "make_policy", lambda name: GivingUp())
+    asked, slo = prompts(8), SLO(jct=1e3)
+    with engine(shapes["opt"]) as running:
+        streams = [
+            send(running, prompt, slo=slo if i % 2 else None, **SAMPLING)[1]
+            for i, prompt in enumerate(asked)
+        ]
+        assert [stream.wait().tokens() for stream in streams] == alone("opt")[:8]
+    for i, stream in enumerate(streams):
+        told = [output for output in stream.outputs if output.expected_missed]
+        assert len(told) == i % 2, "once, and nobody without targets"
+        assert all(output.finish_reason is None for output in told)
+    verdict = streams[1].last().verdict
+    assert verdict is not None and verdict.met, "what came of it is another thing"
 
 
 class OneByOne(Policy):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -12,8 +12,8 @@ import jaxserve
 from jaxserve import LLM, SLO, SamplingParams
 from jaxserve.config import ConfigError
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.output import FinishReason
-from jaxserve.sched.request import InvalidRequest
+from jaxserve.engine.output import FinishReason, Output
+from jaxserve.sched.request import InvalidRequest, Request
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from tests.engine.harness import SCARCE, generate, wait_until_idle, write_shape
 from tests.engine.harness import engine as small_engine
@@ -61,6 +61,21 @@ def test_a_stream_says_what_generate_says(llm: LLM) -> None:
     tokens = [token for piece in pieces for token in piece.token_ids]
     assert tokens == whole.outputs[0].token_ids
     assert pieces[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_stream_says_once_that_targets_are_given_up(
+    llm: LLM, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = engine.submit
+
+    def given_up(request: Request, on_output: Callable[[Output], None]) -> None:
+        on_output(Output(request.id, 0, expected_missed=True))
+        submit(request, on_output)
+
+    monkeypatch.setattr(engine, "submit", given_up)
+    pieces = list(llm.stream([8, 9], TEN, slo=SLO(ttft=1e-9)))
+    assert [piece.expected_missed for piece in pieces].count(True) == 1
+    assert sum(len(piece.token_ids) for piece in pieces) == 10
 
 
 def test_log_probabilities_of_prompts(llm: LLM) -> None:

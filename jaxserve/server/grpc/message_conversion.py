@@ -124,6 +124,7 @@ def response_message(request_id: str, delta: Delta) -> pb.GenerateResponse:
         logprobs=map(logprobs_message, delta.logprobs),
         prompt_logprobs=map(logprobs_message, delta.prompt_logprobs),
         finish=ended,
+        expected_missed=delta.expected_missed,
     )
 
 

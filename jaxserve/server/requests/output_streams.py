@@ -56,6 +56,7 @@ class Delta:
         token_ids: new tokens, in order.
         text: new pieces of text, in order.
         last: the output that finished the continuation; None while more is to come.
+        expected_missed: as `Output`.
         size: memory that it takes, about, in bytes.
     """
 
@@ -63,6 +64,7 @@ class Delta:
     token_ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     last: Output | None = None
+    expected_missed: bool = False
     size: int = 0
     _logprobs: LogprobArrays = field(default_factory=LogprobArrays)
     _prompt_logprobs: LogprobArrays = field(default_factory=LogprobArrays)
@@ -76,6 +78,7 @@ class Delta:
             self.size += sys.getsizeof(output.text)
         self.size += self._logprobs.add(output.logprobs)
         self.size += self._prompt_logprobs.add(output.prompt_logprobs)
+        self.expected_missed |= output.expected_missed
         if output.finish_reason is not None:
             self.last = output
 
@@ -86,6 +89,7 @@ class Delta:
         self._logprobs.extend(later._logprobs)
         self._prompt_logprobs.extend(later._prompt_logprobs)
         self.size += later.size
+        self.expected_missed |= later.expected_missed
         self.last = later.last
 
     @property

@@ -11,6 +11,7 @@ import pytest
 from jaxserve.client import Client
 from jaxserve.client.cli import complete
 from jaxserve.client.records import verdict_line, verdict_record
+from jaxserve.engine.output import Output
 from jaxserve.sched.cost.reachability import SloProblem, SloProblemKind
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.server.proto import generation_pb2 as pb
@@ -82,6 +83,23 @@ def test_a_target_that_is_not_there_has_no_verdict(client: Client, engine: FakeE
     (none,) = client.complete("hi", max_tokens=1)
     assert none.slo is None and not none.timings.HasField("tbt_ms")
     assert none.timings.ttft_ms == 200
+
+
+def test_who_waits_is_told_once_that_targets_are_given_up(
+    client: Client, engine: FakeEngine, server: Server
+) -> None:
+    def given_up() -> None:
+        engine.wait(lambda: engine.live)
+        ((name, running),) = engine.live.items()
+        running.on_output(Output(name, 0, expected_missed=True))
+
+    stream = client.generate("hi", max_tokens=3, slo_class="chat")
+    given_up()
+    engine.step(3)
+    messages = list(stream)
+    assert sum(message.expected_missed for message in messages) == 1
+    assert sum(len(message.token_ids) for message in messages) == 3
+    assert messages[-1].finish.slo.targets_met.ttft_ms
 
 
 def test_a_cancelled_request_is_judged_too(client: Client, engine: FakeEngine) -> None:

@@ -139,6 +139,8 @@ class Answer(ABC):
         async for number, delta in self._generating.deltas():
             text, logprobs, ended = self.news(number, delta)
             piece = self.piece_fields(text, logprobs)
+            if delta.expected_missed:
+                piece["slo"] = {"expected": "missed"}  # at the end stands what came of it instead
             yield self._chunk(head, {"index": number, **piece, "finish_reason": None, **ended})
         if options is not None and options.include_usage:
             yield {**head, "choices": [], "usage": self._usage()}

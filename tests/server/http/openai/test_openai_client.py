@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from jaxserve.client import Client
+from jaxserve.engine.output import Output
 from jaxserve.sched.cost.reachability import SloProblem, SloProblemKind
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.server.requests.slo_classes import ServiceLevel
@@ -206,6 +207,33 @@ def test_named_targets_and_what_came_of_them(engine: FakeEngine) -> None:
     assert refused == 400 and problem["error"]["param"] == "slo_class"
     assert "this server has chat" in problem["error"]["message"]
     assert (auto["service_tier"], prio["service_tier"]) == ("flex", "default")
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_says_once_that_targets_are_given_up(
+    client: openai.OpenAI, engine: FakeEngine, chat: bool
+) -> None:
+    asked: dict[str, Any] = {"model": INFO.model, "max_tokens": 3, "stream": True}
+    asked["extra_body"] = {"slo": {"ttft_ms": 250}}
+    if chat:
+        message = {"role": "user", "content": "a"}
+        stream: Any = client.chat.completions.create(messages=[message], **asked)
+    else:
+        stream = client.completions.create(prompt="a", **asked)
+    chunks = iter(stream)
+    if chat:
+        next(chunks)  # whose turn it is
+    engine.wait(lambda: engine.live)
+    ((name, running),) = engine.live.items()
+    running.on_output(Output(name, 0, expected_missed=True))
+    (choice,) = next(chunks).choices
+    assert choice.model_extra["slo"] == {"expected": "missed"} and choice.finish_reason is None
+    engine.step(3)
+    told = [
+        c.model_extra["slo"] for chunk in chunks for c in chunk.choices if "slo" in c.model_extra
+    ]
+    (last,) = told
+    assert last["targets_met"] == {"ttft_ms": True} and last["met"], "what came of it"
 
 
 def test_further_sampling_fields_reach_the_engine(
