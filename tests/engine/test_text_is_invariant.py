@@ -40,6 +40,7 @@ POLICIES = {
     "sarathi_nocp": True,
     "sarathi_nohy": True,
     "accelgen": True,
+    "goodput": True,
     "bros": True,
     "fastgen": True,
     "fastserve": True,

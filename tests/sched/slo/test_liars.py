@@ -49,7 +49,7 @@ def crowd(lies: dict[str, float]) -> tuple[Workload, np.ndarray]:
 
 @pytest.mark.parametrize("refuse_late", [None, 0.75])
 @pytest.mark.parametrize("lies", [{"ttft": 1e-6}, {"ttft": 1e-6, "tbt": 1e-9, "jct": 1e-6}])
-@pytest.mark.parametrize("policy", ["edf", "bros", "accelgen"])
+@pytest.mark.parametrize("policy", ["edf", "bros", "accelgen", "goodput"])
 def test_liars_displace_nobody(
     policy: str, lies: dict[str, float], refuse_late: float | None
 ) -> None:

@@ -35,8 +35,8 @@ SEVEN = system("llama-2-7b@a100")
 PRICES = dataclasses.replace(SEVEN.cost_model.coefficients, sampled_row=2e-6, batch_bias=1e-4)
 # With code of their own.
 OWN = (
-    *("accelgen", "aptserve", "bros", "fairbatching", "fastserve", "oracle", "qoserve"),
-    *("round_robin", "slidingserve"),
+    *("accelgen", "aptserve", "bros", "fairbatching", "fastserve", "goodput", "oracle"),
+    *("qoserve", "round_robin", "slidingserve"),
 )
 PLAIN = [name for name in policies() if not name.startswith(OWN)]
 VARIED = [

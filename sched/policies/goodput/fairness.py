@@ -1,0 +1,69 @@
+"""The rule that lets nobody starve: who has been without service for some seconds comes first, in
+order of arrival, on a share of memory and rows, and keeps it to its end."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.cache.cache_kinds import NOBODY
+from jaxserve.sched.policy import View
+from jaxserve.sched.row_columns import grow_columns
+
+
+class Patience:
+    """Who has waited for too long.
+
+    Args:
+        seconds: Without service.
+        share: Of memory and rows that those who have waited get. One of them is always served.
+    """
+
+    def __init__(self, seconds: float, share: float) -> None:
+        self._seconds, self._share = seconds, share
+        self._seq = np.zeros(0, np.int64)  # by row: whose numbers these are
+        self._served = np.zeros(0)  # when it was last in a batch, or came
+        self._kept = np.zeros(0, bool)
+
+    def read(self, view: View, rows: np.ndarray, clock: float) -> tuple[np.ndarray, np.ndarray]:
+        """Called once a plan.
+
+        Args:
+            view: What the policy sees.
+            rows: int64 [n], all requests.
+            clock: When the planned step begins, seconds.
+
+        Returns:
+            Rows that come first, in order of arrival, int64 [k]; and by row, who keeps its cache,
+            bool [capacity].
+        """
+        table = view.table
+        grow_columns(self, table.capacity, _seq=NOBODY, _served=0.0, _kept=False)
+        new = rows[self._seq[rows] != table.seq[rows]]
+        self._seq[new], self._served[new], self._kept[new] = (
+            table.seq[new],
+            table.arrival[new],
+            False,
+        )
+        kept = rows[self._kept[rows]]
+        late = rows[~self._kept[rows] & (clock - self._served[rows] > self._seconds)]
+        if len(late):
+            late = late[np.argsort(table.seq[late], kind="stable")]
+            kept = np.concatenate([kept, late[: self._admitted(view, kept, late)]])
+        self._kept[:] = False
+        self._kept[kept] = True
+        return kept[np.argsort(table.seq[kept], kind="stable")], self._kept.copy()
+
+    def note_batch(self, rows: np.ndarray, clock: float) -> None:
+        """These are in the batch that begins at `clock`."""
+        self._served[rows] = clock
+
+    def _admitted(self, view: View, kept: np.ndarray, late: np.ndarray) -> int:
+        """How many of the late, in order, find room in the share."""
+        rows = np.concatenate([kept, late])
+        known = view.table.prompt_len[rows] + view.table.generated[rows]
+        nothing = np.zeros_like(view.pool.held)
+        blocks = view.pool.needed(rows, known, view.pool.kind[rows].astype(np.int64), nothing)
+        fits = np.cumsum(blocks) <= self._share * view.pool.num_blocks
+        fits &= np.arange(1, len(rows) + 1) <= max(self._share * view.limits.max_rows, 1)
+        fits[0] = True
+        return int(np.count_nonzero(np.logical_and.accumulate(fits)[len(kept) :]))

@@ -1,0 +1,135 @@
+"""Goodput: every step is what lets most requests attain all of their targets.
+
+Decodes run. Of the prompts that wait, those are computed first of which most can be in time. Where
+memory is short, whose next late token costs least is paused, and its cache goes to the host. What
+is left of a step goes to those who are late, and who has waited for too long comes first.
+docs/goodput.md explains it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.plan import BatchPlan, Operation, Restore
+from jaxserve.sched.policies.goodput.batch import Batch, Work
+from jaxserve.sched.policies.goodput.fairness import Patience
+from jaxserve.sched.policies.goodput.filling import Filling
+from jaxserve.sched.policies.goodput.outlook import Lengths, Outlook, Standard
+from jaxserve.sched.policies.goodput.pausing import Memory
+from jaxserve.sched.policy import Policy, View
+from jaxserve.sched.registry import register
+from jaxserve.sched.request import Tier
+from jaxserve.sched.state.request_table import RUNNING, WAITING
+
+LOOK = 128  # waiting requests that a plan looks at: so many that are due next, and the oldest
+STEPS = 3.0  # that may pass before a first token: in flight, planned already, and its own
+PACE = 0.1  # weight of the last step among those before
+_FAR = 1e12  # seconds: behind all that are not late
+
+
+class _Pace:
+    """Seconds of a step, as of late."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Another step."""
+        self.seconds += PACE * (seconds - self.seconds)
+
+
+@register(
+    "goodput",
+    summary="most requests within all targets; who loses least is paused; nobody waits for ever",
+    source="docs/goodput.md",
+)
+@dataclass(frozen=True)
+class Goodput(Policy):
+    """ttft, tbt: targets, seconds, of real-time requests that name none. patience: seconds without
+    service after which a request comes first. share: of memory and rows that those get who have
+    waited so long. hidden_above: share of the pool from which on starts get hidden caches, where
+    the view offers them; 1 for never. swaps: whether caches of paused requests go to the host.
+
+    ValueError for values that are none.
+    """
+
+    ttft: float = 2.0
+    tbt: float = 0.2
+    patience: float = 30.0
+    share: float = 0.1
+    hidden_above: float = 0.7
+    swaps: bool = True
+    _lengths: Lengths = field(init=False, repr=False, compare=False)
+    _patience: Patience = field(init=False, repr=False, compare=False)
+    _pace: _Pace = field(init=False, repr=False, compare=False)
+    full_prefill = True
+    hybrid_cache = True
+    moves_cache = True
+    counts_blocks = True
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "tbt", "patience"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}")
+        for name in ("share", "hidden_above"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
+        object.__setattr__(self, "_lengths", Lengths())
+        object.__setattr__(self, "_patience", Patience(self.patience, self.share))
+        object.__setattr__(self, "_pace", _Pace())
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        """Decodes, prompts that will be in time, and everybody else."""
+        table, clock = view.table, view.step_end(now)
+        running, waiting = table.in_state(RUNNING), table.in_state(WAITING)
+        first, kept = self._patience.read(view, np.concatenate([running, waiting]), clock)
+        rows = np.concatenate([running, self._looked_at(view, waiting, first, clock)])
+        self._lengths.read(view)
+        standard = Standard(self.ttft, self.tbt)
+        outlook = Outlook.of_rows(view, rows, clock, self._lengths, standard, self._pace.seconds)
+        work = Work.of_rows(view, rows, outlook)
+        batch, runs = Batch(view, work[:0]), work[: len(running)]
+        memory = Memory(view, batch, runs, kept, swaps=self.swaps)
+        filling = Filling(view, batch, memory, clock, _headroom(table.ttft[rows]))
+        filling.choose_kind(runs, self._lengths, self.hidden_above)
+        filling.fill(work, first)
+        done = batch.work()
+        self._patience.note_batch(done.rows, clock)
+        if len(done):
+            self._pace.note(batch.seconds)
+        operations: tuple[Operation, ...] = memory.operations()
+        back = done.rows[done.loaded > 0]
+        if len(back):
+            operations = (*operations, Restore(back, np.zeros_like(back)))
+        return BatchPlan(done.rows, done.tokens, done.reserve, done.kinds, operations)
+
+    def queue_priority(self, requests: Any, now: float) -> Any:
+        """By the first token's deadline; those who wait and are late come behind the others."""
+        bare = np.isinf(requests.ttft) & np.isinf(requests.jct)
+        own = np.where(bare & np.equal(requests.tier, Tier.REALTIME), self.ttft, requests.ttft)
+        due = requests.arrival + np.minimum(own, requests.jct)
+        return np.where(requests.waiting & (due < now), due + _FAR, due)
+
+    def _looked_at(
+        self, view: View, waiting: np.ndarray, first: np.ndarray, clock: float
+    ) -> np.ndarray:
+        """The waiting requests that this plan looks at, in order of arrival."""
+        if len(waiting) <= 2 * LOOK:
+            return waiting
+        table = view.table
+        due = table.arrival[waiting] + np.minimum(table.ttft[waiting], table.jct[waiting])
+        due = np.where(due < clock, np.inf, due)
+        look = np.isin(waiting, first)
+        look[:LOOK] = True
+        look[np.argpartition(due, LOOK)[:LOOK]] = True
+        return waiting[look]
+
+
+def _headroom(ttft: np.ndarray) -> float:
+    """How long a step may be, in seconds, so that who comes during it can have a first token in
+    time, by the median of these targets; inf without any."""
+    ttft = ttft[ttft < np.inf]
+    return float(np.median(ttft)) / STEPS if len(ttft) else np.inf

@@ -1,0 +1,158 @@
+"""What each request can still attain: when its next token is due, and what a late one would cost.
+
+Of n gaps between tokens, floor((n - 1) / 100) may be late while the 99th percentile is in time. A
+late gap costs the probability that the output gets long enough for the late gaps so far, less the
+probability that it gets long enough for one more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.policy import View
+from jaxserve.sched.request import LEAST_MAX_TBT, MAX_TBT, Tier
+from jaxserve.sched.state.output_lengths import Survival
+from jaxserve.sched.state.request_table import RUNNING
+
+GAPS = 100  # of which one may be late
+PAUSE = 2.0  # seconds: a job that may wait for longer loses nothing if it is paused
+ENOUGH = 32  # outputs that must have ended before their lengths tell
+EVERY = 64  # plans from one look at them to the next
+
+
+class Lengths:
+    """How long outputs get, looked up every EVERY plans."""
+
+    def __init__(self) -> None:
+        self._plans = 0
+        self._survival: Survival | None = None
+
+    def read(self, view: View) -> None:
+        """Called once a plan."""
+        lengths = view.table.output_lengths
+        if self._plans % EVERY == 0 and lengths.count >= ENOUGH:
+            going = view.table.generated[view.table.in_state(RUNNING)]
+            self._survival = Survival(*lengths.counted(), going)
+        self._plans += 1
+
+    def reach(self, generated: np.ndarray, tokens: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """Probability that outputs get so long. Before ENOUGH have ended, nobody counts on it.
+
+        Args:
+            generated: int64 [n], tokens so far.
+            tokens: int64 [n], the length asked for.
+            most: int64 [n], the most that each may write.
+
+        Returns:
+            float64 [n].
+        """
+        there = tokens <= np.maximum(generated, 1)
+        if self._survival is None:
+            return there.astype(np.float64)
+        longer = self._survival.longer
+        share = longer(tokens - 1.0) / np.maximum(longer(generated), 1e-9)
+        return np.where(there, 1.0, np.where(tokens > most, 0.0, np.minimum(share, 1.0)))
+
+    def ahead(self, view: View, rows: np.ndarray) -> np.ndarray:
+        """Tokens that each is expected to write yet, float64 [n]; before ENOUGH have ended, all
+        that it may."""
+        table, lengths = view.table, view.table.output_lengths
+        generated = table.generated[rows]
+        most = (table.max_tokens[rows] - generated).astype(np.float64)
+        if lengths.count < ENOUGH:
+            return most
+        return np.minimum(lengths.expected(generated) - generated, most)
+
+
+@dataclass(frozen=True)
+class Standard:
+    """Targets of real-time requests that name none, in seconds.
+
+    Attributes:
+        ttft: To the first token.
+        tbt: Between two tokens.
+    """
+
+    ttft: float
+    tbt: float
+
+    @property
+    def max_tbt(self) -> float:
+        """The longest gap."""
+        return max(MAX_TBT * self.tbt, LEAST_MAX_TBT)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The outlook of n requests; arrays float64 [n].
+
+    Attributes:
+        due: When the next token has to be there, seconds; inf where that does not matter. For a job
+            (JCT), so that the tokens after it can follow at the pace of late.
+        gap_due: When it has to be there even if it is late: the longest gap that is allowed; inf
+            before the first token.
+        attains: Probability that the request attains its targets if no further token is late; 1
+            without targets, 0 once that is impossible.
+        loss: How much of that is lost if its next token is late; 0 if it is late already.
+    """
+
+    due: np.ndarray
+    gap_due: np.ndarray
+    attains: np.ndarray
+    loss: np.ndarray
+
+    @classmethod
+    def of_rows(
+        cls,
+        view: View,
+        rows: np.ndarray,
+        clock: float,
+        lengths: Lengths,
+        standard: Standard,
+        pace: float,
+    ) -> Outlook:
+        """Reads the table.
+
+        Args:
+            view: What the policy sees.
+            rows: int64 [n].
+            clock: When the planned step begins, seconds. A token of the step in flight counts as
+                there then.
+            lengths: What is known of output lengths.
+            standard: Targets of those without.
+            pace: Seconds of a step, as of late.
+        """
+        table = view.table
+        generated, arrival = table.generated[rows], table.arrival[rows]
+        ttft, tbt, jct = table.ttft[rows], table.tbt[rows], table.jct[rows]
+        bare = np.isinf(ttft) & np.isinf(tbt) & np.isinf(jct)
+        bare &= table.tier[rows] == Tier.REALTIME
+        ttft, tbt = np.where(bare, standard.ttft, ttft), np.where(bare, standard.tbt, tbt)
+        first, flying = generated == 0, generated > table.received[rows]
+        last = np.where(flying, clock, table.last_token[rows])
+        due = np.where(first, arrival + ttft, last + tbt)
+        longest = np.where(bare, standard.max_tbt, table.max_tbt[rows])
+        gap_due = np.where(first, np.inf, last + longest)
+        waits = ~first & (clock > due)  # for a token that is late already
+        came = np.where(first, clock, np.minimum(table.first_token[rows], clock))
+        missed = (came > arrival + ttft) | (clock > arrival + jct) | (clock > gap_due)
+        missed |= table.longest_gap[rows] > longest
+
+        attains = np.where(missed, 0.0, 1.0)
+        loss = np.where(missed | (~first & np.isinf(tbt)), 0.0, 1.0)
+        timed = np.flatnonzero(~missed & ~first & (tbt < np.inf))
+        if len(timed):
+            late, most = (table.late_gaps[rows] + waits)[timed], table.max_tokens[rows[timed]]
+            now = lengths.reach(generated[timed], np.where(late, GAPS * late + 2, 1), most)
+            after = lengths.reach(generated[timed], GAPS * (late + 1) + 2, most)
+            attains[timed] = now
+            loss[timed] = np.where(waits[timed], 0.0, np.maximum(now - after, 0.0))
+        jobs = np.flatnonzero(jct < np.inf)
+        if len(jobs):
+            rest = pace * np.maximum(lengths.ahead(view, rows[jobs]) - 1.0, 0.0)
+            due[jobs] = np.minimum(due[jobs], arrival[jobs] + jct[jobs] - rest)
+            tight = due[jobs] - clock < PAUSE
+            loss[jobs] = np.where(tight, np.maximum(loss[jobs], attains[jobs]), loss[jobs])
+        return cls(due, gap_due, attains, loss)

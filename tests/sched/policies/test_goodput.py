@@ -1,0 +1,202 @@
+"""Goodput: its parts by themselves, and its rules in simulations."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.plan import Checkpoint, Preempt, Restore
+from jaxserve.sched.policies.goodput.feasibility import in_time
+from jaxserve.sched.policies.goodput.outlook import ENOUGH, Lengths, Outlook, Standard
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.request import Tier
+from jaxserve.sched.simulation.simulator import simulate
+from jaxserve.sched.simulation.systems.systems import system
+from jaxserve.sched.slo.metrics import attained
+from jaxserve.sched.slo.slo_columns import SloColumns
+from jaxserve.sched.workloads.workload import Lengths as WorkloadLengths
+from jaxserve.sched.workloads.workload import Workload
+from tests.sched.driver import Drive
+
+PLACE = system("llama-3-8b@a100")
+STANDARD = Standard(2.0, 0.2)
+
+
+@given(jobs=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=7))
+@settings(max_examples=200)
+def test_no_choice_has_more_jobs_in_time(jobs: list[tuple[int, int]]) -> None:
+    due, cost = (np.array(column, float) for column in zip(*jobs, strict=True))
+    chosen = in_time(due, cost, np.ones(len(jobs)))
+    assert (np.cumsum(cost[chosen]) <= due[chosen]).all()
+    best = 0
+    for count in range(len(jobs), 0, -1):
+        for some in itertools.combinations(np.argsort(due, kind="stable"), count):
+            if (np.cumsum(cost[list(some)]) <= due[list(some)]).all():
+                best = max(best, count)
+    assert len(chosen) == best
+
+
+def test_the_dearest_for_its_worth_is_left_out() -> None:
+    due, cost = np.full(3, 5.0), np.array([3.0, 2.0, 3.0])
+    assert in_time(due, cost, np.array([1.0, 1.0, 0.5])).tolist() == [0, 1]
+    assert in_time(due, cost, np.array([0.1, 1.0, 1.0])).tolist() == [1, 2]
+    assert in_time(due, cost, np.array([0.0, 0.0, 1.0])).tolist() == [2]
+
+
+def outlook(drive: Drive, row: int, clock: float) -> tuple[float, float, float]:
+    lengths = Lengths()
+    lengths.read(drive.scheduler.view)
+    found = Outlook.of_rows(
+        drive.scheduler.view, np.array([row]), clock, lengths, STANDARD, pace=0.1
+    )
+    return float(found.due[0]), float(found.attains[0]), float(found.loss[0])
+
+
+def written(drive: Drive, tokens: int, **slo: float) -> int:
+    """A request that has written so many tokens, the last at 10 s."""
+    row = drive.add(prompt=4, output=1000, arrival=9.0, **slo)
+    table = drive.table
+    table.generated[row] = table.received[row] = tokens
+    table.first_token[row], table.last_token[row] = 9.5, 10.0
+    return row
+
+
+def learned(drive: Drive, length: int) -> None:
+    for _ in range(ENOUGH):
+        drive.table.output_lengths.add(length)
+
+
+def test_what_a_late_token_costs() -> None:
+    drive = Drive("goodput")
+    learned(drive, 150)
+    young = written(drive, 20, ttft=1.0, tbt=0.5)
+    assert outlook(drive, young, 10.1) == (10.5, 1.0, 0.0), "it is sure to get to 102 tokens"
+    drive.table.late_gaps[young] = 1
+    assert outlook(drive, young, 10.1) == (10.5, 1.0, 1.0), "and sure not to get to 202"
+    drive.table.late_gaps[young] = 2
+    assert outlook(drive, young, 10.1) == (10.5, 0.0, 0.0)
+    old = written(drive, 210, ttft=1.0, tbt=0.5)
+    drive.table.late_gaps[old] = 1
+    assert outlook(drive, old, 10.1) == (10.5, 1.0, 0.0), "it may have two"
+    assert outlook(drive, old, 10.6)[2] == 0.0, "the token is late already"
+    assert outlook(drive, old, 15.1)[1] == 0.0, "a gap of 5 s is longer than any may be"
+
+
+def test_before_lengths_are_known_nobody_is_paused_for_free() -> None:
+    drive = Drive("goodput")
+    assert outlook(drive, written(drive, 20, ttft=1.0, tbt=0.5), 10.1) == (10.5, 1.0, 1.0)
+    assert outlook(drive, written(drive, 110, ttft=1.0, tbt=0.5), 10.1)[2] == 0.0
+
+
+def test_targets_that_are_missed_or_missing() -> None:
+    drive = Drive("goodput")
+    late = written(drive, 20, ttft=0.2, tbt=0.5)
+    assert outlook(drive, late, 10.1)[1:] == (0.0, 0.0), "its first token was late"
+    bare = written(drive, 20)
+    assert outlook(drive, bare, 10.1)[0] == pytest.approx(10.0 + STANDARD.tbt)
+    free = drive.add(prompt=4, output=8, arrival=9.0, tier=Tier.BEST_EFFORT)
+    assert outlook(drive, free, 10.1) == (np.inf, 1.0, 1.0)
+    job = drive.add(prompt=4, output=21, arrival=9.0, jct=8.0)
+    assert outlook(drive, job, 10.0)[0] == pytest.approx(17.0 - 20 * 0.1), "20 more steps of 0.1 s"
+    assert outlook(drive, job, 18.0)[1] == 0.0
+
+
+def workload(columns: dict[str, Any]) -> Workload:
+    count = len(columns["arrival"])
+    terms = SloColumns.none(count)
+    targets = {n: np.full(count, columns.get(n, np.inf)) for n in ("ttft", "tbt", "jct")}
+    lengths = WorkloadLengths(
+        np.broadcast_to(columns["prompt"], count), np.broadcast_to(columns["output"], count)
+    )
+    return Workload.create(
+        np.asarray(columns["arrival"], float), lengths, terms=dataclasses.replace(terms, **targets)
+    )
+
+
+def run(policy: str, work: Workload, limits: Limits, **options: Any) -> Any:
+    return simulate(policy, work, PLACE, limits=limits, compiled=False, **options)
+
+
+def test_more_are_in_time_than_first_come_first_served() -> None:
+    """Three times what can be in time comes for 4 s."""
+    rng = np.random.default_rng(1)
+    arrival = np.sort(rng.uniform(0, 4, 160))
+    work = workload(
+        {"arrival": arrival, "prompt": rng.integers(50, 4000, 160), "output": 20, "ttft": 1.0}
+    )
+    met = {
+        policy: attained(r.times, work.terms).slo.mean()
+        for policy in ("goodput", "edf", "sarathi")
+        for r in [run(policy, work, Limits(4096, 512, 64)).requests]
+    }
+    assert met["goodput"] > met["edf"] + 0.1 and met["goodput"] > met["sarathi"] + 0.1, met
+
+
+def test_who_has_waited_for_too_long_comes_first() -> None:
+    """A long prompt whose target nobody could meet, among short ones without end."""
+    arrival = np.arange(0, 14, 0.05)
+    prompt = np.where(np.arange(len(arrival)) == 50, 6000, 900)
+    ttft = np.where(np.arange(len(arrival)) == 50, 1e-3, 0.5)
+    work = workload({"arrival": arrival, "prompt": prompt, "output": 8, "ttft": ttft})
+    waited = {}
+    for patience in (2.0, 1000.0):
+        found = run(f"goodput:patience={patience}", work, Limits(8192, 512, 64)).requests
+        assert found.finished.all()
+        waited[patience] = float(found.ttft[50])
+    assert 2.0 < waited[2.0] < 6.0 and waited[1000.0] > 10.0, waited
+
+
+def test_caches_of_the_paused_go_to_the_host_and_come_back() -> None:
+    """Two fit, three are there; with no host memory they are computed again."""
+    for slots in (0, 4096):
+        drive = Drive("goodput", blocks=40, host_slots=slots, max_model_len=64)
+        kinds: set[type] = set()
+        for _ in range(3):
+            drive.add(prompt=10, output=50)
+        plan = drive.scheduler.plan
+
+        def noted(*given: Any, plan: Any = plan, kinds: set[type] = kinds) -> Any:
+            found = plan(*given)
+            kinds |= {type(operation) for operation in found.operations}
+            return found
+
+        drive.scheduler.plan = noted  # type: ignore[method-assign]
+        drive.to_the_end()
+        assert sorted(drive.ended) == [0, 1, 2]
+        assert Preempt in kinds
+        assert ({Checkpoint, Restore} <= kinds) == bool(slots)
+
+
+@given(data=st.data())
+@settings(max_examples=10, deadline=None)
+def test_everybody_ends_whatever_comes(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 12))
+    many = st.lists(st.integers(1, 3000), min_size=count, max_size=count)
+    times = st.lists(st.floats(0, 20), min_size=count, max_size=count)
+    tight = st.sampled_from([1e-4, 0.05, 1.0, np.inf])
+    work = workload(
+        {
+            "arrival": np.sort(data.draw(times)),
+            "prompt": data.draw(many),
+            "output": np.minimum(data.draw(many), 40),
+            **{name: data.draw(tight) for name in ("ttft", "tbt", "jct")},
+        }
+    )
+    blocks = data.draw(st.sampled_from([500, 4000]))
+    host = data.draw(st.sampled_from([0, 2000, 100_000]))
+    found = run(
+        "goodput", work, Limits(4096, 512, 8), num_blocks=blocks, host_tokens=host, checked=True
+    )
+    assert found.requests.finished.all()
+
+
+@pytest.mark.parametrize("field", ["ttft=0", "tbt=-1", "patience=0", "share=2", "hidden_above=-1"])
+def test_values_that_are_none(field: str) -> None:
+    with pytest.raises(ValueError, match=field.partition("=")[0]):
+        Drive(f"goodput:{field}")
