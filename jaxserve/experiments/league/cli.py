@@ -51,7 +51,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--workloads", default="", help=f"instead of all: {', '.join(WORKLOADS)}")
     add("--azure", metavar="DIR", default="", help="folder of the Azure traces")
     add("--out", help=f"folder of the page ({DOCS}; {OWN} with --policy, --workloads or --quick)")
-    add("--numbers", metavar="CSV", help="an earlier league's runs, whatever code made them")
+    add(
+        "--numbers",
+        metavar="CSV",
+        help="an earlier league's runs, whatever code made them; of its policies alone",
+    )
     add("--reproduce", metavar="N", type=int, default=0, help="runs that may vouch for all others")
     add("--quick", action="store_true", help="toy sizes, for the test")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
@@ -103,6 +107,8 @@ def show(args: argparse.Namespace) -> int:
     own = [name for name in dict.fromkeys(args.policy) if name not in entrants]
     try:
         store = _store(args)
+        if args.numbers is not None:  # a policy that is newer than they are has none
+            entrants = [name for name in entrants if name in store.policies()]
         traces = args.traces or (store.traces() if args.numbers is not None else {})
         found = collect(args.scale, [*own, *entrants], traces, store, args.jobs)
         standings = Standings(found, entrants, own)

@@ -99,6 +99,10 @@ class Store:
         """Names of the traces of known runs, by workload."""
         return {row["workload"]: row["trace"] for row in self._rows.values() if row["trace"]}
 
+    def policies(self) -> set[str]:
+        """Names of the policies of known runs."""
+        return {row["policy"] for row in self._rows.values()}
+
     def begin(self) -> None:
         """Rewrites the files without truncated rows and rows of other code."""
         self._runs.parent.mkdir(parents=True, exist_ok=True)
