@@ -87,10 +87,9 @@ class SlackPolicy(Policy):
 
     def plan(self, view: View, now: float) -> BatchPlan:
         """One batch, as `fill` has it."""
-        clock = self._times.clock(view, now)
         batch = SlackBatch(view, self.watermark)
-        self.fill(batch, self._outlook(view, clock))
-        self._times.note(batch.work(), batch.seconds, clock)
+        self.fill(batch, self._outlook(view, view.step_end(now)))
+        self._times.note(batch.work(), batch.seconds)
         return batch.plan()
 
     @abc.abstractmethod

@@ -22,15 +22,6 @@ class StepTimes:
     def __init__(self) -> None:
         self.step = 0.0
         self._tokens = self._seconds = 0.0  # of prompts, and of the steps with them, lately
-        self._rows = np.zeros(0, np.int64)
-        self._last = self._until = 0.0
-
-    def clock(self, view: View, now: float) -> float:
-        """When the step that is planned may begin: now, or when the one on the device ends."""
-        table, rows = view.table, self._rows
-        if np.count_nonzero(table.generated[rows] > table.received[rows]):
-            return now + self._last
-        return max(now, self._until)  # one that brings no token does not show when it has ended
 
     def rate(self, view: View) -> float:
         """Prompt tokens a second, as of late; before the first, those of a whole batch of them."""
@@ -40,11 +31,10 @@ class StepTimes:
             self._tokens, self._seconds = float(size[0]), float(seconds_of(view, alone)[0])
         return self._tokens / max(self._seconds, 1e-9)
 
-    def note(self, work: PlannedWork, seconds: float, clock: float) -> None:
-        """Notes a batch that begins at `clock` and takes so many seconds."""
+    def note(self, work: PlannedWork, seconds: float) -> None:
+        """Notes a batch that takes so many seconds."""
         decodes = int(np.count_nonzero(work.decodes))
         prompts = int(work.tokens.sum()) - decodes
-        self._rows, self._last, self._until = work.rows, seconds, clock + seconds
         if decodes:
             self.step += (1 - KEEP if self.step else 1.0) * (seconds - self.step)
         if prompts:

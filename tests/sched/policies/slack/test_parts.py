@@ -219,16 +219,6 @@ def test_starts_leave_the_watermark_unless_they_are_alone() -> None:
     assert SlackBatch(run.scheduler.view, 0.4).admissible(work).tokens == 4
 
 
-def test_a_step_without_a_token_lasts_until_its_predicted_end() -> None:
-    run, times = drive(c=5), StepTimes()
-    run.add(9, 2)
-    view = run.scheduler.view
-    batch = SlackBatch(view, 0.0)
-    batch.compute(Prompts(pending(view, np.array([0]))), 5)
-    times.note(batch.work(), batch.seconds, 2.0)
-    assert [times.clock(view, now) for now in (2.0, 2.5, 7.0)] == [2.5, 2.5, 7.0]
-
-
 def test_the_rate_of_prompts_is_that_of_late() -> None:
     run, times = drive(c=8), StepTimes()
     run.add(90, 2)
@@ -237,7 +227,7 @@ def test_the_rate_of_prompts_is_that_of_late() -> None:
     batch = SlackBatch(view, 0.0)
     batch.compute(Prompts(pending(view, np.array([0]))), 5)
     for _ in range(200):
-        times.note(batch.work(), 1.0, 0.0)
+        times.note(batch.work(), 1.0)
     assert times.rate(view) == pytest.approx(5.0, rel=1e-3) and times.step == 0.0
 
 

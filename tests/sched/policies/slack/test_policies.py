@@ -74,7 +74,7 @@ def test_a_token_on_the_device_counts_as_there(policy: str) -> None:
     first = run.add(1, 9, ttft=9.0, tbt=1.0)
     run.scheduler.schedule(0.0)
     long = run.add(60, 2, **LATER)
-    plan = run.scheduler.schedule(0.0).plan
+    plan = run.scheduler.schedule(0.0, free_at=3.0).plan
     assert dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True)) == {
         first: 1,
         long: 7,
@@ -224,7 +224,7 @@ def test_fairbatching_lets_a_prompt_in_while_decodes_are_ahead() -> None:
     behind = run.add(1, 9, arrival=0.125, ttft=0.25, tbt=0.5)
     run.step(0.125)
     long = run.add(60, 2, arrival=0.25, **LATER)
-    assert run.step(0.25) == {behind: 1, long: 3}, "0.5 s, without the one that is ahead"
+    assert run.step(0.25) == {behind: 1, long: 4}, "0.625 s, without the one that is ahead"
     assert ahead not in run.plans[-1]
 
 
