@@ -27,7 +27,7 @@ from tests.sched.driver import Drive
 TENTH = LinearCostModel(Coefficients(0.1, 0, 0, 0, 0, 0, 0, 0, 0), 1)
 # Every feature has a price, so that no two batches cost the same.
 TIERS = (Tier.BEST_EFFORT, Tier.REALTIME, Tier.REALTIME)
-PRICED = LinearCostModel(Coefficients(1e-3, 1e-2, 1e-5, 2e-3, 3e-4, 1e-6, 4e-3, 5e-4, 7e-6), 1)
+PRICED = LinearCostModel(Coefficients(1e-3, 1e-2, 1e-5, 2e-3, 3e-4, 1e-6, 4e-3, 5e-4, 7e-4), 1)
 
 
 def drive(policy: str = "sarathi_pc", **options: object) -> Drive:
@@ -253,6 +253,7 @@ def test_a_large_knapsack_is_never_too_full() -> None:
     weights = rng.integers(1, capacity, 40)
     taken = most_valuable(weights, np.ones(40), capacity)
     assert 0 < weights[taken].sum() <= capacity
+    assert most_valuable(np.full(3, 334), np.ones(3), 1000).sum() == 2, "1002 are too many"
 
 
 BUCKETS = Padding(rows=(1, 8), tokens=(4, 8, 16, 32))
@@ -348,7 +349,9 @@ def test_no_first_chunk_is_better(
                 best = size
         return best
 
-    found = two.first(0, most)
-    whole = two.prompts.whole(np.arange(most + 1))
+    found, ones = two.first(0, most), np.arange(most + 1)
+    took = two.batch.seconds_with(two.prompts, ones)
+    assert two._second(ones, took)[0].tolist() == [second(one) for one in ones.tolist()]
+    whole = two.prompts.whole(ones)
     total = {one: one + second(one) + int(whole[one]) for one in range(most + 1)}
     assert total[found] == max(total.values())

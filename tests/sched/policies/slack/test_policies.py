@@ -194,6 +194,14 @@ def test_qoserve_relegates_best_effort_requests_first() -> None:
     assert run.step() == {low: 8}, "both can"
 
 
+def test_relegated_best_effort_requests_come_behind_relegated_real_time_ones() -> None:
+    run = drive("qoserve", c=8)
+    low, high = run.add(8, 1, tier=BEST, ttft=1.0), run.add(8, 1, ttft=1.5)
+    run.step(5.0)
+    run.step(6.0)
+    assert run.ended == [high, low]
+
+
 def test_qoserve_always_has_time_for_a_few_tokens() -> None:
     run = drive("qoserve", least=5)
     rows = [run.add(1, 9, ttft=9.0, tbt=0.25) for _ in range(3)]
@@ -276,6 +284,20 @@ def test_slidingserve_plans_two_steps_at_once() -> None:
         plan = run.policy.plan(view, 12.0)
         found[window] = dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
     assert found == {False: {first: 1, long: 7}, True: {first: 1, long: 3}}
+
+
+def test_a_smaller_chunk_leaves_out_nobody_who_cannot_wait() -> None:
+    """As before, but that 5 of the tokens are due within the step: 7 and not 3 of them."""
+    stepped = LinearCostModel(Coefficients(1.0, 4.0, 0, 0, 0, 0, 0, 0, 0), 1)
+    run = drive("slidingserve:pacing=envelope", cost_model=stepped)
+    first = run.add(1, 9, ttft=7.0, tbt=17.0)
+    run.step()
+    long = run.add(60, 2, **LATER)
+    soon = run.add(5, 2, arrival=12.0, ttft=10.0, tbt=900.0)
+    padding = Padding(rows=(1, 8), tokens=(4, 8, 16, 32))
+    plan = run.policy.plan(dataclasses.replace(run.scheduler.view, padding=padding), 12.0)
+    found = dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
+    assert found == {first: 1, soon: 5, long: 2}
 
 
 def test_the_knapsack_of_slidingserve_drops_the_dearest() -> None:
