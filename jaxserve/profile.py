@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from absl import flags
 from tqdm import tqdm
 
 from jaxserve.command_line import Parser, exit_code
@@ -269,11 +270,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="jaxserve profile", description=__doc__)
     parser.add_argument("--out", default="profile.json", help="where to (profile.json)")
     args, rest = parser.parse_known_args(argv)
+    values = flags.FlagValues()
     show = sys.stderr.isatty()
     try:
-        given = launch.parse_flags(rest, str(DEFAULT_CONFIG), parser.flags())
+        launch.parse_flags(["jaxserve.profile", *rest], str(DEFAULT_CONFIG), values, parser.flags())
         _check_out(args.out)
-        engine = build(launch.read_config(given), progress=show)
+        engine = build(launch.read_config(values), progress=show)
         try:
             system, _, samples = profile_engine(
                 engine, lambda work: tqdm(work, desc="measuring", unit="round", disable=not show)

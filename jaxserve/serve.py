@@ -42,12 +42,12 @@ def main(argv: Sequence[str], name: str = "jaxserve serve") -> int:
     log_to_stderr()
     form, rank = TEXT, None
     try:
-        argv, default = launch.with_model(argv), launch.preset_path("tiny_cpu")
-        answer = launch.answer(argv, default)
+        argv = [name, *launch.with_model(argv)]
+        answer = launch.answer(argv, launch.preset_path("tiny_cpu"))
         if answer is not None:
             print(answer)
             return 0
-        config = launch.read_config(launch.parse_flags(argv, default))
+        config = launch.read_config()
         form = config.telemetry.log_format
         log_to_stderr(form)
         config = launch.find_checkpoint(config)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from absl import flags
+
 from jaxserve.command_line import Parser
 from jaxserve.config import Config
 from jaxserve.configs import base
@@ -95,11 +97,12 @@ class BenchParser(Parser):
 
 def read_config(argv: Sequence[str], own_flags: Sequence[str] = ()) -> Config:
     """See `BenchParser.read_config`. own_flags: further flags that the command has."""
-    given = launch.parse_flags(argv, str(DEFAULT_CONFIG), own_flags)
+    values = flags.FlagValues()
+    launch.parse_flags(["jaxserve.bench", *argv], str(DEFAULT_CONFIG), values, own_flags)
     for name in ("port", "http_port", "metrics_port"):
-        if name in given.shortcuts:
+        if values[name].value is not None:
             raise UsageError(f"--{name} is for serve.py; the bench opens no port")
-    return launch.read_config(given)
+    return launch.read_config(values)
 
 
 def policy_names(text: str | None) -> list[str]:

@@ -6,6 +6,8 @@ import operator
 from collections.abc import Sequence
 from pathlib import Path
 
+from absl import flags
+
 from jaxserve.config import Config, ConfigError
 from jaxserve.config.tree import DEFAULTS
 from jaxserve.configs import base
@@ -40,11 +42,12 @@ def replica_config(given: Sequence[str], hosts: int = 1) -> Config:
     """The config of a replica: configs/tiny_cpu.py with those flags, as serve.py takes them,
     checked, over so many hosts. Raises ConfigError, also for a flag that is somebody else's
     business here."""
+    values = flags.FlagValues()
     try:
-        flags = launch.parse_flags(given, str(_DEFAULT))
+        launch.parse_flags(["replica", *given], str(_DEFAULT), values)
     except launch.UsageError as error:
         raise ConfigError(f"flags: {error}") from None
-    config = launch.read_config(flags)
+    config = launch.read_config(values)
     for path, why in _ELSEWHERE.items():
         if operator.attrgetter(path)(config) != DEFAULTS[path]:
             raise ConfigError(f"flags: {path} has no meaning for a replica: {why}")

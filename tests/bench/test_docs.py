@@ -12,6 +12,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
+from absl import flags
 
 from jaxserve import __version__
 from jaxserve.advise import cli as advise
@@ -111,8 +112,11 @@ def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) ->
         program, name, *given = command
         if name in ("serve", "serve.py"):
             if not any("FILE" in each for each in given):
-                asked = launch.with_model(given)
-                launch.read_config(launch.parse_flags(asked, launch.preset_path("tiny_cpu")))
+                values = flags.FlagValues()
+                launch.parse_flags(
+                    [name, *launch.with_model(given)], launch.preset_path("tiny_cpu"), values
+                )
+                launch.read_config(values)
         elif program == "jaxserve":
             assert name in COMMANDS, command
             if name == "bench":

@@ -13,6 +13,9 @@ from jaxserve.server.server import Server
 from tests.server.fake_engine import INFO, FakeEngine
 from tests.server.http.conftest import SETTINGS
 
+# It is ml_collections that loads config files so.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
 TURNS = {
     "engine alone": [{"tokens_per_s": 100.0, "cpu_us": 1000.0, "ttft_ms": 10.0}] * 3,
     "gRPC": [{"tokens_per_s": 98.0, "cpu_us": 1030.0, "ttft_ms": 11.0}] * 3,

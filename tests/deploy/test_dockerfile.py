@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from absl import flags
 
 from jaxserve.config import ServerConfig
 from jaxserve.server.startup import launch
@@ -35,8 +36,9 @@ def test_its_command_is_one_of_the_server(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(ROOT)
     command: list[Any] = json.loads(said("ENTRYPOINT"))
     assert command[-2:] == ["python", "serve.py"]
-    given = launch.parse_flags(json.loads(said("CMD")), "configs/tiny_cpu.py")
-    config = launch.read_config(given)
+    values = flags.FlagValues()
+    launch.parse_flags(["serve.py", *json.loads(said("CMD"))], "configs/tiny_cpu.py", values)
+    config = launch.read_config(values)
     assert config.server.host == "0.0.0.0"
     assert f"install --directory --owner={said('USER').split(':')[0]} " in TEXT
     cache = config.engine.compilation_cache_dir

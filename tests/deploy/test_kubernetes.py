@@ -14,6 +14,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from absl import flags
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.config import SchedulerConfig
@@ -75,8 +76,9 @@ def ports(pod: dict[str, Any]) -> dict[str, int]:
 def served(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """The config that the server makes of flags, from where the image has its presets."""
     monkeypatch.chdir(ROOT)
-    mine = [each.replace("=/app/", "=") for each in arguments]
-    return launch.read_config(launch.parse_flags(mine, "configs/tiny_cpu.py"))
+    values, mine = flags.FlagValues(), [each.replace("=/app/", "=") for each in arguments]
+    launch.parse_flags(["serve.py", *mine], "configs/tiny_cpu.py", values)
+    return launch.read_config(values)
 
 
 @pytest.fixture(scope="module")

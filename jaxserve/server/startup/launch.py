@@ -6,23 +6,20 @@ Nothing here imports jax, so that a mistake shows before anything slow starts.
 
 from __future__ import annotations
 
-import argparse
-import ast
 import os
 import re
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-from ml_collections import ConfigDict
+from absl import flags
+from ml_collections import ConfigDict, config_flags
 
 from jaxserve import __version__
 from jaxserve.checkpoint_files import check_folder
-from jaxserve.command_line import Parser
+from jaxserve.command_line import with_underscores
 from jaxserve.config import AUTO, Config, ConfigError, ServerConfig
 from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.config.tree import DEFAULTS, OPEN_FIELDS, did_you_mean_field
@@ -50,8 +47,16 @@ _SHORTCUTS = {
     "log_format": ("telemetry.log_format", "of what is logged: text or json"),
     "otlp_endpoint": ("telemetry.otlp_endpoint", "where traces go by OTLP, http://localhost:4317"),
 }
-_TRUTH = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
-_WANTED = {bool: "true or false", int: "a whole number", float: "a number", tuple: "like (1, 2)"}
+_DEFINE: dict[type, Any] = {
+    int: flags.DEFINE_integer,
+    bool: flags.DEFINE_boolean,
+    str: flags.DEFINE_string,
+}
+_WANTED = {
+    "('Non-boolean argument": "must be true or false",
+    "invalid literal for int()": "must be a whole number",
+    "could not convert string to float": "must be a number",
+}
 
 
 class UsageError(ValueError):
@@ -89,63 +94,66 @@ def with_model(argv: Sequence[str]) -> list[str]:
     )
 
 
-def answer(argv: Sequence[str], default: str) -> str | None:
-    """What to print where the command line is a question; else None. Arguments as in
-    `parse_flags`. Raises UsageError, and ConfigError as `read_config`."""
+def answer(argv: Sequence[str], default: str, values: flags.FlagValues = flags.FLAGS) -> str | None:
+    """What to print where the command line is a question; else None, and the flags are parsed.
+    Arguments as in `parse_flags`. Raises UsageError, and ConfigError as `read_config`."""
     if "--version" in argv:
         return f"jaxserve {__version__}"
-    left = [argument for argument in argv if argument not in ("--help", "-h", "-help")]
-    if len(left) == len(argv):
-        return None
-    return help_text(_SHORTCUTS, read_config(parse_flags(left, default)))
+    asked = [argument for argument in argv if argument in ("--help", "-h", "-help")]
+    parse_flags([argument for argument in argv if argument not in asked], default, values)
+    return help_text(_SHORTCUTS, read_config(values)) if asked else None
 
 
-class Flags(NamedTuple):
-    """What a command line says.
-
-    Attributes:
-        config: what the config file's get_config() has returned, with the fields that are set as
-            --config.SECTION.FIELD.
-        shortcuts: values of the flags beside --config, by name.
-    """
-
-    config: object
-    shortcuts: dict[str, Any]
-
-
-def parse_flags(argv: Sequence[str], default: str, own_flags: Sequence[str] = ()) -> Flags:
-    """Parses flags.
+def parse_flags(
+    argv: Sequence[str],
+    default: str,
+    values: flags.FlagValues = flags.FLAGS,
+    own_flags: Sequence[str] = (),
+) -> list[str]:
+    """Defines the flags, parses them, and returns what is left (the program's name).
 
     Args:
-        argv: the arguments, without the program's name.
+        argv: the program's name and its arguments.
         default: the config file if there is no --config.
+        values: where the flags are defined.
         own_flags: other flags of the command, to suggest for an unknown one.
 
     Raises:
         UsageError: the arguments are wrong; one line.
     """
     known = flag_names()
-    parser = Parser(add_help=False, argument_default=argparse.SUPPRESS, exit_on_error=False)
-    for name in known:
-        if isinstance(_default(name), bool):
-            parser.add_argument(f"--{name}", dest=name, nargs="?", const="true")
-            parser.add_argument(f"--no{name}", dest=name, action="store_const", const="false")
-        elif not isinstance(_default(name), dict):
-            parser.add_argument(f"--{name}", dest=name)
+    argv, own = _split_own(with_underscores(argv, {f"--{name}" for name in known}))
+    for place, argument in enumerate(argv[1:], start=1):
+        _check_field_flag(argument)
+        name, equals, value = argument.lstrip("-").partition("=")
+        if name == "config" and argument.startswith("-"):
+            default = _config_file(value if equals else "".join(argv[place + 1 : place + 2]))
+            argv[place + (not equals)] = f"--config={default}" if equals else default
+    # The file is loaded as a module of this name, into an earlier one's namespace if there is one.
+    sys.modules.pop("config_config", None)
     try:
-        doubled = [f"-{one}" if re.match("-[a-z]", one) else one for one in argv]  # one dash does
-        found, rest = parser.parse_known_args(doubled)
-    except argparse.ArgumentError as error:
+        # Definition too parses what argv says of the default's fields.
+        config_flags.DEFINE_config_file(
+            "config", default, "a file with get_config()", flag_values=values, sys_argv=list(argv)
+        )
+        for name, (path, text) in _SHORTCUTS.items():
+            define = _DEFINE[type(DEFAULTS[path])]
+            define(name, None, f"{text}; the same as --config.{path}", flag_values=values)
+        left = values(list(argv))
+        _set_own(values["config"].value, own)
+    except flags.IllegalFlagValueError as error:
+        raise UsageError(_config_file_error(error) or _wrong_value(error)) from None
+    except flags.UnrecognizedFlagError as error:
+        unknown = error.flagname
+        known += [name.removeprefix("--") for name in own_flags]
+        raise UsageError(f"there is no flag --{unknown}{hint(unknown, known)}") from None
+    except flags.Error as error:
         raise UsageError(str(error)) from None
-    values = {name: _value(name, text) for name, text in vars(found).items()}
-    config = _loaded(_config_file(values.pop("config", default)))
-    shortcuts = {name: values.pop(name) for name in _SHORTCUTS if name in values}
-    for name, value in values.items():
-        _set(config, name.removeprefix("config."), value)
-    for argument in rest:
-        path, text = _own_field(argument, [*known, *(name[2:] for name in own_flags)])
-        _set(config, path, text)
-    return Flags(config, shortcuts)
+    except Exception as error:  # get_config() runs other people's code
+        raise UsageError(f"the config file failed: {type(error).__name__}: {error}") from None
+    if len(left) > 1:
+        raise UsageError(f"unexpected argument {left[1]!r}; flags are written --name=value")
+    return left
 
 
 def flag_names() -> list[str]:
@@ -153,14 +161,18 @@ def flag_names() -> list[str]:
     return ["config", *_SHORTCUTS, *(f"config.{path}" for path in DEFAULTS)]
 
 
-def read_config(given: Flags) -> Config:
+def read_config(values: flags.FlagValues = flags.FLAGS) -> Config:
     """The config with the shortcuts applied, checked. Raises ConfigError."""
-    fields = {_SHORTCUTS[n][0].replace(".", "__"): value for n, value in given.shortcuts.items()}
-    if "model" in given.shortcuts:
+    fields = {
+        path.replace(".", "__"): values[name].value
+        for name, (path, _) in _SHORTCUTS.items()
+        if values[name].value is not None
+    }
+    if values["model"].value is not None:
         fields["model__preset"] = ""  # the checkpoint has a shape of its own
         # Random weights were for want of a checkpoint.
         fields.setdefault("model__load_format", AUTO)
-    config = config_from_config_dict(given.config, fields)
+    config = config_from_config_dict(values.config, fields)
     slo_classes(config.server.slo_classes)
     return config
 
@@ -259,53 +271,52 @@ def jaxserve_command() -> str:
     return f"{here.relative_to(Path.cwd()) if inside else here}{module}"
 
 
-def _default(name: str) -> Any:
-    """The value that a flag's field has without it."""
-    path = _SHORTCUTS[name][0] if name in _SHORTCUTS else name.removeprefix("config.")
-    return DEFAULTS.get(path, "")
+def _own_usage(argument: str, section: str) -> UsageError:
+    return UsageError(
+        f"{argument}: a {OPEN_FIELDS[section]} is set as --config.{section}.NAME=VALUE"
+    )
 
 
-def _value(name: str, text: str) -> Any:
-    kind = type(_default(name))
-    try:
-        if kind is bool:
-            return _TRUTH[text.lower()]
-        if kind is tuple:
-            found = ast.literal_eval(text)
-            return found if isinstance(found, tuple) else (found,)
-        return kind(text)
-    except (KeyError, ValueError, SyntaxError):
-        raise UsageError(f"flag --{name}={text}: must be {_WANTED[kind]}") from None
+def _split_own(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str, str]]]:
+    """The command line without the fields that are the user's own, and those: section, name and
+    text. config_flags takes only fields that the file has."""
+    left, own = [], []
+    for argument in argv:
+        path, equals, value = argument.lstrip("-").partition("=")
+        path = path.removeprefix("config.")
+        section = next((one for one in OPEN_FIELDS if path.startswith(f"{one}.")), None)
+        if section is None or not argument.lstrip("-").startswith("config.") or argument[:1] != "-":
+            left.append(argument)
+            continue
+        name = path.removeprefix(f"{section}.")
+        if not (_OWN_NAME.fullmatch(name) and equals):
+            raise _own_usage(argument, section)
+        own.append((section, name, value))
+    return left, own
 
 
-def _own_field(argument: str, known: Sequence[str]) -> tuple[str, str]:
-    """Path and text of a field whose name is the user's own. Raises UsageError for what is none."""
-    if not argument.startswith("-"):
-        raise UsageError(f"unexpected argument {argument!r}; flags are written --name=value")
-    flag, equals, text = argument.partition("=")
-    path = flag.removeprefix("--config.")
-    section = next((one for one in OPEN_FIELDS if f"{path}.".startswith(f"{one}.")), None)
-    if section is not None:
-        if equals and _OWN_NAME.fullmatch(path.removeprefix(f"{section}.")):
-            return path, text
-        form = f"--config.{section}.NAME=VALUE"
-        raise UsageError(f"{argument}: a {OPEN_FIELDS[section]} is set as {form}")
-    name = flag.lstrip("-")
+def _set_own(config: object, own: Sequence[tuple[str, str, str]]) -> None:
+    """Adds them to the config; one that has no place for them is refused when the tree is made."""
+    for path, name, value in own:
+        section: object = config
+        for part in path.split("."):
+            section = section.get(part) if isinstance(section, ConfigDict) else None
+        if isinstance(section, ConfigDict):
+            # The file may have a number where this is text.
+            with section.unlocked(), section.ignore_type():
+                section[name] = value
+
+
+def _check_field_flag(argument: str) -> None:
+    """absl says only "'zz'" of a field that does not exist."""
+    name = argument.lstrip("-").partition("=")[0]
     path = name.removeprefix("no").removeprefix("config.")
-    if name.removeprefix("no") != path:
+    if not argument.startswith("-") or not name.removeprefix("no").startswith("config."):
+        return
+    if path in OPEN_FIELDS:
+        raise _own_usage(argument, path)
+    if path not in DEFAULTS:
         raise UsageError(f"unknown field {path}{did_you_mean_field(path)}")
-    raise UsageError(f"there is no flag {flag}{hint(name, known)}")
-
-
-def _set(config: object, path: str, value: Any) -> None:
-    """Sets a field; what has no place for it is refused when the tree is made."""
-    *sections, name = path.split(".")
-    for part in sections:
-        config = config.get(part) if isinstance(config, ConfigDict) else None
-    if isinstance(config, ConfigDict):
-        # The file may have a number where this is text.
-        with config.unlocked(), config.ignore_type():
-            config[name] = value
 
 
 def _config_file(given: str) -> str:
@@ -322,15 +333,18 @@ def _presets() -> list[str]:
     return sorted(p.stem for p in folder.glob("*.py") if p.stem not in ("base", "__init__"))
 
 
-def _loaded(file: str) -> object:
-    """What its get_config() returns. Raises UsageError."""
-    module = ModuleType("jaxserve_config")
-    module.__file__ = file
-    sys.modules[module.__name__] = module  # where dataclasses look
-    try:
-        SourceFileLoader(module.__name__, file).exec_module(module)
-        found: object = module.get_config()
-    except Exception as error:  # it is other people's code
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UsageError(f"the config file failed: {said}") from None
-    return found
+def _config_file_error(error: Exception) -> str | None:
+    """ml_collections puts a traceback into the message; its last line is what matters."""
+    if "Error whilst parsing config file" not in str(error):
+        return None
+    return f"the config file failed: {str(error).strip().splitlines()[-1]}"
+
+
+def _wrong_value(error: Exception) -> str:
+    """absl says what Python does, of text that is no such value; here, what would be one."""
+    text = str(error)
+    for words, wanted in _WANTED.items():
+        flag, found, _ = text.rpartition(f": {words}")
+        if found:
+            return f"{flag}: {wanted}"
+    return text

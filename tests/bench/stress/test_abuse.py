@@ -25,6 +25,9 @@ from jaxserve.server.server import Server
 from tests.server.fake_engine import FakeEngine, step_stats
 from tests.server.http.conftest import SETTINGS
 
+# It is ml_collections that loads config files so.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
 
 @pytest.fixture
 def address() -> Iterator[str]:

@@ -19,6 +19,9 @@ from tests.server.access.test_keys import key
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS
 
+# It is ml_collections that loads config files so.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
 KEY = "mine"
 
 

@@ -18,6 +18,9 @@ from jaxserve.bench.stress.soak import Outcome
 from jaxserve.bench.stress.soak_frontends import Asked, Refused, completion, error_code
 from jaxserve.bench.stress.soak_metrics import AT_REST, Page, read_page
 
+# It is ml_collections that loads config files so.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
 
 @pytest.mark.slow
 def test_everything_at_once_leaves_nothing_behind() -> None:

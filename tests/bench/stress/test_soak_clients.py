@@ -19,6 +19,8 @@ from jaxserve.bench.stress.soak_caller import Caller
 from jaxserve.bench.stress.soak_clients import Clients, Patience, ServerLost
 from jaxserve.bench.stress.soak_frontends import Asked, GrpcDoor, HttpDoor, Refused
 
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
 
 class Process:
     """A server's. gone: that it has ended, with `code`."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from absl import flags
 
 from jaxserve import __version__
 from jaxserve.config import Config, ConfigError, ServerConfig
@@ -27,6 +28,8 @@ from jaxserve.server.startup import flag_hints, launch, process
 from tests.server.fake_engine import INFO, FakeEngine
 
 ROOT = Path(__file__).resolve().parents[3]
+# It is ml_collections that loads config files so.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 TINY = str(ROOT / "configs" / "tiny_cpu.py")
 PRESETS = sorted(
     path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("base", "__init__")
@@ -34,7 +37,9 @@ PRESETS = sorted(
 
 
 def parse(*arguments: str) -> Config:
-    return launch.read_config(launch.parse_flags(arguments, TINY))
+    values = flags.FlagValues()
+    launch.parse_flags(["serve.py", *arguments], TINY, values)
+    return launch.read_config(values)
 
 
 def test_without_flags_the_tiny_model_is_served() -> None:
@@ -370,7 +375,7 @@ def test_a_server_goes_on_where_nobody_reads_what_it_prints(
 
 def answered(*arguments: str) -> str | None:
     """What a command line that is a question is answered."""
-    return launch.answer(arguments, TINY)
+    return launch.answer(["serve.py", *arguments], TINY, flags.FlagValues())
 
 
 def run_without_jax(*arguments: str) -> subprocess.CompletedProcess[str]:
