@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -152,7 +151,8 @@ def test_the_api_page_names_every_field() -> None:
 def test_the_api_page_has_the_slo_classes() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     for name, one in slo_classes(Config().server.slo_classes).items():
-        times = [t and (f"{t:g} s" if t >= 1 else f"{t * 1e3:g} ms") for t in astuple(one.slo)]
+        targets = (one.slo.ttft, one.slo.tbt, one.slo.jct)
+        times = [t and (f"{t:g} s" if t >= 1 else f"{t * 1e3:g} ms") for t in targets]
         tier = one.tier.name.lower().replace("_", " ")
         row = " | ".join([f"`{name}`", *(time or "" for time in times), tier])
         assert f"| {row} |".replace("|  |", "| |").replace("|  |", "| |") in page

@@ -8,11 +8,11 @@ import numpy as np
 
 from jaxserve.sched.cache.block_sizes import slots_for
 from jaxserve.sched.cache.cache_kinds import HIDDEN
-from jaxserve.sched.cost.batch_feature_sums import NUM_COLUMNS, columns, longest
+from jaxserve.sched.cost.batch_feature_sums import columns, features, longest
 from jaxserve.sched.policies.goodput.outlook import Outlook
 from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import WAITING
-from jaxserve.sched.unified.batch_builder import BatchBuilder, PlannedWork, seconds_of
+from jaxserve.sched.unified.batch_builder import BatchBuilder, PlannedWork
 
 
 @dataclass
@@ -63,10 +63,13 @@ class Work(PlannedWork):
         )
 
     def columns(self) -> np.ndarray:
-        """As `PlannedWork.columns`, with slots from the host, and tokens read as hidden vectors."""
-        hidden = np.where(self.kinds == HIDDEN, self.start, 0)
+        """As `PlannedWork.columns`; then slots from the host, and what decodes and prompts read
+        from hidden caches."""
+        hidden = self.kinds == HIDDEN
+        decodes = np.where(hidden & self.decodes, self.start + 1, 0)
+        prompts = np.where(hidden & ~self.decodes, self.start, 0)
         own = columns(self.tokens, self.start, self.decodes)
-        return np.vstack([own, self.loaded, hidden])
+        return np.vstack([own, self.loaded, decodes, prompts])
 
     def cut(self, tokens: int) -> Work:
         """One request, with so many tokens."""
@@ -100,12 +103,13 @@ class Batch(BatchBuilder[Work]):
     def longest(self, one: Work, limit: float, most: int) -> int:
         """The most tokens of one request with which the batch takes no longer than `limit` seconds;
         at most `most`, and 0 if not even one fits."""
-        rest = one.columns()[NUM_COLUMNS:]
 
         def seconds(tokens: np.ndarray) -> np.ndarray:
-            decodes = one.decodes & (tokens == one.tokens)
-            own = columns(tokens, np.full_like(tokens, one.start[0]), decodes)
-            return self._seconds(self._sums + np.vstack([own, rest.repeat(len(tokens), axis=1)]))
+            each = one[np.zeros(len(tokens), np.int64)]
+            decodes = each.decodes & (tokens == each.tokens)
+            return self._seconds(
+                self._sums + replace(each, tokens=tokens, decodes=decodes).columns()
+            )
 
         return longest(seconds, limit, most)
 
@@ -124,4 +128,14 @@ class Batch(BatchBuilder[Work]):
         return given
 
     def _seconds(self, sums: np.ndarray) -> np.ndarray:
-        return seconds_of(self.view, sums[:-1]) + (self.view.rho or 0.0) * sums[-1]
+        *_, decodes, prompts = sums
+        batch = features(sums[:-2])
+        seconds = self.view.step_time(
+            batch._replace(
+                decode_kv=batch.decode_kv - decodes,
+                hidden_tokens=decodes,
+                prefill_m=batch.prefill_m - prompts,
+                hidden_prefill=prompts,
+            )
+        )
+        return np.broadcast_to(seconds, sums.shape[1:])
