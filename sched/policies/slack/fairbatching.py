@@ -41,14 +41,15 @@ class FairBatching(SlackPolicy):
         slack = outlook.slack[going]
         tbt = batch.view.table.tbt[rows[going]]
         budget, tpot = capacity(slack, tbt, strict=self.pacing is Pacing.GAP)
-        limit = min(budget, outlook.most) / self.margin
+        limit = budget / self.margin
         urgent = going[: int(np.searchsorted(slack, budget + tpot, "right"))]
         if len(urgent):
             urgent = urgent[: max(prefix(batch.times(work[urgent]) <= limit), 1)]
             batch.decode(work[urgent], rows[outlook.keepers])
         prompts = batch.admissible(work[self._sorted(batch, outlook)])
         if prompts.tokens:
-            batch.compute(prompts, batch.longest(prompts, limit))
+            time = outlook.prompt_limit(batch, budget) / self.margin
+            batch.compute(prompts, batch.longest(prompts, time))
         self._rest(batch, work[going[len(urgent) :]], limit)
         if not batch.tokens and prompts.tokens:
             batch.compute(prompts, 1)

@@ -50,7 +50,8 @@ class QoServe(SlackPolicy):
         work, going = outlook.work, outlook.decodes
         going = going[batch.decode(work[going], outlook.rows[outlook.keepers])]
         tbt = batch.view.table.tbt[outlook.rows[going]]
-        limit = min(least_slack(batch, outlook.slack[going], tbt), outlook.most) / self.margin
+        limit = least_slack(batch, outlook.slack[going], tbt)
+        limit = outlook.prompt_limit(batch, limit) / self.margin
         prompts = batch.admissible(work[self._sorted(batch, outlook)])
         if prompts.tokens:
             batch.compute(prompts, batch.chunk(prompts, limit, self.least))

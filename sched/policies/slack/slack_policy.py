@@ -41,6 +41,11 @@ class Outlook:
     keepers: np.ndarray
     most: float
 
+    def prompt_limit(self, batch: SlackBatch, limit: float) -> float:
+        """How long the batch may take with prompts, seconds: `limit`, and no longer than `most`
+        where its decodes alone do not. batch: with the decodes."""
+        return min(limit, self.most) if batch.seconds < self.most else limit
+
     @property
     def decodes(self) -> np.ndarray:
         """Indices of the decodes, in the order of `keepers`."""
@@ -57,7 +62,7 @@ class SlackPolicy(Policy):
     """Plans decodes and prompts by the slack of token deadlines.
 
     margin: by how much the predicted time of a step is raised before it is compared with slack.
-    share: of the least TTFT there is, that a step with decodes may take, as whoever comes next
+    share: of the median TTFT, that a step with prompts may take, as whoever comes next
     waits for up to two steps before its own; 0 for no such limit. pacing: what token deadlines
     count from. ttlt: seconds to the last token of requests that name neither a TTFT nor a JCT.
     watermark: share of the pool that starts leave free while others run.
@@ -109,5 +114,7 @@ class SlackPolicy(Policy):
         slack = np.where(work.decodes, slack, np.inf)
         runs = np.flatnonzero(~work.starts)
         keepers = runs[standing(view, rows[runs], clock)]
-        most = self.share * float(table.ttft[rows].min(initial=np.inf)) if self.share else np.inf
+        most, ttft = np.inf, table.ttft[rows]
+        if self.share and np.isfinite(ttft).any():
+            most = self.share * float(np.median(ttft[np.isfinite(ttft)]))
         return Outlook(clock, rows, work, due, slack, keepers, most)

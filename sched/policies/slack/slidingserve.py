@@ -51,7 +51,7 @@ class SlidingServe(SlackPolicy):
         work, going = outlook.work, outlook.decodes
         going = going[batch.decode(work[going], outlook.rows[outlook.keepers])]
         slack, tbt = outlook.slack[going], batch.view.table.tbt[outlook.rows[going]]
-        limit = min(least_slack(batch, slack, tbt), outlook.most) / self.margin
+        limit = outlook.prompt_limit(batch, least_slack(batch, slack, tbt)) / self.margin
         order, must = self._sorted(batch, outlook, limit)
         prompts = batch.admissible(work[order])
         if not prompts.tokens:
