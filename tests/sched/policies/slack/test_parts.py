@@ -304,7 +304,7 @@ def test_a_prompt_that_ends_now_decodes_in_the_next_step() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    lengths=st.lists(st.integers(1, 15), min_size=1, max_size=4),  # fewer than C
     slack=st.floats(0.02, 0.2),
     tbt=st.floats(0.02, 0.2),
     padded=st.booleans(),
