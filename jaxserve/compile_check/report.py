@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from jaxserve.compile_check.analysis.ptx import KernelUse
 from jaxserve.compile_check.case import Sizes
 from jaxserve.compile_check.check import Checked, Wish
@@ -147,6 +145,8 @@ def page(checked: Sequence[Checked], wish: Wish, command: Sequence[str]) -> str:
         tables = (_overview(ones), _too_small(ones), _steps(ones), _kernels(ones))
         sections.append("\n\n".join([f"## {model}", *(table for table in tables if table)]))
     text = (Path(__file__).parent / "page.md.j2").read_text(encoding="utf-8")
+    import jinja2
+
     return jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True).render(
         command=" ".join(command),
         used=", ".join(f"{name} {number}" for name, number in versions().items() if number),
