@@ -139,14 +139,14 @@ def _layout(one: Checked) -> dict[str, Any]:
 
 def page(checked: Sequence[Checked], wish: Wish, command: Sequence[str]) -> str:
     """The Markdown text of docs/targets.md. command: the flags that it is written with."""
+    import jinja2
+
     sections = []
     for model in dict.fromkeys(one.model for one in checked):
         ones = [one for one in checked if one.model == model]
         tables = (_overview(ones), _too_small(ones), _steps(ones), _kernels(ones))
         sections.append("\n\n".join([f"## {model}", *(table for table in tables if table)]))
     text = (Path(__file__).parent / "page.md.j2").read_text(encoding="utf-8")
-    import jinja2
-
     return jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True).render(
         command=" ".join(command),
         used=", ".join(f"{name} {number}" for name, number in versions().items() if number),
