@@ -18,13 +18,13 @@ from jaxserve.engine.device.buckets import Buckets, make_buckets
 from jaxserve.engine.startup.pool_size import Demand, pool_blocks, pool_room
 from jaxserve.models import sharding
 from jaxserve.models.base import Family, ModelConfig, ParamSpec
+from jaxserve.models.fused import param_bytes
 from jaxserve.models.presets import preset, preset_names
 from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import block_bytes, default_block_size
 from jaxserve.pallas_kernels.backends import KernelShape, get_backend
 from jaxserve.pallas_kernels.batch import HIDDEN, KV
 from jaxserve.sched.cache.cache_kinds import why_no_hidden_caches
-from jaxserve.weights import param_bytes
 
 TINY = "tiny"
 MEMORY_FRACTION = 0.9  # the engine's default

@@ -11,15 +11,19 @@ columns each. A KV head that several shards read is there once for each of them 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxserve.models.attention import AttentionParams, FusedAttention
 from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
-from jaxserve.models.sharding import heads_a_shard
+from jaxserve.models.registry import get_family
+from jaxserve.models.sharding import heads_a_shard, padded_shape, param_sharding
 
 
 def side_by_side(parts: Sequence[jax.Array], config: ModelConfig, shards: int) -> jax.Array:
@@ -70,3 +74,16 @@ def _fused(attn: AttentionParams, join: Any) -> FusedAttention:
     """The attention's parameters with q, k and v joined. join: makes one leaf of their three."""
     qkv = jax.tree.map(lambda *parts: join(parts), attn.q, attn.k, attn.v)
     return FusedAttention(qkv=qkv, o=attn.o, q_norm=attn.q_norm, k_norm=attn.k_norm)
+
+
+def param_bytes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> int:
+    """Bytes of parameters on each device (without a mesh: on the one device), with q, k and v
+    fused. Unfused ones take the same, except where KV heads are repeated, and those models have no
+    hidden caches."""
+    shards = 1 if mesh is None else mesh.size
+    specs = jax.tree.leaves(fused_specs(get_family(config.family), config, shards))
+    elements = sum(
+        math.prod(param_sharding(mesh, spec).shard_shape(padded_shape(mesh, spec)))
+        for spec in specs
+    )
+    return elements * jnp.dtype(dtype).itemsize

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from jaxserve.config import LOAD_FORMATS
 from jaxserve.models.attention import FusedAttention
 from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
 from jaxserve.models.fused import fused_specs, side_by_side
-from jaxserve.models.registry import get_family
-from jaxserve.models.sharding import TENSOR, check_tensor, padded_shape, param_sharding
+from jaxserve.models.sharding import TENSOR, check_tensor, param_sharding
 from jaxserve.progress import Show
 from jaxserve.weights.config import CheckpointError
 from jaxserve.weights.huggingface import load_safetensors
@@ -110,19 +108,6 @@ def _finite(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]
 def _all_own(finite: jax.Array) -> bool:
     """Whether all shards on this host are finite."""
     return all(np.asarray(shard.data).all() for shard in finite.addressable_shards)
-
-
-def param_bytes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> int:
-    """Bytes of parameters on each device (without a mesh: on the one device), with q, k and v
-    fused. Unfused ones take the same, except where KV heads are repeated, and those models have no
-    hidden caches."""
-    shards = 1 if mesh is None else mesh.size
-    specs = jax.tree.leaves(fused_specs(get_family(config.family), config, shards))
-    elements = sum(
-        math.prod(param_sharding(mesh, spec).shard_shape(padded_shape(mesh, spec)))
-        for spec in specs
-    )
-    return elements * jnp.dtype(dtype).itemsize
 
 
 def fuse_loaded(

@@ -13,8 +13,9 @@ import numpy as np
 
 from jaxserve.convert import convert
 from jaxserve.models.dense import sequence_logits
+from jaxserve.models.fused import param_bytes
 from jaxserve.models.sharding import make_mesh
-from jaxserve.weights import fuse_loaded, load_config, load_params, param_bytes
+from jaxserve.weights import fuse_loaded, load_config, load_params
 from tests.models.fixtures import hf_config, load_reference, write_checkpoint
 from tests.models.paged import PagedRun
 

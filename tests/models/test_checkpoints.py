@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve import convert
+from jaxserve.models.fused import param_bytes
 from jaxserve.models.registry import get_family
 from jaxserve.weights import (
     CheckpointError,
@@ -20,7 +21,6 @@ from jaxserve.weights import (
     load_config,
     load_params,
     load_preset,
-    param_bytes,
 )
 from tests.models.fixtures import hf_config, hf_tensors, load_reference, write_checkpoint
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from jaxserve.models.attention import FusedAttention
 from jaxserve.models.dense import sequence_logits
-from jaxserve.models.fused import fuse, fused_specs, side_by_side
+from jaxserve.models.fused import fuse, fused_specs, param_bytes, side_by_side
 from jaxserve.models.presets import preset
 from jaxserve.models.registry import family_for
 from jaxserve.models.sharding import pool_kv_heads
-from jaxserve.weights import fuse_loaded, load_config, load_params, param_bytes
+from jaxserve.weights import fuse_loaded, load_config, load_params
 from tests.models.fixtures import NAMES, hf_config, load_reference, write_checkpoint
 
 

@@ -33,6 +33,7 @@ from jaxserve.engine.startup.pool_size import (
 )
 from jaxserve.models import sharding
 from jaxserve.models.base import ModelConfig
+from jaxserve.models.fused import param_bytes
 from jaxserve.pallas_kernels import HIDDEN, KV, KernelShape, get_backend, select_backend
 from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.cache.cache_kinds import ABSORBED, PROJECTED
@@ -40,7 +41,6 @@ from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.scheduler import request_bytes
 from jaxserve.sched.simulation.systems.profiles import System, UnknownSystem, load
-from jaxserve.weights import param_bytes
 
 log = logging.getLogger(__name__)
 
