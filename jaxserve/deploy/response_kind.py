@@ -7,15 +7,20 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from jaxserve.deploy.in_process import Status
+from jaxserve.server.http.openai.choices import GIVEN_UP
 from jaxserve.server.http.openai.sse import DONE
+from jaxserve.server.proto import generation_pb2 as pb
 
 _EVENT = b"data: "
 
 
 class ResponseKind(enum.IntEnum):
-    """NOTHING: no part of the answer yet, such as headers; it is falsy. ANSWER: a part of it, or an
-    error of the call's own. FAILURE: the server could not serve the call."""
+    """NOTHING: no part of the answer yet, such as headers, or that targets are given up; it is
+    falsy. ANSWER: a part of it, or an error of the call's own. FAILURE: the server could not serve
+    the call."""
 
     NOTHING = 0
     ANSWER = 1
@@ -34,8 +39,10 @@ def http_response_kind(message: Mapping[str, Any]) -> ResponseKind:
 
 def grpc_response_kind(part: Any) -> ResponseKind:
     """A part of the gRPC frontend's."""
-    failed = isinstance(part, Status) and part.code in ("UNAVAILABLE", "INTERNAL")
-    return ResponseKind.FAILURE if failed else ResponseKind.ANSWER
+    if isinstance(part, Status):
+        failed = part.code in ("UNAVAILABLE", "INTERNAL")
+        return ResponseKind.FAILURE if failed else ResponseKind.ANSWER
+    return ResponseKind.NOTHING if _only_given_up(part) else ResponseKind.ANSWER
 
 
 def first_response_kind(told: Iterable[ResponseKind]) -> ResponseKind:
@@ -50,7 +57,25 @@ def _of_event(event: bytes) -> ResponseKind:
     chunk = json.loads(data)
     if "error" in chunk:
         return ResponseKind.FAILURE
-    deltas = [choice.get("delta") for choice in chunk.get("choices", ())]
-    # A chat begins with it, before there is a token.
-    speaks = all(delta and "role" in delta and not delta.get("content") for delta in deltas)
-    return ResponseKind.NOTHING if deltas and speaks else ResponseKind.ANSWER
+    choices = chunk.get("choices", ())
+    begins = choices and all(map(_before_text, choices))
+    return ResponseKind.NOTHING if begins else ResponseKind.ANSWER
+
+
+def _before_text(choice: Mapping[str, Any]) -> bool:
+    """Whether a choice has only what may come before there is a token: whose turn it is in a chat,
+    or that targets are given up."""
+    delta = choice.get("delta") or {}
+    if choice.get("text") or delta.get("content") or choice.get("finish_reason"):
+        return False
+    return "role" in delta or choice.get("slo") == GIVEN_UP
+
+
+def _only_given_up(part: bytes) -> bool:
+    """The same of a serialized message, which may be another method's."""
+    try:
+        found = pb.GenerateResponse.FromString(part)
+    except DecodeError:
+        return False
+    told = pb.GenerateResponse(request_id=found.request_id, index=found.index, expected_missed=True)
+    return part == told.SerializeToString()

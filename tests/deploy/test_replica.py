@@ -17,6 +17,7 @@ from jaxserve.deploy.relay import Unserved
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.replicas import NOTHING, SNAPSHOT, Replicas
 from jaxserve.engine.errors import HostLost
+from jaxserve.engine.output import Output
 from jaxserve.server.access.key_file import ApiKey, digest_of
 from jaxserve.server.access.options import KEYS_VARIABLE
 from jaxserve.server.proto import generation_pb2 as pb
@@ -269,9 +270,10 @@ def test_calls_of_a_replica_that_has_lost_a_host_may_come_again() -> None:
     assert event["error"]["code"] == "unavailable" and "host 1 is gone" in event["error"]["message"]
 
 
+@pytest.mark.parametrize("given_up", [False, True])
 @pytest.mark.parametrize("door", ["http", "chat", "stream", "grpc"])
 def test_what_a_replica_had_not_begun_to_answer_when_its_engine_failed_it_leaves_to_others(
-    door: str,
+    door: str, given_up: bool
 ) -> None:
     engine = Engine()
 
@@ -286,6 +288,9 @@ def test_what_a_replica_had_not_begun_to_answer_when_its_engine_failed_it_leaves
     async def call(replica: EngineReplica) -> None:
         waiting = asyncio.ensure_future(pieces_of(ask(replica)))
         await asyncio.to_thread(engine.wait, lambda: engine.live)
+        if given_up:
+            ((name, running),) = engine.live.items()
+            running.on_output(Output(name, 0, expected_missed=True))
         engine.fail(RuntimeError("no memory"))
         for answer in (waiting, pieces_of(ask(replica))):
             with pytest.raises(Unserved, match="no memory"):

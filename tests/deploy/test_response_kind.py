@@ -14,8 +14,10 @@ from jaxserve.deploy.response_kind import (
     grpc_response_kind,
     http_response_kind,
 )
+from jaxserve.server.proto import generation_pb2 as pb
 
 SPEAKS = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+GIVEN_UP = {"index": 0, "finish_reason": None, "slo": {"expected": "missed"}}
 
 
 def event(data: Any) -> bytes:
@@ -33,6 +35,10 @@ def event(data: Any) -> bytes:
         (event({"choices": [{"delta": {}, "finish_reason": "stop"}]}), ResponseKind.ANSWER),
         (event({"choices": [{"text": ""}]}), ResponseKind.ANSWER),
         (event({"choices": [], "usage": {}}), ResponseKind.ANSWER),
+        (event({"choices": [{**GIVEN_UP, "text": "", "logprobs": None}]}), ResponseKind.NOTHING),
+        (event({"choices": [{**GIVEN_UP, "text": "a", "logprobs": None}]}), ResponseKind.ANSWER),
+        (event(SPEAKS) + event({"choices": [{**GIVEN_UP, "delta": {}}]}), ResponseKind.NOTHING),
+        (event({"choices": [{**GIVEN_UP, "delta": {"content": "a"}}]}), ResponseKind.ANSWER),
         (b"data: [DONE]\n\n", ResponseKind.ANSWER),
     ],
 )
@@ -54,5 +60,16 @@ def test_a_head_tells_only_that_the_server_fails() -> None:
 
 def test_statuses_tell_whose_fault_it_is() -> None:
     assert grpc_response_kind(b"") is ResponseKind.ANSWER
+    assert grpc_response_kind(b"\xff") is ResponseKind.ANSWER, "no message of Generate's"
     assert grpc_response_kind(Status("UNAVAILABLE", "")) is ResponseKind.FAILURE
     assert grpc_response_kind(Status("INVALID_ARGUMENT", "")) is ResponseKind.ANSWER
+
+
+def test_that_targets_are_given_up_is_no_part_of_a_message_s_answer() -> None:
+    told = pb.GenerateResponse(request_id="a", index=1, expected_missed=True)
+    assert grpc_response_kind(told.SerializeToString()) is ResponseKind.NOTHING
+    for answer in ({"text": "a"}, {"token_ids": [5]}, {"finish": pb.Finish()}):
+        more = pb.GenerateResponse(request_id="a", expected_missed=True, **answer)
+        assert grpc_response_kind(more.SerializeToString()) is ResponseKind.ANSWER
+    info = pb.GetServerInfoResponse(version="1", model="m", num_params=1, policy="p")
+    assert grpc_response_kind(info.SerializeToString()) is ResponseKind.ANSWER

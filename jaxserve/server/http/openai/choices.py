@@ -22,6 +22,8 @@ from jaxserve.server.http.openai.sse import EventStream
 from jaxserve.server.requests.milliseconds import timings_ms, verdict_fields
 from jaxserve.server.requests.output_streams import Delta
 
+GIVEN_UP = {"expected": "missed"}
+"""What a stream says of targets that are given up; at its end stands what came of them instead."""
 _INLINE_BYTES = 64 << 10  # longer answers become JSON beside the event loop
 
 
@@ -140,7 +142,7 @@ class Answer(ABC):
             text, logprobs, ended = self.news(number, delta)
             piece = self.piece_fields(text, logprobs)
             if delta.expected_missed:
-                piece["slo"] = {"expected": "missed"}  # at the end stands what came of it instead
+                piece["slo"] = GIVEN_UP
             yield self._chunk(head, {"index": number, **piece, "finish_reason": None, **ended})
         if options is not None and options.include_usage:
             yield {**head, "choices": [], "usage": self._usage()}
