@@ -228,7 +228,7 @@ def limited_receive(receive: Receive, scope: Scope, limit: int) -> Receive:
     """The same, but of a body of at most `limit` bytes that comes in time: HTTPException for a
     longer one, or a slower one."""
     said = Headers(scope=scope).get("content-length", "0")
-    length = int(said) if said.isdecimal() else math.inf
+    length = float(said) if said.isdecimal() else math.inf  # an int has not all digits there may be
     begun, got, whole = asyncio.get_running_loop().time(), 0, False
 
     async def within() -> Message:

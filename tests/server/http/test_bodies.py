@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import logging
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.exceptions import HTTPException
 
 from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access
 from jaxserve.server.grpc.grpc_server import MAX_CALL_BYTES
+from jaxserve.server.http.admission_middleware import limited_receive
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.openai import body_limits, schema
 from jaxserve.server.http.openai.body_limits import (
@@ -288,6 +291,16 @@ def test_only_so_many_bytes_are_taken_of_what_holds_no_file(plain: Plain) -> Non
         connection.endheaders()
         assert connection.getresponse().status == 413
         connection.close()
+
+
+@pytest.mark.parametrize("length", [b"10", b"9" * 5000, b"1e1", b""])
+def test_a_length_that_is_too_long_or_none_is_refused_before_a_byte_is_read(length: bytes) -> None:
+    async def read() -> None:
+        scope = {"type": "http", "headers": [(b"content-length", length)]}
+        await limited_receive(asyncio.Event().wait, scope, 9)()  # type: ignore[arg-type]
+
+    with pytest.raises(HTTPException, match="413: the body: at most 9 bytes are taken"):
+        asyncio.run(read())
 
 
 def test_others_are_answered_while_a_body_is_parsed(
