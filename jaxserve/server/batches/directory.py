@@ -15,6 +15,7 @@ def lock_directory(path: Path) -> IO[str]:
     is returned is closed; the system lets go of it when the process ends, however that happens.
     Raises ConfigError where another has it, or it cannot be written."""
     file = path / "lock"
+    held: IO[str] | None = None
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         held = lock(file)
@@ -22,8 +23,10 @@ def lock_directory(path: Path) -> IO[str]:
             holder = file.read_text(errors="replace")[:32]
             raise BlockingIOError(0, f"in use by another server (process {holder})")
         held.truncate(0)
-        print(os.getpid(), end="", file=held, flush=True)
+        os.write(held.fileno(), str(os.getpid()).encode())
     except OSError as error:
+        if held is not None:
+            held.close()
         problem = f"{path}: {error.strerror}; {OTHER_DIRECTORIES}"
         raise ConfigError(f"server.batch_dir: {problem}") from None
     return held

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.config import ConfigError
+from jaxserve.server.batches import directory
 from jaxserve.server.batches import journal as journal_module
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.records import (
@@ -284,6 +285,16 @@ def test_a_directory_that_does_not_serve(tmp_path: Path) -> None:
     db.close()
     with pytest.raises(ConfigError, match=r"another version of jaxserve \(9, not 2\)"):
         Journal(path.parent, ROOM)
+
+
+def test_a_lock_in_which_nothing_can_be_written_is_let_go_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "a") as held:
+        monkeypatch.setattr(directory, "lock", lambda path: held)
+        with pytest.raises(ConfigError, match=rf"batch_dir: {tmp_path}: Invalid argument"):
+            directory.lock_directory(tmp_path)
+        assert held.closed
 
 
 def test_nobody_else_may_look_into_it(tmp_path: Path) -> None:
