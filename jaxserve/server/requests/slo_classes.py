@@ -46,7 +46,7 @@ def own_targets(milliseconds: Mapping[str, float]) -> SLO:
     """A request's own targets in seconds. milliseconds: by the frontends' names, such as `ttft_ms`.
     Raises InvalidRequest, naming the target, for a time that is not positive."""
     for name, value in milliseconds.items():
-        if not (math.isfinite(value) and value > 0):
+        if not (math.isfinite(value) and value / 1000 > 0):
             raise InvalidRequest(f"slo.{name}", f"must be a positive time, got {value}")
     return SLO(**{name.removesuffix("_ms"): value / 1000 for name, value in milliseconds.items()})
 

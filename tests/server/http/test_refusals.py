@@ -43,6 +43,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{
         ("completions", {"stream_options": {}}, "stream_options", "stream: true"),
         ("completions", {"slo": {"tbt_ms": -5}}, "slo.tbt_ms", "positive"),
         ("completions", {"slo": {"max_tbt_ms": 0}}, "slo.max_tbt_ms", "positive"),
+        ("completions", {"slo": {"max_tbt_ms": 1e-322}}, "slo.max_tbt_ms", "positive"),
         ("completions", {"slo": "gold"}, "slo_class", "this server has offline"),
         ("completions", {"slo": "gold", "slo_class": "offline"}, "slo", "contradicts"),
         ("completions", {"tier": "gold"}, "tier", "realtime"),
