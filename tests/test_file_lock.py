@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -39,21 +40,17 @@ def test_another_process_holds_it(tmp_path: Path, theirs: str) -> None:
     held.close()
 
 
-def test_a_file_that_its_holder_removed_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "lock"
-    opened = Path.open
+def test_a_file_that_its_holder_removed_is_made_again(tmp_path: Path) -> None:
+    path, made = tmp_path / "lock", list[IO[str]]()
 
-    def open_and_lose(self: Path, *args: str, **options: str) -> object:
-        file = opened(self, *args, **options)  # type: ignore[call-overload]
-        monkeypatch.undo()
-        self.unlink()
-        return file
+    def opened() -> IO[str]:
+        made.append(path.open("a"))
+        if len(made) == 1:
+            path.unlink()
+        return made[-1]
 
-    monkeypatch.setattr(Path, "open", open_and_lose)
-    held = lock(path)
-    assert held is not None and path.exists()
+    held = lock(path, opened=opened)
+    assert len(made) == 2 and made[0].closed and held is made[1]
     assert lock(path) is None
     held.close()
 
