@@ -22,9 +22,8 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         options.setdefault("allow_abbrev", False)
         super().__init__(**options)
-        if self.add_help:
-            version = f"jaxserve {__version__}"
-            self.add_argument("--version", action="version", version=version, help="and no more")
+        version = f"jaxserve {__version__}"
+        self.add_argument("--version", action="version", version=version, help="and no more")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, but says of an unknown flag which one may be meant."""
