@@ -79,7 +79,8 @@ class SLO:
         """The same with the `max_tbt` that counts, where it has a default."""
         if self.tbt is None or self.max_tbt is not None:
             return self
-        return replace(self, max_tbt=min(max(MAX_TBT * self.tbt, LEAST_MAX_TBT), _MOST))
+        most = _MOST / 1000  # frontends tell it in milliseconds
+        return replace(self, max_tbt=min(max(MAX_TBT * self.tbt, LEAST_MAX_TBT), most))
 
 
 class GrammarKind(enum.StrEnum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +72,14 @@ def test_a_stream_that_stands_still_once_is_missed(client: Client, engine: FakeE
     (alone,) = client.complete("hi", max_tokens=4, slo={"max_tbt_ms": 61.0})
     assert alone.slo is not None and alone.slo.met
     assert alone.slo.targets_met == pb.TargetsMet(max_tbt_ms=True)
+
+
+def test_the_longest_default_is_a_number_of_milliseconds(
+    client: Client, engine: FakeEngine
+) -> None:
+    engine.run()
+    (one,) = client.complete("hi", max_tokens=2, slo={"tbt_ms": 1e308})
+    assert one.slo is not None and math.isfinite(one.slo.targets.max_tbt_ms) and one.slo.met
 
 
 def test_a_target_that_is_not_there_has_no_verdict(client: Client, engine: FakeEngine) -> None:
