@@ -68,7 +68,7 @@ _GENERATION: Mapping[str, Any] = {
     "max_tokens": 2,
     "stop": ["zz"],
     "logit_bias": {"5": 1},
-    "slo": {"ttft_ms": 1e6},
+    "slo": {"ttft_ms": 1e6, "max_tbt_ms": 1e6},
     "metadata": {"a": "b"},
     "stop_token_ids": [3],
     "request_id": "fuzz",
