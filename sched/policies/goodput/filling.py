@@ -145,7 +145,8 @@ class Filling:
         Returns:
             Whether there is room for another one behind them.
         """
-        memory, work = self._memory, work.with_kind(self._view, self._kind)
+        memory, work = self._memory, work[~self._memory.is_out(work.rows)]
+        work = work.with_kind(self._view, self._kind)
         while len(work):
             timely, times = self._timely(work)
             fits = np.cumsum(work.new) + work.spare <= memory.free
@@ -207,7 +208,6 @@ class Filling:
         """Everybody else: those who hold memory, and if nobody lacks it, who was paused, and who is
         late."""
         self._limit = min(self._limit, self._headroom)
-        rest = rest[~self._memory.is_out(rest.rows)]
         holding, waiting = rest[~rest.starts], rest[rest.starts]
         holding = holding[np.lexsort((holding.due, -holding.attains))]
         if not self._add_all(holding, FREE_OF_LOSS) or self._starved or self._memory.preempted:
@@ -222,10 +222,9 @@ class Filling:
         """Adds the first that can go on, however long it takes and whoever is paused for it."""
         self._limit = np.inf
         for one in _each(work[np.lexsort((self._view.table.seq[work.rows], work.starts))]):
-            if not self._memory.is_out(one.rows)[0]:
-                self._add_all(one, AT_ANY_LOSS)
-                if self._batch.parts:
-                    return
+            self._add_all(one, AT_ANY_LOSS)
+            if self._batch.parts:
+                return
 
     def _take(self, work: Work) -> None:
         self._memory.allocate(work)

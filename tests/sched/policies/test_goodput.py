@@ -152,6 +152,16 @@ def test_who_has_waited_for_too_long_comes_first() -> None:
     assert 2.0 < waited[2.0] < 6.0 and waited[1000.0] > 10.0, waited
 
 
+def test_who_is_paused_for_those_who_have_waited_is_not_planned() -> None:
+    """The second finds no memory but that of the first, half of whose prompt is computed."""
+    drive = Drive("goodput:patience=5", blocks=32, c=48, p=48)
+    begun = drive.add(prompt=56, output=4, arrival=9.0, ttft=100.0)
+    assert drive.step(9.0) == {begun: 48}
+    old = drive.add(prompt=20, output=4, arrival=0.0, ttft=1.0)
+    assert drive.step(10.0) == {old: 20}
+    assert drive.preempted == [begun]
+
+
 def test_caches_of_the_paused_go_to_the_host_and_come_back() -> None:
     """Two fit, three are there; with no host memory they are computed again."""
     for slots in (0, 4096):
