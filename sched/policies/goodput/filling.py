@@ -55,7 +55,8 @@ class Filling:
         pool = self._view.pool
         ahead = lengths.ahead(self._view, running.rows) / 2
         growth = float((ahead * PLANES[running.kinds]).sum()) / pool.block_size
-        if self._view.rho is not None and pool.num_used + growth > above * pool.num_blocks:
+        fills = above < 1 and pool.num_used + growth > above * pool.num_blocks
+        if fills and self._view.rho is not None:
             self._kind = HIDDEN
 
     def fill(self, work: Work, first: np.ndarray) -> None:

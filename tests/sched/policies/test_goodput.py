@@ -162,6 +162,16 @@ def test_who_is_paused_for_those_who_have_waited_is_not_planned() -> None:
     assert drive.preempted == [begun]
 
 
+def test_hidden_caches_can_be_turned_off() -> None:
+    for above in (0.5, 1.0):
+        drive = Drive("goodput", hidden_above=above, blocks=32, rho=0.0)
+        for _ in range(4):
+            drive.add(prompt=4, output=60)
+            drive.step(float(len(drive.plans)))
+        drive.to_the_end()
+        assert bool(drive.hidden) == (above < 1)
+
+
 def test_caches_of_the_paused_go_to_the_host_and_come_back() -> None:
     """Two fit, three are there; with no host memory they are computed again."""
     for slots in (0, 4096):
