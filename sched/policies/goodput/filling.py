@@ -141,7 +141,7 @@ class Filling:
         Args:
             work: The requests.
             most: What those may lose in all that are paused for some of them. Nobody is paused for
-                one that was paused itself.
+                one that was paused itself, unless they may lose anything.
 
         Returns:
             Whether there is room for another one behind them.
@@ -162,7 +162,9 @@ class Filling:
             part = self._part(work[:1])
             if not part or (fits[0] and len(self._batch) >= self._view.limits.max_rows):
                 return False
-            asks = work[: prefix(~work.paused[: max(timely, 1)])]
+            asks = work[: max(timely, 1)]
+            if most < AT_ANY_LOSS:
+                asks = asks[: prefix(~asks.paused)]
             if not fits[0] and len(asks) and most >= 0 and memory.make_room(asks, most):
                 work = work[~memory.is_out(work.rows)]
             elif not fits[0]:

@@ -162,6 +162,18 @@ def test_who_is_paused_for_those_who_have_waited_is_not_planned() -> None:
     assert drive.preempted == [begun]
 
 
+def test_who_was_paused_makes_room_in_the_end() -> None:
+    drive = Drive("goodput:patience=5", blocks=32)
+    for _ in range(2):
+        drive.add(prompt=8, output=40)
+    while not drive.preempted:
+        drive.step(float(len(drive.plans)))
+    out, steps = drive.preempted[0], len(drive.plans)
+    while out not in drive.step(float(len(drive.plans))):
+        assert len(drive.plans) - steps < 7, "the other one, who has all memory, is in no hurry"
+    drive.to_the_end()
+
+
 def test_hidden_caches_can_be_turned_off() -> None:
     for above in (0.5, 1.0):
         drive = Drive("goodput", hidden_above=above, blocks=32, rho=0.0)
