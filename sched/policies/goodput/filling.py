@@ -43,6 +43,7 @@ class Filling:
         self._limit = np.inf  # the longest that the batch may take, seconds
         self._kind = KV
         self._starved = False  # whether a start has found no memory
+        self._first = np.zeros(0, np.int64)  # rows that come before all others
 
     def choose_kind(self, running: Work, lengths: Lengths, above: float) -> None:
         """Those who start get hidden caches, half as large, where the pool is expected to fill.
@@ -67,6 +68,7 @@ class Filling:
             first: Rows that come before all others, in order, int64 [k].
         """
         running = work.decodes & ~work.starts
+        self._first = first
         decodes = self._find_blocks(work[running])
         others = work[~running & ~self._memory.is_out(work.rows)]
         early = np.isin(others.rows, first)
@@ -93,7 +95,7 @@ class Filling:
     def _choose(self, others: Work, decodes: Work) -> tuple[np.ndarray, Work]:
         """Which of the others come first, in order, so that most are in time; and the decodes
         beside them: all, or where that saves somebody and there is room for many more requests,
-        only those that cannot wait for another step."""
+        only those that cannot wait for another step, or have waited for too long."""
         slack = others.due - self._clock
         last_call = others.gap_due - self._clock
         slack = np.where((slack <= 0) & (last_call < LAST_CALL), last_call, slack)
@@ -105,7 +107,8 @@ class Filling:
         chosen = self._in_time(jobs, slack, full, decodes)
         if len(decodes) and len(chosen) < len(jobs) and self._roomy(len(decodes)):
             soon = float(Batch(self._view, nothing).with_each(jobs).min()) + full.seconds
-            urgent = decodes[decodes.due - self._clock <= soon]
+            waits = (decodes.due - self._clock > soon) & ~np.isin(decodes.rows, self._first)
+            urgent = decodes[~waits]
             saved = self._in_time(jobs, slack, Batch(self._view, nothing, urgent), urgent)
             more = jobs.attains[saved].sum() > jobs.attains[chosen].sum()
             if more and (full.times(jobs[saved]) > slack[saved]).any():

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.plan import Checkpoint, Preempt, Restore
 from jaxserve.sched.policies.goodput.feasibility import in_time
 from jaxserve.sched.policies.goodput.outlook import ENOUGH, Lengths, Outlook, Standard
@@ -172,6 +173,18 @@ def test_who_was_paused_makes_room_in_the_end() -> None:
     while out not in drive.step(float(len(drive.plans))):
         assert len(drive.plans) - steps < 7, "the other one, who has all memory, is in no hurry"
     drive.to_the_end()
+
+
+def test_who_has_waited_is_not_put_off() -> None:
+    """A decode takes a second, and prompts that cannot wait for so long come without end."""
+    slow = LinearCostModel(Coefficients(0.01, 0, 0, 1.0, 0, 0, 0, 0, 0), 1)
+    drive = Drive("goodput:patience=5", cost_model=slow)
+    row = drive.add(prompt=4, output=50, ttft=100.0)
+    drive.step()
+    for now in range(1, 8):
+        drive.add(prompt=4, output=1, arrival=float(now), ttft=0.5)
+        drive.step(float(now))
+    assert [now for now, plan in enumerate(drive.plans) if row in plan] == [0, 6, 7]
 
 
 def test_hidden_caches_can_be_turned_off() -> None:
