@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import NOBODY
+from jaxserve.sched.cost.batch_feature_sums import prefix
 from jaxserve.sched.policy import View
 from jaxserve.sched.row_columns import grow_columns
 
@@ -33,8 +34,8 @@ class Patience:
             clock: When the planned step begins, seconds.
 
         Returns:
-            Rows that come first, in order of arrival, int64 [k]; and by row, who keeps its cache,
-            bool [capacity].
+            Rows that come first, in order of arrival, int64 [k], all of which the pool could hold
+            at a time; and by row, who keeps its cache, bool [capacity].
         """
         table = view.table
         grow_columns(self, table.capacity, _seq=NOBODY, _served=0.0, _kept=False)
@@ -49,9 +50,16 @@ class Patience:
         if len(late):
             late = late[np.argsort(table.seq[late], kind="stable")]
             kept = np.concatenate([kept, late[: self._admitted(view, kept, late)]])
+        kept = kept[np.argsort(table.seq[kept], kind="stable")]
+        # Outputs grow: what was a share may become more than all.
+        kept = kept[: prefix(np.cumsum(_blocks(view, kept)) <= view.pool.num_blocks)]
         self._kept[:] = False
         self._kept[kept] = True
-        return kept[np.argsort(table.seq[kept], kind="stable")], self._kept.copy()
+        return kept, self._kept.copy()
+
+    def starved(self, rows: np.ndarray, clock: float) -> np.ndarray:
+        """Those of these rows that have been without service for twice as long, int64 [m]."""
+        return np.asarray(rows[clock - self._served[rows] > 2 * self._seconds])
 
     def note_batch(self, rows: np.ndarray, clock: float) -> None:
         """These are in the batch that begins at `clock`."""
@@ -60,10 +68,13 @@ class Patience:
     def _admitted(self, view: View, kept: np.ndarray, late: np.ndarray) -> int:
         """How many of the late, in order, find room in the share."""
         rows = np.concatenate([kept, late])
-        known = view.table.prompt_len[rows] + view.table.generated[rows]
-        nothing = np.zeros_like(view.pool.held)
-        blocks = view.pool.needed(rows, known, view.pool.kind[rows].astype(np.int64), nothing)
-        fits = np.cumsum(blocks) <= self._share * view.pool.num_blocks
+        fits = np.cumsum(_blocks(view, rows)) <= self._share * view.pool.num_blocks
         fits &= np.arange(1, len(rows) + 1) <= max(self._share * view.limits.max_rows, 1)
         fits[0] = True
         return int(np.count_nonzero(np.logical_and.accumulate(fits)[len(kept) :]))
+
+
+def _blocks(view: View, rows: np.ndarray) -> np.ndarray:
+    """Blocks that each takes for all that is known of it, int64 [n]."""
+    known = view.table.prompt_len[rows] + view.table.generated[rows]
+    return np.asarray(view.pool.blocks_for(known, view.pool.kind[rows].astype(np.int64)))

@@ -60,12 +60,13 @@ class Filling:
         if fills and self._view.rho is not None:
             self._kind = HIDDEN
 
-    def fill(self, work: Work, first: np.ndarray) -> None:
+    def fill(self, work: Work, first: np.ndarray, starved: np.ndarray) -> None:
         """Fills it.
 
         Args:
             work: All requests.
             first: Rows that come before all others, in order, int64 [k].
+            starved: Those of them for which time is made, int64 [m].
         """
         running = work.decodes & ~work.starts
         self._first = first
@@ -76,7 +77,9 @@ class Filling:
         chosen, decodes = self._choose(others, decodes)
         self._take(decodes)
         self._limit = self._least_slack(decodes, self._batch.seconds)
-        self._add_all(patient[np.argsort(self._view.table.seq[patient.rows])], AT_ANY_LOSS)
+        patient = patient[np.argsort(self._view.table.seq[patient.rows])]
+        self._add_all(patient, AT_ANY_LOSS)
+        self._make_time(patient[np.isin(patient.rows, starved)])
         self._add_all(others[chosen], FREE_OF_LOSS)
         rest = np.ones(len(others), bool)
         rest[chosen] = False
@@ -223,6 +226,17 @@ class Filling:
         share = np.where(waiting.paused, SPARE_TO_RETURN, SPARE_TO_START)
         spare = (share * self._view.pool.num_blocks).astype(np.int64)
         self._add_all(replace(waiting, spare=spare), NOT_AT_ALL)
+
+    def _make_time(self, starved: Work) -> None:
+        """Adds the first of these for whom there was no time: so much of it that the step takes
+        twice as long as with one token. Decodes that are in time one by one could otherwise keep it
+        out for ever, if it has much to read."""
+        one = starved[~np.isin(starved.rows, self._batch.work().rows)][:1]
+        if len(one):
+            limit = self._limit
+            self._limit = 2 * float(self._batch.with_each(one.cut(1))[0])
+            self._add_all(one, AT_ANY_LOSS)
+            self._limit = limit
 
     def _do_something(self, work: Work) -> None:
         """Adds the first that can go on, however long it takes and whoever is paused for it."""

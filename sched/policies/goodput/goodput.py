@@ -95,7 +95,7 @@ class Goodput(Policy):
         memory = Memory(view, batch, runs, kept, swaps=self.swaps)
         filling = Filling(view, batch, memory, clock, _headroom(table.ttft[rows]))
         filling.choose_kind(runs, self._lengths, self.hidden_above)
-        filling.fill(work, first)
+        filling.fill(work, first, self._patience.starved(first, clock))
         done = batch.work()
         self._patience.note_batch(done.rows, clock)
         if len(done):

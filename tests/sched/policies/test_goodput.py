@@ -175,6 +175,15 @@ def test_who_was_paused_makes_room_in_the_end() -> None:
     drive.to_the_end()
 
 
+def test_those_who_have_waited_may_need_more_than_the_pool() -> None:
+    """All three keep their caches, each of which is in the end as large as the pool."""
+    drive = Drive("goodput:patience=0.5:share=1", blocks=32)
+    for _ in range(3):
+        drive.add(prompt=4, output=50)
+    drive.to_the_end()
+    assert len(drive.ended) == 3
+
+
 def test_who_has_waited_is_not_put_off() -> None:
     """A decode takes a second, and prompts that cannot wait for so long come without end."""
     slow = LinearCostModel(Coefficients(0.01, 0, 0, 1.0, 0, 0, 0, 0, 0), 1)
@@ -185,6 +194,21 @@ def test_who_has_waited_is_not_put_off() -> None:
         drive.add(prompt=4, output=1, arrival=float(now), ttft=0.5)
         drive.step(float(now))
     assert [now for now, plan in enumerate(drive.plans) if row in plan] == [0, 6, 7]
+
+
+def test_there_is_time_for_who_has_waited_twice_as_long() -> None:
+    """To go on with the long prompt takes longer than the decode may wait."""
+    reads = LinearCostModel(Coefficients(1e-3, 0.1, 0, 0, 0, 0, 0, 0, 0.1), 1)
+    drive = Drive("goodput:patience=5", cost_model=reads, c=8, p=8)
+    long = drive.add(prompt=40, output=2, ttft=1.0)
+    while drive.table.computed[long] < 32:
+        drive.step(float(len(drive.plans)))
+    begin = len(drive.plans)
+    other = drive.add(prompt=1, output=60, arrival=float(begin), ttft=0.2, tbt=1.5)
+    for _ in range(20):
+        assert other in drive.step(float(len(drive.plans)))
+    served = [i for i in range(begin, len(drive.plans)) if long in drive.plans[i]]
+    assert served and begin + 5 < served[0] <= begin + 11
 
 
 def test_hidden_caches_can_be_turned_off() -> None:
