@@ -83,12 +83,12 @@ class Goodput(Policy):
 
     def plan(self, view: View, now: float) -> BatchPlan:
         """Decodes, prompts that will be in time, and everybody else."""
-        table, clock = view.table, view.step_end(now)
+        table, clock, standard = view.table, view.step_end(now), Standard(self.ttft, self.tbt)
         running, waiting = table.in_state(RUNNING), table.in_state(WAITING)
         first, kept = self._patience.read(view, np.concatenate([running, waiting]), clock)
-        rows = np.concatenate([running, self._looked_at(view, waiting, first, clock)])
+        looked_at = _looked_at(view, waiting, first, clock, standard)
+        rows = np.concatenate([running, looked_at])
         self._lengths.read(view)
-        standard = Standard(self.ttft, self.tbt)
         outlook = Outlook.of_rows(view, rows, clock, self._lengths, standard, self._pace.seconds)
         work = Work.of_rows(view, rows, outlook)
         batch, runs = Batch(view, work[:0]), work[: len(running)]
@@ -108,24 +108,29 @@ class Goodput(Policy):
 
     def queue_priority(self, requests: Any, now: float) -> Any:
         """By the first token's deadline; those who wait and are late come behind the others."""
-        bare = np.isinf(requests.ttft) & np.isinf(requests.jct)
+        bare = np.isinf(requests.ttft) & np.isinf(requests.tbt) & np.isinf(requests.jct)
         own = np.where(bare & np.equal(requests.tier, Tier.REALTIME), self.ttft, requests.ttft)
         due = requests.arrival + np.minimum(own, requests.jct)
         return np.where(requests.waiting & (due < now), due + _FAR, due)
 
-    def _looked_at(
-        self, view: View, waiting: np.ndarray, first: np.ndarray, clock: float
-    ) -> np.ndarray:
-        """The waiting requests that this plan looks at, in order of arrival."""
-        if len(waiting) <= 2 * LOOK:
-            return waiting
-        table = view.table
-        due = table.arrival[waiting] + np.minimum(table.ttft[waiting], table.jct[waiting])
-        due = np.where(due < clock, np.inf, due)
-        look = np.isin(waiting, first)
-        look[:LOOK] = True
-        look[np.argpartition(due, LOOK)[:LOOK]] = True
-        return waiting[look]
+
+def _looked_at(
+    view: View, waiting: np.ndarray, first: np.ndarray, clock: float, standard: Standard
+) -> np.ndarray:
+    """The waiting requests that a plan looks at, in order of arrival: those that come first, the
+    oldest, and those that are due next, the paused by their longest gap."""
+    if len(waiting) <= 2 * LOOK:
+        return waiting
+    table = view.table
+    ttft, _, jct, longest = standard.targets_of(view, waiting)
+    due = table.arrival[waiting] + np.minimum(ttft, jct)
+    gap_due = np.minimum(table.last_token[waiting] + longest, table.arrival[waiting] + jct)
+    due = np.where(table.generated[waiting] > 0, gap_due, due)
+    due = np.where(due < clock, np.inf, due)
+    look = np.isin(waiting, first)
+    look[:LOOK] = True
+    look[np.argpartition(due, LOOK)[:LOOK]] = True
+    return waiting[look]
 
 
 def _headroom(ttft: np.ndarray) -> float:

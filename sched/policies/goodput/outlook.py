@@ -83,6 +83,20 @@ class Standard:
         """The longest gap."""
         return max(MAX_TBT * self.tbt, LEAST_MAX_TBT)
 
+    def targets_of(
+        self, view: View, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The requests' TTFT, TBT, JCT and longest gap, or these for those who name none of them,
+        float64 [n] each."""
+        table = view.table
+        ttft, tbt, jct, longest = (
+            column[rows] for column in (table.ttft, table.tbt, table.jct, table.max_tbt)
+        )
+        bare = ~table.has_targets(rows) & (table.tier[rows] == Tier.REALTIME)
+        own = ((ttft, self.ttft), (tbt, self.tbt), (longest, self.max_tbt))
+        ttft, tbt, longest = (np.where(bare, mine, column) for column, mine in own)
+        return ttft, tbt, jct, longest
+
 
 @dataclass(frozen=True)
 class Outlook:
@@ -126,14 +140,10 @@ class Outlook:
         """
         table = view.table
         generated, arrival = table.generated[rows], table.arrival[rows]
-        ttft, tbt, jct = table.ttft[rows], table.tbt[rows], table.jct[rows]
-        bare = np.isinf(ttft) & np.isinf(tbt) & np.isinf(jct)
-        bare &= table.tier[rows] == Tier.REALTIME
-        ttft, tbt = np.where(bare, standard.ttft, ttft), np.where(bare, standard.tbt, tbt)
+        ttft, tbt, jct, longest = standard.targets_of(view, rows)
         first, flying = generated == 0, generated > table.received[rows]
         last = np.where(flying, clock, table.last_token[rows])
-        due = np.where(first, arrival + ttft, last + tbt)
-        longest = np.where(bare, standard.max_tbt, table.max_tbt[rows])
+        due = np.where(first, arrival + ttft, last + np.minimum(tbt, longest))
         gap_due = np.where(first, np.inf, last + longest)
         waits = ~first & (clock > due)  # for a token that is late already
         came = np.where(first, clock, np.minimum(table.first_token[rows], clock))
@@ -149,6 +159,9 @@ class Outlook:
             after = lengths.reach(generated[timed], GAPS * (late + 1) + 2, most)
             attains[timed] = now
             loss[timed] = np.where(waits[timed], 0.0, np.maximum(now - after, 0.0))
+        # Where the longest gap is no longer than TBT, no later one may be late.
+        strict = ~missed & ~first & (longest < np.inf) & (longest <= tbt)
+        loss[strict] = attains[strict]
         jobs = np.flatnonzero(jct < np.inf)
         if len(jobs):
             rest = pace * np.maximum(lengths.ahead(view, rows[jobs]) - 1.0, 0.0)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.plan import Checkpoint, Preempt, Restore
+from jaxserve.sched.policies.goodput import goodput
 from jaxserve.sched.policies.goodput.feasibility import in_time
 from jaxserve.sched.policies.goodput.outlook import ENOUGH, Lengths, Outlook, Standard
 from jaxserve.sched.policy import Limits
@@ -21,6 +22,7 @@ from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.metrics import attained
 from jaxserve.sched.slo.slo_columns import SloColumns
+from jaxserve.sched.unified.policy_spec import Columns
 from jaxserve.sched.workloads.workload import Lengths as WorkloadLengths
 from jaxserve.sched.workloads.workload import Workload
 from tests.sched.driver import Drive
@@ -106,6 +108,24 @@ def test_targets_that_are_missed_or_missing() -> None:
     job = drive.add(prompt=4, output=21, arrival=9.0, jct=8.0)
     assert outlook(drive, job, 10.0)[0] == pytest.approx(17.0 - 20 * 0.1), "20 more steps of 0.1 s"
     assert outlook(drive, job, 18.0)[1] == 0.0
+
+
+def test_a_longest_gap_that_is_shorter_than_tbt() -> None:
+    drive = Drive("goodput")
+    for slo in ({"max_tbt": 0.5}, {"ttft": 1.0, "tbt": 2.0, "max_tbt": 0.5}):
+        row = written(drive, 20, **slo)
+        assert outlook(drive, row, 10.1) == (10.5, 1.0, 1.0)
+        assert outlook(drive, row, 10.6)[1:] == (0.0, 0.0)
+
+
+def test_the_queue_is_predicted_by_the_deadlines_that_plans_have() -> None:
+    drive = Drive("goodput")
+    known: list[dict[str, float]] = [{}, {"ttft": 1.0}, {"tbt": 1.0}, {"jct": 9.0}]
+    rows = np.array([drive.add(prompt=4, output=1, **slo) for slo in known])
+    view = drive.scheduler.view
+    found = Outlook.of_rows(view, rows, 0.0, Lengths(), STANDARD, pace=0.0)
+    priority = drive.policy.queue_priority(Columns(view, rows, 0.0), 0.0)
+    assert priority.tolist() == found.due.tolist() == [2.0, 1.0, np.inf, 9.0]
 
 
 def workload(columns: dict[str, Any]) -> Workload:
@@ -209,6 +229,23 @@ def test_there_is_time_for_who_has_waited_twice_as_long() -> None:
         assert other in drive.step(float(len(drive.plans)))
     served = [i for i in range(begin, len(drive.plans)) if long in drive.plans[i]]
     assert served and begin + 5 < served[0] <= begin + 11
+
+
+def test_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those without targets who can be in time are seen behind many who cannot, and so is who was
+    paused, and is about to exceed its longest gap."""
+    monkeypatch.setattr(goodput, "LOOK", 2)
+    drive = Drive("goodput", c=4, p=4)
+    rows = [drive.add(prompt=4, output=1, arrival=0.0 if i < 6 else 9.5) for i in range(8)]
+    assert drive.step(10.0) == {rows[6]: 4}
+    drive = Drive("goodput", c=24, p=24)
+    learned(drive, 150)
+    for _ in range(3):
+        drive.add(prompt=4, output=1, arrival=0.0, ttft=1.0)
+    out = written(drive, 20, ttft=1.0, tbt=0.5)
+    for _ in range(3):
+        drive.add(prompt=4, output=1, arrival=14.4, ttft=5.0)
+    assert out in drive.step(14.5)
 
 
 def test_hidden_caches_can_be_turned_off() -> None:
