@@ -32,7 +32,7 @@ class Filling:
         memory: Its memory.
         clock: When it begins, seconds.
         headroom: The longest that those who are late may make it, seconds, so that who comes next
-            can be in time.
+            can be in time, where the decodes alone do not make it longer.
     """
 
     def __init__(
@@ -76,13 +76,16 @@ class Filling:
         patient, others = others[early], others[~early]
         chosen, decodes = self._choose(others, decodes)
         self._take(decodes)
-        self._limit = self._least_slack(decodes, self._batch.seconds)
+        base = self._batch.seconds
+        self._limit = self._least_slack(decodes, base)
         patient = patient[np.argsort(self._view.table.seq[patient.rows])]
         self._add_all(patient, AT_ANY_LOSS)
         self._make_time(patient[np.isin(patient.rows, starved)])
         self._add_all(others[chosen], FREE_OF_LOSS)
         rest = np.ones(len(others), bool)
         rest[chosen] = False
+        if base < self._headroom:
+            self._limit = min(self._limit, self._headroom)
         self._fill_up(others[rest])
         if not self._batch.parts:
             self._do_something(work)
@@ -216,7 +219,6 @@ class Filling:
     def _fill_up(self, rest: Work) -> None:
         """Everybody else: those who hold memory, and if nobody lacks it, who was paused, and who is
         late."""
-        self._limit = min(self._limit, self._headroom)
         holding, waiting = rest[~rest.starts], rest[rest.starts]
         holding = holding[np.lexsort((holding.due, -holding.attains))]
         if not self._add_all(holding, FREE_OF_LOSS) or self._starved or self._memory.preempted:

@@ -216,6 +216,16 @@ def test_who_has_waited_is_not_put_off() -> None:
     assert [now for now, plan in enumerate(drive.plans) if row in plan] == [0, 6, 7]
 
 
+def test_best_effort_requests_start_beside_slow_decodes() -> None:
+    """A step with any decode takes longer than newcomers would like to wait."""
+    slow = LinearCostModel(Coefficients(1e-3, 0, 0, 0.1, 0, 0, 0, 0, 0), 1)
+    drive = Drive("goodput", cost_model=slow)
+    row = drive.add(prompt=4, output=50, ttft=0.2, tbt=3.0)
+    drive.step(0.0)
+    free = drive.add(prompt=4, output=8, arrival=0.5, tier=Tier.BEST_EFFORT)
+    assert drive.step(1.0) == {row: 1, free: 4}
+
+
 def test_there_is_time_for_who_has_waited_twice_as_long() -> None:
     """To go on with the long prompt takes longer than the decode may wait."""
     reads = LinearCostModel(Coefficients(1e-3, 0.1, 0, 0, 0, 0, 0, 0, 0.1), 1)
