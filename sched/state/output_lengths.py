@@ -15,6 +15,7 @@ import numpy as np
 
 BINS_PER_OCTAVE = 8
 BINS = 32 * BINS_PER_OCTAVE
+ENOUGH = 32  # outputs that must have ended before their lengths tell
 HALF_LIFE = 4096  # outputs after which an earlier one has half the weight
 DECAY = 0.5 ** (1 / HALF_LIFE)
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxserve.sched.cost.reachability import NOTHING, Alone, targets_that_count
 from jaxserve.sched.request import Request
 from jaxserve.sched.state.ordered_rows import OrderedRows
-from jaxserve.sched.state.output_lengths import OutputLengths
+from jaxserve.sched.state.output_lengths import ENOUGH, OutputLengths
 
 
 class State(enum.IntEnum):
@@ -216,6 +216,15 @@ class RequestTable:
     def decoding(self, rows: np.ndarray) -> np.ndarray:
         """Which rows have all but their newest generated token in the cache, bool [len(rows)]."""
         return (self.generated[rows] > 0) & (self.pending(rows) == 1)
+
+    def tokens_ahead(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens that each is expected to write yet (AccelGen's S_g), float64 [len(rows)]: as many
+        as earlier outputs of its length did, or before ENOUGH have ended, all that it may."""
+        generated = self.generated[rows]
+        most = (self.max_tokens[rows] - generated).astype(np.float64)
+        if self.output_lengths.count < ENOUGH:
+            return most
+        return np.minimum(self.output_lengths.expected(generated) - generated, most)
 
     def in_state(self, state: int) -> np.ndarray:
         """Rows in `state` (WAITING or RUNNING), in order of arrival. Read-only; the same array as

@@ -15,19 +15,6 @@ from jaxserve.sched.cache.cache_kinds import NOBODY
 from jaxserve.sched.policy import View
 from jaxserve.sched.row_columns import grow_columns
 
-ENOUGH = 32  # outputs that must have ended before their lengths tell
-
-
-def tokens_ahead(view: View, rows: np.ndarray) -> np.ndarray:
-    """S_g, the tokens that each request is expected to write yet, float64 [n]: as many as earlier
-    outputs of its length did, or before ENOUGH have ended, all that it may."""
-    table, lengths = view.table, view.table.output_lengths
-    generated = table.generated[rows]
-    most = (table.max_tokens[rows] - generated).astype(np.float64)
-    if lengths.count < ENOUGH:
-        return most
-    return np.minimum(lengths.expected(generated) - generated, most)
-
 
 def laxity(
     view: View, rows: np.ndarray, chunks: np.ndarray, clock: float, longest: float, loss: float
@@ -59,7 +46,7 @@ def _takes(
     view: View, rows: np.ndarray, chunks: np.ndarray, longest: float, loss: float
 ) -> np.ndarray:
     """T_e of each, float64 [n], seconds."""
-    return chunks * longest + np.maximum(tokens_ahead(view, rows), 1.0) * (longest + loss)
+    return chunks * longest + np.maximum(view.table.tokens_ahead(rows), 1.0) * (longest + loss)
 
 
 class Allowances:
@@ -116,7 +103,7 @@ class Allowances:
         loss: float,
     ) -> None:
         table = view.table
-        ahead = np.maximum(tokens_ahead(view, rows), 1.0)
+        ahead = np.maximum(view.table.tokens_ahead(rows), 1.0)
         new = (table.computed[rows] == 0) & (table.preemptions[rows] == 0)
         begin = np.where(new, table.arrival[rows], clock)
         left, takes = chunks + ahead, _takes(view, rows, chunks, longest, loss)

@@ -11,7 +11,6 @@ from jaxserve.sched.cache.cache_kinds import HIDDEN, KV
 from jaxserve.sched.cost.batch_feature_sums import prefix
 from jaxserve.sched.policies.goodput.batch import Batch, Work
 from jaxserve.sched.policies.goodput.feasibility import in_time
-from jaxserve.sched.policies.goodput.outlook import Lengths
 from jaxserve.sched.policies.goodput.pausing import AT_ANY_LOSS, FREE_OF_LOSS, Memory
 from jaxserve.sched.policy import View
 
@@ -45,16 +44,15 @@ class Filling:
         self._starved = False  # whether a start has found no memory
         self._first = np.zeros(0, np.int64)  # rows that come before all others
 
-    def choose_kind(self, running: Work, lengths: Lengths, above: float) -> None:
+    def choose_kind(self, running: Work, above: float) -> None:
         """Those who start get hidden caches, half as large, where the pool is expected to fill.
 
         Args:
             running: All that hold cache; half of what they are expected to write yet counts.
-            lengths: What is known of output lengths.
             above: Share of the pool in use from which on they do.
         """
         pool = self._view.pool
-        ahead = lengths.ahead(self._view, running.rows) / 2
+        ahead = self._view.table.tokens_ahead(running.rows) / 2
         growth = float((ahead * PLANES[running.kinds]).sum()) / pool.block_size
         fills = above < 1 and pool.num_used + growth > above * pool.num_blocks
         if fills and self._view.rho is not None:

@@ -94,7 +94,7 @@ class Goodput(Policy):
         batch, runs = Batch(view, work[:0]), work[: len(running)]
         memory = Memory(view, batch, runs, kept, swaps=self.swaps)
         filling = Filling(view, batch, memory, clock, _headroom(table.ttft[rows]))
-        filling.choose_kind(runs, self._lengths, self.hidden_above)
+        filling.choose_kind(runs, self.hidden_above)
         filling.fill(work, first, self._patience.starved(first, clock))
         done = batch.work()
         self._patience.note_batch(done.rows, clock)

@@ -13,12 +13,11 @@ import numpy as np
 
 from jaxserve.sched.policy import View
 from jaxserve.sched.request import LEAST_MAX_TBT, MAX_TBT, Tier
-from jaxserve.sched.state.output_lengths import Survival
+from jaxserve.sched.state.output_lengths import ENOUGH, Survival
 from jaxserve.sched.state.request_table import RUNNING
 
 GAPS = 100  # of which one may be late
 PAUSE = 2.0  # seconds: a job that may wait for longer loses nothing if it is paused
-ENOUGH = 32  # outputs that must have ended before their lengths tell
 EVERY = 64  # plans from one look at them to the next
 
 
@@ -54,16 +53,6 @@ class Lengths:
         longer = self._survival.longer
         share = longer(tokens - 1.0) / np.maximum(longer(generated), 1e-9)
         return np.where(there, 1.0, np.where(tokens > most, 0.0, np.minimum(share, 1.0)))
-
-    def ahead(self, view: View, rows: np.ndarray) -> np.ndarray:
-        """Tokens that each is expected to write yet, float64 [n]; before ENOUGH have ended, all
-        that it may."""
-        table, lengths = view.table, view.table.output_lengths
-        generated = table.generated[rows]
-        most = (table.max_tokens[rows] - generated).astype(np.float64)
-        if lengths.count < ENOUGH:
-            return most
-        return np.minimum(lengths.expected(generated) - generated, most)
 
 
 @dataclass(frozen=True)
@@ -164,7 +153,7 @@ class Outlook:
         loss[strict] = attains[strict]
         jobs = np.flatnonzero(jct < np.inf)
         if len(jobs):
-            rest = pace * np.maximum(lengths.ahead(view, rows[jobs]) - 1.0, 0.0)
+            rest = pace * np.maximum(table.tokens_ahead(rows[jobs]) - 1.0, 0.0)
             due[jobs] = np.minimum(due[jobs], arrival[jobs] + jct[jobs] - rest)
             tight = due[jobs] - clock < PAUSE
             loss[jobs] = np.where(tight, np.maximum(loss[jobs], attains[jobs]), loss[jobs])

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.policies.accelgen.allowance import tokens_ahead
 from jaxserve.sched.policy import View
 from jaxserve.sched.request import Tier
 
@@ -80,7 +79,7 @@ class Deadlines:
         if len(jobs):
             mine = rows[jobs]
             end = arrival[jobs] + self.of_job(ttft[jobs], table.jct[mine])
-            before = np.maximum(tokens_ahead(view, mine) - 1.0, 0.0) * step
+            before = np.maximum(view.table.tokens_ahead(mine) - 1.0, 0.0) * step
             due[jobs] = np.minimum(due[jobs], end - before)
         return due
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.cost.padding import Padding
-from jaxserve.sched.policies.accelgen.allowance import ENOUGH, Allowances, laxity
+from jaxserve.sched.policies.accelgen.allowance import Allowances, laxity
 from jaxserve.sched.policies.accelgen.batch import Batch, Work
 from jaxserve.sched.policies.accelgen.filling import nearest
 from jaxserve.sched.policies.accelgen.history import History, Missed
@@ -19,6 +19,7 @@ from jaxserve.sched.policies.accelgen.pivot import EVERY, Gauge, Pivot
 from jaxserve.sched.policies.accelgen.remaining import Targets, chunks, left
 from jaxserve.sched.policy import Limits, View
 from jaxserve.sched.request import Tier
+from jaxserve.sched.state.output_lengths import ENOUGH
 from tests.sched.driver import Drive
 from tests.sched.policies.test_policy_properties import quick
 

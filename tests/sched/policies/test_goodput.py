@@ -15,13 +15,14 @@ from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.plan import Checkpoint, Preempt, Restore
 from jaxserve.sched.policies.goodput import goodput
 from jaxserve.sched.policies.goodput.feasibility import in_time
-from jaxserve.sched.policies.goodput.outlook import ENOUGH, Lengths, Outlook, Standard
+from jaxserve.sched.policies.goodput.outlook import Lengths, Outlook, Standard
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import Tier
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.metrics import attained
 from jaxserve.sched.slo.slo_columns import SloColumns
+from jaxserve.sched.state.output_lengths import ENOUGH
 from jaxserve.sched.unified.policy_spec import Columns
 from jaxserve.sched.workloads.workload import Lengths as WorkloadLengths
 from jaxserve.sched.workloads.workload import Workload
