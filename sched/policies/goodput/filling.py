@@ -19,6 +19,7 @@ SHORT = 0.9  # share of the pool in use from which memory is short
 ROOMY = 0.7  # share of the pool and of the rows in use up to which decodes may be put off
 SPARE_TO_START, SPARE_TO_RETURN = 0.05, 0.2  # shares that stay free of the late, and the paused
 LAST_CALL = 1.0  # seconds before its longest gap from which a paused request is urgent
+PROMPTS = 0.1  # least share of a step for prompts: else their cost would have no bound
 MOST_LATE = 32  # late and paused requests that a plan tries to start
 
 
@@ -126,7 +127,7 @@ class Filling:
         cost = np.maximum(end - base, 1e-9)
         limit = self._least_slack(decodes, base)
         if limit < np.inf:
-            cost = cost * (limit / max(limit - base, 0.1 * limit))
+            cost = cost * (limit / max(limit - base, PROMPTS * limit))
         able = np.flatnonzero(end <= slack)
         return able[in_time(slack[able], cost[able], jobs.attains[able], base)]
 
