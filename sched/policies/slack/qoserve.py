@@ -74,6 +74,7 @@ class QoServe(SlackPolicy):
         key = due + self._price[0] * tokens
         if not self.relegates:
             return which[np.argsort(key, kind="stable")]
+        batch.relegated = outlook.rows[which[late]]
         low = batch.view.table.tier[outlook.rows[which]] == Tier.BEST_EFFORT
         if (_overdue(clock, due, seconds, key, ~late) & ~low).any():
             late |= low

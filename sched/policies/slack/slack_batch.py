@@ -63,11 +63,13 @@ class SlackBatch(BatchBuilder[PlannedWork]):
 
     Attributes:
         room: The memory left.
+        relegated: Rows of prompts that cannot be in time, whether or not the batch has them.
     """
 
     def __init__(self, view: View, watermark: float) -> None:
         super().__init__(view, pending(view, np.zeros(0, np.int64)))
         self.room = MemoryBudget(view)
+        self.relegated = np.zeros(0, np.int64)
         self._holders = len(view.table.in_state(RUNNING))
         self._watermark = int(watermark * view.pool.num_blocks)
         self._rows = 0
@@ -153,11 +155,15 @@ class SlackBatch(BatchBuilder[PlannedWork]):
         self._take(prompts.first(tokens))
 
     def plan(self) -> BatchPlan:
-        """The plan; every request keeps room for all of its known tokens."""
+        """The plan; every request keeps room for all of its known tokens. Of those that cannot be
+        in time whoever gets nothing is relegated, if it has targets and no token yet."""
         work, table = self.work(), self.view.table
         reserve = table.prompt_len[work.rows] + table.generated[work.rows]
         kinds = np.zeros(len(work), np.int64)
-        return BatchPlan(work.rows, work.tokens, reserve, kinds, self.room.preemptions())
+        lost = self.relegated[~np.isin(self.relegated, work.rows)]
+        lost = lost[table.has_targets(lost) & (table.generated[lost] == 0)]
+        moves = self.room.preemptions()
+        return BatchPlan(work.rows, work.tokens, reserve, kinds, moves, relegated=lost)
 
     def _take(self, work: PlannedWork) -> None:
         self.room.allocate(work)

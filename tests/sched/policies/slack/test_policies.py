@@ -14,6 +14,7 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.policies.slack.fairbatching import capacity
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Tier
+from jaxserve.sched.state.request_table import Outlook
 from tests.sched.driver import Drive
 
 EIGHTH = LinearCostModel(Coefficients(0.125, 0, 0, 0, 0, 0, 0, 0, 0), 1)
@@ -203,8 +204,29 @@ def test_relegated_best_effort_requests_come_behind_relegated_real_time_ones() -
     run = drive("qoserve", c=8)
     low, high = run.add(8, 1, tier=BEST, ttft=1.0), run.add(8, 1, ttft=1.5)
     run.step(5.0)
+    assert run.table.outlook[[low, high]].tolist() == [Outlook.RELEGATED, 0], "it is served"
     run.step(6.0)
     assert run.ended == [high, low]
+
+
+@pytest.mark.parametrize("relegates", [True, False])
+def test_qoserve_gives_up_who_cannot_be_in_time(relegates: bool) -> None:
+    """Who has no targets, or time enough, is not."""
+    run = drive("qoserve", c=8, relegates=relegates, ttlt=1.0, alpha=0.0)
+    rows = [run.add(8, 1), run.add(8, 1, ttft=6.5), run.add(8, 1, ttft=0.5)]
+    run.step(5.0)
+    lost = Outlook.RELEGATED if relegates else Outlook.OPEN
+    assert run.table.outlook[rows].tolist() == [Outlook.OPEN, Outlook.OPEN, lost]
+
+
+def test_qoserve_does_not_give_up_who_has_been_preempted() -> None:
+    """Its next token is late; that need not miss its targets."""
+    run = drive("qoserve", m=4)
+    rows = [run.add(1, 9, ttft=9.0, tbt=1.0) for _ in range(2)]
+    for now in (0.0, 0.25, 50.0, 50.25):
+        run.step(now)
+    assert len(run.preempted) == 1 and len(run.plans[-1]) == 1
+    assert not run.table.outlook[rows].any()
 
 
 def test_qoserve_always_has_time_for_a_few_tokens() -> None:
