@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxserve.client.connection import Tls, key_metadata
 from jaxserve.client.flags import add_access_flags, read_key, read_tls
+from jaxserve.client.records import EXPECTED_MISSED
 from jaxserve.command_line import Parser
 
 DEFAULT_ADDRESS = "localhost:8000"
@@ -54,6 +55,9 @@ class Chat:
         tls: TLS settings; None connects in the clear.
         options: more fields of each request's body, such as max_tokens.
         system: the system message.
+
+    Attributes:
+        expected_missed: whether the server has given up the targets of the latest answer.
     """
 
     def __init__(
@@ -69,12 +73,14 @@ class Chat:
         self._headers |= dict(key_metadata(api_key, address, tls))
         self._options = options or {}
         self._turns = [{"role": "system", "content": system}] if system else []
+        self.expected_missed = False
 
     def answers(self, message: str) -> Iterator[str]:
         """Yields the pieces of the answer as they come. If it raises ChatError, the message is not
         added to the conversation."""
         asked = [*self._turns, {"role": "user", "content": message}]
         pieces: list[str] = []
+        self.expected_missed = False
         for piece in self._stream({"messages": asked, "stream": True, **self._options}):
             pieces.append(piece)
             yield piece
@@ -95,7 +101,9 @@ class Chat:
             for line in response:
                 data = line.removeprefix(b"data: ").strip()
                 if data and data != b"[DONE]":
-                    yield _piece(data)
+                    choices = _choices(data)
+                    self.expected_missed |= any(map(_given_up, choices))
+                    yield "".join(one["delta"].get("content") or "" for one in choices)
         except ConnectionRefusedError:
             problem = f"no server answers at {self._address}: is it running? (jaxserve serve)"
             raise ChatError(problem) from None
@@ -114,11 +122,16 @@ def _context(tls: Tls | None) -> ssl.SSLContext | None:
     return context
 
 
-def _piece(data: bytes) -> str:
+def _choices(data: bytes) -> list[dict[str, Any]]:
     event = json.loads(data)
     if "error" in event:
         raise ChatError(event["error"]["message"])
-    return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+    choices: list[dict[str, Any]] = event["choices"]
+    return choices
+
+
+def _given_up(choice: dict[str, Any]) -> bool:
+    return (choice.get("slo") or {}).get("expected") == "missed"
 
 
 def _problem(body: bytes) -> str:
@@ -129,8 +142,12 @@ def _problem(body: bytes) -> str:
 
 
 def _say(chat: Chat, message: str) -> None:
+    told = False
     for piece in chat.answers(message):
         print(piece, end="", flush=True)
+        if chat.expected_missed and not told:
+            print(f"\n{EXPECTED_MISSED}", file=sys.stderr)
+            told = True
     print(flush=True)
 
 

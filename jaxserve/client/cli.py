@@ -23,7 +23,7 @@ from jaxserve.client.flags import (
 from jaxserve.client.many import ManyPrompts, ServerAway
 from jaxserve.client.messages import TIERS
 from jaxserve.client.prompts import PromptError, read_lines, read_prompts
-from jaxserve.client.records import TARGETS, verdict_line
+from jaxserve.client.records import EXPECTED_MISSED, TARGETS, verdict_line
 from jaxserve.command_line import Parser
 from jaxserve.server.proto import batches_pb2 as pb
 from jaxserve.writable import check_file
@@ -164,8 +164,8 @@ def _complete(client: Client, args: argparse.Namespace) -> int:
 
 def _one(client: Client, prompt: str, options: dict[str, Any]) -> int:
     """Streams to stdout. Several continuations come one after the other, each with its number.
-    What was asked for beside follows on stderr: log-probabilities, one token a line, and whether
-    the targets were met."""
+    On stderr it is said if the targets are given up meanwhile, and what was asked for beside
+    follows: log-probabilities, one token a line, and whether the targets were met."""
     if (options["n"] or 1) > 1:
         for completion in client.complete(prompt, **options):
             print(f"[{completion.index}] {prompt}{completion.text}")
@@ -179,6 +179,8 @@ def _one(client: Client, prompt: str, options: dict[str, Any]) -> int:
         for message in client.generate(prompt, **options):
             print(shown + message.text, end="", flush=True)
             shown = ""
+            if message.expected_missed:
+                print(f"\n{EXPECTED_MISSED}", file=sys.stderr)
             entries += [*message.prompt_logprobs, *message.logprobs]
             finish = message.finish if message.HasField("finish") else None
     finally:

@@ -15,6 +15,7 @@ TARGETS = tuple(pb.Slo.DESCRIPTOR.fields_by_name)  # ttft_ms, tbt_ms, jct_ms, ma
 _LABELS = {name: name.removesuffix("_ms").upper() for name in TARGETS} | {
     "max_tbt_ms": "longest TBT"
 }
+EXPECTED_MISSED = "slo: the targets are expected to be missed"
 _LIMITS = {
     "TTFT_UNREACHABLE": "ttft_ms {} is less than the {} that the prompt takes alone",
     "TBT_UNREACHABLE": "tbt_ms {} is less than the {} that a step takes alone",

@@ -224,6 +224,10 @@ class Observer:
     def on_step(self, stats: StepStats) -> None:
         """A batch has finished and its tokens are on the host."""
 
+    def on_given_up(self, request: Request) -> None:
+        """The policy has given up the targets of one of the request's continuations. Called at most
+        once for each."""
+
     def on_first_token(self, ttft: float, tier: Tier) -> None:
         """A continuation's first token has come. ttft: seconds since its arrival."""
 

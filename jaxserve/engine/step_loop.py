@@ -256,10 +256,14 @@ class StepLoop:
     def _tell_given_up(self, step: Step) -> None:
         for row in step.given_up.tolist():
             if (one := self.live.get(row)) is not None:
+                self._observe_given_up(one.request)
                 try:
                     one.expect_missed()
                 except BaseException as error:
                     self._fail(one, error)
+
+    def _observe_given_up(self, request: Request) -> None:
+        self.observers.notify(lambda observer: observer.on_given_up(request))
 
     def _end_failed_members(self) -> None:
         """Ends the members that failed while their step was built. It runs now, so later steps may

@@ -11,11 +11,11 @@ import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.startup import engine_choices
-from jaxserve.engine.stats import StepRecorder
+from jaxserve.engine.stats import Observer, StepRecorder
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import make_policy, policies
-from jaxserve.sched.request import SLO
+from jaxserve.sched.request import SLO, Request
 from jaxserve.sched.state.request_table import State
 from jaxserve.sched.unified.unified_policy import UnifiedPolicy
 from tests.engine.conftest import Engines, Texts
@@ -122,12 +122,23 @@ class GivingUp(Policy):
         return dataclasses.replace(plan, missed=rows, relegated=rows[::2])
 
 
+class Observed(Observer):
+    """given_up: requests that were, in that order."""
+
+    def __init__(self) -> None:
+        self.given_up: list[Request] = []
+
+    def on_given_up(self, request: Request) -> None:
+        self.given_up.append(request)
+
+
 def test_who_is_given_up_is_told_once_and_gets_the_same_text(
     shapes: dict[str, Path], alone: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_choices, "make_policy", lambda name: GivingUp())
     asked, slo = prompts(8), SLO(jct=1e3)
     with engine(shapes["opt"]) as running:
+        running.add_observer(observer := Observed())
         streams = [
             send(running, prompt, slo=slo if i % 2 else None, **SAMPLING)[1]
             for i, prompt in enumerate(asked)
@@ -137,6 +148,7 @@ def test_who_is_given_up_is_told_once_and_gets_the_same_text(
         told = [output for output in stream.outputs if output.expected_missed]
         assert len(told) == i % 2, "once, and nobody without targets"
         assert all(output.finish_reason is None for output in told)
+    assert len(observer.given_up) == 4
     verdict = streams[1].last().verdict
     assert verdict is not None and verdict.met, "what came of it is another thing"
 

@@ -106,6 +106,7 @@ class FakeEngine:
         self.failure: BaseException | None = None
         self.steps = 0
         self.problems: tuple[SloProblem, ...] = ()
+        self.gives_up = False  # whoever comes
         self.wait_s = Wait(seconds=0.25, alone=0.125)
         self.text: Callable[[int], str] = lambda k: f" w{k}"
         self._thread: threading.Thread | None = None
@@ -185,7 +186,19 @@ class FakeEngine:
             self.requests.append(request)
             indices = dict.fromkeys(range(request.sampling.n), 0)
             self.live[request.id] = Running(request, on_output, indices)
+            if self.gives_up:
+                self.give_up()
             self.changed.notify_all()
+
+    def give_up(self) -> None:
+        """The targets of whoever is there."""
+        self.wait(lambda: self.live)
+        with self.changed:
+            for running in self.live.values():
+                for index in running.produced:
+                    for observer in self.observers:
+                        observer.on_given_up(running.request)
+                    running.on_output(Output(running.request.id, index, expected_missed=True))
 
     def cancel(self, request_id: str) -> None:
         with self.changed:

@@ -30,6 +30,7 @@ class LiveFeed(Observer):
         self._first: deque[tuple[float, float]] = deque(maxlen=_MAX_TIMES)
         self._between: deque[tuple[float, float]] = deque(maxlen=_MAX_TIMES)
         self._verdicts: deque[tuple[float, str, bool]] = deque(maxlen=_MAX_TIMES)
+        self._given_up: deque[tuple[float, str]] = deque(maxlen=_MAX_TIMES)
         self._prompts: deque[tuple[float, int]] = deque(maxlen=_MAX_TIMES)
         self._seen = 0  # steps
 
@@ -39,6 +40,10 @@ class LiveFeed(Observer):
         """Its composition."""
         self._steps.append(stats)
         self._seen += 1
+
+    def on_given_up(self, request: Request) -> None:
+        """Of which class it is."""
+        self._given_up.append((time.monotonic(), request.slo_class))
 
     def on_first_token(self, ttft: float, tier: Tier) -> None:
         """ttft: seconds from arrival."""
@@ -69,7 +74,7 @@ class LiveFeed(Observer):
             "steps": [_strip(step) for step in tuple(self._steps)],
             "seen": self._seen,
             "pool": self._pool(stats),
-            "attainment": _attained(self._verdicts, since),
+            "attainment": _attained(self._verdicts, self._given_up, since),
             "ttft_ms": _percentiles(self._first, since),
             "tbt_ms": _percentiles(self._between, since),
             "tokens_per_s": self._rate(),
@@ -174,17 +179,21 @@ def _percentiles(times: deque[tuple[float, float]], since: float) -> dict[str, f
     return {"p50": float(p50), "p99": float(p99)}
 
 
-def _attained(verdicts: deque[tuple[float, str, bool]], since: float) -> list[dict[str, Any]]:
+def _attained(
+    verdicts: deque[tuple[float, str, bool]], given_up: deque[tuple[float, str]], since: float
+) -> list[dict[str, Any]]:
     """By class how many there were and how many met their targets, and how many of each in PARTS of
-    the time since then, the latest last."""
+    the time since then, the latest last; and of how many the targets were given up."""
     parts: defaultdict[str, list[list[int]]] = defaultdict(lambda: [[0, 0] for _ in range(PARTS)])
     for at, name, ok in tuple(verdicts):
         if at >= since:
             part = parts[name][min(int(PARTS * (at - since) / WINDOW_S), PARTS - 1)]
             part[0] += ok
             part[1] += 1
+    lost = Counter(name for at, name in tuple(given_up) if at >= since)
     found = []
-    for name, history in sorted(parts.items()):
-        met, count = map(sum, zip(*history, strict=True))
-        found.append({"class": name, "met": met, "count": count, "history": history})
+    for name in sorted({*parts, *lost}):
+        met, count = map(sum, zip(*parts[name], strict=True))
+        told = {"class": name, "met": met, "count": count, "given_up": lost[name]}
+        found.append({**told, "history": parts[name]})
     return found

@@ -63,6 +63,7 @@ class CallRecord:
         x_request_id: the X-Request-Id of the HTTP response.
         requests: its requests to the engine, once they are known.
         output_tokens: tokens generated so far.
+        given_up: continuations whose targets the policy has given up.
         last: the final output of each continuation that has ended.
         keeps_text: whether `texts` is filled in.
         texts: generated text, by request id and continuation.
@@ -86,6 +87,7 @@ class CallRecord:
     x_request_id: str = ""
     requests: Sequence[Request] = ()
     output_tokens: int = 0
+    given_up: int = 0
     last: list[Output] = field(default_factory=list)
     keeps_text: bool = False
     texts: dict[tuple[str, int], list[str]] = field(default_factory=dict)
@@ -128,6 +130,7 @@ class CallRecord:
     def heard(self, output: Output) -> None:
         """Takes in an output of one of its requests, whether or not the client still reads."""
         self.output_tokens += len(output.token_ids)
+        self.given_up += output.expected_missed
         if self.keeps_text:
             self.texts.setdefault((output.request_id, output.index), []).append(output.text)
         if output.finish_reason is not None:

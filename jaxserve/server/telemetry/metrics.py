@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
-from jaxserve.sched.request import NO_CLASS, Tier
+from jaxserve.sched.request import NO_CLASS, Request, Tier
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.server.requests.call_outcome import CallTracker
 from jaxserve.server.requests.engine_client import EngineClient
@@ -111,6 +111,7 @@ class EngineMetrics(Collector, Observer):
         self._finished: defaultdict[FinishReason, int] = defaultdict(int)
         # (class, tier, target, met) -> continuations
         self._judged: defaultdict[tuple[str, Tier, str, bool], int] = defaultdict(int)
+        self._given_up: defaultdict[tuple[str, str], int] = defaultdict(int)  # by class and tier
 
     def on_step(self, stats: StepStats) -> None:
         """Its times, its tokens and its padding."""
@@ -121,6 +122,10 @@ class EngineMetrics(Collector, Observer):
         self._sums["padding_tokens"] += stats.padded_tokens - stats.num_tokens
         self._sums["lengthened_steps"] += stats.lengthening > 0
         self._sums["lengthened_seconds"] += stats.lengthening
+
+    def on_given_up(self, request: Request) -> None:
+        """Its class and tier."""
+        self._given_up[request.slo_class, request.tier.name.lower()] += 1
 
     def on_first_token(self, ttft: float, tier: Tier) -> None:
         """ttft: seconds from arrival."""
@@ -235,7 +240,10 @@ class EngineMetrics(Collector, Observer):
 
     def _slo(self) -> Iterator[Metric]:
         """Of those that had targets, whatever ended them; for each of them both counters, so that
-        shares can be taken."""
+        shares can be taken. And whose targets were given up before their end."""
+        name, text = "slo_given_up", "Continuations whose targets the policy gave up."
+        given_up = dict(self._given_up)
+        yield self._family(CounterMetricFamily, name, text, given_up, "slo_class", "tier")
         judged = dict(self._judged)
         for name, did, met in (("slo_attained", "met", True), ("slo_missed", "missed", False)):
             text = f"Continuations with that target that {did} it."

@@ -110,6 +110,7 @@ def _got(record: CallRecord) -> Iterator[tuple[str, Any]]:
         missed = [name for name in ALL_TARGETS if any(getattr(v, name) is False for v in verdicts)]
         yield "slo_met", not missed
         yield "slo_missed", ",".join(missed)
+    yield "slo_given_up", record.given_up or None
 
 
 def _times(timings: Timings, *, written: bool) -> Iterator[tuple[str, Any]]:

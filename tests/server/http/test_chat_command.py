@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from jaxserve.client.chat import Chat, ChatError, main
+from jaxserve.client.records import EXPECTED_MISSED
 from jaxserve.server.server import Server
 from tests.server.fake_engine import FakeEngine
 
@@ -21,6 +22,15 @@ def address(server: Server, running: FakeEngine) -> str:
 def test_one_message(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"--address={address}", "hello", "--max_tokens=3"]) == 0
     assert capsys.readouterr().out == " w0 w1 w2\n"
+
+
+def test_targets_that_are_given_up_are_told_once(
+    address: str, running: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running.gives_up = True
+    assert main([f"--address={address}", "hello", "--max_tokens=3"]) == 0
+    out, error = capsys.readouterr()
+    assert out == " w0 w1 w2\n" and error.strip() == EXPECTED_MISSED
 
 
 def test_lines_of_input_are_a_conversation(

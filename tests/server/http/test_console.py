@@ -164,10 +164,13 @@ def test_targets_met_have_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] = 1000.0 + second
         feed.on_finish(ended(5, met))
     feed.on_finish(ended(5))  # without targets
+    for slo_class in ("gold", "gold", "tin"):
+        feed.on_given_up(Request("", (0,), slo_class=slo_class))
     now[0] = 1310.5
-    (gold,) = feed.snapshot()["attainment"]
+    gold, tin = feed.snapshot()["attainment"]
     history = gold.pop("history")
-    assert gold == {"class": "gold", "met": 2, "count": 3}
+    assert gold == {"class": "gold", "met": 2, "count": 3, "given_up": 2}
+    assert (tin["class"], tin["count"], tin["given_up"]) == ("tin", 0, 1), "of it none has ended"
     assert len(history) == PARTS and history[-1] == [1, 2]
     assert [part for part in history if part[1]] == [[1, 1], [1, 2]]
 

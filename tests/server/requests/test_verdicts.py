@@ -11,8 +11,7 @@ import pytest
 
 from jaxserve.client import Client
 from jaxserve.client.cli import complete
-from jaxserve.client.records import verdict_line, verdict_record
-from jaxserve.engine.output import Output
+from jaxserve.client.records import EXPECTED_MISSED, verdict_line, verdict_record
 from jaxserve.sched.cost.reachability import SloProblem, SloProblemKind
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.server.proto import generation_pb2 as pb
@@ -97,13 +96,9 @@ def test_a_target_that_is_not_there_has_no_verdict(client: Client, engine: FakeE
 def test_who_waits_is_told_once_that_targets_are_given_up(
     client: Client, engine: FakeEngine, server: Server
 ) -> None:
-    def given_up() -> None:
-        engine.wait(lambda: engine.live)
-        ((name, running),) = engine.live.items()
-        running.on_output(Output(name, 0, expected_missed=True))
-
     stream = client.generate("hi", max_tokens=3, slo_class="chat")
-    given_up()
+    engine.give_up()
+    assert value(scrape(server), "slo_given_up_total", slo_class="chat", tier="realtime") == 1
     engine.step(3)
     messages = list(stream)
     assert sum(message.expected_missed for message in messages) == 1
@@ -172,6 +167,18 @@ def test_the_client_prints_it(
             {"kind": "jct_before_ttft", "target_ms": 200.0, "limit_ms": 250.0},
         ],
     }
+
+
+def test_the_client_says_at_once_that_they_are_given_up(
+    server: Server, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.gives_up = True
+    engine.run()
+    flags = [f"--address={server.address}", "hi", "--max_tokens=2", "--slo_class=chat"]
+    assert complete(flags) == 0
+    out, error = capsys.readouterr()
+    said, line = error.strip().splitlines()
+    assert out == "hi w0 w1\n" and said == EXPECTED_MISSED and line.startswith("slo chat ")
 
 
 def test_the_client_lists_the_classes(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

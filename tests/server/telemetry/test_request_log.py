@@ -91,6 +91,17 @@ def test_a_line_says_who_asked_for_what_and_what_came_of_it(
     }
 
 
+def test_a_line_says_of_how_many_the_targets_were_given_up(
+    engine: FakeEngine, lines: Lines
+) -> None:
+    engine.gives_up = True
+    with Server(engine, grace_s=0.0, options=LOGGED) as server, Client(server.address) as client:
+        engine.run()
+        client.complete("hi", max_tokens=3, n=2, slo={"jct_ms": 1e6})
+    (line,) = lines()
+    assert line["slo_given_up"] == 2
+
+
 def test_no_lines_unless_asked_for(engine: FakeEngine, lines: Lines) -> None:
     with Server(engine, grace_s=0.0) as server, Client(server.address) as client:
         engine.run()
@@ -279,6 +290,6 @@ def test_the_page_lists_the_fields() -> None:
         "m", "p", "r", Caller(name="k"), batch="b", line=0, reason="x", trace_id="t"
     )
     record.outcome, record.requests = CallOutcome.SLOW_READER, (request,)
-    record.x_request_id = "x"
+    record.x_request_id, record.given_up = "x", 1
     record.last = [Output("r", 0, (), "", (), stop, Usage(1, 2, 3), timings, verdict=verdict)]
     assert listed == {*log_fields(record), "prompt", "text"} - {"message"}

@@ -8,7 +8,6 @@ import openai
 import pytest
 
 from jaxserve.client import Client
-from jaxserve.engine.output import Output
 from jaxserve.sched.cost.reachability import SloProblem, SloProblemKind
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.server.requests.slo_classes import ServiceLevel
@@ -223,9 +222,7 @@ def test_a_stream_says_once_that_targets_are_given_up(
     chunks = iter(stream)
     if chat:
         next(chunks)  # whose turn it is
-    engine.wait(lambda: engine.live)
-    ((name, running),) = engine.live.items()
-    running.on_output(Output(name, 0, expected_missed=True))
+    engine.give_up()
     (choice,) = next(chunks).choices
     assert choice.model_extra["slo"] == {"expected": "missed"} and choice.finish_reason is None
     engine.step(3)
