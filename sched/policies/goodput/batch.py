@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,130 +13,190 @@ from jaxserve.sched.cost.batch_feature_sums import columns, features, longest
 from jaxserve.sched.policies.goodput.outlook import Outlook
 from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import WAITING
-from jaxserve.sched.unified.batch_builder import BatchBuilder, PlannedWork
 
 
 @dataclass
-class Work(PlannedWork):
-    """What requests would do in the step.
+class Work:
+    """What n requests would do in the step; arrays [n]. Whoever works with some of them has their
+    indices.
 
     Attributes:
+        rows: Rows of the table.
+        tokens: How many each computes now; at first all that it has pending.
+        start: Tokens cached before.
+        new: Free blocks that it takes.
+        starts: bool, whether it holds no cache yet.
+        decodes: bool, whether only its newest generated token is pending.
         reserve: Cache tokens to have room for.
         kinds: `CacheKind` of each.
         loaded: Slots that come back from the host first.
         paused: bool, whether it has written something, and holds no cache.
-        spare: Blocks that it leaves free for others.
         due, gap_due, attains, loss: See `Outlook`.
+        columns: What each adds to the features of a batch, int64 [columns, n]; see `_columns`.
     """
 
+    rows: np.ndarray
+    tokens: np.ndarray
+    start: np.ndarray
+    new: np.ndarray
+    starts: np.ndarray
+    decodes: np.ndarray
     reserve: np.ndarray
     kinds: np.ndarray
     loaded: np.ndarray
     paused: np.ndarray
-    spare: np.ndarray
     due: np.ndarray
     gap_due: np.ndarray
     attains: np.ndarray
     loss: np.ndarray
+    columns: np.ndarray
 
     @classmethod
-    def of_rows(cls, view: View, rows: np.ndarray, outlook: Outlook) -> Work:
-        """All that each has pending, with what it has on the host restored."""
+    def of_rows(cls, view: View, rows: np.ndarray, outlook: Outlook, kind: int) -> Work:
+        """All that each has pending, with what it has on the host restored. kind: of the caches of
+        those that start anew."""
         table, host = view.table, view.host
         starts, written = table.state[rows] == WAITING, table.generated[rows] > 0
-        there = np.where(starts, host.tokens[rows], 0)
-        kinds = np.where(there > 0, host.kind[rows], view.pool.kind[rows]).astype(np.int64)
-        start = np.where(starts, there, table.computed[rows])
+        kinds = np.where(starts, kind, view.pool.kind[rows]).astype(np.int64)
+        start, loaded = table.computed[rows], np.zeros(len(rows), np.int64)
+        if host.num_used:
+            there = np.where(starts, host.tokens[rows], 0)
+            kinds = np.where(there > 0, host.kind[rows], kinds)
+            start = np.where(starts, there, start)
+            loaded = slots_for(there, kinds)
         known = table.prompt_len[rows] + table.generated[rows]
+        tokens = known - start
+        decodes = (tokens == 1) & written
         return cls(
             rows=rows,
-            tokens=known - start,
+            tokens=tokens,
             start=start,
             new=view.pool.needed(rows, known, kinds),
             starts=starts,
-            decodes=(known - start == 1) & written,
+            decodes=decodes,
             reserve=known,
             kinds=kinds,
-            loaded=slots_for(there, kinds),
+            loaded=loaded,
             paused=starts & written,
-            spare=np.zeros(len(rows), np.int64),
+            columns=_columns(tokens, start, decodes, loaded, kinds == HIDDEN),
             **vars(outlook),
         )
 
-    def columns(self) -> np.ndarray:
-        """As `PlannedWork.columns`; then slots from the host, and what decodes and prompts read
-        from hidden caches."""
-        hidden = self.kinds == HIDDEN
-        decodes = np.where(hidden & self.decodes, self.start + 1, 0)
-        prompts = np.where(hidden & ~self.decodes, self.start, 0)
-        own = columns(self.tokens, self.start, self.decodes)
-        return np.vstack([own, self.loaded, decodes, prompts])
+    def __len__(self) -> int:
+        return len(self.rows)
 
-    def cut(self, tokens: int) -> Work:
-        """One request, with so many tokens."""
-        if tokens == self.tokens[0]:
-            return self
-        return replace(self, tokens=np.array([tokens]), decodes=np.array([False]))
+    def columns_of(self, one: int, tokens: np.ndarray) -> np.ndarray:
+        """What this request would add if it computed so many tokens of its own, or so many."""
+        decodes = self.decodes[one] & (tokens == self.tokens[one])
+        hidden = self.kinds[one] == HIDDEN
+        return _columns(tokens, self.start[one], decodes, self.loaded[one], hidden)
 
-    def with_kind(self, view: View, kind: int) -> Work:
-        """The same, where those that start anew get a cache of this kind."""
-        kinds = np.where(self.starts & (self.loaded == 0), kind, self.kinds)
-        return replace(self, kinds=kinds, new=view.pool.needed(self.rows, self.reserve, kinds))
+    def cut(self, one: int, tokens: int) -> None:
+        """Has this request compute no more than so many tokens."""
+        self.columns[:, one] = self.columns_of(one, np.array([tokens]))[:, 0]
+        self.decodes[one] &= tokens == self.tokens[one]
+        self.tokens[one] = tokens
 
 
-class Batch(BatchBuilder[Work]):
-    """Starts empty, or with some work.
+def _columns(
+    tokens: np.ndarray, start: Any, decodes: np.ndarray, loaded: Any, hidden: Any
+) -> np.ndarray:
+    """Columns of `batch_feature_sums`; then slots from the host, and what decodes and prompts read
+    from hidden caches."""
+    own = columns(tokens, start, decodes)
+    found = np.empty((len(own) + 3, len(tokens)), np.int64)
+    found[:-3], found[-3] = own, loaded
+    found[-2], found[-1] = own[1] * hidden, own[5] * hidden
+    return found
+
+
+class Batch:
+    """Starts empty, or with some requests.
 
     Args:
         view: What the policy sees.
-        nothing: Empty work.
-        work: What is in it from the start.
+        work: All requests.
+        some: Indices of those that are in it from the start.
     """
 
-    def __init__(self, view: View, nothing: Work, work: Work | None = None) -> None:
-        super().__init__(view, nothing)
-        if work is not None:
-            self.add(work)
+    def __init__(self, view: View, work: Work, some: np.ndarray | None = None) -> None:
+        self.parts: list[np.ndarray] = []
+        self._view, self._work = view, work
+        self._sums = np.zeros((len(work.columns), 1), np.int64)
+        self._time: float | None = 0.0  # until it changes
+        if some is not None:
+            self.add(some)
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
 
-    def longest(self, one: Work, limit: float, most: int) -> int:
-        """The most tokens of one request with which the batch takes no longer than `limit` seconds;
+    @property
+    def tokens(self) -> int:
+        """Tokens of all requests in it."""
+        return int(self._sums[0, 0])
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes; 0 if it is empty."""
+        if self._time is None:
+            self._time = float(self._seconds(self._sums[:, 0].tolist())) if self.parts else 0.0
+        return self._time
+
+    def chosen(self) -> np.ndarray:
+        """Indices of those in it, in order, int64 [n]."""
+        return np.concatenate([*self.parts, np.zeros(0, np.int64)])
+
+    def times(self, some: np.ndarray) -> np.ndarray:
+        """Seconds with the first of these added, with the first two, and so on, float64 [n]."""
+        return self._each(self._sums + self._work.columns.take(some, axis=1).cumsum(axis=1))
+
+    def with_each(self, some: np.ndarray) -> np.ndarray:
+        """Seconds with each of these, and none of the others, added, float64 [n]."""
+        return self._each(self._sums + self._work.columns.take(some, axis=1))
+
+    def with_tokens(self, one: int, tokens: np.ndarray) -> np.ndarray:
+        """Seconds with so many tokens of a request added, or so many, float64 [n]."""
+        return self._each(self._sums + self._work.columns_of(one, tokens))
+
+    def longest(self, one: int, limit: float, most: int) -> int:
+        """The most tokens of a request with which the batch takes no longer than `limit` seconds;
         at most `most`, and 0 if not even one fits."""
+        return longest(lambda tokens: self.with_tokens(one, tokens), limit, most)
 
-        def seconds(tokens: np.ndarray) -> np.ndarray:
-            each = one[np.zeros(len(tokens), np.int64)]
-            decodes = each.decodes & (tokens == each.tokens)
-            return self._seconds(
-                self._sums + replace(each, tokens=tokens, decodes=decodes).columns()
-            )
+    def add(self, some: np.ndarray) -> None:
+        """Puts these in; the caller has checked that they fit."""
+        if len(some):
+            self.parts.append(some)
+            self._time = None
+            self._sums += self._work.columns.take(some, axis=1).sum(axis=1, keepdims=True)
 
-        return longest(seconds, limit, most)
-
-    def drop(self, rows: np.ndarray) -> int:
-        """Takes these rows out, if they are in. Returns the free blocks that they were to take."""
-        given, parts = 0, []
+    def drop(self, some: np.ndarray) -> int:
+        """Takes these out, if they are in. Returns the free blocks that they were to take."""
+        gone, parts = np.zeros(len(self._work), bool), []
+        gone[some] = True
+        given = 0
         for part in self.parts:
-            gone = np.isin(part.rows, rows)
-            if gone.any():
-                given += int(part.new[gone].sum())
-                self._sums = self._sums - part[gone].columns().sum(axis=1, keepdims=True)
-                part = part[~gone]
+            out = part[gone[part]]
+            if len(out):
+                given += int(self._work.new[out].sum())
+                self._sums -= self._work.columns.take(out, axis=1).sum(axis=1, keepdims=True)
+                part = part[~gone[part]]
             if len(part):
                 parts.append(part)
-        self.parts = parts
+        self.parts, self._time = parts, None
         return given
 
-    def _seconds(self, sums: np.ndarray) -> np.ndarray:
-        *_, decodes, prompts = sums
+    def _each(self, sums: np.ndarray) -> np.ndarray:
+        return np.broadcast_to(self._seconds(sums), sums.shape[1:])
+
+    def _seconds(self, sums: Any) -> Any:
         batch = features(sums[:-2])
-        seconds = self.view.step_time(
-            batch._replace(
+        if self._view.rho is not None:  # else there are no hidden caches
+            decodes, prompts = sums[-2], sums[-1]
+            batch = batch._replace(
                 decode_kv=batch.decode_kv - decodes,
                 hidden_tokens=decodes,
                 prefill_m=batch.prefill_m - prompts,
                 hidden_prefill=prompts,
             )
-        )
-        return np.broadcast_to(seconds, sums.shape[1:])
+        return self._view.step_time(batch)

@@ -25,7 +25,7 @@ class Patience:
         self._served = np.zeros(0)  # when it was last in a batch, or came
         self._kept = np.zeros(0, bool)
 
-    def read(self, view: View, rows: np.ndarray, clock: float) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, view: View, rows: np.ndarray, clock: float) -> np.ndarray:
         """Called once a plan.
 
         Args:
@@ -34,8 +34,8 @@ class Patience:
             clock: When the planned step begins, seconds.
 
         Returns:
-            Rows that come first, in order of arrival, int64 [k], all of which the pool could hold
-            at a time; and by row, who keeps its cache, bool [capacity].
+            By row, who comes first and keeps its cache, bool [capacity]. The pool could hold all of
+            them at a time.
         """
         table = view.table
         grow_columns(self, table.capacity, _seq=NOBODY, _served=0.0, _kept=False)
@@ -47,19 +47,21 @@ class Patience:
         )
         kept = rows[self._kept[rows]]
         late = rows[~self._kept[rows] & (clock - self._served[rows] > self._seconds)]
+        self._kept[:] = False
+        if not (len(kept) or len(late)):
+            return self._kept
         if len(late):
             late = late[np.argsort(table.seq[late], kind="stable")]
             kept = np.concatenate([kept, late[: self._admitted(view, kept, late)]])
         kept = kept[np.argsort(table.seq[kept], kind="stable")]
         # Outputs grow: what was a share may become more than all.
         kept = kept[: prefix(np.cumsum(_blocks(view, kept)) <= view.pool.num_blocks)]
-        self._kept[:] = False
         self._kept[kept] = True
-        return kept, self._kept.copy()
+        return self._kept
 
     def starved(self, rows: np.ndarray, clock: float) -> np.ndarray:
-        """Those of these rows that have been without service for twice as long, int64 [m]."""
-        return np.asarray(rows[clock - self._served[rows] > 2 * self._seconds])
+        """Which of these rows have been without service for twice as long, bool [n]."""
+        return np.asarray(clock - self._served[rows] > 2 * self._seconds)
 
     def note_batch(self, rows: np.ndarray, clock: float) -> None:
         """These are in the batch that begins at `clock`."""

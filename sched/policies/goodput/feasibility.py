@@ -6,6 +6,8 @@ import heapq
 
 import numpy as np
 
+from jaxserve.sched.cost.batch_feature_sums import prefix
+
 
 def in_time(due: np.ndarray, cost: np.ndarray, worth: np.ndarray, begin: float = 0.0) -> np.ndarray:
     """Chooses jobs for one machine so that as many as possible end when they are due.
@@ -26,16 +28,20 @@ def in_time(due: np.ndarray, cost: np.ndarray, worth: np.ndarray, begin: float =
     """
     order = np.argsort(due, kind="stable")
     order = order[worth[order] > 0]
-    seconds = cost.tolist()
-    dearest: list[tuple[float, int]] = []
-    end, out = begin, set()
-    for i, when, rank in zip(
-        order.tolist(), due[order].tolist(), (-cost[order] / worth[order]).tolist(), strict=True
-    ):
+    ends = begin + np.cumsum(cost[order])
+    first = prefix(ends <= due[order])  # that would be late
+    if first == len(order):
+        return order
+    jobs, whens, seconds = order.tolist(), due.tolist(), cost.tolist()
+    ranks = np.divide(-cost, worth, out=np.zeros(len(cost)), where=worth > 0).tolist()
+    dearest = [(ranks[i], i) for i in jobs[:first]]
+    heapq.heapify(dearest)
+    end, chosen = float(ends[first - 1]) if first else begin, np.ones(len(cost), bool)
+    for i in jobs[first:]:
         end += seconds[i]
-        heapq.heappush(dearest, (rank, i))
-        while end > when and dearest:
+        heapq.heappush(dearest, (ranks[i], i))
+        while end > whens[i] and dearest:
             _, gone = heapq.heappop(dearest)
-            out.add(gone)
+            chosen[gone] = False
             end -= seconds[gone]
-    return np.array([i for i in order.tolist() if i not in out], np.int64)
+    return order[chosen[order]]

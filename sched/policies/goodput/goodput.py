@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.sched.cache.block_sizes import PLANES
+from jaxserve.sched.cache.cache_kinds import HIDDEN, KV
 from jaxserve.sched.plan import BatchPlan, Operation, Restore
 from jaxserve.sched.policies.goodput.batch import Batch, Work
 from jaxserve.sched.policies.goodput.fairness import Patience
@@ -85,26 +87,28 @@ class Goodput(Policy):
         """Decodes, prompts that will be in time, and everybody else."""
         table, clock, standard = view.table, view.step_end(now), Standard(self.ttft, self.tbt)
         running, waiting = table.in_state(RUNNING), table.in_state(WAITING)
-        first, kept = self._patience.read(view, np.concatenate([running, waiting]), clock)
-        looked_at = _looked_at(view, waiting, first, clock, standard)
+        kept = self._patience.read(view, np.concatenate([running, waiting]), clock)
+        looked_at = _looked_at(view, waiting, kept, clock, standard)
         rows = np.concatenate([running, looked_at])
         self._lengths.read(view)
         outlook = Outlook.of_rows(view, rows, clock, self._lengths, standard, self._pace.seconds)
-        work = Work.of_rows(view, rows, outlook)
-        batch, runs = Batch(view, work[:0]), work[: len(running)]
-        memory = Memory(view, batch, runs, kept, swaps=self.swaps)
-        filling = Filling(view, batch, memory, clock, _headroom(table.ttft[rows]))
-        filling.choose_kind(runs, self.hidden_above)
-        filling.fill(work, first, self._patience.starved(first, clock))
-        done = batch.work()
-        self._patience.note_batch(done.rows, clock)
+        kind = _kind_of_starts(view, running, self.hidden_above)
+        work, first = Work.of_rows(view, rows, outlook, kind), kept[rows]
+        batch = Batch(view, work)
+        memory = Memory(view, work, batch, first, swaps=self.swaps)
+        headroom = _headroom(table.ttft[rows])
+        filling = Filling(view, work, batch, memory, clock, headroom, first)
+        filling.fill(self._patience.starved(rows, clock))
+        done = batch.chosen()
+        rows = work.rows[done]
+        self._patience.note_batch(rows, clock)
         if len(done):
             self._pace.note(batch.seconds)
         operations: tuple[Operation, ...] = memory.operations()
-        back = done.rows[done.loaded > 0]
+        back = rows[work.loaded[done] > 0]
         if len(back):
             operations = (*operations, Restore(back, np.zeros_like(back)))
-        return BatchPlan(done.rows, done.tokens, done.reserve, done.kinds, operations)
+        return BatchPlan(rows, work.tokens[done], work.reserve[done], work.kinds[done], operations)
 
     def queue_priority(self, requests: Any, now: float) -> Any:
         """By the first token's deadline; those who wait and are late come behind the others."""
@@ -115,7 +119,7 @@ class Goodput(Policy):
 
 
 def _looked_at(
-    view: View, waiting: np.ndarray, first: np.ndarray, clock: float, standard: Standard
+    view: View, waiting: np.ndarray, kept: np.ndarray, clock: float, standard: Standard
 ) -> np.ndarray:
     """The waiting requests that a plan looks at, in order of arrival: those that come first, the
     oldest, and those that are due next, the paused by their longest gap."""
@@ -127,14 +131,33 @@ def _looked_at(
     gap_due = np.minimum(table.last_token[waiting] + longest, table.arrival[waiting] + jct)
     due = np.where(table.generated[waiting] > 0, gap_due, due)
     due = np.where(due < clock, np.inf, due)
-    look = np.isin(waiting, first)
+    look = kept[waiting]
     look[:LOOK] = True
     look[np.argpartition(due, LOOK)[:LOOK]] = True
     return waiting[look]
+
+
+def _kind_of_starts(view: View, running: np.ndarray, above: float) -> int:
+    """Those who start get hidden caches, half as large, where the pool is expected to fill.
+
+    Args:
+        view: What the policy sees.
+        running: Rows that hold cache; half of what they are expected to write yet counts.
+        above: Share of the pool in use from which on they do.
+    """
+    if view.rho is None or above >= 1:
+        return KV
+    pool, ahead = view.pool, view.table.tokens_ahead(running) / 2
+    growth = float((ahead * PLANES[pool.kind[running]]).sum()) / pool.block_size
+    return HIDDEN if pool.num_used + growth > above * pool.num_blocks else KV
 
 
 def _headroom(ttft: np.ndarray) -> float:
     """How long a step may be, in seconds, so that who comes during it can have a first token in
     time, by the median of these targets; inf without any."""
     ttft = ttft[ttft < np.inf]
-    return float(np.median(ttft)) / STEPS if len(ttft) else np.inf
+    half = len(ttft) // 2  # `np.median` takes much longer
+    if not half:
+        return float(ttft[0]) / STEPS if len(ttft) else np.inf
+    ttft.partition((half - 1, half))
+    return float(ttft[half] if len(ttft) % 2 else (ttft[half - 1] + ttft[half]) / 2) / STEPS

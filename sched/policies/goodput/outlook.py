@@ -48,7 +48,7 @@ class Lengths:
             float64 [n].
         """
         there = tokens <= np.maximum(generated, 1)
-        if self._survival is None:
+        if self._survival is None or there.all():
             return there.astype(np.float64)
         longer = self._survival.longer
         share = longer(tokens - 1.0) / np.maximum(longer(generated), 1e-9)
@@ -81,9 +81,10 @@ class Standard:
         ttft, tbt, jct, longest = (
             column[rows] for column in (table.ttft, table.tbt, table.jct, table.max_tbt)
         )
-        bare = ~table.has_targets(rows) & (table.tier[rows] == Tier.REALTIME)
-        own = ((ttft, self.ttft), (tbt, self.tbt), (longest, self.max_tbt))
-        ttft, tbt, longest = (np.where(bare, mine, column) for column, mine in own)
+        bare = ~(np.minimum(np.minimum(ttft, tbt), np.minimum(jct, longest)) < np.inf)
+        if bare.any():
+            bare &= table.tier[rows] == Tier.REALTIME
+            ttft[bare], tbt[bare], longest[bare] = self.ttft, self.tbt, self.max_tbt
         return ttft, tbt, jct, longest
 
 
@@ -141,7 +142,8 @@ class Outlook:
 
         attains = np.where(missed, 0.0, 1.0)
         loss = np.where(missed | (~first & np.isinf(tbt)), 0.0, 1.0)
-        timed = np.flatnonzero(~missed & ~first & (tbt < np.inf))
+        going = ~(missed | first)
+        timed = np.flatnonzero(going & (tbt < np.inf))
         if len(timed):
             late, most = (table.late_gaps[rows] + waits)[timed], table.max_tokens[rows[timed]]
             now = lengths.reach(generated[timed], np.where(late, GAPS * late + 2, 1), most)
@@ -149,7 +151,7 @@ class Outlook:
             attains[timed] = now
             loss[timed] = np.where(waits[timed], 0.0, np.maximum(now - after, 0.0))
         # Where the longest gap is no longer than TBT, no later one may be late.
-        strict = ~missed & ~first & (longest < np.inf) & (longest <= tbt)
+        strict = going & (longest < np.inf) & (longest <= tbt)
         loss[strict] = attains[strict]
         jobs = np.flatnonzero(jct < np.inf)
         if len(jobs):

@@ -18,48 +18,54 @@ FREE_OF_LOSS, AT_ANY_LOSS = 0.0, math.inf
 
 class Memory(MemoryBudget):
     """Blocks and rows of a plan. Whose next late token costs least is paused first, of equal ones
-    the one with most blocks.
+    the one with most blocks. Requests are indices of `work`.
 
     Args:
         view: What the policy sees.
+        work: All requests, those that hold cache first.
         batch: The batch in the making, which those who are paused leave.
-        running: All that hold cache.
-        kept: bool by row, who is not paused.
+        kept: bool [n], who is not paused.
         swaps: Whether caches may go to the host.
+
+    Attributes:
+        out: bool [n], who is paused by this plan.
     """
 
     def __init__(
-        self, view: View, batch: Batch, running: Work, kept: np.ndarray, *, swaps: bool
+        self, view: View, work: Work, batch: Batch, kept: np.ndarray, *, swaps: bool
     ) -> None:
         super().__init__(view)
-        self._batch, self._swaps = batch, swaps
-        held = view.pool.blocks_held(running.rows)
-        order = np.lexsort((-held, running.loss))
-        order = order[~kept[running.rows[order]]]
-        # Those who are left to be paused, whose next late token costs least first.
-        self._rows, self._loss, self._held = running.rows[order], running.loss[order], held[order]
+        self.out = np.zeros(len(work), bool)
+        self._work, self._batch, self._kept, self._swaps = work, batch, kept, swaps
+        self._left: np.ndarray | None = None
+
+    def take(self, some: np.ndarray) -> None:
+        """Takes the blocks and slots for these."""
+        self.free -= int(self._work.new[some].sum())
+        self.slots -= int(np.count_nonzero(self._work.starts[some]))
 
     def pause_one(self) -> bool:
         """Pauses whoever loses least; returns whether there was somebody."""
-        if not len(self._rows):
-            return False
-        self._pause(np.arange(1))
-        return True
+        some = self._pausable()[:1]
+        self._pause(some)
+        return bool(len(some))
 
-    def make_room(self, work: Work, most: float) -> int:
+    def make_room(self, some: np.ndarray, most: float) -> int:
         """Pauses others, until requests find their blocks and slots.
 
         Args:
-            work: The requests, in order.
+            some: The requests, in order.
             most: The most that all of those who are paused may lose.
 
         Returns:
             How many of the requests, in order, find them now; nobody is paused for the others.
         """
-        others = np.flatnonzero(~np.isin(self._rows, work.rows))
-        others = others[: prefix(np.cumsum(self._loss[others]) <= most)]
-        have = np.append(0, np.cumsum(self._held[others])) + self.free
-        need, starts = np.cumsum(work.new), np.cumsum(work.starts)
+        work, others = self._work, self._pausable()
+        others = others[~np.isin(others, some)]
+        others = others[: prefix(work.loss[others].cumsum() <= most)]
+        held = self.view.pool.blocks_held(work.rows[others])
+        have = np.append(0, held.cumsum()) + self.free
+        need, starts = work.new[some].cumsum(), work.starts[some].cumsum()
         fit = prefix((need <= have[-1]) & (starts <= self.slots + len(others)))
         if fit:
             blocks = int(np.searchsorted(have, need[fit - 1]))
@@ -83,12 +89,18 @@ class Memory(MemoryBudget):
                 found.append(Checkpoint(rows[saved], np.zeros_like(rows[saved]), tokens[saved]))
         return (*found, Preempt.whole(rows))
 
-    def _pause(self, which: np.ndarray) -> None:
-        """which: indices of those who are left."""
-        rows, held = self._rows[which], self._held[which]
-        self._rows, self._loss, self._held = (
-            np.delete(each, which) for each in (self._rows, self._loss, self._held)
-        )
-        self.free += self._batch.drop(rows)
-        for row, blocks in zip(rows.tolist(), held.tolist(), strict=True):
-            self.preempt(row, blocks)
+    def _pausable(self) -> np.ndarray:
+        """Those who hold cache and are not paused yet, whose next late token costs least first."""
+        if self._left is None:
+            some = np.flatnonzero(~self._work.starts & ~self._kept)
+            held = self.view.pool.blocks_held(self._work.rows[some])
+            self._left = some[np.lexsort((-held, self._work.loss[some]))]
+        return self._left
+
+    def _pause(self, some: np.ndarray) -> None:
+        self.out[some] = True
+        left = self._pausable()
+        self._left = left[~self.out[left]]
+        self.free += self._batch.drop(some)
+        for row in self._work.rows[some].tolist():
+            self.preempt(row)
