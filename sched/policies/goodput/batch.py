@@ -31,7 +31,7 @@ class Work:
         kinds: `CacheKind` of each.
         loaded: Slots that come back from the host first.
         paused: bool, whether it has written something, and holds no cache.
-        due, gap_due, attains, loss: See `Outlook`.
+        due, gap_due, attains, loss, missed: See `Outlook`.
         columns: What each adds to the features of a batch, int64 [columns, n]; see `_columns`.
     """
 
@@ -49,6 +49,7 @@ class Work:
     gap_due: np.ndarray
     attains: np.ndarray
     loss: np.ndarray
+    missed: np.ndarray
     columns: np.ndarray
 
     @classmethod

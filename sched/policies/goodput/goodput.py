@@ -19,6 +19,7 @@ from jaxserve.sched.plan import BatchPlan, Operation, Restore
 from jaxserve.sched.policies.goodput.batch import Batch, Work
 from jaxserve.sched.policies.goodput.fairness import Patience
 from jaxserve.sched.policies.goodput.filling import Filling
+from jaxserve.sched.policies.goodput.giving_up import given_up
 from jaxserve.sched.policies.goodput.outlook import Lengths, Outlook, Standard
 from jaxserve.sched.policies.goodput.pausing import Memory
 from jaxserve.sched.policy import Policy, View
@@ -108,7 +109,12 @@ class Goodput(Policy):
         back = rows[work.loaded[done] > 0]
         if len(back):
             operations = (*operations, Restore(back, np.zeros_like(back)))
-        return BatchPlan(rows, work.tokens[done], work.reserve[done], work.kinds[done], operations)
+        lost = given_up(view, waiting, work, rows, clock)
+        return BatchPlan(
+            *(rows, work.tokens[done], work.reserve[done], work.kinds[done], operations),
+            missed=lost[0],
+            relegated=lost[1],
+        )
 
     def queue_priority(self, requests: Any, now: float) -> Any:
         """By the first token's deadline; those who wait and are late come behind the others."""

@@ -90,7 +90,7 @@ class Standard:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The outlook of n requests; arrays float64 [n].
+    """The outlook of n requests; arrays float64 [n], or bool.
 
     Attributes:
         due: When the next token has to be there, seconds; inf where that does not matter. For a job
@@ -100,12 +100,14 @@ class Outlook:
         attains: Probability that the request attains its targets if no further token is late; 1
             without targets, 0 once that is impossible.
         loss: How much of that is lost if its next token is late; 0 if it is late already.
+        missed: Whether that is impossible, however long its output gets.
     """
 
     due: np.ndarray
     gap_due: np.ndarray
     attains: np.ndarray
     loss: np.ndarray
+    missed: np.ndarray
 
     @classmethod
     def of_rows(
@@ -146,10 +148,12 @@ class Outlook:
         timed = np.flatnonzero(going & (tbt < np.inf))
         if len(timed):
             late, most = (table.late_gaps[rows] + waits)[timed], table.max_tokens[rows[timed]]
-            now = lengths.reach(generated[timed], np.where(late, GAPS * late + 2, 1), most)
+            long = np.where(late, GAPS * late + 2, 1)  # tokens with which so many gaps may be late
+            now = lengths.reach(generated[timed], long, most)
             after = lengths.reach(generated[timed], GAPS * (late + 1) + 2, most)
             attains[timed] = now
             loss[timed] = np.where(waits[timed], 0.0, np.maximum(now - after, 0.0))
+            missed[timed] = long > most
         # Where the longest gap is no longer than TBT, no later one may be late.
         strict = going & (longest < np.inf) & (longest <= tbt)
         loss[strict] = attains[strict]
@@ -159,4 +163,4 @@ class Outlook:
             due[jobs] = np.minimum(due[jobs], arrival[jobs] + jct[jobs] - rest)
             tight = due[jobs] - clock < PAUSE
             loss[jobs] = np.where(tight, np.maximum(loss[jobs], attains[jobs]), loss[jobs])
-        return cls(due, gap_due, attains, loss)
+        return cls(due, gap_due, attains, loss, missed)

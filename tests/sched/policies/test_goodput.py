@@ -17,12 +17,16 @@ from jaxserve.sched.policies.goodput import goodput
 from jaxserve.sched.policies.goodput.feasibility import in_time
 from jaxserve.sched.policies.goodput.outlook import Lengths, Outlook, Standard
 from jaxserve.sched.policy import Limits
-from jaxserve.sched.request import Tier
+from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.sched.routing.take_snapshot import Lately, constant_fields, take_snapshot
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.systems import system
+from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.metrics import attained
 from jaxserve.sched.slo.slo_columns import SloColumns
+from jaxserve.sched.slo.ttft_estimator import TtftEstimator
 from jaxserve.sched.state.output_lengths import ENOUGH
+from jaxserve.sched.state.request_table import Outlook as GivenUp
 from jaxserve.sched.unified.policy_spec import Columns
 from jaxserve.sched.workloads.workload import Lengths as WorkloadLengths
 from jaxserve.sched.workloads.workload import Workload
@@ -311,6 +315,67 @@ def test_everybody_ends_whatever_comes(data: st.DataObject) -> None:
         "goodput", work, Limits(4096, 512, 8), num_blocks=blocks, host_tokens=host, checked=True
     )
     assert found.requests.finished.all()
+
+
+def given_up(drive: Drive, now: float) -> tuple[list[int], list[int]]:
+    plan = drive.scheduler.plan(now)
+    drive.step(now)
+    return plan.missed.tolist(), plan.relegated.tolist()
+
+
+def test_who_is_late_and_waits_is_relegated_once() -> None:
+    """One is in time, and two have no targets that could be missed."""
+    drive = Drive("goodput", rows=1)
+    rows = [drive.add(prompt=4, output=3, ttft=ttft) for ttft in (1.0, 1.5)]
+    for tier in Tier:
+        drive.add(prompt=4, output=3, tier=tier)
+    assert given_up(drive, 0.0) == ([], [])
+    assert given_up(drive, 3.0) == ([], [rows[1]])
+    assert given_up(drive, 3.0) == ([], [])
+    assert drive.table.outlook[rows].tolist() == [GivenUp.OPEN, GivenUp.RELEGATED]
+
+
+def test_who_is_late_in_the_batch_has_missed_its_targets() -> None:
+    drive = Drive("goodput", max_model_len=128)
+    prompt = drive.add(prompt=64 + 16, output=2, ttft=1.0)
+    drive.step(0.0)
+    learned(drive, 150)
+    rows = [written(drive, 20, ttft=1.0, tbt=0.5) for _ in range(2)]
+    drive.table.max_tokens[rows] = 101, 102
+    drive.table.late_gaps[rows] = 1
+    coming = drive.add(prompt=4, output=2, arrival=9.0, ttft=1.0)
+    drive.table.generated[coming] = 1
+    lost, others = given_up(drive, 10.1)
+    assert sorted(lost) == sorted([prompt, rows[0]]) and not others, "one may get long enough"
+
+
+def test_all_of_a_long_queue_that_are_late_are_relegated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goodput, "LOOK", 1)
+    drive = Drive("goodput", rows=1, c=4, p=4)
+    rows = [drive.add(prompt=4, output=1, ttft=1.0) for _ in range(8)]
+    assert given_up(drive, 2.0) == ([rows[0]], rows[1:])
+
+
+def test_nobody_who_comes_in_an_overload_waits_for_the_relegated() -> None:
+    slow = LinearCostModel(Coefficients(0.0625, 0, 0, 0, 0, 0, 0, 0, 0), 1)
+    drive = Drive("goodput", rows=2, c=16, p=16, cost_model=slow)
+    for _ in range(20):
+        drive.add(prompt=16, output=4, ttft=3.0)
+    new = Request("new", (1,) * 16, SamplingParams(max_tokens=4), SLO(ttft=3.0))
+    limits = drive.scheduler.view.limits
+    known = constant_fields(slow, drive.policy, limits, drive.pool.num_blocks, 4)
+
+    def seen(now: float) -> tuple[float, int]:
+        backlog = Backlog.from_scheduler(drive.scheduler, now, now)
+        snapshot = take_snapshot(backlog, 20, known, Lately(), draining=False)
+        return TtftEstimator(backlog).wait(new, now).seconds, snapshot.realtime_tokens
+
+    wait, tokens = seen(0.0)
+    assert wait > 3.0 and tokens == 20 * 16
+    for now in range(5):
+        drive.step(float(now))
+    wait, tokens = seen(4.0)
+    assert wait < 3.0 and tokens == 0
 
 
 @pytest.mark.parametrize("field", ["ttft=0", "tbt=-1", "patience=0", "share=2", "hidden_above=-1"])

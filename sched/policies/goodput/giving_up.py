@@ -1,0 +1,41 @@
+"""Who is not going to meet its targets, whatever comes: so that whoever waits for it is told, and
+predicted waits and routers know. No plan depends on it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.policies.goodput.batch import Work
+from jaxserve.sched.policy import View
+from jaxserve.sched.state.request_table import MISSED, RELEGATED, WAITING
+
+
+def given_up(
+    view: View, waiting: np.ndarray, work: Work, batch: np.ndarray, clock: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """What is new of that.
+
+    Args:
+        view: What the policy sees.
+        waiting: Rows that hold no cache, those that the plan has not looked at included.
+        work: All requests that it has looked at.
+        batch: Rows in the batch.
+        clock: When that begins, seconds.
+
+    Returns:
+        Rows that have missed their targets, int64 [n]; and those that have, and wait for what is
+        left, int64 [m].
+    """
+    table = view.table
+    if not (len(waiting) or work.missed.any()):
+        return waiting, waiting
+    new = waiting[(table.generated[waiting] == 0) & (table.outlook[waiting] < RELEGATED)]
+    late = new[clock > table.arrival[new] + np.minimum(table.ttft[new], table.jct[new])]
+    others = work.rows[work.missed & (work.paused | ~work.starts)]
+    # A first token that is on its way may yet be in time: when it comes is predicted.
+    coming = (table.generated[others] > 0) & (table.received[others] == 0)
+    lost = np.concatenate([late, others[table.has_targets(others) & ~coming]])
+    waits = table.state[lost] == WAITING
+    waits &= ~np.isin(lost, batch)
+    known = table.outlook[lost]
+    return lost[~waits & (known < MISSED)], lost[waits & (known < RELEGATED)]
