@@ -34,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
         "--classes",
         type=checked(parse_classes),
         help="requests with targets of their own, drawn by share: NAME:SHARE[:tier=best_effort]"
-        "[:greedy=false]"
+        "[:greedy=false][:value=3]"
         "[:ttft=200ms][:tbt=50ms][:jct=60s][:max_tbt=1s], several separated by commas; the others "
         "have those of --slo_*",
     )

@@ -28,6 +28,7 @@ MAX_N = 16
 MAX_SEED = 2**63 - 1
 MAX_GRAMMAR = 65_536  # characters
 MAX_CHOICES = 1024
+LEAST_VALUE, MOST_VALUE = 1e-3, 1e3
 _MOST = sys.float_info.max  # an integer may be larger, and no float can be made of it then
 MIN_REPETITION_PENALTY = 1e-6
 """Logits are divided by it; with much less there is no float32 for the result."""
@@ -261,9 +262,11 @@ class Request:
             (`sched/slo/slo_admission.py`).
         tenant: Tenants share a full engine by weight (`sched/fairness/fair_share.py`).
         weight: The tenant's weight from now on; None keeps the current one, at first 1.
+        value: What it is worth to the operator that its targets are met, beside other requests. No
+            client says that of itself: it is its class's.
 
     Raises:
-        InvalidRequest: The prompt is empty.
+        InvalidRequest: The prompt is empty, or the value is not between LEAST_VALUE and MOST_VALUE.
     """
 
     id: str
@@ -276,10 +279,12 @@ class Request:
     serve_late: bool = False
     tenant: str = ""
     weight: float | None = None
+    value: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise InvalidRequest("prompt", "is empty; at least 1 token is needed")
+        _in_range("value", self.value, LEAST_VALUE, MOST_VALUE)
 
 
 def validate(request: Request, *, max_model_len: int, vocab_size: int, pool_tokens: int) -> None:

@@ -45,8 +45,8 @@ class Job:
         slo: its targets.
         tier: real-time or best-effort.
         temperature: of its sampling; 0 is greedy.
-        slo_class: name of its class. An engine records it; a server, which has classes of its own,
-            is not sent it.
+        slo_class, value: name of its class, and `Request.value`. An engine is told; a server,
+            which has classes and values of its own, is not.
     """
 
     prompt: tuple[int, ...]
@@ -56,6 +56,7 @@ class Job:
     tier: Tier = Tier.REALTIME
     temperature: float = 0.0
     slo_class: str = NO_CLASS
+    value: float = 1.0
 
 
 @dataclass
@@ -120,7 +121,7 @@ class EngineTarget:
 
         sampling = SamplingParams(job.max_tokens, temperature=job.temperature, ignore_eos=True)
         asked = (job.prompt, sampling, job.slo, job.tier)
-        request = Request(name, *asked, slo_class=job.slo_class)
+        request = Request(name, *asked, slo_class=job.slo_class, value=job.value)
         self._engine.check(request)
         try:
             self._engine.submit(request, on_output)
@@ -208,16 +209,17 @@ def random_jobs(workload: Workload, vocab_size: int, rng: np.random.Generator) -
         workload.tier,
         workload.greedy,
         workload.slo_class,
+        workload.value,
         *(getattr(workload, name) for name in ALL_TARGETS),
     )
     jobs = []
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    for prompt, output, limit, tier, greedy, slo_class, *targets in rows:
+    for prompt, output, limit, tier, greedy, slo_class, value, *targets in rows:
         ids = tuple(rng.integers(0, vocab_size, prompt).tolist())
         slo = SLO(*(t if math.isfinite(t) else None for t in targets))
         sampled = 0.0 if greedy else 1.0
         name = workload.classes[slo_class]
-        jobs.append(Job(ids, output, limit, slo, Tier(tier), sampled, name))
+        jobs.append(Job(ids, output, limit, slo, Tier(tier), sampled, name, value))
     return jobs
 
 

@@ -168,6 +168,7 @@ def _event(what: _Told, start: float) -> recording.Event:
                 int(request.sampling.is_plain_greedy),
                 request.slo_class,
                 max_tbt=request.slo.max_tbt,
+                value=request.value,
             )
 
 

@@ -327,6 +327,7 @@ class SimulationResult:
             "class": np.array(asked.classes)[asked.slo_class],
             "greedy": asked.greedy,
             **{f"slo_{name}": getattr(asked, name) for name in ALL_TARGETS},
+            "value": asked.value,
             "attained": met.slo,
             "attained_with_gap": met.slo_with_gap,
         }

@@ -5,10 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.request import LEAST_MAX_TBT, MAX_TBT, NO_CLASS, Tier
+from jaxserve.sched.request import (
+    LEAST_MAX_TBT,
+    LEAST_VALUE,
+    MAX_TBT,
+    MOST_VALUE,
+    NO_CLASS,
+    Tier,
+)
 
 TARGETS = ("ttft", "tbt", "jct")
 """What the papers' verdict is made of (`Attained.slo`)."""
@@ -27,6 +35,8 @@ class SloColumns:
         slo_class: int64 [n], index into classes, whose requests are reported together.
         greedy: bool [n], who takes the most likely token as it is
             (`SamplingParams.is_plain_greedy`).
+        classes: Names.
+        value: float64 [n], `Request.value`; 1 if it is left out.
 
     Raises:
         ValueError: The columns do not fit together.
@@ -40,10 +50,13 @@ class SloColumns:
     slo_class: np.ndarray
     greedy: np.ndarray
     classes: tuple[str, ...] = (NO_CLASS,)
+    value: Any = None
 
     def __post_init__(self) -> None:
         shape = self.tier.shape
-        names = (*ALL_TARGETS, "slo_class", "greedy")
+        if self.value is None:
+            object.__setattr__(self, "value", np.ones(shape))
+        names = (*ALL_TARGETS, "slo_class", "greedy", "value")
         if any(getattr(self, name).shape != shape for name in names):
             raise ValueError(f"tier, {', '.join(names)} must have the same length")
         if not np.isin(self.tier, list(Tier)).all():
@@ -52,6 +65,8 @@ class SloColumns:
             values = getattr(self, name)
             if not (values > 0).all():  # nor nan
                 raise ValueError(f"{name} must be a positive time, got {values.min()}")
+        if not ((self.value >= LEAST_VALUE) & (self.value <= MOST_VALUE)).all():
+            raise ValueError(f"value must be between {LEAST_VALUE:g} and {MOST_VALUE:g}")
         if ((self.slo_class < 0) | (self.slo_class >= len(self.classes))).any():
             raise ValueError("slo_class must be an index into classes")
 
@@ -78,11 +93,11 @@ class SloColumns:
         index = [
             np.array([classes.index(n) for n in part.classes])[part.slo_class] for part in parts
         ]
-        names = ("tier", *ALL_TARGETS, "greedy")
+        names = ("tier", *ALL_TARGETS, "greedy", "value")
         columns = {n: np.concatenate([getattr(part, n) for part in parts]) for n in names}
         return cls(**columns, slo_class=np.concatenate(index), classes=classes)
 
     def select(self, which: np.ndarray) -> SloColumns:
         """Those of some requests: indices, or a mask."""
-        names = ("tier", *ALL_TARGETS, "slo_class", "greedy")
+        names = ("tier", *ALL_TARGETS, "slo_class", "greedy", "value")
         return dataclasses.replace(self, **{name: getattr(self, name)[which] for name in names})

@@ -73,6 +73,7 @@ class RequestTable:
             engine would miss is raised to what that takes.
         alone: float64, time to the first token on an idle engine; 0 without targets.
         outlook: int8, `Outlook`; it never gets better.
+        value: float64, what it is worth that its targets are met (`Request.value`).
         tenant: int64, number in `FairShares`.
         output_lengths: Of finished outputs.
         num_sampling: Requests that are not greedy.
@@ -105,6 +106,7 @@ class RequestTable:
         self.max_tbt = np.full(capacity, np.inf)
         self.alone = np.zeros(capacity)
         self.outlook = np.zeros(capacity, np.int8)
+        self.value = np.ones(capacity)
         self.tenant = np.zeros(capacity, np.int64)  # as `FairShares` numbers them
         self.output_lengths = OutputLengths()
         self._free = list(range(capacity - 1, -1, -1))
@@ -141,7 +143,7 @@ class RequestTable:
         self.last_batch_order[row] = self.preempted_order[row] = 0
         self.tier[row] = request.tier
         self.greedy[row] = request.sampling.is_plain_greedy
-        self.alone[row] = alone.ttft
+        self.alone[row], self.value[row] = alone.ttft, request.value
         targets = targets_that_count(request.slo, alone)
         self.ttft[row], self.tbt[row], self.jct[row], self.max_tbt[row] = targets
         self._free.pop()

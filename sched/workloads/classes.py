@@ -1,8 +1,8 @@
 """Classes of requests with service-level objectives of their own, as text and drawn by share.
 
-A class in words: `NAME:SHARE`, then any of `tier=realtime|best_effort`, `greedy=true|false`, and
-`ttft=`, `tbt=`, `jct=`, `max_tbt=` with a time in `ms` or `s`. Several are separated by commas, and
-their shares add up to 1:
+A class in words: `NAME:SHARE`, then any of `tier=realtime|best_effort`, `greedy=true|false`,
+`value=` with a number, and `ttft=`, `tbt=`, `jct=`, `max_tbt=` with a time in `ms` or `s`. Several
+are separated by commas, and their shares add up to 1:
 
     chat:0.7:ttft=500ms:tbt=50ms,batch:0.3:tier=best_effort:jct=60s
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.request import SLO, Tier
+from jaxserve.sched.request import LEAST_VALUE, MOST_VALUE, SLO, Tier
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
 from jaxserve.sched.workloads.workload import WorkloadError
 
@@ -38,6 +38,7 @@ class SloClass:
         tier: Real-time or best-effort.
         greedy: Whether its requests take the most likely token; the others are sampled at
             temperature 1.
+        value: Of each of its requests (`Request.value`).
 
     Raises:
         WorkloadError: The name or the share is invalid.
@@ -48,6 +49,7 @@ class SloClass:
     slo: SLO = NO_SLO
     tier: Tier = Tier.REALTIME
     greedy: bool = True
+    value: float = 1.0
 
     def __post_init__(self) -> None:
         class_name("a class", self.name)
@@ -61,6 +63,8 @@ class SloClass:
             parts.append(f"tier={self.tier.name.lower()}")
         if not self.greedy:
             parts.append("greedy=false")
+        if self.value != 1:
+            parts.append(f"value={self.value!r}")
         for name in ALL_TARGETS:
             seconds = getattr(self.slo, name)
             if seconds is not None:
@@ -91,9 +95,15 @@ def draw_terms(classes: Sequence[SloClass], count: int, rng: np.random.Generator
     }
     tier = np.array([one.tier for one in classes], np.int8)[which]
     greedy = np.array([one.greedy for one in classes])[which]
+    value = np.array([one.value for one in classes])[which]
     names = tuple(one.name for one in classes)
     return SloColumns(
-        tier, **targets, slo_class=which.astype(np.int64), greedy=greedy, classes=names
+        tier,
+        **targets,
+        slo_class=which.astype(np.int64),
+        greedy=greedy,
+        classes=names,
+        value=value,
     )
 
 
@@ -127,6 +137,18 @@ def tier_named(where: str, text: str) -> Tier:
     return names[text]
 
 
+def value_of(where: str, text: str) -> float:
+    """Parses a `Request.value`. The WorkloadError begins with `where`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not LEAST_VALUE <= value <= MOST_VALUE:
+        limits = f"a number between {LEAST_VALUE:g} and {MOST_VALUE:g}"
+        raise WorkloadError(f"{where}: must be {limits}, got {text!r:.40}")
+    return value
+
+
 def truth_of(where: str, text: str) -> bool:
     """Parses true or false. The WorkloadError begins with `where`."""
     if text not in ("true", "false"):
@@ -143,9 +165,10 @@ def _parse(part: str) -> SloClass:
         share = float(rest[0])
     except ValueError:
         raise WorkloadError(f"{where}: its share must be a number, got {rest[0]!r:.40}") from None
-    values = values_of(where, rest[1:], ("tier", "greedy", *ALL_TARGETS))
+    values = values_of(where, rest[1:], ("tier", "greedy", "value", *ALL_TARGETS))
     greedy = truth_of(f"{where}: greedy", values.pop("greedy", "true"))
-    return SloClass(name, share, *_asked(where, values), greedy)
+    value = value_of(f"{where}: value", values.pop("value", "1"))
+    return SloClass(name, share, *_asked(where, values), greedy, value)
 
 
 def parse_terms(where: str, text: str) -> tuple[SLO, Tier]:

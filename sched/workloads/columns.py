@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.sched.request import NO_CLASS, Tier
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
-from jaxserve.sched.workloads.classes import class_name, tier_named, truth_of
+from jaxserve.sched.workloads.classes import class_name, tier_named, truth_of, value_of
 from jaxserve.sched.workloads.workload import MAX_LENGTH, WorkloadError
 
 NO_LIMIT = 0  # of a request that asks for no max_tokens
@@ -28,6 +28,7 @@ class Extras:
         ttft, tbt, jct, max_tbt: Targets in seconds, inf for none.
         slo_class: Name of its class.
         greedy: Whether it takes the most likely token.
+        value: Of `Request.value`.
     """
 
     limit: int = NO_LIMIT
@@ -38,6 +39,7 @@ class Extras:
     max_tbt: float = math.inf
     slo_class: str = NO_CLASS
     greedy: bool = True
+    value: float = 1.0
 
 
 def length_of(where: str, name: str, text: str) -> int:
@@ -77,6 +79,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[str, str, str], Any]]] = {
     **{f"{name}_ms": (name, _target) for name in ALL_TARGETS},
     "class": ("slo_class", lambda where, name, text: class_name(f"{where}: {name}", text)),
     "greedy": ("greedy", lambda where, name, text: truth_of(f"{where}: {name}", text)),
+    "value": ("value", lambda where, name, text: value_of(f"{where}: {name}", text)),
 }
 OPTIONAL_COLUMNS = tuple(_COLUMNS)
 
@@ -107,4 +110,5 @@ def terms_of(rows: Sequence[Extras]) -> SloColumns:
         slo_class=np.array([index[row.slo_class] for row in rows], np.int64),
         greedy=np.array([row.greedy for row in rows], bool),
         classes=classes,
+        value=np.array([row.value for row in rows], np.float64),
     )

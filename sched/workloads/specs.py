@@ -172,10 +172,11 @@ class WorkloadSpec:
     def _terms(self, own: SloColumns, rng: np.random.Generator) -> SloColumns:
         if self.classes:
             targets = any(np.isfinite(getattr(own, name)).any() for name in ALL_TARGETS)
-            if targets or own.tier.any() or own.classes != (NO_CLASS,) or not own.greedy.all():
+            said = own.tier.any() or not own.greedy.all() or (own.value != 1).any()
+            if targets or said or own.classes != (NO_CLASS,):
                 raise WorkloadError(
-                    f"{self.lengths} has tiers, targets, classes or sampling of its own: no "
-                    "classes are drawn"
+                    f"{self.lengths} has tiers, targets, classes, values or sampling of its own: "
+                    "no classes are drawn"
                 )
             own = draw_terms(self.classes, len(own), rng)
         return with_targets(own, self.slo)

@@ -63,8 +63,8 @@ def read_trace(path: str | Path) -> Trace:
     an object a line with `timestamp` (ms), `input_length` and `output_length`.
 
     Optional columns, after those of the format, or fields of an object, are `max_tokens`, `tier`
-    (realtime or best_effort), `ttft_ms`, `tbt_ms`, `jct_ms`, `max_tbt_ms`, `class` and `greedy`. An
-    empty cell, or null, counts as missing.
+    (realtime or best_effort), `ttft_ms`, `tbt_ms`, `jct_ms`, `max_tbt_ms`, `class`, `greedy` and
+    `value`. An empty cell, or null, counts as missing.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:

@@ -71,7 +71,7 @@ class Workload:
         output_len: int64 [n], tokens that each request writes. Policies do not know it before the
             request has ended.
         limit: int64 [n], max_tokens, at least output_len. Policies know it.
-        tier, ttft, tbt, jct, max_tbt, slo_class, greedy, classes: As in `SloColumns`.
+        tier, ttft, tbt, jct, max_tbt, slo_class, greedy, classes, value: As in `SloColumns`.
 
     Raises:
         WorkloadError: The columns do not fit together.
@@ -89,6 +89,7 @@ class Workload:
     slo_class: np.ndarray
     greedy: np.ndarray
     classes: tuple[str, ...]
+    value: np.ndarray
 
     def __post_init__(self) -> None:
         lengths, terms = self.lengths, self.terms

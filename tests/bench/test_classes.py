@@ -29,6 +29,7 @@ def test_classes_in_words() -> None:
     assert parse_classes("all:1") == (SloClass("all", 1.0),)
     (warm,) = parse_classes("warm:1:greedy=false")
     assert not warm.greedy and parse_classes("cold:1:greedy=true")[0].greedy
+    assert parse_classes("dear:1:value=2.5") == (SloClass("dear", 1.0, value=2.5),)
 
 
 @given(
@@ -39,6 +40,7 @@ def test_classes_in_words() -> None:
             *(st.none() | st.floats(1e-9, 1e18) for _ in range(4)),
             st.sampled_from(Tier),
             st.booleans(),
+            st.floats(1e-3, 1e3),
         ),
         min_size=1,
         max_size=5,
@@ -48,8 +50,8 @@ def test_classes_in_words() -> None:
 def test_words_of_a_class_make_the_same_class(parts: list[tuple]) -> None:  # type: ignore[type-arg]
     total = sum(part[1] for part in parts)
     classes = tuple(
-        SloClass(name, share / total, SLO(*targets), tier, greedy)
-        for name, share, *targets, tier, greedy in parts
+        SloClass(name, share / total, SLO(*targets), tier, greedy, value)
+        for name, share, *targets, tier, greedy, value in parts
     )
     assert parse_classes(",".join(map(str, classes))) == classes
 
@@ -71,13 +73,16 @@ def test_words_of_a_class_make_the_same_class(parts: list[tuple]) -> None:  # ty
         ("a:1:tbt=-1s", "class a: tbt: must be a time"),
         (
             "a:1:speed=5ms",
-            "may have tier=, greedy=, ttft=, tbt=, jct= and max_tbt=, got 'speed=5ms'",
+            "may have tier=, greedy=, value=, ttft=, tbt=, jct= and max_tbt=, got 'speed=5ms'",
         ),
         (
             "a:1:ttft",
-            "class a: may have tier=, greedy=, ttft=, tbt=, jct= and max_tbt=, got 'ttft'",
+            "class a: may have tier=, greedy=, value=, ttft=, tbt=, jct= and max_tbt=, got 'ttft'",
         ),
         ("a:1:ttft=1s:ttft=2s", "class a: may have .* and max_tbt=, each once, got 'ttft=2s'"),
+        ("a:1:value=0", "class a: value: must be a number between 0.001 and 1000, got '0'"),
+        ("a:1:value=nan", "class a: value: must be a number"),
+        ("a:1:value=much", "class a: value: must be a number between .*, got 'much'"),
         ("a:1:greedy=1", "class a: greedy: must be true or false, got '1'"),
         ("a:1:tier=gold", "class a: tier: must be one of realtime, best_effort, got 'gold'"),
     ],
@@ -148,8 +153,10 @@ def test_a_spec_sets_limits() -> None:
         limit(max_tokens=0)
 
 
-HEAD = "prompt_tokens,output_tokens,max_tokens,tier,ttft_ms,tbt_ms,jct_ms,class,greedy\n"
-ROWS = "8,20,64,realtime,200,50,,chat,true\n9,30,,best_effort,,,60000,batch,false\n10,5,,,,,,,\n"
+HEAD = "prompt_tokens,output_tokens,max_tokens,tier,ttft_ms,tbt_ms,jct_ms,class,greedy,value\n"
+ROWS = (
+    "8,20,64,realtime,200,50,,chat,true,2.5\n9,30,,best_effort,,,60000,batch,false,\n10,5,,,,,,,,\n"
+)
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -167,9 +174,10 @@ def check(trace: Path) -> None:
     assert made.jct.tolist() == [INF, 60.0, INF]
     assert [made.classes[i] for i in made.slo_class] == ["chat", "batch", "default"]
     assert made.greedy.tolist() == [True, False, True]
+    assert made.value.tolist() == [2.5, 1.0, 1.0]
     asked = WorkloadSpec(str(trace), slo=SLO(ttft=3.0), max_tokens=40).make_workload()
     assert asked.ttft.tolist() == [0.2, INF, 3.0] and asked.limit.tolist() == [64, 40, 40]
-    with pytest.raises(WorkloadError, match="has tiers, targets, classes or sampling of"):
+    with pytest.raises(WorkloadError, match="has tiers, targets, classes, values or sampling"):
         WorkloadSpec(str(trace), classes=parse_classes(WORDS)).make_workload()
 
 
@@ -179,7 +187,14 @@ def test_traces_say_what_requests_ask_for(tmp_path: Path) -> None:
     timed = ["arrival_s," + lines[0], *(f"{i}.5,{row}" for i, row in enumerate(lines[1:]))]
     check(write(tmp_path, "timed.csv", "\n".join(timed) + "\n"))
     records = [
-        {"max_tokens": 64, "tier": "realtime", "ttft_ms": 200, "tbt_ms": 50.0, "class": "chat"},
+        {
+            "max_tokens": 64,
+            "tier": "realtime",
+            "ttft_ms": 200,
+            "tbt_ms": 50.0,
+            "class": "chat",
+            "value": 2.5,
+        },
         {
             "max_tokens": None,
             "tier": "best_effort",
@@ -214,14 +229,15 @@ def test_the_optional_columns_come_in_any_order_and_number(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("l.csv", HEAD + "8,20,19,,,,,,\n", "l.csv:2: max_tokens is 19, less than the 20 tokens"),
-        ("l.csv", HEAD + "8,20,x,,,,,,\n", "l.csv:2: max_tokens must be a whole number, got 'x'"),
-        ("l.csv", HEAD + "8,20,,gold,,,,,\n", "l.csv:2: tier: must be one of realtime, best_effo"),
-        ("l.csv", HEAD + "8,20,,,-1,,,,\n", "l.csv:2: ttft_ms must be a time from 0, got '-1'"),
-        ("l.csv", HEAD + "8,20,,,,0,,,\n", "l.csv:2: tbt_ms must be a positive time, got '0'"),
-        ("l.csv", HEAD + "8,20,,,,,inf,,\n", "l.csv:2: jct_ms must be a time from 0, got 'inf'"),
-        ("l.csv", HEAD + "8,20,,,,,,a b,\n", "l.csv:2: class: a name has letters"),
-        ("l.csv", HEAD + "8,20,,,,,,,no\n", "l.csv:2: greedy: must be true or false, got 'no'"),
+        ("l.csv", HEAD + "8,20,19,,,,,,,\n", "l.csv:2: max_tokens is 19, less than the 20 tokens"),
+        ("l.csv", HEAD + "8,20,x,,,,,,,\n", "l.csv:2: max_tokens must be a whole number, got 'x'"),
+        ("l.csv", HEAD + "8,20,,gold,,,,,,\n", "l.csv:2: tier: must be one of realtime, best_effo"),
+        ("l.csv", HEAD + "8,20,,,-1,,,,,\n", "l.csv:2: ttft_ms must be a time from 0, got '-1'"),
+        ("l.csv", HEAD + "8,20,,,,0,,,,\n", "l.csv:2: tbt_ms must be a positive time, got '0'"),
+        ("l.csv", HEAD + "8,20,,,,,inf,,,\n", "l.csv:2: jct_ms must be a time from 0, got 'inf'"),
+        ("l.csv", HEAD + "8,20,,,,,,a b,,\n", "l.csv:2: class: a name has letters"),
+        ("l.csv", HEAD + "8,20,,,,,,,no,\n", "l.csv:2: greedy: must be true or false, got 'no'"),
+        ("l.csv", HEAD + "8,20,,,,,,,,1e9\n", "l.csv:2: value: must be a number between 0.001 and"),
         ("l.csv", "prompt_tokens,output_tokens,tier,tier\n", "l.csv:1: a column comes twice"),
         ("l.csv", "prompt_tokens,output_tokens,slo\n", "l.csv:1: unknown header .* followed by"),
         ("m.jsonl", '{"max_tokens": "9"}', "m.jsonl:1: max_tokens must be a number, got '9'"),

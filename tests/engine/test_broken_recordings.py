@@ -20,7 +20,7 @@ from tests.engine.test_recorder import HEADER, Story
         ("Once upon a time", "not a recording"),
         ("[1, 2]", "not a recording"),
         ("{}", "not a recording, 'recording' is missing"),
-        (json.dumps({"recording": 99}), "recording format 99, this version reads 4 and 5"),
+        (json.dumps({"recording": 99}), "recording format 99, this version reads 4, 5, 6"),
         (
             first_line(HEADER, 0.0).replace("jaxserve", "x").replace("began", "b"),
             "not a rec",

@@ -64,7 +64,9 @@ class Story:
         params = SamplingParams(max_tokens=50, temperature=float(number % 2))
         name, tier = ("interactive", "offline")[number % 2], Tier(number % 2)
         prompt = (7,) * (number + 1)
-        request = Request(f"secret-{number}", prompt, params, TARGETS, tier, slo_class=name)
+        request = Request(
+            f"secret-{number}", prompt, params, TARGETS, tier, slo_class=name, value=3.0
+        )
         self.recorder.on_arrival(number, dataclasses.replace(request, arrival=self.now))
 
     def step(self, *received: int) -> None:
@@ -111,6 +113,7 @@ def test_what_is_told_is_read_again(tmp_path: Path) -> None:
     assert workload.max_tbt.tolist() == [7.0, 7.0]
     assert workload.greedy.tolist() == [True, False]
     assert workload.tier.tolist() == [0, 1]
+    assert workload.value.tolist() == [3.0, 3.0]
     assert [workload.terms.classes[i] for i in workload.terms.slo_class] == [
         "interactive",
         "offline",
@@ -200,18 +203,22 @@ def test_nobody_else_may_read_any_of_it(tmp_path: Path) -> None:
     assert set(modes.values()) == {0o600}
 
 
-def test_a_recording_of_the_last_format_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "lacks"), [(5, 1), (4, 2)])
+def test_recordings_of_the_last_formats_are_read(tmp_path: Path, version: int, lacks: int) -> None:
     path = tmp_path / "served.jsonl"
     story = Story(path)
     story.arrive(0)
     story.step(0)
     story.over()
     header, arrival, *rest = map(json.loads, path.read_text().splitlines())
-    header["recording"] = 4
-    assert header["columns"]["arrival"].pop() == "max_tbt" and arrival.pop() == 7.0
+    header["recording"] = version
+    assert arrival[-2:] == [7.0, 3.0]
+    for line in (header["columns"]["arrival"], arrival):
+        del line[-lacks:]
     path.write_text("".join(json.dumps(line) + "\n" for line in (header, arrival, *rest)))
     workload = replay.traffic_of(replay.read(path)).workload
-    assert (workload.ttft.tolist(), workload.max_tbt.tolist()) == ([0.5], [np.inf])
+    assert (workload.ttft.tolist(), workload.value.tolist()) == ([0.5], [1.0])
+    assert workload.max_tbt.tolist() == [np.inf if version == 4 else 7.0]
 
 
 def test_what_was_there_before_and_is_no_recording_is_left_out(tmp_path: Path) -> None:
@@ -224,7 +231,7 @@ def test_what_was_there_before_and_is_no_recording_is_left_out(tmp_path: Path) -
     recording = replay.read(path)
     assert len(recording.steps) == 1
     (note,) = recording.notes
-    assert note == f"{older(path)}: recording format 0, this version reads 4 and 5: left out"
+    assert note == f"{older(path)}: recording format 0, this version reads 4, 5, 6: left out"
 
 
 def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,10 +76,11 @@ class Drive:
         tier: Tier = Tier.REALTIME,
         tenant: str = "",
         weight: float | None = None,
+        value: float = 1.0,
         **slo: float,
     ) -> int:
         sampling, own = SamplingParams(max_tokens=output), SLO(**slo)
-        whose: dict[str, Any] = {"tenant": tenant, "weight": weight}
+        whose: dict[str, Any] = {"tenant": tenant, "weight": weight, "value": value}
         request = Request("r", (1,) * prompt, sampling, own, tier, arrival, **whose)
         self.live += 1
         return self.scheduler.add(request)

@@ -97,8 +97,8 @@ class Outlook:
             (JCT), so that the tokens after it can follow at the pace of late.
         gap_due: When it has to be there even if it is late: the longest gap that is allowed; inf
             before the first token.
-        attains: Probability that the request attains its targets if no further token is late; 1
-            without targets, 0 once that is impossible.
+        attains: Probability that the request attains its targets if no further token is late, 1
+            without targets, 0 once that is impossible; times its value.
         loss: How much of that is lost if its next token is late; 0 if it is late already.
         missed: Whether that is impossible, however long its output gets.
     """
@@ -163,4 +163,5 @@ class Outlook:
             due[jobs] = np.minimum(due[jobs], arrival[jobs] + jct[jobs] - rest)
             tight = due[jobs] - clock < PAUSE
             loss[jobs] = np.where(tight, np.maximum(loss[jobs], attains[jobs]), loss[jobs])
-        return cls(due, gap_due, attains, loss, missed)
+        value = table.value[rows]
+        return cls(due, gap_due, attains * value, loss * value, missed)

@@ -318,7 +318,10 @@ def _workload(recording: Recording, there: list[Arrival], output_len: np.ndarray
     names = [one.slo_class for one in there]
     classes = tuple(dict.fromkeys(names))
     slo_class = np.array([classes.index(name) for name in names], np.int64)
-    terms = SloColumns(tier, **targets, slo_class=slo_class, greedy=greedy, classes=classes)
+    value = np.array([one.value for one in there])
+    terms = SloColumns(
+        tier, **targets, slo_class=slo_class, greedy=greedy, classes=classes, value=value
+    )
     prompt = np.array([one.prompt_len for one in there], np.int64) + written
     limit = np.array([one.limit for one in there], np.int64) - written
     return Workload.create(time - time.min(), Lengths(prompt, output_len), limit=limit, terms=terms)

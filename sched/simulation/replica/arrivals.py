@@ -21,6 +21,7 @@ class Requests:
         self._prompts = workload.prompt_len.tolist()
         self._limits = workload.limit.tolist()
         self._tiers, self._greedy = workload.tier.tolist(), workload.greedy.tolist()
+        self._values = workload.value.tolist()
         targets = zip(*(getattr(workload, name).tolist() for name in ALL_TARGETS), strict=True)
         self._targets = list(targets)
         self._sampling: dict[tuple[int, bool], SamplingParams] = {}
@@ -41,6 +42,7 @@ class Requests:
             self._slo_of(number),
             Tier(self._tiers[number]),
             self.arrival[number],
+            value=self._values[number],
         )
 
     def _slo_of(self, number: int) -> SLO:

@@ -84,6 +84,7 @@ def trace(seed: int, rate: float, early: bool, count: int = 24, *, liars: bool =
         max_tbt=np.where(np.arange(count) % 8 == 0, 0.3, np.inf),
         slo_class=np.zeros(count, np.int64),
         greedy=np.arange(count) % 5 > 0,
+        value=np.where(np.arange(count) % 3 == 0, 2.0, 1.0),
     )
     return Workload.create(arrival, lengths, limit=limit, terms=terms)
 

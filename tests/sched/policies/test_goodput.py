@@ -133,6 +133,27 @@ def test_the_queue_is_predicted_by_the_deadlines_that_plans_have() -> None:
     assert priority.tolist() == found.due.tolist() == [2.0, 1.0, np.inf, 9.0]
 
 
+def test_of_two_that_cost_the_same_the_more_valuable_one_is_in_time() -> None:
+    """A token takes an eighth of a second: there is time for one of the two."""
+    slow = LinearCostModel(Coefficients(0.125, 0, 0, 0, 0, 0, 0, 0, 0), 1)
+    for values in ((1.0, 3.0), (3.0, 1.0)):
+        drive = Drive("goodput", cost_model=slow)
+        for value in values:
+            drive.add(prompt=8, output=1, ttft=1.5, value=value)
+        best = values.index(3.0)
+        assert drive.step(0.0) == {best: 8}
+
+
+def test_the_less_valuable_one_is_paused() -> None:
+    for values in ((1.0, 3.0), (3.0, 1.0)):
+        drive = Drive("goodput", blocks=32)
+        for value in values:
+            drive.add(prompt=8, output=40, ttft=9.0, tbt=9.0, value=value)
+        while not drive.preempted:
+            drive.step(float(len(drive.plans)))
+        assert drive.preempted == [values.index(1.0)]
+
+
 def workload(columns: dict[str, Any]) -> Workload:
     count = len(columns["arrival"])
     terms = SloColumns.none(count)
