@@ -22,6 +22,7 @@ from jaxserve.sched.policies.goodput.filling import Filling
 from jaxserve.sched.policies.goodput.giving_up import given_up
 from jaxserve.sched.policies.goodput.outlook import Lengths, Outlook, Standard
 from jaxserve.sched.policies.goodput.pausing import Memory
+from jaxserve.sched.policies.goodput.tenants import Tenants
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
 from jaxserve.sched.request import Tier
@@ -67,6 +68,7 @@ class Goodput(Policy):
     swaps: bool = True
     _lengths: Lengths = field(init=False, repr=False, compare=False)
     _patience: Patience = field(init=False, repr=False, compare=False)
+    _tenants: Tenants = field(init=False, repr=False, compare=False)
     _pace: _Pace = field(init=False, repr=False, compare=False)
     full_prefill = True
     hybrid_cache = True
@@ -82,6 +84,7 @@ class Goodput(Policy):
                 raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
         object.__setattr__(self, "_lengths", Lengths())
         object.__setattr__(self, "_patience", Patience(self.patience, self.share))
+        object.__setattr__(self, "_tenants", Tenants(self.patience))
         object.__setattr__(self, "_pace", _Pace())
 
     def plan(self, view: View, now: float) -> BatchPlan:
@@ -92,7 +95,9 @@ class Goodput(Policy):
         looked_at = _looked_at(view, waiting, kept, clock, standard)
         rows = np.concatenate([running, looked_at])
         self._lengths.read(view)
-        outlook = Outlook.of_rows(view, rows, clock, self._lengths, standard, self._pace.seconds)
+        worth = table.value[rows] * self._tenants.worth(table.tenant[rows])
+        pace = self._pace.seconds
+        outlook = Outlook.of_rows(view, rows, worth, clock, self._lengths, standard, pace)
         kind = _kind_of_starts(view, running, self.hidden_above)
         work, first = Work.of_rows(view, rows, outlook, kind), kept[rows]
         batch = Batch(view, work)
@@ -103,6 +108,9 @@ class Goodput(Policy):
         done = batch.chosen()
         rows = work.rows[done]
         self._patience.note_batch(rows, clock)
+        first = (table.generated[rows] == 0) & (work.attains[done] > 0)
+        first &= work.start[done] + work.tokens[done] == work.reserve[done]
+        self._tenants.note(table.tenant[rows[first]], clock)
         if len(done):
             self._pace.note(batch.seconds)
         operations: tuple[Operation, ...] = memory.operations()

@@ -98,7 +98,7 @@ class Outlook:
         gap_due: When it has to be there even if it is late: the longest gap that is allowed; inf
             before the first token.
         attains: Probability that the request attains its targets if no further token is late, 1
-            without targets, 0 once that is impossible; times its value.
+            without targets, 0 once that is impossible; times its worth.
         loss: How much of that is lost if its next token is late; 0 if it is late already.
         missed: Whether that is impossible, however long its output gets.
     """
@@ -114,6 +114,7 @@ class Outlook:
         cls,
         view: View,
         rows: np.ndarray,
+        worth: np.ndarray,
         clock: float,
         lengths: Lengths,
         standard: Standard,
@@ -124,6 +125,7 @@ class Outlook:
         Args:
             view: What the policy sees.
             rows: int64 [n].
+            worth: float64 [n], what it is worth that each attains its targets, more than 0.
             clock: When the planned step begins, seconds. A token of the step in flight counts as
                 there then.
             lengths: What is known of output lengths.
@@ -163,5 +165,4 @@ class Outlook:
             due[jobs] = np.minimum(due[jobs], arrival[jobs] + jct[jobs] - rest)
             tight = due[jobs] - clock < PAUSE
             loss[jobs] = np.where(tight, np.maximum(loss[jobs], attains[jobs]), loss[jobs])
-        value = table.value[rows]
-        return cls(due, gap_due, attains * value, loss * value, missed)
+        return cls(due, gap_due, attains * worth, loss * worth, missed)

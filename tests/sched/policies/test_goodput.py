@@ -16,6 +16,7 @@ from jaxserve.sched.plan import Checkpoint, Preempt, Restore
 from jaxserve.sched.policies.goodput import goodput
 from jaxserve.sched.policies.goodput.feasibility import in_time
 from jaxserve.sched.policies.goodput.outlook import Lengths, Outlook, Standard
+from jaxserve.sched.policies.goodput.tenants import Tenants
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.routing.take_snapshot import Lately, constant_fields, take_snapshot
@@ -61,7 +62,7 @@ def outlook(drive: Drive, row: int, clock: float) -> tuple[float, float, float]:
     lengths = Lengths()
     lengths.read(drive.scheduler.view)
     found = Outlook.of_rows(
-        drive.scheduler.view, np.array([row]), clock, lengths, STANDARD, pace=0.1
+        drive.scheduler.view, np.array([row]), np.ones(1), clock, lengths, STANDARD, pace=0.1
     )
     return float(found.due[0]), float(found.attains[0]), float(found.loss[0])
 
@@ -128,7 +129,7 @@ def test_the_queue_is_predicted_by_the_deadlines_that_plans_have() -> None:
     known: list[dict[str, float]] = [{}, {"ttft": 1.0}, {"tbt": 1.0}, {"jct": 9.0}]
     rows = np.array([drive.add(prompt=4, output=1, **slo) for slo in known])
     view = drive.scheduler.view
-    found = Outlook.of_rows(view, rows, 0.0, Lengths(), STANDARD, pace=0.0)
+    found = Outlook.of_rows(view, rows, np.ones(4), 0.0, Lengths(), STANDARD, pace=0.0)
     priority = drive.policy.queue_priority(Columns(view, rows, 0.0), 0.0)
     assert priority.tolist() == found.due.tolist() == [2.0, 1.0, np.inf, 9.0]
 
@@ -336,6 +337,33 @@ def test_everybody_ends_whatever_comes(data: st.DataObject) -> None:
         "goodput", work, Limits(4096, 512, 8), num_blocks=blocks, host_tokens=host, checked=True
     )
     assert found.requests.finished.all()
+
+
+def test_the_more_of_a_tenant_have_been_in_time_the_less_the_next_is_worth() -> None:
+    tenants, both = Tenants(10.0), np.array([0, 3])
+    assert tenants.worth(both).tolist() == [1.0, 1.0]
+    tenants.note(np.array([3, 3, 3]), 5.0)
+    assert tenants.worth(both).tolist() == [1.0, 0.25]
+    assert tenants.worth(np.array([3])).tolist() == [1.0], "there is nobody else"
+    tenants.note(np.array([0]), 15.0)
+    assert tenants.worth(both).tolist() == pytest.approx([1.0, 2 / (1 + 3 / np.e)])
+
+
+def test_no_tenant_crowds_out_another_with_cheap_requests() -> None:
+    """Each second there is time for either four short prompts or one long one. With one tenant it
+    would be the short ones, always."""
+    slow = LinearCostModel(Coefficients(1 / 32, 0, 0, 0, 0, 0, 0, 0, 0), 1)
+    longs = []
+    for few in ("few", "many"):
+        drive = Drive("goodput:patience=1000", cost_model=slow)
+        served = 0
+        for now in range(12):
+            for _ in range(4):
+                drive.add(prompt=8, output=1, arrival=float(now), ttft=1.1, tenant="many")
+            drive.add(prompt=32, output=1, arrival=float(now), ttft=1.1, tenant=few)
+            served += 32 in drive.step(float(now)).values()
+        longs.append(served)
+    assert longs[0] >= 6 and longs[1] == 0, longs
 
 
 def given_up(drive: Drive, now: float) -> tuple[list[int], list[int]]:
