@@ -23,6 +23,7 @@ class Patience:
         self._seconds, self._share = seconds, share
         self._seq = np.zeros(0, np.int64)  # by row: whose numbers these are
         self._served = np.zeros(0)  # when it was last in a batch, or came
+        self._wrote = np.zeros(0)  # the same of batches that gave it a token
         self._kept = np.zeros(0, bool)
 
     def read(self, view: View, rows: np.ndarray, clock: float) -> np.ndarray:
@@ -38,13 +39,10 @@ class Patience:
             them at a time.
         """
         table = view.table
-        grow_columns(self, table.capacity, _seq=NOBODY, _served=0.0, _kept=False)
+        grow_columns(self, table.capacity, _seq=NOBODY, _served=0.0, _wrote=0.0, _kept=False)
         new = rows[self._seq[rows] != table.seq[rows]]
-        self._seq[new], self._served[new], self._kept[new] = (
-            table.seq[new],
-            table.arrival[new],
-            False,
-        )
+        self._seq[new], self._kept[new] = table.seq[new], False
+        self._served[new] = self._wrote[new] = table.arrival[new]
         kept = rows[self._kept[rows]]
         late = rows[~self._kept[rows] & (clock - self._served[rows] > self._seconds)]
         self._kept[:] = False
@@ -63,9 +61,15 @@ class Patience:
         """Which of these rows have been without service for twice as long, bool [n]."""
         return np.asarray(clock - self._served[rows] > 2 * self._seconds)
 
-    def note_batch(self, rows: np.ndarray, clock: float) -> None:
-        """These are in the batch that begins at `clock`."""
+    def note_batch(self, rows: np.ndarray, writes: np.ndarray, clock: float) -> None:
+        """These are in the batch that begins at `clock`. writes: bool [n], who gets a token."""
         self._served[rows] = clock
+        self._wrote[rows[writes]] = clock
+
+    def note_paused(self, rows: list[int]) -> None:
+        """These are paused: what they were served since their last token was for nothing."""
+        if rows:
+            self._served[rows] = self._wrote[rows]
 
     def _admitted(self, view: View, kept: np.ndarray, late: np.ndarray) -> int:
         """How many of the late, in order, find room in the share."""

@@ -97,19 +97,21 @@ class Goodput(Policy):
         self._lengths.read(view)
         worth = table.value[rows] * self._tenants.worth(table.tenant[rows])
         pace = self._pace.seconds
-        outlook = Outlook.of_rows(view, rows, worth, clock, self._lengths, standard, pace)
+        targets = standard.targets_of(view, rows)
+        outlook = Outlook.of_rows(view, rows, targets, worth, clock, self._lengths, pace)
         kind = _kind_of_starts(view, running, self.hidden_above)
         work, first = Work.of_rows(view, rows, outlook, kind), kept[rows]
         batch = Batch(view, work)
         memory = Memory(view, work, batch, first, swaps=self.swaps)
-        headroom = _headroom(table.ttft[rows])
+        headroom = _headroom(targets[0])
         filling = Filling(view, work, batch, memory, clock, headroom, first)
         filling.fill(self._patience.starved(rows, clock))
         done = batch.chosen()
         rows = work.rows[done]
-        self._patience.note_batch(rows, clock)
-        first = (table.generated[rows] == 0) & (work.attains[done] > 0)
-        first &= work.start[done] + work.tokens[done] == work.reserve[done]
+        writes = work.start[done] + work.tokens[done] == work.reserve[done]
+        self._patience.note_batch(rows, writes, clock)
+        self._patience.note_paused(memory.preempted)
+        first = writes & (table.generated[rows] == 0) & (work.attains[done] > 0)
         self._tenants.note(table.tenant[rows[first]], clock)
         if len(done):
             self._pace.note(batch.seconds)

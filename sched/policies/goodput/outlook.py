@@ -55,6 +55,9 @@ class Lengths:
         return np.where(there, 1.0, np.where(tokens > most, 0.0, np.minimum(share, 1.0)))
 
 
+Targets = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
 @dataclass(frozen=True)
 class Standard:
     """Targets of real-time requests that name none, in seconds.
@@ -72,9 +75,7 @@ class Standard:
         """The longest gap."""
         return max(MAX_TBT * self.tbt, LEAST_MAX_TBT)
 
-    def targets_of(
-        self, view: View, rows: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def targets_of(self, view: View, rows: np.ndarray) -> Targets:
         """The requests' TTFT, TBT, JCT and longest gap, or these for those who name none of them,
         float64 [n] each."""
         table = view.table
@@ -114,10 +115,10 @@ class Outlook:
         cls,
         view: View,
         rows: np.ndarray,
+        targets: Targets,
         worth: np.ndarray,
         clock: float,
         lengths: Lengths,
-        standard: Standard,
         pace: float,
     ) -> Outlook:
         """Reads the table.
@@ -125,16 +126,16 @@ class Outlook:
         Args:
             view: What the policy sees.
             rows: int64 [n].
+            targets: From `Standard.targets_of`.
             worth: float64 [n], what it is worth that each attains its targets, more than 0.
             clock: When the planned step begins, seconds. A token of the step in flight counts as
                 there then.
             lengths: What is known of output lengths.
-            standard: Targets of those without.
             pace: Seconds of a step, as of late.
         """
         table = view.table
         generated, arrival = table.generated[rows], table.arrival[rows]
-        ttft, tbt, jct, longest = standard.targets_of(view, rows)
+        ttft, tbt, jct, longest = targets
         first, flying = generated == 0, generated > table.received[rows]
         last = np.where(flying, clock, table.last_token[rows])
         due = np.where(first, arrival + ttft, last + np.minimum(tbt, longest))

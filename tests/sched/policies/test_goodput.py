@@ -59,11 +59,10 @@ def test_the_dearest_for_its_worth_is_left_out() -> None:
 
 
 def outlook(drive: Drive, row: int, clock: float) -> tuple[float, float, float]:
-    lengths = Lengths()
-    lengths.read(drive.scheduler.view)
-    found = Outlook.of_rows(
-        drive.scheduler.view, np.array([row]), np.ones(1), clock, lengths, STANDARD, pace=0.1
-    )
+    lengths, view, rows = Lengths(), drive.scheduler.view, np.array([row])
+    lengths.read(view)
+    targets = STANDARD.targets_of(view, rows)
+    found = Outlook.of_rows(view, rows, targets, np.ones(1), clock, lengths, pace=0.1)
     return float(found.due[0]), float(found.attains[0]), float(found.loss[0])
 
 
@@ -129,7 +128,8 @@ def test_the_queue_is_predicted_by_the_deadlines_that_plans_have() -> None:
     known: list[dict[str, float]] = [{}, {"ttft": 1.0}, {"tbt": 1.0}, {"jct": 9.0}]
     rows = np.array([drive.add(prompt=4, output=1, **slo) for slo in known])
     view = drive.scheduler.view
-    found = Outlook.of_rows(view, rows, np.ones(4), 0.0, Lengths(), STANDARD, pace=0.0)
+    targets = STANDARD.targets_of(view, rows)
+    found = Outlook.of_rows(view, rows, targets, np.ones(4), 0.0, Lengths(), pace=0.0)
     priority = drive.policy.queue_priority(Columns(view, rows, 0.0), 0.0)
     assert priority.tolist() == found.due.tolist() == [2.0, 1.0, np.inf, 9.0]
 
@@ -241,6 +241,25 @@ def test_who_has_waited_is_not_put_off() -> None:
         drive.add(prompt=4, output=1, arrival=float(now), ttft=0.5)
         drive.step(float(now))
     assert [now for now, plan in enumerate(drive.plans) if row in plan] == [0, 6, 7]
+
+
+def test_service_before_a_pause_does_not_count_unless_it_gave_a_token() -> None:
+    drive = Drive("goodput:patience=5", blocks=32, c=48, p=48)
+    begun = drive.add(prompt=56, output=4, ttft=1.0)
+    assert drive.step(3.0) == {begun: 48}
+    drive.add(prompt=20, output=9, arrival=4.0, ttft=2.0, tbt=9.0)
+    drive.step(4.0)
+    assert drive.preempted == [begun]
+    assert begun not in drive.step(4.5)
+    assert begun in drive.step(5.5)
+
+
+def test_who_is_late_leaves_time_for_newcomers_without_targets() -> None:
+    """A third of the 0.3 s that these have by default; a token takes 1/64 s."""
+    slow = LinearCostModel(Coefficients(1 / 64, 0, 0, 0, 0, 0, 0, 0, 0), 1)
+    drive = Drive("goodput:ttft=0.3", cost_model=slow)
+    late = drive.add(prompt=40, output=2)
+    assert drive.step(1.0) == {late: 6}
 
 
 def test_best_effort_requests_start_beside_slow_decodes() -> None:
