@@ -14,10 +14,11 @@ The flags are those of `jaxserve simulate`, which says more of them.
 
 First every policy is simulated with one seed; the best few then with more, --seeds in the end, and
 with 0.8 and 1.25 times the traffic, one seed again. Policies are ranked by the share of the
-requests that attain their SLO, then by goodput. Two are told apart where that share, or the
-goodput, differs by more than its 95% interval and by more than makes a difference: half a point, or
-1%. The intervals are of the difference seed by seed, or where there is one run over its requests.
-Of those that cannot be told from the best the plainest is taken, sarathi before all.
+requests that attain their SLO by a server's verdict (the longest time between two tokens counts),
+then by goodput. Two are told apart where that share, or the goodput, differs by more than its 95%
+interval and by more than makes a difference: half a point, or 1%. The intervals are of the
+difference seed by seed, or where there is one run over its requests. Of those that cannot be told
+from the best the plainest is taken, sarathi before all.
 
 Exit codes: 0, 1 where a run fails, 2 for a command line of which nothing can be simulated.
 """

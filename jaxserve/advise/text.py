@@ -9,10 +9,11 @@ from jaxserve.advise.margins import DEFAULT, Margin, margin, score
 from jaxserve.advise.rounds import Advice, equals
 from jaxserve.group_table import aligned
 from jaxserve.sched.simulation.simulator import MAX_ROWS
+from jaxserve.simulate.runs import GROUP_ATTAINMENT, RULE
 from jaxserve.simulate.spread import LEVEL
 from jaxserve.simulate.sweep import Point
 
-_TARGETS = {"ttft": "TTFT", "tbt": "TBT", "jct": "JCT"}
+_TARGETS = {"ttft": "TTFT", "tbt": "TBT", "jct": "JCT", "max_tbt": "longest TBT"}
 
 
 def report(advice: Advice) -> str:
@@ -115,7 +116,7 @@ def _parts(best: Point, base: Point) -> str:
 def _met(group: dict[str, Any]) -> float:
     """How many of the group's requests attain their SLO."""
     slo = group["slo"]
-    return float(group["requests"] * (1.0 if slo is None else slo["attainment"]))
+    return float(group["requests"] * (1.0 if slo is None else slo[GROUP_ATTAINMENT]))
 
 
 def _verdict(advice: Advice) -> str:
@@ -173,8 +174,9 @@ def _behind(found: Margin) -> list[str]:
 
 def _notes(advice: Advice) -> list[str]:
     notes = [
-        "SLO: of each policy's own seeds. Less: of those that it and the best both have, with half",
-        f"of the {LEVEL:.0%} interval of the difference, over them or, of one, over its requests",
+        f"SLO: {RULE},",
+        "of each policy's own seeds. Less: of those that it and the best both have, with half of",
+        f"the {LEVEL:.0%} interval of the difference, over them or, of one, over its requests",
     ]
     return notes + [f"not compared: {line}" for line in advice.refused]
 

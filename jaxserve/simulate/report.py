@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxserve.group_table import aligned, group_lines
 from jaxserve.sched.simulation.capacity import Crossing
+from jaxserve.simulate.runs import RULE, SLO_ATTAINMENT
 from jaxserve.simulate.spread import LEVEL, half_width, mean
 from jaxserve.simulate.sweep import Point, Ratios
 
@@ -78,11 +79,11 @@ def capacity_report(found: Sequence[tuple[Point, Crossing]], level: float) -> st
     level, or where the search ended, with the numbers there."""
     lines = [["policy", "capacity, requests/s", "SLO"]]
     for point, capacity in found:
-        attainment = _cell("{:.1%}", "slo_attainment", point.mean, point.half_width)
+        attainment = _cell("{:.1%}", SLO_ATTAINMENT, point.mean, point.half_width)
         lines.append([point.run.policy, f"{capacity.bound}{capacity.rate:g}", attainment])
     return (
-        f"the highest rate at which {100 * level:.4g}% of the requests attain their SLO\n"
-        + aligned(lines)
+        f"the highest rate at which {100 * level:.4g}% of the requests attain their SLO, "
+        f"{RULE}\n" + aligned(lines)
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from jaxserve.sched.simulation.capacity import FINE, Crossing, sustained
 from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.simulate.runs import Run, check_targets
+from jaxserve.simulate.runs import SLO_ATTAINMENT, Run, check_targets
 from jaxserve.simulate.sweep import Point, sweep
 from jaxserve.simulate.workers import Workers
 
@@ -56,7 +56,7 @@ class Search:
     def problem(self) -> str:
         """Why there is no capacity, in a line; "" if there is one."""
         found = self.capacity()
-        share = self.point().mean["slo_attainment"]
+        share = self.point().mean[SLO_ATTAINMENT]
         begin = f"{self.run.policy}: at {found.rate:g} requests/s, the"
         attain = f"rate tried, {share:.1%} of the requests attain their SLO"
         if found.bound == "<":
@@ -69,7 +69,7 @@ class Search:
         return ""
 
     def _attainments(self) -> dict[int, float]:
-        return {index: p.mean["slo_attainment"] for index, p in self.tried.items()}
+        return {index: p.mean[SLO_ATTAINMENT] for index, p in self.tried.items()}
 
 
 def search(runs: Sequence[Run], level: float, seeds: int, workers: Workers) -> list[Search]:

@@ -15,7 +15,7 @@ from jaxserve.advise.cli import main
 from jaxserve.advise.margins import margin, plainness
 from jaxserve.advise.rounds import equals
 from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.simulate.runs import Outcome, Run
+from jaxserve.simulate.runs import RULE, SLO_ATTAINMENT, SLO_GOODPUT, Outcome, Run
 from jaxserve.simulate.sweep import Point
 from tests.engine.simulated.test_engine_agrees import trace
 from tests.sched.simulation.recording.test_replay import recorded
@@ -54,6 +54,17 @@ def test_who_keeps_targets_beats_who_does_not(capsys: pytest.CaptureFixture[str]
     flags += " --config.scheduler.max_prefill_tokens=512"
     assert f"    jaxserve serve {flags}" in said.splitlines()
     assert found["flags"] == flags.split()
+
+
+def test_a_stream_that_stands_still_does_not_attain(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the papers' rule all do, as nobody asks for a 99th percentile."""
+    argv = [*PLACE, MIXED[0], "--rate=8", "--slo_max_tbt_ms=200", "--policy=vllm,sarathi"]
+    found, said = advised(capsys, *argv, "--seeds=1")
+    first, other = found["ranking"]
+    assert found["policy"] == first["policy"] == "sarathi" and RULE in said
+    assert first["attainment"] > other["attainment"] and other["half_width"] > 0
+    assert first["mean"]["slo_attainment"] == other["mean"]["slo_attainment"] == 1
+    assert "more their longest TBT" in found["why"]
 
 
 def test_it_says_where_it_makes_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +163,7 @@ def point(
     for one in outcomes:
         met = one if isinstance(one, np.ndarray) else np.zeros(1, bool)
         share, goodput = (float(met.mean()), 1.0) if met is one else (float(one[0]), float(one[1]))
-        numbers = {"slo_attainment": share, "goodput_per_s": goodput}
+        numbers = {SLO_ATTAINMENT: share, SLO_GOODPUT: goodput}
         found.append(Outcome(numbers, 1, False, met, None))
     return Point(run, tuple(found), seed_matters)
 

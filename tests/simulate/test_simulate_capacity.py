@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve.sched.simulation.capacity import FINE
 from jaxserve.simulate.cli import main
+from jaxserve.simulate.runs import RULE, SLO_ATTAINMENT
 
 WORKLOAD = ["--workload=alpaca", "--num_requests=50", "--jobs=1", "--seeds=2"]
 SLO = ["--slo_ttft_ms=200", "--slo_tbt_ms=10"]
@@ -26,7 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 def attainment(capsys: pytest.CaptureFixture[str], policy: str, rate: float) -> float:
     (point,) = run(capsys, *WORKLOAD, *SLO, f"--policy={policy}", f"--rate={rate}")["points"]
-    return float(point["mean"]["slo_attainment"])
+    return float(point["mean"][SLO_ATTAINMENT])
 
 
 @pytest.mark.parametrize("level", [0.9, 0.6])
@@ -60,17 +61,26 @@ def test_the_table_and_the_summary(capsys: pytest.CaptureFixture[str], tmp_path:
     argv = [*FIND, *SLO, "--policy=vllm,sarathi", "--rate=30", f"--summary={path}"]
     assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "the highest rate at which 90% of the requests attain their SLO"
+    assert lines[0] == f"the highest rate at which 90% of the requests attain their SLO, {RULE}"
     capacities = {line.split()[0]: float(line.split()[1]) for line in lines[2:]}
     with open(path, newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["statistic"] == "mean"]
     for policy, capacity in capacities.items():
         tried = {
-            float(row["rate"]): float(row["slo_attainment"])
+            float(row["rate"]): float(row[SLO_ATTAINMENT])
             for row in rows
             if row["policy"] == policy
         }
         assert capacity == max(rate for rate, share in tried.items() if share >= 0.9)
+
+
+def test_the_longest_gap_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Even where it is all that is asked for."""
+    loose, strict, alone = (
+        run(capsys, *FIND, *more)["capacity"][0]["rate"]
+        for more in (SLO, [*SLO, "--slo_max_tbt_ms=11"], ["--slo_max_tbt_ms=11"])
+    )
+    assert strict < loose and strict <= alone
 
 
 def test_targets_of_classes_count(capsys: pytest.CaptureFixture[str]) -> None:
