@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.sched.cost.batch_feature_sums import prefix
 from jaxserve.sched.policies.slack.slack_batch import SlackBatch
 from jaxserve.sched.policies.slack.slack_policy import Outlook, SlackPolicy
-from jaxserve.sched.policies.slack.token_deadlines import Pacing
+from jaxserve.sched.policies.slack.token_deadlines import Pacing, gap_targets
 from jaxserve.sched.registry import register
 from jaxserve.sched.unified.batch_builder import PlannedWork
 
@@ -39,7 +39,7 @@ class FairBatching(SlackPolicy):
         going = outlook.decodes
         going = going[np.argsort(outlook.slack[going], kind="stable")]
         slack = outlook.slack[going]
-        tbt = batch.view.table.tbt[rows[going]]
+        tbt = gap_targets(batch.view, rows[going])
         budget, tpot = capacity(slack, tbt, strict=self.pacing is Pacing.GAP)
         limit = budget / self.margin
         urgent = going[: int(np.searchsorted(slack, budget + tpot, "right"))]

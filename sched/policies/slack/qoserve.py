@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxserve.sched.policies.slack.slack_batch import SlackBatch, least_slack
 from jaxserve.sched.policies.slack.slack_policy import Outlook, SlackPolicy
+from jaxserve.sched.policies.slack.token_deadlines import gap_targets
 from jaxserve.sched.registry import register
 from jaxserve.sched.request import Tier
 
@@ -49,7 +50,7 @@ class QoServe(SlackPolicy):
         """All decodes, and the largest chunk that fits beside them into the least slack."""
         work, going = outlook.work, outlook.decodes
         going = going[batch.decode(work[going], outlook.rows[outlook.keepers])]
-        tbt = batch.view.table.tbt[outlook.rows[going]]
+        tbt = gap_targets(batch.view, outlook.rows[going])
         limit = least_slack(batch, outlook.slack[going], tbt)
         limit = outlook.prompt_limit(batch, limit) / self.margin
         prompts = batch.admissible(work[self._sorted(batch, outlook)])

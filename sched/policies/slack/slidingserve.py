@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.sched.policies.slack.knapsack import most_valuable
 from jaxserve.sched.policies.slack.slack_batch import Prompts, SlackBatch, least_slack
 from jaxserve.sched.policies.slack.slack_policy import Outlook, SlackPolicy
-from jaxserve.sched.policies.slack.token_deadlines import FAR, Pacing
+from jaxserve.sched.policies.slack.token_deadlines import FAR, Pacing, gap_targets
 from jaxserve.sched.policies.slack.window import Window
 from jaxserve.sched.registry import register
 from jaxserve.sched.request import Tier
@@ -50,7 +50,7 @@ class SlidingServe(SlackPolicy):
         """All decodes, and the first of two chunks that are the best together."""
         work, going = outlook.work, outlook.decodes
         going = going[batch.decode(work[going], outlook.rows[outlook.keepers])]
-        slack, tbt = outlook.slack[going], batch.view.table.tbt[outlook.rows[going]]
+        slack, tbt = outlook.slack[going], gap_targets(batch.view, outlook.rows[going])
         limit = outlook.prompt_limit(batch, least_slack(batch, slack, tbt)) / self.margin
         order, must = self._sorted(batch, outlook, limit)
         prompts = batch.admissible(work[order])
@@ -97,7 +97,7 @@ class SlidingServe(SlackPolicy):
         ahead = np.full(len(slack), -np.inf)
         if self.pacing is Pacing.ENVELOPE:
             ahead = slack + tbt
-        joining = batch.view.table.tbt[prompts.work.rows]
+        joining = gap_targets(batch.view, prompts.work.rows)
         return Window(
             batch, prompts, ahead / self.margin, after / self.margin, joining / self.margin
         )

@@ -2,8 +2,9 @@
 
 The first token is due TTFT after the arrival. Later ones are due on the envelope arrival + TTFT +
 j TBT (QoServe section 3, FairBatching section 3), so that tokens that came early leave time to
-others, or one TBT after the token before (`Pacing`). Who has fallen behind the envelope is due one
-TBT after its last token: it cannot catch up faster than that.
+others, or one TBT after the token before (`Pacing`); never more than the longest gap that a request
+asks for after that one, which is its TBT where it has no other (`gap_targets`). Who has fallen
+behind the envelope is due one TBT after its last token: it cannot catch up faster than that.
 
 A request with a JCT target only, or with none, is "non-interactive": its last token is due, at its
 JCT or a default, and each token before that one typical step earlier than the next (the authors of
@@ -65,15 +66,16 @@ class Deadlines:
             float64 [n].
         """
         table = view.table
-        generated, arrival, ttft, tbt = (
-            column[rows] for column in (table.generated, table.arrival, table.ttft, table.tbt)
+        generated, arrival, ttft = (
+            column[rows] for column in (table.generated, table.arrival, table.ttft)
         )
+        tbt = gap_targets(view, rows)
         last = np.where(generated > table.received[rows], clock, table.last_token[rows])
         due = last + tbt
         if self.pacing is Pacing.ENVELOPE:
             timed = generated * np.where(np.isinf(tbt), 0.0, tbt)
             envelope = np.where(np.isinf(ttft), -np.inf, arrival + ttft + timed)
-            due = np.maximum(due, envelope)
+            due = np.minimum(np.maximum(due, envelope), last + table.max_tbt[rows])
         due = np.where(generated == 0, arrival + ttft, due)
         jobs = np.flatnonzero(self.of_job(ttft, table.jct[rows]) < np.inf)
         if len(jobs):
@@ -102,9 +104,9 @@ class Deadlines:
             clock: As there.
             step: As there.
         """
-        table, slack = view.table, due - clock
-        free = np.isinf(table.tbt[rows]) & (slack >= 0)
-        over = np.isinf(table.tbt[rows]) & (
+        table, slack, untimed = view.table, due - clock, np.isinf(gap_targets(view, rows))
+        free = untimed & (slack >= 0)
+        over = untimed & (
             table.arrival[rows] + self.of_job(table.ttft[rows], table.jct[rows]) <= clock
         )
         return np.where(over, np.inf, np.where(free, np.maximum(slack, step), slack))
@@ -125,13 +127,20 @@ class Deadlines:
         return due + price * tokens + np.where(late, FAR, 0.0)
 
 
+def gap_targets(view: View, rows: np.ndarray) -> np.ndarray:
+    """How long each may wait between two tokens, seconds, float64 [n]: its TBT, or its longest gap
+    where that is less or all that it asks for; inf for neither."""
+    return np.minimum(view.table.tbt[rows], view.table.max_tbt[rows])
+
+
 def standing(view: View, rows: np.ndarray, clock: float) -> np.ndarray:
     """The order in which running requests keep their caches, indices [n]: by the envelope arrival +
     TTFT + j TBT, so that the cache goes first of whoever has the most slack on it; best-effort
     requests after the others, and those who are behind it after all. clock: seconds."""
     table = view.table
     ttft, jct = table.ttft[rows], table.jct[rows]
-    tbt = np.where(np.isinf(table.tbt[rows]), 0.0, table.tbt[rows])
+    tbt = gap_targets(view, rows)
+    tbt = np.where(np.isinf(tbt), 0.0, tbt)
     due = table.arrival[rows] + np.minimum(ttft, jct) + table.generated[rows] * tbt
     low = table.tier[rows] == Tier.BEST_EFFORT
     return np.lexsort((table.seq[rows], due, low, due < clock))

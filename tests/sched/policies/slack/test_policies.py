@@ -52,6 +52,19 @@ def test_a_chunk_grows_with_the_least_slack(policy: str, tbt: float, tokens: int
 
 
 @pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("tbt", [{}, {"tbt": 9.0}])
+@pytest.mark.parametrize("pacing", ["gap", "envelope"])
+def test_the_longest_gap_counts_where_it_is_less(
+    policy: str, tbt: dict[str, float], pacing: str
+) -> None:
+    run = drive(f"{policy}:pacing={pacing}")
+    row = run.add(1, 9, ttft=9.0, max_tbt=1.25, **tbt)
+    run.step()
+    long = run.add(60, 2, **LATER)
+    assert run.step() == {row: 1, long: 9}
+
+
+@pytest.mark.parametrize("policy", NAMES)
 def test_the_margin_makes_chunks_smaller(policy: str) -> None:
     run = drive(policy, margin=2.0)
     first = run.add(1, 9, ttft=9.0, tbt=2.125)
