@@ -38,8 +38,9 @@ def first_token(s: Any, work: Any, short: Any, q: Any, now: float) -> Any:
 
 def violation(s: Any, work: Any, short: Any, q: Any, now: float) -> Any:
     """Predicted SLO violation if q goes there: its own TTFT and JCT, and the tighter of its TBT and
-    those running there, each from 0 to 1. Some is added for poor recent attainment, and a little
-    for a late first token, which breaks ties.
+    those running there, each from 0 to 1. A replica with requests whose targets it has given up
+    counts as late by as much as it has to compute for them. Some is added for poor recent
+    attainment, and a little for a late first token, which breaks ties.
 
     Args:
         s: What is known of a replica, a record of KNOWN, or of several as columns.
@@ -51,7 +52,10 @@ def violation(s: Any, work: Any, short: Any, q: Any, now: float) -> Any:
     first = first_token(s, work, short, q, now)
     decode = s.decode + q.sequences * s.row + q.sequences * q.prompt_len * s.read
     tbt = (decode + s.prefill) / np.minimum(s.tbt, q.tbt)
-    missed = _miss(first / q.ttft) + _miss((first + s.mean_output * decode) / q.jct) + _miss(tbt)
+    # Whoever is relegated was to come first, too: where that is, this one may well be next. Not for
+    # what breaks ties: where all are late anyway, what counts is who is before it.
+    late = _miss((first + s.relegated_work) / q.ttft)
+    missed = late + _miss((first + s.mean_output * decode) / q.jct) + _miss(tbt)
     return missed + START * first / min(q.ttft, 10.0) + DISTRUST * (1.0 - s.attainment)
 
 

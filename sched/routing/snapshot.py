@@ -74,6 +74,10 @@ class Snapshot(Prices):
         running: Those of them that hold cache.
         cached: Tokens of that cache.
         waiting: Requests that hold no cache.
+        given_up: Those of them that are not going to meet their targets, as the policy says.
+        relegated: Those of these that are served behind all others, also those yet to come.
+        relegated_tokens: Tokens that all such requests have yet to compute, which are in none of
+            the sums below. Best-effort requests are taken to wait for them, real-time ones not.
         realtime_tokens, best_effort_tokens: Prompt tokens of each tier yet to compute, those of
             preempted requests included.
         realtime_quad, best_effort_quad: The sum of c^2 + 2cm over these requests, each with c
@@ -99,6 +103,9 @@ class Snapshot(Prices):
     running: int = 0
     cached: int = 0
     waiting: int = 0
+    given_up: int = 0
+    relegated: int = 0
+    relegated_tokens: int = 0
     realtime_tokens: int = 0
     best_effort_tokens: int = 0
     realtime_quad: int = 0
@@ -132,7 +139,8 @@ SNAPSHOT = np.dtype([(field.name, np.float64) for field in fields(Snapshot)], al
 # steps included, and of the square of its length. decode: seconds of a step of all decodes; row,
 # read: by how much another one makes it longer, and each token that it has cached; prefill: by how
 # much a step is longer that is full of prompts. per_block, per_row: seconds until one becomes free.
-# dead, draining: it gets nothing. first_sent, last_sent: for the compiled simulation.
+# relegated_work: seconds of all that relegated requests have to compute. dead, draining: it gets
+# nothing. first_sent, last_sent: for the compiled simulation.
 KNOWN = np.dtype(
     [
         (name, np.float64)
@@ -140,7 +148,7 @@ KNOWN = np.dtype(
             *("time", "unfinished", "tbt", "mean_output", "attainment", "by_tier", "block_size"),
             *("realtime_work", "best_effort_work", "realtime_short", "best_effort_short"),
             *("rows_short", "token", "quad", "decode", "row", "read", "prefill"),
-            *("per_block", "per_row"),
+            *("per_block", "per_row", "relegated_work"),
         )
     ]
     + [("first_sent", np.int64), ("last_sent", np.int64)]
@@ -164,12 +172,14 @@ def reset_known(s: Any, n: Any) -> None:
     s.quad = n.pace * (n.quad + n.cached_token / (2.0 * room))
     late = n.best_effort_tokens * s.token + n.best_effort_quad * s.quad
     s.realtime_work = n.busy + n.realtime_tokens * s.token + n.realtime_quad * s.quad
+    s.relegated_work = n.relegated_tokens * s.token
     s.best_effort_work = s.realtime_work + late
     s.realtime_short = n.realtime_blocks - n.free_blocks
     s.best_effort_short = s.realtime_short + n.best_effort_blocks
     if not n.by_tier:
         s.realtime_work, s.realtime_short = s.best_effort_work, s.best_effort_short
-    s.rows_short = n.waiting + n.running - n.max_rows
+    s.best_effort_work += s.relegated_work
+    s.rows_short = n.waiting - n.relegated + n.running - n.max_rows
     # All that is held now is free once in as many steps as an output has tokens.
     outputs = decode * n.mean_output
     s.per_block = outputs / max(n.num_blocks - n.free_blocks, 1.0)

@@ -14,7 +14,7 @@ from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.request import Request, Tier
 from jaxserve.sched.routing.snapshot import Prices, Snapshot
 from jaxserve.sched.slo.backlog import Backlog, Known
-from jaxserve.sched.state.request_table import RELEGATED
+from jaxserve.sched.state.request_table import MISSED, RELEGATED
 
 WINDOW = 200  # outputs, or first tokens, of which a mean is
 PACE = 0.05  # weight of a step in the mean of how long steps take
@@ -114,8 +114,8 @@ def serves_by_tier(policy: Policy) -> bool:
 def take_snapshot(
     backlog: Backlog, unfinished: int, known: dict[str, Any], learned: Lately, *, draining: bool
 ) -> Snapshot:
-    """Sums up what a scheduler has before it. What relegated requests have to compute counts as of
-    best-effort ones.
+    """Sums up what a scheduler has before it. What relegated requests have to compute is
+    counted apart: it stands behind what comes.
 
     Args:
         backlog: The scheduler's.
@@ -125,12 +125,13 @@ def take_snapshot(
         draining: Whether it takes no more requests.
     """
     mine = backlog.known
-    pending = ~mine.decoding
+    last = mine.outlook == RELEGATED
     length = mine.prompt_len + mine.generated
-    tokens = (length - mine.computed) * pending
+    left = (length - mine.computed) * ~mine.decoding
+    tokens = left * ~last
     quad = tokens * (tokens + 2 * mine.computed)
-    blocks = blocks_for(length, backlog.block_size) * mine.waiting
-    late = (mine.tier == Tier.BEST_EFFORT) | (mine.outlook == RELEGATED)
+    blocks = blocks_for(length, backlog.block_size) * (mine.waiting & ~last)
+    late = mine.tier == Tier.BEST_EFFORT
     runs = ~mine.waiting
     return Snapshot(
         time=backlog.time,
@@ -139,6 +140,9 @@ def take_snapshot(
         running=int(np.count_nonzero(runs)),
         cached=int(mine.computed[runs].sum()),
         waiting=int(np.count_nonzero(mine.waiting)),
+        given_up=int(np.count_nonzero(mine.waiting & (mine.outlook >= MISSED))),
+        relegated=int(np.count_nonzero(mine.waiting & last)),
+        relegated_tokens=int(left[last].sum()),
         realtime_tokens=int(tokens[~late].sum()),
         best_effort_tokens=int(tokens[late].sum()),
         realtime_quad=int(quad[~late].sum()),

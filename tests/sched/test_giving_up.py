@@ -12,6 +12,7 @@ from jaxserve.sched.plan import BatchPlan, InvalidPlan
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams
+from jaxserve.sched.routing.snapshot import Snapshot
 from jaxserve.sched.routing.take_snapshot import Lately, constant_fields, take_snapshot
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.systems import system
@@ -102,19 +103,25 @@ def test_nobody_waits_for_those_who_are_relegated() -> None:
     assert before > missed > wait()
 
 
-def test_routers_see_the_work_of_the_relegated_as_that_of_best_effort_requests() -> None:
+def test_routers_see_who_is_given_up_and_the_work_of_the_relegated() -> None:
     made, policy = drive()
     view = made.scheduler.view
     known = constant_fields(FLAT, policy, view.limits, made.pool.num_blocks, made.pool.block_size)
 
-    def seen() -> tuple[int, int]:
+    def seen() -> Snapshot:
         backlog = Backlog.from_scheduler(made.scheduler, 0.0, 0.0)
-        snapshot = take_snapshot(backlog, 4, known, Lately(), draining=False)
-        return snapshot.realtime_tokens, snapshot.best_effort_tokens
+        return take_snapshot(backlog, 4, known, Lately(), draining=False)
 
-    assert seen() == (64, 0)
+    before = seen()
+    assert (before.realtime_tokens, before.relegated_tokens, before.given_up) == (64, 0, 0)
     given_up(made, policy, missed=[2], relegated=[1])
-    assert seen() == (32, 16), "of the first one there is nothing left"
+    after = seen()
+    assert (after.realtime_tokens, after.relegated_tokens) == (32, 16), "of the first none is left"
+    assert (after.waiting, after.given_up, after.relegated) == (3, 2, 1)
+    assert after.realtime_blocks == 2 * before.realtime_blocks / 4
+    assert after.best_effort_tokens == after.best_effort_blocks == 0
+    (quads,) = {before.realtime_quad / 4, after.realtime_quad / 2}
+    assert quads == 16**2
 
 
 class LateGivenUp(GivingUp):

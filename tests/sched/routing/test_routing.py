@@ -31,6 +31,7 @@ from jaxserve.sched.routing.take_snapshot import (
 )
 from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.ttft_estimator import TtftEstimator
+from jaxserve.sched.state.request_table import Outlook
 from tests.cost_models import FLAT
 from tests.sched.driver import Drive
 
@@ -176,6 +177,29 @@ def test_slo_looks_at_blocks_at_tiers_and_at_how_steps_are() -> None:
     )
 
 
+def test_slo_sends_elsewhere_where_requests_are_given_up() -> None:
+    """If another is in time; where none is, whoever has least before it."""
+    ask = RoutingRequest(100, ttft=0.5)
+    gives_up = busy(waiting=5, given_up=5, relegated=5, relegated_tokens=60_000)
+    fleet = fleet_of(gives_up, busy(realtime_tokens=200, waiting=1))
+    assert Router("slo", fleet).choose(ask, 0.0) == 1
+    assert Router("least_loaded", fleet).choose(ask, 0.0) == 0
+    s = fleet.columns
+    first = first_token(s, s.realtime_work, s.realtime_short, ask, 0.0)
+    assert first[0] < first[1], "it does not wait for them"
+    late = fleet_of(gives_up, busy(realtime_tokens=30_000, waiting=1))
+    assert Router("slo", late).choose(ask, 0.0) == 0
+
+
+def test_best_effort_requests_wait_for_those_who_are_relegated_real_time_ones_do_not() -> None:
+    many = {"waiting": 70, "relegated": 70, "relegated_tokens": 5000}
+    for by_tier in (True, False):
+        fleet = fleet_of(busy(by_tier=by_tier), busy(by_tier=by_tier, **many))
+        s = fleet.columns
+        assert s.realtime_work[0] == s.realtime_work[1] < s.best_effort_work[1]
+        assert (s.rows_short == -64).all(), "nor for their rows"
+
+
 @given(tokens=st.integers(0, 10**5), more=st.integers(1, 10**4), age=st.floats(0, 5))
 def test_the_first_token_comes_later_behind_more_and_sooner_with_time(
     tokens: int, more: int, age: float
@@ -300,21 +324,25 @@ def test_what_a_router_sees_of_a_request() -> None:
 @settings(max_examples=30)
 @given(
     prompts=st.lists(st.integers(1, 60), max_size=12),
+    lost=st.lists(st.integers(1, 60), max_size=4),
     own=st.integers(1, 60),
     budget=st.integers(8, 64),
 )
 def test_routers_and_doors_predict_the_same_but_for_a_step(
-    prompts: list[int], own: int, budget: int
+    prompts: list[int], lost: list[int], own: int, budget: int
 ) -> None:
-    """Where nothing is short and all come in order. A door counts steps, a router shares out what
-    one costs by token, and adds the decode behind the last."""
+    """Where nothing is short and all come in order, but for relegated ones, which are not before
+    it. A door counts steps, a router shares out what one costs by token, and adds the decode behind
+    the last."""
     drive = Drive("sarathi", c=budget, p=budget, rows=64, blocks=1024)
     for prompt in prompts:
         drive.add(prompt=prompt, output=4)
+    rows = [drive.add(prompt=prompt, output=4, ttft=1.0) for prompt in lost]
+    drive.table.give_up(np.array(rows, np.int64), Outlook.RELEGATED)
     backlog = Backlog.from_scheduler(drive.scheduler, 0.0, 0.0)
     door = TtftEstimator(backlog).wait(Request("new", (0,) * own), 0.0).seconds
     known = constant_fields(FLAT, drive.policy, drive.limits, 1024, 4)
-    fleet = fleet_of(take_snapshot(backlog, len(prompts), known, Lately(), draining=False))
+    fleet = fleet_of(take_snapshot(backlog, len(backlog), known, Lately(), draining=False))
     s = fleet.columns
     (router,) = first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(own), 0.0)
     prices, steps = Prices.from_cost_model(FLAT), -(-(sum(prompts) + own) // budget)
