@@ -151,9 +151,11 @@ class Batch:
         """Seconds with the first of these added, with the first two, and so on, float64 [n]."""
         return self._each(self._sums + self._work.columns.take(some, axis=1).cumsum(axis=1))
 
-    def with_each(self, some: np.ndarray) -> np.ndarray:
-        """Seconds with each of these, and none of the others, added, float64 [n]."""
-        return self._each(self._sums + self._work.columns.take(some, axis=1))
+    def with_each(self, some: np.ndarray, one: np.ndarray | None = None) -> np.ndarray:
+        """Seconds with each of these, and none of the others, added, float64 [n]. one: the index of
+        another that is added, too."""
+        sums = self._sums if one is None else self._sums + self._work.columns.take(one, axis=1)
+        return self._each(sums + self._work.columns.take(some, axis=1))
 
     def with_tokens(self, one: int, tokens: np.ndarray) -> np.ndarray:
         """Seconds with so many tokens of a request added, or so many, float64 [n]."""

@@ -59,10 +59,10 @@ class Filling:
         others = np.flatnonzero(~running & ~self._memory.out)
         early = self._first[others]
         patient, others = others[early], others[~early]
-        chosen, decodes = self._choose(others, decodes)
+        chosen, decodes, limit = self._choose(others, decodes)
         self._take(decodes)
         base = self._batch.seconds
-        self._limit = self._least_slack(decodes, base)
+        self._limit = min(limit, self._least_slack(decodes, base))
         if len(patient):
             patient = patient[np.argsort(self._seq[patient])]
             self._add_all(patient, AT_ANY_LOSS)
@@ -85,28 +85,34 @@ class Filling:
             decodes = decodes[~memory.out[decodes]]
         return decodes[work.new[decodes].cumsum() <= memory.free]
 
-    def _choose(self, others: np.ndarray, decodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the others come first, in order, so that most are in time; and the decodes
-        beside them: all, or where that saves somebody and there is room for many more requests,
-        only those that cannot wait for another step, or have waited for too long."""
+    def _choose(
+        self, others: np.ndarray, decodes: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, float]:
+        """Which of the others come first, in order, so that most are in time; the decodes beside
+        them: all, or where that saves somebody and there is room for many more requests, only those
+        that cannot wait for another step, or have waited for too long; and how long the step may be
+        for those that wait, seconds."""
         work, view = self._work, self._view
         slack, last_call = self._slack[others], self._last_call[others]
         slack = np.where((slack <= 0) & (last_call < LAST_CALL), last_call, slack)
         some = np.flatnonzero((slack > 0) & (slack < np.inf) & (work.attains[others] > 0))
         if not len(some):
-            return some, decodes
+            return some, decodes, np.inf
         jobs, slack = others[some], slack[some]
         full = Batch(view, work, decodes)
         chosen = self._in_time(jobs, slack, full, decodes)
         if len(decodes) and len(chosen) < len(jobs) and self._roomy(len(decodes)):
-            soon = float(Batch(view, work).with_each(jobs).min()) + full.seconds
+            # The next step has them all, and those decode whose prompts this one ends.
+            again = full.seconds * (1.0 + len(jobs) / len(decodes))
+            soon = float(Batch(view, work).with_each(jobs).min()) + again
             waits = (self._slack[decodes] > soon) & ~self._first[decodes]
             urgent = decodes[~waits]
             saved = self._in_time(jobs, slack, Batch(view, work, urgent), urgent)
             more = work.attains[jobs[saved]].sum() > work.attains[jobs[chosen]].sum()
             if more and (full.times(jobs[saved]) > slack[saved]).any():
-                return some[saved], urgent
-        return some[chosen], decodes
+                left = self._slack[decodes[waits]].min(initial=np.inf) - again
+                return some[saved], urgent, float(left)
+        return some[chosen], decodes, np.inf
 
     def _in_time(
         self, jobs: np.ndarray, slack: np.ndarray, batch: Batch, decodes: np.ndarray
@@ -114,12 +120,14 @@ class Filling:
         """Which jobs come first beside these decodes, so that most are in time. A job costs what it
         adds to the batch, and its share of further steps where the decodes limit their length."""
         base, end = batch.seconds, batch.with_each(jobs)
-        cost = np.maximum(end - base, 1e-9)
+        dearest = int(np.argmax(end))
+        cost = np.maximum(batch.with_each(jobs, jobs[dearest : dearest + 1]) - end[dearest], 1e-9)
+        begin = max(end[dearest] - cost[dearest], base)  # what the first prompt costs beside itself
         limit = self._least_slack(decodes, base)
         if limit < np.inf:
             cost = cost * (limit / max(limit - base, PROMPTS * limit))
         able = np.flatnonzero(end <= slack)
-        return able[in_time(slack[able], cost[able], self._work.attains[jobs[able]], base)]
+        return able[in_time(slack[able], cost[able], self._work.attains[jobs[able]], begin)]
 
     def _roomy(self, decodes: int) -> bool:
         pool, rows = self._view.pool, self._view.limits.max_rows

@@ -134,6 +134,15 @@ def test_the_queue_is_predicted_by_the_deadlines_that_plans_have() -> None:
     assert priority.tolist() == found.due.tolist() == [2.0, 1.0, np.inf, 9.0]
 
 
+def test_what_all_prompts_of_a_step_share_is_counted_once() -> None:
+    """A step with any prompts takes a second longer; there is time for three of 0.1 s."""
+    shared = LinearCostModel(Coefficients(0.0125, 0, 0, 0, 0, 0, 1.0, 0, 0), 1)
+    drive = Drive("goodput", cost_model=shared)
+    for _ in range(4):
+        drive.add(prompt=8, output=1, ttft=1.35)
+    assert list(drive.step(0.0).values()) == [8] * 3
+
+
 def test_of_two_that_cost_the_same_the_more_valuable_one_is_in_time() -> None:
     """A token takes an eighth of a second: there is time for one of the two."""
     slow = LinearCostModel(Coefficients(0.125, 0, 0, 0, 0, 0, 0, 0, 0), 1)
@@ -229,6 +238,24 @@ def test_those_who_have_waited_may_need_more_than_the_pool() -> None:
         drive.add(prompt=4, output=50)
     drive.to_the_end()
     assert len(drive.ended) == 3
+
+
+def test_decodes_that_are_put_off_are_in_time_all_the_same() -> None:
+    """A token takes a tenth of a second. Both prompts are in time only without the decodes, for
+    which it would be too late then: the next step has two more."""
+    drive = Drive("goodput", cost_model=LinearCostModel(Coefficients(0.1, *(0,) * 8), 1))
+    scheduler, now, batches = drive.scheduler, 0.0, []
+    rows = np.array([drive.add(prompt=1, output=9, ttft=9.0, tbt=1.25) for _ in range(4)])
+    for count in (0, 2, 0, 0):
+        for _ in range(count):
+            drive.add(prompt=4, output=2, arrival=now, ttft=0.85)
+        step = scheduler.schedule(now)
+        now += 0.1 * step.plan.total_tokens
+        scheduler.release_finished(step)
+        scheduler.receive(step.emitting, now)
+        batches.append(np.isin(rows, step.plan.rows).all())
+    assert batches == [True, False, True, True]
+    assert not drive.table.late_gaps[rows].any()
 
 
 def test_who_has_waited_is_not_put_off() -> None:
