@@ -49,7 +49,8 @@ class FairBatching(SlackPolicy):
         prompts = batch.admissible(work[self._sorted(batch, outlook)])
         if prompts.tokens:
             time = outlook.prompt_limit(batch, budget) / self.margin
-            batch.compute(prompts, batch.longest(prompts, time))
+            tokens = batch.chunk(prompts, time, self.least)
+            batch.compute(prompts, min(tokens, batch.longest(prompts, limit)))
         self._rest(batch, work[going[len(urgent) :]], limit)
         if not batch.tokens and prompts.tokens:
             batch.compute(prompts, 1)

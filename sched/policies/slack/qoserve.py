@@ -28,22 +28,20 @@ from jaxserve.sched.request import Tier
 @dataclass(frozen=True)
 class QoServe(SlackPolicy):
     """alpha: seconds by which each pending token puts a request back in the order, in an overload;
-    it grows to this with the share that would be late by earliest deadline. least: tokens of a
-    batch with prompts for which there is always time. relegates: whether prompts that cannot be in
-    time come last, and best-effort ones where they would make others late. The rest: `SlackPolicy`.
+    it grows to this with the share that would be late by earliest deadline. relegates: whether
+    prompts that cannot be in time come last, and best-effort ones where they would make others
+    late. The rest: `SlackPolicy`.
 
     ValueError for values that are none."""
 
     alpha: float = 0.05
-    least: int = 128
     relegates: bool = True
     _price: list[float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("alpha", "least"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not 0 <= self.alpha < math.inf:
+            raise ValueError(f"alpha must be at least 0, got {self.alpha}")
         object.__setattr__(self, "_price", [0.0])
 
     def fill(self, batch: SlackBatch, outlook: Outlook) -> None:

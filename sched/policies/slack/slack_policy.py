@@ -63,15 +63,17 @@ class SlackPolicy(Policy):
 
     margin: by how much the predicted time of a step is raised before it is compared with slack.
     share: of the median TTFT, that a step with prompts may take, as whoever comes next
-    waits for up to two steps before its own; 0 for no such limit. pacing: what token deadlines
-    count from. ttlt: seconds to the last token of requests that name neither a TTFT nor a JCT.
-    watermark: share of the pool that starts leave free while others run.
+    waits for up to two steps before its own; 0 for no such limit. least: tokens of a batch with
+    prompts for which there is always time, by FairBatching within its capacity. pacing: what
+    token deadlines count from. ttlt: seconds to the last token of requests that name neither a
+    TTFT nor a JCT. watermark: share of the pool that starts leave free while others run.
 
     ValueError for values that are none.
     """
 
     margin: float = 1.05
     share: float = 0.33
+    least: int = 128
     pacing: Pacing = Pacing.GAP
     ttlt: float = 600.0
     watermark: float = 0.01
@@ -85,6 +87,8 @@ class SlackPolicy(Policy):
             raise ValueError(f"margin must be more than 0, got {self.margin}")
         if not 0 <= self.share <= 1:
             raise ValueError(f"share must be from 0 to 1, got {self.share}")
+        if not 0 <= self.least < math.inf:
+            raise ValueError(f"least must be at least 0, got {self.least}")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be at least 0 and below 1, got {self.watermark}")
         object.__setattr__(self, "_deadlines", Deadlines(self.pacing, self.ttlt))

@@ -30,21 +30,14 @@ _WORTH = 2.0  # of a real-time request; a best-effort one is worth 1
 )
 @dataclass(frozen=True)
 class SlidingServe(SlackPolicy):
-    """least: tokens of a batch with prompts for which there is
-    always time. window: whether the next step's chunk counts; without, each chunk is as large as
+    """window: whether the next step's chunk counts; without, each chunk is as large as
     the least slack allows. saves: whether a knapsack chooses among the prompts that would be late
     if they waited; without, they come in order. The rest: `SlackPolicy`.
 
     ValueError for values that are none."""
 
-    least: int = 128
     window: bool = True
     saves: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.least < 0:
-            raise ValueError(f"least must be at least 0, got {self.least}")
 
     def fill(self, batch: SlackBatch, outlook: Outlook) -> None:
         """All decodes, and the first of two chunks that are the best together."""

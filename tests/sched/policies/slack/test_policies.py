@@ -30,10 +30,9 @@ def drive(policy: str, *, m: int = 1000, **options: Any) -> Drive:
         "margin": 1.0,
         "share": 0.0,
         "p": 1,
+        "least": 0,
         **options,
     }
-    if not policy.startswith("fairbatching"):
-        options = {"least": 0, **options}
     return Drive(policy, blocks=2 * m, block_size=1, **options)
 
 
@@ -294,6 +293,18 @@ def test_fairbatching_keeps_urgent_decodes_before_prompts() -> None:
     run.add(60, 2, **LATER)
     assert run.step(0.0) == dict.fromkeys(rows[:4], 1)
     assert rows[4] in run.step(0.5)
+
+
+@pytest.mark.parametrize(("least", "tokens"), [(0, 1), (5, 4), (99, 9)])
+def test_fairbatching_has_time_for_a_few_tokens_within_its_capacity(
+    least: int, tokens: int
+) -> None:
+    """A thirty-second of the TTFTs is two tokens, the capacity ten."""
+    run = drive("fairbatching", least=least, share=1 / 32)
+    first = run.add(1, 9, ttft=8.0, tbt=1.25)
+    run.step()
+    long = run.add(60, 2, ttft=8.0)
+    assert run.step() == {first: 1, long: tokens}
 
 
 def test_how_long_a_batch_of_fairbatching_may_take() -> None:
