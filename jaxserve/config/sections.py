@@ -286,7 +286,8 @@ class ServerConfig:
         batch_key_files: How many batches it may have, and how many files; without keys, all of
             them.
         slo_classes: Targets with a name, which a request may give instead of its own: any of ttft=,
-            tbt=, jct= and max_tbt=, and tier=best_effort. Classes of one's own go beside these,
+            tbt=, jct= and max_tbt=, tier=best_effort, and value=, what it is worth that they are
+            met (1; policy goodput goes by it). Classes of one's own go beside these,
             --config.server.slo_classes.mine=ttft=2s:tbt=50ms. Tokens come at the speed at which
             people read (AccelGen section 1: 0.1875 s each), and at half of it.
     """

@@ -171,11 +171,17 @@ def _parse(part: str) -> SloClass:
     return SloClass(name, share, *_asked(where, values), greedy, value)
 
 
-def parse_terms(where: str, text: str) -> tuple[SLO, Tier]:
+def parse_terms(where: str, text: str) -> tuple[SLO, Tier, float]:
     """Parses the terms of a class without its name and share, such as `ttft=500ms:tbt=50ms` or
-    `tier=best_effort`. `greedy` is not one of them: requests say that themselves. The WorkloadError
-    begins with `where`."""
-    return _asked(where, values_of(where, text.split(":"), ("tier", *ALL_TARGETS)))
+    `tier=best_effort:value=0.5`. `greedy` is not one of them: requests say that themselves. The
+    WorkloadError begins with `where`.
+
+    Returns:
+        Its targets, tier and `Request.value`.
+    """
+    values = values_of(where, text.split(":"), ("tier", "value", *ALL_TARGETS))
+    value = value_of(f"{where}: value", values.pop("value", "1"))
+    return (*_asked(where, values), value)
 
 
 def values_of(where: str, items: Sequence[str], keys: Sequence[str]) -> dict[str, str]:

@@ -22,6 +22,7 @@ LIMITS = {
     "files": "files, and batches, that it has at most (server.batch_key_files)",
     "tier": "best_effort: it may ask for no more; realtime (that)",
     "weight": "its share of a full engine, in those of a key that says nothing (1)",
+    "max_value": "most that its requests are worth, where their class says more (1)",
     "min_ttft_ms": "ms to the first token, the tightest target that it may ask for (any)",
     "min_tbt_ms": "the same between two tokens, P99 or longest (any)",
     "min_jct_ms": "the same to the last one (any)",
@@ -48,6 +49,8 @@ class ApiKey:
         files: how many files it may have, and how many batches; 0 is the server's default.
         tier: the highest tier that it may ask for, one of TIERS.
         weight: of its share of a full engine; 0 is 1.
+        max_value: the most that its requests are worth (`Request.value`), where their class says
+            more; 0 is 1.
         min_ttft_ms: tightest TTFT target that it may ask for, in ms; 0 is any.
         min_tbt_ms: the same for the time between tokens, the 99th percentile or the longest.
         min_jct_ms: the same for the last token.
@@ -61,6 +64,7 @@ class ApiKey:
     files: int = 0
     tier: str = REALTIME
     weight: int = 0
+    max_value: int = 0
     min_ttft_ms: int = 0
     min_tbt_ms: int = 0
     min_jct_ms: int = 0

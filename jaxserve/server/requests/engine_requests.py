@@ -207,6 +207,7 @@ class EngineRequests:
             sampling=params,
             slo=level.slo,
             tier=level.tier,
+            value=level.value,
             slo_class=level.slo_class,
             serve_late=fields.serve_late,
             tenant="" if caller is None else caller.name,

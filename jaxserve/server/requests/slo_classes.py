@@ -28,11 +28,13 @@ class ServiceLevel:
         slo: targets.
         tier: the tier.
         slo_class: name of the class.
+        value: as `Request`; a class's alone, no request can say one.
     """
 
     slo: SLO = _NO_TARGETS
     tier: Tier = Tier.REALTIME
     slo_class: str = NO_CLASS
+    value: float = 1.0
 
     def with_own(self, slo: SLO, tier: Tier | None) -> ServiceLevel:
         """Overrides single targets, and the tier unless it is None, with a request's own."""
@@ -56,7 +58,8 @@ def permitted_level(asked: ServiceLevel, said: bool, key: ApiKey | None) -> Serv
 
     Args:
         asked: what it asks for, combined with its class.
-        said: whether it names a tier or a class. If not, a tier that is too high is lowered.
+        said: whether it names a tier or a class. If not, a tier that is too high is lowered. A
+            class's value is lowered to the key's.
         key: its API key; None may ask for anything.
 
     Raises:
@@ -68,6 +71,7 @@ def permitted_level(asked: ServiceLevel, said: bool, key: ApiKey | None) -> Serv
         if said:
             raise InvalidRequest("tier", f"key {key.name} may ask for {BEST_EFFORT} only")
         asked = dataclasses.replace(asked, tier=Tier.BEST_EFFORT)
+    asked = dataclasses.replace(asked, value=min(asked.value, key.max_value or 1))
     for name in ALL_TARGETS:
         bound = f"min_{name.removeprefix('max_')}_ms"  # of a TBT, whichever
         target, least = getattr(asked.slo, name), getattr(key, bound)
@@ -96,7 +100,8 @@ def _parsed(name: str, text: object) -> ServiceLevel:
     if not isinstance(text, str):
         raise ConfigError(f"{where}: must be text, as 'ttft=1s:tbt=100ms', got {text!r:.40}")
     try:
-        return ServiceLevel(*parse_terms(where, text), name)
+        slo, tier, value = parse_terms(where, text)
+        return ServiceLevel(slo, tier, name, value)
     except WorkloadError as error:
         raise ConfigError(str(error)) from None
 

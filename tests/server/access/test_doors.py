@@ -28,7 +28,7 @@ from tests.server.access.test_keys import key
 from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS
 
-CLASSES = {"fast": ServiceLevel(SLO(ttft=0.1), Tier.REALTIME, "fast")}
+CLASSES = {"fast": ServiceLevel(SLO(ttft=0.1), Tier.REALTIME, "fast", value=5.0)}
 KEYS = [
     key("alice"),
     key("often", rate=2),
@@ -36,6 +36,7 @@ KEYS = [
     key("two", concurrency=2),
     key("low", tier="best_effort"),
     key("heavy", weight=3),
+    key("dear", max_value=3),
     key("slow", min_ttft_ms=200, min_tbt_ms=50, min_jct_ms=1000),
 ]
 BODY = {"prompt": "a", "max_tokens": 2}
@@ -318,6 +319,19 @@ def test_what_a_request_may_claim_is_bounded_by_its_key(
         client.complete("a", timeout=PATIENCE, **wanted)
     assert error.value.code == "INVALID_ARGUMENT" and problem in str(error.value)
     assert not engine.requests
+
+
+@pytest.mark.parametrize(("name", "value"), [("dear", 3.0), ("alice", 1.0)])
+def test_a_class_is_worth_no_more_than_its_key(
+    server: Server, engine: FakeEngine, name: str, value: float
+) -> None:
+    engine.run()
+    for body in ({**BODY, "slo_class": "fast"}, BODY, {**BODY, "value": 1000}):
+        asked(server.http_address, "POST", "/v1/completions", name, body)
+    with Client(server.address, api_key=name) as client:
+        client.complete("a", timeout=PATIENCE, slo_class="fast")
+    found = [request.value for request in engine.requests]
+    assert found[0] == found[-1] == value and set(found[1:-1]) == {1.0}
 
 
 @pytest.mark.parametrize(("name", "weight"), [("heavy", 3.0), ("alice", 1.0)])

@@ -45,17 +45,21 @@ def test_there_are_three_and_one_may_have_others(classes: dict[str, ServiceLevel
     }
     assert of(mine="ttft=2s") == {"mine": ServiceLevel(SLO(2.0), Tier.REALTIME, "mine")}
     assert of(mine="tbt=50ms:max_tbt=1s")["mine"].slo == SLO(tbt=0.05, max_tbt=1.0)
+    assert of(mine="ttft=1s:value=2.5")["mine"].value == 2.5
     assert of() == {}
 
 
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("mine", "", "mine: may have tier=, ttft=, tbt=, jct= and max_tbt=, got ''"),
+        ("mine", "", "mine: may have tier=, value=, ttft=, tbt=, jct= and max_tbt=, got ''"),
         ("mine", "ttft=5", "mine: ttft: must be a time such as 200ms or 1.5s, got '5'"),
         ("mine", "tbt=0ms", "mine: tbt: must be a time"),
         ("mine", "greedy=true", "mine: may have .*, got 'greedy=true'"),
         ("mine", "ttft=1s:ttft=2s", "mine: may have .* and max_tbt=, each once, got 'ttft=2s'"),
+        ("mine", "value=0", "mine: value: must be a number between 0.001 and 1000, got '0'"),
+        ("mine", "value=nan", "mine: value: must be a number between"),
+        ("mine", "value=" + 400 * "9", "mine: value: must be a number between"),
         ("mine", "tier=gold", "mine: tier: must be one of realtime, best_effort, got 'gold'"),
         ("mine", 5, "mine: must be text, as 'ttft=1s:tbt=100ms', got 5"),
         (NO_CLASS, "ttft=1s", "default: is what requests without a class are counted as"),
