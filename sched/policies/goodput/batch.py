@@ -54,8 +54,14 @@ class Work:
 
     @classmethod
     def of_rows(cls, view: View, rows: np.ndarray, outlook: Outlook, kind: int) -> Work:
-        """All that each has pending, with what it has on the host restored. kind: of the caches of
-        those that start anew."""
+        """All that each has pending, with what it has on the host restored.
+
+        Args:
+            view: What the policy sees.
+            rows: int64 [n].
+            outlook: Of these rows.
+            kind: `CacheKind` of the caches of those that start anew.
+        """
         table, host = view.table, view.host
         starts, written = table.state[rows] == WAITING, table.generated[rows] > 0
         kinds = np.where(starts, kind, view.pool.kind[rows]).astype(np.int64)
