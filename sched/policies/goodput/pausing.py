@@ -51,7 +51,8 @@ class Memory(MemoryBudget):
         return bool(len(some))
 
     def make_room(self, some: np.ndarray, most: float) -> int:
-        """Pauses others, until requests find their blocks and slots.
+        """Pauses others, until requests find their blocks and slots. It has to be worth it: unless
+        they may lose anything, their caches take no longer to come back than the requests do.
 
         Args:
             some: The requests, in order.
@@ -67,10 +68,25 @@ class Memory(MemoryBudget):
         have = np.append(0, held.cumsum()) + self.free
         need, starts = work.new[some].cumsum(), work.starts[some].cumsum()
         fit = prefix((need <= have[-1]) & (starts <= self.slots + len(others)))
+        paused = np.maximum(np.searchsorted(have, need[:fit]), starts[:fit] - self.slots)
+        if fit and most < AT_ANY_LOSS:
+            own = self.view.refill_time(work.tokens[some[:fit]]).cumsum()
+            worth = np.append(0.0, self._return_time(others).cumsum())[paused] <= own
+            fit = int(np.flatnonzero(worth)[-1]) + 1 if worth.any() else 0
         if fit:
-            blocks = int(np.searchsorted(have, need[fit - 1]))
-            self._pause(others[: max(blocks, int(starts[fit - 1]) - self.slots)])
+            self._pause(others[: int(paused[fit - 1])])
         return fit
+
+    def _return_time(self, some: np.ndarray) -> np.ndarray:
+        """Seconds until the caches of these would be back: copied to the host and from there, where
+        it has room, or else computed again; float64 [n]."""
+        view, rows = self.view, self._work.rows[some]
+        tokens, kinds = view.table.computed[rows], view.pool.kind[rows]
+        again = view.refill_time(tokens)
+        if not (self._swaps and view.host.capacity):
+            return np.asarray(again)
+        room = slots_for(tokens, kinds).cumsum() <= view.host.num_free
+        return np.where(room, np.minimum(again, view.swap_time(tokens, kinds)), again)
 
     def operations(self) -> tuple[Operation, ...]:
         """Checkpoints of caches that are sooner copied to the host and back than computed again,

@@ -16,6 +16,7 @@ from jaxserve.sched.plan import Checkpoint, Preempt, Restore
 from jaxserve.sched.policies.goodput import goodput
 from jaxserve.sched.policies.goodput.feasibility import in_time
 from jaxserve.sched.policies.goodput.outlook import Lengths, Outlook, Standard
+from jaxserve.sched.policies.goodput.pausing import Memory
 from jaxserve.sched.policies.goodput.tenants import Tenants
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
@@ -193,6 +194,25 @@ def test_more_are_in_time_than_first_come_first_served() -> None:
         for r in [run(policy, work, Limits(4096, 512, 64)).requests]
     }
     assert met["goodput"] > met["edf"] + 0.1 and met["goodput"] > met["sarathi"] + 0.1, met
+
+
+def test_caches_that_take_long_to_come_back_are_not_paused_for_a_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long prompts in a pool for four of them, and no host memory."""
+    arrival = np.arange(0, 20, 0.4)
+    work = workload({"arrival": arrival, "prompt": 3000, "output": 150, "ttft": 3.0, "tbt": 0.2})
+
+    def served() -> tuple[float, float]:
+        result = run("goodput", work, Limits(4096, 4096, 64), kv_tokens=13000)
+        batches = result.batches
+        again = batches.num_recomputed.sum() / batches.num_tokens.sum()
+        return float(again), float(result.attained.mean())
+
+    few, met = served()
+    monkeypatch.setattr(Memory, "_return_time", lambda _, some: np.zeros(len(some)))
+    many, fewer_met = served()
+    assert few < 0.1 < many and met > fewer_met, (few, many, met, fewer_met)
 
 
 def test_who_has_waited_for_too_long_comes_first() -> None:
