@@ -294,7 +294,7 @@ def test_service_before_a_pause_does_not_count_unless_it_gave_a_token() -> None:
     drive = Drive("goodput:patience=5", blocks=32, c=48, p=48)
     begun = drive.add(prompt=56, output=4, ttft=1.0)
     assert drive.step(3.0) == {begun: 48}
-    drive.add(prompt=20, output=9, arrival=4.0, ttft=2.0, tbt=9.0)
+    drive.add(prompt=48, output=9, arrival=4.0, ttft=2.0, tbt=9.0)
     drive.step(4.0)
     assert drive.preempted == [begun]
     assert begun not in drive.step(4.5)
