@@ -33,12 +33,15 @@ class PolicyEntry:
         make: Makes a new policy with its default parameters.
         summary: One line for listings.
         source: The paper and section that the policy comes from.
+        ablation: Whether it is another policy without one of its parts, of which a comparison of
+            policies has enough with the whole.
     """
 
     name: str
     make: Callable[[], Policy]
     summary: str
     source: str
+    ablation: bool = False
 
     @property
     def deployable(self) -> bool:
@@ -71,8 +74,11 @@ _REGISTRY: dict[str, PolicyEntry] = {}
 _VARIANTS: dict[str, Variant] = {}
 
 
-def register(name: str, summary: str, source: str) -> Callable[[_Make], _Make]:
-    """Decorator: registers a policy class, or a function that returns a policy, as `name`.
+def register(
+    name: str, summary: str, source: str, *, ablation: bool = False
+) -> Callable[[_Make], _Make]:
+    """Decorator: registers a policy class, or a function that returns a policy, as `name`. The
+    arguments are `PolicyEntry`'s.
 
     Running the same definition again, as notebook cells do, replaces the earlier one.
 
@@ -86,7 +92,7 @@ def register(name: str, summary: str, source: str) -> Callable[[_Make], _Make]:
         known = _REGISTRY.get(name)
         if known is not None and _origin(known.make) != _origin(make):
             raise ValueError(f"two policies are named {name!r}")
-        _REGISTRY[name] = PolicyEntry(name, make, summary, source)
+        _REGISTRY[name] = PolicyEntry(name, make, summary, source, ablation)
         return make
 
     return add

@@ -318,6 +318,23 @@ def _overtaken(times: Times) -> float:
     return longest
 
 
+def waits(times: Times) -> tuple[np.ndarray, np.ndarray]:
+    """How long each request waited for its first token, and the longest that it waited for a later
+    one, seconds, float64 [n] each; 0 for the latter without a second token."""
+    tbt, shares = times.tbt
+    longest = np.zeros(len(times))
+    np.maximum.at(longest, np.repeat(np.arange(len(times)), shares), tbt)
+    return times.ttft, longest
+
+
+def jain_index(values: np.ndarray) -> float:
+    """Jain's index of fairness: 1 if all values are the same, 1/n if all but one of n are 0 (Jain,
+    Chiu and Hawe, "A quantitative measure of fairness", 1984). values: float64 [n], n at least 1.
+    """
+    squares = float((values**2).sum())
+    return float(values.sum()) ** 2 / (len(values) * squares) if squares else 1.0
+
+
 def span(times: Times) -> float:
     """Seconds from the first due time to the last token, or to the end where the run was cut off;
     0 without a token."""

@@ -15,12 +15,12 @@ from jaxserve.experiments.league import cli, collect, store
 from jaxserve.experiments.league.code import code_of
 from jaxserve.experiments.league.runs import LeagueCase, LeagueNumbers, run
 from jaxserve.sched import registry
-from jaxserve.sched.registry import deployable
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 NUMBERS = DOCS / "figures" / "league.csv"
 QUICK = ("league", "--quick", "--jobs=1")
+RUNS = 34  # of the toy league
 
 MINE = """
 from jaxserve.sched.policies.vllm import vllm
@@ -73,16 +73,21 @@ def test_a_toy_league(league: Path) -> None:
     for part in ("Who wins where", "All policies", "OPT-13B on an A100-40G", "The setting"):
         assert f"\n## {part}\n" in text
     assert "nan" not in text and str(league) not in text
-    # Two workloads at three loads, two policies, two seeds.
+    # Two workloads at four loads, two policies, two seeds; and an overload that lasts, once.
     rows = rows_of(league)
-    assert len(rows) == 24 == len({tuple(row.values())[:8] for row in rows})
+    assert len(rows) == RUNS == len({tuple(row.values())[:8] for row in rows})
     # All policies meet the same requests: as many, at the same rate.
     for row in rows:
         twins = [r for r in rows if (r["workload"], r["load"]) == (row["workload"], row["load"])]
         assert len({(r["rate"], r["count"]) for r in twins}) == 1
-    # How long somebody was overtaken is said, as the runs have it.
-    assert "| longest overtaken, s | median, s |" in text and "*Overtaken*: the longest" in text
-    assert all(float(row["overtaken"]) >= 0 for row in rows)
+    # Who waits is said, as the runs have it.
+    assert "| longest wait, s | median, s | longest overtaken, s |" in text
+    assert all(float(row["overtaken"]) >= 0 and 0 <= float(row["paused"]) <= 1 for row in rows)
+    assert all(float(row["with_gap"]) <= float(row["attainment"]) for row in rows)
+    # Best-effort requests have a floor, and parts an index, where there are some.
+    mixed = [row for row in rows if row["workload"] == "three-classes"]
+    assert all(0.2 < float(row["fair_tenants"]) <= 1 and row["floor"] for row in mixed)
+    assert not any(row["fair_tenants"] or row["floor"] for row in rows if row not in mixed)
     assert (league / "figures" / "league-opt.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -111,17 +116,19 @@ def test_a_league_that_was_killed_goes_on(
 
     monkeypatch.setattr(collect, "run", count)
     assert bench.main([*QUICK, f"--out={tmp_path}"]) == 0
-    assert len(done) == 24 - 21
+    assert len(done) == RUNS - 21
     ahead = capsys.readouterr().err.partition("\n")[0]
-    assert ahead.startswith("league: 3 of 24 runs are to be done: a minute or so on ")
+    assert ahead.startswith(
+        f"league: {RUNS - 21} of {RUNS} runs are to be done: a minute or so on "
+    )
     assert same(league, tmp_path)
 
 
 def test_it_says_how_long_it_will_take() -> None:
     scale = collect.Scale()
-    whole = len(list(scale.places())) * 3 * len(deployable()) * scale.seeds
+    whole = scale.runs(len(collect.entrants()))
     told = collect.ahead(scale, whole, whole, 2)
-    assert told.startswith(f"league: {whole:,} of {whole:,} runs") and "some 15 minutes" in told
+    assert told.startswith(f"league: {whole:,} of {whole:,} runs") and "some 45 minutes" in told
     assert "a minute or so on 8 processes" in collect.ahead(scale, whole // 9, whole, 8)
 
 
@@ -143,7 +150,7 @@ def test_an_interrupt_loses_nothing(
     monkeypatch.setattr(cli, "DOCS", str(tmp_path))  # whose runs are known, too, while they are new
     assert bench.main([*QUICK, f"--out={tmp_path}"]) == 130
     assert len(rows_of(tmp_path)) == 19 + 2
-    left[0] = 24 - 21
+    left[0] = RUNS - 21
     assert bench.main([*QUICK, f"--out={tmp_path}"]) == 0
     assert left == [0] and same(league, tmp_path)
 
@@ -164,8 +171,8 @@ def test_other_code_has_its_runs_done_again(
     monkeypatch.setattr(store, "code_of", code)
     monkeypatch.setattr(collect, "run", count)
     assert bench.main([*QUICK, f"--out={tmp_path}"]) == 0
-    assert done == ["sarathi"] * 12
-    assert {row["code"] for row in rows_of(tmp_path)} == {"new", code_of("bros")}
+    assert done == ["sarathi"] * (RUNS // 2)
+    assert {row["code"] for row in rows_of(tmp_path)} == {"new", code_of("aptserve")}
     monkeypatch.setattr(collect, "run", refuse)
     numbers = league / "figures" / "league.csv"
     again = tmp_path / "again"
@@ -191,14 +198,14 @@ def test_runs_that_come_out_the_same_vouch_for_all_others(
     argv = [*QUICK, f"--out={tmp_path}", "--reproduce=3"]
     assert bench.main(argv) == 0
     assert len(done) == 3
-    assert {row["code"] for row in rows_of(tmp_path)} == {"renamed sarathi", "renamed bros"}
+    assert {row["code"] for row in rows_of(tmp_path)} == {"renamed sarathi", "renamed aptserve"}
     assert bench.main(argv[:-1]) == 0 and len(done) == 3
     # One that comes out otherwise is named, and nothing is kept as it is.
     monkeypatch.setattr(store, "code_of", lambda policy: f"changed {policy}")
     monkeypatch.setattr(collect, "run", lambda case: replace(run(case), goodput=1e9))
     assert bench.main(argv) == 1
     assert "comes out otherwise now" in capsys.readouterr().err
-    assert {row["code"] for row in rows_of(tmp_path)} == {"renamed sarathi", "renamed bros"}
+    assert {row["code"] for row in rows_of(tmp_path)} == {"renamed sarathi", "renamed aptserve"}
 
 
 def test_a_policy_of_ones_own_is_a_row(
@@ -216,12 +223,12 @@ def test_a_policy_of_ones_own_is_a_row(
     numbers = league / "figures" / "league.csv"
     out = tmp_path / "out"
     assert bench.main([*QUICK, f"--out={out}", f"--numbers={numbers}", f"--policy={name}"]) == 0
-    assert done == [name] * 12
+    assert done == [name] * (RUNS // 2)
     rows = [line for line in (out / "league.md").read_text().splitlines() if "| `" in line[:3]]
     assert any(line.startswith("| `mine.py:mine`") for line in rows)
     # The others are measured by themselves alone, so their rows of the first tables stay.
     before = (league / "league.md").read_text()
-    after = [line for line in rows if line.startswith(("| `bros`", "| `sarathi`"))]
+    after = [line for line in rows if line.startswith(("| `aptserve`", "| `sarathi`"))]
     assert after and all(line in before for line in after)
 
 

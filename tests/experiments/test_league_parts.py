@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxserve.experiments.common.processes import worked
-from jaxserve.experiments.league import code, reading, runs
+from jaxserve.experiments.league import code, reading, runs, workloads
 from jaxserve.experiments.league.collect import Found
 from jaxserve.experiments.league.optimum import CutCase, latency, optimum
 from jaxserve.experiments.league.reading import advice
@@ -22,8 +23,15 @@ from jaxserve.experiments.league.runs import (
     saturate,
 )
 from jaxserve.experiments.league.standings import Standings
-from jaxserve.experiments.league.workloads import LONGEST, OPT, WORKLOADS, make_workload, trace_of
-from jaxserve.sched.request import Tier
+from jaxserve.experiments.league.workloads import (
+    LONGEST,
+    OPT,
+    WORKLOADS,
+    lasting_count,
+    make_workload,
+    trace_of,
+)
+from jaxserve.sched.request import SLO, Tier
 from jaxserve.sched.simulation.capacity import FINE
 from jaxserve.sched.workloads.workload import WorkloadError
 
@@ -79,18 +87,66 @@ def test_an_hour_is_taken_where_it_is_there(tmp_path: Path) -> None:
         make_workload("azure-conv", OPT, 2.0, 301, 0, path)
 
 
-def test_saturation_is_where_the_better_reference_falls() -> None:
+def test_what_an_idle_system_cannot_serve_in_time_is_drawn_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("alpaca", "mixed-prompts", "longbench"):  # targets drawn, and given
+        after = make_workload(name, OPT, 1.0, 400, 0)
+        assert workloads._in_time_alone(after.lengths, after.terms, OPT).all()
+    with monkeypatch.context() as patch:
+        patch.setattr(workloads, "_draw_again", lambda *_: None)
+        before = make_workload("alpaca", OPT, 1.0, 400, 0)
+    after = make_workload("alpaca", OPT, 1.0, 400, 0)
+    late = ~workloads._in_time_alone(before.lengths, before.terms, OPT)
+    assert 0 < late.sum() < 40
+    assert (after.ttft[late] > before.ttft[late]).any()
+    # The others stay as they were.
+    assert (after.ttft[~late] == before.ttft[~late]).all()
+    assert (after.prompt_len == before.prompt_len).all()
+    monkeypatch.setitem(workloads.DOCUMENT, OPT, SLO(1e-6, 1.0))
+    with pytest.raises(WorkloadError, match="too late"):
+        make_workload("longbench", OPT, 1.0, 10, 0)
+
+
+def test_an_overload_lasts_and_ends() -> None:
+    count = lasting_count(2.0)
+    made = make_workload("sharegpt", OPT, 2.0, count, 0, lasting=True)
+    assert count == 2700 == len(made)
+    begin, end = (np.count_nonzero(made.arrival < s) for s in (600.0, 900.0))
+    assert 0.9 * 2400 < begin < 1.1 * 2400 and 0.9 * 300 < end - begin < 1.2 * 300
+    steady = make_workload("sharegpt", OPT, 2.0, count, 0)
+    assert (made.prompt_len == steady.prompt_len).all()
+    short = make_workload("sharegpt", OPT, 2.0, count // 10, 0, lasting=True)
+    assert 80 < short.arrival[-1] < 110
+
+
+def test_only_the_window_counts() -> None:
+    case = LeagueCase(OPT, "sharegpt", "at", "sarathi", 0, 30.0, 60)
+    found, result = run(case), runs.simulated(case)
+    requests, met = result.requests, result.met.slo
+    window = slice(10, 60)  # the first sixth warms up
+    seconds = requests.arrival[59] - requests.arrival[10]
+    assert 0 < met[window].mean() < 1
+    assert found.attainment == pytest.approx(met[window].mean(), rel=1e-4)
+    assert found.goodput == pytest.approx(met[window].sum() / seconds, rel=1e-4)
+    wrote = (requests.token_times >= requests.arrival[10]) & (
+        requests.token_times <= requests.arrival[59]
+    )
+    assert found.throughput == pytest.approx(wrote.sum() / seconds, rel=1e-4)
+
+
+def test_saturation_is_where_the_best_policy_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "FURTHER", ("rank_i", "edf"))
     case = SaturationCase(OPT, "longbench", 1, 10.0, 8, 40)
     found = saturate(case)
     assert found.idle == 1.0 and found.count == case.count(found.rate)
 
-    def best(rate: float) -> float:
-        one = LeagueCase(OPT, "longbench", "", "", 0, rate, case.count(rate))
-        names = runs.REFERENCES
-        return max(run(LeagueCase(**{**vars(one), "policy": name})).attainment for name in names)
+    def with_gap(name: str, rate: float) -> float:
+        return run(LeagueCase(OPT, "longbench", "", name, 0, rate, case.count(rate))).with_gap
 
-    assert best(found.rate) >= LEVEL
-    assert best(FINE.rate(FINE.nearest(found.rate) + 1)) < LEVEL
+    assert found.policy in runs.FURTHER and with_gap(found.policy, found.rate) >= LEVEL
+    above = FINE.rate(FINE.nearest(found.rate) + runs.CLIMB)
+    assert all(with_gap(name, above) < LEVEL for name in runs.FURTHER)
 
 
 def test_no_policy_of_whole_prompts_beats_a_proven_optimum() -> None:
@@ -125,7 +181,10 @@ def standings(goodputs: dict[str, tuple[float, float]], own: tuple[str, ...] = (
     for policy, values in goodputs.items():
         for workload, goodput in zip(("sharegpt", "two-tiers"), values, strict=True):
             case = LeagueCase(OPT, workload, "at", policy, 0, 1.0, 9)
-            found.runs[case] = LeagueNumbers(1.0, goodput, 9.0, 1.0, None, 1.0, 9.0, 0.0, 1.0, None)
+            nothing = dict.fromkeys((field.name for field in fields(LeagueNumbers)), 0.0)
+            found.runs[case] = LeagueNumbers(
+                **{**nothing, "goodput": goodput, "with_gap": 1 / goodput}
+            )
     entrants = [policy for policy in goodputs if policy not in own]
     return Standings(found, entrants, own)
 
@@ -138,6 +197,9 @@ def test_standings_are_relative_to_the_best_entrant() -> None:
     assert made.relative(made.points[0], "mine") == 2.0  # better than any entrant
     assert made.worst("a").workload == "two-tiers"
     assert made.ranked(made.where(workload="sharegpt")) == ["a", "b"]
+    # By another rule, and against all others.
+    assert made.ruled("with_gap").ranked(made.where(workload="sharegpt")) == ["b", "a"]
+    assert made.against_others("b").relative(made.points[1], "b") == 4.0
 
 
 def test_advice_names_the_best_and_where_another_is_better() -> None:

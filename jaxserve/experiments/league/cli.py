@@ -14,7 +14,8 @@ drawn at random, and keeps all of them if those come out the same to the last di
 the others; the page goes to the folder league, not to docs, and runs of docs/figures are taken from
 there. --azure: the folder of the two hours of the Azure public dataset; without it, they are drawn
 with the hours' moments. Needs numba (pip install 'jaxserve[fast]') and OR-Tools
-('jaxserve[optimal]'); a quarter of an hour on two cores.
+('jaxserve[optimal]'); three quarters of an hour on two
+cores.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve.command_line import Parser
-from jaxserve.experiments.league.collect import QUICK, Scale, collect, reproduce
+from jaxserve.experiments.league import collect
+from jaxserve.experiments.league.collect import QUICK, Scale, reproduce
 from jaxserve.experiments.league.page import write_page
 from jaxserve.experiments.league.reading import advice
 from jaxserve.experiments.league.standings import Standings
 from jaxserve.experiments.league.store import Store
 from jaxserve.experiments.league.workloads import WORKLOADS, trace_of
-from jaxserve.sched.registry import deployable, make_policy
+from jaxserve.sched.registry import make_policy
 from jaxserve.writable import check_folder
 
 DOCS, OWN = "docs", "league"  # folders of pages
-QUICK_POLICIES = ("sarathi", "bros")
+QUICK_POLICIES = ("sarathi", "aptserve")
 NEEDS = {"numba": "fast", "ortools": "optimal", "matplotlib": "dev"}  # and the extra that has it
 
 
@@ -48,7 +50,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.set_defaults(command="league")
     add = parser.add_argument
     add("--policy", default="", help="more rows: names or path/to/file.py:name, with commas")
-    add("--workloads", default="", help=f"instead of all: {', '.join(WORKLOADS)}")
+    add(
+        "--workloads",
+        default="",
+        help=f"instead of all that are not held out: {', '.join(WORKLOADS)}",
+    )
     add("--azure", metavar="DIR", default="", help="folder of the Azure traces")
     add("--out", help=f"folder of the page ({DOCS}; {OWN} with --policy, --workloads or --quick)")
     add(
@@ -101,16 +107,14 @@ def _check(args: argparse.Namespace) -> None:
 def show(args: argparse.Namespace) -> int:
     """Runs what is missing, and writes the page; the exit code, 1 after a line on stderr where
     something cannot be simulated, read or written, or the page's words are wrong."""
-    entrants = deployable()
-    if args.quick:
-        entrants = list(QUICK_POLICIES)
+    entrants = list(QUICK_POLICIES) if args.quick else collect.entrants()
     own = [name for name in dict.fromkeys(args.policy) if name not in entrants]
     try:
         store = _store(args)
         if args.numbers is not None:  # a policy that is newer than they are has none
             entrants = [name for name in entrants if name in store.policies()]
         traces = args.traces or (store.traces() if args.numbers is not None else {})
-        found = collect(args.scale, [*own, *entrants], traces, store, args.jobs)
+        found = collect.collect(args.scale, [*own, *entrants], traces, store, args.jobs)
         standings = Standings(found, entrants, own)
         page = write_page(standings, args.scale, list(traces), args.out, whole=args.whole)
     except (ValueError, OSError) as error:

@@ -16,6 +16,7 @@ from jaxserve.experiments.common.processes import worked
 from jaxserve.experiments.league.code import code_of
 from jaxserve.experiments.league.optimum import CutCase, Optimum, latency, optimum
 from jaxserve.experiments.league.runs import (
+    LASTING,
     LeagueCase,
     LeagueNumbers,
     Saturation,
@@ -24,14 +25,15 @@ from jaxserve.experiments.league.runs import (
     saturate,
 )
 from jaxserve.experiments.league.store import Store
-from jaxserve.experiments.league.workloads import SYSTEMS, WORKLOADS
+from jaxserve.experiments.league.workloads import SYSTEMS, WORKLOADS, lasting_count
 from jaxserve.machine import machine
-from jaxserve.sched.registry import deployable
+from jaxserve.sched import registry
 
 # How long policies take to simulate, against others in Python. The unified ones take no time.
-SLOW = {"bros": 10.0, "accelgen": 7.0, "round": 2.0}
-CORE_MINUTES = 30.0  # that all runs of the whole league take, on one process
-LOADS = {"below": 0.7, "at": 1.0, "above": 1.5}  # times the rate that saturates
+SLOW = {"bros": 8.0, "accelgen": 7.0, "qoserve": 5.0, "slidingserve": 5.0, "fairbatching": 5.0}
+SLOW |= {"goodput": 3.0, "round": 2.0, "fastserve": 2.0}
+CORE_MINUTES = 90.0  # that all runs of the whole league take, on one process
+LOADS = {"below": 0.7, "at": 1.0, "above": 1.5, "far above": 2.5}  # times the saturating rate
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,19 @@ class Scale:
         seeds: Traces of each point.
         seconds: How long a trace lasts at saturation, within `least` and `most` requests.
         least, most: Bounds on the requests of a trace.
+        lasting: Share of the seconds of an overload that lasts.
         time_limit: Seconds of the search for one optimum.
         candidates: Requests to choose from in the plans that are timed.
         repeats: Plans that a median is taken over.
     """
 
-    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    workloads: tuple[str, ...] = tuple(n for n, one in WORKLOADS.items() if not one.held_out)
     systems: tuple[str, ...] = tuple(SYSTEMS)
-    seeds: int = 3
+    seeds: int = 1
     seconds: float = 40.0
-    least: int = 32
-    most: int = 1000
+    least: int = 360
+    most: int = 2000
+    lasting: float = 1.0
     time_limit: float = 20.0
     candidates: tuple[int, ...] = (200, 1600)
     repeats: int = 30
@@ -65,8 +69,16 @@ class Scale:
                 if system in WORKLOADS[workload].systems:
                     yield system, workload
 
+    def runs(self, policies: int) -> int:
+        """How many runs the league of so many policies has."""
+        places = list(self.places())
+        lasting = sum(system in WORKLOADS[workload].lasting for system, workload in places)
+        return policies * (len(places) * len(LOADS) * self.seeds + lasting)
 
-QUICK = Scale(("lmsys", "two-tiers"), (next(iter(SYSTEMS)),), 2, 1.0, 6, 12, 5.0, (8,), 2)
+
+QUICK = Scale(
+    ("lmsys", "three-classes"), (next(iter(SYSTEMS)),), 2, 1.0, 6, 12, 0.0002, 5.0, (8,), 2
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,12 @@ class Found:
     machine: dict[str, Any]
 
 
+def entrants() -> list[str]:
+    """The policies of the whole league: all that a server takes, but parts of others."""
+    known = registry.policies()
+    return [name for name in registry.deployable() if not known[name].ablation]
+
+
 def collect(
     scale: Scale, policies: Sequence[str], traces: Mapping[str, str], store: Store, jobs: int
 ) -> Found:
@@ -114,11 +132,11 @@ def collect(
         ValueError: A run cannot be simulated.
     """
     places = list(scale.places())
-    count = len(places) * _runs_a_place(scale, len(policies))
+    count = scale.runs(len(policies))
     total = len(places) + 2 * len(scale.workloads) + count + len(policies)
     kept = {
         (case.system, case.workload): found
-        for case in saturation_cases(scale, places, traces)
+        for case in saturation_cases(scale, traces)
         if (found := _fact(store, case)) is not None
     }
     cases = league_cases(scale, policies, kept, traces)
@@ -126,7 +144,7 @@ def collect(
     print(ahead(scale, missing, count, jobs), file=sys.stderr)
     with tqdm(total=total, desc="league", unit="run", file=sys.stderr) as bar:
         league = _League(scale, list(policies), traces, store, jobs, bar)
-        saturations = league.saturations(places)
+        saturations = league.saturations()
         cuts = league.cuts()
         runs = league.runs(saturations)
         plans, where = league.plans()
@@ -161,15 +179,11 @@ def ahead(scale: Scale, missing: int, count: int, jobs: int) -> str:
         jobs: Number of processes.
     """
     whole = Scale()
-    of_whole = len(list(whole.places())) * _runs_a_place(whole, len(deployable()))
+    of_whole = whole.runs(len(entrants()))
     share = missing / of_whole * scale.seconds / whole.seconds
     minutes = CORE_MINUTES * share / jobs
     how_long = f"some {minutes:.0f} minutes" if minutes >= 1.5 else "a minute or so"
     return f"league: {missing:,} of {count:,} runs are to be done: {how_long} on {jobs} processes"
-
-
-def _runs_a_place(scale: Scale, policies: int) -> int:
-    return len(LOADS) * policies * scale.seeds
 
 
 # What is found once: what it is called, and the dataclass of its numbers.
@@ -190,14 +204,19 @@ def _fact(store: Store, case: SaturationCase | CutCase) -> Any:
     return None if value is None else _FACTS[type(case)][1](**value)
 
 
-def saturation_cases(
-    scale: Scale, places: Sequence[tuple[str, str]], traces: Mapping[str, str]
-) -> list[SaturationCase]:
+def saturation_cases(scale: Scale, traces: Mapping[str, str]) -> list[SaturationCase]:
     """One case for each place. traces: as in `collect`."""
-    seeds, seconds, least, most = scale.seeds, scale.seconds, scale.least, scale.most
     return [
-        SaturationCase(*place, seeds, seconds, least, most, traces.get(place[1], ""))
-        for place in places
+        SaturationCase(
+            system,
+            workload,
+            scale.seeds,
+            scale.seconds * WORKLOADS[workload].longer,
+            scale.least,
+            scale.most,
+            traces.get(workload, ""),
+        )
+        for system, workload in scale.places()
     ]
 
 
@@ -212,25 +231,25 @@ def league_cases(
     Args:
         scale: How much is run.
         policies: Their names.
-        saturations: By (system, workload); runs are at LOADS times their rates.
+        saturations: By (system, workload); runs are at LOADS times their rates, and where a
+            workload has one, in an overload that lasts.
         traces: As in `collect`.
     """
-    return [
-        LeagueCase(
-            system,
-            workload,
-            load,
-            policy,
-            seed,
-            float(f"{saturation.rate * times:.4g}"),
-            saturation.count,
-            traces.get(workload, ""),
-        )
-        for (system, workload), saturation in saturations.items()
-        for load, times in LOADS.items()
-        for policy in policies
-        for seed in range(scale.seeds)
-    ]
+    cases = []
+    for (system, workload), saturation in saturations.items():
+        loads = [
+            (load, float(f"{saturation.rate * times:.4g}"), saturation.count, scale.seeds)
+            for load, times in LOADS.items()
+        ]
+        if system in WORKLOADS[workload].lasting:  # so many requests that one trace will do
+            rate = saturation.rate
+            loads.append((LASTING, rate, lasting_count(rate, scale.lasting), 1))
+        for load, rate, count, seeds in loads:
+            for policy in policies:
+                one = (system, workload, load, policy)
+                trace = traces.get(workload, "")
+                cases += [LeagueCase(*one, seed, rate, count, trace) for seed in range(seeds)]
+    return cases
 
 
 @dataclass(frozen=True)
@@ -242,8 +261,8 @@ class _League:
     jobs: int
     bar: tqdm
 
-    def saturations(self, places: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Saturation]:
-        cases = saturation_cases(self.scale, places, self.traces)
+    def saturations(self) -> dict[tuple[str, str], Saturation]:
+        cases = saturation_cases(self.scale, self.traces)
         results = self._facts(cases, saturate)
         return {(case.system, case.workload): results[case] for case in cases}
 

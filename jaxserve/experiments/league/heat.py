@@ -17,7 +17,7 @@ PALE = (0.25, 0.85)  # shares between which a cell is pale, and its number black
 
 
 def heat_map(path: Path, standings: Standings, system: str) -> None:
-    """Draws goodput in percent of the best policy's, with a panel for each load."""
+    """Draws goodput in percent of the best policy's, with a panel for each steady load."""
     from matplotlib.figure import Figure
 
     policies = standings.policies
@@ -42,7 +42,7 @@ def heat_map(path: Path, standings: Standings, system: str) -> None:
             text = f"{100 * share:.0f}"
             axes.text(column, row, text, ha="center", va="center", fontsize=6, color=colour)
         axes.set_xticks(range(len(workloads)), workloads, fontsize=7, rotation=90)
-        axes.set_title(f"{load}: {times:g} x the saturating rate", fontsize=8, loc="left")
+        axes.set_title(f"{load}: {times:g} x", fontsize=8, loc="left")
     panels[0].set_yticks(range(len(policies)), [label(name) for name in policies], fontsize=7)
     figure.suptitle(
         f"{SYSTEMS[system]}: % of the best policy's goodput", fontsize=9, x=0.01, ha="left"

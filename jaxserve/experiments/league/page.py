@@ -9,10 +9,18 @@ from jaxserve.experiments.common.page import rendered
 from jaxserve.experiments.league.collect import LOADS, Scale
 from jaxserve.experiments.league.heat import heat_map
 from jaxserve.experiments.league.reading import advice, reading
-from jaxserve.experiments.league.runs import LEVEL, REFERENCES, ROWS
+from jaxserve.experiments.league.runs import FURTHER, LENGTH_CLASSES, LEVEL, PAUSED, ROWS, STEADY
 from jaxserve.experiments.league.standings import Standings
-from jaxserve.experiments.league.tables import details, overall, settings, typical, winners
-from jaxserve.experiments.league.workloads import LONGEST, SLACK, SYSTEMS, WORKLOADS
+from jaxserve.experiments.league.tables import (
+    against_others,
+    by_rule,
+    fairness,
+    overall,
+    settings,
+    typical,
+    winners,
+)
+from jaxserve.experiments.league.workloads import LASTING, LONGEST, SLACK, SYSTEMS, WORKLOADS
 
 COMMAND = "jaxserve bench league"
 
@@ -50,9 +58,21 @@ def write_page(
         scale=scale,
         pictures=pictures,
         systems=SYSTEMS,
-        loads=LOADS,
+        best=standings.ranked(standings.points)[0],
+        lasting=[
+            f"{name} on {SYSTEMS[system].partition(' on ')[0]}"
+            for system, name in scale.places()
+            if system in WORKLOADS[name].lasting
+        ],
+        overload=", then ".join(
+            f"{scale.lasting * seconds:g} s at {times:g} times the rate"
+            for seconds, times in LASTING
+        ),
         others=[f"{times:g}" for times in LOADS.values() if times != 1],
-        references=REFERENCES,
+        longest_trace=max(scale.seconds * WORKLOADS[name].longer for name in scale.workloads),
+        further=[*STEADY, *FURTHER],
+        paused=PAUSED,
+        length_classes=LENGTH_CLASSES,
         level=LEVEL,
         longest=[LONGEST[system] for system in scale.systems],
         rows=ROWS,
@@ -64,7 +84,9 @@ def write_page(
         winners=winners,
         overall=overall,
         typical=typical,
-        details=details,
+        against_others=against_others,
+        by_rule=by_rule,
+        fairness=fairness,
         settings=settings,
     )
     for system, name in pictures.items():

@@ -13,15 +13,23 @@ from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Tier
 from jaxserve.sched.simulation.capacity import FINE, sustained
-from jaxserve.sched.simulation.results import SimulationResult
+from jaxserve.sched.simulation.results import RequestRecords, SimulationResult
 from jaxserve.sched.simulation.simulator import default_limits, simulate
 from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.slo.metrics import attained, overtaken
+from jaxserve.sched.slo.metrics import attained, jain_index, overtaken, waits
 
 ROWS = 256  # requests of a batch: vLLM's default
-REFERENCES = ("vllm", "sarathi")  # whose better one saturates
+WARM = 1 / 6  # of the requests come before the window that counts
+PAUSED = 5.0  # seconds between two tokens, after which a stream counts as paused
+LENGTH_CLASSES = 4  # of prompts, each with as many requests
+STEADY = ("sarathi", "vllm")  # where the search for the saturating rate begins
+# Who then goes further, as far as anybody can: the best of all at some workload or other.
+FURTHER = ("edf", "rank_i", "aptserve", "aptserve_s", "goodput", "bros")
 LEVEL = 0.9  # of the requests that attain their targets on an idle server
 IDLE = 1e-3  # requests/s of an idle server
+CLIMB = 4  # points of the grid that a step upwards has, 9%
+REACH = 128  # points upwards at most, 16 times the rate
+LASTING = "lasting"  # the load whose rate changes
 
 
 @dataclass(frozen=True)
@@ -55,42 +63,57 @@ class LeagueCase:
 
 @dataclass(frozen=True)
 class LeagueNumbers:
-    """What a run comes to. Rates are from the first arrival to the last token.
+    """What a run comes to.
+
+    The window that counts is from the end of the warm-up to the last arrival. Numbers are of the
+    requests that came in it, followed to their ends, and rates are over its time.
 
     Attributes:
-        attainment: Share of the requests within all of their targets.
-        goodput: Requests within them, a second.
-        throughput: Output tokens/s.
+        attainment: Share of the requests within all of their targets, by the papers' rule.
+        with_gap: The same, where the longest time between two tokens counts, too.
+        goodput: Requests within their targets by the papers' rule, a second.
+        throughput: Output tokens written in the window, a second.
         ttft_p99: Over requests, seconds.
         tbt_p99: Over times between tokens, seconds; None if there are none.
         latency: Mean normalised latency, seconds a token.
-        worst: The longest time from arrival to last token, seconds.
+        longest_wait: The longest that anybody waited for a token, seconds.
+        paused: Share of the requests that waited for a later token for more than PAUSED.
+        fair_lengths: Jain's index of mean normalised latencies over LENGTH_CLASSES of prompts.
+        fair_tenants: The same over the parts of a workload; None if it has one.
+        recomputed: Share of the tokens of the whole run that were computed again.
         preemptions: Mean number a request.
         realtime, best_effort: Attainment of each tier; None if no request is of it.
-        overtaken: The longest that a request waited while later ones of its own tier and class were
-            served, seconds (`metrics.overtaken`); None in older files.
+        floor: Best-effort tokens written in the window, over those that were asked for in it; None
+            if nobody is best-effort.
+        overtaken: The longest that a request waited while later ones of its own part were
+            served, seconds (`metrics.overtaken`).
     """
 
     attainment: float
+    with_gap: float
     goodput: float
     throughput: float
     ttft_p99: float
     tbt_p99: float | None
     latency: float
-    worst: float
+    longest_wait: float
+    paused: float
+    fair_lengths: float
+    fair_tenants: float | None
+    recomputed: float
     preemptions: float
     realtime: float | None
     best_effort: float | None
-    overtaken: float | None = None
+    floor: float | None
+    overtaken: float
 
 
 def simulated(case: LeagueCase) -> SimulationResult:
     """Simulates the case. ValueError if that is impossible, or the policy plans what cannot be
     done."""
     place, policy = system(case.system), make_policy(case.policy)
-    workload = make_workload(
-        case.workload, case.system, case.rate, case.count, case.seed, case.trace
-    )
+    named = (case.workload, case.system, case.rate, case.count, case.seed, case.trace)
+    workload = make_workload(*named, lasting=case.load == LASTING)
     limits = default_limits(policy, place, max_batch_tokens=LONGEST[case.system], max_rows=ROWS)
     try:
         return simulate(
@@ -109,28 +132,59 @@ def simulated(case: LeagueCase) -> SimulationResult:
 def run(case: LeagueCase) -> LeagueNumbers:
     """The numbers of a simulation, five digits each. ValueError as `simulated`."""
     result = simulated(case)
-    summary, terms = result.summary(), result.requests.workload.terms
-    tiers = summary["tiers"]
+    requests, batches = result.requests, result.batches
+    window = in_window(requests.arrival)
+    begin, end = requests.arrival[window][[0, -1]]
+    times, terms = requests.times.select(window), requests.workload.terms.select(window)
+    met, (tbt, _), (first, later) = attained(times, terms), times.tbt, waits(times)
+    late = times.normalised_latency
+
+    def fair(kinds: np.ndarray) -> float:
+        return jain_index(np.array([late[kinds == kind].mean() for kind in np.unique(kinds)]))
 
     def of(tier: Tier) -> float | None:
-        found = tiers.get(tier.name.lower())
-        return found and found["slo"]["attainment"]
+        mine = terms.tier == tier
+        return digits(met.slo[mine].mean()) if mine.any() else None
 
-    tbt = summary["tbt_ms"]
-    group = terms.slo_class.astype(np.int64) * len(Tier) + terms.tier
+    asked = requests.prompt_len[window]
+    rank = np.argsort(np.argsort(asked, kind="stable"))
     return LeagueNumbers(
-        attainment=digits(summary["slo_attainment"]),
-        goodput=digits(summary["goodput_per_s"]),
-        throughput=digits(summary["output_tokens"] / summary["makespan_s"]),
-        ttft_p99=digits(summary["ttft_ms"]["p99"] / 1e3),
-        tbt_p99=None if tbt is None else digits(tbt["p99"] / 1e3),
-        latency=digits(summary["normalised_latency_ms"]["mean"] / 1e3),
-        worst=digits(summary["e2e_ms"]["max"] / 1e3),
-        preemptions=digits(summary["num_preemptions"] / len(terms)),
+        attainment=digits(met.slo.mean()),
+        with_gap=digits(met.slo_with_gap.mean()),
+        goodput=digits(met.slo.sum() / (end - begin)),
+        throughput=digits(_written(requests.token_times, begin, end) / (end - begin)),
+        ttft_p99=digits(np.percentile(first, 99)),
+        tbt_p99=digits(np.percentile(tbt, 99)) if len(tbt) else None,
+        latency=digits(late.mean()),
+        longest_wait=digits(max(first.max(), later.max())),
+        paused=digits((later > PAUSED).mean()),
+        fair_lengths=digits(fair(rank * LENGTH_CLASSES // len(rank))),
+        fair_tenants=digits(fair(terms.slo_class)) if len(terms.classes) > 1 else None,
+        recomputed=digits(batches.num_recomputed.sum() / batches.num_tokens.sum()),
+        preemptions=digits(requests.preemptions[window].mean()),
         realtime=of(Tier.REALTIME),
         best_effort=of(Tier.BEST_EFFORT),
-        overtaken=digits(overtaken(result.requests.times, group)),
+        floor=_floor(requests, begin, end),
+        overtaken=digits(overtaken(times, terms.slo_class)),
     )
+
+
+def in_window(arrival: np.ndarray) -> np.ndarray:
+    """Who comes after the warm-up, bool [n]. arrival: float64 [n], ascending."""
+    return np.asarray(np.arange(len(arrival)) >= int(WARM * len(arrival)))
+
+
+def _written(token_times: np.ndarray, begin: float, end: float) -> int:
+    return int(np.count_nonzero((token_times >= begin) & (token_times <= end)))
+
+
+def _floor(requests: RequestRecords, begin: float, end: float) -> float | None:
+    """As `LeagueNumbers.floor`."""
+    mine = requests.workload.tier == Tier.BEST_EFFORT
+    asked = int(requests.output_len[mine & (requests.arrival >= begin)].sum())
+    if not asked:
+        return None
+    return digits(_written(requests.times.select(mine).token_times, begin, end) / asked)
 
 
 @dataclass(frozen=True)
@@ -139,6 +193,7 @@ class SaturationCase:
 
     Attributes:
         system, workload: By name.
+        policies: Names of those that may be the best.
         seeds: Traces at each rate.
         seconds: How long a trace lasts, within `least` and `most` requests.
         least, most: Bounds on the requests of a trace.
@@ -167,40 +222,57 @@ class Saturation:
     """Where a workload saturates a system.
 
     Attributes:
-        rate: The highest rate, in requests/s, at which the better of REFERENCES still attains LEVEL
-            times `idle`.
+        rate: The highest rate, in requests/s, at which the best of STEADY and FURTHER still
+            attains LEVEL times `idle`, by the rule with the longest gap: by the papers' it would be
+            one at which streams stand still.
         count: Requests of a trace at that rate.
         idle: Share of the requests that attain their targets on an idle server.
+        policy: The one that does.
     """
 
     rate: float
     count: int
     idle: float
+    policy: str
 
 
 def saturate(case: SaturationCase) -> Saturation:
-    """Searches for the rate (`sched/simulation/capacity.py`). ValueError if every rate is too
-    high."""
-    idle = max(_attainment(case, name, IDLE, case.least) for name in REFERENCES)
+    """Searches for the rate: from where the better of STEADY falls below the level, each of
+    FURTHER in turn goes up on a grid (`sched/simulation/capacity.py`) as far as it attains it.
+    ValueError if every rate is too high."""
+    idle = max(_attainment(case, name, IDLE, case.least) for name in STEADY)
     if not idle:
         raise ValueError(f"{case.workload}, {case.system}: no request attains its targets")
+    index, best = _start(case, LEVEL * idle), STEADY[0]
+    last = index + REACH  # a trace of few requests may never be too fast
+    for name in FURTHER:
+        while index < last and _attainment(case, name, FINE.rate(index + CLIMB)) >= LEVEL * idle:
+            index, best = index + CLIMB, name
+    rate = FINE.rate(index)
+    return Saturation(rate, case.count(rate), digits(idle), best)
+
+
+def _start(case: SaturationCase, level: float) -> int:
+    """Index in FINE of the highest rate at which the better of STEADY attains the level."""
     rates = []
-    for name in REFERENCES:
+    for name in STEADY:
 
         def attain(index: int, name: str = name) -> float:
-            rate = FINE.rate(index)
-            return _attainment(case, name, rate, case.count(rate))
+            return _attainment(case, name, FINE.rate(index))
 
-        found, _ = FINE.tried(attain, FINE.nearest(1.0), (LEVEL * idle,))
-        crossing = sustained({FINE.rate(i): share for i, share in found.items()}, LEVEL * idle)
+        found, _ = FINE.tried(attain, FINE.nearest(1.0), (level,))
+        crossing = sustained({FINE.rate(i): share for i, share in found.items()}, level)
         rates.append(0.0 if crossing.bound == "<" else crossing.rate)
     if not max(rates):
         raise ValueError(f"{case.workload}, {case.system}: no rate is low enough")
-    return Saturation(max(rates), case.count(max(rates)), digits(idle))
+    return FINE.nearest(max(rates))
 
 
-def _attainment(case: SaturationCase, policy: str, rate: float, count: int) -> float:
-    """Attainment, mean over the seeds."""
+def _attainment(case: SaturationCase, policy: str, rate: float, count: int = 0) -> float:
+    """Attainment in the window, longest gaps included, mean over the seeds. count: 0 for that of a
+    trace at that rate."""
+    count = count or case.count(rate)
     one = LeagueCase(case.system, case.workload, "", policy, 0, rate, count, case.trace)
-    results = [simulated(replace(one, seed=seed)).requests for seed in range(case.seeds)]
-    return float(np.mean([attained(r.times, r.workload.terms).slo.mean() for r in results]))
+    results = [simulated(replace(one, seed=seed)) for seed in range(case.seeds)]
+    shares = [r.met.slo_with_gap[in_window(r.requests.arrival)].mean() for r in results]
+    return float(np.mean(shares))

@@ -1,4 +1,4 @@
-"""Who is how good where: means over seeds, and goodput relative to the best policy's."""
+"""Who is how good where: means over seeds, and what they are of the best policy's."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from jaxserve.experiments.common.runs import Number
-from jaxserve.experiments.league.collect import Found
-from jaxserve.experiments.league.runs import LeagueNumbers
+from jaxserve.experiments.league.collect import LOADS, Found
+from jaxserve.experiments.league.runs import LASTING, LeagueNumbers
 from jaxserve.experiments.league.workloads import WORKLOADS
-from jaxserve.simulate.spread import half_width, mean
+from jaxserve.simulate.spread import mean
 
 
 def label(policy: str) -> str:
@@ -23,7 +22,7 @@ class Point(NamedTuple):
 
     Attributes:
         system, workload: By name.
-        load: A name in LOADS.
+        load: A name in LOADS, or LASTING.
     """
 
     system: str
@@ -43,17 +42,26 @@ class Standings:
         found: The league's numbers.
         entrants: The policies to compare.
         own: The user's own policies, compared with the entrants.
+        rule: What is compared, a name in `LeagueNumbers`: goodput is by the papers' rule, with_gap
+            by that of a server's verdicts.
     """
 
-    def __init__(self, found: Found, entrants: Sequence[str], own: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        found: Found,
+        entrants: Sequence[str],
+        own: Sequence[str] = (),
+        rule: str = "goodput",
+    ) -> None:
         self.found, self.entrants, self.own = found, list(entrants), list(own)
+        self.rule = rule
         self._seeds: dict[tuple[Point, str], list[LeagueNumbers]] = {}
         for case, numbers in found.runs.items():
             point = Point(case.system, case.workload, case.load)
             self._seeds.setdefault((point, case.policy), []).append(numbers)
         self.points = list(dict.fromkeys(point for point, _ in self._seeds))
         self._best = {
-            point: max(self.mean(point, policy, "goodput") for policy in self.entrants)
+            point: max(self.mean(point, policy, rule) for policy in self.entrants)
             for point in self.points
         }
 
@@ -63,31 +71,38 @@ class Standings:
         order = sorted(self.entrants, key=lambda name: (-self.share(name), name))
         return [*self.own, *order]
 
-    def number(self, point: Point, policy: str, name: str) -> Number | None:
+    @property
+    def loads(self) -> list[str]:
+        """Those that it has, the lightest first."""
+        there = {point.load for point in self.points}
+        return [load for load in (*LOADS, LASTING) if load in there]
+
+    def ruled(self, rule: str) -> Standings:
+        """The same league by another rule."""
+        return Standings(self.found, self.entrants, self.own, rule)
+
+    def against_others(self, policy: str) -> Standings:
+        """The same league, where an entrant is compared with all others."""
+        others = [name for name in self.entrants if name != policy]
+        return Standings(self.found, others, [policy], self.rule)
+
+    def number(self, point: Point, policy: str, name: str) -> float | None:
         """A number of `LeagueNumbers` at the point, mean over seeds; None if the policy has
         none."""
-        values = [getattr(numbers, name) for numbers in self._seeds[point, policy]]
-        some: Any = mean(values)
-        return None if some is None else Number(some, half_width(values))
+        some: Any = mean([getattr(numbers, name) for numbers in self._seeds[point, policy]])
+        return None if some is None else float(some)
 
     def mean(self, point: Point, policy: str, name: str) -> float:
-        """Like `number`, without the interval. ValueError if there is none."""
+        """Like `number`; ValueError if there is none."""
         found = self.number(point, policy, name)
         if found is None:
             raise ValueError(f"{policy} has no {name} at {point}")
-        return found.mean
+        return found
 
     def relative(self, point: Point, policy: str) -> float:
         """The policy's goodput over that of the best entrant; 1 if no entrant has any."""
         best = self._best[point]
-        return self.mean(point, policy, "goodput") / best if best else 1.0
-
-    def overtaken(self, policy: str) -> tuple[float, float]:
-        """The longest and the median over all of its runs, seconds. ValueError if none has it."""
-        runs = self.found.runs.items()
-        values = [one.overtaken for case, one in runs if case.policy == policy]
-        some = [value for value in values if value is not None]
-        return max(some), median(some)
+        return self.mean(point, policy, self.rule) / best if best else 1.0
 
     def where(self, **given: str) -> list[Point]:
         """The points with that system, workload, load or kind."""
@@ -99,9 +114,10 @@ class Standings:
         chosen = self.points if points is None else points
         return fmean(self.relative(point, policy) for point in chosen)
 
-    def worst(self, policy: str) -> Point:
-        """The point where the policy is furthest behind the best."""
-        return min(self.points, key=lambda point: self.relative(point, policy))
+    def worst(self, policy: str, points: Sequence[Point] | None = None) -> Point:
+        """Of some points, by default all, the one where the policy is furthest behind the best."""
+        chosen = self.points if points is None else points
+        return min(chosen, key=lambda point: self.relative(point, policy))
 
     def ranked(self, points: Sequence[Point]) -> list[str]:
         """The entrants by their share over these points, the best first."""
@@ -109,9 +125,13 @@ class Standings:
 
     def typical(self, policy: str, points: Sequence[Point], name: str) -> float | None:
         """The median over points of a number's means; None if no point has one."""
-        found = [self.number(point, policy, name) for point in points]
-        values = [one.mean for one in found if one is not None]
+        values = self.numbers(policy, points, name)
         return median(values) if values else None
+
+    def numbers(self, policy: str, points: Sequence[Point], name: str) -> list[float]:
+        """A number's means at those of the points that have it."""
+        found = [self.number(point, policy, name) for point in points]
+        return [one for one in found if one is not None]
 
     def gap(self, policy: str) -> float | None:
         """How much longer the policy takes than the optimum, as a share, mean over the cut-down

@@ -42,7 +42,7 @@ class Store:
 
     def __init__(self, runs: Path, facts: Path, *, any_code: bool = False) -> None:
         self._runs, self._facts, self._any = runs, facts, any_code
-        self._rows = _read_rows(runs)
+        self._rows = _read_rows(runs, any_code=any_code)
         self._known = _read_facts(facts)
         if not any_code:
             self._rows = {k: r for k, r in self._rows.items() if r["code"] == _now(r["policy"])}
@@ -156,21 +156,24 @@ def _csv(rows: Collection[dict[str, str]], *, header: bool = True) -> str:
     return out.getvalue()
 
 
-def _read_rows(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
-    """The rows by their cases. A truncated last line does not count; columns that older files lack
-    are empty."""
+def _read_rows(path: Path, *, any_code: bool) -> dict[tuple[str, ...], dict[str, str]]:
+    """The rows by their cases. A truncated last line does not count, nor does a file of other
+    columns, which a league of other rules wrote, unless any code will do: then it is an error."""
     if not path.exists():
         return {}
     text = path.read_text(encoding="utf-8")
     lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
     header = lines[0] if lines else _HEADER
-    if not {*_CASE, "code"} <= set(header) <= set(_HEADER):
-        raise ValueError(f"{path}: not the runs of a league")
+    known = {*_CASE, "code"} <= set(header)
+    if known and set(header) != set(_HEADER) and not any_code:
+        return {}
+    if set(header) != set(_HEADER):
+        raise ValueError(f"{path}: not the runs of {'this' if known else 'a'} league")
     rows = {}
     for line in lines[1:]:
         if len(line) != len(header):
             raise ValueError(f"{path}: {len(header)} columns expected, got {len(line)}")
-        row = dict.fromkeys(_HEADER, "") | dict(zip(header, line, strict=True))
+        row = dict(zip(header, line, strict=True))
         rows[tuple(row[name] for name in _CASE)] = row
     return rows
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
+from statistics import fmean, median
 
 from jaxserve.experiments.common.page import table
-from jaxserve.experiments.league.collect import LOADS
 from jaxserve.experiments.league.standings import Point, Standings, label
 from jaxserve.experiments.league.workloads import SYSTEMS, WORKLOADS, Part
 from jaxserve.sched.request import Tier
@@ -23,27 +23,89 @@ def kinds(standings: Standings) -> list[str]:
 
 def overall(standings: Standings) -> str:
     """A row a policy, the best first: shares of the best policy's goodput by load, where it is
-    worst, plans, and the cut-down cases."""
+    worst, the cut-down cases, and plans."""
     sizes = sorted(next(iter(standings.found.plans.values())))
-    header = ["policy", *LOADS, "all", "worst", "where", "optimum", "longest overtaken, s"]
-    header += ["median, s", *(f"plan of {size:,}, ms" for size in sizes)]
+    header = [*_SHARES, "optimum", *(f"plan of {size:,}, ms" for size in sizes)]
     rows = []
     for policy in standings.policies:
-        worst, gap = standings.worst(policy), standings.gap(policy)
-        loads = [standings.share(policy, standings.where(load=load)) for load in LOADS]
-        plans = standings.found.plans[policy]
+        gap, plans = standings.gap(policy), standings.found.plans[policy]
+        optimum = "-" if gap is None else f"{100 * gap:+.1f}"
         rows.append(
-            [
-                f"`{label(policy)}`",
-                *(f"{100 * share:.1f}" for share in (*loads, standings.share(policy))),
-                f"{100 * standings.relative(worst, policy):.1f}",
-                f"{worst.workload}, {worst.load}, {_short(worst.system)}",
-                "-" if gap is None else f"{100 * gap:+.1f}",
-                *(f"{value:.2f}" for value in standings.overtaken(policy)),
-                *(f"{plans[size]:.2f}" for size in sizes),
-            ]
+            [*_shares(standings, policy), optimum, *(f"{plans[size]:.2f}" for size in sizes)]
         )
+    return _by_load(standings, header, rows)
+
+
+def by_rule(standings: Standings, rule: str) -> str:
+    """The same by another rule, without what does not depend on it."""
+    other = standings.ruled(rule)
+    return _by_load(other, list(_SHARES), [_shares(other, policy) for policy in other.policies])
+
+
+_SHARES = ("all", "least", "where")
+
+
+def _by_load(standings: Standings, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return table(["policy", *standings.loads, *header], rows)
+
+
+def _shares(standings: Standings, policy: str) -> list[str]:
+    worst = standings.worst(policy)
+    loads = [standings.share(policy, standings.where(load=load)) for load in standings.loads]
+    return [
+        f"`{label(policy)}`",
+        *(f"{100 * share:.1f}" for share in (*loads, standings.share(policy))),
+        f"{100 * standings.relative(worst, policy):.1f}",
+        _place(worst),
+    ]
+
+
+def _place(point: Point) -> str:
+    return f"{point.workload}, {point.load}, {_short(point.system)}"
+
+
+def against_others(standings: Standings, policy: str) -> str:
+    """A row a load: the policy in percent of the best of all others, by both rules."""
+    header, rows = ["load"], []
+    rules = {"goodput": "papers' rule", "with_gap": "with the longest gap"}
+    for words in rules.values():
+        header += [f"{words}: mean", "least", "where"]
+    for load in [*standings.loads, None]:
+        row = [load or "all"]
+        for rule in rules:
+            other = standings.ruled(rule).against_others(policy)
+            points = other.where(load=load) if load else other.points
+            worst = other.worst(policy, points)
+            shares = (other.share(policy, points), other.relative(worst, policy))
+            row += [*(f"{100 * share:.1f}" for share in shares), _place(worst)]
+        rows.append(row)
     return table(header, rows)
+
+
+def fairness(standings: Standings) -> str:
+    """A row a policy: what the points above saturation say of who waits, and of work done twice."""
+    points = [p for p in standings.points if p.load not in ("below", "at")]
+    rows = []
+    for policy in standings.policies:
+        row = [f"`{label(policy)}`"]
+        for name, _, factor, form, of in FAIRNESS:
+            values = standings.numbers(policy, points, name)
+            row.append(format(factor * of(values), form) if values else "-")
+        rows.append(row)
+    return table(["policy", *(title for _, title, *_ in FAIRNESS)], rows)
+
+
+# Of `LeagueNumbers`: what the page calls it, in which unit, how it is written, and of which value.
+FAIRNESS: tuple[tuple[str, str, float, str, Callable[[list[float]], float]], ...] = (
+    ("longest_wait", "longest wait, s", 1.0, ".0f", max),
+    ("longest_wait", "median, s", 1.0, ".1f", median),
+    ("overtaken", "longest overtaken, s", 1.0, ".0f", max),
+    ("paused", "paused over 5 s, %", 100.0, ".1f", fmean),
+    ("fair_lengths", "Jain over lengths", 1.0, ".2f", fmean),
+    ("fair_tenants", "Jain over parts", 1.0, ".2f", fmean),
+    ("recomputed", "computed again, %", 100.0, ".1f", fmean),
+    ("floor", "best-effort floor, %", 100.0, ".0f", min),
+)
 
 
 def winners(standings: Standings) -> str:
@@ -51,8 +113,10 @@ def winners(standings: Standings) -> str:
     shown = [name for name in SHOWN if name in standings.entrants]
     header = ["workloads", "load", "the best", "%", "the next", "%"]
     rows = []
-    for kind, load in product(kinds(standings), LOADS):
+    for kind, load in product(kinds(standings), standings.loads):
         points = standings.where(kind=kind, load=load)
+        if not points:
+            continue
         first, second = (standings.ranked(points) * 2)[:2]
         share = {name: f"{100 * standings.share(name, points):.1f}" for name in standings.entrants}
         best = [f"`{first}`", share[first], f"`{second}`", share[second]]
@@ -76,36 +140,13 @@ def typical(standings: Standings, system: str, load: str) -> str:
 # Of `LeagueNumbers`: what the page calls it, in which unit, and how it is written.
 NUMBERS = (
     ("attainment", "attainment, %", 100.0, ".1f"),
+    ("with_gap", "with the longest gap, %", 100.0, ".1f"),
     ("goodput", "goodput, 1/s", 1.0, ".3g"),
     ("throughput", "tokens/s", 1.0, ".4g"),
     ("ttft_p99", "P99 TTFT, s", 1.0, ".3g"),
     ("tbt_p99", "P99 TBT, s", 1.0, ".3g"),
     ("latency", "normalised latency, s", 1.0, ".3g"),
-    ("worst", "worst request, s", 1.0, ".4g"),
     ("preemptions", "preemptions a request", 1.0, ".2g"),
-    ("overtaken", "overtaken, s", 1.0, ".3g"),
-)
-
-
-def details(standings: Standings, point: Point) -> str:
-    """A row a policy, the best first: means over the seeds with their intervals."""
-    parts = WORKLOADS[point.workload].parts
-    numbers = list(NUMBERS)
-    if any(part.tier == Tier.BEST_EFFORT for part in parts):
-        numbers += TIERS
-    rows = []
-    for policy in [*standings.own, *standings.ranked([point])]:
-        row = [f"`{label(policy)}`"]
-        for name, _, factor, form in numbers:
-            found = standings.number(point, policy, name)
-            row.append("-" if found is None else found.text(form, factor))
-        rows.append(row)
-    return table(["policy", *(title for _, title, _, _ in numbers)], rows)
-
-
-TIERS = (
-    ("realtime", "real-time attainment, %", 100.0, ".1f"),
-    ("best_effort", "best-effort attainment, %", 100.0, ".1f"),
 )
 
 

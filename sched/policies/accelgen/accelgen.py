@@ -240,6 +240,7 @@ def _one_long(work: Work) -> Work:
     "accelgen_nochunk",
     summary="accelgen with whole prompts",
     source="AccelGen 6.3",
+    ablation=True,
 )
 def accelgen_nochunk() -> AccelGen:
     """Without SLO-guaranteed dynamic chunking: prompts are whole, urgent ones however long."""
@@ -250,6 +251,7 @@ def accelgen_nochunk() -> AccelGen:
     "accelgen_noorder",
     summary="accelgen in order of arrival; nobody is urgent",
     source="AccelGen 6.3",
+    ablation=True,
 )
 def accelgen_noorder() -> AccelGen:
     """Without task prioritization: first come, first served."""
@@ -260,6 +262,7 @@ def accelgen_noorder() -> AccelGen:
     "accelgen_nobatch",
     summary="accelgen whose prompts start in order, whatever they leave idle",
     source="AccelGen 6.3",
+    ablation=True,
 )
 def accelgen_nobatch() -> AccelGen:
     """Without multi-resource-aware batching."""
