@@ -77,10 +77,12 @@ _VARIANTS: dict[str, Variant] = {}
 def register(
     name: str, summary: str, source: str, *, ablation: bool = False
 ) -> Callable[[_Make], _Make]:
-    """Decorator: registers a policy class, or a function that returns a policy, as `name`. The
-    arguments are `PolicyEntry`'s.
+    """Decorator: registers a policy class, or a function that returns a policy, as `name`.
 
     Running the same definition again, as notebook cells do, replaces the earlier one.
+
+    Args:
+        name, summary, source, ablation: As in `PolicyEntry`.
 
     Raises:
         ValueError: The name is taken, empty, or contains `+`, `:`, `,` or `=`.
