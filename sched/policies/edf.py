@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,7 @@ def _lead(r: Any) -> Any:
     return r.alone * (r.prompt_len + r.generated - r.computed) / r.prompt_len
 
 
+@cache  # one function for each: a compiled simulation compiles every new one
 def _overdue(patience: float) -> Key:
     def due(r: Any) -> Any:
         return r.arrival + patience

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from jaxserve.sched.cost.cost_model import BatchFeatures, LinearCostModel
 from jaxserve.sched.policies.infermax import InferMax
 from jaxserve.sched.policy import Limits
+from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.simulation.compiled import code_cache, kernel
+from jaxserve.sched.simulation.dispatch import form_of, has_form
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.unified.policy_spec import where
 from jaxserve.sched.unified.unified_policy import Group, Phase, Reserve
@@ -52,6 +54,12 @@ def test_a_key_computes_as_numpy_does(what: str) -> None:
 def test_what_a_key_may_not_do_is_refused_in_both(compiled: bool, key: Any, error: type) -> None:
     with pytest.raises(error):
         simulate(own(key=key), drawn(5, 9, 1e4), SEVEN, compiled=compiled)
+
+
+@pytest.mark.parametrize("name", [name for name in policies() if has_form(make_policy(name))])
+def test_a_policy_made_twice_is_compiled_once(name: str) -> None:
+    once, again = (form_of(make_policy(name)) for _ in range(2))
+    assert (once.key, once.lapse) == (again.key, again.lapse)
 
 
 SIGN = 1
