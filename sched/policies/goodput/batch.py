@@ -31,7 +31,7 @@ class Work:
         kinds: `CacheKind` of each.
         loaded: Slots that come back from the host first.
         paused: bool, whether it has written something, and holds no cache.
-        due, gap_due, attains, loss, missed: See `Outlook`.
+        due, gap_due, longest, attains, loss, missed: See `Outlook`.
         columns: What each adds to the features of a batch, int64 [columns, n]; see `_columns`.
     """
 
@@ -47,6 +47,7 @@ class Work:
     paused: np.ndarray
     due: np.ndarray
     gap_due: np.ndarray
+    longest: np.ndarray
     attains: np.ndarray
     loss: np.ndarray
     missed: np.ndarray

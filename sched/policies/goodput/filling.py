@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxserve.sched.cost.batch_feature_sums import prefix
 from jaxserve.sched.policies.goodput.batch import Batch, Work
-from jaxserve.sched.policies.goodput.feasibility import in_time
+from jaxserve.sched.policies.goodput.feasibility import in_time, left_out
 from jaxserve.sched.policies.goodput.pausing import AT_ANY_LOSS, FREE_OF_LOSS, Memory
 from jaxserve.sched.policy import View
 
@@ -64,7 +64,8 @@ class Filling:
     def fill(self, starved: np.ndarray) -> None:
         """Fills it. starved: bool [n], those who come first for whom time is made."""
         work = self._work
-        running = work.decodes & ~work.starts
+        # Those who cannot attain their targets go on with what is left of the step.
+        running = work.decodes & ~work.starts & ((work.attains > 0) | self._first)
         decodes = self._find_blocks(np.flatnonzero(running))
         others = np.flatnonzero(~running & ~self._memory.out)
         early = self._first[others]
@@ -128,7 +129,8 @@ class Filling:
         self, jobs: np.ndarray, slack: np.ndarray, batch: Batch, decodes: np.ndarray
     ) -> np.ndarray:
         """Which jobs come first beside these decodes, so that most are in time. A job costs what it
-        adds to the batch, and its share of further steps where the decodes limit their length."""
+        adds to the batch, and its share of further steps where the decodes limit their length.
+        Where not all can be in time, the most urgent are left out if they keep steps short."""
         base, end = batch.seconds, batch.with_each(jobs)
         dearest = int(np.argmax(end))
         cost = np.maximum(batch.with_each(jobs, jobs[dearest : dearest + 1]) - end[dearest], 1e-9)
@@ -137,7 +139,13 @@ class Filling:
         if limit < np.inf:
             cost = cost * (limit / max(limit - base, PROMPTS * limit))
         able = np.flatnonzero(end <= slack)
-        return able[in_time(slack[able], cost[able], self._work.attains[jobs[able]], begin)]
+        chosen, contested = in_time(slack[able], cost[able], self._work.attains[jobs[able]], begin)
+        chosen = able[chosen]
+        if contested > 1 and self._memory.slots > 0:  # else it is not time that is short
+            some = chosen[:contested]
+            worth = self._work.attains[jobs[some]]
+            chosen = chosen[left_out(slack[some], batch.times(jobs[some]), worth, begin, limit) :]
+        return chosen
 
     def _roomy(self, decodes: int) -> bool:
         pool, rows = self._view.pool, self._view.limits.max_rows

@@ -102,7 +102,7 @@ class Goodput(Policy):
         kind = _kind_of_starts(view, running, self.hidden_above)
         work, first = Work.of_rows(view, rows, outlook, kind), kept[rows]
         batch = Batch(view, work)
-        memory = Memory(view, work, batch, first, swaps=self.swaps)
+        memory = Memory(view, work, batch, first, pace, swaps=self.swaps)
         headroom = _headroom(targets[0])
         filling = Filling(view, work, batch, memory, clock, headroom, first)
         filling.fill(self._patience.starved(rows, clock))

@@ -98,6 +98,7 @@ class Outlook:
             (JCT), so that the tokens after it can follow at the pace of late.
         gap_due: When it has to be there even if it is late: the longest gap that is allowed; inf
             before the first token.
+        longest: That gap, seconds; inf without one.
         attains: Probability that the request attains its targets if no further token is late, 1
             without targets, 0 once that is impossible; times its worth.
         loss: How much of that is lost if its next token is late; 0 if it is late already.
@@ -106,6 +107,7 @@ class Outlook:
 
     due: np.ndarray
     gap_due: np.ndarray
+    longest: np.ndarray
     attains: np.ndarray
     loss: np.ndarray
     missed: np.ndarray
@@ -166,4 +168,4 @@ class Outlook:
             due[jobs] = np.minimum(due[jobs], arrival[jobs] + jct[jobs] - rest)
             tight = due[jobs] - clock < PAUSE
             loss[jobs] = np.where(tight, np.maximum(loss[jobs], attains[jobs]), loss[jobs])
-        return cls(due, gap_due, attains * worth, loss * worth, missed)
+        return cls(due, gap_due, longest, attains * worth, loss * worth, missed)

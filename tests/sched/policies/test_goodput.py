@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.plan import Checkpoint, Preempt, Restore
 from jaxserve.sched.policies.goodput import goodput
-from jaxserve.sched.policies.goodput.feasibility import in_time
+from jaxserve.sched.policies.goodput.feasibility import in_time, left_out
 from jaxserve.sched.policies.goodput.outlook import Lengths, Outlook, Standard
 from jaxserve.sched.policies.goodput.pausing import Memory
 from jaxserve.sched.policies.goodput.tenants import Tenants
@@ -42,7 +42,7 @@ STANDARD = Standard(2.0, 0.2)
 @settings(max_examples=200)
 def test_no_choice_has_more_jobs_in_time(jobs: list[tuple[int, int]]) -> None:
     due, cost = (np.array(column, float) for column in zip(*jobs, strict=True))
-    chosen = in_time(due, cost, np.ones(len(jobs)))
+    chosen, contested = in_time(due, cost, np.ones(len(jobs)))
     assert (np.cumsum(cost[chosen]) <= due[chosen]).all()
     best = 0
     for count in range(len(jobs), 0, -1):
@@ -50,13 +50,44 @@ def test_no_choice_has_more_jobs_in_time(jobs: list[tuple[int, int]]) -> None:
             if (np.cumsum(cost[list(some)]) <= due[list(some)]).all():
                 best = max(best, count)
     assert len(chosen) == best
+    assert (contested > 0) <= (best < len(jobs)) and (np.diff(due[chosen]) >= 0).all()
 
 
 def test_the_dearest_for_its_worth_is_left_out() -> None:
     due, cost = np.full(3, 5.0), np.array([3.0, 2.0, 3.0])
-    assert in_time(due, cost, np.array([1.0, 1.0, 0.5])).tolist() == [0, 1]
-    assert in_time(due, cost, np.array([0.1, 1.0, 1.0])).tolist() == [1, 2]
-    assert in_time(due, cost, np.array([0.0, 0.0, 1.0])).tolist() == [2]
+    assert in_time(due, cost, np.array([1.0, 1.0, 0.5])).jobs.tolist() == [0, 1]
+    assert in_time(due, cost, np.array([0.1, 1.0, 1.0])).jobs.tolist() == [1, 2]
+    assert in_time(due, cost, np.array([0.0, 0.0, 1.0])).jobs.tolist() == [2]
+
+
+def test_only_those_are_contested_who_are_due_before_somebody_is_late() -> None:
+    due, cost = np.array([3.0, 4.0, 90.0]), np.full(3, 2.5)
+    jobs, contested = in_time(due, cost, np.ones(3))
+    assert len(jobs) == 2 and jobs[-1] == 2 and contested == 1
+    assert in_time(due + 9, cost, np.ones(3)).contested == 0
+
+
+@given(
+    jobs=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=8),
+    begin=st.integers(1, 9),
+    most=st.integers(1, 40),
+)
+@settings(max_examples=200)
+def test_the_most_urgent_are_left_out_for_longer_steps_alone(
+    jobs: list[tuple[int, int]], begin: int, most: int
+) -> None:
+    due, cost = (np.array(column, float) for column in zip(*sorted(jobs), strict=True))
+
+    def rate(some: int) -> float:
+        """Jobs a second of the step that begins with this one."""
+        ends = begin + np.cumsum(cost[some:])
+        fits = int(np.count_nonzero(ends <= min(due[some], most)))
+        return fits / ends[fits - 1] if fits else 0.0
+
+    found = left_out(due, begin + np.cumsum(cost), np.ones(len(jobs)), begin, most)
+    best = max(rate(some) for some in range(len(jobs)))
+    assert rate(found) == pytest.approx(best) if found else best <= 1.2 * rate(0) + 1e-9
+    assert not found or best > 1.2 * rate(0)
 
 
 def outlook(drive: Drive, row: int, clock: float) -> tuple[float, float, float]:
@@ -213,6 +244,70 @@ def test_caches_that_take_long_to_come_back_are_not_paused_for_a_prompt(
     monkeypatch.setattr(Memory, "_return_time", lambda _, some: np.zeros(len(some)))
     many, fewer_met = served()
     assert few < 0.1 < many and met > fewer_met, (few, many, met, fewer_met)
+
+
+def test_who_cannot_attain_its_targets_leaves_time_for_who_can() -> None:
+    """A decode takes half a second. It is late all the same, and the prompt is in time without."""
+    slow = LinearCostModel(Coefficients(0.01, 0, 0, 0.5, 0, 0, 0, 0, 0), 1)
+    drive = Drive("goodput", cost_model=slow)
+    lost = drive.add(prompt=4, output=50, ttft=0.5, tbt=0.6)
+    drive.step(1.0)
+    prompt = drive.add(prompt=4, output=1, arrival=2.0, ttft=0.4)
+    assert drive.step(2.0) == {prompt: 4}
+    assert drive.step(3.0) == {lost: 1}, "there is time again"
+
+
+def test_the_most_urgent_is_left_out_where_it_keeps_steps_short() -> None:
+    """A step takes 0.1 s and 0.01 s for each token. There is time for nine of the others in one
+    without the urgent prompt, and for 0.02 s of theirs in one with it."""
+    slow = LinearCostModel(Coefficients(0.01, 0.1, 0, 0, 0, 0, 0, 0, 0), 1)
+    for others, found in ((3, [3, 1]), (11, [4] * 9)):
+        drive = Drive("goodput", cost_model=slow, rows=16)
+        drive.add(prompt=3, output=1, ttft=0.15)
+        for _ in range(others):
+            drive.add(prompt=4, output=1, ttft=0.51)
+        assert list(drive.step(0.0).values()) == found
+
+
+@pytest.mark.parametrize("blocks", [264, 1000])
+def test_no_prompt_is_cut_where_memory_is_short(blocks: int) -> None:
+    """There is room for 13 more tokens in the step, and both prompts have 20."""
+    drive = Drive("goodput", c=20, p=20, rows=9, blocks=blocks, max_model_len=128)
+    rows = [drive.add(prompt=56, output=60, ttft=900.0, tbt=900.0) for _ in range(7)]
+    while sorted(drive.step().values()) != [1] * len(rows):
+        pass
+    short = drive.pool.num_used > 0.9 * blocks
+    whole, cut = (drive.add(prompt=prompt, output=1, ttft=900.0) for prompt in (8, 20))
+    step = drive.step()
+    assert whole in step and (cut in step) == (not short) == (blocks == 1000)
+
+
+def test_who_cannot_attain_its_targets_is_paused_before_others_who_lose_nothing() -> None:
+    for lost in (0, 1):
+        drive = Drive("goodput", blocks=40)
+        learned(drive, 150)
+        for i in range(2):
+            row = drive.add(prompt=8, output=200, ttft=1e-3 if i == lost else 9.0, tbt=9.0)
+            drive.step(0.1 * i)
+            drive.table.received[row] = drive.table.generated[row] = 1
+        while not drive.preempted:
+            drive.step(1.0 + 0.1 * len(drive.plans))
+        assert drive.preempted == [lost]
+
+
+@pytest.mark.parametrize("max_tbt", [2.0, 1e4])
+def test_nobody_is_paused_for_a_prompt_who_would_not_be_back_in_time(max_tbt: float) -> None:
+    """A step takes a tenth of a second, and outputs have 150 tokens: within 2 s little memory comes
+    free, and within some hours enough."""
+    slow = LinearCostModel(Coefficients(1e-4, 0.1, 0, 0, 0, 0, 0, 0, 0), 1)
+    drive = Drive("goodput", blocks=32, host_slots=4096, cost_model=slow)
+    learned(drive, 150)
+    begun = drive.add(prompt=30, output=400, ttft=9.0, tbt=0.5, max_tbt=max_tbt)
+    for i in range(12):
+        drive.step(0.1 * i)
+    prompt = drive.add(prompt=50, output=10, arrival=1.2, ttft=0.3, tbt=0.5, max_tbt=2.0)
+    step = drive.step(1.2)
+    assert (prompt in step) == (begun in drive.preempted) == (max_tbt > 2.0)
 
 
 def test_who_has_waited_for_too_long_comes_first() -> None:
