@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +69,8 @@ def projected_attention(
     """See `attention.projected_attention`: q [T, H, D] -> the same. A row's context is projected
     once, into K and V of this one row, which its queries then attend over: projecting costs far
     more than either."""
+    # One loop for all rows: the engine reads hidden decodes apart, with `decode_only`, and a second
+    # one would take as long to compile again.
     tile = 1 if decode_only else min(TILE_QUERIES, len(q))
     heads, padding = q.shape[1], ((0, tile), (0, 0), (0, 0))
     queries = jnp.pad((q * scoring.scale).astype(pool.dtype), padding)
@@ -79,7 +80,7 @@ def projected_attention(
         batch, query_lens=jnp.where(batch.kind == HIDDEN, batch.query_lens, 0)
     )
 
-    def fill(tile: int, row: jax.Array, state: tuple[jax.Array, _KV]) -> tuple[jax.Array, _KV]:
+    def fill(row: jax.Array, state: tuple[jax.Array, _KV]) -> tuple[jax.Array, _KV]:
         out, scratch = state
         scratch = rows.project(row, scratch)
         out = attend_row(
@@ -97,10 +98,7 @@ def projected_attention(
 
     def attend(out: jax.Array) -> jax.Array:
         state = (jnp.pad(out, padding), rows.scratch())
-        state = lax.fori_loop(0, batch.num_decodes, partial(fill, 1), state)
-        if not decode_only:
-            state = lax.fori_loop(batch.num_decodes, batch.num_rows, partial(fill, tile), state)
-        return state[0][: len(q)]
+        return lax.fori_loop(0, batch.num_rows, fill, state)[0][: len(q)]
 
     # Steps with no hidden row pay for none.
     return lax.cond((mine.query_lens > 0).any(), attend, lambda out: out, jnp.zeros_like(q))

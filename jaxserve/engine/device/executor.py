@@ -358,6 +358,12 @@ class JaxExecutor:
             arguments = (self.params, self.pool, self._state.newest, batch)
             step.lower(*arguments, layout=layout).compile()
 
+    def _compile_projection(self) -> None:
+        """Likewise what projects hidden caches."""
+        layout = self.buckets.projection_layout()
+        batch = self._like((layout.size,), np.int32)
+        self._project_to_kv.lower(self.params, self.pool, batch, layout=layout).compile()
+
     def _compile_sampler(self, rows: int, masked: bool) -> None:
         """Likewise what samples with more than plain greedy."""
         vocab = self._state.vocab_size
@@ -401,9 +407,13 @@ class JaxExecutor:
         layouts = self.buckets.all()
         decodes = [self.buckets.decode(rows) for rows in self.buckets.rows]
         self._state = warm_up(self._state)
-        # XLA compiles several at once. On CPUs the first model's step also has numba compile its
-        # kernels, which all of these steps wait for: what needs no kernel is compiled meanwhile.
-        compiled = [partial(self._compile, layout) for layout in layouts]
+        # XLA compiles several at once, those with hidden rows first: they take longest, and should
+        # not be left for one thread at the end. On CPUs the first model's step also has numba
+        # compile its kernels, which all of these steps wait for: what needs no kernel is compiled
+        # meanwhile.
+        longest_first = sorted(layouts[1:], key=lambda each: (not each.hidden, each.decode_only))
+        ordered = (layouts[0], *longest_first)
+        compiled: list[Callable[[], None]] = [partial(self._compile, each) for each in ordered]
         if self._mesh is None:  # else only the step itself knows where its results are
             masks = (False, True) if self._masked_sampling else (False,)
             compiled[1:1] = [
@@ -414,6 +424,8 @@ class JaxExecutor:
                 ),
                 *(partial(self._compile_scorer, layout) for layout in layouts if _scored(layout)),
             ]
+            if self.buckets.hidden:
+                compiled.append(self._compile_projection)
         threads = ThreadPoolExecutor(min(COMPILING, os.cpu_count() or 1))
         try:
             work: list[Callable[[], Any]] = [threads.submit(one).result for one in compiled]
