@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import CacheConfig, Config, ConfigError, SchedulerConfig
+from jaxserve.config import AUTO, CacheConfig, Config, ConfigError, SchedulerConfig
 from jaxserve.engine.device.buckets import Buckets, make_buckets
 from jaxserve.engine.device.sampling_state import MAX_EOS
 from jaxserve.engine.device.step_model import StepModel, activations_in, cached_in
@@ -27,6 +27,7 @@ from jaxserve.engine.startup.pool_size import (
     choose_block_size,
     hidden_workspace,
     host_slots,
+    most_held,
     moving_workspace,
     pool_blocks,
     pool_room,
@@ -98,6 +99,11 @@ def choose(config: Config, memory: tuple[str, int] | None = None) -> Choices:
     Raises:
         ConfigError, ValueError, OSError: with one clear line.
     """
+    return _choose(config, memory, hidden=True)
+
+
+def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> Choices:
+    """See `choose`. hidden: whether there may be hidden caches."""
     family, model, hf = load_shape(config.model)
     _check_ends(model)
     tensor = config.mesh.tensor
@@ -109,7 +115,9 @@ def choose(config: Config, memory: tuple[str, int] | None = None) -> Choices:
     demand = _demand(config.cache, limits, max_model_len)
     _check_tables(config.scheduler.max_queue, demand)
     pool_heads = sharding.pool_kv_heads(model, tensor)
-    read = choose_read(config.cache.hidden_read, config.scheduler.policy, policy, model)
+    read = None
+    if hidden:
+        read = choose_read(config.cache.hidden_read, config.scheduler.policy, policy, model)
     given = given_rho(config.cache.rho, read)
     dtype = choose_dtype(config.model.dtype, hf, hidden=read is not None)
     activations = activations_in(jax.default_backend(), dtype)
@@ -149,6 +157,12 @@ def choose(config: Config, memory: tuple[str, int] | None = None) -> Choices:
         device=memory,
     )
     allocated = array_blocks(demand, room)
+    num_blocks = min(pool_blocks(demand, room), allocated)
+    asked = config.cache.hidden_read != AUTO or given is not None
+    if read is not None and not asked and num_blocks >= most_held(demand):
+        # They only save memory, and their steps take long to compile.
+        log.info("no hidden caches, all are KV: the pool holds all requests that run, whole")
+        return _choose(config, memory, hidden=False)
     return Choices(
         StepModel(family, model, backend, mesh, read, max_model_len, activations),
         dtype,
@@ -156,7 +170,7 @@ def choose(config: Config, memory: tuple[str, int] | None = None) -> Choices:
         policy,
         limits,
         buckets,
-        min(pool_blocks(demand, room), allocated),
+        num_blocks,
         allocated,
         demand.block_size,
         pool_heads,
@@ -239,7 +253,7 @@ def _profile(config: SchedulerConfig, model: ModelConfig, read: str | None) -> S
         raise ConfigError(
             f"scheduler.profile: {path}: it was measured without hidden caches, which "
             f"scheduler.policy={config.policy} plans; give cache.rho, or measure it with "
-            "that policy"
+            f"that policy and cache.hidden_read={read}"
         )
     measured = PROJECTED if profile.projects else ABSORBED
     if measured != read:

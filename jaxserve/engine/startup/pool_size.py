@@ -141,12 +141,18 @@ def pool_blocks(demand: Demand, room: Room) -> int:
     """
     if demand.num_blocks:
         return demand.num_blocks
-    longest = int(blocks_for(demand.max_model_len, demand.block_size))
-    useful = demand.max_rows * longest
+    useful = most_held(demand)
     if demand.modest:
         quarter = 1 << max(room.free // _MODEST, 1).bit_length() - 1
+        longest = useful // demand.max_rows
         useful = min(useful, max(quarter, _MODEST * longest))
     return min(room.allowed, useful)
+
+
+def most_held(demand: Demand) -> int:
+    """Blocks that all requests which may hold cache take with KV at full length. With as many,
+    memory is never short."""
+    return demand.max_rows * int(blocks_for(demand.max_model_len, demand.block_size))
 
 
 def array_blocks(demand: Demand, room: Room) -> int:

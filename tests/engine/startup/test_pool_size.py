@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -121,3 +122,24 @@ def test_blocks_beyond_the_pool_are_never_used(shapes: dict[str, Path]) -> None:
         generate(scarce, prompts(8), **SAMPLING)
         beyond = scarce.executor.pool[:, 36:]  # type: ignore[attr-defined]
         assert not beyond.any()
+
+
+@pytest.mark.parametrize(
+    ("fields", "read"),
+    [
+        ({"cache__num_blocks": 8 * 32}, None),
+        ({"cache__num_blocks": 8 * 32 - 2}, "absorbed"),
+        ({"cache__memory_gib": 0.0001}, "absorbed"),
+        ({}, None),
+        ({"cache__hidden_read": "projected"}, "projected"),
+        ({"cache__rho": "1e-7"}, "absorbed"),
+    ],
+)
+def test_hidden_caches_are_for_pools_that_can_fill(
+    fields: dict[str, Any], read: str | None, shapes: dict[str, Path]
+) -> None:
+    served = {"model__path": str(shapes["opt"]), "model__load_format": "random"}
+    rows = {"cache__block_size": 4, "scheduler__max_rows": 8, "scheduler__policy": "aptserve"}
+    chosen = choose(Config().with_fields(**served, **rows, **fields))
+    assert chosen.model.hidden_read == read
+    assert chosen.buckets.hidden == (read is not None)
