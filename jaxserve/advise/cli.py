@@ -18,7 +18,7 @@ requests that attain their SLO by a server's verdict (the longest time between t
 then by goodput. Two are told apart where that share, or the goodput, differs by more than its 95%
 interval and by more than makes a difference: half a point, or 1%. The intervals are of the
 difference seed by seed, or where there is one run over its requests. Of those that cannot be told
-from the best the plainest is taken, sarathi before all.
+from the best the plainest is taken, the server's default before all.
 
 Exit codes: 0, 1 where a run fails, 2 for a command line of which nothing can be simulated.
 """

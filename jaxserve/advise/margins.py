@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxserve.config import SchedulerConfig
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation.dispatch import has_form
 from jaxserve.simulate.runs import SLO_ATTAINMENT, SLO_GOODPUT
@@ -15,7 +16,7 @@ from jaxserve.simulate.sweep import Point
 
 ATTAINMENT, GOODPUT = 0.005, 0.01  # differences that make none: share of requests, of the goodput
 _QUANTILE = 1.96  # of the normal distribution, for 95%
-DEFAULT = "sarathi"  # the server's
+DEFAULT = SchedulerConfig.policy
 
 
 @dataclass(frozen=True)

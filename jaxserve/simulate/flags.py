@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxserve import workload_flags
 from jaxserve.command_line import Parser
+from jaxserve.config import SchedulerConfig
 from jaxserve.sched.cache.cache_kinds import HIDDEN_READS
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation import simulator
@@ -47,7 +48,7 @@ NOT_FOUND = ("requests_table", "batches_table", "chrome_trace", "plots")  # not 
 def parser(description: str, epilog: str = "") -> Parser:
     """The parser; `check` what it gives. description, epilog: before and after the flags."""
     parser = Parser(prog="jaxserve simulate", description=description, epilog=epilog)
-    add_policy(parser, ["sarathi"], "sarathi")
+    add_policy(parser, [SchedulerConfig.policy], SchedulerConfig.policy)
     add_what_is_simulated(parser)
     add_how_often(parser)
     _add_what_is_asked(parser)

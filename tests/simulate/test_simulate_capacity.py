@@ -15,7 +15,7 @@ from jaxserve.simulate.runs import RULE, SLO_ATTAINMENT
 
 WORKLOAD = ["--workload=alpaca", "--num_requests=50", "--jobs=1", "--seeds=2"]
 SLO = ["--slo_ttft_ms=200", "--slo_tbt_ms=10"]
-FIND = [*WORKLOAD, "--find=capacity"]
+FIND = [*WORKLOAD, "--find=capacity", "--policy=sarathi"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def test_targets_of_classes_count(capsys: pytest.CaptureFixture[str]) -> None:
 def test_where_there_is_none(
     capsys: pytest.CaptureFixture[str], argv: list[str], bound: str, problem: str
 ) -> None:
-    small = ["--workload=alpaca", "--num_requests=5", "--jobs=1", "--seeds=1", "--find=capacity"]
+    small = [*FIND, "--num_requests=5", "--seeds=1"]
     assert main([*small, *argv, "--json"]) == 1
     said = capsys.readouterr()
     (found,) = json.loads(said.out.splitlines()[-1])["capacity"]

@@ -213,6 +213,7 @@ def throughput(load: Load, backend: str) -> dict[str, Any]:
         engine__token_buckets=(load.batch_tokens,),
         engine__compilation_cache_dir="",
         cache__num_blocks=blocks,
+        scheduler__policy="sarathi",  # nobody has targets
         scheduler__max_rows=load.requests,
         scheduler__max_queue=2 * load.requests,
         scheduler__max_batch_tokens=load.batch_tokens,

@@ -51,7 +51,7 @@ from tests.engine.harness import SHAPES, engine, write_shape
             "scheduler.policy: policy 'vllm': watermark must be a number, got 'x'",
         ),
         (
-            {"scheduler.params": {"watermrk": "0"}},
+            {"scheduler.policy": "sarathi", "scheduler.params": {"watermrk": "0"}},
             "scheduler.policy: policy .* has no parameter 'watermrk'; did you mean watermark",
         ),
         ({"scheduler.max_rows": 0}, "scheduler.max_rows must be at least 1"),
