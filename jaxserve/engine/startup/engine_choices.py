@@ -158,11 +158,18 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
     )
     allocated = array_blocks(demand, room)
     num_blocks = min(pool_blocks(demand, room), allocated)
-    asked = config.cache.hidden_read != AUTO or given is not None
-    if read is not None and not asked and num_blocks >= most_held(demand):
-        # They only save memory, and their steps take long to compile.
-        log.info("no hidden caches, all are KV: the pool holds all requests that run, whole")
-        return _choose(config, memory, hidden=False)
+    profile = _profile(config.scheduler, model)
+    if read is not None and config.cache.hidden_read == AUTO and given is None:
+        reason = None
+        if num_blocks >= most_held(demand):  # they only save memory, and take long to compile
+            reason = "the pool holds all requests that run, whole"
+        elif profile is not None and profile.rho is None:
+            reason = "scheduler.profile was measured without them"
+        if reason is not None:
+            log.info("no hidden caches, all are KV: %s", reason)
+            return _choose(config, memory, hidden=False)
+    if read is not None and given is None and profile is not None:
+        _check_read(profile, config.scheduler, read)
     return Choices(
         StepModel(family, model, backend, mesh, read, max_model_len, activations),
         dtype,
@@ -176,7 +183,7 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
         pool_heads,
         given,
         host_slots(config.cache.host_gib, policy, model, cached, pool_heads // jax.process_count()),
-        _profile(config.scheduler, model, read if given is None else None),
+        profile,
         demand.modest,
     )
 
@@ -231,9 +238,8 @@ def _policy(config: SchedulerConfig) -> Policy:
     return policy
 
 
-def _profile(config: SchedulerConfig, model: ModelConfig, read: str | None) -> System | None:
-    """The measured system, None if none is configured. read: how hidden caches are read, if the
-    profile must say what that costs."""
+def _profile(config: SchedulerConfig, model: ModelConfig) -> System | None:
+    """The measured system, None if none is configured."""
     path = config.profile
     if not path:
         return None
@@ -247,8 +253,12 @@ def _profile(config: SchedulerConfig, model: ModelConfig, read: str | None) -> S
             f"scheduler.profile: {path}: it is of a model with {layers} layers, this one has "
             f"{model.num_layers}"
         )
-    if read is None:
-        return profile
+    return profile
+
+
+def _check_read(profile: System, config: SchedulerConfig, read: str) -> None:
+    """ConfigError unless the profile says what hidden caches cost that are read like this."""
+    path = config.profile
     if profile.rho is None:
         raise ConfigError(
             f"scheduler.profile: {path}: it was measured without hidden caches, which "
@@ -261,7 +271,6 @@ def _profile(config: SchedulerConfig, model: ModelConfig, read: str | None) -> S
             f"scheduler.profile: {path}: it was measured with hidden caches {measured}, here they "
             f"are {read}; give cache.rho, or cache.hidden_read={measured}"
         )
-    return profile
 
 
 def _limits(given: SchedulerConfig, policy: Policy, max_model_len: int) -> Limits:

@@ -227,10 +227,11 @@ def test_the_pool_is_sized_by_the_memory_that_is_free(
 
 
 @pytest.mark.parametrize(
-    ("measured", "policy", "rho", "message"),
+    ("measured", "policy", "hidden", "message"),
     [
         ({"layers": 3}, "sarathi", "auto", "it is of a model with 3 layers, this one has 2"),
-        ({}, "aptserve_s", "auto", "it was measured without .* scheduler.policy=aptserve_s plans"),
+        ({}, "aptserve_s", "auto", None),
+        ({}, "aptserve_s", "absorbed", "it was measured without .*policy=aptserve_s plans"),
         (
             {"rho": 0.0, "projects": True},
             "aptserve_s",
@@ -248,9 +249,10 @@ def test_a_profile_is_of_such_an_engine(
     tmp_path: Path,
     measured: dict[str, Any],
     policy: str,
-    rho: str,
+    hidden: str,
     message: str | None,
 ) -> None:
+    """hidden: cache.hidden_read, or cache.rho."""
     path = tmp_path / "mine.json"
     measured = {"layers": 2, **measured}
     model = dataclasses.replace(FLAT, num_layers=measured.pop("layers"))
@@ -259,13 +261,15 @@ def test_a_profile_is_of_such_an_engine(
         model__path=str(shapes["opt"]),
         model__load_format="random",
         cache__num_blocks=100,
-        cache__rho=rho,
+        **{"cache__hidden_read" if hidden == "absorbed" else "cache__rho": hidden},
         scheduler__policy=policy,
         scheduler__profile=str(path),
     )
     if message is None:
-        found = engine_choices.choose(config).profile
-        assert found is not None and found.cost_model == model
+        chosen = engine_choices.choose(config)
+        assert chosen.profile is not None and chosen.profile.cost_model == model
+        known = "rho" in measured or hidden == "0"
+        assert (chosen.model.hidden_read is not None) == (policy == "aptserve_s" and known)
         return
     with pytest.raises(ConfigError, match=f"scheduler.profile: {path}: {message}"):
         engine_choices.choose(config)
