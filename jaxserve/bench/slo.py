@@ -45,7 +45,7 @@ from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, po
 from jaxserve.server.startup.launch import UsageError
 from jaxserve.simulate import spread
 
-POLICIES = ("accelgen:long=160", "sarathi", "vllm", "edf")
+POLICIES = ("goodput", "accelgen:long=160", "sarathi", "vllm", "edf")
 MIX = {"alpaca": 0.325, "sharegpt": 0.325, "bookcorpus": 0.35}  # shares of the requests
 DOCUMENTS = "bookcorpus"
 NUM_BLOCKS, LONGEST = 256, 512  # of the pool, four of the longest requests; tokens of a request

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.goodput import filling, goodput
+from jaxserve.sched.policies.goodput.feasibility import InTime
 from jaxserve.sched.policies.goodput.filling import Filling
 from jaxserve.sched.policies.goodput.goodput import Goodput
 from jaxserve.sched.policies.goodput.pausing import Memory
@@ -48,10 +49,15 @@ def _newest_first(memory: Memory) -> np.ndarray:
     return memory._left
 
 
-def _by_deadline(due: np.ndarray, cost: np.ndarray, worth: np.ndarray, begin: float) -> np.ndarray:
+def _by_deadline(due: np.ndarray, cost: np.ndarray, worth: np.ndarray, begin: float) -> InTime:
     """All that could be in time, the first due first."""
     order = np.argsort(due, kind="stable")
-    return np.asarray(order[worth[order] > 0])
+    return InTime(order[worth[order] > 0], 0)
+
+
+def _all_decode(fills: Filling) -> np.ndarray:
+    """Whose decodes take part: everybody's."""
+    return fills._work.decodes & ~fills._work.starts
 
 
 @register("no_hidden", SUMMARY, SOURCE, ablation=True)
@@ -74,6 +80,9 @@ def no_patience() -> Goodput:
 
 _without("no_loss", lambda: mock.patch.object(Memory, "_pausable", _newest_first))
 _without("no_moore", lambda: mock.patch.object(filling, "in_time", _by_deadline))
+_without("no_leaving_out", lambda: mock.patch.object(filling, "left_out", lambda *_: 0))
+_without("no_return", lambda: mock.patch.object(Memory, "_back_in_time", lambda _, some: some))
+_without("no_hopeless_last", lambda: mock.patch.object(Filling, "_decoding", _all_decode))
 _without("no_whole_prompts", lambda: mock.patch.object(Filling, "_short", False))
 _without("no_putting_off", lambda: mock.patch.object(Filling, "_roomy", lambda *_: False))
 _without("no_slack", lambda: mock.patch.object(Filling, "_least_slack", lambda *_: np.inf))
@@ -81,5 +90,6 @@ _without("no_headroom", lambda: mock.patch.object(goodput, "_headroom", lambda _
 _without("no_step_end", lambda: mock.patch.object(View, "step_end", lambda _, now: now))
 PARTS = (
     *("no_hidden", "no_swaps", "no_patience", "no_loss", "no_moore", "no_whole_prompts"),
-    *("no_putting_off", "no_slack", "no_headroom", "no_step_end"),
+    *("no_putting_off", "no_slack", "no_headroom", "no_step_end", "no_leaving_out"),
+    *("no_return", "no_hopeless_last"),
 )

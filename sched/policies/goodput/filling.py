@@ -64,8 +64,7 @@ class Filling:
     def fill(self, starved: np.ndarray) -> None:
         """Fills it. starved: bool [n], those who come first for whom time is made."""
         work = self._work
-        # Those who cannot attain their targets go on with what is left of the step.
-        running = work.decodes & ~work.starts & ((work.attains > 0) | self._first)
+        running = self._decoding()
         decodes = self._find_blocks(np.flatnonzero(running))
         others = np.flatnonzero(~running & ~self._memory.out)
         early = self._first[others]
@@ -86,6 +85,12 @@ class Filling:
         self._fill_up(others[rest])
         if not self._batch.parts:
             self._do_something()
+
+    def _decoding(self) -> np.ndarray:
+        """Whose decodes take part, bool [n]. Those who cannot attain their targets go on with what
+        is left of the step: it would be longer with them, for those who can."""
+        work = self._work
+        return work.decodes & ~work.starts & ((work.attains > 0) | self._first)
 
     def _find_blocks(self, decodes: np.ndarray) -> np.ndarray:
         """The decodes that find blocks, once those who lose least are paused as needed."""
