@@ -55,9 +55,9 @@ def _by_deadline(due: np.ndarray, cost: np.ndarray, worth: np.ndarray, begin: fl
     return InTime(order[worth[order] > 0], 0)
 
 
-def _all_decode(fills: Filling) -> np.ndarray:
-    """Whose decodes take part: everybody's."""
-    return fills._work.decodes & ~fills._work.starts
+def _nobody(_: Filling, decodes: np.ndarray) -> np.ndarray:
+    """Who is hopeless: nobody, so that all decodes take part."""
+    return np.zeros(len(decodes), bool)
 
 
 @register("no_hidden", SUMMARY, SOURCE, ablation=True)
@@ -82,7 +82,7 @@ _without("no_loss", lambda: mock.patch.object(Memory, "_pausable", _newest_first
 _without("no_moore", lambda: mock.patch.object(filling, "in_time", _by_deadline))
 _without("no_leaving_out", lambda: mock.patch.object(filling, "left_out", lambda *_: 0))
 _without("no_return", lambda: mock.patch.object(Memory, "_back_in_time", lambda _, some: some))
-_without("no_hopeless_last", lambda: mock.patch.object(Filling, "_decoding", _all_decode))
+_without("no_hopeless_last", lambda: mock.patch.object(Filling, "_hopeless", _nobody))
 _without("no_whole_prompts", lambda: mock.patch.object(Filling, "_short", False))
 _without("no_putting_off", lambda: mock.patch.object(Filling, "_roomy", lambda *_: False))
 _without("no_slack", lambda: mock.patch.object(Filling, "_least_slack", lambda *_: np.inf))

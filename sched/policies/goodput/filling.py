@@ -64,8 +64,10 @@ class Filling:
     def fill(self, starved: np.ndarray) -> None:
         """Fills it. starved: bool [n], those who come first for whom time is made."""
         work = self._work
-        running = self._decoding()
+        running = work.decodes & ~work.starts
         decodes = self._find_blocks(np.flatnonzero(running))
+        hopeless = decodes[self._hopeless(decodes)]
+        decodes = decodes[~self._hopeless(decodes)]
         others = np.flatnonzero(~running & ~self._memory.out)
         early = self._first[others]
         patient, others = others[early], others[~early]
@@ -80,17 +82,19 @@ class Filling:
         self._add_all(others[chosen], FREE_OF_LOSS)
         rest = np.ones(len(others), bool)
         rest[chosen] = False
+        if not len(decodes):
+            base = Batch(self._view, work, hopeless).seconds
         if base < self._headroom:
             self._limit = min(self._limit, self._headroom)
+        self._add_all(hopeless, NOT_AT_ALL)
         self._fill_up(others[rest])
         if not self._batch.parts:
             self._do_something()
 
-    def _decoding(self) -> np.ndarray:
-        """Whose decodes take part, bool [n]. Those who cannot attain their targets go on with what
-        is left of the step: it would be longer with them, for those who can."""
-        work = self._work
-        return work.decodes & ~work.starts & ((work.attains > 0) | self._first)
+    def _hopeless(self, decodes: np.ndarray) -> np.ndarray:
+        """Which of these decodes cannot attain their targets, bool [n]. They go on with what is
+        left of the step: with them it would be longer for those who can."""
+        return self._work.missed[decodes] & ~self._first[decodes]
 
     def _find_blocks(self, decodes: np.ndarray) -> np.ndarray:
         """The decodes that find blocks, once those who lose least are paused as needed."""

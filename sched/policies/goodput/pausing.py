@@ -100,7 +100,7 @@ class Memory(MemoryBudget):
         held = np.where(waits[some], pool.blocks_held(work.rows[some]), 0)
         if not held.any():
             return some
-        running = work.rows[~work.starts]
+        running = work.rows[~work.starts & ~self.out]
         ends = np.maximum(self.view.table.tokens_ahead(running), 1.0) * max(self._pace, 1e-9)
         freed = float((pool.blocks_held(running) / ends).sum())  # blocks a second
         owed = int(work.new[work.paused & waits].sum())

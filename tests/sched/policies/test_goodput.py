@@ -257,6 +257,28 @@ def test_who_cannot_attain_its_targets_leaves_time_for_who_can() -> None:
     assert drive.step(3.0) == {lost: 1}, "there is time again"
 
 
+def test_those_who_cannot_attain_their_targets_go_on_together() -> None:
+    """A step takes longer than the third of a target that it leaves newcomers."""
+    slow = LinearCostModel(Coefficients(0.01, 0.5, 0, 0, 0, 0, 0, 0, 0), 1)
+    drive = Drive("goodput", cost_model=slow)
+    rows = [drive.add(prompt=4, output=50, ttft=0.2, tbt=9.0) for _ in range(4)]
+    for now in range(1, 5):
+        drive.step(float(now))
+    assert drive.step(5.0) == dict.fromkeys(rows, 1)
+
+
+def test_no_prompt_that_cannot_be_cut_holds_up_decodes_behind_it() -> None:
+    """Both have missed their targets, and memory is short."""
+    drive = Drive("goodput", c=20, p=20, blocks=64, max_model_len=128)
+    lost = drive.add(prompt=4, output=50, ttft=0.01, tbt=0.01)
+    drive.step(1.0)
+    late = drive.add(prompt=70, output=5, arrival=0.5, ttft=0.01)
+    while drive.table.computed[late] < 40:
+        assert drive.step(1.0 + len(drive.plans))[lost] == 1
+    drive.add(prompt=8, output=1, arrival=9.0, ttft=9.0)
+    assert lost in drive.step(9.0)
+
+
 def test_the_most_urgent_is_left_out_where_it_keeps_steps_short() -> None:
     """A step takes 0.1 s and 0.01 s for each token. There is time for nine of the others in one
     without the urgent prompt, and for 0.02 s of theirs in one with it."""
@@ -274,8 +296,9 @@ def test_no_prompt_is_cut_where_memory_is_short(blocks: int) -> None:
     """There is room for 13 more tokens in the step, and both prompts have 20."""
     drive = Drive("goodput", c=20, p=20, rows=9, blocks=blocks, max_model_len=128)
     rows = [drive.add(prompt=56, output=60, ttft=900.0, tbt=900.0) for _ in range(7)]
-    while sorted(drive.step().values()) != [1] * len(rows):
-        pass
+    for _ in range(25):
+        drive.step()
+    assert drive.plans[-1] == dict.fromkeys(rows, 1)
     short = drive.pool.num_used > 0.9 * blocks
     whole, cut = (drive.add(prompt=prompt, output=1, ttft=900.0) for prompt in (8, 20))
     step = drive.step()
@@ -290,8 +313,9 @@ def test_who_cannot_attain_its_targets_is_paused_before_others_who_lose_nothing(
             row = drive.add(prompt=8, output=200, ttft=1e-3 if i == lost else 9.0, tbt=9.0)
             drive.step(0.1 * i)
             drive.table.received[row] = drive.table.generated[row] = 1
-        while not drive.preempted:
-            drive.step(1.0 + 0.1 * len(drive.plans))
+        for step in range(100):
+            if not drive.preempted:
+                drive.step(1.0 + 0.1 * step)
         assert drive.preempted == [lost]
 
 
