@@ -64,8 +64,8 @@ class CacheConfig:
             and steps take.
         host_gib: Host memory for checkpoints of caches, for policies that make them.
         hidden_read: How policies with hidden caches have them read: auto (absorbed where positions
-            are not rotated, else projected; none where the pool holds max_rows requests of
-            max_model_len) | absorbed | projected.
+            are not rotated, else projected; none where they bring nothing, see
+            docs/architecture.md) | absorbed | projected.
         rho: Seconds that a step takes longer for a token of a hidden cache than for one of K and V:
             a number, or auto for what scheduler.profile, or the timing at the start, says.
     """

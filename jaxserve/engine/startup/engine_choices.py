@@ -99,7 +99,38 @@ def choose(config: Config, memory: tuple[str, int] | None = None) -> Choices:
     Raises:
         ConfigError, ValueError, OSError: with one clear line.
     """
-    return _choose(config, memory, hidden=True)
+    if config.cache.hidden_read != AUTO or config.cache.rho != AUTO:
+        return _choose(config, memory, hidden=True)
+    try:
+        chosen = _choose(config, memory, hidden=True)
+        read = chosen.model.hidden_read
+        reason = None if read is None else _why_kv_alone(config, chosen, read)
+        if reason is None:
+            return chosen
+    except ConfigError as error:  # there may be memory without
+        reason = str(error)
+    chosen = _choose(config, memory, hidden=False)
+    log.info("no hidden caches, all are KV: %s", reason)
+    return chosen
+
+
+def _why_kv_alone(config: Config, chosen: Choices, read: str) -> str | None:
+    """Why there should be no hidden caches, although there could be, read like this, and nobody
+    asked for them; None if there is no reason."""
+    if chosen.num_blocks >= most_held(
+        chosen.limits.max_rows, chosen.model.max_len, chosen.block_size
+    ):  # they only save memory, and their steps take long to compile
+        return "the pool holds all requests that run, whole"
+    # Dtypes decide what is written, and must not depend on how much memory is free. And where
+    # these are wider with hidden caches, nothing is saved.
+    weights = choose_dtype(config.model.dtype, load_shape(config.model)[2])
+    platform, backend = jax.default_backend(), chosen.model.backend
+    if chosen.dtype != weights or chosen.cache_dtype != cached_in(
+        platform, weights, backend, hidden=False
+    ):
+        return f"weights, K and V can be {weights.name} then"
+    reason = _why_unknown(chosen.profile, read)
+    return reason and f"scheduler.profile: {reason}"
 
 
 def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> Choices:
@@ -159,17 +190,13 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
     allocated = array_blocks(demand, room)
     num_blocks = min(pool_blocks(demand, room), allocated)
     profile = _profile(config.scheduler, model)
-    if read is not None and config.cache.hidden_read == AUTO and given is None:
-        reason = None
-        if num_blocks >= most_held(demand):  # they only save memory, and take long to compile
-            reason = "the pool holds all requests that run, whole"
-        elif profile is not None and profile.rho is None:
-            reason = "scheduler.profile was measured without them"
+    if read is not None and given is None and config.cache.hidden_read != AUTO:
+        reason = _why_unknown(profile, read)
         if reason is not None:
-            log.info("no hidden caches, all are KV: %s", reason)
-            return _choose(config, memory, hidden=False)
-    if read is not None and given is None and profile is not None:
-        _check_read(profile, config.scheduler, read)
+            raise ConfigError(
+                f"scheduler.profile: {config.scheduler.profile}: {reason}; give cache.rho, or "
+                f"measure it with a policy that plans them and cache.hidden_read={read}"
+            )
     return Choices(
         StepModel(family, model, backend, mesh, read, max_model_len, activations),
         dtype,
@@ -256,21 +283,17 @@ def _profile(config: SchedulerConfig, model: ModelConfig) -> System | None:
     return profile
 
 
-def _check_read(profile: System, config: SchedulerConfig, read: str) -> None:
-    """ConfigError unless the profile says what hidden caches cost that are read like this."""
-    path = config.profile
+def _why_unknown(profile: System | None, read: str) -> str | None:
+    """Why the profile, if there is one, does not say what hidden caches cost that are read like
+    this; None if it does."""
+    if profile is None:
+        return None
     if profile.rho is None:
-        raise ConfigError(
-            f"scheduler.profile: {path}: it was measured without hidden caches, which "
-            f"scheduler.policy={config.policy} plans; give cache.rho, or measure it with "
-            f"that policy and cache.hidden_read={read}"
-        )
+        return "it was measured without hidden caches"
     measured = PROJECTED if profile.projects else ABSORBED
-    if measured != read:
-        raise ConfigError(
-            f"scheduler.profile: {path}: it was measured with hidden caches {measured}, here they "
-            f"are {read}; give cache.rho, or cache.hidden_read={measured}"
-        )
+    if measured == read:
+        return None
+    return f"it was measured with hidden caches {measured}, here they are {read}"
 
 
 def _limits(given: SchedulerConfig, policy: Policy, max_model_len: int) -> Limits:

@@ -115,7 +115,7 @@ def choose_read(wanted: str, policy_name: str, policy: Policy, config: ModelConf
     if reason is not None:
         if wanted != AUTO:
             raise ConfigError(f"{field}: {reason}")
-        log.warning("no hidden caches, all are KV: %s", reason)
+        log.info("no hidden caches, all are KV: %s", reason)
         return None
     rotary = config.rope is not None
     if wanted == ABSORBED and rotary:

@@ -141,7 +141,7 @@ def pool_blocks(demand: Demand, room: Room) -> int:
     """
     if demand.num_blocks:
         return demand.num_blocks
-    useful = most_held(demand)
+    useful = most_held(demand.max_rows, demand.max_model_len, demand.block_size)
     if demand.modest:
         quarter = 1 << max(room.free // _MODEST, 1).bit_length() - 1
         longest = useful // demand.max_rows
@@ -149,10 +149,10 @@ def pool_blocks(demand: Demand, room: Room) -> int:
     return min(room.allowed, useful)
 
 
-def most_held(demand: Demand) -> int:
-    """Blocks that all requests which may hold cache take with KV at full length. With as many,
-    memory is never short."""
-    return demand.max_rows * int(blocks_for(demand.max_model_len, demand.block_size))
+def most_held(max_rows: int, max_model_len: int, block_size: int) -> int:
+    """Blocks that so many requests of full length take with KV. With as many memory is never
+    short."""
+    return max_rows * int(blocks_for(max_model_len, block_size))
 
 
 def array_blocks(demand: Demand, room: Room) -> int:

@@ -133,7 +133,7 @@ def test_grouped_queries_keep_kv_and_it_is_said(
     shapes: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, config, _ = load_config(str(shapes["llama"]))
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert choose_read("auto", CHUNKS, mixed_caches.make(CHUNKS), config) is None
     (said,) = caplog.records
     assert "no hidden caches, all are KV" in said.getMessage()

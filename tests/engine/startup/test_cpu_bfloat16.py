@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.compile_check.analysis import hlo
+from jaxserve.config import Config
 from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.buckets import make_buckets
 from jaxserve.engine.device.model_step import make_model_step
 from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel, cached_in
 from jaxserve.engine.startup import model_options
+from jaxserve.engine.startup.engine_choices import choose
 from jaxserve.engine.startup.model_options import has_instructions
 from jaxserve.models.base import ParamSpec
 from jaxserve.models.fused import fused_specs
@@ -143,19 +145,41 @@ def test_auto_takes_bfloat16_only_where_it_loses_nothing_and_has_instructions(
     assert model_options.choose_dtype("float32", hf, hidden=hidden).name == "float32"
 
 
-@pytest.mark.parametrize(("policy", "cached"), [("aptserve", "float32"), ("sarathi", "bfloat16")])
+@pytest.mark.parametrize(
+    ("policy", "read", "cached"),
+    [
+        ("aptserve", "absorbed", "float32"),
+        ("aptserve", "auto", "bfloat16"),  # twice as wide, hidden caches would save nothing
+        ("sarathi", "auto", "bfloat16"),
+    ],
+)
 def test_an_engine_of_bfloat16_weights_caches_hidden_rows_in_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, cached: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, read: str, cached: str
 ) -> None:
     monkeypatch.setitem(SHAPES, "opt", SHAPES["opt"] | {"num_hidden_layers": 1})
     path = write_shape(tmp_path, "opt")
-    with engine(path, model__dtype="bfloat16", scheduler__policy=policy, **SCARCE) as served:
+    fields = {"scheduler__policy": policy, "cache__hidden_read": read}
+    with engine(path, model__dtype="bfloat16", **fields, **SCARCE) as served:
         assert served.info().dtype == "bfloat16"
         executor: Any = served.executor
         assert executor.pool.dtype == cached
         assert {leaf.dtype for leaf in jax.tree.leaves(executor.params)} == {jnp.dtype("bfloat16")}
         texts = generate(served, prompts(), **SAMPLING)
         assert [len(text) for text in texts] == [SAMPLING["max_tokens"]] * len(prompts())
+
+
+@pytest.mark.parametrize("memory", [0.001, 4.0])
+def test_the_dtype_does_not_depend_on_how_much_memory_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: float
+) -> None:
+    monkeypatch.setattr(model_options, "has_instructions", lambda: True)
+    monkeypatch.setitem(SHAPES, "opt", SHAPES["opt"] | {"torch_dtype": "bfloat16"})
+    served = Config().with_fields(
+        model__path=str(write_shape(tmp_path, "opt")),
+        model__load_format="random",
+        cache__memory_gib=memory,
+    )
+    assert choose(served).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
