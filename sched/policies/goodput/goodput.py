@@ -154,7 +154,8 @@ def _looked_at(
 
 
 def _kind_of_starts(view: View, running: np.ndarray, above: float) -> int:
-    """Those who start get hidden caches, half as large, where the pool is expected to fill.
+    """Those who start get hidden caches, half as large, where the pool is expected to fill and they
+    pay: twice as many share what a step costs whatever is in it, but each is read more slowly.
 
     Args:
         view: What the policy sees.
@@ -162,6 +163,9 @@ def _kind_of_starts(view: View, running: np.ndarray, above: float) -> int:
         above: Share of the pool in use from which on they do.
     """
     if view.rho is None or above >= 1:
+        return KV
+    read = view.rho * view.pool.num_blocks * view.pool.block_size  # a pool full of them, seconds
+    if read > float(view.refill_time(np.ones(1, np.int64))[0]):
         return KV
     pool, ahead = view.pool, view.table.tokens_ahead(running) / 2
     growth = float((ahead * PLANES[pool.kind[running]]).sum()) / pool.block_size

@@ -470,14 +470,18 @@ def test_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out in drive.step(14.5)
 
 
-def test_hidden_caches_can_be_turned_off() -> None:
-    for above in (0.5, 1.0):
-        drive = Drive("goodput", hidden_above=above, blocks=32, rho=0.0)
-        for _ in range(4):
-            drive.add(prompt=4, output=60)
-            drive.step(float(len(drive.plans)))
-        drive.to_the_end()
-        assert bool(drive.hidden) == (above < 1)
+@pytest.mark.parametrize(
+    ("above", "rho", "pays"),
+    [(0.5, 0.0, True), (1.0, 0.0, False), (0.5, 1e-3 / 128, True), (0.5, 1.2e-3 / 128, False)],
+)
+def test_hidden_caches_are_for_where_they_pay(above: float, rho: float, pays: bool) -> None:
+    """A step takes 1.1 ms with a token, and the pool holds 128 hidden vectors."""
+    drive = Drive("goodput", hidden_above=above, blocks=32, rho=rho)
+    for _ in range(4):
+        drive.add(prompt=4, output=60)
+        drive.step(float(len(drive.plans)))
+    drive.to_the_end()
+    assert bool(drive.hidden) == pays
 
 
 def test_caches_of_the_paused_go_to_the_host_and_come_back() -> None:
