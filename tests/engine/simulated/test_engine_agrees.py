@@ -209,7 +209,8 @@ def test_the_plans_are_the_same_one_by_one(
     if blocks == SMALL and policy not in ("orca", *HYBRID):
         assert result.batches.preemptions.sum() > 0, "the small pool should have led to preemptions"
     if blocks == SMALL and policy in HYBRID:
-        assert result.batches.num_hidden.sum() > 0
+        # To read a pool full of them takes longer here than a step: goodput takes none.
+        assert (result.batches.num_hidden.sum() > 0) == (policy != "goodput")
 
 
 @pytest.mark.parametrize("policy", ["aptserve", "aptserve_fcfs"])
