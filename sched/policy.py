@@ -85,9 +85,12 @@ class Device:
     Attributes:
         free_at: When it is predicted to finish what has been launched, seconds
             (`StepWatch.free_at`); in the past if nothing is in flight.
+        overrun: How many times its prediction a step takes, four of five no more
+            (`StepWatch.overrun`): what has to be in time for certain needs so much more.
     """
 
     free_at: float = -math.inf
+    overrun: float = 1.0
 
 
 _MANY_SLOTS = 1 << 30  # with which copies take longer than any batch beside them
@@ -111,7 +114,7 @@ class View:
             instead of absorbing the projections into queries and sums.
         host: What host memory holds of caches.
         oracle: For hypothetical policies; None for all others.
-        device: What is in flight on it; see `step_end`.
+        device: What is in flight on it, see `step_end`, and how exactly its steps are predicted.
     """
 
     table: RequestTable

@@ -150,25 +150,26 @@ class Scheduler:
         chunk = self.policy.prefill_limit(self.view.limits)
         return Alone.from_request(request, self.view.step_time, chunk)
 
-    def schedule(self, now: float, free_at: float = -math.inf) -> Step:
+    def schedule(self, now: float, free_at: float = -math.inf, overrun: float = 1.0) -> Step:
         """Plans and books the next step.
 
         Args:
             now: Seconds.
             free_at: When the device is predicted to finish what has been launched
                 (`StepWatch.free_at`).
+            overrun: How many times its prediction a step may take (`StepWatch.overrun`).
 
         Raises:
             InvalidPlan: The policy over-commits, or makes no progress (`sched/progress.py`);
                 nothing is booked.
         """
-        return self.book(self.plan(now, free_at))
+        return self.book(self.plan(now, free_at, overrun))
 
-    def plan(self, now: float, free_at: float = -math.inf) -> BatchPlan:
+    def plan(self, now: float, free_at: float = -math.inf, overrun: float = 1.0) -> BatchPlan:
         """The first half of `schedule`: the policy's next plan, checked. It changes nothing but
         which waiting requests are held back."""
         self._progress.check()
-        self.view.device.free_at = free_at
+        self.view.device.free_at, self.view.device.overrun = free_at, overrun
         if len(self.shares) > 1:
             hold_back(self.policy, self.view, self.shares, now)
         plan = self.policy.plan(self.view, now)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from dataclasses import dataclass
 
 from jaxserve.sched.cost.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.step import Move, Step
+
+RECENT = 128  # steps that `StepWatch.overrun` is of
+WITHIN = 0.8
+EVERY = 16  # steps from one look at them to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class StepWatch:
 
     Attributes:
         done: When the tokens of the last step came.
+        overrun: How many times its prediction a step took, WITHIN of the last RECENT ones no more;
+            at least 1, and 1 at first.
     """
 
     def __init__(self, model: CostModel, padding: Padding | None) -> None:
@@ -51,6 +58,9 @@ class StepWatch:
         self._padding = padding
         self._moves: tuple[Move, ...] = ()  # launched without a batch since the last one
         self.done = -math.inf
+        self.overrun = 1.0
+        self._ratios: deque[float] = deque(maxlen=RECENT)  # taken over predicted
+        self._finished = 0
 
     def moved(self, step: Step) -> None:
         """A step without a batch was launched."""
@@ -92,7 +102,14 @@ class StepWatch:
         order in which they were launched."""
         seconds = now - max(step.submitted, self.done)
         self.done = now
-        # Where the clock has not moved, it says nothing.
-        if isinstance(self.model, OnlineCostModel) and step.usual and seconds > 0:
-            self.model.observe(step.features, seconds)
+        if step.usual and seconds > 0:  # where the clock has not moved, it says nothing
+            self._note(seconds / step.predicted if step.predicted else 1.0)
+            if isinstance(self.model, OnlineCostModel):
+                self.model.observe(step.features, seconds)
         return seconds
+
+    def _note(self, ratio: float) -> None:
+        self._ratios.append(ratio)
+        self._finished += 1
+        if self._finished % EVERY == 0:
+            self.overrun = max(sorted(self._ratios)[int(WITHIN * len(self._ratios))], 1.0)

@@ -183,7 +183,7 @@ class StepLoop:
     def _plan(self, now: float, pending: InFlight | None) -> BatchPlan:
         flying = () if pending is None else (pending.watched,)
         try:
-            plan = self._scheduler.plan(now, self.watch.free_at(*flying))
+            plan = self._scheduler.plan(now, self.watch.free_at(*flying), self.watch.overrun)
             if pending is None and not len(plan) and not plan.operations:
                 raise InvalidPlan(f"it plans nothing for {len(self.live)} requests")
         except InvalidPlan as error:

@@ -56,7 +56,8 @@ def longest(seconds: Callable[[np.ndarray], np.ndarray], limit: float, most: int
         return max(most, 0)
     low, high = 0, most + 1  # so many do, and so many are too many
     while high - low > 1:
-        tokens = np.linspace(low + 1, high - 1, min(LOOK, high - low - 1), dtype=np.int64)
+        between = min(LOOK, high - low - 1)
+        tokens = low + 1 + np.arange(between) * (high - low - 2) // max(between - 1, 1)
         count = prefix(seconds(tokens) <= limit)
         if count < len(tokens):
             high = int(tokens[count])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,4 +78,10 @@ def _next(sizes: tuple[int, ...], size: int) -> int:
 
 
 def _nexts(sizes: tuple[int, ...], wanted: Any) -> Any:
-    return np.asarray(sizes)[np.minimum(np.searchsorted(sizes, wanted), len(sizes) - 1)]
+    known = _array(sizes)
+    return known[np.minimum(known.searchsorted(wanted), len(sizes) - 1)]
+
+
+@functools.lru_cache(maxsize=64)
+def _array(sizes: tuple[int, ...]) -> np.ndarray:
+    return np.asarray(sizes)

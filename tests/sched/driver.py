@@ -85,11 +85,11 @@ class Drive:
         self.live += 1
         return self.scheduler.add(request)
 
-    def step(self, now: float = 0.0) -> dict[int, int]:
+    def step(self, now: float = 0.0, overrun: float = 1.0) -> dict[int, int]:
         """One iteration; row -> tokens. AssertionError if it breaks C, P, M or the accounting."""
         table, pool = self.table, self.pool
         prefill = ~table.decoding(np.arange(table.capacity))
-        booked = self.scheduler.schedule(now)
+        booked = self.scheduler.schedule(now, overrun=overrun)
         plan = booked.plan
         self._check(plan, prefill)
         seq = np.sort(table.seq[plan.rows])  # those of one step start together

@@ -12,7 +12,7 @@ from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.step import CopySlots, Save, Step
-from jaxserve.sched.step_timing import StepWatch
+from jaxserve.sched.step_timing import RECENT, StepWatch
 from tests.cost_models import FLAT
 
 PADDING = Padding((4, 8), (16, 64))
@@ -94,6 +94,20 @@ def test_the_device_is_free_when_what_was_launched_is_predicted_to_end() -> None
     watch.finished(two, 12.0)
     assert watch.free_at() == 12.0
     assert watch.free_at(watch.launched(step(1), 13.0)) == 13.0 + took[1]
+
+
+def test_how_much_longer_than_predicted_most_steps_take() -> None:
+    watch, now = StepWatch(FLAT, None), 0.0
+    took = float(FLAT.batch_time(step(3).features()))
+    for i in range(10 * RECENT):
+        now += took * (1.0 + i % 10 / 10)
+        watch.finished(watch.launched(step(3), now - took * (1.0 + i % 10 / 10)), now)
+        assert i >= 15 or watch.overrun == 1.0, "nothing is known yet"
+    assert watch.overrun == pytest.approx(1.8), "of ten, eight took less"
+    for _ in range(RECENT):
+        now += took / 2
+        watch.finished(watch.launched(step(3), now - took / 2), now)
+    assert watch.overrun == 1.0, "never sooner than predicted"
 
 
 def test_a_step_is_predicted_from_what_is_known_of_it() -> None:

@@ -14,6 +14,8 @@ from jaxserve.sched.policies.goodput.outlook import Outlook
 from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import WAITING
 
+FEW = 6  # batches that are priced sooner one by one than as an array
+
 
 @dataclass
 class Work:
@@ -32,6 +34,8 @@ class Work:
         loaded: Slots that come back from the host first.
         paused: bool, whether it has written something, and holds no cache.
         due, gap_due, longest, attains, loss, missed: See `Outlook`.
+        loads: Whether any has something to load.
+        hidden: Whether any has a hidden cache.
         columns: What each adds to the features of a batch, int64 [columns, n]; see `_columns`.
     """
 
@@ -51,6 +55,8 @@ class Work:
     attains: np.ndarray
     loss: np.ndarray
     missed: np.ndarray
+    loads: bool
+    hidden: bool
     columns: np.ndarray
 
     @classmethod
@@ -74,7 +80,7 @@ class Work:
             loaded = slots_for(there, kinds)
         known = table.prompt_len[rows] + table.generated[rows]
         tokens = known - start
-        decodes = (tokens == 1) & written
+        decodes, hidden = (tokens == 1) & written, kinds == HIDDEN
         return cls(
             rows=rows,
             tokens=tokens,
@@ -86,7 +92,9 @@ class Work:
             kinds=kinds,
             loaded=loaded,
             paused=starts & written,
-            columns=_columns(tokens, start, decodes, loaded, kinds == HIDDEN),
+            loads=bool(loaded.any()),
+            hidden=view.rho is not None and bool(hidden.any()),
+            columns=_columns(tokens, start, decodes, loaded, hidden),
             **vars(outlook),
         )
 
@@ -197,11 +205,13 @@ class Batch:
         return given
 
     def _each(self, sums: np.ndarray) -> np.ndarray:
+        if sums.shape[1] <= FEW:
+            return np.array([self._seconds(one) for one in sums.T.tolist()], np.float64)
         return np.broadcast_to(self._seconds(sums), sums.shape[1:])
 
     def _seconds(self, sums: Any) -> Any:
-        batch = features(sums[:-2])
-        if self._view.rho is not None:  # else there are no hidden caches
+        batch = features(sums[:-2] if self._work.loads else sums[:-3])
+        if self._work.hidden:
             decodes, prompts = sums[-2], sums[-1]
             batch = batch._replace(
                 decode_kv=batch.decode_kv - decodes,

@@ -162,8 +162,9 @@ class Filling:
 
     def _least_slack(self, decodes: np.ndarray, base: float) -> float:
         """The longest step, in seconds, after which all of these decodes are in time that would be
-        after one of `base` seconds."""
-        slack = self._slack[decodes]
+        after one of `base` seconds, even if it takes longer than predicted: most outputs may have
+        no late gap at all, and there are many steps in each."""
+        slack = self._slack[decodes] / self._view.device.overrun
         able = (slack >= base) & (self._work.attains[decodes] > 0)
         return float(slack[able].min(initial=np.inf))
 

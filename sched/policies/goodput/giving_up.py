@@ -27,15 +27,17 @@ def given_up(
         left, int64 [m].
     """
     table = view.table
-    if not (len(waiting) or work.missed.any()):
-        return waiting, waiting
     new = waiting[(table.generated[waiting] == 0) & (table.outlook[waiting] < RELEGATED)]
     late = new[clock > table.arrival[new] + np.minimum(table.ttft[new], table.jct[new])]
     others = work.rows[work.missed & (work.paused | ~work.starts)]
+    others = others[table.outlook[others] < RELEGATED]
+    if not (len(late) or len(others)):
+        return late, others
     # A first token that is on its way may yet be in time: when it comes is predicted.
     coming = (table.generated[others] > 0) & (table.received[others] == 0)
     lost = np.concatenate([late, others[table.has_targets(others) & ~coming]])
-    waits = table.state[lost] == WAITING
-    waits &= ~np.isin(lost, batch)
+    planned = np.zeros(table.capacity, bool)
+    planned[batch] = True
+    waits = (table.state[lost] == WAITING) & ~planned[lost]
     known = table.outlook[lost]
     return lost[~waits & (known < MISSED)], lost[waits & (known < RELEGATED)]

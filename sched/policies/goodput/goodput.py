@@ -15,18 +15,26 @@ import numpy as np
 
 from jaxserve.sched.cache.block_sizes import PLANES
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV
+from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.plan import BatchPlan, Operation, Restore
 from jaxserve.sched.policies.goodput.batch import Batch, Work
 from jaxserve.sched.policies.goodput.fairness import Patience
 from jaxserve.sched.policies.goodput.filling import Filling
 from jaxserve.sched.policies.goodput.giving_up import given_up
-from jaxserve.sched.policies.goodput.outlook import Lengths, Outlook, Standard
+from jaxserve.sched.policies.goodput.outlook import (
+    Deadlines,
+    Lengths,
+    Outlook,
+    Standard,
+    Targets,
+    jobs_due,
+)
 from jaxserve.sched.policies.goodput.pausing import Memory
 from jaxserve.sched.policies.goodput.tenants import Tenants
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
 from jaxserve.sched.request import Tier
-from jaxserve.sched.state.request_table import RUNNING, WAITING
+from jaxserve.sched.state.request_table import MISSED, RUNNING, WAITING
 
 LOOK = 128  # waiting requests that a plan looks at: so many that are due next, and the oldest
 STEPS = 3.0  # that may pass before a first token: in flight, planned already, and its own
@@ -91,14 +99,20 @@ class Goodput(Policy):
         """Decodes, prompts that will be in time, and everybody else."""
         table, clock, standard = view.table, view.step_end(now), Standard(self.ttft, self.tbt)
         running, waiting = table.in_state(RUNNING), table.in_state(WAITING)
-        kept = self._patience.read(view, np.concatenate([running, waiting]), clock)
-        looked_at = _looked_at(view, waiting, kept, clock, standard)
-        rows = np.concatenate([running, looked_at])
         self._lengths.read(view)
-        worth = table.value[rows] * self._tenants.worth(table.tenant[rows])
-        pace = self._pace.seconds
+        rows, pace = running, self._pace.seconds
+        if len(waiting):
+            kept = self._patience.read(view, np.concatenate([running, waiting]), clock)
+            looked_at = _looked_at(view, waiting, kept, clock, standard)
+            rows = np.concatenate([running, looked_at])
         targets = standard.targets_of(view, rows)
-        outlook = Outlook.of_rows(view, rows, targets, worth, clock, self._lengths, pace)
+        deadlines = Deadlines.of_rows(view, rows, targets, clock)
+        if not len(waiting):
+            if calm := self._calm(view, rows, targets, deadlines, clock):
+                return calm
+            kept = self._patience.read(view, rows, clock)
+        worth = table.value[rows] * self._tenants.worth(table.tenant[rows])
+        outlook = Outlook.of_rows(view, rows, targets, deadlines, worth, clock, self._lengths, pace)
         kind = _kind_of_starts(view, running, self.hidden_above)
         work, first = Work.of_rows(view, rows, outlook, kind), kept[rows]
         batch = Batch(view, work)
@@ -125,6 +139,37 @@ class Goodput(Policy):
             missed=lost[0],
             relegated=lost[1],
         )
+
+    def _calm(
+        self, view: View, rows: np.ndarray, targets: Targets, deadlines: Deadlines, clock: float
+    ) -> BatchPlan | None:
+        """The plan where there is nothing to decide: nobody waits, all decode, find blocks, and can
+        attain their targets or keep nobody from it. Most steps are such at light load. None where
+        there is more to it."""
+        table, pool, count = view.table, view.pool, len(rows)
+        known = table.prompt_len[rows] + table.generated[rows]
+        ready = (table.computed[rows] + 1 == known) & (table.generated[rows] > 0)
+        if not count or not ready.all() or count > view.limits.max_batch_tokens:
+            return None
+        kinds = pool.kind[rows].astype(np.int64)
+        if int(pool.needed(rows, known, kinds).sum()) > pool.num_free:
+            return None
+        if self._patience.late(rows, clock).any():
+            return None
+        read, hidden = int(known.sum()), int(known[kinds == HIDDEN].sum())
+        batch = BatchFeatures(count, count, read - hidden, count, 0, 0, 0, hidden_tokens=hidden)
+        seconds, missed = float(view.step_time(batch)), deadlines.missed
+        if missed.any():
+            lost = rows[missed]
+            if (table.has_targets(lost) & (table.outlook[lost] < MISSED)).any():
+                return None  # who waits for them is to be told
+            due = np.minimum(deadlines.due, jobs_due(view, rows, targets[2], self._pace.seconds))
+            slack = (due[~missed] - clock).min(initial=np.inf) / view.device.overrun
+            if seconds > min(slack, _headroom(targets[0])):
+                return None
+        self._pace.note(seconds)
+        self._patience.note_batch(rows, ready, clock)
+        return BatchPlan(rows, np.ones(count, np.int64), known, kinds)
 
     def queue_priority(self, requests: Any, now: float) -> Any:
         """By the first token's deadline; those who wait and are late come behind the others."""

@@ -90,19 +90,88 @@ class Standard:
 
 
 @dataclass(frozen=True)
+class Deadlines:
+    """Until when the next tokens of n requests have to be there; arrays [n].
+
+    Attributes:
+        due: float64, seconds; inf where that does not matter.
+        gap_due: float64, when it has to be there even if it is late: the longest gap that is
+            allowed; inf before the first token.
+        first: bool, whether the next token is the first.
+        waits: bool, whether it is a later one, and late already.
+        late: int64, gaps that are late, a token that waits included.
+        missed: bool, whether its targets cannot be attained, however long its output gets.
+    """
+
+    due: np.ndarray
+    gap_due: np.ndarray
+    first: np.ndarray
+    waits: np.ndarray
+    late: np.ndarray
+    missed: np.ndarray
+
+    @classmethod
+    def of_rows(cls, view: View, rows: np.ndarray, targets: Targets, clock: float) -> Deadlines:
+        """Reads the table.
+
+        Args:
+            view: What the policy sees.
+            rows: int64 [n].
+            targets: From `Standard.targets_of`.
+            clock: When the planned step begins, seconds. A token of the step in flight counts as
+                there then.
+        """
+        table = view.table
+        generated, arrival = table.generated[rows], table.arrival[rows]
+        ttft, tbt, jct, longest = targets
+        first, flying = generated == 0, generated > table.received[rows]
+        last = np.where(flying, clock, table.last_token[rows])
+        first_due = arrival + ttft
+        due = np.where(first, first_due, last + np.minimum(tbt, longest))
+        gap_due = np.where(first, np.inf, last + longest)
+        waits = ~first & (clock > due)
+        came = np.where(first, clock, np.minimum(table.first_token[rows], clock))
+        missed = (came > first_due) | (clock > np.minimum(arrival + jct, gap_due))
+        missed |= table.longest_gap[rows] > longest
+        late = table.late_gaps[rows] + waits
+        missed |= (_shortest(late) > table.max_tokens[rows]) & (tbt < np.inf) & ~first
+        return cls(due, gap_due, first, waits, late, missed)
+
+
+def _shortest(late: np.ndarray) -> np.ndarray:
+    """Tokens from which on so many gaps may be late, int64 [n]."""
+    return np.where(late, GAPS * late + 2, 1)
+
+
+def jobs_due(view: View, rows: np.ndarray, jct: np.ndarray, pace: float) -> np.ndarray:
+    """When the next tokens of jobs have to be there, so that those after them can follow in time.
+
+    Args:
+        view: What the policy sees.
+        rows: int64 [n].
+        jct: float64 [n], their targets, seconds; inf without one.
+        pace: Seconds of a step, as of late.
+
+    Returns:
+        float64 [n], seconds; inf without a JCT.
+    """
+    rest = pace * np.maximum(view.table.tokens_ahead(rows) - 1.0, 0.0)
+    return np.asarray(view.table.arrival[rows] + jct - rest)
+
+
+@dataclass(frozen=True)
 class Outlook:
     """The outlook of n requests; arrays float64 [n], or bool.
 
     Attributes:
         due: When the next token has to be there, seconds; inf where that does not matter. For a job
             (JCT), so that the tokens after it can follow at the pace of late.
-        gap_due: When it has to be there even if it is late: the longest gap that is allowed; inf
-            before the first token.
-        longest: That gap, seconds; inf without one.
+        gap_due: See `Deadlines`.
+        longest: The longest gap that is allowed, seconds; inf without one.
         attains: Probability that the request attains its targets if no further token is late, 1
             without targets, 0 once that is impossible; times its worth.
         loss: How much of that is lost if its next token is late; 0 if it is late already.
-        missed: Whether that is impossible, however long its output gets.
+        missed: See `Deadlines`.
     """
 
     due: np.ndarray
@@ -118,6 +187,7 @@ class Outlook:
         view: View,
         rows: np.ndarray,
         targets: Targets,
+        deadlines: Deadlines,
         worth: np.ndarray,
         clock: float,
         lengths: Lengths,
@@ -129,43 +199,31 @@ class Outlook:
             view: What the policy sees.
             rows: int64 [n].
             targets: From `Standard.targets_of`.
+            deadlines: Of these rows.
             worth: float64 [n], what it is worth that each attains its targets, more than 0.
-            clock: When the planned step begins, seconds. A token of the step in flight counts as
-                there then.
+            clock: When the planned step begins, seconds.
             lengths: What is known of output lengths.
             pace: Seconds of a step, as of late.
         """
-        table = view.table
-        generated, arrival = table.generated[rows], table.arrival[rows]
-        ttft, tbt, jct, longest = targets
-        first, flying = generated == 0, generated > table.received[rows]
-        last = np.where(flying, clock, table.last_token[rows])
-        due = np.where(first, arrival + ttft, last + np.minimum(tbt, longest))
-        gap_due = np.where(first, np.inf, last + longest)
-        waits = ~first & (clock > due)  # for a token that is late already
-        came = np.where(first, clock, np.minimum(table.first_token[rows], clock))
-        missed = (came > arrival + ttft) | (clock > arrival + jct) | (clock > gap_due)
-        missed |= table.longest_gap[rows] > longest
-
+        table, due, missed = view.table, deadlines.due, deadlines.missed
+        _, tbt, jct, longest = targets
+        going = ~(missed | deadlines.first)
         attains = np.where(missed, 0.0, 1.0)
-        loss = np.where(missed | (~first & np.isinf(tbt)), 0.0, 1.0)
-        going = ~(missed | first)
+        loss = np.where(missed | (~deadlines.first & np.isinf(tbt)), 0.0, 1.0)
         timed = np.flatnonzero(going & (tbt < np.inf))
         if len(timed):
-            late, most = (table.late_gaps[rows] + waits)[timed], table.max_tokens[rows[timed]]
-            long = np.where(late, GAPS * late + 2, 1)  # tokens with which so many gaps may be late
-            now = lengths.reach(generated[timed], long, most)
-            after = lengths.reach(generated[timed], GAPS * (late + 1) + 2, most)
+            late, generated = deadlines.late[timed], table.generated[rows[timed]]
+            most = table.max_tokens[rows[timed]]
+            now = lengths.reach(generated, _shortest(late), most)
+            after = lengths.reach(generated, _shortest(late + 1), most)
             attains[timed] = now
-            loss[timed] = np.where(waits[timed], 0.0, np.maximum(now - after, 0.0))
-            missed[timed] = long > most
+            loss[timed] = np.where(deadlines.waits[timed], 0.0, np.maximum(now - after, 0.0))
         # Where the longest gap is no longer than TBT, no later one may be late.
         strict = going & (longest < np.inf) & (longest <= tbt)
         loss[strict] = attains[strict]
         jobs = np.flatnonzero(jct < np.inf)
         if len(jobs):
-            rest = pace * np.maximum(table.tokens_ahead(rows[jobs]) - 1.0, 0.0)
-            due[jobs] = np.minimum(due[jobs], arrival[jobs] + jct[jobs] - rest)
+            due[jobs] = np.minimum(due[jobs], jobs_due(view, rows[jobs], jct[jobs], pace))
             tight = due[jobs] - clock < PAUSE
             loss[jobs] = np.where(tight, np.maximum(loss[jobs], attains[jobs]), loss[jobs])
-        return cls(due, gap_due, longest, attains * worth, loss * worth, missed)
+        return cls(due, deadlines.gap_due, longest, attains * worth, loss * worth, missed)

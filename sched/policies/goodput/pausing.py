@@ -75,7 +75,9 @@ class Memory(MemoryBudget):
             How many of the requests, in order, find them now; nobody is paused for the others.
         """
         work, others = self._work, self._pausable()
-        others = others[~np.isin(others, some)]
+        asks = np.zeros(len(work), bool)
+        asks[some] = True
+        others = others[~asks[others]]
         others = others[: prefix(work.loss[others].cumsum() <= most)]
         if most < AT_ANY_LOSS:
             others = self._back_in_time(others)

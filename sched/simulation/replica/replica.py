@@ -191,7 +191,7 @@ class Replica:
         clock.receive(self._came)
         self._came = 0
         flying = () if self._pending is None else (self._pending.watched,)
-        step = scheduler.schedule(clock.now, self._watch.free_at(*flying))
+        step = scheduler.schedule(clock.now, self._watch.free_at(*flying), self._watch.overrun)
         clock.plan(self.live)
         if len(step.preempted):
             self._gone += self._request_of[step.preempted].tolist()

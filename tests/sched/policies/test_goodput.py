@@ -15,7 +15,8 @@ from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.plan import Checkpoint, Preempt, Restore
 from jaxserve.sched.policies.goodput import goodput
 from jaxserve.sched.policies.goodput.feasibility import in_time, left_out
-from jaxserve.sched.policies.goodput.outlook import Lengths, Outlook, Standard
+from jaxserve.sched.policies.goodput.goodput import Goodput
+from jaxserve.sched.policies.goodput.outlook import Deadlines, Lengths, Outlook, Standard
 from jaxserve.sched.policies.goodput.pausing import Memory
 from jaxserve.sched.policies.goodput.tenants import Tenants
 from jaxserve.sched.policy import Limits
@@ -29,6 +30,7 @@ from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.slo.ttft_estimator import TtftEstimator
 from jaxserve.sched.state.output_lengths import ENOUGH
 from jaxserve.sched.state.request_table import Outlook as GivenUp
+from jaxserve.sched.state.request_table import RequestTable
 from jaxserve.sched.unified.policy_spec import Columns
 from jaxserve.sched.workloads.workload import Lengths as WorkloadLengths
 from jaxserve.sched.workloads.workload import Workload
@@ -94,7 +96,8 @@ def outlook(drive: Drive, row: int, clock: float) -> tuple[float, float, float]:
     lengths, view, rows = Lengths(), drive.scheduler.view, np.array([row])
     lengths.read(view)
     targets = STANDARD.targets_of(view, rows)
-    found = Outlook.of_rows(view, rows, targets, np.ones(1), clock, lengths, pace=0.1)
+    deadlines = Deadlines.of_rows(view, rows, targets, clock)
+    found = Outlook.of_rows(view, rows, targets, deadlines, np.ones(1), clock, lengths, pace=0.1)
     return float(found.due[0]), float(found.attains[0]), float(found.loss[0])
 
 
@@ -161,7 +164,8 @@ def test_the_queue_is_predicted_by_the_deadlines_that_plans_have() -> None:
     rows = np.array([drive.add(prompt=4, output=1, **slo) for slo in known])
     view = drive.scheduler.view
     targets = STANDARD.targets_of(view, rows)
-    found = Outlook.of_rows(view, rows, targets, np.ones(4), 0.0, Lengths(), pace=0.0)
+    deadlines = Deadlines.of_rows(view, rows, targets, 0.0)
+    found = Outlook.of_rows(view, rows, targets, deadlines, np.ones(4), 0.0, Lengths(), pace=0.0)
     priority = drive.policy.queue_priority(Columns(view, rows, 0.0), 0.0)
     assert priority.tolist() == found.due.tolist() == [2.0, 1.0, np.inf, 9.0]
 
@@ -505,21 +509,89 @@ def test_caches_of_the_paused_go_to_the_host_and_come_back() -> None:
         assert ({Checkpoint, Restore} <= kinds) == bool(slots)
 
 
-@given(data=st.data())
-@settings(max_examples=10, deadline=None)
-def test_everybody_ends_whatever_comes(data: st.DataObject) -> None:
+TIGHT = st.sampled_from([1e-4, 0.05, 1.0, np.inf])
+
+
+def drawn(data: st.DataObject, targets: st.SearchStrategy[Any]) -> Workload:
     count = data.draw(st.integers(1, 12))
     many = st.lists(st.integers(1, 3000), min_size=count, max_size=count)
     times = st.lists(st.floats(0, 20), min_size=count, max_size=count)
-    tight = st.sampled_from([1e-4, 0.05, 1.0, np.inf])
-    work = workload(
+    each = st.one_of(targets, st.lists(targets, min_size=count, max_size=count))
+    return workload(
         {
             "arrival": np.sort(data.draw(times)),
             "prompt": data.draw(many),
             "output": np.minimum(data.draw(many), 40),
-            **{name: data.draw(tight) for name in ("ttft", "tbt", "jct")},
+            **{name: data.draw(each) for name in ("ttft", "tbt", "jct")},
         }
     )
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_where_there_is_nothing_to_decide_the_plan_is_what_it_would_be(data: st.DataObject) -> None:
+    """The short way to it and the long one, with targets of which some are missed."""
+    work = drawn(data, st.sampled_from([0.02, 0.04, 0.1, 1.0, np.inf]))
+    calm, give_up = Goodput._calm, RequestTable.give_up
+    found = []
+    for way in (calm, lambda *_: None):
+        told: list[list[int]] = []
+
+        def tell(self: RequestTable, rows: np.ndarray, to: int, told: Any = told) -> Any:
+            new = give_up(self, rows, to)
+            told.append(sorted(self.seq[new].tolist()))
+            return new
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Goodput, "_calm", way)
+            patch.setattr(RequestTable, "give_up", tell)
+            served = run("goodput", work, Limits(4096, 512, 8), num_blocks=1500).requests
+        found.append((served.times.token_times.tolist(), served.preemptions.tolist(), told))
+    assert found[0] == found[1]
+
+
+def test_where_there_is_nothing_to_decide_nothing_is_weighed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drive = Drive("goodput")
+    rows = [drive.add(prompt=4, output=20, tbt=1.0) for _ in range(3)]
+    drive.step(0.0)
+    monkeypatch.setattr(goodput, "Filling", None)
+    assert isinstance(drive.policy, Goodput)
+    pace = drive.policy._pace.seconds
+    assert drive.step(0.1) == dict.fromkeys(rows, 1)
+    assert drive.policy._pace.seconds != pace, "jobs follow the pace of steps"
+
+
+def test_who_cannot_attain_its_targets_leaves_time_for_decodes() -> None:
+    """A decode takes half a second. Nobody waits."""
+    slow = LinearCostModel(Coefficients(0, 0, 0, 0, 0.5, 0, 0, 0, 0), 1)
+    drive = Drive("goodput", cost_model=slow)
+    lost = drive.add(prompt=4, output=50, ttft=0.5)
+    drive.step(1.0)
+    able = drive.add(prompt=4, output=50, arrival=2.0, ttft=3.0, tbt=0.8)
+    drive.step(2.0)
+    assert drive.step(2.1) == {able: 1}
+    assert drive.step(2.2) == {able: 1}, "nor is it taken for one that is not told yet"
+    assert drive.scheduler.table.outlook[lost] == GivenUp.MISSED
+
+
+@pytest.mark.parametrize(("overrun", "tokens"), [(1.0, 1999), (2.0, 999)])
+def test_a_step_leaves_decodes_as_much_time_as_it_may_take(overrun: float, tokens: int) -> None:
+    """A token takes a millisecond, and one is due in two seconds."""
+    each = LinearCostModel(Coefficients(0.001, 0, 0, 0, 0, 0, 0, 0, 0), 1)
+    limits = {"c": 4096, "p": 4096, "max_model_len": 4096, "blocks": 2048}
+    drive = Drive("goodput", cost_model=each, **limits)
+    first = drive.add(prompt=4, output=50, tbt=2.0)
+    drive.step(0.0)
+    long = drive.add(prompt=4000, output=1, ttft=100.0)
+    assert drive.step(0.0, overrun) == {first: 1, long: tokens}
+
+
+@given(data=st.data())
+@settings(max_examples=10, deadline=None)
+def test_everybody_ends_whatever_comes(data: st.DataObject) -> None:
+    work = drawn(data, TIGHT)
     blocks = data.draw(st.sampled_from([500, 4000]))
     host = data.draw(st.sampled_from([0, 2000, 100_000]))
     found = run(
