@@ -194,8 +194,8 @@ class SchedulerConfig:
     """Who is served next.
 
     Attributes:
-        policy: sarathi: decode first, prompts in chunks beside decodes, in order of arrival.
-            goodput: what lets most requests attain their targets. vllm: prefill first. jaxserve
+        policy: goodput: what lets most requests attain their targets. sarathi: decode first,
+            prompts in chunks beside decodes, in order of arrival. vllm: prefill first. jaxserve
             policies lists all. path/to/file.py:name is one of your own, or path/to/file.py
             where that has no other.
         params: The policy's own parameters, as jaxserve policies shows them:
@@ -215,7 +215,7 @@ class SchedulerConfig:
         seed: For policies that draw lots.
     """
 
-    policy: str = "sarathi"
+    policy: str = "goodput"
     params: Mapping[str, Any] = field(default_factory=dict)
     max_batch_tokens: int = 512
     max_prefill_tokens: int = 512

@@ -139,9 +139,9 @@ def test_the_command_writes_it(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert main([*argv, "--seed=4", f"--chrome_trace={path}"]) == 0
     written = json.loads(path.read_text())
     assert written["displayTimeUnit"] == "ms"
-    assert written["otherData"]["policy"] == "sarathi" and written["otherData"]["seed"] == 4
+    assert written["otherData"]["policy"] == "goodput" and written["otherData"]["seed"] == 4
     place, spec = system("llama-2-7b@a100"), WorkloadSpec("alpaca", 10, rate=20.0)
-    result = simulate("sarathi", spec.make_workload(4), place, seed=4, record_rows=True)
+    result = simulate("goodput", spec.make_workload(4), place, seed=4, record_rows=True)
     assert written["traceEvents"] == list(trace_events(result))
     assert main([*argv, "--policy=vllm,sarathi", f"--chrome_trace={path}"]) == 0
     for number, policy in enumerate(("vllm", "sarathi")):

@@ -181,7 +181,7 @@ def test_the_engines_limits_reach_the_client(real: Engine, served: Client) -> No
 
 def test_serve_py_prints_where_it_is_and_serves_until_sigterm() -> None:
     with serve() as server:
-        assert "tiny-stories" in server.printed and "policy   sarathi" in server.printed
+        assert "tiny-stories" in server.printed and "policy   goodput" in server.printed
         with Client(server.address) as client:
             (completion,) = client.complete("Once upon a time", max_tokens=8)
             assert completion.text

@@ -44,7 +44,7 @@ class Patience:
         self._seq[new], self._kept[new] = table.seq[new], False
         self._served[new] = self._wrote[new] = table.arrival[new]
         kept = rows[self._kept[rows]]
-        late = rows[~self._kept[rows] & self.late(rows, clock)]
+        late = rows[~self._kept[rows] & (clock - self._served[rows] > self._seconds)]
         self._kept[:] = False
         if not (len(kept) or len(late)):
             return self._kept
@@ -56,10 +56,6 @@ class Patience:
         kept = kept[: prefix(np.cumsum(_blocks(view, kept)) <= view.pool.num_blocks)]
         self._kept[kept] = True
         return self._kept
-
-    def late(self, rows: np.ndarray, clock: float) -> np.ndarray:
-        """Which of these rows have been without service for too long, bool [n]."""
-        return np.asarray(clock - self._served[rows] > self._seconds)
 
     def starved(self, rows: np.ndarray, clock: float) -> np.ndarray:
         """Which of these rows have been without service for twice as long, bool [n]."""

@@ -100,17 +100,15 @@ class Goodput(Policy):
         table, clock, standard = view.table, view.step_end(now), Standard(self.ttft, self.tbt)
         running, waiting = table.in_state(RUNNING), table.in_state(WAITING)
         self._lengths.read(view)
-        rows, pace = running, self._pace.seconds
-        if len(waiting):
-            kept = self._patience.read(view, np.concatenate([running, waiting]), clock)
+        rows = np.concatenate([running, waiting]) if len(waiting) else running
+        kept, pace = self._patience.read(view, rows, clock), self._pace.seconds
+        if len(waiting) > 2 * LOOK:
             looked_at = _looked_at(view, waiting, kept, clock, standard)
             rows = np.concatenate([running, looked_at])
         targets = standard.targets_of(view, rows)
         deadlines = Deadlines.of_rows(view, rows, targets, clock)
-        if not len(waiting):
-            if calm := self._calm(view, rows, targets, deadlines, clock):
-                return calm
-            kept = self._patience.read(view, rows, clock)
+        if not len(waiting) and (calm := self._calm(view, rows, targets, deadlines, clock)):
+            return calm
         worth = table.value[rows] * self._tenants.worth(table.tenant[rows])
         outlook = Outlook.of_rows(view, rows, targets, deadlines, worth, clock, self._lengths, pace)
         kind = _kind_of_starts(view, running, self.hidden_above)
@@ -154,8 +152,6 @@ class Goodput(Policy):
         kinds = pool.kind[rows].astype(np.int64)
         if int(pool.needed(rows, known, kinds).sum()) > pool.num_free:
             return None
-        if self._patience.late(rows, clock).any():
-            return None
         read, hidden = int(known.sum()), int(known[kinds == HIDDEN].sum())
         batch = BatchFeatures(count, count, read - hidden, count, 0, 0, 0, hidden_tokens=hidden)
         seconds, missed = float(view.step_time(batch)), deadlines.missed
@@ -184,8 +180,6 @@ def _looked_at(
 ) -> np.ndarray:
     """The waiting requests that a plan looks at, in order of arrival: those that come first, the
     oldest, and those that are due next, the paused by their longest gap."""
-    if len(waiting) <= 2 * LOOK:
-        return waiting
     table = view.table
     ttft, _, jct, longest = standard.targets_of(view, waiting)
     due = table.arrival[waiting] + np.minimum(ttft, jct)
