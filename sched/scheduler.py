@@ -136,7 +136,7 @@ class Scheduler:
         waiting = functools.partial(waiting_tenants, self.view)
         tenant = self.shares.join(request.tenant, request.weight, waiting)
         row = self.table.add(request, self.alone(request) if alone is None else alone)
-        self.table.tenant[row] = tenant
+        self.table.tenant[row], self.table.weight[row] = tenant, self.shares.weight(tenant)
         if len(self.pool.held) < (capacity := self.table.capacity):
             for owner in (self.pool, self.host, self._progress, self._lengths):
                 owner.follow(capacity)

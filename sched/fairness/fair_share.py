@@ -64,6 +64,10 @@ class FairShares:
                 self._counter[number] = max(self._counter[number], least)
         return number
 
+    def weight(self, number: int) -> float:
+        """Of that tenant."""
+        return float(self._weight[number])
+
     def left(self, number: int) -> None:
         """A request of that tenant no longer waits."""
         self._left = float(self._counter[number])

@@ -75,6 +75,7 @@ class RequestTable:
         outlook: int8, `Outlook`; it never gets better.
         value: float64, what it is worth that its targets are met (`Request.value`).
         tenant: int64, number in `FairShares`.
+        weight: float64, of its tenant when it came.
         output_lengths: Of finished outputs.
         num_sampling: Requests that are not greedy.
         num_timed: Requests with a TTFT or a TBT.
@@ -108,6 +109,7 @@ class RequestTable:
         self.outlook = np.zeros(capacity, np.int8)
         self.value = np.ones(capacity)
         self.tenant = np.zeros(capacity, np.int64)  # as `FairShares` numbers them
+        self.weight = np.ones(capacity)
         self.output_lengths = OutputLengths()
         self._free = list(range(capacity - 1, -1, -1))
         self._next_seq = 0

@@ -9,8 +9,8 @@ import numpy as np
 
 class Tenants:
     """What requests are worth by whose they are: the more of a tenant's have been in time of late,
-    the less the next one is. The sum of all tenants' logarithms grows most that way (proportional
-    fairness: Kelly, "Charging and rate control for elastic traffic", 1997).
+    the less the next one is. The sum of all tenants' logarithms, each times its weight, grows most
+    that way (proportional fairness: Kelly, "Charging and rate control for elastic traffic", 1997).
 
     Args:
         seconds: After which what was served counts for 1/e.
@@ -20,13 +20,13 @@ class Tenants:
         self._seconds, self._time = seconds, -math.inf
         self._served = np.zeros(1)  # requests in time, by tenant
 
-    def worth(self, tenants: np.ndarray) -> np.ndarray:
-        """Of requests of these tenants, int64 [n]: float64 [n] up to 1, which those of the tenant
-        who was served least are worth."""
+    def worth(self, tenants: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """Of requests of these tenants, int64 [n], with these weights, float64 [n]: float64 [n] up
+        to 1, which those of the tenant who was served least for its weight are worth."""
         if not len(tenants) or (tenants == tenants[0]).all():
             return np.ones(len(tenants))
         self._grow(tenants)
-        worth = 1.0 / (1.0 + self._served[tenants])
+        worth = weights / (1.0 + self._served[tenants])
         return np.asarray(worth / worth.max())
 
     def note(self, tenants: np.ndarray, clock: float) -> None:

@@ -601,13 +601,14 @@ def test_everybody_ends_whatever_comes(data: st.DataObject) -> None:
 
 
 def test_the_more_of_a_tenant_have_been_in_time_the_less_the_next_is_worth() -> None:
-    tenants, both = Tenants(10.0), np.array([0, 3])
-    assert tenants.worth(both).tolist() == [1.0, 1.0]
+    tenants, both, even = Tenants(10.0), np.array([0, 3]), np.ones(2)
+    assert tenants.worth(both, even).tolist() == [1.0, 1.0]
     tenants.note(np.array([3, 3, 3]), 5.0)
-    assert tenants.worth(both).tolist() == [1.0, 0.25]
-    assert tenants.worth(np.array([3])).tolist() == [1.0], "there is nobody else"
+    assert tenants.worth(both, even).tolist() == [1.0, 0.25]
+    assert tenants.worth(both, np.array([1.0, 2.0])).tolist() == [1.0, 0.5]
+    assert tenants.worth(np.array([3]), even[:1]).tolist() == [1.0], "there is nobody else"
     tenants.note(np.array([0]), 15.0)
-    assert tenants.worth(both).tolist() == pytest.approx([1.0, 2 / (1 + 3 / np.e)])
+    assert tenants.worth(both, even).tolist() == pytest.approx([1.0, 2 / (1 + 3 / np.e)])
 
 
 def test_no_tenant_crowds_out_another_with_cheap_requests() -> None:
@@ -625,6 +626,21 @@ def test_no_tenant_crowds_out_another_with_cheap_requests() -> None:
             served += 32 in drive.step(float(now)).values()
         longs.append(served)
     assert longs[0] >= 6 and longs[1] == 0, longs
+
+
+def test_a_tenant_of_more_weight_has_more_in_time() -> None:
+    """There is time for one of two."""
+    slow = LinearCostModel(Coefficients(1 / 32, 0, 0, 0, 0, 0, 0, 0, 0), 1)
+    drive, served = Drive("goodput:patience=1000", cost_model=slow), {"light": 0, "heavy": 0}
+    for now in range(16):
+        whose = {}
+        for tenant, weight in (("light", 1.0), ("heavy", 3.0)):
+            when = {"arrival": float(now), "ttft": 1.1}
+            row = drive.add(prompt=32, output=1, tenant=tenant, weight=weight, **when)
+            whose[row] = tenant
+        for row in drive.step(float(now)):
+            served[whose[row]] += 1
+    assert served["heavy"] >= 2 * served["light"] > 0, served
 
 
 def given_up(drive: Drive, now: float) -> tuple[list[int], list[int]]:
