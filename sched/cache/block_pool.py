@@ -50,11 +50,13 @@ class BlockPool:
         self.tables = np.zeros((max_owners, 2, width), np.int32)
         self.cap = np.full((max_owners, width), block_size, np.int16)
         self.held = np.zeros(max_owners, np.int64)
+        self._private = np.zeros(max_owners, np.int64)
         self.kind = np.zeros(max_owners, np.int8)
         self.direction = np.zeros(max_owners, np.int8)
         self.owners = np.zeros((0, 2), np.int32)
         self.at = np.zeros((0, 2), np.int32)
         self.refs = np.zeros(0, np.int32)
+        self._rows = np.zeros(0, np.int64)  # by block: sum of those who hold it, so who the last is
         self.num_shared = 0
         self._free = FreeBlocks(num_blocks)
         self._hidden = False  # whether anybody has ever had a hidden cache
@@ -99,6 +101,15 @@ class BlockPool:
         """Blocks that a row, or each of several, holds in all planes, those it shares included."""
         return np.asarray(self.held[rows] * PLANES[self.kind[rows]])
 
+    def private(self, rows: np.ndarray | int) -> np.ndarray:
+        """Blocks that nobody but the row, or each of several, holds: what would be free if it alone
+        were released."""
+        return np.asarray(self._private[rows])
+
+    def sharing(self, rows: np.ndarray) -> np.ndarray:
+        """Which rows hold a block that another one holds, too, bool [n]."""
+        return np.asarray(self.private(rows) < self.blocks_held(rows))
+
     def room(self, rows: np.ndarray) -> np.ndarray:
         """Cache tokens for which each row has blocks, int64 [n]."""
         return np.asarray(self.held[rows] * self.block_size)
@@ -135,25 +146,6 @@ class BlockPool:
             new += have * (hidden & (kinds == KV))
         return np.asarray(new)
 
-    def returned_by(self, rows: np.ndarray, refs: np.ndarray | None = None) -> np.ndarray:
-        """Blocks that each row would free if the rows were released one after the other, int64 [n].
-        A block that several of them hold counts for the last one; a block that other rows hold, for
-        none. rows: distinct. refs: holders by block, instead of the pool's own; lowered by the
-        call."""
-        if not self.num_shared:
-            return self.blocks_held(rows)
-        refs = self.refs.copy() if refs is None else refs
-        return np.array([self.returned(row, refs) for row in rows.tolist()], np.int64)
-
-    def returned(self, row: int, refs: np.ndarray | None = None) -> int:
-        """Blocks that the row would free if it were released. refs: see `returned_by`."""
-        if not self.num_shared:
-            return int(self.held[row] * PLANES[self.kind[row]])
-        refs = self.refs.copy() if refs is None else refs
-        ids = self.blocks_of(row).ravel()
-        refs[ids] -= 1
-        return int(np.count_nonzero(refs[ids] == 0))
-
     def slots_of(self, row: int, first: int, end: int) -> np.ndarray:
         """Where the row's cached tokens [first, end) lie, plane by plane, int32 [planes * (end -
         first), 2]: (block, slot)."""
@@ -185,7 +177,7 @@ class BlockPool:
         holding = np.flatnonzero(self.held)
         tables[holding] = self.tables[holding]  # the others' pages are never touched
         self.tables = tables
-        grow_columns(self, rows, cap=self.block_size, held=0, kind=KV, direction=LEFT)
+        grow_columns(self, rows, cap=self.block_size, held=0, _private=0, kind=KV, direction=LEFT)
 
     def open_cache(self, row: int, kind: CacheKind, direction: Direction = Direction.LEFT) -> None:
         """Starts an empty cache for the row. ValueError if it has one."""
@@ -217,6 +209,7 @@ class BlockPool:
             raise ValueError(f"row {rows[np.argmax(want)]}: {need}")
         self._extend(rows, have, want)
         self.held[rows] = want
+        self._private[rows] += (want - have) * PLANES[self.kind[rows]]
 
     def _extend(self, rows: np.ndarray, have: np.ndarray, want: np.ndarray) -> None:
         """Allocates blocks for rows that have `have` a plane, up to `want`. OutOfBlocks."""
@@ -243,6 +236,7 @@ class BlockPool:
         owner = np.repeat(rows, counts)
         index = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         self.tables[owner, 1, index] = self._take(owner, self.direction[owner], index)
+        self._private[rows] += counts
         self.kind[rows] = KV
 
     def check_projects(self, row: int, refs: np.ndarray | None = None) -> None:
@@ -261,7 +255,7 @@ class BlockPool:
         self.tables[row, : blocks.shape[1], first : first + len(blocks)] = blocks.T
         self.owners[blocks, side] = row
         self.at[blocks, side] = np.arange(first, first + len(blocks))[:, None]
-        self._share(blocks)
+        self._share(blocks, row)
         self.held[row] += len(blocks)
 
     def check_join(
@@ -318,7 +312,7 @@ class BlockPool:
             raise ValueError(f"row {source} shares a block's other end; it cannot be a prefix")
         self.kind[row], self.direction[row] = self.kind[source], self.direction[source]
         self.tables[row, : len(ids), :blocks] = ids
-        self._share(ids)
+        self._share(ids, row)
         self.owners[ids] = NOBODY
         self.held[row] = blocks
 
@@ -347,6 +341,7 @@ class BlockPool:
         counts = [len(ids) for ids in old]
         owner = np.repeat(rows, counts)
         taken = self._take(owner, self.direction[owner], np.repeat(index, counts))
+        np.add.at(self._private, owner, 1)
         moved = [np.zeros((0, 4), np.int32)]
         new = np.split(taken, np.cumsum(counts)[:-1])
         for (row, i), before, after in zip(which, old, new, strict=True):
@@ -412,22 +407,30 @@ class BlockPool:
         for row in rows.tolist():
             self.release(row)
 
-    def _share(self, ids: np.ndarray) -> None:
-        """One row more holds these blocks, which somebody holds already."""
-        self.num_shared += int(np.count_nonzero(self.refs[ids] == 1))
+    def _share(self, ids: np.ndarray, row: int) -> None:
+        """The row, too, holds these blocks, which somebody holds already."""
+        alone = self._rows[ids[self.refs[ids] == 1]]
+        self.num_shared += len(alone)
+        np.subtract.at(self._private, alone, 1)
         self.refs[ids] += 1
+        self._rows[ids] += row
 
     def _let_go(self, ids: np.ndarray, row: int, side: int) -> None:
         """The row, which fills from that side, no longer holds these blocks."""
         if not self.num_shared:
-            self.refs[ids], self.owners[ids, side] = 0, NOBODY
+            self.refs[ids], self._rows[ids], self.owners[ids, side] = 0, 0, NOBODY
+            self._private[row] -= len(ids)
             self._free.push(ids)
             return
         refs = self.refs[ids] - 1
         self.refs[ids] = refs
-        self.num_shared -= int(np.count_nonzero(refs == 1))
+        self._rows[ids] -= row
+        last, free = self._rows[ids[refs == 1]], ids[refs == 0]
+        self.num_shared -= len(last)
+        np.add.at(self._private, last, 1)
+        self._private[row] -= len(free)
         self.owners[ids[self.owners[ids, side] == row], side] = NOBODY
-        self._free.push(ids[refs == 0])
+        self._free.push(free)
 
     def _take(self, rows: np.ndarray, sides: np.ndarray, at: np.ndarray) -> np.ndarray:
         """A free block for each of these rows, as often as it is named, now its own: number at[i]
@@ -436,8 +439,8 @@ class BlockPool:
         more = self._free.fresh - len(self.refs)
         if more > 0:
             more = max(more, len(self.refs), _FIRST_BLOCKS)
-            grow_columns(self, len(self.refs) + more, owners=NOBODY, at=0, refs=0)
+            grow_columns(self, len(self.refs) + more, owners=NOBODY, at=0, refs=0, _rows=0)
         self.owners[ids, sides] = rows
         self.at[ids, sides] = at
-        self.refs[ids] = 1
+        self.refs[ids], self._rows[ids] = 1, rows
         return ids

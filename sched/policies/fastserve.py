@@ -165,7 +165,9 @@ def _on_host(view: View, rows: np.ndarray) -> np.ndarray:
 
 
 def _out(view: View, rows: np.ndarray) -> list[Operation]:
-    """Checkpoints of the preempted caches that the host has room for, in order."""
+    """Checkpoints of the preempted caches that the host has room for, in order, but of those whose
+    blocks others hold, too."""
+    rows = rows[~view.pool.sharing(rows)]
     cached = view.table.computed[rows]
     slots = slots_for(cached, view.pool.kind[rows])
     count = int(np.searchsorted(np.cumsum(slots), view.host.num_free, side="right"))

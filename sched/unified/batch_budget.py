@@ -43,8 +43,8 @@ class MemoryBudget:
 
     def preempt(self, row: int, gives: int | None = None) -> None:
         """Preempts the row, which must not be in the batch. gives: the blocks that it frees, if
-        known."""
-        self.free += int(self.view.pool.blocks_held(row)) if gives is None else gives
+        known. What two of the preempted share is not counted."""
+        self.free += int(self.view.pool.private(row)) if gives is None else gives
         self.slots += 1
         self.preempted.append(row)
 
@@ -129,8 +129,6 @@ class BatchBudget(MemoryBudget):
         # By row: in the batch, or preempted for it. Neither may be preempted (again).
         self.decided = np.zeros(view.table.capacity, bool)
         self._holders = len(running)
-        # What two of the preempted share is free after the second.
-        self._refs = view.pool.refs.copy() if view.pool.shares else None
         self._expected = expected
         # By row: blocks that it is expected to take yet. Their sum over those that run.
         self._promises = expected is not None and expected.of_running
@@ -150,9 +148,9 @@ class BatchBudget(MemoryBudget):
 
     @property
     def sums(self) -> bool:
-        """Whether the memory of several requests is the sum of each one's: no blocks are shared,
-        and no growth is expected."""
-        return self._refs is None and self._expected is None
+        """Whether the memory of several requests is the sum of each one's: no growth is
+        expected."""
+        return self._expected is None
 
     def new_blocks(self, cands: Candidates) -> np.ndarray:
         """Free blocks that each candidate takes, int64 [n]."""
@@ -203,9 +201,8 @@ class BatchBudget(MemoryBudget):
         return True
 
     def preempt(self, row: int, gives: int | None = None) -> None:
-        """Preempts the row, which must not be in the batch. gives: the blocks that it frees, where
-        no blocks are shared."""
-        super().preempt(row, self.view.pool.returned(row, self._refs) if gives is None else gives)
+        """As `MemoryBudget.preempt`."""
+        super().preempt(row, gives)
         self._holders -= 1
         if self._promises:
             self._promised -= int(self._growth[row])

@@ -123,7 +123,7 @@ class Filling:
             return None
         blocks, decided = 0, self.budget.decided
         for row, _, gives in victims:
-            blocks += gives or 0
+            blocks += gives
             self.budget.preempted.append(row)
             decided[row] = True
         self._stop_starts(victims[-1][1])
@@ -181,10 +181,8 @@ class Filling:
             return [j for j in rest if each.starts[j] or each.new[j] <= budget.free]
         free, slots = budget.free, budget.slots
         if preempts:
-            victims = [
-                row for row, _, _ in self._victims.behind(each.places(self.ranking.place)[head])
-            ]
-            free += int(budget.view.pool.returned_by(np.array(victims, np.int64)).sum())
+            victims = list(self._victims.behind(each.places(self.ranking.place)[head]))
+            free += sum(gives for _, _, gives in victims)
             slots += len(victims)
         free -= 0 if budget.alone else self._watermark
         return [j for j in rest if not each.starts[j] or (slots > 0 and each.new[j] <= free)]

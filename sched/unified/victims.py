@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from jaxserve.sched.unified.batch_budget import BatchBudget
 from jaxserve.sched.unified.ranking import Ranking
 
-# A running request, its place in the ranking, and the blocks that it gives: nobody can say that
-# alone where blocks are shared.
-Victim = tuple[int, int, int | None]
+Victim = tuple[int, int, int]  # a running request, its place, and the blocks that it frees
 
 
 class Victims:
@@ -33,26 +29,20 @@ class Victims:
 
     def giving(self, place: int, blocks: int, *, slot: bool) -> list[Victim] | None:
         """The fewest of those at that place or behind it that free so many blocks, and a slot if
-        one is wanted; all of them if blocks are shared. None if all of them do not free enough."""
-        pool = self._budget.view.pool
-        if pool.shares:
-            found = list(self.behind(place))
-            rows = np.array([row for row, _, _ in found], np.int64)
-            enough = int(pool.returned_by(rows).sum()) >= blocks and (bool(found) or not slot)
-            return found if enough else None
+        one is wanted. None if all of them do not free enough."""
         found = []
         for victim in self.behind(place):
             if not (slot or blocks > 0):
                 break
             found.append(victim)
-            blocks, slot = blocks - (victim[2] or 0), False
+            blocks, slot = blocks - victim[2], False
         return None if slot or blocks > 0 else found
 
     def _undecided(self) -> list[Victim]:
         running, decided = self._ranking.running, self._budget.decided
         if self._left is None:
-            pool, places = self._budget.view.pool, self._ranking.place[running].tolist()
-            gives = [None] * len(running) if pool.shares else pool.blocks_held(running).tolist()
+            places = self._ranking.place[running].tolist()
+            gives = self._budget.view.pool.private(running).tolist()
             self._left = list(zip(running.tolist(), places, gives, strict=True))
         left = self._left
         while left and decided[left[-1][0]]:

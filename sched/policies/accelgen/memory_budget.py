@@ -91,7 +91,7 @@ class AccelGenBudget(MemoryBudget):
         ok = (self._spare > one.key[0]) & (self.view.table.preemptions[self._running] < MOST_LOSSES)
         ok &= ~self.is_out(self._running)
         victims = self._running[ok][::-1]
-        have = self.free + np.cumsum(self.view.pool.blocks_held(victims) + self._taken[victims])
+        have = self.free + np.cumsum(self.view.pool.private(victims) + self._taken[victims])
         starts = bool(one.starts[0])
         need = int(one.new[0]) + (self._watermark if starts else 0)
         count = max(int(np.searchsorted(have, need)) + 1, 1 if starts and self.slots < 1 else 0)
@@ -107,7 +107,7 @@ class AccelGenBudget(MemoryBudget):
 
     def preempt(self, row: int, gives: int | None = None) -> None:
         """Preempts the row and takes it out of the batch."""
-        super().preempt(row, int(self.view.pool.blocks_held(row) + self._taken[row]))
+        super().preempt(row, int(self.view.pool.private(row) + self._taken[row]))
         self._holders -= 1
         self._taken[row] = 0
         self._batch.drop(row)

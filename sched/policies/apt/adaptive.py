@@ -37,8 +37,8 @@ def go_on(view: View, ran: Weighed, in_turn: bool) -> tuple[np.ndarray, np.ndarr
     everybody = np.ones(len(rows), bool)
     if wanted <= free:
         return everybody, rows[:0], free - wanted
-    held = pool.blocks_held(rows)
-    total = free + int(pool.returned_by(rows).sum())
+    held = pool.private(rows)
+    total = free + int(held.sum())
     if in_turn:
         gain = -np.arange(len(rows), dtype=np.float64)
         until = np.searchsorted(np.cumsum(held + need), total, side="right")
@@ -57,7 +57,7 @@ def go_on(view: View, ran: Weighed, in_turn: bool) -> tuple[np.ndarray, np.ndarr
     others = others[np.argsort(gain[others], kind="stable")]  # the least valuable first
     preempted = others[:0]
     if left < 0:
-        returned = np.cumsum(pool.returned_by(rows[others]))
+        returned = np.cumsum(held[others])
         count = int(np.searchsorted(returned, -left)) + 1
         preempted = others[:count]
         left += int(returned[count - 1])
@@ -71,8 +71,12 @@ def redecide(view: View, rows: np.ndarray, values: Value) -> tuple[np.ndarray, n
     step. A request that is not chosen, or is chosen with the other kind of cache, loses its own and
     waits for a step of prefills to compute it again (section 5)."""
     pool, tokens = view.pool, values.tokens
-    kv, hidden = pool.blocks_for(tokens), pool.blocks_for(tokens, CacheKind.HIDDEN)
-    total = pool.num_free + int(pool.returned_by(rows).sum())
+    shared = pool.blocks_held(rows) - pool.private(rows)
+    kv, hidden = (
+        pool.blocks_for(tokens, kind) - np.where(pool.kind[rows] == kind, shared, 0)
+        for kind in (CacheKind.KV, CacheKind.HIDDEN)
+    )
+    total = pool.num_free + int(pool.private(rows).sum())
     kinds = choose(Offers(values.value, kv, hidden, values.penalty), total).kinds
     goes = kinds == pool.kind[rows]
     used = np.where(pool.kind[rows] == _HIDDEN, hidden, kv)
@@ -95,7 +99,7 @@ def to_kv(view: View, ran: Weighed, waiting: Weighed, left: int) -> np.ndarray:
     """
     pool, rows = view.pool, ran.rows
     chosen = np.zeros(len(rows), bool)
-    hidden = np.flatnonzero(pool.kind[rows] == _HIDDEN)
+    hidden = np.flatnonzero((pool.kind[rows] == _HIDDEN) & ~pool.sharing(rows))
     if not len(hidden) or view.rho is None or view.rho <= 0:
         return chosen
     left -= int(pool.blocks_for(1)) * len(rows) + int(pool.blocks_for(waiting.tokens).sum())

@@ -146,12 +146,14 @@ class SharedBlocksBudget(BrosBudget):
         return work
 
     def preempt(self, row: int, gives: int | None = None) -> None:
-        """Preempts the row, which must not be in the batch; the host keeps its cache if it fits."""
+        """Preempts the row, which must not be in the batch; the host keeps its cache if it fits,
+        and nobody else reads of it."""
         pool, size = self.view.pool, self.view.pool.block_size
         first = np.arange(pool.held[row]) * size
         there = np.minimum(pool.cap[row, : len(first)], self.view.table.computed[row] - first)
         some = there > 0
-        if int(slots_for(there[some].sum())) <= self.host_free:
+        own = (pool.owners[pool.blocks_of(row), pool.direction[row]] == row).all()
+        if own and int(slots_for(there[some].sum())) <= self.host_free:
             self._save(np.full(some.sum(), row), first[some], (first + there)[some])
         self._let_go(row, np.arange(pool.held[row]))
         self._keep[row] = 0

@@ -65,7 +65,7 @@ class BrosBudget(MemoryBudget):
 
     def returned_by(self, rows: np.ndarray) -> np.ndarray:
         """Blocks that preempting each of these best-effort rows would free, int64 [n]."""
-        return self.view.pool.blocks_held(rows)
+        return self.view.pool.private(rows)
 
     def offers(self, rows: np.ndarray) -> Work:
         """What these best-effort rows would do, without those that cannot be in this step."""
@@ -87,7 +87,7 @@ class BrosBudget(MemoryBudget):
         need, mask = np.cumsum(work.new[runs]), np.zeros(len(work), bool)
         used = int(need[-1]) if len(need) else 0
         if used > blocks:
-            held = self.view.pool.blocks_held(work.rows[runs])
+            held = self.view.pool.private(work.rows[runs])
             count = prefix(need <= blocks + held.sum() - np.cumsum(held))
             short = (int(need[count - 1]) if count else 0) - blocks
             lost = int(np.searchsorted(np.cumsum(held[::-1]), short)) + 1 if short > 0 else 0

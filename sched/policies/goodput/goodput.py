@@ -110,7 +110,9 @@ class Goodput(Policy):
         if not len(waiting) and (calm := self._calm(view, rows, targets, deadlines, clock)):
             return calm
         worth = self._tenants.worth(table.tenant[rows], table.weight[rows])
-        outlook = Outlook.of_rows(view, rows, targets, deadlines, worth * table.value[rows], clock, self._lengths, pace)
+        outlook = Outlook.of_rows(
+            view, rows, targets, deadlines, worth * table.value[rows], clock, self._lengths, pace
+        )
         kind = _kind_of_starts(view, running, self.hidden_above)
         work, first = Work.of_rows(view, rows, outlook, kind), kept[rows]
         batch = Batch(view, work)

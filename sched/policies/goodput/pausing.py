@@ -81,7 +81,7 @@ class Memory(MemoryBudget):
         others = others[: prefix(work.loss[others].cumsum() <= most)]
         if most < AT_ANY_LOSS:
             others = self._back_in_time(others)
-        held = self.view.pool.blocks_held(work.rows[others])
+        held = self.view.pool.private(work.rows[others])
         have = np.append(0, held.cumsum()) + self.free
         need, starts = work.new[some].cumsum(), work.starts[some].cumsum()
         fit = prefix((need <= have[-1]) & (starts <= self.slots + len(others)))
@@ -104,7 +104,7 @@ class Memory(MemoryBudget):
             return some
         running = work.rows[~work.starts & ~self.out]
         ends = np.maximum(self.view.table.tokens_ahead(running), 1.0) * max(self._pace, 1e-9)
-        freed = float((pool.blocks_held(running) / ends).sum())  # blocks a second
+        freed = float((pool.private(running) / ends).sum())  # blocks a second
         owed = int(work.new[work.paused & waits].sum())
         owed += int(pool.blocks_held(work.rows[self.out & waits]).sum())
         longest = np.where(waits[some], work.longest[some], 0.0)
@@ -130,7 +130,7 @@ class Memory(MemoryBudget):
         found: list[Operation] = []
         if self._swaps and view.host.capacity:
             tokens, kinds = view.table.computed[rows], view.pool.kind[rows]
-            saved = (tokens > 0) & (view.host.tokens[rows] == 0)
+            saved = (tokens > 0) & (view.host.tokens[rows] == 0) & ~view.pool.sharing(rows)
             saved &= view.swap_time(tokens, kinds) < view.refill_time(tokens)
             slots = np.where(saved, slots_for(tokens, kinds), 0)
             saved &= np.cumsum(slots) <= view.host.num_free
@@ -142,7 +142,7 @@ class Memory(MemoryBudget):
         """Those who hold cache and are not paused yet, whose next late token costs least first."""
         if self._left is None:
             some = np.flatnonzero(~self._work.starts & ~self._kept)
-            held = self.view.pool.blocks_held(self._work.rows[some])
+            held = self.view.pool.private(self._work.rows[some])
             hopeful = self._work.attains[some] > 0
             self._left = some[np.lexsort((-held, hopeful, self._work.loss[some]))]
         return self._left

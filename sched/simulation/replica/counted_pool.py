@@ -32,6 +32,10 @@ class CountedPool(BlockPool):
         """Free blocks."""
         return self._left
 
+    def private(self, rows: np.ndarray | int) -> np.ndarray:
+        """See `BlockPool`: nothing is shared."""
+        return self.blocks_held(rows)
+
     def blocks_of(self, row: int | np.integer) -> np.ndarray:
         """Not supported: raises ValueError."""
         raise ValueError("blocks are only counted here; a policy with counts_blocks asked for ids")

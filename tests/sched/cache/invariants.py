@@ -28,6 +28,9 @@ def check_pool(pool: BlockPool) -> None:
         refs[ids] += 1
     assert (refs == pool.refs).all(), "reference counts differ from the tables"
     assert pool.num_shared == (refs > 1).sum(), "shared blocks are miscounted"
+    for row in range(len(pool.held)):
+        alone = int((refs[pool.blocks_of(row)] == 1).sum()) if pool.held[row] else 0
+        assert pool.private(row) == alone, f"row {row}'s own blocks are miscounted"
     _check_free(pool._free, refs > 0)
     for side in Direction:
         for block in np.flatnonzero(pool.owners[:, side] != NOBODY):

@@ -79,7 +79,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(row=rows)
     def release(self, row: int) -> None:
         """Finish, cancel and preempt are all this."""
-        expected = self.pool.num_free + int(self.pool.returned_by(np.array([row]))[0])
+        expected = self.pool.num_free + int(self.pool.private(row))
         self.pool.release(row)
         assert self.pool.num_free == expected and self.empty(row)
 

@@ -269,7 +269,7 @@ def test_a_start_may_take_the_other_end_of_blocks() -> None:
     assert made.pool.num_shared == 4 and made.pool.num_used == 6
     assert made.pool.blocks_of(1).T.tolist() == ends[::-1].tolist()
     assert made.pool.owners[ends.ravel()].tolist() == [[1, 0]] * 4
-    assert made.pool.returned_by(array(0, 1)).tolist() == [2, 4]
+    assert made.pool.private(array(0, 1)).tolist() == [2, 0]
     run(made, {}, Preempt.whole(array(0)))
     assert made.pool.num_used == 4
 

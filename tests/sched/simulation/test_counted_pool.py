@@ -75,7 +75,7 @@ class BothPools(RuleBasedStateMachine):
 
     @rule(rows=row_sets, tokens=st.integers(0, 40))
     def give_back(self, rows: np.ndarray, tokens: int) -> None:
-        self.both(lambda pool: pool.returned_by(rows).tolist())
+        self.both(lambda pool: pool.private(rows).tolist())
         self.both(lambda pool: pool.truncate(int(rows[0]), tokens))
         self.both(lambda pool: pool.release(int(rows[0])))
         self.both(lambda pool: pool.release_all(rows))
