@@ -13,6 +13,7 @@ import numpy as np
 from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, NOBODY, CacheKind, Direction
 from jaxserve.sched.cache.kv_offload import Segment
+from jaxserve.sched.cache.prefix_cache import PrefixCache
 from jaxserve.sched.plan import (
     BatchPlan,
     Checkpoint,
@@ -87,7 +88,10 @@ class _After:
     def __init__(self, plan: BatchPlan, view: View) -> None:
         self.plan, self.view = plan, view
         self.table, self.pool, self.host = view.table, view.pool, view.host
-        own: Callable[[np.ndarray], np.ndarray] = np.copy if plan.operations else np.asarray
+        cache = self.pool.cache
+        finds = plan.rows[:0] if cache is None else plan.rows[cache.found[plan.rows] > 0]
+        changes = bool(plan.operations) or len(finds) > 0
+        own: Callable[[np.ndarray], np.ndarray] = np.copy if changes else np.asarray
         self.state, self.computed = own(self.table.state), own(self.table.computed)
         self.held, self.known = own(self.pool.held), own(self.pool.held)
         self.kind, self.direction = own(self.pool.kind), own(self.pool.direction)
@@ -95,14 +99,34 @@ class _After:
         self.changed = np.zeros(self.table.capacity, bool)
         self.copied: set[tuple[int, int]] = set()
         self.shares = self.pool.shares or any(isinstance(op, Join) for op in plan.operations)
+        self.shares = self.shares or len(finds) > 0
         self.refs, self.owners, self.at = self.pool.refs, self.pool.owners, self.pool.at
-        if self.shares and plan.operations:
+        if self.shares and changes:
             self.refs, self.owners, self.at = map(np.copy, (self.refs, self.owners, self.at))
         self.cap = own(self.pool.cap)
         self.free = self.pool.num_free
         self.host_free = self.host.num_free
         self.holders = len(self.table.in_state(RUNNING))
         self._segments: dict[int, dict[int, Segment]] = {}  # of a row, by first token
+        if cache is not None:
+            self._pin(cache, finds)
+
+    def _pin(self, cache: PrefixCache, rows: np.ndarray) -> None:
+        """These start and read what they find, before any operation."""
+        for row in rows.tolist():
+            chain = cache.chain(row)
+            for page in chain:
+                ids = list(page.ids)
+                self.free -= int(np.count_nonzero(self.refs[ids] == 0))
+                self.refs[ids] += 1
+                self.owners[ids] = NOBODY
+            self.held[row] = self.known[row] = len(chain)
+            self.kind[row], self.direction[row] = KV, cache.side(row)
+        for at in np.flatnonzero(np.isin(self.plan.rows, rows)).tolist():
+            kind, side = _start_of(self.plan, at)
+            _demand(kind == KV, "what is found is planned as a hidden cache")
+            same = side == self.direction[self.plan.rows[at]]
+            _demand(same, "what is found is planned to be filled from the other side")
 
     def preempt(self, op: Preempt) -> None:
         rows, keep = op.rows, op.keep

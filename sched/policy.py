@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.sched.cache.block_pool import BlockPool
 from jaxserve.sched.cache.block_sizes import slots_for
-from jaxserve.sched.cache.cache_kinds import CacheKind
+from jaxserve.sched.cache.cache_kinds import LEFT, CacheKind
 from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.cost.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.cost.padding import Padding
@@ -239,6 +239,10 @@ class Policy(abc.ABC):
         it."""
         whole = not self.chunked or self.full_prefill
         return limits.max_batch_tokens if whole else limits.max_prefill_tokens
+
+    def side(self, tier: int) -> int:
+        """The side from which requests of this tier fill blocks (`Direction`)."""
+        return LEFT
 
     def row_limit(self, limits: Limits) -> int:
         """Requests that may hold cache."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from jaxserve.sched.cache.block_pool import BlockPool
 from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.cache.cache_kinds import HIDDEN, LEFT
 from jaxserve.sched.cache.kv_offload import HostMemory
+from jaxserve.sched.cache.prefix_cache import PrefixCache
 from jaxserve.sched.checks import check_plan
 from jaxserve.sched.cost.cost_model import CostModel
 from jaxserve.sched.cost.padding import Padding
@@ -30,6 +31,7 @@ from jaxserve.sched.progress import Progress
 from jaxserve.sched.request import Request
 from jaxserve.sched.state.request_table import (
     DRAINING,
+    HELD,
     MISSED,
     RELEGATED,
     RUNNING,
@@ -61,6 +63,8 @@ class Scheduler:
         capacity: Requests at a time.
         cost_model, padding, seed, rho, projects: What the policy sees of them, see `View`.
         host_slots: Capacity of the host memory for checkpoints.
+        reuse: Whether full blocks are found again by requests with the same tokens
+            (`sched/cache/prefix_cache.py`).
         checked: Whether every plan is checked before it is booked.
     """
 
@@ -76,6 +80,7 @@ class Scheduler:
         cost_model: CostModel,
         padding: Padding | None = None,
         host_slots: int = 0,
+        reuse: bool = False,
         seed: int = 0,
         rho: float | None = None,
         projects: bool = False,
@@ -85,6 +90,7 @@ class Scheduler:
         self.policy, self.checked = policy, checked
         self.table = self._make_table(capacity)
         self.pool = self._make_pool(num_blocks, block_size, capacity, width)
+        self.cache = self.pool.cache = PrefixCache(capacity) if reuse else None
         self.host = HostMemory(host_slots, capacity)
         self._lengths = Oracle(capacity)
         oracle = self._lengths if policy.hypothetical else None
@@ -138,12 +144,43 @@ class Scheduler:
         row = self.table.add(request, self.alone(request) if alone is None else alone)
         self.table.tenant[row], self.table.weight[row] = tenant, self.shares.weight(tenant)
         if len(self.pool.held) < (capacity := self.table.capacity):
-            for owner in (self.pool, self.host, self._progress, self._lengths):
-                owner.follow(capacity)
+            for owner in (self.pool, self.host, self._progress, self._lengths, self.cache):
+                if owner is not None:
+                    owner.follow(capacity)
         self._progress.forget(row)
         length = request.sampling.max_tokens if output_len is None else output_len
         self._lengths.set_output(row, length, number)
+        if self.cache is not None and request.block_keys is not None:
+            self.cache.add(row, request.block_keys, self.policy.side(request.tier))
+            self._look_up(row)
         return row
+
+    def know(self, row: int, keys: Sequence[bytes]) -> None:
+        """The keys of the row's next full blocks are known, as its tokens have come."""
+        if self.cache is None or not self.cache.knows(row):
+            return
+        first = self.cache.num_keys(row)
+        self.cache.extend(row, keys)
+        if self.table.state[row] == RUNNING:
+            self._register(row, first, int(self.table.computed[row]) // self.pool.block_size)
+
+    def forget_all(self) -> None:
+        """Nobody finds anything of what has been computed so far: some of it may be wrong."""
+        if self.cache is not None:
+            self.pool.forget_all()
+
+    def _look_up(self, row: int) -> None:
+        """The row waits, without cache: what would it find? The last block is always computed, as
+        somebody has to say what comes next. What has a cache on the host comes back from there."""
+        if self.cache is None:
+            return
+        known = int(self.table.prompt_len[row] + self.table.generated[row])
+        there = self.host.tokens[row] > 0
+        self.cache.wait(row, 0 if there else (known - 1) // self.pool.block_size)
+
+    def _register(self, row: int, first: int, end: int) -> None:
+        for index in range(first, end):
+            self.pool.register(row, index)
 
     def alone(self, request: Request) -> Alone:
         """The request's latency on an idle engine, as predicted now. Any thread may ask."""
@@ -169,6 +206,8 @@ class Scheduler:
         """The first half of `schedule`: the policy's next plan, checked. It changes nothing but
         which waiting requests are held back."""
         self._progress.check()
+        if self.cache is not None:
+            self._note_found(self.cache)
         self.view.device.free_at, self.view.device.overrun = free_at, overrun
         if len(self.shares) > 1:
             hold_back(self.policy, self.view, self.shares, now)
@@ -176,6 +215,12 @@ class Scheduler:
         if self.checked:
             check_plan(plan, self.view, moves_cache=self.policy.moves_cache)
         return plan
+
+    def _note_found(self, cache: PrefixCache) -> None:
+        """What a waiting request would find counts as computed."""
+        for row in cache.take_changed():
+            if self.table.state[row] in (WAITING, HELD):
+                self.table.computed[row] = int(cache.found[row]) * self.pool.block_size
 
     def book(self, plan: BatchPlan) -> Step:
         """The second half of `schedule`: from here on the plan counts as carried out. If it fails,
@@ -192,6 +237,8 @@ class Scheduler:
     def _book(self, plan: BatchPlan, moves: list[Move]) -> Step:
         """moves: gets those that the step has."""
         table, rows, counts = self.table, plan.rows, plan.num_tokens
+        if self.cache is not None:
+            self._pin(plan)
         self._operate(plan, moves)
         self._start(plan)
         if self.host.num_used:
@@ -208,6 +255,8 @@ class Scheduler:
             new = end - np.clip(table.lost_from[rows], start, end)  # not once more
             self.shares.charge(table.tenant[rows], new + (DECODE_COST - 1.0) * emits)
         table.computed[rows], table.generated[rows] = end, generated
+        if self.cache is not None:
+            self._register_all(rows, start, end)
         self._note_batch(rows, counts)
         sampling = table.num_sampling > 0 and not table.greedy[rows[emits]].all()
         hidden = plan.kinds == HIDDEN if np.count_nonzero(plan.kinds) else None
@@ -229,6 +278,27 @@ class Scheduler:
         losers = _losers(plan) if plan.operations else _NOBODY
         self._progress.note(step.num_tokens, step.num_recomputed_tokens, losers)
         return step
+
+    def _pin(self, plan: BatchPlan) -> None:
+        """Those that start read what they find, before anything else takes its room."""
+        assert self.cache is not None
+        rows = plan.rows[self.cache.found[plan.rows] > 0]
+        for row in rows.tolist():
+            pages = self.cache.start(row)
+            self.pool.share(row, pages, self.cache.side(row))
+            self.cache.num_reused += len(pages)
+        self.table.move(rows, RUNNING)
+        if len(rows):
+            self.shares.left(int(self.table.tenant[rows[-1]]))
+        for row in plan.rows.tolist():
+            self.cache.start(row)  # the others no longer wait, either
+
+    def _register_all(self, rows: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
+        """The blocks that these rows fill up to `end`. Later steps run after this one, so others
+        may read them from now on."""
+        size = self.pool.block_size
+        for i in np.flatnonzero(end // size > start // size).tolist():
+            self._register(int(rows[i]), int(start[i]) // size, int(end[i]) // size)
 
     def _give_up(self, plan: BatchPlan) -> np.ndarray:
         """Rows of which it is new that they are not going to meet their targets."""
@@ -272,6 +342,8 @@ class Scheduler:
         its output ended by itself or at its limit, so that its length is learned from; False if it
         was cancelled, timed out or failed."""
         table = self.table
+        if self.cache is not None:
+            self.cache.remove(row)
         self.pool.release(row)
         self.host.release(row)
         length = int(table.received[row])
@@ -327,6 +399,9 @@ class Scheduler:
         table.preempted_order[rows] = np.arange(order, order + len(rows))
         self.preemptions += len(rows)
         table.move(whole, WAITING)
+        if self.cache is not None:
+            for row in whole.tolist():
+                self._look_up(row)
         return []
 
     def _to_kv(self, plan: BatchPlan, op: ProjectToKV) -> list[Move]:

@@ -9,6 +9,8 @@ How many blocks a token takes is decided only here and in `block_sizes.py`.
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import numpy as np
 from jaxserve.sched.cache.block_sizes import PLANES, blocks_a_plane, blocks_for, tokens_in
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, NOBODY, RIGHT, CacheKind, Direction
 from jaxserve.sched.cache.free_blocks import FreeBlocks
+from jaxserve.sched.cache.prefix_cache import Page, PrefixCache
 from jaxserve.sched.row_columns import grow_columns
 
 _FIRST_BLOCKS = 1024
@@ -29,6 +32,7 @@ class BlockPool:
         block_size: Tokens of a block.
         max_owners: Rows of the request table.
         width: The most blocks of a row in one plane.
+        cache: What full blocks hold, so that they are found again; None for no reuse.
 
     Attributes:
         tables: int32 [max_owners, 2, width]; [row, 0] are the row's K (or hidden) blocks in order,
@@ -45,8 +49,16 @@ class BlockPool:
         num_shared: Blocks that several rows hold.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, max_owners: int, width: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_owners: int,
+        width: int,
+        cache: PrefixCache | None = None,
+    ) -> None:
         self.num_blocks, self.block_size, self.width = num_blocks, block_size, width
+        self.cache = cache
         self.tables = np.zeros((max_owners, 2, width), np.int32)
         self.cap = np.full((max_owners, width), block_size, np.int16)
         self.held = np.zeros(max_owners, np.int64)
@@ -63,9 +75,9 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that an allocation may take. Unused blocks of a prefix cache, which can be
-        evicted, would count too."""
-        return self._free.count
+        """Blocks that an allocation may take, those included that are known and that nobody
+        reads."""
+        return self._free.count + (0 if self.cache is None else self.cache.num_unread)
 
     @property
     def num_used(self) -> int:
@@ -107,12 +119,18 @@ class BlockPool:
         return np.asarray(self._private[rows])
 
     def sharing(self, rows: np.ndarray) -> np.ndarray:
-        """Which rows hold a block that another one holds, too, bool [n]."""
-        return np.asarray(self.private(rows) < self.blocks_held(rows))
+        """Which rows hold a block that another one holds, too, or would if it started, bool [n]."""
+        return np.asarray(self.private(rows) < self.blocks_held(rows)) | self.is_found(rows)
+
+    def is_found(self, rows: np.ndarray) -> np.ndarray:
+        """Which rows hold a block that somebody who waits finds, bool [n]."""
+        if self.cache is None or not len(self.cache):
+            return np.zeros(len(rows), bool)
+        return np.isin(self.tables[rows, 0, 0], self.cache.first_found())
 
     def room(self, rows: np.ndarray) -> np.ndarray:
         """Cache tokens for which each row has blocks, int64 [n]."""
-        return np.asarray(self.held[rows] * self.block_size)
+        return np.asarray((self.held[rows] + self._read(rows)) * self.block_size)
 
     def blocks_of(self, row: int | np.integer) -> np.ndarray:
         """The row's block ids, int32 [planes, held]: of K and V, or of hidden vectors."""
@@ -139,12 +157,25 @@ class BlockPool:
         Returns:
             int64 [n].
         """
-        have = (self.held if held is None else held)[rows]
+        have = self.held[rows] + self._read(rows) if held is None else held[rows]
         new = np.maximum(blocks_a_plane(tokens, self.block_size) - have, 0) * PLANES[kinds]
         if self._hidden:
             hidden = (self.kind if kind is None else kind)[rows] == HIDDEN
             new += have * (hidden & (kinds == KV))
         return np.asarray(new)
+
+    def _read(self, rows: np.ndarray) -> np.ndarray:
+        """Blocks a plane that each of these would find if it started, and that take no free ones,
+        int64 [n]: those that several read. What one row alone reads is as good as free, since that
+        row may be preempted for it."""
+        read = np.zeros(len(rows), np.int64)
+        if self.cache is None or not len(self.cache):
+            return read
+        for i in np.flatnonzero(self.cache.found[rows]).tolist():
+            chain = self.cache.chain(int(rows[i]))
+            # Whoever reads one reads all before it.
+            read[i] = bisect.bisect_left(chain, True, key=lambda page: self.refs[page.ids[0]] < 2)
+        return read
 
     def slots_of(self, row: int, first: int, end: int) -> np.ndarray:
         """Where the row's cached tokens [first, end) lie, plane by plane, int32 [planes * (end -
@@ -252,6 +283,7 @@ class BlockPool:
         5). ValueError as in `check_join`."""
         kind, side = CacheKind(self.kind[row]), Direction(self.direction[row])
         blocks = self.check_join(row, blocks, kind, side, first := int(self.held[row]))
+        self.forget(blocks.ravel())
         self.tables[row, : blocks.shape[1], first : first + len(blocks)] = blocks.T
         self.owners[blocks, side] = row
         self.at[blocks, side] = np.arange(first, first + len(blocks))[:, None]
@@ -298,23 +330,63 @@ class BlockPool:
                 raise ValueError(f"block {block} has no free end for row {row}")
         return blocks
 
-    def share(self, source: int, row: int, blocks: int) -> None:
-        """Lets `row`, which must be empty, read the first `blocks` full blocks of `source`.
-        Shared blocks have no owner: nobody writes to them."""
+    def share(self, row: int, pages: Sequence[Page], side: int = LEFT) -> None:
+        """Lets `row`, which must be empty, read these pages, in order, which were filled from that
+        side. Nobody writes to shared blocks: they have no owner. ValueError if it holds blocks, or
+        they are too many."""
         if self.held[row]:
             raise ValueError(f"row {row} still holds blocks")
-        if blocks > self.held[source]:
-            raise ValueError(f"row {source} holds {self.held[source]} blocks, not {blocks}")
-        if (self.cap[source, :blocks] < self.block_size).any():
-            raise ValueError(f"some of what row {source} has in these blocks is on the host")
-        ids = self.blocks_of(source)[:, :blocks]
-        if (self.owners[ids, 1 - self.direction[source]] != NOBODY).any():
-            raise ValueError(f"row {source} shares a block's other end; it cannot be a prefix")
-        self.kind[row], self.direction[row] = self.kind[source], self.direction[source]
-        self.tables[row, : len(ids), :blocks] = ids
-        self._share(ids, row)
+        if len(pages) > self.width:
+            raise ValueError(f"row {row}: {len(pages)} blocks, limit {self.width}")
+        assert self.cache is not None
+        ids = np.array([page.ids for page in pages], np.int32).T
+        for page in pages:
+            self.cache.read(page)
+        self.kind[row], self.direction[row] = KV, side
+        self.tables[row, : len(ids), : len(pages)] = ids
+        self._share(ids.ravel(), row)
         self.owners[ids] = NOBODY
-        self.held[row] = blocks
+        self.held[row] = len(pages)
+
+    def register(self, row: int, index: int) -> None:
+        """The row's block of that number is full: it is found from now on, if its key is known.
+        Where another row has registered the same tokens, the row reads those instead, and gives
+        back its own."""
+        cache = self.cache
+        assert cache is not None
+        other = self.kind[row] != KV or self.direction[row] != cache.side(row)
+        if other or index >= cache.num_keys(row):
+            return
+        if index:
+            before = cache.page(row, index - 1)
+            if before is None or before.ids[0] != self.tables[row, 0, index - 1]:
+                return  # what comes before it is no longer known
+        page = cache.page(row, index)
+        mine = self.tables[row, :, index].copy()
+        if page is None:
+            if (self.refs[mine] == 1).all() and self.cap[row, index] == self.block_size:
+                cache.register(row, index, tuple(mine.tolist()))
+        elif page.ids[0] != mine[0] and (self.refs[mine] == 1).all():
+            ids = np.array(page.ids, np.int32)
+            cache.read(page)
+            self._share(ids, row)
+            self.owners[ids] = NOBODY
+            self.tables[row, :, index] = ids
+            self._let_go(mine, row, int(self.direction[row]))
+
+    def forget_all(self) -> None:
+        """Nothing that has been computed so far will be found."""
+        assert self.cache is not None
+        self._free.push(np.array(self.cache.clear(), np.int32))
+
+    def forget(self, ids: np.ndarray) -> None:
+        """What these blocks hold is about to change, or will not be found any more."""
+        if self.cache is None:
+            return
+        for block in ids.tolist():
+            page = self.cache.page_of(block)
+            if page is not None:
+                self._free.push(np.array(self.cache.forget(page), np.int32))
 
     def copy_all(self, rows: np.ndarray, index: np.ndarray, computed: np.ndarray) -> np.ndarray:
         """Gives each row a free block in place of one that it holds. Other rows may keep the old
@@ -365,6 +437,7 @@ class BlockPool:
         """Marks the row's tokens [first, end) as missing; they are the last that it has in their
         blocks."""
         index = np.arange(first // self.block_size, blocks_a_plane(end, self.block_size))
+        self.forget(self.tables[row, 0, index])
         self.cap[row, index] = np.maximum(first - index * self.block_size, 0)
 
     def regain(self, row: int, first: int, end: int, computed: int) -> None:
@@ -391,6 +464,8 @@ class BlockPool:
             self._let_go(self.blocks_of(row)[:, stay:].ravel(), row, int(self.direction[row]))
             self.held[row] = stay
             self.cap[row, stay:held] = self.block_size
+        if tokens % self.block_size:  # the rest of that block is written once more
+            self.forget(self.tables[row, :1, stay - 1])
         if stay and tokens - (stay - 1) * self.block_size <= self.cap[row, stay - 1]:
             self.cap[row, stay - 1] = self.block_size  # what was missing there is none of it
 
@@ -408,10 +483,12 @@ class BlockPool:
             self.release(row)
 
     def _share(self, ids: np.ndarray, row: int) -> None:
-        """The row, too, holds these blocks, which somebody holds already."""
-        alone = self._rows[ids[self.refs[ids] == 1]]
+        """The row, too, holds these blocks."""
+        refs = self.refs[ids]
+        alone = self._rows[ids[refs == 1]]
         self.num_shared += len(alone)
         np.subtract.at(self._private, alone, 1)
+        self._private[row] += int(np.count_nonzero(refs == 0))
         self.refs[ids] += 1
         self._rows[ids] += row
 
@@ -420,7 +497,7 @@ class BlockPool:
         if not self.num_shared:
             self.refs[ids], self._rows[ids], self.owners[ids, side] = 0, 0, NOBODY
             self._private[row] -= len(ids)
-            self._free.push(ids)
+            self._give_back(ids)
             return
         refs = self.refs[ids] - 1
         self.refs[ids] = refs
@@ -430,11 +507,20 @@ class BlockPool:
         np.add.at(self._private, last, 1)
         self._private[row] -= len(free)
         self.owners[ids[self.owners[ids, side] == row], side] = NOBODY
-        self._free.push(free)
+        self._give_back(free)
+
+    def _give_back(self, ids: np.ndarray) -> None:
+        """Nobody holds these blocks any more. What is known stays until its room is wanted."""
+        if self.cache is not None and len(self.cache):
+            ids = np.array(self.cache.unread(ids.tolist()), np.int32)
+        self._free.push(ids)
 
     def _take(self, rows: np.ndarray, sides: np.ndarray, at: np.ndarray) -> np.ndarray:
         """A free block for each of these rows, as often as it is named, now its own: number at[i]
         of its blocks, which it fills from sides[i]. OutOfBlocks."""
+        lacking = len(rows) - self._free.count
+        if lacking > 0 and self.cache is not None and lacking <= self.cache.num_unread:
+            self._free.push(np.array(self.cache.evict(lacking), np.int32))
         ids = self._free.pop(len(rows))
         more = self._free.fresh - len(self.refs)
         if more > 0:

@@ -39,6 +39,7 @@ class Drive:
         rho: float | None = None,
         projects: bool = False,
         host_slots: int = 0,
+        reuse: bool = False,
         cost_model: CostModel = FLAT,
         **overrides: Any,
     ) -> None:
@@ -56,6 +57,7 @@ class Drive:
             rho=rho,
             projects=projects,
             host_slots=host_slots,
+            reuse=reuse,
         )
         self.table, self.pool = self.scheduler.table, self.scheduler.pool
         self.plans: list[dict[int, int]] = []
@@ -77,10 +79,12 @@ class Drive:
         tenant: str = "",
         weight: float | None = None,
         value: float = 1.0,
+        keys: tuple[bytes, ...] | None = None,
         **slo: float,
     ) -> int:
         sampling, own = SamplingParams(max_tokens=output), SLO(**slo)
         whose: dict[str, Any] = {"tenant": tenant, "weight": weight, "value": value}
+        whose["block_keys"] = keys
         request = Request("r", (1,) * prompt, sampling, own, tier, arrival, **whose)
         self.live += 1
         return self.scheduler.add(request)

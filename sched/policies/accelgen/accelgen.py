@@ -109,7 +109,7 @@ class AccelGen(Policy):
         runs = work[~work.starts]
         room = AccelGenBudget(view, batch, runs, self.watermark)
         filling = Filling(batch, room, pivot, chunked=self.chunked)
-        decodes, prompts = runs[runs.decodes], work[~work.decodes]
+        decodes, prompts = runs[runs.decodes], work[work.starts | ~work.decodes]
         if len(decodes):
             filling.retain(_in_reach(Batch(view), decodes, decodes.tokens)[0])
         self._fill(filling, prompts[~room.is_out(prompts.rows)], pivot, longest)

@@ -77,7 +77,7 @@ def start(view: View, queue: Weighed, budget: StartBudget) -> Starts:
     fresh = np.flatnonzero(~values.late)
     first = _start(view, rows[fresh], values[fresh], budget)
     known = view.table.prompt_len[first.rows] + view.table.generated[first.rows]
-    used = view.pool.blocks_for(known, first.kinds)
+    used = view.pool.needed(first.rows, known, first.kinds)
     left = replace(
         budget,
         blocks=budget.blocks - int(used.sum()) - budget.spare,
@@ -94,9 +94,9 @@ def _start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> 
     """As `start`, for requests that could start alone."""
     if not len(rows):
         return Starts(rows, rows, rows)
-    choice = _choose(view, values, budget.blocks)
+    choice = _choose(view, rows, values, budget.blocks)
     order = choice.served
-    tokens = values.tokens[order]
+    tokens = view.table.pending(rows[order])
     before = np.cumsum(tokens) - tokens
     if len(order) > budget.slots or int(tokens.sum()) > budget.tokens:
         # Not all of them: what the others leave of memory goes to these.
@@ -106,31 +106,38 @@ def _start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> 
             keep = fit(np.arange(len(order)), tokens, budget.tokens)
         kept = np.sort(order[keep[: budget.slots]])
         rows, values = rows[kept], values[kept]
-        choice = _choose(view, values, budget.blocks)
+        choice = _choose(view, rows, values, budget.blocks)
         order = choice.served
-        tokens = values.tokens[order]
+        tokens = view.table.pending(rows[order])
         before = np.cumsum(tokens) - tokens
     # Kept ones may be in another order now, and the last to be cut another; who gets none waits.
     tokens = np.minimum(tokens, budget.tokens - before)
     order, tokens = order[tokens > 0], tokens[tokens > 0]
-    return Starts(rows[order], tokens, choice.kinds[order])
+    rows = rows[order]
+    return Starts(rows, tokens, np.where(_found(view, rows), _KV, choice.kinds[order]))
 
 
-def _choose(view: View, values: Value, free: int) -> Choice:
-    kv = view.pool.blocks_for(values.tokens)
+def _found(view: View, rows: np.ndarray) -> np.ndarray:
+    """Which of these waiting rows find K and V that others have computed, bool [n]."""
+    return np.asarray(view.table.computed[rows] > 0)
+
+
+def _choose(view: View, rows: np.ndarray, values: Value, free: int) -> Choice:
+    kv = view.pool.needed(rows, values.tokens, np.full(len(rows), _KV))
     if values.penalty is None:
         return choose(Offers(values.value, kv), free)
-    hidden = view.pool.blocks_for(values.tokens, CacheKind.HIDDEN)
+    hidden = np.where(_found(view, rows), kv, view.pool.blocks_for(values.tokens, _HIDDEN))
     return choose(Offers(values.value, kv, hidden, values.penalty), free)
 
 
 def start_in_turn(view: View, queue: Weighed, budget: StartBudget) -> Starts:
     """First come, first served, without overtaking. Hidden caches let more requests start; what
     memory they leave turns those of the first into K and V."""
-    rows, tokens = queue.rows, queue.tokens
-    most = least = view.pool.blocks_for(tokens)
+    rows, tokens = queue.rows, view.table.pending(queue.rows)
+    most = least = view.pool.needed(rows, queue.tokens, np.full(len(rows), _KV))
+    found = _found(view, rows)
     if budget.hidden:
-        least = view.pool.blocks_for(tokens, _HIDDEN)
+        least = np.where(found, most, view.pool.blocks_for(queue.tokens, _HIDDEN))
     before = np.cumsum(tokens) - tokens
     fits = (np.cumsum(least) <= budget.blocks) & (np.arange(len(rows)) < budget.slots)
     fits &= (before < budget.tokens) if budget.chunked else (before + tokens <= budget.tokens)
@@ -141,5 +148,5 @@ def start_in_turn(view: View, queue: Weighed, budget: StartBudget) -> Starts:
         left = budget.blocks - int(least[:count].sum())
         more = most[:count] - least[:count]
         kv = (np.cumsum(more) <= left) & (penalty > 0)
-        kinds = np.where(kv, _KV, _HIDDEN)
+        kinds = np.where(kv | found[:count], _KV, _HIDDEN)
     return Starts(rows[:count], np.minimum(tokens, budget.tokens - before)[:count], kinds)

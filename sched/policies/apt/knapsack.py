@@ -142,7 +142,7 @@ def _entries(offers: Offers, budget: int) -> _Entries:
     direct |= fits & ~half
     first = np.where(direct, kv, hidden)
     gain = np.where(direct, value, left) / first
-    more = kv - hidden
+    more = np.maximum(kv - hidden, 1)  # nothing, for those who find K and V
     upgrade = np.minimum(penalty / more, gain)  # rounding must not put it first
     known = np.concatenate(
         [np.flatnonzero(direct | half), len(kv) + np.flatnonzero(half & fits & (penalty > 0))]

@@ -153,6 +153,7 @@ class SharedBlocksBudget(BrosBudget):
         there = np.minimum(pool.cap[row, : len(first)], self.view.table.computed[row] - first)
         some = there > 0
         own = (pool.owners[pool.blocks_of(row), pool.direction[row]] == row).all()
+        own = own and not pool.is_found(np.array([row]))[0]
         if own and int(slots_for(there[some].sum())) <= self.host_free:
             self._save(np.full(some.sum(), row), first[some], (first + there)[some])
         self._let_go(row, np.arange(pool.held[row]))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.sched.cache.cache_kinds import LEFT, RIGHT
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.bros.best_effort import fill, fill_first
 from jaxserve.sched.policies.bros.block_sharing import SharedBlocksBudget
@@ -170,6 +171,10 @@ class Bros(Policy):
             room.operations(done),
             sides.astype(np.int64) if self.sharing else None,
         )
+
+    def side(self, tier: int) -> int:
+        """Best-effort requests fill blocks from the right, where they share them."""
+        return int(RIGHT if self.sharing and tier == BEST_EFFORT else LEFT)
 
     def queue_priority(self, requests: Any, now: float) -> Any:
         """By deadline; with `late_last`, late requests come behind the others. Then best-effort

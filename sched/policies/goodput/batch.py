@@ -71,12 +71,13 @@ class Work:
         """
         table, host = view.table, view.host
         starts, written = table.state[rows] == WAITING, table.generated[rows] > 0
-        kinds = np.where(starts, kind, view.pool.kind[rows]).astype(np.int64)
+        fresh = starts & (table.computed[rows] == 0)  # what is found has a kind already
+        kinds = np.where(fresh, kind, view.pool.kind[rows]).astype(np.int64)
         start, loaded = table.computed[rows], np.zeros(len(rows), np.int64)
         if host.num_used:
             there = np.where(starts, host.tokens[rows], 0)
             kinds = np.where(there > 0, host.kind[rows], kinds)
-            start = np.where(starts, there, start)
+            start = np.where(there > 0, there, start)
             loaded = slots_for(there, kinds)
         known = table.prompt_len[rows] + table.generated[rows]
         tokens = known - start

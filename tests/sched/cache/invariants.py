@@ -31,13 +31,52 @@ def check_pool(pool: BlockPool) -> None:
     for row in range(len(pool.held)):
         alone = int((refs[pool.blocks_of(row)] == 1).sum()) if pool.held[row] else 0
         assert pool.private(row) == alone, f"row {row}'s own blocks are miscounted"
-    _check_free(pool._free, refs > 0)
+    used = refs > 0
+    if pool.cache is not None:
+        check_cache(pool, refs)
+        used[[block for page in pool.cache.pages() for block in page.ids]] = True
+    _check_free(pool._free, used)
     for side in Direction:
         for block in np.flatnonzero(pool.owners[:, side] != NOBODY):
             held = pool.blocks_of(pool.owners[block, side])[:, pool.at[block, side]]
             assert block in held, f"block {block} has an owner that does not hold it there"
     whole = np.arange(pool.width) >= pool.held[:, None]
     assert (pool.cap[whole] == pool.block_size).all(), "tokens are missing where there are none"
+
+
+def check_cache(pool: BlockPool, refs: np.ndarray) -> None:
+    """AssertionError if a page is not what somebody holds, or nobody reads, or if somebody who
+    waits is told something else than it would find."""
+    cache = pool.cache
+    assert cache is not None
+    pages = {page.key: page for page in cache.pages()}
+    ids = [block for page in pages.values() for block in page.ids]
+    assert len(set(ids)) == len(ids), "a block is in two pages"
+    for page in pages.values():
+        assert len(set(refs[list(page.ids)].tolist())) == 1, "K is read where V is not"
+        before = page.before
+        assert before is None or pages.get(before.key) is before, "a page has lost what is before"
+        assert before is None or page in before.after
+        assert before is None or refs[before.ids[0]] >= refs[page.ids[0]], "read without a prefix"
+        assert all(other.before is page for other in page.after)
+        assert cache.page_of(page.ids[0]) is page
+    unread = [p for p in pages.values() if not refs[p.ids[0]]]
+    assert set(unread) == set(cache._unread), "it is unknown who is read"
+    assert cache.num_unread == sum(len(page.ids) for page in unread)
+    places = {page: place for place, page in enumerate(cache._unread)}
+    for page in unread:
+        assert all(places[other] < places[page] for other in page.after), "a prefix goes first"
+    for row, most in cache._most.items():
+        keys, depth = cache._keys[row], 0
+        while depth < most and keys[depth] in pages:
+            depth += 1
+        assert [p.key for p in cache.chain(row)] == keys[:depth], "a row would find something else"
+        assert cache.found[row] == depth
+        for page in pages.values():
+            assert (row in page.finders) == (depth > 0 and page is cache.chain(row)[-1])
+        assert (depth < most) == (
+            row in cache._wanted.get(keys[depth] if depth < most else b"", ())
+        )
 
 
 def _check_free(blocks: FreeBlocks, used: np.ndarray) -> None:

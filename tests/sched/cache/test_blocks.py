@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jaxserve.sched.cache.block_pool import BlockPool
 from jaxserve.sched.cache.cache_kinds import NOBODY, CacheKind, Direction
 from jaxserve.sched.cache.free_blocks import OutOfBlocks
+from jaxserve.sched.cache.prefix_cache import PrefixCache
 from tests.sched.cache.invariants import check_pool
 
 ROWS, WIDTH = 6, 8
@@ -21,7 +22,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(blocks=st.integers(1, 30), block_size=st.integers(1, 5))
     def start(self, blocks: int, block_size: int) -> None:
-        self.pool = BlockPool(blocks, block_size, ROWS, WIDTH)
+        self.cache = PrefixCache(ROWS)
+        self.pool = BlockPool(blocks, block_size, ROWS, WIDTH, self.cache)
 
     def empty(self, row: int) -> bool:
         return self.pool.held[row] == 0
@@ -33,7 +35,7 @@ class PoolMachine(RuleBasedStateMachine):
         tokens=st.integers(1, 40),
     )
     def admit(self, row: int, kind: CacheKind, direction: Direction, tokens: int) -> None:
-        if self.empty(row):
+        if self.empty(row) and not self.cache.start(row):
             self.pool.open_cache(row, kind, direction)
             self.grow(row, tokens)
 
@@ -83,18 +85,44 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.release(row)
         assert self.pool.num_free == expected and self.empty(row)
 
-    @rule(source=rows, row=rows, blocks=st.integers(1, WIDTH))
-    def share(self, source: int, row: int, blocks: int) -> None:
-        if not self.empty(row) or source == row or blocks > self.pool.held[source]:
-            return
-        before = self.pool.num_free
-        ids = self.pool.blocks_of(source)[:, :blocks]
-        if (self.pool.owners[ids, 1 - self.pool.direction[source]] != NOBODY).any():
-            with pytest.raises(ValueError, match="other end"):
-                self.pool.share(source, row, blocks)
-        else:
-            self.pool.share(source, row, blocks)
-            assert self.pool.num_free == before
+    @rule(row=rows, tokens=st.lists(st.booleans(), max_size=WIDTH), side=st.sampled_from(Direction))
+    def wait(self, row: int, tokens: list[bool], side: Direction) -> None:
+        """A request comes, or comes back: what would it find?"""
+        if self.empty(row) and not self.cache.knows(row):
+            keys = [bytes(tokens[: i + 1]) for i in range(len(tokens))]
+            self.cache.add(row, keys, side)
+        if self.empty(row):
+            self.cache.start(row)
+            self.cache.wait(row, WIDTH - 1)
+
+    @rule(row=rows)
+    def start_with_what_is_found(self, row: int) -> None:
+        found = self.cache.start(row)
+        if found and self.empty(row):
+            free = self.pool.num_free
+            unread = sum(len(p.ids) for p in found if not self.pool.refs[p.ids[0]])
+            self.pool.share(row, found, self.cache.side(row))
+            assert self.pool.num_free == free - unread
+            assert self.pool.blocks_of(row).T.tolist() == [list(page.ids) for page in found]
+
+    @rule(row=rows)
+    def register(self, row: int) -> None:
+        """All blocks that it holds are full."""
+        free = self.pool.num_free
+        for index in range(int(self.pool.held[row])):
+            self.pool.register(row, index)
+        assert self.pool.num_free >= free, "what others have need not be kept twice"
+
+    @rule(row=rows)
+    def end(self, row: int) -> None:
+        self.cache.remove(row)
+        self.pool.release(row)
+
+    @rule()
+    def forget_all(self) -> None:
+        free = self.pool.num_free
+        self.pool.forget_all()
+        assert not len(self.cache) and self.pool.num_free == free
 
     @precondition(lambda self: hasattr(self, "pool"))
     @rule(row=rows, data=st.data())
@@ -122,7 +150,7 @@ class PoolMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "pool"):
             for row in range(ROWS):
-                self.pool.release(row)
+                self.end(row)
             check_pool(self.pool)
             assert self.pool.num_free == self.pool.num_blocks
 

@@ -22,6 +22,7 @@ from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.state.request_table import RUNNING
 from jaxserve.sched.step import Discard, Load, Save
 from tests.sched.cache.invariants import check_pool
+from tests.sched.cache.lending import lend
 from tests.sched.cache.operations import BLOCK, HIDDEN, KV, RIGHT, array, run, scheduler
 
 
@@ -116,7 +117,7 @@ def test_a_kind_of_cache_that_there_is_not_is_refused() -> None:
 def test_every_block_that_is_written_to_has_to_be_a_copy() -> None:
     made = scheduler()
     run(made, {0: 10})
-    made.pool.share(0, 1, 2)
+    lend(made.pool, 0, 1, 2)
     made.table.computed[1] = 2
     made.table.move(array(1), RUNNING)
     first, both = Copy(array(1), array(0)), Copy(array(1, 1), array(0, 1))
@@ -130,7 +131,7 @@ def test_a_checkpoint_does_not_come_back_into_shared_blocks() -> None:
     made = scheduler()
     run(made, {0: 10, 1: 10})
     run(made, {}, Checkpoint(array(1), array(2), array(10)), Preempt(array(1), array(2)))
-    made.pool.share(1, 2, 1)
+    lend(made.pool, 1, 2, 1)
     restore = Restore(array(1), array(2))
     refused(made, {}, restore, match="restored into blocks that are shared")
     run(made, {}, Copy(array(1), array(0)), restore)
@@ -139,7 +140,7 @@ def test_a_checkpoint_does_not_come_back_into_shared_blocks() -> None:
 def test_who_alone_is_left_of_those_who_shared_may_write() -> None:
     made = scheduler()
     run(made, {0: 10})
-    made.pool.share(0, 1, 2)
+    lend(made.pool, 0, 1, 2)
     made.table.computed[1] = 2 * BLOCK
     made.table.move(array(1), RUNNING)
     refused(made, {0: 1}, Preempt(array(0), array(6)), match="copy them")

@@ -26,6 +26,7 @@ from jaxserve.sched.restore_plan import left_filled, overwritten_ranges, plan_re
 from jaxserve.sched.state.request_table import RUNNING, WAITING
 from jaxserve.sched.step import CopySlots, Discard, Load, ProjectSlots, Save, Step
 from tests.sched.cache.invariants import check_host, check_pool
+from tests.sched.cache.lending import lend
 from tests.sched.cache.operations import BLOCK, HIDDEN, KV, LEFT, RIGHT, array, run, scheduler
 
 ROWS = 4
@@ -240,7 +241,7 @@ class Operations(RuleBasedStateMachine):
             return
         if (pool.owners[ids[:, :blocks], 1 - pool.direction[source]] != -1).any():
             return
-        pool.share(source, row, blocks)
+        lend(pool, source, row, blocks)
         table.computed[row] = blocks * BLOCK
         table.move(array(row), RUNNING)
         self.readers.add(int(table.seq[row]))

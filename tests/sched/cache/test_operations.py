@@ -21,6 +21,7 @@ from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.state.request_table import RUNNING, WAITING
 from jaxserve.sched.step import CopySlots, Discard, Load, ProjectSlots, Save
 from tests.sched.cache.invariants import check_host, check_pool
+from tests.sched.cache.lending import lend
 from tests.sched.cache.operations import BLOCK, HIDDEN, KV, LEFT, RIGHT, array, run, scheduler
 
 
@@ -77,7 +78,7 @@ def test_preempting_from_a_token_on_keeps_what_is_before() -> None:
 def test_copies_leave_the_old_block_to_those_who_share_it() -> None:
     made = scheduler()
     run(made, {0: 10})
-    made.pool.share(0, 1, 1)  # as prefix caching will
+    lend(made.pool, 0, 1, 1)  # as prefix caching will
     made.table.computed[1] = BLOCK
     made.table.move(array(1), RUNNING)
     old = made.pool.blocks_of(1)[:, 0].copy()

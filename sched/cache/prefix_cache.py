@@ -1,0 +1,268 @@
+"""Full blocks that are found again: which block holds K and V of which tokens, by key.
+
+A key stands for all tokens up to the end of its block (`jaxserve/engine/block_keys.py`), so blocks
+form a tree: who finds one finds all before it. A block that nobody reads stays until its room is
+wanted, and counts as free. vLLM calls this automatic prefix caching, SGLang a radix cache.
+
+Rows that wait are told what they would find (`found`), and that is kept right as blocks come and
+go: the next one that a row lacks is in `_wanted`, and the last one that it finds knows the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jaxserve.sched.cache.cache_kinds import LEFT
+from jaxserve.sched.row_columns import grow_columns
+
+_NOBODY: frozenset[int] = frozenset()
+
+
+class Page:
+    """A block of K and one of V that are known.
+
+    Attributes:
+        key: Of its tokens and all before them, with the side from which it was filled.
+        ids: Of its blocks.
+        before: The page of the tokens before; None for the first.
+        depth: How many pages come before it.
+        after: The pages right behind it.
+        finders: Rows that wait and would find it, and none behind it.
+    """
+
+    __slots__ = ("after", "before", "depth", "finders", "ids", "key")
+
+    def __init__(self, key: bytes, ids: tuple[int, ...], before: Page | None) -> None:
+        self.key, self.ids, self.before = key, ids, before
+        self.depth = 0 if before is None else before.depth + 1
+        self.after: set[Page] = set()
+        self.finders: set[int] = set()
+
+
+class PrefixCache:
+    """Pages by key, and who would find them.
+
+    Args:
+        rows: Of the request table.
+
+    Attributes:
+        found: int64 by row, pages that a waiting row would find.
+        num_unread: Blocks of pages that nobody reads.
+        num_evicted: Pages that made room for others, so far.
+        num_reused: Pages that were read by those who found them, so far.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.found = np.zeros(rows, np.int64)
+        self.num_unread = self.num_evicted = self.num_reused = 0
+        self._pages: dict[bytes, Page] = {}
+        self._of_block: dict[int, Page] = {}
+        self._unread: dict[Page, None] = {}  # the next to go first
+        self._keys: dict[int, list[bytes]] = {}  # by row
+        self._sides: dict[int, int] = {}  # by row
+        self._most: dict[int, int] = {}  # by row that waits, pages that it may find
+        self._chain: dict[int, list[Page]] = {}  # by row that waits, those that it finds
+        self._changed: set[int] = set()
+        self._wanted: dict[bytes, set[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def follow(self, rows: int) -> None:
+        """Makes room for rows up to `rows`."""
+        grow_columns(self, rows, found=0)
+
+    # Rows.
+
+    def add(self, row: int, keys: Sequence[bytes], side: int = LEFT) -> None:
+        """A request has come.
+
+        Args:
+            row: Its row.
+            keys: Of the full blocks of its prompt, in order.
+            side: The side from which it fills blocks (`Direction`). Who fills them from the other
+                one has its tokens elsewhere in them, and finds none of these.
+        """
+        self._sides[row], self._keys[row] = side, []
+        self.extend(row, keys)
+
+    def extend(self, row: int, keys: Sequence[bytes]) -> None:
+        """The keys of its next full blocks are known."""
+        side = self._sides[row]
+        self._keys[row] += keys if side == LEFT else [key + b"R" for key in keys]
+
+    def num_keys(self, row: int) -> int:
+        """How many of the row's blocks have keys."""
+        return len(self._keys.get(row, ()))
+
+    def knows(self, row: int) -> bool:
+        """Whether the row has come, and has not ended."""
+        return row in self._keys
+
+    def side(self, row: int) -> int:
+        """The side from which the row fills blocks (`Direction`)."""
+        return self._sides.get(row, int(LEFT))
+
+    def wait(self, row: int, most: int) -> None:
+        """The row, which holds no cache, waits, and may find so many pages."""
+        if row in self._keys:
+            self._most[row], self._chain[row] = min(most, len(self._keys[row])), []
+            self._look(row)
+
+    def start(self, row: int) -> list[Page]:
+        """The row no longer waits. Returns the pages that it finds, in order."""
+        chain = self._chain.get(row)
+        if chain is None:
+            return []
+        if chain:
+            chain[-1].finders.remove(row)
+        self._unwant(row)
+        del self._chain[row], self._most[row]
+        self._tell(row, 0)
+        return chain
+
+    def remove(self, row: int) -> None:
+        """The request has ended."""
+        self.start(row)
+        self._keys.pop(row, None)
+        self._sides.pop(row, None)
+
+    def chain(self, row: int) -> Sequence[Page]:
+        """The pages that a waiting row finds, in order."""
+        return self._chain.get(row, ())
+
+    def first_found(self) -> list[int]:
+        """The K blocks of the first pages that those who wait find."""
+        return [chain[0].ids[0] for chain in self._chain.values() if chain]
+
+    def take_changed(self) -> list[int]:
+        """Rows of which `found` has changed since the last call."""
+        rows, self._changed = sorted(self._changed), set()
+        return rows
+
+    def _look(self, row: int) -> None:
+        """The row finds whatever follows what it finds already."""
+        keys, most, chain = self._keys[row], self._most[row], self._chain[row]
+        while len(chain) < most and (page := self._pages.get(keys[len(chain)])) is not None:
+            chain.append(page)
+        if chain:
+            chain[-1].finders.add(row)
+        if len(chain) < most:
+            self._wanted.setdefault(keys[len(chain)], set()).add(row)
+        self._tell(row, len(chain))
+
+    def _tell(self, row: int, found: int) -> None:
+        if self.found[row] != found:
+            self.found[row] = found
+            self._changed.add(row)
+
+    def _unwant(self, row: int) -> None:
+        """The row no longer waits for the next page."""
+        depth = len(self._chain[row])
+        if depth < self._most[row]:
+            key = self._keys[row][depth]
+            self._wanted[key].remove(row)
+            if not self._wanted[key]:
+                del self._wanted[key]
+
+    # Pages.
+
+    def page(self, row: int, index: int) -> Page | None:
+        """The page with the key of the row's block of that number, if there is one."""
+        keys = self._keys.get(row, ())
+        return self._pages.get(keys[index]) if index < len(keys) else None
+
+    def register(self, row: int, index: int, ids: tuple[int, ...]) -> Page:
+        """The row's block of that number, which it holds in these blocks, is full. Nobody has
+        registered its key, and those before it are known.
+
+        Returns:
+            The page.
+        """
+        keys = self._keys[row]
+        before = self._pages[keys[index - 1]] if index else None
+        page = self._pages[keys[index]] = Page(keys[index], ids, before)
+        if before is not None:
+            before.after.add(page)
+        for block in ids:
+            self._of_block[block] = page
+        for other in sorted(self._wanted.pop(page.key, _NOBODY)):
+            if before is not None:
+                before.finders.remove(other)
+            self._look(other)
+        return page
+
+    def page_of(self, block: int) -> Page | None:
+        """The page that is in this block."""
+        return self._of_block.get(block)
+
+    def unread(self, ids: Sequence[int]) -> list[int]:
+        """Nobody reads these blocks any more. Those that are known stay; the pages of one row are
+        in order, and the last goes first. Returns the ids of the others."""
+        pages = dict.fromkeys(map(self._of_block.get, ids))
+        pages.pop(None, None)
+        for page in reversed([*pages]):
+            assert page is not None
+            self._unread[page] = None
+            self.num_unread += len(page.ids)
+        return [block for block in ids if block not in self._of_block]
+
+    def read(self, page: Page) -> None:
+        """Somebody reads the page, whom nobody did."""
+        if page in self._unread:
+            del self._unread[page]
+            self.num_unread -= len(page.ids)
+
+    def evict(self, blocks: int) -> list[int]:
+        """Forgets pages that nobody reads, until so many blocks are free. Returns their ids; fewer
+        if there are no more."""
+        found: list[int] = []
+        while len(found) < blocks and self._unread:
+            page = next(iter(self._unread))
+            found += self._forget(page)
+            self.num_evicted += 1
+        return found
+
+    def forget(self, page: Page) -> list[int]:
+        """The page is no longer what it was, or is no longer to be found, and so are all behind it.
+        Returns the blocks that are free by that."""
+        found: list[int] = []
+        behind = [page]
+        for one in behind:
+            behind += one.after
+        for one in reversed(behind):
+            found += self._forget(one)
+        return found
+
+    def clear(self) -> list[int]:
+        """Forgets all pages. Returns the blocks that are free by that."""
+        found: list[int] = []
+        for page in sorted(self._pages.values(), key=lambda page: -page.depth):
+            found += self._forget(page)
+        return found
+
+    def pages(self) -> Iterator[Page]:
+        """All of them."""
+        return iter(self._pages.values())
+
+    def _forget(self, page: Page) -> list[int]:
+        """Forgets a page with none behind it. Returns its blocks, if nobody reads them."""
+        del self._pages[page.key]
+        for block in page.ids:
+            del self._of_block[block]
+        before = page.before
+        if before is not None:
+            before.after.remove(page)
+        for row in sorted(page.finders):  # they find what is before it
+            self._unwant(row)
+            self._chain[row].pop()
+            if before is not None:
+                before.finders.add(row)
+            self._wanted.setdefault(page.key, set()).add(row)
+            self._tell(row, len(self._chain[row]))
+        if page in self._unread:
+            self.read(page)
+            return list(page.ids)
+        return []

@@ -1,0 +1,17 @@
+"""Requests that read others' blocks, without keys by which they would have found them."""
+
+from __future__ import annotations
+
+from jaxserve.sched.cache.block_pool import BlockPool
+from jaxserve.sched.cache.prefix_cache import Page, PrefixCache
+
+
+def lend(pool: BlockPool, source: int, row: int, blocks: int) -> None:
+    """`row`, which must be empty, reads the first full blocks of `source`, of whatever kind."""
+    if pool.cache is None:
+        pool.cache = PrefixCache(len(pool.held))
+    pages, page = list[Page](), None
+    for ids in pool.blocks_of(source)[:, :blocks].T.tolist():
+        pages.append(page := Page(b"", tuple(ids), page))
+    pool.share(row, pages, int(pool.direction[source]))
+    pool.kind[row] = pool.kind[source]
