@@ -262,6 +262,8 @@ class Request:
             (`sched/slo/slo_admission.py`).
         tenant: Tenants share a full engine by weight (`sched/fairness/fair_share.py`).
         weight: The tenant's weight from now on; None keeps the current one, at first 1.
+        cache_salt: Who gives the same one may find what the request computes, if it is the same
+            tenant.
         block_keys: Keys of the full blocks of its prompt, in order, by which others find what it
             computes, and it what others have: 16 bytes that stand for all tokens up to the end of
             the block, and for who may see them. None where nothing is to be found.
@@ -283,6 +285,7 @@ class Request:
     tenant: str = ""
     weight: float | None = None
     value: float = 1.0
+    cache_salt: str = ""
     block_keys: tuple[bytes, ...] | None = None
 
     def __post_init__(self) -> None:

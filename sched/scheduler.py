@@ -287,6 +287,8 @@ class Scheduler:
             pages = self.cache.start(row)
             self.pool.share(row, pages, self.cache.side(row))
             self.cache.num_reused += len(pages)
+            if not self.table.preemptions[row]:
+                self.table.found[row] = len(pages) * self.pool.block_size
         self.table.move(rows, RUNNING)
         if len(rows):
             self.shares.left(int(self.table.tenant[rows[-1]]))

@@ -66,6 +66,8 @@ class CacheConfig:
         hidden_read: How policies with hidden caches have them read: auto (absorbed where positions
             are not rotated, else projected; none where they bring nothing, see
             docs/architecture.md) | absorbed | projected.
+        prefix_caching: Whether requests find K and V of what others have computed, of the same
+            tenant and salt.
         rho: Seconds that a step takes longer for a token of a hidden cache than for one of K and V:
             a number, or auto for what scheduler.profile, or the timing at the start, says.
     """
@@ -76,6 +78,7 @@ class CacheConfig:
     memory_fraction: float = 0.9
     host_gib: float = 0.0
     hidden_read: str = "auto"
+    prefix_caching: bool = False
     rho: str = "auto"
 
     def __post_init__(self) -> None:

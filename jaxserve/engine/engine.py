@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from jaxserve.engine.block_keys import BlockKeys, KeyChain
 from jaxserve.engine.device.compile_counter import CompileCounter
 from jaxserve.engine.device.executor import Executor
 from jaxserve.engine.device.sampling_state import RequestRow
@@ -97,6 +98,8 @@ class Engine:
         self._ttft_estimator = LiveTtftEstimator(
             scheduler, step_loop.watch, clock, lambda: step_loop.arrivals
         )
+        cached = scheduler.cache is not None
+        self._block_keys = BlockKeys(scheduler.pool.block_size) if cached else None
         self._grammars = Grammars(tokenizer.definition(), info.vocab_size, eos_ids)
         self._failure_listeners: list[Callable[[BaseException], None]] = []
         self._thread: threading.Thread | None = None
@@ -182,6 +185,7 @@ class Engine:
         scheduler = self._scheduler
         alone = scheduler.alone(request)
         problems = slo_problems(request, alone)
+        keys = self._keys(request)
         with self._wake:
             if self._failure is not None:
                 raise EngineStopped(f"the engine has failed: {self._failure}")
@@ -189,9 +193,16 @@ class Engine:
                 raise EngineStopped("the engine is shutting down")
             self._places.reserve(request)
             stamped = dataclasses.replace(request, arrival=self._clock())
-            self._inbox.append(Submit(stamped, on_output, texts, row, alone, problems))
+            self._inbox.append(Submit(stamped, on_output, texts, row, alone, problems, keys))
             self._wake.notify()
         self._ttft_estimator.submitted(stamped)
+
+    def _keys(self, request: Request) -> KeyChain | None:
+        """The keys of the prompt's blocks. None without reuse, and for who wants to know the
+        log-probabilities of all prompt tokens: they have to be computed."""
+        if self._block_keys is None or request.sampling.prompt_logprobs is not None:
+            return None
+        return self._block_keys.of(request.prompt, request.tenant, request.cache_salt)
 
     def _texts(self, request: Request) -> list[ContinuationText]:
         """Fresh text state for each continuation of the request."""

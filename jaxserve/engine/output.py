@@ -68,11 +68,13 @@ class Usage:
         prompt_tokens: tokens of the prompt.
         output_tokens: generated tokens.
         preemptions: how often it lost its cache.
+        cached_tokens: of the prompt, found in the cache when it was first scheduled.
     """
 
     prompt_tokens: int
     output_tokens: int
     preemptions: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

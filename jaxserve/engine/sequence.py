@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from jaxserve.engine.block_keys import KeyChain
 from jaxserve.engine.device.sampling_state import RequestRow, SlotParams
 from jaxserve.engine.failures import refuse
 from jaxserve.engine.output import COMPLETE, FinishReason, Output, Timings, TokenLogprobs, Usage
@@ -33,6 +34,7 @@ class Continuation:
         sampling_row: sampling parameters for the device.
         on_output: the caller's callback.
         problems: what is wrong with its latency targets.
+        block_keys: of its blocks; None where nothing is to be found.
 
     Attributes:
         slot: device slot while it holds cache, else NO_SLOT.
@@ -40,6 +42,7 @@ class Continuation:
         output_tokens: generated tokens.
         first_scheduled: when it was first scheduled, in seconds on the engine's clock, or None.
         token_times: when each token came, likewise.
+        cached_tokens: of its prompt, found in the cache when it was first scheduled.
         preempted: when it lost all of its cache, likewise.
         untold: first prompt token whose log-probability no launched step reports; None if there is
             none left to report.
@@ -55,6 +58,7 @@ class Continuation:
         sampling_row: RequestRow,
         on_output: Callable[[Output], None],
         problems: tuple[SloProblem, ...] = (),
+        block_keys: KeyChain | None = None,
     ) -> None:
         self.request = request
         self.index = index
@@ -64,6 +68,7 @@ class Continuation:
         self.finished = False
         self.output_tokens: list[int] = []
         self.first_scheduled: float | None = None
+        self.cached_tokens = 0
         self.token_times: list[float] = []
         self.preempted: list[float] = []
         asks = request.sampling.prompt_logprobs is not None and len(request.prompt) > 1
@@ -73,6 +78,7 @@ class Continuation:
         self._told = False  # the last `Output` was sent, or its callback raised
         self._engine_failed = False
         self._problems = problems
+        self.block_keys = block_keys
         self._timings: Timings | None = None
         self._verdict: Verdict | None = None
 
@@ -167,7 +173,10 @@ class Continuation:
         self._conclude(reason, now)
         return dataclasses.replace(
             news,
-            usage=Usage(len(self.request.prompt), len(self.output_tokens), preemptions),
+            usage=Usage(
+                *(len(self.request.prompt), len(self.output_tokens)),
+                *(preemptions, self.cached_tokens),
+            ),
             timings=self._timings,
             verdict=self._verdict,
             engine_failed=self._engine_failed,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from jaxserve.engine import failures
+from jaxserve.engine.block_keys import KeyChain
 from jaxserve.engine.device.batch_layout import Layout, PackedBatch
 from jaxserve.engine.device.batching import build_batch, carry_out, sampling_rows
 from jaxserve.engine.device.compile_counter import CompileCounter, CompiledAfterWarmup
@@ -42,6 +43,7 @@ class Submit:
         row: its sampling parameters for the device.
         alone: latencies that an idle engine would reach.
         problems: what is wrong with its latency targets.
+        block_keys: of its prompt; None where nothing is to be found.
     """
 
     request: Request
@@ -50,6 +52,7 @@ class Submit:
     row: RequestRow
     alone: Alone
     problems: tuple[SloProblem, ...] = ()
+    block_keys: KeyChain | None = None
 
 
 class StepLoop:
@@ -113,7 +116,9 @@ class StepLoop:
 
     def admit(self, command: Submit) -> None:
         """Adds all continuations of the request to the waiting ones."""
-        request = command.request
+        request, keys = command.request, command.block_keys
+        if keys is not None:
+            request = dataclasses.replace(request, block_keys=tuple(keys.keys))
         mine = self._by_id[request.id] = []
         try:
             for index, text in enumerate(command.texts):
@@ -123,6 +128,7 @@ class StepLoop:
                 one = Continuation(
                     *(request, index, row, number, text, command.row),
                     *(command.on_output, command.problems),
+                    None if keys is None else keys.copy(),
                 )
                 mine.append(one)
                 self.live[row] = one
@@ -383,6 +389,10 @@ class StepLoop:
         )
         if reason is not None:
             self._forget(continuation, reason, now)
+        elif continuation.block_keys is not None:
+            key = continuation.block_keys.append(token)
+            if key is not None:
+                self._scheduler.know(continuation.row, (key,))
 
     def _report(
         self, step: InFlight, received: tuple[int, ...], now: float, device_time: float
@@ -413,6 +423,7 @@ class StepLoop:
         member.slot = self._free_slots.pop()
         if member.first_scheduled is None:
             member.first_scheduled = now
+            member.cached_tokens = int(self._scheduler.table.found[member.row])
         self._executor.admit(member.slot, self._slot_params(member))
 
     def _slot_params(self, member: Continuation) -> SlotParams:
@@ -463,6 +474,7 @@ class StepLoop:
         for move in () if step is None else step.moves:
             if isinstance(move, Discard):
                 carry_out(self._executor, move)
+        self._scheduler.forget_all()  # of what it computed, who knows what is right
         self._end_failed_members()
         ended = [one for one in suspects if self.live.get(one.row) is one]
         self.failures.of_step(error, len(ended))

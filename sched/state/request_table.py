@@ -64,7 +64,9 @@ class RequestTable:
         received: int64, generated tokens that have reached the host.
         late_gaps: int64, times between two received tokens that were longer than `tbt`.
         longest_gap: float64, the longest time between two received tokens; 0 before the second.
-        computed: int64, cached tokens, counted from the launch of the step.
+        computed: int64, cached tokens, counted from the launch of the step; of a waiting request,
+            those that it would find.
+        found: int64, those that it found when it first started.
         preemptions: int64.
         lost_from: int64, the most tokens that it had cached when it lost some.
         tier: int8, `Tier`.
@@ -97,6 +99,7 @@ class RequestTable:
         self.late_gaps = np.zeros(capacity, np.int64)  # between received tokens, over the TBT
         self.longest_gap = np.zeros(capacity)
         self.computed = np.zeros(capacity, np.int64)
+        self.found = np.zeros(capacity, np.int64)
         self.preemptions = np.zeros(capacity, np.int64)
         self.lost_from = np.zeros(capacity, np.int64)  # the most it had cached when it lost some
         self.tier = np.zeros(capacity, np.int8)
@@ -138,7 +141,7 @@ class RequestTable:
         self.first_token[row] = np.inf
         self.prompt_len[row] = len(request.prompt)
         self.max_tokens[row] = request.sampling.max_tokens
-        for column in (self.generated, self.received, self.computed):
+        for column in (self.generated, self.received, self.computed, self.found):
             column[row] = 0
         self.late_gaps[row] = self.longest_gap[row] = 0
         self.preemptions[row] = self.lost_from[row] = self.outlook[row] = 0

@@ -154,6 +154,7 @@ def assemble(
         cost_model=cost_model,
         padding=executor.buckets.padding,
         host_slots=chosen.host_slots,
+        reuse=config.cache.prefix_caching,
         seed=config.scheduler.seed,
         rho=initial.rho,
         projects=chosen.model.hidden_read == PROJECTED,

@@ -1,0 +1,82 @@
+"""Keys of full blocks of tokens, by which requests find what others have computed.
+
+A key is a hash of the block's tokens and of the key before it, so it stands for all tokens so far.
+The first one hangs on the tenant and the request's salt: nobody finds, or can time, what others
+have. The hash is keyed with bytes that are drawn at the start, so that no client can look for
+tokens that collide.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+from collections.abc import Sequence
+from hashlib import blake2b
+
+BYTES = 16  # of a key: two of 2^40 blocks are the same with a probability of 2^-49
+
+
+class KeyChain:
+    """The keys of one continuation's blocks.
+
+    Args:
+        secret: The hash's key.
+        root: What the first block's key hangs on.
+        block_size: Tokens of a block.
+        tokens: Of the prompt.
+
+    Attributes:
+        keys: Of the full blocks so far.
+    """
+
+    def __init__(self, secret: bytes, root: bytes, block_size: int, tokens: Sequence[int]) -> None:
+        self._secret, self._last, self._block_size = secret, root, block_size
+        self.keys: list[bytes] = []
+        self._rest = array.array("i")
+        self._add(array.array("i", tokens))
+
+    def copy(self) -> KeyChain:
+        """One that goes on by itself."""
+        made = KeyChain(self._secret, self._last, self._block_size, ())
+        made.keys, made._rest = list(self.keys), self._rest[:]
+        return made
+
+    def append(self, token: int) -> bytes | None:
+        """Another token. Returns the key of the block that it fills, if it fills one."""
+        self._rest.append(token)
+        if len(self._rest) < self._block_size:
+            return None
+        tokens, self._rest = self._rest, array.array("i")
+        self._add(tokens)
+        return self.keys[-1]
+
+    def _add(self, tokens: array.array[int]) -> None:
+        view, last, secret = memoryview(tokens).cast("B"), self._last, self._secret
+        width = self._block_size * tokens.itemsize
+        full = len(view) // width * width
+        for begin in range(0, full, width):
+            made = blake2b(last, digest_size=BYTES, key=secret)
+            made.update(view[begin : begin + width])
+            last = made.digest()
+            self.keys.append(last)
+        self._last, self._rest = last, tokens[full // tokens.itemsize :]
+
+
+class BlockKeys:
+    """Makes the keys of an engine's requests.
+
+    Args:
+        block_size: Tokens of a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size, self._secret = block_size, os.urandom(32)
+
+    def of(self, tokens: Sequence[int], tenant: str = "", salt: str = "") -> KeyChain:
+        """The keys of these tokens, for requests of this tenant with this salt. Any thread may
+        ask."""
+        root = blake2b(digest_size=BYTES, key=self._secret)
+        for part in (tenant, salt):
+            text = part.encode("utf-8", "surrogatepass")
+            root.update(len(text).to_bytes(8, "little") + text)
+        return KeyChain(self._secret, root.digest(), self._block_size, tokens)
