@@ -109,6 +109,7 @@ class Scheduler:
         self.preemptions = 0
         self.shares = FairShares()
         self._progress = Progress(capacity)
+        self._firsts: dict[int, tuple[int, int]] = {}  # of rows that wait for one: row and seq
         self._batch_order = 0
 
     def _make_table(self, capacity: int) -> RequestTable:
@@ -123,6 +124,7 @@ class Scheduler:
         output_len: int | None = None,
         number: int = 0,
         alone: Alone | None = None,
+        first: int | None = None,
     ) -> int:
         """Adds a request, which waits at first.
 
@@ -132,6 +134,8 @@ class Scheduler:
                 not. Only hypothetical policies see it.
             number: Its place in the simulated workload, from 0.
             alone: Its latency on an idle engine, if the caller has it from `alone`.
+            first: Row of another continuation of the same prompt, which has just come. Where what
+                that computes is found, this one waits for it.
 
         Returns:
             Its row.
@@ -153,6 +157,8 @@ class Scheduler:
         if self.cache is not None and request.block_keys is not None:
             self.cache.add(row, request.block_keys, self.policy.side(request.tier))
             self._look_up(row)
+            if first is not None:
+                self._firsts[row] = first, int(self.table.seq[first])
         return row
 
     def know(self, row: int, keys: Sequence[bytes]) -> None:
@@ -211,10 +217,25 @@ class Scheduler:
         self.view.device.free_at, self.view.device.overrun = free_at, overrun
         if len(self.shares) > 1:
             hold_back(self.policy, self.view, self.shares, now)
+        if self._firsts:
+            self._hold_siblings()
         plan = self.policy.plan(self.view, now)
         if self.checked:
             check_plan(plan, self.view, moves_cache=self.policy.moves_cache)
         return plan
+
+    def _hold_siblings(self) -> None:
+        """Continuations of a prompt wait until the first has computed it, or has ended."""
+        table, cache = self.table, self.cache
+        assert cache is not None
+        for row, (first, seq) in list(self._firsts.items()):
+            waits = table.state[row] in (WAITING, HELD)
+            going = table.seq[first] == seq and table.state[first] in (WAITING, HELD, RUNNING)
+            held = waits and going and not table.generated[first] and not cache.finds_all(row)
+            if waits and held != (table.state[row] == HELD):
+                table.move(np.array([row]), HELD if held else WAITING)
+            if not held:
+                del self._firsts[row]
 
     def _note_found(self, cache: PrefixCache) -> None:
         """What a waiting request would find counts as computed."""
@@ -346,6 +367,7 @@ class Scheduler:
         table = self.table
         if self.cache is not None:
             self.cache.remove(row)
+            self._firsts.pop(row, None)
         self.pool.release(row)
         self.host.release(row)
         length = int(table.received[row])

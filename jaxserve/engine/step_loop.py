@@ -122,7 +122,8 @@ class StepLoop:
         mine = self._by_id[request.id] = []
         try:
             for index, text in enumerate(command.texts):
-                row = self._scheduler.add(request, alone=command.alone)
+                first = mine[0].row if mine else None
+                row = self._scheduler.add(request, alone=command.alone, first=first)
                 number, self.arrivals = self.arrivals, self.arrivals + 1
                 self._received += 1
                 one = Continuation(

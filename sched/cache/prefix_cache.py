@@ -33,6 +33,7 @@ class Page:
     """
 
     __slots__ = ("after", "before", "depth", "finders", "ids", "key")
+    depth: int
 
     def __init__(self, key: bytes, ids: tuple[int, ...], before: Page | None) -> None:
         self.key, self.ids, self.before = key, ids, before
@@ -128,6 +129,10 @@ class PrefixCache:
         self.start(row)
         self._keys.pop(row, None)
         self._sides.pop(row, None)
+
+    def finds_all(self, row: int) -> bool:
+        """Whether a waiting row finds all that it may."""
+        return bool(self.found[row] == self._most.get(row, 0))
 
     def chain(self, row: int) -> Sequence[Page]:
         """The pages that a waiting row finds, in order."""

@@ -21,7 +21,8 @@ from jaxserve.sched.state.output_lengths import ENOUGH, OutputLengths
 class State(enum.IntEnum):
     """WAITING requests hold no cache, RUNNING ones do. DRAINING ones have launched their last
     token, which is in flight; HELD ones wait while it is other tenants' turn
-    (`sched/fairness/fair_queue.py`). Policies see neither of these."""
+    (`sched/fairness/fair_queue.py`), or until another continuation of their prompt has computed it.
+    Policies see neither of these."""
 
     FREE = 0
     WAITING = 1

@@ -1,0 +1,170 @@
+"""What is found instead of computed never changes text, and nobody finds what another has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.stats import StepRecorder
+from jaxserve.sched.cache.free_blocks import FreeBlocks
+from jaxserve.sched.registry import make_policy
+from jaxserve.sched.request import Request, SamplingParams
+from tests.engine.conftest import Engines, Texts
+from tests.engine.harness import (
+    SAMPLING,
+    SCARCE,
+    Stream,
+    engine,
+    generate,
+    prompts,
+    send,
+    wait_until_idle,
+)
+
+REUSE = {"cache__prefix_caching": True}
+SHORT = {"max_tokens": 12, "ignore_eos": True}
+
+
+def next_turns(texts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """What those would ask next who were answered so, as far as there is room: 16 tokens are."""
+    before = zip(prompts(len(texts)), texts, strict=True)
+    return [[*prompt, *text[:8], 5 + i % 3][-40:] for i, (prompt, text) in enumerate(before)]
+
+
+def cached(on: Engine, prompt: Sequence[int], **sampling: Any) -> tuple[list[int], int]:
+    """What it is answered, and how many of its tokens were found."""
+    stream = send(on, prompt, **{**SHORT, **sampling})[1].wait()
+    usage = stream.last().usage
+    assert usage is not None
+    return stream.tokens(), usage.cached_tokens
+
+
+@contextmanager
+def poisoned(on: Engine) -> Iterator[None]:
+    """Blocks hold NaN from the moment at which they are free, so that whoever still reads them
+    writes something else."""
+    given: list[np.ndarray] = []
+    with pytest.MonkeyPatch.context() as patch:
+        push, book = FreeBlocks.push, on._scheduler.book
+
+        def pushed(self: FreeBlocks, ids: np.ndarray) -> None:
+            given.append(ids.copy())
+            push(self, ids)
+
+        def booked(plan: Any) -> Any:
+            # What this plan gives back may be copied yet, as its first act on the device.
+            pool = on._scheduler.pool
+            taken = set(pool.holders()[0].tolist())
+            taken |= {block for page in pool.cache.pages() for block in page.ids}
+            ids = np.array([i for ids in given for i in ids.tolist() if i not in taken], np.int32)
+            given.clear()
+            if len(ids):
+                executor: Any = on.executor
+                padded = np.resize(ids, 1 << int(len(ids) - 1).bit_length())
+                executor.pool = executor.pool.at[:, padded].set(jnp.nan)
+            return book(plan)
+
+        patch.setattr(FreeBlocks, "push", pushed)
+        patch.setattr(on._scheduler, "book", booked)
+        yield
+
+
+@pytest.fixture(scope="module")
+def second(engines: Engines, alone: Texts) -> list[list[int]]:
+    """What the second turns are answered with nothing beside them, and nothing found."""
+    asked = next_turns(alone("opt"))
+    return [generate(engines("opt"), [prompt], **SHORT)[0] for prompt in asked]
+
+
+# All that a batch may look like, and who moves caches; that every policy finds what there is, and
+# frees what nobody reads, is in tests/sched/policies/test_sharing.py.
+POLICIES = ("sarathi", "vllm", "accelgen", "goodput", "bros", "fastgen", "aptserve", "qoserve")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_text(shapes: dict[str, Path], alone: Texts, second: list[list[int]], policy: str) -> None:
+    fields = {**REUSE, **SCARCE, "scheduler__policy": policy, "engine__forbid_compile": False}
+    fields["cache__num_blocks"] = 120
+    if make_policy(policy).moves_cache:
+        fields["cache__host_gib"] = 1e-3
+    with engine(shapes["opt"], **fields) as running, poisoned(running):
+        assert generate(running, prompts(), **SAMPLING) == alone("opt")
+        asked = next_turns(alone("opt"))[-8:]  # of the others hardly anything is there
+        assert generate(running, asked, **SHORT) == second[-8:]
+        cache = running._scheduler.cache
+        assert cache is not None and cache.num_reused and cache.num_evicted
+
+
+@pytest.fixture(scope="module")
+def reusing(shapes: dict[str, Path]) -> Iterator[Engine]:
+    with engine(shapes["opt"], **REUSE) as running:
+        yield running
+
+
+def test_the_last_token_is_always_computed(reusing: Engine) -> None:
+    prompt = [7 + i % 5 for i in range(16)]
+    assert cached(reusing, prompt)[1] == 0
+    text, found = cached(reusing, prompt)
+    assert found == 12, "the last of four blocks has to say what comes next"
+    assert cached(reusing, [*prompt, *text[:5]])[1] == 20, "answers are found, too"
+
+
+def test_nobody_finds_what_another_has(reusing: Engine) -> None:
+    prompt = [11 + i % 7 for i in range(20)]
+
+    def ask(tenant: str = "", salt: str = "", **sampling: Any) -> int:
+        stream = Stream()
+        params = SamplingParams(**{**SHORT, **sampling})
+        name = f"{tenant}/{salt}/{len(asked)}"
+        asked.append(name)
+        request = Request(name, tuple(prompt), params, tenant=tenant, cache_salt=salt)
+        reusing.check(request)
+        reusing.submit(request, stream)
+        usage = stream.wait().last().usage
+        assert usage is not None
+        return usage.cached_tokens
+
+    asked: list[str] = []
+    assert ask("a") == 0 and ask("a") == 16
+    assert ask("b") == 0, "another tenant's"
+    assert ask("a", "salt") == 0 and ask("a", "salt") == 16
+    assert ask("a\0salt") == 0 and ask("", "a") == 0, "names do not run into salts"
+    assert ask("\ud800", "\ud800") == 0 and ask("\ud800", "\ud800") == 16
+    assert ask("a", prompt_logprobs=0) == 0, "log-probabilities of the prompt have to be computed"
+
+
+def test_a_prompt_is_computed_once_for_all_its_continuations(reusing: Engine) -> None:
+    prompt = [13 + i % 11 for i in range(23)]
+    recorder = StepRecorder()
+    reusing.add_observer(recorder)
+    stream = send(reusing, prompt, n=4, temperature=1.0, seed=3, **SHORT)[1].wait()
+    wait_until_idle(reusing)
+    usages = [stream.last(index).usage for index in range(4)]
+    assert [usage.cached_tokens for usage in usages if usage] == [0, 20, 20, 20]
+    computed = sum(step.num_tokens for step in recorder.steps)
+    assert computed == 23 + 3 * 3 + 4 * 11, "prompts, and all but the last token of each answer"
+
+
+def test_a_failed_step_is_not_found_again(
+    shapes: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [9 + i % 3 for i in range(16)]
+    with engine(shapes["opt"], **REUSE) as running:
+        text = cached(running, prompt)[0]
+        assert cached(running, prompt)[1] == 12
+        submit = type(running.executor).submit
+
+        def fails(*_: Any, **__: Any) -> Any:
+            monkeypatch.setattr(type(running.executor), "submit", submit)
+            raise ValueError("a step fails")
+
+        monkeypatch.setattr(type(running.executor), "submit", fails)
+        assert send(running, prompt, **SHORT)[1].wait().last().error
+        assert cached(running, prompt) == (text, 0), "who knows what it has written"
