@@ -17,6 +17,7 @@ from jaxserve.sched.workloads.classes import NO_SLO, SloClass, draw_terms, with_
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.columns import NO_LIMIT
 from jaxserve.sched.workloads.memory import check_memory
+from jaxserve.sched.workloads.prefixes import Prefixes
 from jaxserve.sched.workloads.traces import Trace, read_trace
 from jaxserve.sched.workloads.workload import (
     Lengths,
@@ -143,10 +144,13 @@ class WorkloadSpec:
         if kind == "replay" and found.arrival is None:
             raise WorkloadError(f"{self.lengths} has no arrivals to replay")
         if found.arrival is not None and kind in (None, "replay"):
-            made = Workload.create(found.arrival, found.lengths, limit=limit, terms=terms)
-            return made if self.rate is None else made.at_rate(self.rate)
-        arrival = self._arrivals(len(found.lengths), rng)
-        return Workload.create(arrival, found.lengths, limit=limit, terms=terms)
+            arrival, rate = found.arrival, self.rate
+        else:
+            arrival, rate = self._arrivals(len(found.lengths), rng), None
+        made = Workload.create(
+            arrival, found.lengths, limit=limit, terms=terms, prefixes=found.prefixes
+        )
+        return made if rate is None else made.at_rate(rate)
 
     def _find(self, rng: np.random.Generator) -> Trace:
         if self.lengths.startswith("fixed:"):
@@ -208,4 +212,6 @@ def _is_sampled(name: str) -> bool:
 
 
 def _without_terms(found: Lengths) -> Trace:
-    return Trace(None, found, np.full(len(found), NO_LIMIT), SloColumns.none(len(found)))
+    count = len(found)
+    limit = np.full(count, NO_LIMIT)
+    return Trace(None, found, limit, SloColumns.none(count), Prefixes.none(count))
