@@ -8,11 +8,16 @@ import math
 import numpy as np
 import pytest
 
+from jaxserve.sched.request import SLO
+from jaxserve.sched.simulation.simulator import simulate
+from jaxserve.sched.simulation.systems.systems import system
+from jaxserve.sched.workloads.closed_loop import parse_closed_loop
 from jaxserve.sched.workloads.lengths import Uniform
 from jaxserve.sched.workloads.sessions import SESSIONS, Sessions
 from jaxserve.sched.workloads.shared_prefixes import reusable_tokens
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.workload import Workload, WorkloadError, poisson_arrivals
+from jaxserve.simulate.replay import with_slo
 
 NAMES = sorted(SESSIONS)
 SMALL = Sessions(
@@ -147,3 +152,28 @@ def test_a_first_turn_must_fit() -> None:
     with pytest.raises(WorkloadError, match="may have 150 tokens, more than max_context, 149"):
         dataclasses.replace(SMALL, max_context=149)
     assert SESSIONS["agent"].source
+
+
+@pytest.mark.parametrize(
+    "best_effort", [None, "closed:batch=3,input=uniform:9:9,output=uniform:2:4"]
+)
+def test_nothing_on_the_way_through_a_simulation_loses_what_is_shared(
+    best_effort: str | None,
+) -> None:
+    made = sample(SMALL, 60)
+    loop = None if best_effort is None else parse_closed_loop(best_effort)
+    until = math.inf if loop is None else 8.0
+    found = simulate(
+        "sarathi",
+        with_slo(made, SLO(ttft=1.0)),
+        system("llama-2-7b@a100"),
+        best_effort=loop,
+        until=until,
+    )
+    workload = found.requests.workload
+    own = np.flatnonzero(workload.tier == 0)
+    assert len(own) > 20 and (workload.ttft[own] == 1.0).all()
+    among = workload.select(own)
+    np.testing.assert_array_equal(among.prefix_of, made.prefix_of[: len(own)])
+    np.testing.assert_array_equal(among.prefix_len, made.prefix_len[: len(own)])
+    assert among.prefix_len.any() and not workload.prefix_len[workload.tier != 0].any()
