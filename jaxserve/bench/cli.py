@@ -247,7 +247,10 @@ def _load_flags(parser: BenchParser) -> None:
     parser.number("cv", None, "standard deviation of gamma gaps over their mean", least=None)
     kinds, gaps = ("poisson", "gamma"), "gaps between requests (poisson)"
     parser.add_argument("--arrivals", choices=kinds, default="poisson", help=gaps)
-    where = "a trace's path, such as a CSV of prompt_tokens,output_tokens, or a data set's name"
+    where = (
+        "a trace's path, such as a CSV of prompt_tokens,output_tokens, a data set's name, or "
+        "conversation or agent"
+    )
     parser.add_argument("--lengths", help=f"{where}; arrivals are drawn")
     workload_flags.add_flags(parser, "a number; 'length' (the default), what each request writes")
     parser.set_defaults(max_tokens="length")

@@ -201,8 +201,11 @@ def book_times(record: Record, job: Job, times: Sequence[float]) -> bool:
 
 def random_jobs(workload: Workload, vocab_size: int, rng: np.random.Generator) -> list[Job]:
     """Jobs with prompts of uniformly random token ids, and the workload's lengths, limits and
-    SLOs."""
+    SLOs. Prompts share what the workload says. Where that is another's answer, random ids stand for
+    it in all of them: what a server will write is not known before."""
     columns = (
+        workload.prefix_of,
+        workload.prefix_len,
         workload.prompt_len,
         workload.output_len,
         workload.limit,
@@ -212,10 +215,20 @@ def random_jobs(workload: Workload, vocab_size: int, rng: np.random.Generator) -
         workload.value,
         *(getattr(workload, name) for name in ALL_TARGETS),
     )
-    jobs = []
+
+    def drawn(tokens: int) -> tuple[int, ...]:
+        return tuple(rng.integers(0, vocab_size, tokens).tolist())
+
+    jobs = list[Job]()
+    answers = dict[int, tuple[int, ...]]()
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    for prompt, output, limit, tier, greedy, slo_class, value, *targets in rows:
-        ids = tuple(rng.integers(0, vocab_size, prompt).tolist())
+    for source, shared, prompt, output, limit, tier, greedy, slo_class, value, *targets in rows:
+        begin = jobs[source].prompt[:shared] if shared else ()
+        if len(begin) < shared:
+            if source not in answers:
+                answers[source] = drawn(jobs[source].output_len)
+            begin += answers[source][: shared - len(begin)]
+        ids = begin + drawn(prompt - shared)
         slo = SLO(*(t if math.isfinite(t) else None for t in targets))
         sampled = 0.0 if greedy else 1.0
         name = workload.classes[slo_class]

@@ -17,11 +17,11 @@ r"""Simulates serving: no device, no weights, minutes in seconds.
     jaxserve simulate --workload=alpaca --rate=20 --seeds=1 --chrome_trace=trace.json
     jaxserve simulate --replay=served.jsonl --policy=sarathi,vllm,edf
 
---workload: fixed:IxOxB, a mix (lilo+siso), a data set's name, or a trace's path: a CSV of
-prompt_tokens,output_tokens, Azure's or BurstGPT's CSV, Mooncake's JSONL; a trace may say what each
-request asks for, in columns max_tokens, tier, ttft_ms, tbt_ms, jct_ms, class and greedy (true, or
-false for one that is sampled). Several policies and rates, separated by commas, run beside each
-other on all cores.
+--workload: fixed:IxOxB, a mix (lilo+siso), a data set's name, conversation or agent, whose prompts
+go on with earlier ones, or a trace's path: a CSV of prompt_tokens,output_tokens, Azure's or
+BurstGPT's CSV, Mooncake's JSONL; a trace may say what each request asks for, in columns max_tokens,
+tier, ttft_ms, tbt_ms, jct_ms, class and greedy (true, or false for one that is sampled). Several
+policies and rates, separated by commas, run beside each other on all cores.
 
 --best_effort: batches of best-effort requests beside the workload, the first at the start, each
 other when all of the one before have ended; they may write as many tokens as the longest of them.

@@ -100,5 +100,4 @@ def read(args: argparse.Namespace) -> Replay:
 
 def with_slo(workload: Workload, slo: SLO) -> Workload:
     """The workload, with these targets for the requests that have none of their own."""
-    terms = with_targets(workload.terms, slo)
-    return Workload.create(workload.arrival, workload.lengths, limit=workload.limit, terms=terms)
+    return workload.with_terms(with_targets(workload.terms, slo))

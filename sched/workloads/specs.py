@@ -17,6 +17,8 @@ from jaxserve.sched.workloads.classes import NO_SLO, SloClass, draw_terms, with_
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.columns import NO_LIMIT
 from jaxserve.sched.workloads.memory import check_memory
+from jaxserve.sched.workloads.prefixes import Prefixes
+from jaxserve.sched.workloads.sessions import SESSIONS
 from jaxserve.sched.workloads.traces import Trace, read_trace
 from jaxserve.sched.workloads.workload import (
     Lengths,
@@ -41,11 +43,12 @@ class WorkloadSpec:
 
     Attributes:
         lengths: `fixed:IxOxB` (prompt tokens, output tokens, requests), a mix or data set of
-            `lengths.names()`, or the path of a trace.
+            `lengths.names()`, one of SESSIONS, or the path of a trace.
         num_requests: How many, or the first so many of a trace. None: 1,000, or the whole trace;
             with a rate and a duration a sampler draws as many as arrive within it.
         arrivals: `all` at once, `replay` as in the trace, `poisson`, `gamma` or `on_off`. None: the
-            trace's own if it has any, else `poisson` with a rate and `all` without.
+            trace's own if it has any, else `poisson` with a rate and `all` without. Of SESSIONS,
+            `poisson`, `gamma` and `on_off` are how sessions start.
         rate: Requests/s; replayed arrivals are stretched to it.
         cv: Of `gamma`, see `gamma_arrivals`.
         on_s, off_s: Of `on_off`, mean lengths of the periods in seconds.
@@ -107,7 +110,8 @@ class WorkloadSpec:
         if self.duration is None:
             return self._make(*self._generators(seed))
         whole = replace(self, duration=None, best_effort=None)
-        grows = _is_sampled(self.lengths) and self.num_requests is None and self.rate is not None
+        drawn = _is_sampled(self.lengths) or self.lengths.lower() in SESSIONS
+        grows = drawn and self.num_requests is None and self.rate is not None
         if grows and self.rate is not None:
             whole = replace(whole, num_requests=int(self.rate * self.duration) + DEFAULT_COUNT)
         made = whole.make_workload(seed)
@@ -142,11 +146,16 @@ class WorkloadSpec:
         kind = self.arrivals
         if kind == "replay" and found.arrival is None:
             raise WorkloadError(f"{self.lengths} has no arrivals to replay")
-        if found.arrival is not None and kind in (None, "replay"):
-            made = Workload.create(found.arrival, found.lengths, limit=limit, terms=terms)
-            return made if self.rate is None else made.at_rate(self.rate)
-        arrival = self._arrivals(len(found.lengths), rng)
-        return Workload.create(arrival, found.lengths, limit=limit, terms=terms)
+        if self.lengths.lower() in SESSIONS and found.arrival is not None:
+            arrival, rate = found.arrival, None
+        elif found.arrival is not None and kind in (None, "replay"):
+            arrival, rate = found.arrival, self.rate
+        else:
+            arrival, rate = self._arrivals(len(found.lengths), rng), None
+        made = Workload.create(
+            arrival, found.lengths, limit=limit, terms=terms, prefixes=found.prefixes
+        )
+        return made if rate is None else made.at_rate(rate)
 
     def _find(self, rng: np.random.Generator) -> Trace:
         if self.lengths.startswith("fixed:"):
@@ -162,12 +171,29 @@ class WorkloadSpec:
             count = self.num_requests or DEFAULT_COUNT
             check_memory(self.lengths, count, count)
             return _without_terms(lengths.sampler(self.lengths)(count, rng))
+        if self.lengths.lower() in SESSIONS:
+            return self._sessions(rng)
         if not Path(self.lengths).exists():
-            known = ", ".join(lengths.names())
+            known = ", ".join([*lengths.names(), *SESSIONS])
             raise WorkloadError(
                 f"there is no workload or file {self.lengths!r}; known: fixed:IxOxB, {known}"
             )
         return read_trace(self.lengths)
+
+    def _sessions(self, rng: np.random.Generator) -> Trace:
+        drawn, count = SESSIONS[self.lengths.lower()], self.num_requests or DEFAULT_COUNT
+        rate = 1.0 if self.rate is None else self.rate  # all at once: for their order
+        if self.arrivals == "replay":
+            raise WorkloadError(f"{self.lengths} has no arrivals to replay")
+        check_memory(self.lengths, count + drawn.requests_before(rate), count)
+        arrival, made, prefixes = drawn.sample(count, rate, self._starts, rng)
+        timed = None if self.rate is None else arrival
+        return replace(_without_terms(made), arrival=timed, prefixes=prefixes)
+
+    def _starts(self, rate: float, count: int, rng: np.random.Generator) -> np.ndarray:
+        """When sessions start, at that rate."""
+        kind = self.arrivals if self.rate is not None else None
+        return replace(self, arrivals=kind, rate=rate)._arrivals(count, rng)
 
     def _terms(self, own: SloColumns, rng: np.random.Generator) -> SloColumns:
         if self.classes:
@@ -208,4 +234,6 @@ def _is_sampled(name: str) -> bool:
 
 
 def _without_terms(found: Lengths) -> Trace:
-    return Trace(None, found, np.full(len(found), NO_LIMIT), SloColumns.none(len(found)))
+    count = len(found)
+    limit = np.full(count, NO_LIMIT)
+    return Trace(None, found, limit, SloColumns.none(count), Prefixes.none(count))

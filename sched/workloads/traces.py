@@ -23,6 +23,8 @@ from jaxserve.sched.workloads.columns import (
     seconds_of,
     terms_of,
 )
+from jaxserve.sched.workloads.hashed_blocks import HashedPrompts, hash_ids_of
+from jaxserve.sched.workloads.prefixes import NO_PREFIX, Prefixes
 from jaxserve.sched.workloads.workload import Lengths, WorkloadError
 
 
@@ -35,22 +37,27 @@ class Trace:
         lengths: Prompts and outputs.
         limit: int64 [n], max_tokens; `NO_LIMIT` where the file has none.
         terms: SLOs and sampling, as far as the file has them.
+        prefixes: What prompts share, as far as the file says it.
     """
 
     arrival: np.ndarray | None
     lengths: Lengths
     limit: np.ndarray
     terms: SloColumns
+    prefixes: Prefixes
 
     def first(self, count: int) -> Trace:
         """The first `count` requests. Raises WorkloadError if there are fewer."""
         lengths, which = self.lengths.first(count), np.arange(count)
         arrival = None if self.arrival is None else self.arrival[:count]
-        return Trace(arrival, lengths, self.limit[:count], self.terms.select(which))
+        terms, prefixes = self.terms.select(which), self.prefixes.select(which)
+        return Trace(arrival, lengths, self.limit[:count], terms, prefixes)
 
 
 # (arrival in seconds from any start, or None; prompt tokens; output tokens)
 Row = tuple[float | None, int, int]
+# (the row; what it asks for; its prefix_of and prefix_len)
+Read = tuple[Row, Extras, tuple[int, int]]
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -60,7 +67,9 @@ def read_trace(path: str | Path) -> Trace:
     `TIMESTAMP,ContextTokens,GeneratedTokens` (Azure public dataset, 2023 and 2024); BurstGPT's
     `Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type`, whose failures, rows
     with 0 response tokens, are left out; and InferMax's `id,arrived_at,I,O`. JSONL is Mooncake's,
-    an object a line with `timestamp` (ms), `input_length` and `output_length`.
+    an object a line with `timestamp` (ms), `input_length` and `output_length`, and `hash_ids` if
+    there are any: one for each 512 tokens of the prompt, where equal ids after equal ids are equal
+    tokens.
 
     Optional columns, after those of the format, or fields of an object, are `max_tokens`, `tier`
     (realtime or best_effort), `ttft_ms`, `tbt_ms`, `jct_ms`, `max_tbt_ms`, `class`, `greedy` and
@@ -77,20 +86,22 @@ def read_trace(path: str | Path) -> Trace:
     if not rows:
         raise WorkloadError(f"{path}: no requests in it")
     lengths = Lengths(
-        np.array([prompt for (_, prompt, _), _ in rows], np.int64),
-        np.array([output for (_, _, output), _ in rows], np.int64),
+        np.array([prompt for (_, prompt, _), *_ in rows], np.int64),
+        np.array([output for (_, _, output), *_ in rows], np.int64),
     )
-    extras = [more for _, more in rows]
-    times = np.array([at for (at, _, _), _ in rows if at is not None])
+    extras = [more for _, more, _ in rows]
+    source, shared = np.array([prefix for *_, prefix in rows], np.int64).T
+    times = np.array([at for (at, _, _), *_ in rows if at is not None])
     return Trace(
         times - times[0] if len(times) else None,
         lengths,
         np.array([more.limit for more in extras], np.int64),
         terms_of(extras),
+        Prefixes(source, shared),
     )
 
 
-def _csv_rows(path: str | Path, file: Iterable[str]) -> Iterator[tuple[Row, Extras]]:
+def _csv_rows(path: str | Path, file: Iterable[str]) -> Iterator[Read]:
     reader = csv.reader(file)
     header = tuple(next(reader, []))
     known = _format_of(path, header)
@@ -104,7 +115,7 @@ def _csv_rows(path: str | Path, file: Iterable[str]) -> Iterator[tuple[Row, Extr
         if row is not None:
             last = _in_order(where, row[0], last)
             cells = dict(zip(header[own:], fields[own:], strict=True))
-            yield row, extras_of(where, cells, row[2])
+            yield row, extras_of(where, cells, row[2]), (NO_PREFIX, 0)
 
 
 def _format_of(path: str | Path, header: tuple[str, ...]) -> _Format:
@@ -121,19 +132,23 @@ def _format_of(path: str | Path, header: tuple[str, ...]) -> _Format:
     )
 
 
-def _json_rows(path: str | Path, file: Iterable[str]) -> Iterator[tuple[Row, Extras]]:
-    last = -math.inf
+def _json_rows(path: str | Path, file: Iterable[str]) -> Iterator[Read]:
+    last, prompts = -math.inf, HashedPrompts()
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise WorkloadError(f"{where}: not JSON ({error.msg})") from error
+        except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
+            why = error.msg if isinstance(error, json.JSONDecodeError) else error
+            raise WorkloadError(f"{where}: not JSON ({why})") from error
         row = _mooncake(where, value)
         last = _in_order(where, row[0], last)
-        yield row, extras_of(where, _json_extras(where, value), row[2])
+        ids = value.get("hash_ids")
+        found = () if ids is None else hash_ids_of(where, ids, row[1])
+        extras = extras_of(where, _json_extras(where, value), row[2])
+        yield row, extras, prompts.add(found, row[1])
 
 
 def _in_order(where: str, at: float | None, last: float) -> float:

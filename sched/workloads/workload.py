@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.sched.slo.slo_columns import SloColumns
+from jaxserve.sched.workloads.prefixes import NO_PREFIX, Prefixes
 
 MAX_LENGTH = 2**31 - 1  # what a request's length is stored in
 
@@ -72,6 +73,7 @@ class Workload:
             request has ended.
         limit: int64 [n], max_tokens, at least output_len. Policies know it.
         tier, ttft, tbt, jct, max_tbt, slo_class, greedy, classes, value: As in `SloColumns`.
+        prefix_of, prefix_len: As in `Prefixes`.
 
     Raises:
         WorkloadError: The columns do not fit together.
@@ -90,6 +92,8 @@ class Workload:
     greedy: np.ndarray
     classes: tuple[str, ...]
     value: np.ndarray
+    prefix_of: np.ndarray
+    prefix_len: np.ndarray
 
     def __post_init__(self) -> None:
         lengths, terms = self.lengths, self.terms
@@ -108,6 +112,29 @@ class Workload:
                 f"request {worst + 1} has an output of {self.output_len[worst]} tokens, more than "
                 f"its max_tokens of {self.limit[worst]}"
             )
+        self._check_prefixes()
+
+    def _check_prefixes(self) -> None:
+        source, shared = self.prefix_of, self.prefix_len
+        if not source.shape == shared.shape == self.arrival.shape:
+            raise WorkloadError(
+                f"{source.size} prefix_of and {shared.size} prefix_len for {len(self)} requests"
+            )
+        late = np.flatnonzero((source < NO_PREFIX) | (source >= np.arange(len(self))))
+        if len(late):
+            raise WorkloadError(
+                f"request {late[0] + 1}: prefix_of must be the index of an earlier request, or "
+                f"{NO_PREFIX}, got {source[late[0]]}"
+            )
+        begins = source >= 0
+        most = np.where(begins, np.minimum(self.prompt_len, self.lengths.total[source]), 0)
+        wrong = np.flatnonzero((shared < begins) | (shared > most))
+        if len(wrong):
+            worst = int(wrong[0])
+            raise WorkloadError(
+                f"request {worst + 1}: prefix_len must be {int(begins[worst])} to {most[worst]}, "
+                f"as many tokens as both have, got {shared[worst]}"
+            )
 
     @classmethod
     def create(
@@ -117,6 +144,7 @@ class Workload:
         *,
         limit: np.ndarray | None = None,
         terms: SloColumns | None = None,
+        prefixes: Prefixes | None = None,
     ) -> Workload:
         """Puts a workload together from its parts.
 
@@ -125,6 +153,7 @@ class Workload:
             lengths: Prompts and outputs.
             limit: int64 [n], max_tokens; by default `open_limit`.
             terms: SLOs and sampling; by default `SloColumns.none`.
+            prefixes: What prompts share; by default nothing.
 
         Raises:
             WorkloadError: The parts do not fit together.
@@ -132,7 +161,8 @@ class Workload:
         if limit is None:
             limit = open_limit(lengths)
         terms = terms or SloColumns.none(len(lengths))
-        columns = {field.name: getattr(terms, field.name) for field in dataclasses.fields(terms)}
+        prefixes = prefixes or Prefixes.none(len(lengths))
+        columns = vars(terms) | vars(prefixes)
         return cls(arrival, lengths.prompt_len, lengths.output_len, limit, **columns)
 
     @classmethod
@@ -147,7 +177,9 @@ class Workload:
         order = np.argsort(columns[0], kind="stable")
         arrival, prompt, output, limit = (column[order] for column in columns)
         terms = SloColumns.joined([part.terms for part in parts]).select(order)
-        return cls.create(arrival, Lengths(prompt, output), limit=limit, terms=terms), order
+        prefixes = Prefixes.joined([part.prefixes for part in parts]).select(order)
+        lengths = Lengths(prompt, output)
+        return cls.create(arrival, lengths, limit=limit, terms=terms, prefixes=prefixes), order
 
     def __len__(self) -> int:
         return len(self.arrival)
@@ -163,13 +195,24 @@ class Workload:
         columns = (getattr(self, field.name) for field in dataclasses.fields(SloColumns))
         return SloColumns(*columns)
 
+    @property
+    def prefixes(self) -> Prefixes:
+        """What the prompts share with earlier requests."""
+        return Prefixes(self.prefix_of, self.prefix_len)
+
+    def with_terms(self, terms: SloColumns) -> Workload:
+        """The same requests with other SLOs and sampling."""
+        return dataclasses.replace(self, **vars(terms))
+
     def select(self, which: np.ndarray) -> Workload:
-        """Some of the requests: ascending indices, or a mask. Their limits stay as they are."""
+        """Some of the requests: ascending indices, or a mask. Their limits stay as they are. Who
+        begins as one that is left out begins as another that does, see `Prefixes.select`."""
         return Workload.create(
             self.arrival[which],
             Lengths(self.prompt_len[which], self.output_len[which]),
             limit=self.limit[which],
             terms=self.terms.select(which),
+            prefixes=self.prefixes.select(which),
         )
 
     def first(self, count: int) -> Workload:
@@ -188,6 +231,7 @@ class Workload:
             prompt_len=prompt,
             output_len=np.minimum(self.output_len, room),
             limit=np.minimum(self.limit, room),
+            prefix_len=np.minimum(self.prefix_len, prompt),
         )
 
     def at_rate(self, rate: float) -> Workload:

@@ -38,8 +38,8 @@ BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Ty
 45,ChatGPT,1087,0,1087,Conversation log
 118,GPT-4,417,276,693,API log
 """
-MOONCAKE = """{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}
-{"timestamp": 3052, "input_length": 7319, "output_length": 490, "hash_ids": [0]}
+MOONCAKE = """{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": null}
+{"timestamp": 3052, "input_length": 7319, "output_length": 490, "hash_ids": null}
 """
 LENGTHS = "prompt_tokens,output_tokens\n8,273\n30,129\n"
 HEAD = "prompt_tokens,output_tokens\n"

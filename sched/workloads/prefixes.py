@@ -1,0 +1,99 @@
+"""What prompts share, as columns: which earlier request each begins as, and how far.
+
+Token i of two streams is the same exactly if the columns say so: the streams form a tree, whose
+branches are the requests. A stream is a prompt and the output after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+NO_PREFIX = -1  # of a request that begins as none before it
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """What n requests share with earlier ones. `Workload` checks them, as it has the lengths.
+
+    Attributes:
+        prefix_of: int64 [n], index of the earlier request whose stream has the longest prefix in
+            common with the prompt, or NO_PREFIX.
+        prefix_len: int64 [n], how many tokens that prefix has; 0 for NO_PREFIX.
+    """
+
+    prefix_of: np.ndarray
+    prefix_len: np.ndarray
+
+    @classmethod
+    def none(cls, count: int) -> Prefixes:
+        """Of `count` requests that share nothing."""
+        return cls(np.full(count, NO_PREFIX, np.int64), np.zeros(count, np.int64))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Prefixes]) -> Prefixes:
+        """The parts one after another; none shares anything with another."""
+        ends = np.cumsum([0, *map(len, parts)])
+        moved = [
+            np.where(part.prefix_of >= 0, part.prefix_of + start, NO_PREFIX)
+            for part, start in zip(parts, ends[:-1].tolist(), strict=True)
+        ]
+        return cls(np.concatenate(moved), np.concatenate([part.prefix_len for part in parts]))
+
+    def __len__(self) -> int:
+        return len(self.prefix_of)
+
+    def select(self, which: np.ndarray) -> Prefixes:
+        """Of some of the requests: ascending indices, a mask, or a permutation that leaves each
+        behind the one it begins as. Where that one is not among them, another that has the longest
+        prefix in common takes its place."""
+        kept = np.arange(len(self))[which]
+        number = np.full(len(self) + 1, NO_PREFIX)  # one more, for NO_PREFIX itself
+        number[kept] = np.arange(len(kept))
+        found = self
+        if (number[self.prefix_of[kept]] < 0)[self.prefix_of[kept] >= 0].any():
+            found = self._among(number[:-1] >= 0)
+        return Prefixes(number[found.prefix_of[kept]], found.prefix_len[kept])
+
+    def _among(self, kept: np.ndarray) -> Prefixes:
+        """The same requests, of which those that are kept, bool [n], begin as others of them."""
+        stays, length = kept.tolist(), self.prefix_len.tolist()
+        parent = parents(self.prefix_of, self.prefix_len).tolist()
+        source, shared = self.prefix_of.copy(), self.prefix_len.copy()
+        # Of each left out, the one kept so far that goes on with it for longest, and how long.
+        heir, long = [NO_PREFIX] * len(self), [0] * len(self)
+        for number in np.flatnonzero(kept & (source >= 0)).tolist():
+            if stays[source[number]]:
+                continue  # has told the heirs already
+            one, common = parent[number], length[number]
+            while one >= 0 and not stays[one] and heir[one] < 0:
+                heir[one], long[one] = number, common
+                one, common = parent[one], length[one]
+            if one < 0:
+                source[number], shared[number] = NO_PREFIX, 0
+            elif stays[one]:
+                source[number], shared[number] = one, common
+            else:
+                source[number], shared[number] = heir[one], min(common, long[one])
+                if common > long[one]:
+                    heir[one], long[one] = number, common
+        return Prefixes(source, shared)
+
+
+def parents(prefix_of: np.ndarray, prefix_len: np.ndarray) -> np.ndarray:
+    """Where each request branches off: of those that it begins as, one through another, the first
+    that shares less with its own, int64 [n]. So prefix_len falls from parent to parent.
+
+    Args:
+        prefix_of: int64 [n], as `Prefixes` has it.
+        prefix_len: int64 [n], in tokens or in blocks.
+    """
+    parent, length = prefix_of.tolist(), prefix_len.tolist()
+    for number, common in enumerate(length):
+        one = parent[number]
+        while one >= 0 and length[one] >= common:
+            one = parent[one]
+        parent[number] = one
+    return np.array(parent, np.int64)
