@@ -84,7 +84,7 @@ def second(engines: Engines, alone: Texts) -> list[list[int]]:
 
 
 # All that a batch may look like, and who moves caches; that every policy finds what there is, and
-# frees what nobody reads, is in tests/sched/policies/test_sharing.py.
+# frees what nobody reads, is in tests/sched/cache/test_policies_share.py.
 POLICIES = ("sarathi", "vllm", "accelgen", "goodput", "bros", "fastgen", "aptserve", "qoserve")
 
 
