@@ -89,8 +89,9 @@ class Scheduler:
         width = blocks_a_plane(max_model_len, block_size)
         self.policy, self.checked = policy, checked
         self.table = self._make_table(capacity)
+        self.cache = PrefixCache(capacity) if reuse else None
         self.pool = self._make_pool(num_blocks, block_size, capacity, width)
-        self.cache = self.pool.cache = PrefixCache(capacity) if reuse else None
+        self.pool.cache = self.cache
         self.host = HostMemory(host_slots, capacity)
         self._lengths = Oracle(capacity)
         oracle = self._lengths if policy.hypothetical else None

@@ -41,6 +41,7 @@ NOT_REPLAYED = (  # with --replay, which says all of it
 _OF_A_RUN = (  # as `Run` has them
     *("rules", "kv_tokens", "host_tokens", "block_size", "max_batch_tokens", "max_prefill_tokens"),
     *("max_rows", "replicas", "seed", "hidden_read", "max_queue", "refuse_late"),
+    "prefix_caching",
 )
 NOT_FOUND = ("requests_table", "batches_table", "chrome_trace", "plots")  # not with --find
 
@@ -141,6 +142,12 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
         type=number("at least 0", lambda share: share >= 0),
         help="refuse who is expected to wait for more than this share of the TTFT, as the server "
         "does (nobody)",
+    )
+    add(
+        "--prefix_caching",
+        action="store_true",
+        help="find what others have computed, as far as the workload says which tokens are the "
+        "same (conversation, agent, traces with hash_ids)",
     )
     routing_flags.add_flags(parser)
     workload_flags.add_flags(

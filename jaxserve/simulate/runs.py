@@ -27,7 +27,7 @@ REFUSED = (ValueError, InvalidPlan, OSError)
 # Of a run, as `simulate` has them.
 _SIMULATED = (
     *("kv_tokens", "num_blocks", "host_tokens", "block_size", "rules", "overlap", "replicas"),
-    *("routing", "max_queue", "refuse_late", "record_rows"),
+    *("routing", "max_queue", "refuse_late", "record_rows", "prefix_caching"),
 )
 
 
@@ -121,7 +121,7 @@ class Run:
         record_rows: Whether the result also has the requests of each batch.
         hidden_read: How hidden caches are read, see `systems.system`.
         max_queue: Requests that may wait beside max_rows; None for any number.
-        refuse_late: As `simulate` has it.
+        refuse_late, prefix_caching: As `simulate` has them.
         num_blocks: Size of the pool, instead of kv_tokens.
         overlap: Whether steps are planned ahead; None for the rules'.
     """
@@ -144,6 +144,7 @@ class Run:
     hidden_read: str = "auto"
     max_queue: int | None = None
     refuse_late: float | None = None
+    prefix_caching: bool = False
     num_blocks: int | None = None
     overlap: bool | None = None
 

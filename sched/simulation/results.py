@@ -42,6 +42,7 @@ class RequestRecords:
             failed or had not ended at `end`.
         failed: bool [n], requests that ended early because their replica died.
         end: When the run was cut off; inf if it was not.
+        found: int64 [n], tokens of each prompt that were found; None without prefix caching.
     """
 
     workload: Workload
@@ -51,6 +52,7 @@ class RequestRecords:
     tokens: np.ndarray
     failed: np.ndarray
     end: float = math.inf
+    found: np.ndarray | None = None
 
     @classmethod
     def from_served(cls, served: Served, until: float) -> RequestRecords:
@@ -61,7 +63,7 @@ class RequestRecords:
             tokens = np.add.reduceat(wrote, np.cumsum(tokens) - tokens, dtype=np.int64)
             times = times[wrote]
         by = (served.preemptions, served.replica)
-        return cls(served.workload, *by, times, tokens, served.failed, until)
+        return cls(served.workload, *by, times, tokens, served.failed, until, served.found)
 
     def __len__(self) -> int:
         return len(self.workload)
@@ -285,6 +287,7 @@ class SimulationResult:
             "num_finished": total["finished"],
             "finished_per_s": total["finished_per_s"],
             "output_tokens": tokens,
+            **self._reuse(),
             **{n: total[n] for n in ("ttft_ms", "tbt_ms", "e2e_ms", "normalised_latency_ms")},
             "mean_batch_requests": _mean(size),
             "mean_kv_used": _share(_mean(kv_used, batches.duration), self.kv_tokens),
@@ -293,6 +296,12 @@ class SimulationResult:
             "peak_shared_blocks": int(batches.num_shared.max(initial=0)),
             **split_metrics(times, terms, met, total),
         }
+
+    def _reuse(self) -> dict[str, Any]:
+        found, prompts = self.requests.found, int(self.requests.prompt_len.sum())
+        if found is None:
+            return {}
+        return {"cached_tokens": int(found.sum()), "cache_hit_rate": float(found.sum()) / prompts}
 
     @property
     def met(self) -> Attained:

@@ -160,6 +160,7 @@ class Served:
         rows: By replica and batch, which requests were in it; None if not recorded.
         expected: float64 [n], seconds to the first token as predicted on arrival; None if not asked
             for.
+        found: int64 [n], tokens of each prompt that were found; None without prefix caching.
     """
 
     workload: Workload
@@ -171,6 +172,7 @@ class Served:
     seed_read: bool = False
     rows: list[list[BatchRows]] | None = None
     expected: np.ndarray | None = None
+    found: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,7 @@ def simulate(
     checked: bool | None = None,
     compiled: bool | None = None,
     coast: bool = True,
+    prefix_caching: bool = False,
     online: LinearCostModel | None = None,
     record_rows: bool = False,
     record_batches: bool = True,
@@ -135,6 +136,8 @@ def simulate(
         compiled: Whether to run with numba (`dispatch.py`); by default if it can be. The outcome is
             the same.
         coast: In Python, whether to take certain steps several at once. The outcome is the same.
+        prefix_caching: Whether requests find K and V of what others have computed, as far as the
+            workload's prefixes say that their tokens are the same. Runs in Python.
         online: Policies see a model that begins as this one and learns from the steps, as a
             server's do.
         record_rows, record_batches: Whether to keep who was in each batch, and the batches.
@@ -158,6 +161,7 @@ def simulate(
     fixed = not built_in if checked is None else checked
     slots, cut = int(slots_for(host_tokens)), (best_effort, until)
     known = _hidden(rho, system, setting.cost_model) | {"refuse_late": refuse_late}
+    known["prefix_caching"] = prefix_caching
     options = Options(slots, longest, fixed, coast, online, record_rows, *cut, **known)
     compiled = _compiled(compiled, options, bool(checked))
     ran = _run(policy, policies, workload, setting, options, compiled, progress, compiling)
@@ -233,11 +237,12 @@ def _compiled(wanted: bool | None, options: Options, checked: bool) -> bool | No
     if share is not None and not share >= 0:
         raise SimulationError(f"refuse_late must be at least 0, got {share}")
     plain = not (checked or options.online or options.record_rows or cut)
+    plain = plain and not options.prefix_caching
     in_python = not plain or share is not None
     if wanted and in_python:
         raise SimulationError(
-            "compiled simulations check no plans, learn nothing, record no rows, predict no waits "
-            "and are not cut off"
+            "compiled simulations check no plans, learn nothing, record no rows, predict no waits, "
+            "find nothing again and are not cut off"
         )
     return False if in_python else wanted
 

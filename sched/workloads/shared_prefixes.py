@@ -36,6 +36,9 @@ class BlockKeys:
         blocks = self._tokens // block_size
         self._base = np.cumsum(blocks) - blocks  # each request has ids for all of its blocks
 
+    def __len__(self) -> int:
+        return len(self._tokens)
+
     def of(self, number: int, tokens: int) -> np.ndarray:
         """Ids of the first tokens // block_size blocks of request `number`, int64. Raises
         WorkloadError if its stream is shorter than `tokens`."""

@@ -28,6 +28,7 @@ from jaxserve.sched.simulation.replica.router_front import Front
 from jaxserve.sched.simulation.replica.scheduler_state import SimulatedScheduler
 from jaxserve.sched.simulation.settings import REFUSED, BatchRows, Served, Setting
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
+from jaxserve.sched.workloads.shared_prefixes import BlockKeys
 from jaxserve.sched.workloads.workload import Workload
 
 
@@ -53,6 +54,7 @@ class Options:
     rho: float | None
     projects: bool
     refuse_late: float | None = None
+    prefix_caching: bool = False
 
 
 def run_in_python(
@@ -76,18 +78,21 @@ def run_in_python(
     """
     arrivals = Arrivals(workload, options.best_effort, setting.seed)
     outputs = arrivals.outputs
+    keys = BlockKeys(workload, setting.block_size) if options.prefix_caching else None
     machines = [
         Replica(
             _scheduler(policy, setting, options),
             setting,
             outputs=outputs,
             number=number,
-            # What is learned may change any plan.
+            # What is learned, or found, may change any plan.
             coasts=options.coast
             and policy.steady
+            and keys is None
             and options.online is None
             and not setting.routing.faults,
             record_rows=options.record_rows,
+            block_keys=keys,
         )
         for number, policy in enumerate(policies)
     ]
@@ -115,6 +120,7 @@ def run_in_python(
         drawn,
         rows if options.record_rows else None,
         late.expected(numbers),
+        outputs.found[numbers] if options.prefix_caching else None,
     )
 
 
@@ -146,6 +152,7 @@ def _scheduler(policy: Policy, setting: Setting, options: Options) -> SimulatedS
         rho=options.rho,
         projects=options.projects,
         checked=options.checked,
+        reuse=options.prefix_caching,
     )
 
 

@@ -14,10 +14,11 @@ class Outputs:
         times: float64 [sum of lengths], when the host had each token; nan until then.
         over: bool [n], whether the request has ended.
         preemptions: int64 [n].
+        found: int64 [n], tokens of each prompt that were found when it first started.
     """
 
     def __init__(self) -> None:
-        self.lengths = self.offsets = self.preemptions = np.zeros(0, np.int64)
+        self.lengths = self.offsets = self.preemptions = self.found = np.zeros(0, np.int64)
         self.times, self.over = np.zeros(0), np.zeros(0, bool)
 
     def add(self, lengths: np.ndarray) -> None:
@@ -29,6 +30,7 @@ class Outputs:
         self.times = np.concatenate([self.times, np.full(int(lengths.sum()), np.nan)])
         self.over = np.concatenate([self.over, np.zeros(count, bool)])
         self.preemptions = np.concatenate([self.preemptions, np.zeros(count, np.int64)])
+        self.found = np.concatenate([self.found, np.zeros(count, np.int64)])
 
     def cut(self, end: float) -> None:
         """Forgets tokens that came after `end`."""

@@ -31,6 +31,7 @@ from jaxserve.sched.slo.tiers import lengthening
 from jaxserve.sched.state.request_table import DRAINING, FREE
 from jaxserve.sched.step import Discard, Step
 from jaxserve.sched.step_timing import StepWatch, Watched
+from jaxserve.sched.workloads.shared_prefixes import BlockKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Replica:
         number: Which replica it is.
         coasts: Whether steps that are certain may be run several at once (`multi_step.py`).
         record_rows: Whether to record which requests were in each batch.
+        block_keys: Of the workload's requests; None without prefix caching.
 
     Attributes:
         next_time: When the loop runs next; inf if it is idle.
@@ -83,6 +85,7 @@ class Replica:
         number: int = 0,
         coasts: bool = False,
         record_rows: bool = False,
+        block_keys: BlockKeys | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.next_time = math.inf
@@ -90,6 +93,7 @@ class Replica:
         self.dead, self.slowdown = False, 1.0  # times as long as steps should take
         self.lately = Lately()
         self.rows_log: list[BatchRows] = []
+        self._block_keys = block_keys
         self._setting, self._cost = setting, setting.cost_model
         self._outputs = outputs
         self._came = 0  # requests that the host has not taken in
@@ -118,6 +122,9 @@ class Replica:
     def receive(self, number: int, request: Request, now: float) -> None:
         """A request arrives at `now`, with its number in the workload. Call it only once the loop
         has run up to `now`."""
+        if self._block_keys is not None and number < len(self._block_keys):
+            keys = _as_bytes(self._block_keys.of(number, len(request.prompt)))
+            request = dataclasses.replace(request, block_keys=keys)
         row = self.scheduler.add(request, int(self._outputs.lengths[number]), number)
         grow_columns(self, self.scheduler.table.capacity, _request_of=0, _has_slot=False)
         self._request_of[row] = number
@@ -285,6 +292,8 @@ class Replica:
         before = table.received[rows]
         outputs.times[outputs.offsets[requests] + before] = now
         self.scheduler.receive(rows, now)
+        if self._block_keys is not None:
+            self._know(rows, requests, self._block_keys)
         over = before + 1 >= outputs.lengths[requests]
         if self._setting.routing.looks:
             first = rows[before == 0]
@@ -295,8 +304,17 @@ class Replica:
             for row in rows[over].tolist():
                 self._end(row)
 
+    def _know(self, rows: np.ndarray, requests: np.ndarray, keys: BlockKeys) -> None:
+        """These requests have another token; some have filled a block by it."""
+        table, size = self.scheduler.table, keys.block_size
+        known = table.prompt_len[rows] + table.received[rows]
+        for i in np.flatnonzero((known % size == 0) & (requests < len(keys))).tolist():
+            new = keys.of(int(requests[i]), int(known[i]))[-1:]
+            self.scheduler.know(int(rows[i]), _as_bytes(new))
+
     def _end(self, row: int) -> None:
         number = self._request_of[row]
+        self._outputs.found[number] = self.scheduler.table.found[row]
         self._outputs.over[number] = True
         self._has_slot[row] = False
         self._outputs.preemptions[number] = self.scheduler.table.preemptions[row]
@@ -383,3 +401,8 @@ class Replica:
         requests, gone = self._request_of[step.rows], np.array(self._gone, np.int64)
         longer = lengthening(step, self.scheduler.view, took)
         self.rows_log.append(BatchRows(requests, step.plan.num_tokens, step.decodes, gone, longer))
+
+
+def _as_bytes(ids: np.ndarray) -> tuple[bytes, ...]:
+    """Ids of blocks as the scheduler's keys."""
+    return tuple(int(one).to_bytes(8, "big") for one in ids.tolist())

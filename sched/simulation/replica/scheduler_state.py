@@ -57,7 +57,8 @@ class SimulatedScheduler(Scheduler):
         return GrowingTable(capacity)
 
     def _make_pool(self, num_blocks: int, block_size: int, capacity: int, width: int) -> BlockPool:
-        counts = self.policy.counts_blocks and not self.checked  # to check a plan takes ids
+        # To check a plan takes ids, and so does finding blocks again.
+        counts = self.policy.counts_blocks and not self.checked and self.cache is None
         kind = CountedPool if counts else BlockPool
         return kind(num_blocks, block_size, capacity, width)
 
