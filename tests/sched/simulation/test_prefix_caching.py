@@ -1,4 +1,4 @@
-"""Simulated requests find what others have computed, as far as their workload says it is the same."""
+"""Simulated requests find what others have computed, as far as their tokens are the same."""
 
 from __future__ import annotations
 
