@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxserve.config import ConfigError
+from jaxserve.engine.shared_prefixes import SharedPrefixes
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.file_lock import lock, private
 from jaxserve.sched.request import Request
@@ -97,6 +98,7 @@ class Recorder(Observer):
         self._start = clock()
         self._queue: queue.Queue[_Told | None] = queue.Queue(depth)
         self._writer = _Writer(_place(path), header, max_bytes)
+        self._prefixes = SharedPrefixes(header.block_size)
         self._thread = threading.Thread(target=self._run, name="jaxserve-recorder", daemon=True)
         self._thread.start()
 
@@ -128,7 +130,7 @@ class Recorder(Observer):
         try:
             self._writer.begin(0.0)
             while (what := self._queue.get()) is not None:
-                self._writer.write(_event(what, self._start), self.lost)
+                self._writer.write(self._event(what), self.lost)
                 if self._queue.empty():
                     self._writer.flush()
             self._writer.end(self.lost)
@@ -136,6 +138,17 @@ class Recorder(Observer):
             log.error("nothing more is recorded: %s", error, exc_info=error)
             while self._queue.get() is not None:
                 pass
+
+    def _event(self, what: _Told) -> recording.Event:
+        event = _event(what, self._start)
+        match what:
+            case RequestStats():
+                self._prefixes.wrote(what.number, what.block_keys)
+            case number, Request(block_keys=keys) if keys is not None:
+                assert isinstance(event, recording.Arrival)
+                of, tokens = self._prefixes.arrived(number, keys)
+                return event._replace(prefix_of=of, prefix_len=tokens)
+        return event
 
 
 def _event(what: _Told, start: float) -> recording.Event:

@@ -224,4 +224,5 @@ class Continuation:
             ttft=self._timings.ttft if self.token_times else None,
             e2e=now - self.request.arrival,
             verdict=self._verdict,
+            block_keys=() if self.block_keys is None else self.block_keys.keys,
         )

@@ -7,7 +7,8 @@ counted, and it is still called for later events.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.cost.cost_model import BatchFeatures
@@ -109,6 +110,7 @@ class RequestStats:
         ttft: arrival to first token; None if there was none.
         e2e: arrival to the end.
         verdict: whether its targets were met; None if it has no targets.
+        block_keys: of the full blocks of its prompt and output; empty where nothing is to be found.
     """
 
     number: int
@@ -121,6 +123,7 @@ class RequestStats:
     ttft: float | None
     e2e: float
     verdict: Verdict | None = None
+    block_keys: Sequence[bytes] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

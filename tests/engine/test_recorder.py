@@ -203,7 +203,7 @@ def test_nobody_else_may_read_any_of_it(tmp_path: Path) -> None:
     assert set(modes.values()) == {0o600}
 
 
-@pytest.mark.parametrize(("version", "lacks"), [(5, 1), (4, 2)])
+@pytest.mark.parametrize(("version", "lacks"), [(6, 2), (5, 3), (4, 4)])
 def test_recordings_of_the_last_formats_are_read(tmp_path: Path, version: int, lacks: int) -> None:
     path = tmp_path / "served.jsonl"
     story = Story(path)
@@ -212,12 +212,15 @@ def test_recordings_of_the_last_formats_are_read(tmp_path: Path, version: int, l
     story.over()
     header, arrival, *rest = map(json.loads, path.read_text().splitlines())
     header["recording"] = version
-    assert arrival[-2:] == [7.0, 3.0]
+    assert arrival[-4:] == [7.0, 3.0, 0, 0]
     for line in (header["columns"]["arrival"], arrival):
         del line[-lacks:]
     path.write_text("".join(json.dumps(line) + "\n" for line in (header, arrival, *rest)))
     workload = replay.traffic_of(replay.read(path)).workload
-    assert (workload.ttft.tolist(), workload.value.tolist()) == ([0.5], [1.0])
+    assert (workload.ttft.tolist(), workload.value.tolist()) == (
+        [0.5],
+        [3.0 if version == 6 else 1.0],
+    )
     assert workload.max_tbt.tolist() == [np.inf if version == 4 else 7.0]
 
 
@@ -231,7 +234,7 @@ def test_what_was_there_before_and_is_no_recording_is_left_out(tmp_path: Path) -
     recording = replay.read(path)
     assert len(recording.steps) == 1
     (note,) = recording.notes
-    assert note == f"{older(path)}: recording format 0, this version reads 4, 5, 6: left out"
+    assert note == f"{older(path)}: recording format 0, this version reads 4, 5, 6, 7: left out"
 
 
 def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,3 +354,36 @@ def test_a_real_engine_records_what_it_serves(shapes: dict[str, Path], tmp_path:
     system = replay.system_of(recording)
     assert system.host.plan + system.host.plan_row > 0 and system.padding is not None
     assert system.cost_model.batch_time(recording.steps.features).min() > 0
+
+
+def test_what_prompts_share_is_read_again(tmp_path: Path) -> None:
+    """By keys of their blocks alone: an answer goes on a prompt, and another begins as both."""
+    path, keys = tmp_path / "served.jsonl", [bytes([i]) * 16 for i in range(9)]
+    story = Story(path)
+
+    def arrive(number: int, prompt: int, *chain: bytes) -> None:
+        request = Request(f"{number}", (7,) * prompt, block_keys=chain)
+        story.recorder.on_arrival(number, dataclasses.replace(request, arrival=story.now))
+
+    def end(number: int, *chain: bytes) -> None:
+        stats = RequestStats(number, FinishReason.STOP, Tier.REALTIME, 9, 6, 0, 0.1, 0.2, 7.5)
+        story.recorder.on_finish(dataclasses.replace(stats, block_keys=chain))
+
+    arrive(0, 9, *keys[:2])  # two blocks of four tokens, and one more token
+    for _ in range(6):
+        story.step(0)
+    end(0, *keys[:3])
+    arrive(1, 17, *keys[:3], keys[5])
+    arrive(2, 6, keys[0])
+    arrive(3, 18, *keys[:3], keys[5])
+    arrive(4, 5, keys[8])
+    story.step(1, 2, 3, 4)
+    story.over()
+    recording = replay.read(path)
+    workload = replay.traffic_of(recording).workload
+    assert workload.prefix_len.tolist() == [0, 12, 4, 16, 0]
+    assert workload.prefix_of.tolist() == [-1, 0, 1, 1, -1]
+    assert b"\x00" * 8 not in path.read_bytes(), "no key is written that guesses could be tried on"
+    part = replay.traffic_of(recording.part(1, 5)).workload
+    assert part.prefix_of.tolist() == [-1, 0, 0, -1]
+    assert part.prefix_len.tolist() == [0, 4, 16, 0]

@@ -198,6 +198,7 @@ def _header(config: Config, chosen: Choices, info: EngineInfo, initial: InitialC
         rho=info.rho,
         cost_model=initial.model,
         padding=chosen.buckets.padding,
+        prefix_caching=config.cache.prefix_caching,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, Simu
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
+from jaxserve.sched.workloads.prefixes import NO_PREFIX, Prefixes
 from jaxserve.sched.workloads.workload import Lengths, Workload
 
 _NUMBERS = Step._fields[: Step._fields.index("features")]  # of a step
@@ -71,16 +73,32 @@ class Recording:
         that of `behind`, if there is one. For recordings in which no other requests run then."""
         steps = self.within(first, behind)
         mine = steps[self.token_step]
+        kept = [n for n in self.arrivals if first <= n < behind]
+        found = self.prefixes(kept)
         return dataclasses.replace(
             self,
             start=self.arrivals[first].time,
-            arrivals={n: one for n, one in self.arrivals.items() if first <= n < behind},
+            arrivals={
+                n: self.arrivals[n]._replace(prefix_of=kept[of] if tokens else 0, prefix_len=tokens)
+                for n, of, tokens in zip(
+                    kept, found.prefix_of.tolist(), found.prefix_len.tolist(), strict=True
+                )
+            },
             ends={n: one for n, one in self.ends.items() if first <= n < behind},
             steps=self.steps.select(steps),
             columns={name: column[steps] for name, column in self.columns.items()},
             token_request=self.token_request[mine],
             token_step=(np.cumsum(steps) - 1)[self.token_step[mine]],
         )
+
+    def prefixes(self, numbers: Sequence[int]) -> Prefixes:
+        """What these requests, ascending, share with earlier ones among them."""
+        index = {number: i for i, number in enumerate(self.arrivals)}
+        of, tokens = np.full(len(index), NO_PREFIX, np.int64), np.zeros(len(index), np.int64)
+        for i, one in enumerate(self.arrivals.values()):
+            if one.prefix_len and one.prefix_of in index:
+                of[i], tokens[i] = index[one.prefix_of], one.prefix_len
+        return Prefixes(of, tokens).select(np.array([index[n] for n in numbers], np.int64))
 
     def within(self, first: int, behind: int) -> np.ndarray:
         """Mask of the steps that `part` keeps, bool [s]."""
@@ -250,6 +268,7 @@ def again(recording: Recording, system: System, **options: Any) -> SimulationRes
         "host_tokens": header.host_slots // 2,
         "max_queue": header.max_queue,
         "overlap": header.overlap,
+        "prefix_caching": header.prefix_caching,
         "seed": header.seed,
     }
     return simulate(header.policy, traffic_of(recording).workload, system, **(how | options))
@@ -324,7 +343,22 @@ def _workload(recording: Recording, there: list[Arrival], output_len: np.ndarray
     )
     prompt = np.array([one.prompt_len for one in there], np.int64) + written
     limit = np.array([one.limit for one in there], np.int64) - written
-    return Workload.create(time - time.min(), Lengths(prompt, output_len), limit=limit, terms=terms)
+    prefixes = recording.prefixes([one.number for one in there])
+    return Workload.create(
+        time - time.min(),
+        Lengths(prompt, output_len),
+        limit=limit,
+        terms=terms,
+        prefixes=_within_lengths(prefixes, prompt, output_len),
+    )
+
+
+def _within_lengths(prefixes: Prefixes, prompt: np.ndarray, output: np.ndarray) -> Prefixes:
+    """No longer than the streams are, of which some are cut."""
+    source = prefixes.prefix_of
+    longest = np.where(source >= 0, (prompt + output)[source], 0)
+    tokens = np.minimum(np.minimum(prefixes.prefix_len, prompt), longest)
+    return Prefixes(np.where(tokens > 0, source, NO_PREFIX), tokens)
 
 
 def _begin(recording: Recording, arrival: Arrival) -> float:
