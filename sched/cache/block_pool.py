@@ -72,6 +72,8 @@ class BlockPool:
         self.num_shared = 0
         self._free = FreeBlocks(num_blocks)
         self._hidden = False  # whether anybody has ever had a hidden cache
+        self._reading = np.zeros(max_owners, np.int64)  # by row, see `_read`
+        self._stale = False  # whether some block has become one of several, or of one
 
     @property
     def num_free(self) -> int:
@@ -168,14 +170,21 @@ class BlockPool:
         """Blocks a plane that each of these would find if it started, and that take no free ones,
         int64 [n]: those that several read. What one row alone reads is as good as free, since that
         row may be preempted for it."""
-        read = np.zeros(len(rows), np.int64)
-        if self.cache is None or not len(self.cache):
-            return read
-        for i in np.flatnonzero(self.cache.found[rows]).tolist():
-            chain = self.cache.chain(int(rows[i]))
-            # Whoever reads one reads all before it.
-            read[i] = bisect.bisect_left(chain, True, key=lambda page: self.refs[page.ids[0]] < 2)
-        return read
+        cache = self.cache
+        if cache is None:
+            return np.zeros(len(rows), np.int64)
+        if self._stale or cache.moved:
+            for row in cache.moved.union(cache.waiting() if self._stale else ()):
+                chain = cache.chain(row)
+                # Whoever reads one reads all before it.
+                several = bisect.bisect_left(chain, True, key=self._is_of_one)
+                self._reading[row] = several
+            self._stale = False
+            cache.moved.clear()
+        return np.asarray(self._reading[rows])
+
+    def _is_of_one(self, page: Page) -> bool:
+        return bool(self.refs[page.ids[0]] < 2)
 
     def slots_of(self, row: int, first: int, end: int) -> np.ndarray:
         """Where the row's cached tokens [first, end) lie, plane by plane, int32 [planes * (end -
@@ -208,7 +217,9 @@ class BlockPool:
         holding = np.flatnonzero(self.held)
         tables[holding] = self.tables[holding]  # the others' pages are never touched
         self.tables = tables
-        grow_columns(self, rows, cap=self.block_size, held=0, _private=0, kind=KV, direction=LEFT)
+        grow_columns(
+            self, rows, cap=self.block_size, held=0, _private=0, _reading=0, kind=KV, direction=LEFT
+        )
 
     def open_cache(self, row: int, kind: CacheKind, direction: Direction = Direction.LEFT) -> None:
         """Starts an empty cache for the row. ValueError if it has one."""
@@ -487,6 +498,7 @@ class BlockPool:
         refs = self.refs[ids]
         alone = self._rows[ids[refs == 1]]
         self.num_shared += len(alone)
+        self._stale |= len(alone) > 0
         np.subtract.at(self._private, alone, 1)
         self._private[row] += int(np.count_nonzero(refs == 0))
         self.refs[ids] += 1
@@ -504,6 +516,7 @@ class BlockPool:
         self._rows[ids] -= row
         last, free = self._rows[ids[refs == 1]], ids[refs == 0]
         self.num_shared -= len(last)
+        self._stale |= len(last) > 0
         np.add.at(self._private, last, 1)
         self._private[row] -= len(free)
         self.owners[ids[self.owners[ids, side] == row], side] = NOBODY

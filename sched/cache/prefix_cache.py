@@ -53,6 +53,7 @@ class PrefixCache:
         num_unread: Blocks of pages that nobody reads.
         num_evicted: Pages that made room for others, so far.
         num_reused: Pages that were read by those who found them, so far.
+        moved: Rows that may find other pages than they did when this was last emptied.
     """
 
     def __init__(self, rows: int) -> None:
@@ -66,6 +67,7 @@ class PrefixCache:
         self._most: dict[int, int] = {}  # by row that waits, pages that it may find
         self._chain: dict[int, list[Page]] = {}  # by row that waits, those that it finds
         self._changed: set[int] = set()
+        self.moved: set[int] = set()
         self._wanted: dict[bytes, set[int]] = {}
 
     def __len__(self) -> int:
@@ -138,6 +140,10 @@ class PrefixCache:
         """The pages that a waiting row finds, in order."""
         return self._chain.get(row, ())
 
+    def waiting(self) -> list[int]:
+        """Rows that wait."""
+        return [*self._chain]
+
     def first_found(self) -> list[int]:
         """The K blocks of the first pages that those who wait find."""
         return [chain[0].ids[0] for chain in self._chain.values() if chain]
@@ -159,6 +165,7 @@ class PrefixCache:
         self._tell(row, len(chain))
 
     def _tell(self, row: int, found: int) -> None:
+        self.moved.add(row)
         if self.found[row] != found:
             self.found[row] = found
             self._changed.add(row)

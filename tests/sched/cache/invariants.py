@@ -72,6 +72,8 @@ def check_cache(pool: BlockPool, refs: np.ndarray) -> None:
             depth += 1
         assert [p.key for p in cache.chain(row)] == keys[:depth], "a row would find something else"
         assert cache.found[row] == depth
+        several = sum(int(refs[page.ids[0]] > 1) for page in cache.chain(row))
+        assert pool._read(np.array([row])) == several, "it would take other blocks than it is told"
         for page in pages.values():
             assert (row in page.finders) == (depth > 0 and page is cache.chain(row)[-1])
         assert (depth < most) == (
