@@ -292,9 +292,9 @@ class Replica:
         before = table.received[rows]
         outputs.times[outputs.offsets[requests] + before] = now
         self.scheduler.receive(rows, now)
-        if self._block_keys is not None:
-            self._know(rows, requests, self._block_keys)
         over = before + 1 >= outputs.lengths[requests]
+        if self._block_keys is not None:
+            self._know(rows[~over], requests[~over], self._block_keys)
         if self._setting.routing.looks:
             first = rows[before == 0]
             in_time = now - table.arrival[first] <= table.ttft[first]

@@ -155,6 +155,19 @@ class Device:
         return tokens
 
 
+def prompts_of(workload: Workload) -> list[tuple[int, ...]]:
+    """Prompts of random tokens, and what the workload says that they share."""
+    rng, streams, prompts = np.random.default_rng(11), list[list[int]](), list[tuple[int, ...]]()
+    for number in range(len(workload)):
+        shared, length = int(workload.prefix_len[number]), int(workload.prompt_len[number])
+        begin = streams[workload.prefix_of[number]][:shared] if shared else []
+        prompt = begin + rng.integers(10, VOCAB, length - shared).tolist()
+        output = int(workload.output_len[number])
+        prompts.append(tuple(prompt))
+        streams.append([*prompt, *[WORD] * (output - 1), END])
+    return prompts
+
+
 class Served(Observer):
     """An engine that has served a workload on its virtual clock.
 
@@ -168,6 +181,7 @@ class Served(Observer):
         self.token_times: dict[int, list[float]] = {}
         self.steps: list[StepStats] = []
         self._workload, self._requests, self._sent = workload, Requests(workload), 0
+        self._prompts = prompts_of(workload)
         self._clock = Clock()
         buckets = self.chosen.buckets
         self._device = Device(self._clock, cost_model, buckets, workload.output_len)
@@ -238,6 +252,7 @@ class Served(Observer):
     def _submit(self, number: int) -> None:
         times = self.token_times[number] = []
         request = self._requests.make_request(number)
+        request = dataclasses.replace(request, prompt=self._prompts[number])
         self.engine.submit(request, lambda output: times.extend(output.token_times))
 
     # As an observer.

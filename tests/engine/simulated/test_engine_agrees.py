@@ -25,6 +25,7 @@ from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.state.request_table import RUNNING, WAITING
+from jaxserve.sched.workloads.prefixes import Prefixes
 from jaxserve.sched.workloads.workload import Lengths, Workload
 from tests.engine.simulated.engine_on_a_virtual_clock import LAYERS, MODEL, Served, configured
 from tests.moving_caches import MovingCaches
@@ -157,6 +158,7 @@ def simulated_as(
         online=PRIOR,
         checked=True,
         record_rows=True,
+        prefix_caching=config.cache.prefix_caching,
     )
 
 
@@ -211,6 +213,23 @@ def test_the_plans_are_the_same_one_by_one(
     if blocks == SMALL and policy in HYBRID:
         # To read a pool full of them takes longer here than a step: goodput takes none.
         assert (result.batches.num_hidden.sum() > 0) == (policy != "goodput")
+
+
+@pytest.mark.parametrize("blocks", [SMALL, LARGE])
+@pytest.mark.parametrize("policy", ["sarathi", "goodput", "bros", "aptserve", "accelgen", "vllm"])
+def test_so_is_what_is_found_again(
+    policy: str, blocks: int, agree: Callable[..., SimulationResult]
+) -> None:
+    workload, rng = trace(3, 20.0, True, count=40), np.random.default_rng(5)
+    prefixes = Prefixes.none(len(workload))
+    for number in range(1, len(workload)):
+        source = int(rng.integers(number))
+        most = min(int(workload.prompt_len[number]), int(workload.lengths.total[source]))
+        prefixes.prefix_of[number], prefixes.prefix_len[number] = source, rng.integers(1, most + 1)
+    workload = dataclasses.replace(workload, **vars(prefixes))
+    fields = {"cache__num_blocks": blocks, "cache__prefix_caching": True}
+    found = agree(lambda: make_policy(policy), workload, **fields).requests.found
+    assert found is not None and found.sum() > 100
 
 
 @pytest.mark.parametrize("policy", ["aptserve", "aptserve_fcfs"])
