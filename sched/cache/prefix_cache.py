@@ -212,14 +212,17 @@ class PrefixCache:
 
     def unread(self, ids: Sequence[int]) -> list[int]:
         """Nobody reads these blocks any more. Those that are known stay; the pages of one row are
-        in order, and the last goes first. Returns the ids of the others."""
+        in order, and the last goes first. Returns the ids of those that are free."""
+        free = [block for block in ids if block not in self._of_block]
         pages = dict.fromkeys(map(self._of_block.get, ids))
         pages.pop(None, None)
         for page in reversed([*pages]):
             assert page is not None
             self._unread[page] = None
             self.num_unread += len(page.ids)
-        return [block for block in ids if block not in self._of_block]
+            if not page.after <= self._unread.keys():
+                free += self.forget(page)  # whoever reads on has a copy of it
+        return free
 
     def read(self, page: Page) -> None:
         """Somebody reads the page, whom nobody did."""
