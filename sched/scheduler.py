@@ -303,6 +303,7 @@ class Scheduler:
     def _pin(self, plan: BatchPlan) -> None:
         """Those that start read what they find, before anything else takes its room."""
         assert self.cache is not None
+        self._count_queries(plan.rows, self.cache)
         rows = plan.rows[self.cache.found[plan.rows] > 0]
         for row in rows.tolist():
             pages = self.cache.start(row)
@@ -315,6 +316,15 @@ class Scheduler:
             self.shares.left(int(self.table.tenant[rows[-1]]))
         for row in plan.rows.tolist():
             self.cache.start(row)  # the others no longer wait, either
+
+    def _count_queries(self, rows: np.ndarray, cache: PrefixCache) -> None:
+        """What those that start for the first time looked for, and what they find."""
+        table = self.table
+        starts = rows[(table.state[rows] == WAITING) & (table.preemptions[rows] == 0)]
+        for row in filter(cache.knows, starts.tolist()):
+            tier = table.tier[row]
+            cache.num_queried[tier] += table.prompt_len[row]
+            cache.num_hit[tier] += cache.found[row] * self.pool.block_size
 
     def _register_all(self, rows: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
         """The blocks that these rows fill up to `end`. Later steps run after this one, so others
