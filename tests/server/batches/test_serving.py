@@ -39,7 +39,7 @@ def test_a_batch_is_served_with_all_that_its_lines_say(
 ) -> None:
     engine.run()
     first = line("one", max_tokens=2, logprobs=1, stop=["x", "y"], logit_bias={7: 1.5}, seed=3)
-    first.id = "first"
+    first.id, first.cache_salt = "first", "s\0"
     second = line(max_tokens=1, n=2, prompt_logprobs=1)
     second.token_ids.ids.extend([5, 6])
     assert door.submit("b", [first, second]).batch_id == "b"
@@ -64,6 +64,7 @@ def test_a_batch_is_served_with_all_that_its_lines_say(
     sampling = request.sampling
     assert (sampling.stop, sampling.logit_bias, sampling.seed) == (("x", "y"), ((7, 1.5),), 3)
     assert other.prompt == (5, 6)
+    assert (request.cache_salt, other.cache_salt) == ("s\0", "")
     status = door.status("b")
     assert (status.state, status.num_lines, status.done) == (STATE["ENDED"], 2, 2)
     assert status.model == "fake" and not (status.failed or status.waiting or status.running)
