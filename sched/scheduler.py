@@ -303,19 +303,23 @@ class Scheduler:
 
     def _pin(self, plan: BatchPlan) -> None:
         """Those that start read what they find, before anything else takes its room."""
-        assert self.cache is not None
-        rows = plan.rows[self.cache.found[plan.rows] > 0]
-        for row in rows.tolist():
-            pages = self.cache.start(row)
-            self.pool.share(row, pages, self.cache.side(row))
-            self.cache.num_reused += len(pages)
-            if not self.table.preemptions[row]:
-                self.table.found[row] = len(pages) * self.pool.block_size
-        self.table.move(rows, RUNNING)
-        if len(rows):
-            self.shares.left(int(self.table.tenant[rows[-1]]))
-        for row in plan.rows.tolist():
-            self.cache.start(row)  # the others no longer wait, either
+        cache, table, size = self.cache, self.table, self.pool.block_size
+        assert cache is not None
+        starts = plan.rows[table.state[plan.rows] == WAITING]
+        for row in starts.tolist():
+            pages = cache.start(row)
+            if pages:
+                self.pool.share(row, pages, cache.side(row))
+                cache.num_reused += len(pages)
+            if cache.knows(row) and not table.preemptions[row]:
+                tier = table.tier[row]
+                table.found[row] = len(pages) * size
+                cache.num_queried[tier] += table.prompt_len[row]
+                cache.num_hit[tier] += len(pages) * size
+        reading = starts[self.pool.held[starts] > 0]
+        if len(reading):
+            table.move(reading, RUNNING)
+            self.shares.left(int(table.tenant[reading[-1]]))
 
     def _register_all(self, rows: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
         """The blocks that these rows fill up to `end`. Later steps run after this one, so others

@@ -239,7 +239,7 @@ def _many(client: Client, args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     slo = {name: getattr(args, name) for name in TARGETS}
     service = {"tier": args.tier, "slo_class": args.slo_class, "slo": slo}
-    service["serve_late"] = args.serve_late
+    service |= {"serve_late": args.serve_late, "cache_salt": args.cache_salt}
     return {**_sampling(args), "timeout": args.timeout, **service}
 
 
@@ -285,6 +285,11 @@ def _complete_parser() -> Parser:
         "--max_tbt_ms", type=float, help="target: between any two tokens (10 x --tbt_ms, from 2000)"
     )
     add("--serve_late", action="store_true", help="not refused though the first token will be late")
+    add(
+        "--cache_salt",
+        default="",
+        help="share computed prompts only with calls that have this salt",
+    )
     return parser
 
 

@@ -23,6 +23,7 @@ def make_request(
     tier: str | None = None,
     slo_class: str = "",
     serve_late: bool = False,
+    cache_salt: str = "",
     **sampling: Any,
 ) -> pb.GenerateRequest:
     """The message for one prompt. The server checks limits, not this.
@@ -34,6 +35,7 @@ def make_request(
         tier: "realtime" or "best_effort"; None leaves it to the class, or to the server.
         slo_class: one of the server's SLO classes, for the targets and the tier not given here.
         serve_late: whether to serve it though its first token is expected late.
+        cache_salt: only requests with the same one find in the cache what this one computes.
         sampling: fields of jaxserve.sched.request.SamplingParams; None leaves the server's default.
 
     Raises:
@@ -43,7 +45,9 @@ def make_request(
         raise ValueError(f"tier: unknown value {tier!r}; known values are {', '.join(TIERS)}")
     _known("sampling parameter", sampling, SAMPLING)
     _known("slo", slo or {}, _SLO)
-    message = pb.GenerateRequest(request_id=request_id, slo_class=slo_class, serve_late=serve_late)
+    message = pb.GenerateRequest(
+        request_id=request_id, slo_class=slo_class, serve_late=serve_late, cache_salt=cache_salt
+    )
     if tier is not None:
         message.tier = TIERS[tier]
     _set_prompt(message, prompt)
@@ -53,12 +57,12 @@ def make_request(
 
 
 def make_line(
-    prompt: str | Sequence[int], *, line_id: str = "", **sampling: Any
+    prompt: str | Sequence[int], *, line_id: str = "", cache_salt: str = "", **sampling: Any
 ) -> batches_pb2.BatchLine:
     """The message for one line of a batch. line_id: any name, which the result repeats; the rest is
     as in `make_request`."""
     _known("sampling parameter", sampling, SAMPLING)
-    message = batches_pb2.BatchLine(id=line_id)
+    message = batches_pb2.BatchLine(id=line_id, cache_salt=cache_salt)
     _set_prompt(message, prompt)
     _fill(message.sampling, sampling)
     return message

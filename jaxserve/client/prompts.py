@@ -22,7 +22,7 @@ from jaxserve.client.messages import make_line
 from jaxserve.server.proto import batches_pb2 as pb
 
 STDIN = "-"
-_FIELDS = ("id", "prompt", "token_ids", "sampling")
+_FIELDS = ("id", "prompt", "token_ids", "sampling", "cache_salt")
 _MAX_ID = 128
 _MAX_BYTES = 6 << 20  # of a message: what the server takes in one call is 8 MiB
 
@@ -114,10 +114,11 @@ def _line(text: str, defaults: Mapping[str, Any]) -> pb.BatchLine:
     name = found.get("id", "")
     if not isinstance(name, str) or len(name) > _MAX_ID:
         raise ValueError(f"id: must be a string of at most {_MAX_ID} characters")
-    prompt = _text(found["prompt"]) if "prompt" in found else _tokens(found["token_ids"])
+    prompt = _text("prompt", found["prompt"]) if "prompt" in found else _tokens(found["token_ids"])
+    salt = _text("cache_salt", found.get("cache_salt", ""))
     sampling = {**defaults, **_sampling(found.get("sampling", {}))}
     try:
-        line = make_line(prompt, line_id=name, **sampling)
+        line = make_line(prompt, line_id=name, cache_salt=salt, **sampling)
     except UnicodeEncodeError:
         raise ValueError("holds half a character (an unpaired surrogate)") from None
     if line.ByteSize() > _MAX_BYTES:
@@ -125,9 +126,9 @@ def _line(text: str, defaults: Mapping[str, Any]) -> pb.BatchLine:
     return line
 
 
-def _text(value: Any) -> str:
+def _text(field: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError("prompt: must be a string")
+        raise ValueError(f"{field}: must be a string")
     return value
 
 

@@ -38,7 +38,8 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 _SCOPE = ("type", "http_version", "method", "scheme", "path", "query_string", "headers", "client")
 _GONE = (ReplicaLost, RayServeException, RayError)
 _METRICS = "/metrics"
-_METRICS_S = 5.0  # for all replicas to tell theirs
+_RESET = "/reset_prefix_cache"
+_ALL_S = 5.0  # for all replicas to do what each of them has to
 
 
 class CallFailed(RuntimeError):
@@ -98,6 +99,14 @@ class Ingress:
                 for message in _whole(metrics_page(await self._metrics()), CONTENT_TYPE_LATEST):
                     yield message
                 return
+        if path == _RESET and scope["method"] == "POST":
+            async with aclosing(self._relayed(NOTHING, plain, body)) as messages:
+                answer = [message async for message in messages]
+            if answer[0]["status"] == 200:  # likewise
+                await self._of_all("reset_prefix_cache")
+            for message in answer:
+                yield message
+            return
         routing_request = await self._routing_requests.from_http(path, body)
         async with aclosing(self._relayed(routing_request, plain, body)) as messages:
             async for message in messages:
@@ -114,15 +123,18 @@ class Ingress:
                     yield message
 
     async def _metrics(self) -> dict[str, list[Metric]]:
-        """Metrics of all running replicas, by name. Raises RayServeException if one does not
-        respond in time."""
-        said = self._engine.broadcast("metrics").results_async(
-            timeout_s=_METRICS_S, return_exceptions=True
+        """Metrics of all running replicas, by name. Raises as `_of_all`."""
+        return dict(await self._of_all("metrics"))
+
+    async def _of_all(self, method: str) -> list[Any]:
+        """What all running replicas answer. Raises RayServeException if one does not in time."""
+        said = self._engine.broadcast(method).results_async(
+            timeout_s=_ALL_S, return_exceptions=True
         )
         try:
-            return dict(one for one in await said if not isinstance(one, Exception))
+            return [one for one in await said if not isinstance(one, Exception)]
         except TimeoutError:
-            why = f"a replica has not told its metrics within {_METRICS_S:g} s"
+            why = f"a replica has not answered {method} within {_ALL_S:g} s"
             raise RayServeException(why) from None
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:

@@ -160,6 +160,10 @@ class EngineReplica:
         """The replica's name, and its Prometheus metrics."""
         return self._name, await asyncio.to_thread(lambda: list(self._metrics.registry.collect()))
 
+    async def reset_prefix_cache(self) -> None:
+        """As `Engine.reset_prefix_cache`."""
+        self._engine.reset_prefix_cache()
+
     async def body_bytes(self) -> int:
         """Bytes of the longest body that it takes."""
         return self._frontends.body_bytes

@@ -9,6 +9,7 @@ previous token, while the device already computes their logits.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import logging
 import threading
@@ -37,7 +38,7 @@ from jaxserve.engine.ttft_estimator import LiveTtftEstimator
 from jaxserve.sched.cache.pool_map import pool_map
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.cost.reachability import slo_problems
-from jaxserve.sched.request import Grammar, Request, validate
+from jaxserve.sched.request import Grammar, Request, Tier, validate
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.tiers import blocks_used
@@ -46,6 +47,12 @@ from jaxserve.sched.state.request_table import DRAINING, HELD, RUNNING, WAITING
 from jaxserve.sched.step_timing import StepWatch
 
 log = logging.getLogger(__name__)
+
+
+class _Command(enum.Enum):
+    """What may be asked of the engine's thread, beside requests and their ends."""
+
+    RESET_PREFIX_CACHE = enum.auto()
 
 
 class Engine:
@@ -105,7 +112,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         # Shared between threads, under the condition's lock.
         self._wake = threading.Condition()
-        self._inbox: deque[Submit | str] = deque()  # and ids of requests to cancel
+        self._inbox: deque[Submit | str | _Command] = deque()  # ids are of requests to cancel
         self._places = RequestPlaces(scheduler.table.capacity)
         self._open, self._stop = True, False
         self._failure: BaseException | None = None
@@ -224,12 +231,20 @@ class Engine:
             self._inbox.append(request_id)
             self._wake.notify()
 
+    def reset_prefix_cache(self) -> None:
+        """Has all that was computed so far forgotten: who is submitted after this finds none of it.
+        Those who run keep what they read."""
+        with self._wake:
+            self._inbox.append(_Command.RESET_PREFIX_CACHE)
+            self._wake.notify()
+
     def stats(self) -> EngineStats:
         """A snapshot, taken while the engine runs: its counts may be one step apart."""
         with self._wake:
             queued = sum(isinstance(c, Submit) for c in self._inbox)
         scheduler, failures = self._scheduler, self._step_loop.failures
         table, pool, host = scheduler.table, scheduler.pool, scheduler.host
+        cache = scheduler.cache
         return EngineStats(
             waiting=int(np.isin(table.state, (WAITING, HELD)).sum()) + queued,
             running=int(np.isin(table.state, (RUNNING, DRAINING)).sum()),
@@ -249,6 +264,9 @@ class Engine:
             request_failures=failures.requests,
             step_failures=failures.steps,
             observer_failures=failures.observers,
+            prefix_cache_queries={} if cache is None else _by_tier(cache.num_queried),
+            prefix_cache_hits={} if cache is None else _by_tier(cache.num_hit),
+            prefix_cache_evicted=0 if cache is None else cache.num_evicted * pool.block_size,
         )
 
     def expected_wait(self, request: Request) -> Wait:
@@ -388,6 +406,8 @@ class Engine:
             command = self._inbox.popleft()
             if isinstance(command, Submit):
                 self._step_loop.admit(command)
+            elif command is _Command.RESET_PREFIX_CACHE:
+                self._step_loop.reset_prefix_cache()
             else:
                 self._step_loop.cancel(command)
         return True
@@ -419,3 +439,7 @@ class Engine:
         with self._wake:
             self._places.clear()
             self._wake.notify_all()
+
+
+def _by_tier(counts: np.ndarray) -> dict[str, int]:
+    return {tier.name.lower(): int(counts[tier]) for tier in Tier}

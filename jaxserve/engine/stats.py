@@ -150,6 +150,10 @@ class EngineStats:
         request_failures: continuations that failed alone, see `failures.py`.
         step_failures: steps that failed as a whole.
         observer_failures: observer calls that raised.
+        prefix_cache_queries: by tier, prompt tokens of started requests that may find some of them
+            computed; empty without prefix caching, as the next one is.
+        prefix_cache_hits: by tier, those of them that were found.
+        prefix_cache_evicted: tokens that can no longer be found, for others took their blocks.
     """
 
     waiting: int
@@ -170,6 +174,9 @@ class EngineStats:
     request_failures: int = 0
     step_failures: int = 0
     observer_failures: int = 0
+    prefix_cache_queries: dict[str, int] = field(default_factory=dict)
+    prefix_cache_hits: dict[str, int] = field(default_factory=dict)
+    prefix_cache_evicted: int = 0
 
 
 @dataclass(frozen=True)
@@ -196,6 +203,7 @@ class EngineInfo:
         hidden_read: how hidden caches are read, absorbed or projected; None without such caches.
         rho: seconds that a step takes longer for a token read from a hidden cache instead of K and
             V; None without such caches.
+        prefix_caching: whether prompts find what others have computed (`cache.prefix_caching`).
     """
 
     model: str
@@ -216,6 +224,7 @@ class EngineInfo:
     cost_model: str
     hidden_read: str | None = None
     rho: float | None = None
+    prefix_caching: bool = False
 
 
 class Observer:

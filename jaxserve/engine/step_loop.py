@@ -164,6 +164,10 @@ class StepLoop:
             except BaseException as error:
                 self._fail(continuation, error)
 
+    def reset_prefix_cache(self) -> None:
+        """Nobody finds anything of what has been computed so far."""
+        self._scheduler.forget_all()
+
     def launch(self, pending: InFlight | None) -> InFlight | None:
         """Plans and launches the next step. pending: the one in flight, if any. None if there is
         nothing to do, or if it failed."""

@@ -88,6 +88,7 @@ class LLM:
         *,
         slo: SLO | None = None,
         tier: Tier = Tier.REALTIME,
+        cache_salt: str = "",
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Continues each prompt. There may be more of them than the engine can queue. Ctrl-C
@@ -98,6 +99,7 @@ class LLM:
             sampling: for all prompts, or one for each.
             slo: the targets of each.
             tier: the tier of all.
+            cache_salt: of all; only requests with the same one find in the cache what they compute.
             progress: whether to show a bar.
 
         Returns:
@@ -107,7 +109,8 @@ class LLM:
             InvalidRequest: one of them cannot be served. Then none is.
             ValueError: there are not as many `sampling` as prompts.
         """
-        return self._loop.run(self.agenerate(prompts, sampling, slo=slo, tier=tier, bar=progress))
+        work = self._generate(_several(prompts), sampling, slo, tier, cache_salt, progress)
+        return self._loop.run(work)
 
     def chat(
         self,
@@ -145,6 +148,7 @@ class LLM:
         *,
         slo: SLO | None = None,
         tier: Tier = Tier.REALTIME,
+        cache_salt: str = "",
     ) -> Iterator[Piece]:
         """Yields the output of one prompt as it is generated. Closing the iterator cancels the
         request.
@@ -154,8 +158,9 @@ class LLM:
             sampling: sampling parameters; None for the defaults.
             slo: the request's targets.
             tier: its tier.
+            cache_salt: only requests with the same one find in the cache what it computes.
         """
-        return self._loop.iterate(self._stream(prompt, sampling, slo, tier))
+        return self._loop.iterate(self._stream(prompt, sampling, slo, tier, cache_salt))
 
     async def agenerate(
         self,
@@ -164,11 +169,12 @@ class LLM:
         *,
         slo: SLO | None = None,
         tier: Tier = Tier.REALTIME,
+        cache_salt: str = "",
         bar: bool = False,
     ) -> list[RequestOutput]:
         """`generate` for callers on an event loop of their own. See `generate` for the arguments;
         `bar` is its `progress`."""
-        work = self._generate(_several(prompts), sampling, slo, tier, bar)
+        work = self._generate(_several(prompts), sampling, slo, tier, cache_salt, bar)
         return await asyncio.wrap_future(self._loop.submit(work))
 
     def close(self) -> None:
@@ -191,11 +197,12 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         slo: SLO | None,
         tier: Tier,
+        cache_salt: str,
         bar: bool,
     ) -> list[RequestOutput]:
         chosen = _one_each(sampling, len(prompts))
         wanted = [
-            await self._make_request(prompt, params, slo, tier)
+            await self._make_request(prompt, params, slo, tier, cache_salt)
             for prompt, params in zip(prompts, chosen, strict=True)
         ]
         found = [_empty(p, request) for p, request in zip(prompts, wanted, strict=True)]
@@ -219,9 +226,15 @@ class LLM:
         return found
 
     async def _stream(
-        self, prompt: Prompt, sampling: SamplingParams | None, slo: SLO | None, tier: Tier
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        slo: SLO | None,
+        tier: Tier,
+        cache_salt: str,
     ) -> AsyncGenerator[Piece, None]:
-        request = await self._make_request(prompt, sampling or SamplingParams(), slo, tier)
+        params = sampling or SamplingParams()
+        request = await self._make_request(prompt, params, slo, tier, cache_salt)
         stream = await self._open(request)
         try:
             while (delta := await stream.next()) is not None:
@@ -233,10 +246,10 @@ class LLM:
             self._end(stream)
 
     async def _make_request(
-        self, prompt: Prompt, sampling: SamplingParams, slo: SLO | None, tier: Tier
+        self, prompt: Prompt, sampling: SamplingParams, slo: SLO | None, tier: Tier, cache_salt: str
     ) -> Request:
         params = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(sampling)}
-        fields = RequestFields(prompt, params, slo=slo or SLO(), tier=tier)
+        fields = RequestFields(prompt, params, slo=slo or SLO(), tier=tier, cache_salt=cache_salt)
         return await self._requests.make_request(fields)
 
     async def _open(self, request: Request) -> Stream:

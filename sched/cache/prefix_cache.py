@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import LEFT
+from jaxserve.sched.request import Tier
 from jaxserve.sched.row_columns import grow_columns
 
 _NOBODY: frozenset[int] = frozenset()
@@ -54,11 +55,14 @@ class PrefixCache:
         num_evicted: Pages that made room for others, so far.
         num_reused: Pages that were read by those who found them, so far.
         moved: Rows that may find other pages than they did when this was last emptied.
+        num_queried: int64 by tier, prompt tokens of requests with keys that have started, so far.
+        num_hit: int64 by tier, those of them that were found.
     """
 
     def __init__(self, rows: int) -> None:
         self.found = np.zeros(rows, np.int64)
         self.num_unread = self.num_evicted = self.num_reused = 0
+        self.num_queried, self.num_hit = np.zeros((2, len(Tier)), np.int64)
         self._pages: dict[bytes, Page] = {}
         self._of_block: dict[int, Page] = {}
         self._unread: dict[Page, None] = {}  # the next to go first

@@ -70,7 +70,8 @@ class Handle:
         self.scripts = list(scripts)
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.responses: list[Response] = []
-        self.told: Any = []  # of metrics
+        self.told: Any = []  # by all, of whatever is asked
+        self.asked: list[str] = []
         self.dead = 0  # replicas that are asked how long bodies may be
 
     def options(self, *, method_name: str, stream: bool = False) -> Any:
@@ -88,7 +89,8 @@ class Handle:
 
     def broadcast(self, method_name: str) -> Any:
         async def results(*, timeout_s: float, return_exceptions: bool) -> list[Any]:
-            assert method_name == "metrics" and timeout_s and return_exceptions
+            assert timeout_s and return_exceptions
+            self.asked.append(method_name)
             if isinstance(self.told, Exception):
                 raise self.told
             return self.told
@@ -243,6 +245,19 @@ def test_metrics_are_of_all_replicas_for_those_whom_the_door_lets_in() -> None:
     assert http(handle, b"", path="/metrics", method="GET")[0]["status"] == 503
     refused = [{**START, "status": 401}, body(b"no key", more=False)]
     assert http(Handle([refused], [refused]), b"", path="/metrics", method="GET") == refused
+
+
+def test_a_reset_is_of_all_replicas_for_those_whom_the_door_lets() -> None:
+    path, done = "/reset_prefix_cache", [START, body(b"", more=False)]
+    handle = Handle(done)
+    handle.told = [None, KeyError("of one that has just gone")]
+    assert http(handle, b"", path=path) == done and handle.asked == ["reset_prefix_cache"]
+    handle = Handle(done)
+    handle.told = TimeoutError()
+    assert http(handle, b"", path=path)[0]["status"] == 503
+    refused = [{**START, "status": 403}, body(b"no admin", more=False)]
+    handle = Handle(refused)
+    assert http(handle, b"", path=path) == refused and not handle.asked
 
 
 def test_an_answer_that_was_whole_when_its_replica_died_is_whole() -> None:

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.output import Output
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.sched.cache.free_blocks import FreeBlocks
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.request import Request, SamplingParams
+from jaxserve.sched.request import Request, SamplingParams, Tier
 from tests.engine.conftest import Engines, Texts
 from tests.engine.harness import (
     SAMPLING,
@@ -168,3 +169,40 @@ def test_a_failed_step_is_not_found_again(
         monkeypatch.setattr(type(running.executor), "submit", fails)
         assert send(running, prompt, **SHORT)[1].wait().last().error
         assert cached(running, prompt) == (text, 0), "who knows what it has written"
+
+
+def test_counts_are_of_prompts_when_they_start(reusing: Engine) -> None:
+    before = reusing.stats()
+    prompt = [17 + i % 13 for i in range(18)]
+    generate(reusing, [prompt, prompt[:10]], **SHORT)
+    cached(reusing, prompt)
+    send(reusing, prompt, tier=Tier.BEST_EFFORT, **SHORT)[1].wait()
+    cached(reusing, prompt, prompt_logprobs=0)
+    after = reusing.stats()
+
+    def more(name: str) -> dict[str, int]:
+        then, now = getattr(before, name), getattr(after, name)
+        return {tier: now[tier] - then[tier] for tier in now}
+
+    assert more("prefix_cache_queries") == {"realtime": 18 + 10 + 18, "best_effort": 18}
+    hits = more("prefix_cache_hits")
+    assert hits["realtime"] in (16, 16 + 8) and hits["best_effort"] == 16
+
+
+def test_a_reset_has_all_forgotten_whoever_runs(reusing: Engine) -> None:
+    prompt = [23 + i % 9 for i in range(16)]
+    text = cached(reusing, prompt)[0]
+    came: list[Output] = []
+
+    def reset(output: Output) -> None:
+        came.append(output)
+        if len(came) == 8:
+            reusing.reset_prefix_cache()
+
+    long = send(reusing, prompt, reset, max_tokens=30, ignore_eos=True)[1].wait()
+    assert long.tokens()[:12] == text, "who runs keeps what it reads"
+    assert cached(reusing, prompt) == (text, 0)
+    assert cached(reusing, prompt) == (text, 12), "what came after it is found"
+    wait_until_idle(reusing)
+    reusing.reset_prefix_cache()  # with nobody there
+    assert cached(reusing, prompt) == (text, 0)

@@ -123,6 +123,17 @@ def test_one_bad_prompt_and_none_is_served(llm: LLM, engine: Engine) -> None:
     assert llm.generate([], TEN, progress=False) == []
 
 
+def test_a_salt_is_limited_and_may_be_any_text(llm: LLM) -> None:
+    for salt in ("me", "\0\ud800", "s" * 256):
+        (whole,) = llm.generate([8, 9], TEN, cache_salt=salt, progress=False)
+        pieces = list(llm.stream([8, 9], TEN, cache_salt=salt))
+        assert [t for piece in pieces for t in piece.token_ids] == whole.outputs[0].token_ids
+    with pytest.raises(InvalidRequest, match="cache_salt: has 257"):
+        llm.generate([8, 9], TEN, cache_salt="s" * 257)
+    with pytest.raises(InvalidRequest, match="cache_salt: has 257"):
+        list(llm.stream([8, 9], TEN, cache_salt="s" * 257))
+
+
 def test_what_it_cannot_start_with() -> None:
     with pytest.raises(ConfigError, match="scheduler__rows: there is no such field"):
         LLM(scheduler__rows=3)

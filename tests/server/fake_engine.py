@@ -105,6 +105,9 @@ class FakeEngine:
         self.stopped = False
         self.failure: BaseException | None = None
         self.steps = 0
+        self.served = INFO
+        self.cached_tokens = 0  # of every prompt, as far as it has so many
+        self.resets = 0
         self.problems: tuple[SloProblem, ...] = ()
         self.gives_up = False  # whoever comes
         self.wait_s = Wait(seconds=0.25, alone=0.125)
@@ -134,7 +137,10 @@ class FakeEngine:
             raise InvalidRequest(grammar.field_name, "is bad")
 
     def info(self) -> EngineInfo:
-        return INFO
+        return self.served
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
 
     def stats(self) -> EngineStats:
         with self.changed:
@@ -155,6 +161,9 @@ class FakeEngine:
             steps=self.steps,
             step_time_error=0.125,
             expected_wait={"realtime": self.wait_s.seconds, "best_effort": 2 * self.wait_s.seconds},
+            prefix_cache_queries={"realtime": 300, "best_effort": 100},
+            prefix_cache_hits={"realtime": 240, "best_effort": 0},
+            prefix_cache_evicted=160,
         )
 
     def block_map(self) -> np.ndarray:
@@ -361,7 +370,12 @@ class FakeEngine:
             dataclasses.replace(
                 last or Output(request.id, index),
                 finish_reason=reason,
-                usage=Usage(len(request.prompt), produced, preemptions=1),
+                usage=Usage(
+                    len(request.prompt),
+                    produced,
+                    preemptions=1,
+                    cached_tokens=min(self.cached_tokens, len(request.prompt) - 1),
+                ),
                 timings=timings,
                 verdict=verdict,
             )

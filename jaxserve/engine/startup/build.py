@@ -235,4 +235,5 @@ def _info(
         cost_model=initial.source,
         hidden_read=step_model.hidden_read,
         rho=scheduler.view.rho,
+        prefix_caching=scheduler.cache is not None,
     )

@@ -66,6 +66,11 @@ class Caller:
         """Weight of the caller's share of a full engine."""
         return float(self._limits.weight or 1)
 
+    @property
+    def is_admin(self) -> bool:
+        """Whether it may act on the whole server: its key says so, or no keys are needed."""
+        return not self.name or bool(self._limits.admin)
+
     def scoped(self, name: str) -> str:
         """The caller's id `name`, made distinct from other callers' ids: names of keys have no
         slash. It is unchanged where no keys are needed."""

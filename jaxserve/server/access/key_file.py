@@ -26,6 +26,7 @@ LIMITS = {
     "min_ttft_ms": "ms to the first token, the tightest target that it may ask for (any)",
     "min_tbt_ms": "the same between two tokens, P99 or longest (any)",
     "min_jct_ms": "the same to the last one (any)",
+    "admin": "1: it may act on the whole server, as /reset_prefix_cache does (not)",
 }
 """What a key may, and what that means where it says nothing, in parentheses."""
 REALTIME, BEST_EFFORT = TIERS = ("realtime", "best_effort")
@@ -54,6 +55,7 @@ class ApiKey:
         min_ttft_ms: tightest TTFT target that it may ask for, in ms; 0 is any.
         min_tbt_ms: the same for the time between tokens, the 99th percentile or the longest.
         min_jct_ms: the same for the last token.
+        admin: 1 if it may act on the whole server; else 0.
     """
 
     name: str
@@ -68,6 +70,7 @@ class ApiKey:
     min_ttft_ms: int = 0
     min_tbt_ms: int = 0
     min_jct_ms: int = 0
+    admin: int = 0
 
     @property
     def limits(self) -> dict[str, int | str]:
@@ -104,6 +107,10 @@ def check_limit(name: str, text: str) -> int | str:
         if text not in TIERS:
             raise ValueError(f"{name}: must be {' or '.join(TIERS)}, got {text!r:.80}")
         return text
+    if name.endswith("admin"):
+        if text != "1":
+            raise ValueError(f"{name}: must be 1, got {text!r:.80}")
+        return 1
     if not (text.isascii() and text.isdigit() and len(text) < 8 and 1 <= int(text) <= MAX_LIMIT):
         raise ValueError(f"{name}: must be 1 to {MAX_LIMIT}, got {text!r:.80}")
     return int(text)

@@ -29,15 +29,21 @@ class Line:
         prompt: text, or token ids.
         sampling: the `SamplingParams` fields that were given, by name.
         name: the client's id of the line, or empty.
+        cache_salt: as `Request.cache_salt`.
     """
 
     prompt: str | tuple[int, ...]
     sampling: Mapping[str, Any]
     name: str = ""
+    cache_salt: str = ""
 
     def to_json(self) -> str:
-        """The line as JSON. Equal lines have equal texts."""
-        return json.dumps(self, default=_fields, sort_keys=True)
+        """The line as JSON. Equal lines have equal texts, also those of a server from before there
+        were salts."""
+        fields = _fields(self)
+        if not self.cache_salt:
+            fields = {name: value for name, value in fields.items() if name != "cache_salt"}
+        return json.dumps(fields, default=_fields, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Line:
@@ -51,7 +57,13 @@ class Line:
 
     def fields(self, caller: Caller | None = None) -> RequestFields:
         """The fields of its request. caller: the batch's owner."""
-        return RequestFields(self.prompt, self.sampling, tier=Tier.BEST_EFFORT, caller=caller)
+        return RequestFields(
+            self.prompt,
+            self.sampling,
+            tier=Tier.BEST_EFFORT,
+            cache_salt=self.cache_salt,
+            caller=caller,
+        )
 
     def checked(
         self,

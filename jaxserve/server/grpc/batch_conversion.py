@@ -48,7 +48,7 @@ def line_from_message(message: pb.BatchLine) -> tuple[Line, InvalidRequest | Non
     except InvalidRequest as error:
         problem = error
     name = message.id[:MAX_ID]
-    return Line(prompt, sampling, name), problem
+    return Line(prompt, sampling, name, message.cache_salt), problem
 
 
 def status_message(progress: Progress) -> pb.BatchStatus:

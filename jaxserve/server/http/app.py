@@ -72,6 +72,7 @@ def build_app(
     _add_tokens(app, context)
     add_batch_routes(app, context, batches, store)
     _add_state(app, context)
+    _add_admin(app, context)
     if feed is not None:
         add_console(app, context, feed)
     if metrics is not None:
@@ -166,6 +167,20 @@ def _add_state(app: FastAPI, context: RouteContext) -> None:
     async def version() -> dict[str, str]:
         """Of the server."""
         return {"version": __version__}
+
+
+def _add_admin(app: FastAPI, context: RouteContext) -> None:
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(http: Request) -> Response:
+        """Calls that come after this find nothing of what was computed before."""
+        if not record_of(http).caller.is_admin:
+            raise ApiError(403, "only a key with admin=1 may do this", code="admin_only")
+        if not context.requests.info().prefix_caching:
+            problem = "prefix caching is off here (cache.prefix_caching)"
+            raise ApiError(409, problem, code="prefix_caching_off")
+        context.requests.check_open()
+        context.engine.reset_prefix_cache()
+        return Response()
 
 
 async def _nobody(request: Request, error: Exception) -> JSONResponse:

@@ -74,6 +74,7 @@ class LiveFeed(Observer):
             "steps": [_strip(step) for step in tuple(self._steps)],
             "seen": self._seen,
             "pool": self._pool(stats),
+            "prefix_cache_hits": _share(stats.prefix_cache_hits, stats.prefix_cache_queries),
             "attainment": _attained(self._verdicts, self._given_up, since),
             "ttft_ms": _percentiles(self._first, since),
             "tbt_ms": _percentiles(self._between, since),
@@ -169,6 +170,12 @@ def _strip(step: StepStats) -> list[int]:
         step.preemptions,
         step.num_moves,
     ]
+
+
+def _share(hits: dict[str, int], queries: dict[str, int]) -> float | None:
+    """Of prompt tokens since the start; None where nobody has looked for any."""
+    asked = sum(queries.values())
+    return sum(hits.values()) / asked if asked else None
 
 
 def _percentiles(times: deque[tuple[float, float]], since: float) -> dict[str, float] | None:

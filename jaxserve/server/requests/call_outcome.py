@@ -108,6 +108,13 @@ class CallRecord:
         return sum(len(request.prompt) for request in self.requests)
 
     @property
+    def cached_tokens(self) -> int:
+        """Those of them that were found in the cache, by the first continuation of each prompt: the
+        others may find what that one has computed."""
+        firsts = (last.usage for last in self.last if not last.index)
+        return sum(usage.cached_tokens for usage in firsts if usage is not None)
+
+    @property
     def longest(self) -> Output | None:
         """The final output of the continuation that took longest."""
         timed = (last for last in self.last if last.timings is not None)

@@ -34,6 +34,10 @@ class EngineClient(Protocol):
     def cancel(self, request_id: str) -> None:
         """Idempotent; a final Output with CANCELLED follows for each unfinished continuation."""
 
+    def reset_prefix_cache(self) -> None:
+        """Who is submitted after this finds nothing of what was computed before; it returns at
+        once. Nothing happens where `EngineInfo.prefix_caching` is false."""
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens the model expects unless the text has them
         itself. Other threads run meanwhile. Raises InvalidRequest where the model has no tokenizer,

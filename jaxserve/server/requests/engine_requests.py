@@ -39,6 +39,7 @@ from jaxserve.server.requests.slo_classes import ServiceLevel, find_slo_class, p
 
 T = TypeVar("T")
 MAX_REQUEST_ID = 128  # characters
+MAX_CACHE_SALT = 256  # likewise
 SHUTTING_DOWN = "the server is shutting down"
 # Encoding takes about a microsecond a character. Longer texts leave the event loop to others, and
 # so few of them are encoded at once that the engine's thread, too, has a core.
@@ -61,6 +62,7 @@ class RequestFields:
             class's, or real-time without a class.
         slo_class: name of one of the server's SLO classes; empty for none.
         serve_late: whether to serve the request though its first token is expected late.
+        cache_salt: as `Request.cache_salt`, any characters.
         caller: the client; None for the server's own requests. The request's id in the engine is
             `caller.scoped`, so that no client learns which ids others use, and the limits of the
             caller's API key apply to its tier and targets.
@@ -73,6 +75,7 @@ class RequestFields:
     tier: Tier | None = None
     slo_class: str = ""
     serve_late: bool = False
+    cache_salt: str = ""
     caller: Caller | None = None
 
 
@@ -193,6 +196,9 @@ class EngineRequests:
             raise InvalidRequest("request_id", f"has {len(own)} characters; {limits}")
         if not own.isprintable():  # it is written to logs, and encoded
             raise InvalidRequest("request_id", "has characters that cannot be printed")
+        if len(fields.cache_salt) > MAX_CACHE_SALT:
+            limits = f"at most {MAX_CACHE_SALT} are allowed"
+            raise InvalidRequest("cache_salt", f"has {len(fields.cache_salt)} characters; {limits}")
         params = SamplingParams(**fields.sampling)
         tokens = self._tokens(fields.prompt)
         self._check_prompt_logprobs(params, len(tokens))
@@ -210,6 +216,7 @@ class EngineRequests:
             value=level.value,
             slo_class=level.slo_class,
             serve_late=fields.serve_late,
+            cache_salt=fields.cache_salt,
             tenant="" if caller is None else caller.name,
             weight=None if caller is None or caller.key is None else caller.weight,
         )

@@ -188,6 +188,12 @@ class EngineMetrics(Collector, Observer):
         yield self._gauge("step_time_error", text, stats.step_time_error)
         text = "Requests that lost their blocks to others."
         yield self._counter("num_preemptions", text, stats.preemptions)
+        text = "Prompt tokens of started requests that may find some of them computed."
+        yield self._tiers("prefix_cache_queries", text, stats.prefix_cache_queries)
+        text = "Those of them that were found."
+        yield self._tiers("prefix_cache_hits", text, stats.prefix_cache_hits)
+        text = "Tokens that can no longer be found, as others needed their blocks."
+        yield self._counter("prefix_cache_evicted_tokens", text, stats.prefix_cache_evicted)
         text = "Until the first token of a prompt that came now."
         waits = {(tier,): seconds for tier, seconds in stats.expected_wait.items()}
         yield self._family(GaugeMetricFamily, "expected_wait_seconds", text, waits, "tier")
@@ -206,8 +212,9 @@ class EngineMetrics(Collector, Observer):
         NumGPUBlocks): a block there holds K and V of its tokens, where two of `num_blocks` do."""
         name, text = "cache_config_info", "Tokens of a block; such blocks of K and V in the pool."
         size = self._info.block_size
-        blocks = {(str(size), str(self._info.pool_tokens // size)): 1}
-        return self._family(GaugeMetricFamily, name, text, blocks, "block_size", "num_gpu_blocks")
+        told = (str(size), str(self._info.pool_tokens // size), str(self._info.prefix_caching))
+        labels = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
+        return self._family(GaugeMetricFamily, name, text, {told: 1}, *labels)
 
     def _live(self) -> Metric:
         """Requests without a class are there for each tier, even if there are none."""
@@ -269,6 +276,11 @@ class EngineMetrics(Collector, Observer):
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         return self._family(CounterMetricFamily, name, text, {(): value})
+
+    def _tiers(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
+        """A counter of every tier; 0 where nothing was counted."""
+        values = {(tier.name.lower(),): counts.get(tier.name.lower(), 0) for tier in Tier}
+        return self._family(CounterMetricFamily, name, text, values, "tier")
 
     def _family(
         self, kind: Any, name: str, text: str, values: Mapping[Any, Any], *labels: str

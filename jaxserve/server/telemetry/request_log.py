@@ -98,6 +98,7 @@ def _asked(record: CallRecord) -> Iterator[tuple[str, Any]]:
 def _got(record: CallRecord) -> Iterator[tuple[str, Any]]:
     usages = [last.usage for last in record.last if last.usage is not None]
     if usages:
+        yield "cached_tokens", record.cached_tokens
         yield "preemptions", sum(usage.preemptions for usage in usages)
     reasons = dict.fromkeys(str(last.finish_reason) for last in record.last)
     yield "finish_reason", ",".join(sorted(reasons))

@@ -25,7 +25,10 @@ from jaxserve.server.telemetry.request_log import log_fields
 
 _FLUSH_S = 5.0
 _OWN_FAULT = (CallOutcome.ENGINE_FAILED, CallOutcome.FAILED)
-_NOT_OURS = ("message", "method", "trace_id", "prompt_tokens", "output_tokens", "finish_reason")
+_NOT_OURS = (
+    *("message", "method", "trace_id"),
+    *("prompt_tokens", "cached_tokens", "output_tokens", "finish_reason"),
+)
 _MAX_EVENTS = 100
 _PROVIDER = "jaxserve"
 _OPERATIONS = {  # by method: what it is called in the conventions
@@ -88,6 +91,7 @@ class Traces:
         if record.requests:
             found["gen_ai.request.model"] = self._model()
             found["gen_ai.usage.input_tokens"] = record.prompt_tokens
+            found["gen_ai.usage.cache_read.input_tokens"] = record.cached_tokens
             found["gen_ai.usage.output_tokens"] = record.output_tokens
             reasons = [str(last.finish_reason) for last in record.last]
             found["gen_ai.response.finish_reasons"] = reasons

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import logging
@@ -25,7 +26,7 @@ from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.server import Server
 from tests.server.access.test_keys import key
-from tests.server.fake_engine import PATIENCE, FakeEngine
+from tests.server.fake_engine import INFO, PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS
 
 CLASSES = {"fast": ServiceLevel(SLO(ttft=0.1), Tier.REALTIME, "fast", value=5.0)}
@@ -37,6 +38,7 @@ KEYS = [
     key("low", tier="best_effort"),
     key("heavy", weight=3),
     key("dear", max_value=3),
+    key("root", admin=1),
     key("slow", min_ttft_ms=200, min_tbt_ms=50, min_jct_ms=1000),
 ]
 BODY = {"prompt": "a", "max_tokens": 2}
@@ -94,6 +96,7 @@ GUARDED = [
     ("GET", "/nothing"),
     ("GET", "//health"),
     ("OPTIONS", "/v1/models"),
+    ("POST", "/reset_prefix_cache"),
 ]
 
 
@@ -110,6 +113,16 @@ def test_http_wants_a_key(server: Server, method: str, path: str) -> None:
     status, _, headers = asked(server.http_address, method, path, "mallory", BODY)
     assert status == 401 and headers["www-authenticate"].endswith('error="invalid_token"')
     assert asked(server.http_address, method, path, "alice")[0] != 401
+
+
+def test_only_an_admin_acts_on_the_whole_server(server: Server, engine: FakeEngine) -> None:
+    engine.served = dataclasses.replace(INFO, prefix_caching=True)
+    for name in ("alice", "low", "heavy"):
+        status, text, _ = asked(server.http_address, "POST", "/reset_prefix_cache", name)
+        error = json.loads(text)["error"]
+        assert (status, error["code"], engine.resets) == (403, "admin_only", 0)
+    assert asked(server.http_address, "POST", "/reset_prefix_cache", "root")[0] == 200
+    assert engine.resets == 1
 
 
 def test_whether_it_is_well_anybody_may_ask(server: Server) -> None:

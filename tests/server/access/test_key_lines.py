@@ -26,7 +26,8 @@ LIMIT = st.integers(0, MAX_LIMIT)
 HASH = digest_of(b"a")
 
 
-ANY = st.fixed_dictionaries({each: LIMIT for each in LIMITS} | {"tier": st.sampled_from(TIERS)})
+OTHERS = {"tier": st.sampled_from(TIERS), "admin": st.integers(0, 1)}
+ANY = st.fixed_dictionaries({each: LIMIT for each in LIMITS} | OTHERS)
 
 
 @given(st.from_regex(NAME, fullmatch=True), st.binary(), ANY)
@@ -58,6 +59,7 @@ def test_any_text_is_read_or_refused_in_a_line(text: str) -> None:
         (f"alice sha256:{HASH} rate={'9' * 5000}", "rate: must be 1 to 1000000, got '99"),
         (f"alice sha256:{HASH} tier=gold", "tier: must be realtime or best_effort, got 'gold'"),
         (f"alice sha256:{HASH} rate=x", "rate: must be 1 to 1000000, got 'x'"),
+        (f"alice sha256:{HASH} admin=2", "admin: must be 1, got '2'"),
         (f"alice sha256:{HASH} rate=1 rate=2", "'rate' is not a limit, or there twice"),
         (f"alice sha256:{HASH} speed=1", "'speed' is not a limit"),
         (f"a sha256:{HASH}\nb sha256:{HASH}", "line 2: b and a have the same hash"),

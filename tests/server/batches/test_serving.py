@@ -16,7 +16,7 @@ from jaxserve.sched.request import Request, Tier
 from jaxserve.server import frontends
 from jaxserve.server.batches import batch_lines as lines_module
 from jaxserve.server.batches import batch_runner as batch_runner
-from jaxserve.server.batches.batch_lines import Result
+from jaxserve.server.batches.batch_lines import Line, Result
 from jaxserve.server.proto import batches_pb2 as pb
 from jaxserve.server.proto import batches_pb2_grpc
 from jaxserve.server.server import Server
@@ -39,7 +39,7 @@ def test_a_batch_is_served_with_all_that_its_lines_say(
 ) -> None:
     engine.run()
     first = line("one", max_tokens=2, logprobs=1, stop=["x", "y"], logit_bias={7: 1.5}, seed=3)
-    first.id = "first"
+    first.id, first.cache_salt = "first", "s\0"
     second = line(max_tokens=1, n=2, prompt_logprobs=1)
     second.token_ids.ids.extend([5, 6])
     assert door.submit("b", [first, second]).batch_id == "b"
@@ -64,9 +64,17 @@ def test_a_batch_is_served_with_all_that_its_lines_say(
     sampling = request.sampling
     assert (sampling.stop, sampling.logit_bias, sampling.seed) == (("x", "y"), ((7, 1.5),), 3)
     assert other.prompt == (5, 6)
+    assert (request.cache_salt, other.cache_salt) == ("s\0", "")
     status = door.status("b")
     assert (status.state, status.num_lines, status.done) == (STATE["ENDED"], 2, 2)
     assert status.model == "fake" and not (status.failed or status.waiting or status.running)
+
+
+def test_a_line_without_a_salt_is_as_servers_without_salts_wrote_it() -> None:
+    assert Line("a", {}).to_json() == '{"name": "", "prompt": "a", "sampling": {}}'
+    for salt in ("", "me", "\0\ud800"):
+        line = Line((5, 6), {"stop": ("x",)}, "b", salt)
+        assert Line.from_json(line.to_json()) == line
 
 
 def test_a_line_whose_request_fails_is_over(door: CallerBatches, engine: FakeEngine) -> None:

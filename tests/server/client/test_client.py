@@ -156,7 +156,8 @@ def test_a_file_of_prompts_gives_json_lines_in_its_order(
     assert completion["text"] == " w0 w1"
     assert completion["token_ids"] == [100, 101]
     assert completion["finish_reason"] == "length"
-    assert completion["usage"] == {"prompt_tokens": 8, "output_tokens": 2, "preemptions": 1}
+    counts = {"prompt_tokens": 8, "output_tokens": 2, "preemptions": 1, "cached_tokens": 0}
+    assert completion["usage"] == counts
     assert completion["timings"]["ttft_ms"] == 200
     assert completion["logprobs"][0] == {"token_id": 100, "logprob": -0.5, "top": [[100, -0.5]]}
     assert [entry["token_id"] for entry in completion["prompt_logprobs"]] == [*map(ord, "rompt 7")]

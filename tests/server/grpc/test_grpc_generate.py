@@ -119,6 +119,15 @@ def test_request_id_slo_and_tier_arrive(client: Client, engine: FakeEngine) -> N
     assert request.tier is Tier.BEST_EFFORT
 
 
+def test_a_salt_arrives_and_what_was_found_is_told(client: Client, engine: FakeEngine) -> None:
+    engine.run()
+    engine.cached_tokens = 3
+    for salt in ("", "s" * 256, "\0"):
+        (found,) = client.complete("hello", max_tokens=1, cache_salt=salt)
+        assert engine.requests[-1].cache_salt == salt
+        assert found.usage.cached_tokens == 3
+
+
 def test_an_id_can_be_used_again_once_its_request_is_over(
     client: Client, engine: FakeEngine
 ) -> None:

@@ -176,7 +176,13 @@ def test_gauges_are_a_snapshot_of_the_engine(metrics: Server, engine: FakeEngine
     assert value(samples, "kv_cache_usage_perc") == 1 / 1024
     assert value(samples, "num_blocks") == 1024
     assert value(samples, "num_blocks_free") == 1023
-    assert value(samples, "cache_config_info", block_size="16", num_gpu_blocks="512") == 1
+    config = {"block_size": "16", "num_gpu_blocks": "512", "enable_prefix_caching": "False"}
+    assert value(samples, "cache_config_info", **config) == 1
+    assert value(samples, "prefix_cache_queries_total", tier="realtime") == 300
+    assert value(samples, "prefix_cache_queries_total", tier="best_effort") == 100
+    assert value(samples, "prefix_cache_hits_total", tier="realtime") == 240
+    assert value(samples, "prefix_cache_hits_total", tier="best_effort") == 0
+    assert value(samples, "prefix_cache_evicted_tokens_total") == 160
     assert value(samples, "num_blocks_used", kind="kv", tier="realtime") == 1
     assert value(samples, "num_blocks_used", kind="kv", tier="best_effort") == 0
     assert value(samples, "num_blocks_used", kind="kv", tier="shared") == 5

@@ -59,6 +59,7 @@ def without(line: Fields, *names: str) -> dict[str, Any]:
 def test_a_line_says_who_asked_for_what_and_what_came_of_it(
     engine: FakeEngine, lines: Lines
 ) -> None:
+    engine.cached_tokens = 4
     with Server(engine, grace_s=0.0, options=LOGGED, slo_classes=CLASSES) as server:
         engine.run()
         with Client(server.address) as client:
@@ -78,6 +79,7 @@ def test_a_line_says_who_asked_for_what_and_what_came_of_it(
         "slo_tbt_ms": 500.0,
         "slo_jct_ms": 9000.0,
         "slo_max_tbt_ms": 5000.0,
+        "cached_tokens": 4,
         "preemptions": 1,
         "finish_reason": "length",
         "queue_ms": 100.0,

@@ -89,6 +89,7 @@ def test_a_call_is_a_span_and_its_phases_are_beneath_it(
         "gen_ai.provider.name": "jaxserve",
         "gen_ai.request.model": "fake",
         "gen_ai.usage.input_tokens": 6,
+        "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.usage.output_tokens": 3,
         "gen_ai.response.finish_reasons": ("length",),
         "jaxserve.request_id": "mine",

@@ -64,7 +64,7 @@ def read_line(context: RouteContext, endpoint: str, text: str, tenant: str) -> N
         if (given.method, given.url) != ("POST", endpoint):
             raise InvalidRequest("url", f"the batch is for POST {endpoint}")
         body = validate_body(given.body, _BODIES[endpoint])
-        line = Line(*_asked(context, body, tenant), name)
+        line = Line(*_asked(context, body, tenant), name, body.cache_salt or "")
     except (InvalidRequest, ApiError) as error:
         if isinstance(error, ApiError):
             where = error.param or "line"
@@ -137,12 +137,12 @@ def _answer(
     context: RouteContext, endpoint: str, completions: tuple[Completion, ...]
 ) -> dict[str, Any]:
     chat = endpoint == CHAT
-    prompt = completions[0].usage.prompt_tokens
+    first = completions[0].usage
     output = sum(each.usage.output_tokens for each in completions)
     return {
         "object": "chat.completion" if chat else "text_completion",
         "choices": [_choice(context, chat, each) for each in completions],
-        "usage": usage_fields(prompt, output),
+        "usage": usage_fields(first.prompt_tokens, output, first.cached_tokens),
     }
 
 

@@ -168,15 +168,17 @@ class Answer(ABC):
             "service_tier": SERVED_AS[self._generating.wanted[0].tier],
         }
 
-    def _usage(self) -> dict[str, int]:
-        prompt = sum(len(request.prompt) for request in self._generating.wanted)
-        return usage_fields(prompt, self._output_tokens)
+    def _usage(self) -> dict[str, Any]:
+        record = self._generating.record
+        return usage_fields(record.prompt_tokens, self._output_tokens, record.cached_tokens)
 
 
-def usage_fields(prompt_tokens: int, output_tokens: int) -> dict[str, int]:
-    """The usage object."""
+def usage_fields(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """The usage object. cached_tokens: of the prompt."""
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens}
-    return {**usage, "total_tokens": prompt_tokens + output_tokens}
+    details = {"cached_tokens": cached_tokens}
+    total = prompt_tokens + output_tokens
+    return {**usage, "total_tokens": total, "prompt_tokens_details": details}
 
 
 def _with(json: bytes, raw: Mapping[str, bytes]) -> bytes:

@@ -68,12 +68,13 @@ class RouteContext:
         slo, slo_class = request_options.requested_targets(body)
         tier = request_options.requested_tier(body)
         name, late = body.request_id or "", bool(body.serve_late)
+        also = (slo, tier, slo_class, late, body.cache_salt or "", caller)
         wanted = []
         with request_options.naming_grammar_fields(body):
             for place, prompt in enumerate(prompts):
                 await asyncio.sleep(0)  # others come in between: each may take milliseconds
                 own = _numbered(name, place)
-                fields = RequestFields(prompt, sampling, own, slo, tier, slo_class, late, caller)
+                fields = RequestFields(prompt, sampling, own, *also)
                 wanted.append(await self.requests.make_request(fields))
         return wanted
 

@@ -261,6 +261,7 @@ class Generation(Unused):
     stop_token_ids: (
         Annotated[list[Int32], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
     ) = None
+    cache_salt: Text | None = None
     # What the text has to be: OpenAI's field, and vLLM's.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -65,7 +65,8 @@ def create(client: openai.OpenAI, lines: list[Any], endpoint: Any = "/v1/complet
 def test_every_line_gets_its_answer(
     client: openai.OpenAI, running: FakeEngine, server: Server
 ) -> None:
-    lines = [line(f"line {k}", prompt="ab", n=2) for k in range(20)]
+    running.cached_tokens = 1
+    lines = [line(f"line {k}", prompt="ab", n=2, cache_salt="me") for k in range(20)]
     batch = create(client, lines)
     assert batch.request_counts.total == 20
     batch = ended(client, server, batch.id)
@@ -78,6 +79,8 @@ def test_every_line_gets_its_answer(
         assert response["status_code"] == 200
         assert [choice["text"] for choice in response["body"]["choices"]] == [" w0 w1"] * 2
         assert response["body"]["usage"]["total_tokens"] == 2 + 4
+        assert response["body"]["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+    assert {request.cache_salt for request in running.requests} == {"me"}
     assert {request.tier for request in running.requests} == {Tier.BEST_EFFORT}
 
 
@@ -105,6 +108,7 @@ def test_a_line_that_is_wrong_fails_by_itself(
         "slo": line("slo", prompt="a", slo={"ttft_ms": 1}),
         "class": line("class", prompt="a", slo_class="offline"),
         "many": line("many", prompt=["a", "b"]),
+        "salt": line("salt", prompt="a", cache_salt="x" * 257),
         "long": line("long", prompt="a" * 9999),
         "empty": line("empty", prompt=""),
         "huge": line("huge", prompt="a", top_k=10**400),

@@ -54,13 +54,15 @@ PATHS = [
     ("GET", "/health"),
     ("GET", "/ready"),
     ("GET", "/version"),
+    ("POST", "/reset_prefix_cache"),
 ]
+NOTHING = ("/v1/batches/{batch_id}/cancel", "/reset_prefix_cache")
 CASES = [
     (method, path, mode)
     for method, path in PATHS
     for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
     # A path that takes nothing has nothing to get wrong.
-    if mode is GenerationMode.POSITIVE or (method == "POST" and "{" not in path)
+    if mode is GenerationMode.POSITIVE or (method == "POST" and path not in NOTHING)
 ]
 
 
