@@ -55,6 +55,7 @@ class Replay:
             system=self.system,
             num_blocks=header.num_blocks if its_pool else None,
             host_tokens=run.host_tokens or header.host_slots // 2,
+            prefix_caching=run.prefix_caching or header.prefix_caching,
             max_queue=header.max_queue if run.max_queue is None else run.max_queue,
             overlap=header.overlap,
         )
