@@ -68,6 +68,8 @@ class CacheConfig:
             docs/architecture.md) | absorbed | projected.
         prefix_caching: Whether requests find K and V of what others have computed, of the same
             tenant and salt.
+        share_between_keys: Whether they find those of other tenants, too, which then can tell by
+            the time to a first token what others have asked.
         rho: Seconds that a step takes longer for a token of a hidden cache than for one of K and V:
             a number, or auto for what scheduler.profile, or the timing at the start, says.
     """
@@ -79,6 +81,7 @@ class CacheConfig:
     host_gib: float = 0.0
     hidden_read: str = "auto"
     prefix_caching: bool = False
+    share_between_keys: bool = False
     rho: str = "auto"
 
     def __post_init__(self) -> None:

@@ -67,16 +67,17 @@ class BlockKeys:
 
     Args:
         block_size: Tokens of a block.
+        shared: Whether tenants find what others have.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size, self._secret = block_size, os.urandom(32)
+    def __init__(self, block_size: int, *, shared: bool = False) -> None:
+        self._block_size, self._shared, self._secret = block_size, shared, os.urandom(32)
 
     def of(self, tokens: Sequence[int], tenant: str = "", salt: str = "") -> KeyChain:
         """The keys of these tokens, for requests of this tenant with this salt. Any thread may
         ask."""
         root = blake2b(digest_size=BYTES, key=self._secret)
-        for part in (tenant, salt):
+        for part in ("" if self._shared else tenant, salt):
             text = part.encode("utf-8", "surrogatepass")
             root.update(len(text).to_bytes(8, "little") + text)
         return KeyChain(self._secret, root.digest(), self._block_size, tokens)

@@ -68,6 +68,7 @@ class Engine:
         overlap: whether to finish a step on the host while the next one runs.
         forbid_compile: whether a compilation after the warm-up, or an implicit transfer to the
             device, is an engine failure.
+        share_between_keys: whether tenants find what others have computed.
         clock: seconds; `Request.arrival` is on it.
     """
 
@@ -82,6 +83,7 @@ class Engine:
         eos_ids: tuple[int, ...],
         overlap: bool = True,
         forbid_compile: bool = False,
+        share_between_keys: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokenizer = tokenizer
@@ -105,8 +107,9 @@ class Engine:
         self._ttft_estimator = LiveTtftEstimator(
             scheduler, step_loop.watch, clock, lambda: step_loop.arrivals
         )
-        cached = scheduler.cache is not None
-        self._block_keys = BlockKeys(scheduler.pool.block_size) if cached else None
+        self._block_keys: BlockKeys | None = None
+        if scheduler.cache is not None:
+            self._block_keys = BlockKeys(scheduler.pool.block_size, shared=share_between_keys)
         self._grammars = Grammars(tokenizer.definition(), info.vocab_size, eos_ids)
         self._failure_listeners: list[Callable[[BaseException], None]] = []
         self._thread: threading.Thread | None = None

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.engine.block_keys import BlockKeys
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import Output
 from jaxserve.engine.stats import StepRecorder
@@ -139,6 +140,14 @@ def test_nobody_finds_what_another_has(reusing: Engine) -> None:
     assert ask("a\0salt") == 0 and ask("", "a") == 0, "names do not run into salts"
     assert ask("\ud800", "\ud800") == 0 and ask("\ud800", "\ud800") == 16
     assert ask("a", prompt_logprobs=0) == 0, "log-probabilities of the prompt have to be computed"
+
+
+def test_keys_may_share() -> None:
+    tokens = range(20)
+    assert BlockKeys(4).of(tokens, "a").keys != BlockKeys(4).of(tokens, "a").keys, "its own secret"
+    shared = BlockKeys(4, shared=True)
+    assert shared.of(tokens, "a").keys == shared.of(tokens, "b").keys
+    assert shared.of(tokens, "a", "x").keys[0] != shared.of(tokens, "a").keys[0], "salts part them"
 
 
 def test_a_prompt_is_computed_once_for_all_its_continuations(reusing: Engine) -> None:

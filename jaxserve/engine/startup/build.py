@@ -169,6 +169,7 @@ def assemble(
         eos_ids=chosen.model.config.eos_token_ids,
         overlap=config.engine.overlap,
         forbid_compile=config.engine.forbid_compile,
+        share_between_keys=config.cache.share_between_keys,
         clock=clock,
     )
     if config.engine.record:
