@@ -249,14 +249,14 @@ def test_metrics_are_of_all_replicas_for_those_whom_the_door_lets_in() -> None:
 
 def test_a_reset_is_of_all_replicas_for_those_whom_the_door_lets() -> None:
     path, done = "/reset_prefix_cache", [START, body(b"", more=False)]
-    handle = Handle(done)
+    handle = Handle([done])
     handle.told = [None, KeyError("of one that has just gone")]
     assert http(handle, b"", path=path) == done and handle.asked == ["reset_prefix_cache"]
-    handle = Handle(done)
+    handle = Handle([done])
     handle.told = TimeoutError()
     assert http(handle, b"", path=path)[0]["status"] == 503
     refused = [{**START, "status": 403}, body(b"no admin", more=False)]
-    handle = Handle(refused)
+    handle = Handle([refused])
     assert http(handle, b"", path=path) == refused and not handle.asked
 
 
