@@ -115,11 +115,14 @@ class _After:
         """These start and read what they find, before any operation."""
         for row in rows.tolist():
             chain = cache.chain(row)
-            for page in chain:
-                ids = list(page.ids)
-                self.free -= int(np.count_nonzero(self.refs[ids] == 0))
+            for index, page in enumerate(chain):
+                ids, side = list(page.ids), cache.side(row)
+                alone = not self.refs[ids[0]]
+                self.free -= len(ids) * alone
                 self.refs[ids] += 1
                 self.owners[ids] = NOBODY
+                if alone:
+                    self.owners[ids, side], self.at[ids, side] = row, index
             self.held[row] = self.known[row] = len(chain)
             self.kind[row], self.direction[row] = KV, cache.side(row)
         for at in np.flatnonzero(np.isin(self.plan.rows, rows)).tolist():

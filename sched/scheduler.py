@@ -110,6 +110,7 @@ class Scheduler:
         self.preemptions = 0
         self.shares = FairShares()
         self._progress = Progress(capacity)
+        self._known_twice: list[tuple[int, int, int]] = []  # row, seq and number of its block
         self._firsts: dict[int, tuple[int, int]] = {}  # of rows that wait for one: row and seq
         self._batch_order = 0
 
@@ -169,12 +170,16 @@ class Scheduler:
         first = self.cache.num_keys(row)
         self.cache.extend(row, keys)
         if self.table.state[row] == RUNNING:
-            self._register(row, first, int(self.table.computed[row]) // self.pool.block_size)
+            full = int(self.table.computed[row]) // self.pool.block_size
+            self._register(row, first, full, launched=True)
 
     def forget_all(self) -> None:
-        """Nobody finds anything of what has been computed so far: some of it may be wrong."""
+        """Nobody finds anything of what has been computed so far: some of it may be wrong. Nor of
+        what those who run compute yet, whose blocks have begun."""
         if self.cache is not None:
             self.pool.forget_all()
+            for row in self.table.in_state(RUNNING).tolist():
+                self.cache.remove(row)
 
     def _look_up(self, row: int) -> None:
         """The row waits, without cache: what would it find? The last block is always computed, as
@@ -185,9 +190,20 @@ class Scheduler:
         there = self.host.tokens[row] > 0
         self.cache.wait(row, 0 if there else (known - 1) // self.pool.block_size)
 
-    def _register(self, row: int, first: int, end: int) -> None:
+    def _register(self, row: int, first: int, end: int, *, launched: bool) -> None:
+        """The row's blocks [first, end) are full. launched: whether the step that fills them has
+        been handed over. Until then it writes to where the row's table says."""
         for index in range(first, end):
-            self.pool.register(row, index)
+            if not self.pool.register(row, index, swap=launched) and not launched:
+                self._known_twice.append((row, int(self.table.seq[row]), index))
+
+    def _register_again(self) -> None:
+        """Blocks that hold what others hold, too, once the step that has filled them is launched:
+        one of both is enough."""
+        twice, self._known_twice = self._known_twice, []
+        for row, seq, index in twice:
+            if self.table.seq[row] == seq and self.table.state[row] == RUNNING:
+                self.pool.register(row, index, swap=True)
 
     def alone(self, request: Request) -> Alone:
         """The request's latency on an idle engine, as predicted now. Any thread may ask."""
@@ -214,29 +230,36 @@ class Scheduler:
         which waiting requests are held back."""
         self._progress.check()
         if self.cache is not None:
+            self._register_again()
             self._note_found(self.cache)
         self.view.device.free_at, self.view.device.overrun = free_at, overrun
+        apart = self._hold_siblings() if self._firsts else _NOBODY
         if len(self.shares) > 1:
-            hold_back(self.policy, self.view, self.shares, now)
-        if self._firsts:
-            self._hold_siblings()
+            hold_back(self.policy, self.view, self.shares, now, apart)
         plan = self.policy.plan(self.view, now)
         if self.checked:
             check_plan(plan, self.view, moves_cache=self.policy.moves_cache)
         return plan
 
-    def _hold_siblings(self) -> None:
-        """Continuations of a prompt wait until the first has computed it, or has ended."""
+    def _hold_siblings(self) -> np.ndarray:
+        """Continuations of a prompt wait until the first has computed it, or has ended. Returns the
+        rows that do, int64 [n]."""
         table, cache = self.table, self.cache
         assert cache is not None
+        apart: list[int] = []
         for row, (first, seq) in list(self._firsts.items()):
             waits = table.state[row] in (WAITING, HELD)
             going = table.seq[first] == seq and table.state[first] in (WAITING, HELD, RUNNING)
             held = waits and going and not table.generated[first] and not cache.finds_all(row)
-            if waits and held != (table.state[row] == HELD):
-                table.move(np.array([row]), HELD if held else WAITING)
-            if not held:
-                del self._firsts[row]
+            if held:
+                apart.append(row)
+                continue
+            del self._firsts[row]
+            if waits and len(self.shares) < 2:  # else it is its tenant's turn, or not
+                table.move(np.array([row]), WAITING)
+        rows = np.array(apart, np.int64)
+        table.move(rows, HELD)
+        return rows
 
     def _note_found(self, cache: PrefixCache) -> None:
         """What a waiting request would find counts as computed."""
@@ -326,7 +349,8 @@ class Scheduler:
         may read them from now on."""
         size = self.pool.block_size
         for i in np.flatnonzero(end // size > start // size).tolist():
-            self._register(int(rows[i]), int(start[i]) // size, int(end[i]) // size)
+            blocks = int(start[i]) // size, int(end[i]) // size
+            self._register(int(rows[i]), *blocks, launched=False)
 
     def _give_up(self, plan: BatchPlan) -> np.ndarray:
         """Rows of which it is new that they are not going to meet their targets."""
@@ -355,6 +379,7 @@ class Scheduler:
         rows. Called once the step is launched: later steps run after it, so the blocks can go to
         others at once."""
         table = self.table
+        self._register_again()
         done = step.rows[step.generated >= table.max_tokens[step.rows]]
         if len(done):
             self.pool.release_all(done)

@@ -280,6 +280,8 @@ class StepLoop:
         """Ends the members that failed while their step was built. It runs now, so later steps may
         take what they held."""
         failed, self._failed = self._failed, []
+        if failed:
+            self._scheduler.forget_all()  # theirs was computed from other tokens
         for continuation, error in failed:
             self._fail(continuation, error)
 

@@ -343,8 +343,8 @@ class BlockPool:
 
     def share(self, row: int, pages: Sequence[Page], side: int = LEFT) -> None:
         """Lets `row`, which must be empty, read these pages, in order, which were filled from that
-        side. Nobody writes to shared blocks: they have no owner. ValueError if it holds blocks, or
-        they are too many."""
+        side. Nobody writes to blocks that several read: they have no owner. ValueError if the row
+        holds blocks, or they are too many."""
         if self.held[row]:
             raise ValueError(f"row {row} still holds blocks")
         if len(pages) > self.width:
@@ -355,35 +355,51 @@ class BlockPool:
             self.cache.read(page)
         self.kind[row], self.direction[row] = KV, side
         self.tables[row, : len(ids), : len(pages)] = ids
+        alone = self.refs[ids] == 0
         self._share(ids.ravel(), row)
         self.owners[ids] = NOBODY
+        self.owners[ids[alone], side] = row  # as if it had filled them itself
+        self.at[ids[alone], side] = np.broadcast_to(np.arange(len(pages)), ids.shape)[alone]
         self.held[row] = len(pages)
 
-    def register(self, row: int, index: int) -> None:
+    def register(self, row: int, index: int, *, swap: bool = True) -> bool:
         """The row's block of that number is full: it is found from now on, if its key is known.
-        Where another row has registered the same tokens, the row reads those instead, and gives
-        back its own."""
+
+        Args:
+            row: The row.
+            index: Number of the block.
+            swap: Whether the row gives its block back where another one holds the same tokens, and
+                reads that instead. It must not while a step is to write to it.
+
+        Returns:
+            False if the same is known elsewhere, or what comes before it is.
+        """
         cache = self.cache
         assert cache is not None
         other = self.kind[row] != KV or self.direction[row] != cache.side(row)
-        if other or index >= cache.num_keys(row):
-            return
+        if other or index >= min(cache.num_keys(row), int(self.held[row])):
+            return True
         if index:
             before = cache.page(row, index - 1)
             if before is None or before.ids[0] != self.tables[row, 0, index - 1]:
-                return  # what comes before it is no longer known
+                return before is None
         page = cache.page(row, index)
         mine = self.tables[row, :, index].copy()
+        alone = bool((self.refs[mine] == 1).all())
         if page is None:
-            if (self.refs[mine] == 1).all() and self.cap[row, index] == self.block_size:
+            if alone and self.cap[row, index] == self.block_size:
                 cache.register(row, index, tuple(mine.tolist()))
-        elif page.ids[0] != mine[0] and (self.refs[mine] == 1).all():
+            return True
+        if page.ids[0] == mine[0] or not alone:
+            return True
+        if swap:
             ids = np.array(page.ids, np.int32)
             cache.read(page)
             self._share(ids, row)
             self.owners[ids] = NOBODY
             self.tables[row, :, index] = ids
             self._let_go(mine, row, int(self.direction[row]))
+        return swap
 
     def forget_all(self) -> None:
         """Nothing that has been computed so far will be found."""

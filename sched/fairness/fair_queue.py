@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.cache.block_sizes import blocks_for
 from jaxserve.sched.fairness.fair_share import FairShares
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.request import Tier
@@ -13,7 +12,9 @@ from jaxserve.sched.state.request_table import HELD, RUNNING, WAITING
 from jaxserve.sched.unified.policy_spec import Columns
 
 
-def hold_back(policy: Policy, view: View, shares: FairShares, now: float) -> None:
+def hold_back(
+    policy: Policy, view: View, shares: FairShares, now: float, apart: np.ndarray
+) -> None:
     """Moves requests between WAITING and HELD, so that the policy sees those whose tenants are
     next.
 
@@ -25,9 +26,11 @@ def hold_back(policy: Policy, view: View, shares: FairShares, now: float) -> Non
         view: What the policy sees.
         shares: The tenants' counters.
         now: Seconds.
+        apart: int64 [k], rows that stay held, whoever is next.
     """
     table = view.table
     waiting = (table.state == WAITING) | (table.state == HELD)
+    waiting[apart] = False
     fresh = np.flatnonzero(waiting & (table.preemptions == 0))
     tenants = table.tenant[fresh]
     if not len(fresh) or (tenants == tenants[0]).all():
@@ -71,8 +74,9 @@ def _next(policy: Policy, view: View, shares: FairShares, lane: np.ndarray) -> n
     losers = running[lower & policy.waiting_can_preempt]  # room for whom the policy makes
     places = policy.row_limit(view.limits) - len(running) + len(losers)
     blocks = pool.num_free + int(pool.held[losers].sum())
-    length = table.prompt_len[lane]
-    needed, taken = blocks_for(length, pool.block_size), list[int]()
+    length = table.pending(lane)  # what is found is neither computed nor charged
+    needed = pool.needed(lane, table.prompt_len[lane], np.zeros(len(lane), np.int64))
+    taken = list[int]()
     for index in shares.in_turn(table.tenant[lane], length):
         taken.append(index)
         tokens, blocks = tokens - int(length[index]), blocks - int(needed[index])

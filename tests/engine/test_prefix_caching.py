@@ -14,6 +14,7 @@ import pytest
 from jaxserve.engine.block_keys import BlockKeys
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import Output
+from jaxserve.engine.sequence import Continuation
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.sched.cache.free_blocks import FreeBlocks
 from jaxserve.sched.registry import make_policy
@@ -160,6 +161,24 @@ def test_a_prompt_is_computed_once_for_all_its_continuations(reusing: Engine) ->
     assert [usage.cached_tokens for usage in usages if usage] == [0, 20, 20, 20]
     computed = sum(step.num_tokens for step in recorder.steps)
     assert computed == 23 + 3 * 3 + 4 * 11, "prompts, and all but the last token of each answer"
+
+
+def test_what_a_request_that_failed_has_written_is_not_found(
+    reusing: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step goes on with zeros in its place."""
+    prompt = [41 + i % 17 for i in range(21)]
+    tokens = Continuation.tokens
+
+    def fails(*_: Any) -> Any:
+        monkeypatch.setattr(Continuation, "tokens", tokens)
+        raise ValueError("its text cannot be read")
+
+    monkeypatch.setattr(Continuation, "tokens", fails)
+    assert send(reusing, prompt, **SHORT)[1].wait().last().error
+    text, found = cached(reusing, prompt)
+    assert found == 0
+    assert cached(reusing, prompt) == (text, 20)
 
 
 def test_a_failed_step_is_not_found_again(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.cache.block_sizes import PLANES, slots_for
+from jaxserve.sched.cache.block_sizes import PLANES, blocks_a_plane, slots_for
 from jaxserve.sched.cache.cache_kinds import KV, LEFT, NOBODY, RIGHT
 from jaxserve.sched.plan import Checkpoint, Copy, Join, Operation, Preempt, Restore
 from jaxserve.sched.policies.bros.blocks import BrosBudget
@@ -74,6 +74,14 @@ class SharedBlocksBudget(BrosBudget):
         """Blocks that would be free without each of these best-effort rows, int64 [n]."""
         alone = self._right[(self._refs == 1) & (self._right != NOBODY)]
         return np.bincount(alone, minlength=len(self._hit))[rows]
+
+    def given_by(self, rows: np.ndarray) -> np.ndarray:
+        """See `BrosBudget`; an end of a block that another row fills is as good as a whole one."""
+        pool, given = self.view.pool, np.zeros(len(rows), np.int64)
+        for i, row in enumerate(rows.tolist()):
+            owners = pool.owners[pool.blocks_of(row), pool.direction[row]]
+            given[i] = np.count_nonzero(owners == row)
+        return given
 
     def is_out(self, rows: np.ndarray) -> np.ndarray:
         """Which rows lose their caches in this plan, in whole or in part, bool [n]."""
@@ -197,9 +205,15 @@ class SharedBlocksBudget(BrosBudget):
         """The blocks that these, in order, join once the free ones are handed out."""
         pool, size = self.view.pool, self.view.pool.block_size
         wanted = np.clip(np.cumsum(work.new) - self.free, 0, work.new) // _PLANES
-        rows = np.repeat(work.rows, wanted)
+        # What a start finds it has, though it counts as new where nobody else reads it.
+        found = np.where(work.starts & (work.loaded == 0), work.start // size, 0)
+        has = pool.held[work.rows] + found
+        table = self.view.table
+        known = table.prompt_len[work.rows] + table.generated[work.rows]
+        wanted = np.minimum(wanted, np.maximum(blocks_a_plane(known, size) - has, 0))
+        rows, have = np.repeat(work.rows, wanted), np.repeat(has, wanted)
         each = np.arange(len(rows)) - np.repeat(np.cumsum(wanted) - wanted, wanted)
-        index = pool.held[rows] + each
+        index = have + each
         filled = np.minimum(np.repeat(work.start + work.tokens, wanted) - index * size, size)
         blocks = self._emptiest(len(rows) * _PLANES)
         return _Loan(rows, filled, blocks.reshape(-1, _PLANES))

@@ -67,6 +67,10 @@ class BrosBudget(MemoryBudget):
         """Blocks that preempting each of these best-effort rows would free, int64 [n]."""
         return self.view.pool.private(rows)
 
+    def given_by(self, rows: np.ndarray) -> np.ndarray:
+        """Blocks that others may use without each of these running rows, int64 [n]."""
+        return self.view.pool.private(rows)
+
     def offers(self, rows: np.ndarray) -> Work:
         """What these best-effort rows would do, without those that cannot be in this step."""
         return Work.of_rows(self.view, rows[~self._batch.chosen[rows] & ~self.is_out(rows)])
@@ -87,7 +91,7 @@ class BrosBudget(MemoryBudget):
         need, mask = np.cumsum(work.new[runs]), np.zeros(len(work), bool)
         used = int(need[-1]) if len(need) else 0
         if used > blocks:
-            held = self.view.pool.private(work.rows[runs])
+            held = self.given_by(work.rows[runs])
             count = prefix(need <= blocks + held.sum() - np.cumsum(held))
             short = (int(need[count - 1]) if count else 0) - blocks
             lost = int(np.searchsorted(np.cumsum(held[::-1]), short)) + 1 if short > 0 else 0

@@ -54,7 +54,7 @@ class Outlook:
     @property
     def prompts(self) -> np.ndarray:
         """Indices of all others."""
-        return np.flatnonzero(~self.work.decodes)
+        return np.flatnonzero(self.work.starts | ~self.work.decodes)
 
 
 @dataclass(frozen=True)
