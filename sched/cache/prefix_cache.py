@@ -148,6 +148,16 @@ class PrefixCache:
         """Rows that wait."""
         return [*self._chain]
 
+    def found_blocks(self) -> list[int]:
+        """The blocks of all pages that those who wait find."""
+        pages: dict[Page, None] = {}
+        for chain in self._chain.values():
+            for page in reversed(chain):
+                if page in pages:
+                    break  # so are all before it
+                pages[page] = None
+        return [block for page in pages for block in page.ids]
+
     def first_found(self) -> list[int]:
         """The K blocks of the first pages that those who wait find."""
         return [chain[0].ids[0] for chain in self._chain.values() if chain]

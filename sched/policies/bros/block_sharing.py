@@ -59,6 +59,8 @@ class SharedBlocksBudget(BrosBudget):
         self.left = left_filled(view)
         self.host_free = view.host.num_free
         self._refs, self._right = view.pool.refs.copy(), view.pool.owners[:, RIGHT].copy()
+        if view.pool.cache is not None:  # what starts find is neither free nor lent without others
+            self._refs[view.pool.cache.found_blocks()] += 1
         self._keep: dict[int, int] = {}  # tokens that those who lose some keep
         self._hit = np.zeros(view.table.capacity, bool)  # who loses some
         self._lends = np.zeros(view.table.capacity, bool)
