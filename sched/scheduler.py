@@ -227,7 +227,7 @@ class Scheduler:
 
     def plan(self, now: float, free_at: float = -math.inf, overrun: float = 1.0) -> BatchPlan:
         """The first half of `schedule`: the policy's next plan, checked. It changes nothing but
-        which waiting requests are held back."""
+        which waiting requests are held back, and which of two equal blocks are read."""
         self._progress.check()
         if self.cache is not None:
             self._register_again()

@@ -13,7 +13,7 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.step import Move, Step
 
 RECENT = 128  # steps that `StepWatch.overrun` is of
-WITHIN = 0.8
+WITHIN = 0.8  # share of them that it bounds
 EVERY = 16  # steps from one look at them to the next
 
 

@@ -91,6 +91,8 @@ class CacheConfig:
         least = " must be at least 2, one for K and one for V (0 for as many as fit)"
         _check(self, "cache.num_blocks", self.num_blocks == 0 or self.num_blocks >= 2, least)
         _check(self, "cache.memory_fraction", 0 < self.memory_fraction <= 1, " must be in (0, 1]")
+        alone = self.share_between_keys and not self.prefix_caching
+        _check(self, "cache.share_between_keys", not alone, " needs cache.prefix_caching")
         known = f" must be auto or one of {', '.join(HIDDEN_READS)}"
         _check(self, "cache.hidden_read", self.hidden_read in (AUTO, *HIDDEN_READS), known)
         try:
