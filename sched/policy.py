@@ -200,7 +200,6 @@ class Policy(abc.ABC):
             need not be ready for these.
         counts_blocks: Whether it asks how many blocks there are, and how many a request has or
             takes, but never which. A simulation then only counts them.
-        prefix_caching: Whether a server may have waiting requests find K and V beside it.
         steady: Whether it plans a token for each request, and gives none up, while nobody waits,
             every request decodes and memory lasts. The steps ahead are certain then, and a
             simulation takes several at once.
@@ -214,7 +213,6 @@ class Policy(abc.ABC):
     hybrid_cache: bool = False
     moves_cache: bool = False
     counts_blocks: bool = False
-    prefix_caching: bool = True
     steady: bool = False
 
     @property

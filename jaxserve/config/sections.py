@@ -80,7 +80,7 @@ class CacheConfig:
     memory_fraction: float = 0.9
     host_gib: float = 0.0
     hidden_read: str = "auto"
-    prefix_caching: bool = False
+    prefix_caching: bool = True
     share_between_keys: bool = False
     rho: str = "auto"
 

@@ -173,12 +173,16 @@ class BlockPool:
         cache = self.cache
         if cache is None:
             return np.zeros(len(rows), np.int64)
+        cache.settle()
         if self._stale or cache.moved:
-            for row in cache.moved.union(cache.waiting() if self._stale else ()):
-                chain = cache.chain(row)
+            moved = [*cache.moved]
+            self._reading[moved] = 0
+            ends = cache.ends if self._stale else {c[-1] for c in map(cache.chain, moved) if c}
+            for end in ends:
+                rows_of = [*end.finders]
                 # Whoever reads one reads all before it.
-                several = bisect.bisect_left(chain, True, key=self._is_of_one)
-                self._reading[row] = several
+                several = bisect.bisect_left(cache.chain(rows_of[0]), True, key=self._is_of_one)
+                self._reading[rows_of] = several
             self._stale = False
             cache.moved.clear()
         return np.asarray(self._reading[rows])
@@ -536,7 +540,20 @@ class BlockPool:
         np.add.at(self._private, last, 1)
         self._private[row] -= len(free)
         self.owners[ids[self.owners[ids, side] == row], side] = NOBODY
+        self._own_again(ids[refs == 1])
         self._give_back(free)
+
+    def _own_again(self, ids: np.ndarray) -> None:
+        """These blocks have one holder left. Who alone still reads a page is as if it had filled
+        it."""
+        if self.cache is None:
+            return
+        for block in ids[(self.owners[ids] == NOBODY).all(axis=1)].tolist():
+            page = self.cache.page_of(block)
+            if page is not None:
+                row = self._rows[block]
+                self.owners[block, self.direction[row]] = row
+                self.at[block, self.direction[row]] = page.depth
 
     def _give_back(self, ids: np.ndarray) -> None:
         """Nobody holds these blocks any more. What is known stays until its room is wanted."""

@@ -6,11 +6,12 @@ wanted, and counts as free. vLLM calls this automatic prefix caching, SGLang a r
 
 Rows that wait are told what they would find (`found`), and that is kept right as blocks come and
 go: the next one that a row lacks is in `_wanted`, and the last one that it finds knows the row.
+Rows that this concerns look again once a step (`settle`), however many blocks have come and gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class Page:
 
     Attributes:
         key: Of its tokens and all before them, with the side from which it was filled.
-        ids: Of its blocks.
+        ids: Of its blocks; none once it is forgotten.
         before: The page of the tokens before; None for the first.
         depth: How many pages come before it.
         after: The pages right behind it.
@@ -55,6 +56,7 @@ class PrefixCache:
         num_evicted: Pages that made room for others, so far.
         num_reused: Pages that were read by those who found them, so far.
         moved: Rows that may find other pages than they did when this was last emptied.
+        ends: Pages with finders.
         num_queried: int64 by tier, prompt tokens of requests with keys that have started, so far.
         num_hit: int64 by tier, those of them that were found.
     """
@@ -72,7 +74,10 @@ class PrefixCache:
         self._chain: dict[int, list[Page]] = {}  # by row that waits, those that it finds
         self._changed: set[int] = set()
         self.moved: set[int] = set()
+        self.ends: set[Page] = set()
         self._wanted: dict[bytes, set[int]] = {}
+        self._wants: dict[int, bytes] = {}  # by row that waits, and would find more
+        self._woken: set[int] = set()  # rows of which what they find may have changed
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -120,12 +125,11 @@ class PrefixCache:
 
     def start(self, row: int) -> list[Page]:
         """The row no longer waits. Returns the pages that it finds, in order."""
+        self.settle()
         chain = self._chain.get(row)
         if chain is None:
             return []
-        if chain:
-            chain[-1].finders.remove(row)
-        self._unwant(row)
+        self._leave(row)
         del self._chain[row], self._most[row]
         self._tell(row, 0)
         return chain
@@ -142,30 +146,43 @@ class PrefixCache:
 
     def chain(self, row: int) -> Sequence[Page]:
         """The pages that a waiting row finds, in order."""
+        self.settle()
         return self._chain.get(row, ())
 
-    def waiting(self) -> list[int]:
-        """Rows that wait."""
-        return [*self._chain]
-
-    def found_blocks(self) -> list[int]:
-        """The blocks of all pages that those who wait find."""
-        pages: dict[Page, None] = {}
-        for chain in self._chain.values():
-            for page in reversed(chain):
-                if page in pages:
-                    break  # so are all before it
-                pages[page] = None
-        return [block for page in pages for block in page.ids]
+    def finders(self, blocks: Iterable[int]) -> list[int]:
+        """Rows that wait and would find any of these blocks."""
+        self.settle()
+        behind = [page for block in blocks if (page := self._of_block.get(block)) is not None]
+        seen = dict.fromkeys(behind)
+        for page in behind:
+            new = [after for after in page.after if after not in seen]
+            seen.update(dict.fromkeys(new))
+            behind += new
+        return [row for page in behind for row in page.finders]
 
     def first_found(self) -> list[int]:
         """The K blocks of the first pages that those who wait find."""
+        self.settle()
         return [chain[0].ids[0] for chain in self._chain.values() if chain]
 
     def take_changed(self) -> list[int]:
         """Rows of which `found` has changed since the last call."""
+        self.settle()
         rows, self._changed = sorted(self._changed), set()
         return rows
+
+    def settle(self) -> None:
+        """Those who wait look again, where pages have come or gone. From then on `found`, `moved`
+        and `ends` are right."""
+        if not self._woken:
+            return
+        woken, self._woken = self._woken, set()
+        for row in woken & self._chain.keys():
+            chain = self._chain[row]
+            self._leave(row)
+            while chain and not chain[-1].ids:  # whoever is forgotten is so with all behind
+                chain.pop()
+            self._look(row)
 
     def _look(self, row: int) -> None:
         """The row finds whatever follows what it finds already."""
@@ -174,8 +191,10 @@ class PrefixCache:
             chain.append(page)
         if chain:
             chain[-1].finders.add(row)
+            self.ends.add(chain[-1])
         if len(chain) < most:
-            self._wanted.setdefault(keys[len(chain)], set()).add(row)
+            key = self._wants[row] = keys[len(chain)]
+            self._wanted.setdefault(key, set()).add(row)
         self._tell(row, len(chain))
 
     def _tell(self, row: int, found: int) -> None:
@@ -184,14 +203,17 @@ class PrefixCache:
             self.found[row] = found
             self._changed.add(row)
 
-    def _unwant(self, row: int) -> None:
-        """The row no longer waits for the next page."""
-        depth = len(self._chain[row])
-        if depth < self._most[row]:
-            key = self._keys[row][depth]
-            self._wanted[key].remove(row)
-            if not self._wanted[key]:
-                del self._wanted[key]
+    def _leave(self, row: int) -> None:
+        """The row no longer ends with its last page, nor waits for the next."""
+        if chain := self._chain[row]:
+            end = chain[-1]
+            end.finders.discard(row)
+            if not end.finders:
+                self.ends.discard(end)
+        wanted = self._wanted.get(key := self._wants.pop(row, b""), set())
+        wanted.discard(row)
+        if not wanted:
+            self._wanted.pop(key, None)
 
     # Pages.
 
@@ -214,10 +236,7 @@ class PrefixCache:
             before.after.add(page)
         for block in ids:
             self._of_block[block] = page
-        for other in sorted(self._wanted.pop(page.key, _NOBODY)):
-            if before is not None:
-                before.finders.remove(other)
-            self._look(other)
+        self._woken |= self._wanted.pop(page.key, _NOBODY)
         return page
 
     def page_of(self, block: int) -> Page | None:
@@ -284,14 +303,11 @@ class PrefixCache:
         before = page.before
         if before is not None:
             before.after.remove(page)
-        for row in sorted(page.finders):  # they find what is before it
-            self._unwant(row)
-            self._chain[row].pop()
-            if before is not None:
-                before.finders.add(row)
-            self._wanted.setdefault(page.key, set()).add(row)
-            self._tell(row, len(self._chain[row]))
+        self._woken |= page.finders
+        self.ends.discard(page)
+        ids, page.ids = page.ids, ()
         if page in self._unread:
-            self.read(page)
-            return list(page.ids)
+            del self._unread[page]
+            self.num_unread -= len(ids)
+            return list(ids)
         return []

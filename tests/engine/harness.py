@@ -81,6 +81,7 @@ def engine(path: Path, **fields: Any) -> Iterator[Engine]:
         "model__load_format": "random",
         "cache__block_size": 4,
         "cache__num_blocks": 1024,
+        "cache__prefix_caching": False,  # engines are shared, and tests write to pools by hand
         "scheduler__policy": "sarathi",  # needs no steps but those of all policies
         "scheduler__max_batch_tokens": 64,
         "scheduler__max_prefill_tokens": 64,

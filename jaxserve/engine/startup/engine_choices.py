@@ -142,11 +142,6 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
     mesh = sharding.make_mesh(tensor) if tensor > 1 else None
     max_model_len = choose_max_len(config.engine.max_model_len, model)
     policy = _policy(config.scheduler)
-    if config.cache.prefix_caching and not policy.prefix_caching:
-        raise ConfigError(
-            f"cache.prefix_caching: {config.scheduler.policy} may plan more blocks than are free "
-            "with it; take another policy, or sharing=false"
-        )
     limits = _limits(config.scheduler, policy, max_model_len)
     demand = _demand(config.cache, limits, max_model_len)
     _check_tables(config.scheduler.max_queue, demand)

@@ -25,6 +25,7 @@ def fill(batch: Batch, room: BrosBudget, work: Work, limit: float, *, chunked: b
         chunked: Whether prompts may be cut.
     """
     while len(work):
+        work = room.price(work)
         count = batch.fits(work)
         timely = prefix(batch.times(work[:count]) <= limit)
         found = _memory(batch, room, work[:timely])
@@ -79,7 +80,7 @@ def fill_first(
     victims = [*others[::-1].tolist(), *urgent[np.isin(urgent, theirs)][::-1].tolist()]
     victims += rows[np.isin(rows, room.running)][::-1].tolist()
     while True:
-        work = room.offers_first(rows)
+        work = room.price(room.offers_first(rows))
         count = batch.fits(work)
         work, head = work[:count], work[count : count + 1]
         piece = batch.piece(head, np.inf, work) if chunked and len(head) else None

@@ -6,12 +6,13 @@ about to write over goes to the host, or is computed again where the host is ful
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxserve.sched.cache.block_sizes import PLANES, blocks_a_plane, slots_for
+from jaxserve.sched.cache.block_sizes import PLANES, slots_for
 from jaxserve.sched.cache.cache_kinds import KV, LEFT, NOBODY, RIGHT
 from jaxserve.sched.plan import Checkpoint, Copy, Join, Operation, Preempt, Restore
 from jaxserve.sched.policies.bros.blocks import BrosBudget
@@ -59,18 +60,18 @@ class SharedBlocksBudget(BrosBudget):
         self.left = left_filled(view)
         self.host_free = view.host.num_free
         self._refs, self._right = view.pool.refs.copy(), view.pool.owners[:, RIGHT].copy()
-        if view.pool.cache is not None:  # what starts find is neither free nor lent without others
-            self._refs[view.pool.cache.found_blocks()] += 1
         self._keep: dict[int, int] = {}  # tokens that those who lose some keep
         self._hit = np.zeros(view.table.capacity, bool)  # who loses some
         self._lends = np.zeros(view.table.capacity, bool)
+        self._pinned = np.zeros(len(self._refs), bool)  # what starts in the batch find
         self._saved: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._joins: list[Join] = []
         self._restore = CacheRestore(view)
 
     def lendable(self) -> int:
-        """Blocks that only a best-effort request holds."""
-        return int(np.count_nonzero(self._open()))
+        """Blocks that only best-effort requests hold: those that one of them fills can be joined,
+        those that several read are free once all of them are preempted."""
+        return int(np.count_nonzero(self._open()) + np.count_nonzero(self._several_read()))
 
     def returned_by(self, rows: np.ndarray) -> np.ndarray:
         """Blocks that would be free without each of these best-effort rows, int64 [n]."""
@@ -100,8 +101,18 @@ class SharedBlocksBudget(BrosBudget):
         rows = super().best_effort()
         return rows[~self._hit[rows] & ~self._lends[rows]]
 
-    def allocate(self, work: PlannedWork) -> None:
+    def price(self, work: Work) -> Work:
+        """See `BrosBudget`: what the pool says is right until somebody gives blocks back."""
+        finds = self._finds(work)
+        if not (self._keep and len(finds)):
+            return work
+        work = self._beyond_found(work, finds)
+        work.new[finds] += [_PLANES * self._unread(row) for row in work.rows[finds].tolist()]
+        return work
+
+    def allocate(self, work: Work) -> None:
         """Takes the blocks and places for this work, and notes what it copies."""
+        work = self._pin(work)
         super().allocate(work)
         rows, index = self._restore.all_copies(work.rows)
         for row, number in zip(rows.tolist(), index, strict=True):
@@ -120,15 +131,25 @@ class SharedBlocksBudget(BrosBudget):
         preempted, those with the most time left first."""
         runs = behind[~self.is_out(behind) & (self.view.pool.held[behind] > 0)]
         victims = runs[::-1].tolist()
+        work = self._pin(work)
         low = self.best_effort().tolist()
         while int(work.starts.sum()) > self.slots and (low or victims):
             self.preempt(low.pop(0) if low else victims.pop(0))
-        need, have = int(work.new.sum()), self.free + self.lendable()
-        while need > have and victims:
+        need = int(work.new.sum())
+        self._end_reading(need)
+        have = self.free + int(np.count_nonzero(self._open()))
+        while (need > have or self.free < 0) and victims:
             self.preempt(victims.pop(0))
-            have = self.free + self.lendable()
+            have = self.free + int(np.count_nonzero(self._open()))
+        if self.free < 0:  # what they find is not free any more
+            finds = self._finds(work)
+            self._unpin(work.rows[finds])
+            work = work[np.delete(np.arange(len(work)), finds)]
+            have = self.free + int(np.count_nonzero(self._open()))
         if need > have:
-            work = work[np.cumsum(work.new) <= have]
+            fits = np.cumsum(work.new) <= have
+            self._unpin(work.rows[~fits])
+            work = work[fits]
         ids, filled = self._fill(work.rows[~work.starts], (work.start + work.tokens)[~work.starts])
         while True:
             loan = self._borrow(work)
@@ -152,6 +173,7 @@ class SharedBlocksBudget(BrosBudget):
         self.left[lent] = np.repeat(loan.filled, _PLANES)
         self._refs[lent] += 1
         self.free += lent.size
+        self._forget(lent)
         super().allocate(work)
         return work
 
@@ -162,10 +184,11 @@ class SharedBlocksBudget(BrosBudget):
         first = np.arange(pool.held[row]) * size
         there = np.minimum(pool.cap[row, : len(first)], self.view.table.computed[row] - first)
         some = there > 0
-        own = (pool.owners[pool.blocks_of(row), pool.direction[row]] == row).all()
-        own = own and not pool.is_found(np.array([row]))[0]
+        ids = pool.blocks_of(row)
+        own = (pool.owners[ids, pool.direction[row]] == row).all() and not self._pinned[ids].any()
         if own and int(slots_for(there[some].sum())) <= self.host_free:
             self._save(np.full(some.sum(), row), first[some], (first + there)[some])
+            self._forget(ids[0])
         self._let_go(row, np.arange(pool.held[row]))
         self._keep[row] = 0
         self._leaves(row)
@@ -191,6 +214,25 @@ class SharedBlocksBudget(BrosBudget):
         mine = self._right != NOBODY
         return mine & (self._refs == 1) & ~self._batch.chosen[self._right]
 
+    def _several_read(self) -> np.ndarray:
+        """Which blocks several hold, all of them best-effort requests outside the batch, bool."""
+        pool, holders = self.view.pool, np.zeros(len(self._refs), np.int64)
+        if pool.cache is None or not pool.shares:
+            return np.zeros(len(self._refs), bool)
+        for row in self.best_effort().tolist():
+            holders[pool.blocks_of(row)] += 1
+        return (holders > 1) & (holders == self._refs)
+
+    def _end_reading(self, need: int) -> None:
+        """Preempts best-effort requests, the latest first, for the blocks that several of them
+        read, until so many can be had."""
+        pool = self.view.pool
+        for row in self.best_effort().tolist():
+            if need <= self.free + int(np.count_nonzero(self._open())):
+                return
+            if self._several_read()[pool.blocks_of(row)].any():
+                self.preempt(row)
+
     def _fill(self, rows: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Notes that these rows, which run, will have so many tokens: the blocks that they go on
         filling, and how much of each is filled then."""
@@ -207,18 +249,68 @@ class SharedBlocksBudget(BrosBudget):
         """The blocks that these, in order, join once the free ones are handed out."""
         pool, size = self.view.pool, self.view.pool.block_size
         wanted = np.clip(np.cumsum(work.new) - self.free, 0, work.new) // _PLANES
-        # What a start finds it has, though it counts as new where nobody else reads it.
-        found = np.where(work.starts & (work.loaded == 0), work.start // size, 0)
-        has = pool.held[work.rows] + found
-        table = self.view.table
-        known = table.prompt_len[work.rows] + table.generated[work.rows]
-        wanted = np.minimum(wanted, np.maximum(blocks_a_plane(known, size) - has, 0))
-        rows, have = np.repeat(work.rows, wanted), np.repeat(has, wanted)
+        rows = np.repeat(work.rows, wanted)
         each = np.arange(len(rows)) - np.repeat(np.cumsum(wanted) - wanted, wanted)
-        index = have + each
+        index = self._held()[rows] + each
         filled = np.minimum(np.repeat(work.start + work.tokens, wanted) - index * size, size)
         blocks = self._emptiest(len(rows) * _PLANES)
         return _Loan(rows, filled, blocks.reshape(-1, _PLANES))
+
+    def _held(self) -> np.ndarray:
+        """Blocks a plane that each row holds, or finds when it starts, int64 by row."""
+        pool = self.view.pool
+        return pool.held if pool.cache is None else pool.held + pool.cache.found
+
+    def _finds(self, work: PlannedWork) -> np.ndarray:
+        """Which of them start and find blocks: indices [k]."""
+        cache = self.view.pool.cache
+        if cache is None:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(work.starts & (cache.found[work.rows] > 0))
+
+    def _beyond_found(self, work: Work, finds: np.ndarray) -> Work:
+        """The same, where `new` of these leaves out what they find."""
+        pool, new, rows = self.view.pool, work.new.copy(), work.rows[finds]
+        tokens, kinds = (work.start + work.tokens)[finds], np.zeros(len(finds), np.int64)
+        new[finds] = pool.needed(rows, tokens, kinds, self._held())
+        return replace(work, new=new)
+
+    def _unread(self, row: int) -> int:
+        """Pages that the row finds, and that nobody holds."""
+        assert self.view.pool.cache is not None
+        chain = self.view.pool.cache.chain(row)  # whoever reads one reads all before it
+        return len(chain) - bisect.bisect_left(chain, True, key=lambda p: not self._refs[p.ids[0]])
+
+    def _pin(self, work: Work) -> Work:
+        """Those that start read what they find, which is not free any more. Returns the same, where
+        `new` is what they take besides."""
+        finds = self._finds(work)
+        if not len(finds):
+            return work
+        for row in work.rows[finds].tolist():
+            self.free -= _PLANES * self._unread(row)
+            ids = self._found(row)
+            self._refs[ids] += 1
+            self._pinned[ids] = True
+        return self._beyond_found(work, finds)
+
+    def _unpin(self, rows: np.ndarray) -> None:
+        """Some that were to start do not."""
+        for row in rows.tolist():
+            self._refs[self._found(row)] -= 1
+            self.free += _PLANES * self._unread(row)
+
+    def _found(self, row: int) -> np.ndarray:
+        """The blocks that a row finds, int [planes, n]."""
+        cache = self.view.pool.cache
+        pages = () if cache is None else cache.chain(row)
+        return np.array([page.ids for page in pages], np.int64).reshape(-1, _PLANES).T
+
+    def _forget(self, ids: np.ndarray) -> None:
+        """What these blocks hold is found no longer: who would find it starts another time."""
+        cache = self.view.pool.cache
+        if cache is not None and len(cache):
+            self._hit[cache.finders(ids.ravel().tolist())] = True
 
     def _emptiest(self, count: int) -> np.ndarray:
         """So many open blocks, those with most empty slots first; of several, those of requests

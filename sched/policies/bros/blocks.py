@@ -71,6 +71,10 @@ class BrosBudget(MemoryBudget):
         """Blocks that others may use without each of these running rows, int64 [n]."""
         return self.view.pool.private(rows)
 
+    def price(self, work: Work) -> Work:
+        """The same with the blocks that each takes after what has been preempted so far."""
+        return work
+
     def offers(self, rows: np.ndarray) -> Work:
         """What these best-effort rows would do, without those that cannot be in this step."""
         return Work.of_rows(self.view, rows[~self._batch.chosen[rows] & ~self.is_out(rows)])

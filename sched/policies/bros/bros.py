@@ -127,7 +127,6 @@ class Bros(Policy):
                 )
         object.__setattr__(self, "moves_cache", self.sharing)
         object.__setattr__(self, "counts_blocks", not self.sharing)
-        object.__setattr__(self, "prefix_caching", not self.sharing)
         object.__setattr__(self, "_memory", _Memory(self.initial))
 
     @property

@@ -91,7 +91,7 @@ def pack(batch: Batch, room: BrosBudget, queue: Queue, others: np.ndarray, rules
     rows, residual = queue.rows[here], queue.residual[here]
     if not len(rows):
         return Packed()
-    work = Work.of_rows(view, rows)
+    work = room.price(Work.of_rows(view, rows))
     savable = residual >= alone(view, work)
     limit = first = float(residual[savable].min(initial=np.inf))
     if len(batch):

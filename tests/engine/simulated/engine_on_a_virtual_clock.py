@@ -60,7 +60,7 @@ def configured(folder: Path, longest: int, initial: LinearCostModel, **fields: A
         model__load_format="random",
         engine__compilation_cache_dir="",
         scheduler__profile=str(folder / "initial.json"),
-        **{"scheduler__policy": "sarathi", **fields},
+        **{"scheduler__policy": "sarathi", "cache__prefix_caching": False, **fields},
     )
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import pytest
 
 from jaxserve.sched.registry import deployable
 from jaxserve.sched.request import Tier
-from jaxserve.sched.state.request_table import WAITING
+from tests.sched.cache.invariants import check_host, check_pool
 from tests.sched.driver import Drive
 
 SIZE = 4  # tokens of a block
+MOST = 63  # tokens of a request
 POLICIES = deployable()
 
 
@@ -20,58 +23,74 @@ def keys_of(tokens: np.ndarray) -> tuple[bytes, ...]:
 
 
 class Conversations:
-    """Requests that repeat what earlier ones wrote, and tell the scheduler what they wrote."""
+    """An engine's loop around the scheduler: tokens arrive a step late, some requests are
+    cancelled, and prompts repeat what others have read or written."""
 
-    def __init__(self, drive: Drive, rng: np.random.Generator) -> None:
-        self.drive, self.rng = drive, rng
+    def __init__(self, policy: str, rng: np.random.Generator) -> None:
+        blocks, rows = 2 * int(rng.integers(16, 30)), int(rng.integers(2, 9))
+        slots = int(64 * rng.integers(3))
+        options = {"blocks": blocks, "block_size": SIZE, "rows": rows, "host_slots": slots}
+        self.drive = Drive(policy, reuse=True, rho=1e-6, **options)
+        self.rng, self.now = rng, 0.0
         self.tokens: dict[int, np.ndarray] = {}  # by row
         self.told: dict[int, int] = {}
-        self.ended: list[np.ndarray] = [np.zeros(0, np.int64)]
-        self.found = 0
+        self.ended = [np.zeros(0, np.int64)]
+        self.late: deque[list[tuple[int, int]]] = deque()  # rows and seqs of tokens on their way
 
-    def add(self, now: float) -> None:
-        rng = self.rng
-        before = self.ended[rng.integers(len(self.ended))]
-        before = before[: rng.integers(24)]
-        prompt = np.concatenate([before, rng.integers(0, 2, rng.integers(1, 8))])
-        output, tier = int(rng.integers(1, 24)), Tier(int(rng.integers(2)))
-        row = self.drive.add(
-            len(prompt), output, arrival=now, tier=tier, keys=keys_of(prompt), ttft=5.0, tbt=2.0
-        )
+    def add(self) -> None:
+        rng, others = self.rng, self.ended if self.rng.integers(2) else [*self.tokens.values()]
+        before = others[rng.integers(len(others))][: rng.integers(40)] if others else self.ended[0]
+        prompt = np.concatenate([before, rng.integers(0, 2, rng.integers(1, 12))])[: MOST - 2]
+        output, tier = int(min(rng.integers(1, 40), MOST - len(prompt))), int(rng.integers(2))
+        own = {"tier": Tier(tier), "keys": keys_of(prompt), "ttft": 5.0, "tbt": 2.0}
+        row = self.drive.add(len(prompt), output, arrival=self.now, **own)
         self.tokens[row] = np.concatenate([prompt, rng.integers(0, 2, output)])
         self.told[row] = len(prompt)
 
-    def step(self, now: float) -> None:
-        drive, table = self.drive, self.drive.table
-        waiting = table.in_state(WAITING)
-        ends = len(drive.ended)
-        planned = drive.step(now)
-        started = [row for row in planned if row in waiting]
-        for row in drive.ended[ends:]:
-            self.ended.append(self.tokens.pop(row))
-        for row in self.tokens:
+    def step(self) -> bool:
+        """Whether anything was planned."""
+        scheduler, table = self.drive.scheduler, self.drive.table
+        step = scheduler.schedule(self.now)
+        scheduler.release_finished(step)
+        self.late.append([(row, int(table.seq[row])) for row in step.emitting.tolist()])
+        if len(self.late) > 1 or not len(step.rows):
+            self.receive()
+        if self.tokens and self.rng.random() < 0.08:
+            self.finish(int(self.rng.choice(sorted(self.tokens))), complete=False)
+        check_pool(self.drive.pool)
+        check_host(scheduler.host)
+        self.now += 1.0
+        return bool(len(step.rows))
+
+    def receive(self) -> None:
+        table = self.drive.table
+        for row, seq in self.late.popleft():
+            if row not in self.tokens or table.seq[row] != seq:
+                continue
+            self.drive.scheduler.receive(np.array([row]), self.now)
             end = int(table.prompt_len[row] + table.received[row])
             new = keys_of(self.tokens[row][:end])[self.told[row] // SIZE :]
             self.told[row] = end
-            drive.scheduler.know(row, new)
-        self.found += len(started)
+            self.drive.scheduler.know(row, new)
+            if table.received[row] == table.max_tokens[row]:
+                self.finish(row, complete=True)
+
+    def finish(self, row: int, *, complete: bool) -> None:
+        self.drive.scheduler.finish(row, complete=complete)
+        self.ended.append(self.tokens.pop(row))
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_all_are_served(policy: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    host_slots = int(64 * rng.integers(3))
-    options = {"blocks": 48, "block_size": SIZE, "rows": 6, "rho": 1e-6, "host_slots": host_slots}
-    drive = Drive(policy, reuse=True, **options)
-    traffic, now = Conversations(drive, rng), 0.0
-    for _ in range(30):
-        traffic.add(now)
-        if rng.integers(2):
-            traffic.step(now := now + 1.0)
-    while drive.live:
-        traffic.step(now := now + 1.0)
-        assert now < 2000, f"{drive.live} have not ended"
-    cache = drive.scheduler.cache
-    assert cache is not None and cache.num_reused, "nothing was found"
-    assert drive.pool.num_free == drive.pool.num_blocks and not drive.scheduler.host.num_used
+    traffic, left, rate, idle = Conversations(policy, rng), 60, rng.uniform(0.3, 1.5), 0
+    while left or traffic.tokens:
+        for _ in range(min(rng.poisson(rate), left)):
+            traffic.add()
+            left -= 1
+        idle = 0 if traffic.step() else idle + 1
+        assert idle < 50, f"{len(traffic.tokens)} have not ended, and nothing is planned"
+    scheduler = traffic.drive.scheduler
+    assert scheduler.cache is not None and scheduler.cache.num_reused, "nothing was found"
+    assert scheduler.is_empty
