@@ -22,7 +22,7 @@ from jaxserve.sched.cache.prefix_cache import PrefixCache
 from jaxserve.sched.checks import check_plan
 from jaxserve.sched.cost.cost_model import CostModel
 from jaxserve.sched.cost.padding import Padding
-from jaxserve.sched.cost.reachability import Alone
+from jaxserve.sched.cost.reachability import Alone, slo_problems
 from jaxserve.sched.fairness.fair_queue import hold_back, waiting_tenants
 from jaxserve.sched.fairness.fair_share import DECODE_COST, FairShares
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, ProjectToKV, Restore
@@ -147,7 +147,8 @@ class Scheduler:
         """
         waiting = functools.partial(waiting_tenants, self.view)
         tenant = self.shares.join(request.tenant, request.weight, waiting)
-        row = self.table.add(request, self.alone(request) if alone is None else alone)
+        alone = self.alone(request) if alone is None else alone
+        row = self.table.add(request, alone, self.reachable(request, alone))
         self.table.tenant[row], self.table.weight[row] = tenant, self.shares.weight(tenant)
         if len(self.pool.held) < (capacity := self.table.capacity):
             for owner in (self.pool, self.host, self._progress, self._lengths, self.cache):
@@ -205,10 +206,27 @@ class Scheduler:
             if self.table.seq[row] == seq and self.table.state[row] == RUNNING:
                 self.pool.register(row, index, swap=True)
 
-    def alone(self, request: Request) -> Alone:
-        """The request's latency on an idle engine, as predicted now. Any thread may ask."""
+    def alone(self, request: Request, cached: int = 0) -> Alone:
+        """The request's latency on an idle engine, as predicted now, where so many tokens of its
+        prompt are cached. Any thread may ask."""
         chunk = self.policy.prefill_limit(self.view.limits)
-        return Alone.from_request(request, self.view.step_time, chunk)
+        return Alone.from_request(request, self.view.step_time, chunk, cached)
+
+    def reachable(self, request: Request, alone: Alone) -> Alone:
+        """The request's latency on an idle engine, with what it finds now, if it has targets that
+        cannot be met without. alone: without. Any thread may ask."""
+        if self.cache is None or not slo_problems(request, alone):
+            return alone
+        return self.alone(request, self.cached(request))
+
+    def cached(self, request: Request) -> int:
+        """Tokens of its prompt that a request which comes now would find. Any thread may ask."""
+        keys = request.block_keys
+        if self.cache is None or not keys:
+            return 0
+        size = self.pool.block_size
+        most = (len(request.prompt) - 1) // size  # the last block is always computed
+        return size * self.cache.longest(keys[:most], self.policy.side(request.tier))
 
     def schedule(self, now: float, free_at: float = -math.inf, overrun: float = 1.0) -> Step:
         """Plans and books the next step.

@@ -193,9 +193,11 @@ class Engine:
         info = self._info
         texts, row = self._texts(request), RequestRow(request, info.vocab_size, self._eos_ids)
         scheduler = self._scheduler
-        alone = scheduler.alone(request)
-        problems = slo_problems(request, alone)
         keys = self._keys(request)
+        if keys is not None:
+            request = dataclasses.replace(request, block_keys=tuple(keys.keys))
+        alone = scheduler.alone(request)
+        problems = slo_problems(request, scheduler.reachable(request, alone))
         with self._wake:
             if self._failure is not None:
                 raise EngineStopped(f"the engine has failed: {self._failure}")
@@ -274,6 +276,9 @@ class Engine:
 
     def expected_wait(self, request: Request) -> Wait:
         """How long a request that is submitted now is expected to wait for its first token."""
+        keys = self._keys(request)
+        if keys is not None:
+            request = dataclasses.replace(request, block_keys=tuple(keys.keys))
         return self._ttft_estimator.wait(request)
 
     def backlog(self) -> Backlog:

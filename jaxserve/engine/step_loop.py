@@ -117,8 +117,6 @@ class StepLoop:
     def admit(self, command: Submit) -> None:
         """Adds all continuations of the request to the waiting ones."""
         request, keys = command.request, command.block_keys
-        if keys is not None:
-            request = dataclasses.replace(request, block_keys=tuple(keys.keys))
         mine = self._by_id[request.id] = []
         try:
             for index, text in enumerate(command.texts):

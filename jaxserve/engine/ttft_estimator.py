@@ -43,7 +43,8 @@ class LiveTtftEstimator:
         self._arrivals = arrivals
         self._lock = threading.Lock()
         self._submitted = 0  # continuations
-        self._since: deque[tuple[int, Request]] = deque()  # (submitted before it, request)
+        # Submitted before it, the request, tokens that it finds.
+        self._since: deque[tuple[int, Request, int]] = deque()
         self._seen: TtftEstimator | None = None
         self.publish()
 
@@ -60,14 +61,15 @@ class LiveTtftEstimator:
         with self._lock:
             predicts = self._current()
             if self._submitted >= self._latest[0]:
-                self._since.append((self._submitted, request))
-                _arrived(predicts, request)
+                cached = self._scheduler.cached(request)
+                self._since.append((self._submitted, request, cached))
+                _arrived(predicts, request, cached)
             self._submitted += request.sampling.n
 
     def wait(self, request: Request) -> Wait:
         """The expected wait of a request that arrives now."""
         with self._lock:
-            return self._current().wait(request, self._clock())
+            return self._current().wait(request, self._clock(), self._scheduler.cached(request))
 
     def by_tier(self) -> dict[str, float]:
         """Seconds until the first token of the shortest prompt without targets, for each tier."""
@@ -80,15 +82,15 @@ class LiveTtftEstimator:
             self._seen = predicts
             while self._since and self._since[0][0] < received:
                 self._since.popleft()
-            for _, request in self._since:
-                _arrived(predicts, request)
+            for _, request, cached in self._since:
+                _arrived(predicts, request, cached)
         return predicts
 
 
-def _arrived(predicts: TtftEstimator, request: Request) -> None:
+def _arrived(predicts: TtftEstimator, request: Request, cached: int) -> None:
     """Adds the request to the queue. If the policy fails to place it there, only the predictions
     get worse."""
     try:
-        predicts.arrived(request, request.arrival)
+        predicts.arrived(request, request.arrival, cached)
     except Exception:
         log.debug("the policy does not say where %r stands", request.id, exc_info=True)

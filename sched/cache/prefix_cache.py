@@ -11,6 +11,7 @@ Rows that this concerns look again once a step (`settle`), however many blocks h
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -104,6 +105,12 @@ class PrefixCache:
         """The keys of its next full blocks are known."""
         side = self._sides[row]
         self._keys[row] += keys if side == LEFT else [key + b"R" for key in keys]
+
+    def longest(self, keys: Sequence[bytes], side: int = LEFT) -> int:
+        """How many of the blocks with these keys, in order, are there. Any thread may ask; the
+        answer may be a step old."""
+        end = b"" if side == LEFT else b"R"
+        return bisect.bisect_left(keys, True, key=lambda key: key + end not in self._pages)
 
     def num_keys(self, row: int) -> int:
         """How many of the row's blocks have keys."""

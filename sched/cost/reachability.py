@@ -63,13 +63,21 @@ class Alone:
     jct: Any = 0.0
 
     @classmethod
-    def from_request(cls, request: Request, step_time: StepTime, chunk: int) -> Alone:
-        """Of one request; all 0 if it has no targets to compare with. Any thread may ask. chunk:
-        prompt tokens that a step computes, `Policy.prefill_limit`."""
+    def from_request(
+        cls, request: Request, step_time: StepTime, chunk: int, cached: int = 0
+    ) -> Alone:
+        """Of one request; all 0 if it has no targets to compare with. Any thread may ask.
+
+        Args:
+            request: The request.
+            step_time: Predicts a batch.
+            chunk: Prompt tokens that a step computes, `Policy.prefill_limit`.
+            cached: Tokens of its prompt that are there already.
+        """
         if request.slo == _NO_TARGETS:
             return NOTHING
         length, sampling = len(request.prompt), request.sampling
-        prefill = _prefill_time(step_time, length, chunk)
+        prefill = _prefill_time(step_time, length, chunk, cached)
         gap = _decode_time(step_time, length, 2) if sampling.max_tokens > 1 else 0.0
         rest = _decode_time(step_time, length, least_output(sampling))
         return cls(prefill, gap, prefill + rest)
@@ -137,8 +145,11 @@ def least_output(sampling: SamplingParams) -> int:
     return min(sampling.min_tokens + 1, sampling.max_tokens)
 
 
-def _prefill_time(step_time: StepTime, length: int, chunk: int) -> float:
-    """Seconds of the steps that compute a prompt in pieces of `chunk` tokens."""
+def _prefill_time(step_time: StepTime, length: int, chunk: int, cached: int) -> float:
+    """Seconds of the steps that compute a prompt, from token `cached` on, in pieces of `chunk`."""
+    if cached:
+        before = np.arange(cached, length, chunk)
+        return float(np.sum(_pieces(step_time, np.minimum(length - before, chunk), before)))
     if length <= chunk:
         return float(step_time(BatchFeatures(length, length, 0, 0, length**2, 1, 0)))
     return float(prefill_times(step_time, np.array([length]), chunk)[0])

@@ -62,7 +62,9 @@ class Known:
     outlook: Any = 0
 
     @classmethod
-    def from_request(cls, request: Request, alone: Alone, now: float, seq: int, seed: int) -> Known:
+    def from_request(
+        cls, request: Request, alone: Alone, now: float, seq: int, seed: int, cached: int = 0
+    ) -> Known:
         """One request that arrives now.
 
         Args:
@@ -71,6 +73,7 @@ class Known:
             now: Seconds.
             seq: How many requests came before it.
             seed: Of the run.
+            cached: Tokens of its prompt that it finds.
         """
 
         def one(value: Any) -> np.ndarray:
@@ -79,7 +82,7 @@ class Known:
         ttft, tbt, jct, _ = targets_that_count(request.slo, alone)
         return cls(
             *(one(now), one(now), one(ttft), one(tbt), one(jct)),
-            *(one(seq), one(len(request.prompt)), _ZERO, _ZERO),
+            *(one(seq), one(len(request.prompt)), _ZERO, one(cached)),
             *(one(int(request.tier)), one(alone.ttft), one(request.sampling.max_tokens)),
             waiting=_YES,
             decoding=~_YES,

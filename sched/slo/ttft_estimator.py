@@ -88,21 +88,32 @@ class TtftEstimator:
         self._count = backlog.received
         self._free_at = backlog.free_at
 
-    def arrived(self, request: Request, now: float) -> None:
-        """One has come since the backlog was taken, and is in the queue. now: seconds, on the
-        backlog's clock."""
+    def arrived(self, request: Request, now: float, cached: int = 0) -> None:
+        """One has come since the backlog was taken, and is in the queue.
+
+        Args:
+            request: The request.
+            now: Seconds, on the backlog's clock.
+            cached: Tokens of its prompt that it finds.
+        """
         if not len(self._backlog) and self._count == self._backlog.received:
             self._free_at = max(self._free_at, now)  # it had nothing to do until now
-        place = self._place(request, now)
+        place = self._place(request, now, cached)
         self._count += request.sampling.n
         if place is not None:
-            own = _Work(*(request.sampling.n * part for part in self._own(request)))
+            own = _Work(*(request.sampling.n * part for part in self._own(request, cached)))
             self._came.setdefault(request.tenant, _Came()).add(place, own)
 
-    def wait(self, request: Request, now: float) -> Wait:
-        """Of a request that comes now. Of its continuations, of the first."""
-        backlog, own = self._backlog, self._own(request)
-        place = self._place(request, now)
+    def wait(self, request: Request, now: float, cached: int = 0) -> Wait:
+        """Of a request that comes now. Of its continuations, of the first.
+
+        Args:
+            request: The request.
+            now: Seconds, on the backlog's clock.
+            cached: Tokens of its prompt that it finds.
+        """
+        backlog, own = self._backlog, self._own(request, cached)
+        place = self._place(request, now, cached)
         alone = self._prefill(own, 0, 0.0)[0]
         total = _sum(own, self._before(place, request, own))
         rows, blocks = self._given_up(place)
@@ -113,17 +124,17 @@ class TtftEstimator:
 
     # Who is before it.
 
-    def _place(self, request: Request, now: float) -> float | None:
+    def _place(self, request: Request, now: float, cached: int) -> float | None:
         backlog = self._backlog
         alone = Alone.from_request(request, backlog.step_time, backlog.prefill_tokens)
-        known = Known.from_request(request, alone, now, self._count, backlog.known.seed)
+        known = Known.from_request(request, alone, now, self._count, backlog.known.seed, cached)
         found = backlog.queue_priority(known, now)
         return None if found is None else float(found[0])
 
-    def _own(self, request: Request) -> _Work:
+    def _own(self, request: Request, cached: int) -> _Work:
         size = len(request.prompt)
-        blocks = int(blocks_for(size, self._backlog.block_size))
-        return _Work(1, size, size * size, 0, 1, blocks)
+        blocks, tokens = int(blocks_for(size, self._backlog.block_size)), size - cached
+        return _Work(1, tokens, tokens * (tokens + 2 * cached), cached, 1, blocks)
 
     def _before(self, place: float | None, request: Request, own: _Work) -> _Work:
         """The work before the request: of running requests and its tenant's waiting ones, all that

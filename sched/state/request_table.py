@@ -133,9 +133,18 @@ class RequestTable:
         """Requests so far, those that have been removed included."""
         return self._next_seq
 
-    def add(self, request: Request, alone: Alone = NOTHING) -> int:
-        """Gives the request a row and returns it. alone: its latency on an idle engine. IndexError
-        when the table is full."""
+    def add(self, request: Request, alone: Alone = NOTHING, reachable: Alone | None = None) -> int:
+        """Gives the request a row and returns it.
+
+        Args:
+            request: The request.
+            alone: Its latency on an idle engine that computes all of it.
+            reachable: The same with what is cached of its prompt, which its targets are compared
+                with; None for `alone`.
+
+        Raises:
+            IndexError: The table is full.
+        """
         row = self._free[-1]  # not taken yet: what follows may fail
         self.seq[row] = self._next_seq
         self.arrival[row] = self.last_token[row] = request.arrival
@@ -150,7 +159,7 @@ class RequestTable:
         self.tier[row] = request.tier
         self.greedy[row] = request.sampling.is_plain_greedy
         self.alone[row], self.value[row] = alone.ttft, request.value
-        targets = targets_that_count(request.slo, alone)
+        targets = targets_that_count(request.slo, alone if reachable is None else reachable)
         self.ttft[row], self.tbt[row], self.jct[row], self.max_tbt[row] = targets
         self._free.pop()
         self._next_seq += 1

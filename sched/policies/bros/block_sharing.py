@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from jaxserve.sched.restore_plan import left_filled, overwritten_ranges
 from jaxserve.sched.unified.batch_builder import PlannedWork
 
 _PLANES = int(PLANES[KV])
+_Work = TypeVar("_Work", bound=PlannedWork)
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class SharedBlocksBudget(BrosBudget):
         work.new[finds] += [_PLANES * self._unread(row) for row in work.rows[finds].tolist()]
         return work
 
-    def allocate(self, work: Work) -> None:
+    def allocate(self, work: PlannedWork) -> None:
         """Takes the blocks and places for this work, and notes what it copies."""
         work = self._pin(work)
         super().allocate(work)
@@ -247,7 +249,7 @@ class SharedBlocksBudget(BrosBudget):
 
     def _borrow(self, work: Work) -> _Loan:
         """The blocks that these, in order, join once the free ones are handed out."""
-        pool, size = self.view.pool, self.view.pool.block_size
+        size = self.view.pool.block_size
         wanted = np.clip(np.cumsum(work.new) - self.free, 0, work.new) // _PLANES
         rows = np.repeat(work.rows, wanted)
         each = np.arange(len(rows)) - np.repeat(np.cumsum(wanted) - wanted, wanted)
@@ -268,7 +270,7 @@ class SharedBlocksBudget(BrosBudget):
             return np.zeros(0, np.int64)
         return np.flatnonzero(work.starts & (cache.found[work.rows] > 0))
 
-    def _beyond_found(self, work: Work, finds: np.ndarray) -> Work:
+    def _beyond_found(self, work: _Work, finds: np.ndarray) -> _Work:
         """The same, where `new` of these leaves out what they find."""
         pool, new, rows = self.view.pool, work.new.copy(), work.rows[finds]
         tokens, kinds = (work.start + work.tokens)[finds], np.zeros(len(finds), np.int64)
@@ -281,7 +283,7 @@ class SharedBlocksBudget(BrosBudget):
         chain = self.view.pool.cache.chain(row)  # whoever reads one reads all before it
         return len(chain) - bisect.bisect_left(chain, True, key=lambda p: not self._refs[p.ids[0]])
 
-    def _pin(self, work: Work) -> Work:
+    def _pin(self, work: _Work) -> _Work:
         """Those that start read what they find, which is not free any more. Returns the same, where
         `new` is what they take besides."""
         finds = self._finds(work)

@@ -37,9 +37,9 @@ class Lateness:
         """
         if self._share is None:
             return True
-        wait = TtftEstimator(
-            Backlog.from_scheduler(machine.scheduler, now, machine.device_free)
-        ).wait(request, now)
+        backlog = Backlog.from_scheduler(machine.scheduler, now, machine.device_free)
+        cached = machine.scheduler.cached(machine.with_keys(number, request))
+        wait = TtftEstimator(backlog).wait(request, now, cached)
         self._expected[number] = wait.seconds
         return not is_late(wait, request, self._share)
 

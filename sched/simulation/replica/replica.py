@@ -119,12 +119,17 @@ class Replica:
         """When the device has finished all work launched so far."""
         return self._clock.device_free
 
+    def with_keys(self, number: int, request: Request) -> Request:
+        """The request with the keys of its blocks, if what is computed is found again."""
+        if self._block_keys is None or number >= len(self._block_keys):
+            return request
+        keys = _as_bytes(self._block_keys.of(number, len(request.prompt)))
+        return dataclasses.replace(request, block_keys=keys)
+
     def receive(self, number: int, request: Request, now: float) -> None:
         """A request arrives at `now`, with its number in the workload. Call it only once the loop
         has run up to `now`."""
-        if self._block_keys is not None and number < len(self._block_keys):
-            keys = _as_bytes(self._block_keys.of(number, len(request.prompt)))
-            request = dataclasses.replace(request, block_keys=keys)
+        request = self.with_keys(number, request)
         row = self.scheduler.add(request, int(self._outputs.lengths[number]), number)
         grow_columns(self, self.scheduler.table.capacity, _request_of=0, _has_slot=False)
         self._request_of[row] = number

@@ -34,11 +34,11 @@ class GrowingTable(RequestTable):
     """A request table that doubles when it is full, so that its size follows the live requests.
     Rows are given out in the order in which a table of fixed size gives them."""
 
-    def add(self, request: Request, alone: Alone = NOTHING) -> int:
+    def add(self, request: Request, alone: Alone = NOTHING, reachable: Alone | None = None) -> int:
         """Gives the request a row and returns it, in a table twice the size if this one is full."""
         if not self.num_free:
             self._double()
-        return super().add(request, alone)
+        return super().add(request, alone, reachable)
 
     def _double(self) -> None:
         old, self.capacity = self.capacity, 2 * self.capacity

@@ -216,7 +216,9 @@ def test_the_plans_are_the_same_one_by_one(
 
 
 @pytest.mark.parametrize("blocks", [SMALL, LARGE])
-@pytest.mark.parametrize("policy", ["sarathi", "goodput", "bros", "bros:sharing=false", "aptserve", "vllm"])
+@pytest.mark.parametrize(
+    "policy", ["sarathi", "goodput", "bros", "bros:sharing=false", "aptserve", "vllm"]
+)
 def test_so_is_what_is_found_again(
     policy: str, blocks: int, agree: Callable[..., SimulationResult]
 ) -> None:

@@ -18,6 +18,7 @@ from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.workloads.workload import Lengths, Workload
+from tests.sched.driver import Drive
 
 SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every step takes 1 s
 SEVEN = system("llama-2-7b@a100").cost_model
@@ -49,6 +50,19 @@ def test_a_prompt_that_takes_three_steps_has_no_token_in_two() -> None:
     # Computed whole, it takes one.
     assert found(SLO(ttft=2.9), policy="vllm") == {}
     assert found(SLO(ttft=0.9), policy="vllm") == {TTFT: (0.9, 1.0)}
+
+
+def test_what_is_cached_brings_targets_within_reach() -> None:
+    drive = Drive("sarathi", c=64, p=16, block_size=16, cost_model=SECOND, reuse=True)
+    keys = (b"a", b"b")
+    first = drive.add(prompt=40, output=1, keys=keys, ttft=1.5)
+    assert drive.table.ttft[first] == pytest.approx(3.0, rel=1e-5), "three steps"
+    drive.to_the_end()
+    row = drive.add(prompt=40, output=1, keys=keys, ttft=1.5)
+    assert drive.table.ttft[row] == 1.5 and drive.table.alone[row] == 3.0
+    drive.to_the_end()
+    row = drive.add(prompt=40, output=1, keys=(b"a", b"c"), ttft=0.5)
+    assert drive.table.ttft[row] == pytest.approx(2.0, rel=1e-5)
 
 
 def test_no_token_comes_sooner_after_another_than_a_step_takes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -47,6 +48,22 @@ def test_prompts_before_it_are_computed_first() -> None:
     for _ in range(3):
         drive.add(prompt=16, output=8)
     assert seconds(drive, 16) == pytest.approx(4 * (BIAS + 16 * TOKEN))
+
+
+def test_what_is_cached_is_not_waited_for() -> None:
+    drive = Drive("sarathi", reuse=True, block_size=4)
+    keys = tuple(b"abcde"[:end] for end in range(1, 6))
+    drive.add(prompt=20, output=1, keys=keys)
+    came = request(20)
+    asked = dataclasses.replace(came, block_keys=keys)
+    assert drive.scheduler.cached(asked) == 0
+    drive.to_the_end()
+    assert drive.scheduler.cached(asked) == 16, "the last block is computed again"
+    assert drive.scheduler.cached(dataclasses.replace(asked, block_keys=(b"x", b"xb"))) == 0
+    first = waits(drive)
+    assert first.wait(came, 0.0, 16).seconds == pytest.approx(BIAS + 4 * TOKEN)
+    first.arrived(came, 0.0, 16)
+    assert first.wait(came, 0.0).seconds == pytest.approx(BIAS + 24 * TOKEN)
 
 
 def test_those_that_came_since_count_too() -> None:
