@@ -109,7 +109,7 @@ def plan(
     row = jnp.arange(batch.max_rows, dtype=jnp.int32)
     mine = (batch.kind == HIDDEN) & (batch.query_lens > 0) & (row < batch.num_decodes)
     length = jnp.where(mine, batch.context_lens, 0)
-    # No slot has two tokens.
+    # A token takes a slot: no hidden cache is shared.
     tokens = min(batch.max_rows * batch.table_width, geometry.blocks) * geometry.block_size
 
     def shares(kernel: str, heads: int, least: int) -> Shares:

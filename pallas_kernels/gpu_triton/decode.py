@@ -79,7 +79,8 @@ def decode_shares(
     tiles = common.context_tiles(jnp.where(mine, batch.context_lens, 0), launch.tile, window)
     if decode_only:
         tiles = jnp.maximum(tiles, 1)
-    # No slot has two tokens, and a token of KV takes two.
+    # A token of KV takes two slots. Where rows share blocks there are more tokens, and each program
+    # has more of them.
     slots = min(2 * batch.max_rows * batch.table_width, geometry.blocks) * geometry.block_size
     most = (common.cdiv(slots // 2, launch.tile) + batch.max_rows) * geometry.kv_heads
     return cut(tiles, geometry.kv_heads, tuning.cutting(launch, most, **cutting))
