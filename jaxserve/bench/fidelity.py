@@ -141,9 +141,15 @@ def online(mixed: Workload, rate: float, seed: int) -> Load:
 
 
 def conversations(num_requests: int, max_len: int, rate: float, seed: int) -> Load:
-    """Conversations of TURNS over one system prompt, at `rate` requests/s. Each turn's prompt is
-    all of the one before, its answer, and what is new; an answer is as long as that. Lengths are
-    shares of max_len, the longest request."""
+    """Conversations of TURNS over one system prompt. Each turn's prompt is all of the one before,
+    its answer, and what is new; an answer is as long as that.
+
+    Args:
+        num_requests: Of all of them.
+        max_len: Tokens of the longest request, of which lengths are shares.
+        rate: Requests/s.
+        seed: Of the arrivals.
+    """
     number, sessions = np.arange(num_requests), -(-num_requests // TURNS)
     system, new = max(1, max_len // 10), max(2, max_len // 20)
     turn = number // sessions
