@@ -195,8 +195,11 @@ class Scheduler:
         """The row's blocks [first, end) are full. launched: whether the step that fills them has
         been handed over. Until then it writes to where the row's table says."""
         for index in range(first, end):
-            if not self.pool.register(row, index, swap=launched) and not launched:
-                self._known_twice.append((row, int(self.table.seq[row]), index))
+            if not self.pool.register(row, index, swap=launched):
+                if not launched:  # those behind it go on with the other's, too
+                    seq = int(self.table.seq[row])
+                    self._known_twice += [(row, seq, later) for later in range(index, end)]
+                break
 
     def _register_again(self) -> None:
         """Blocks that hold what others hold, too, once the step that has filled them is launched:

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxserve.advise.margins import DEFAULT, Margin, margin, score
 from jaxserve.advise.rounds import Advice, equals
+from jaxserve.config import CacheConfig
 from jaxserve.group_table import aligned
 from jaxserve.sched.simulation.simulator import MAX_ROWS
 from jaxserve.simulate.runs import GROUP_ATTAINMENT, RULE
@@ -55,6 +56,8 @@ def serve_flags(point: Point) -> list[str]:
         "max_rows": None if limits.max_rows >= MAX_ROWS else limits.max_rows,
         "max_queue": run.max_queue,
     }
+    if run.prefix_caching != CacheConfig.prefix_caching:
+        flags.append(f"--config.cache.prefix_caching={str(run.prefix_caching).lower()}")
     return flags + [
         f"--config.scheduler.{name}={value}" for name, value in values.items() if value is not None
     ]

@@ -7,6 +7,9 @@ fitted to the steps of all the *other* loads: no load is predicted from its own 
 policy could be that has not served yet. Medians are compared (InferMax section 4.7), beside the
 machine's own scatter, which no prediction can be better than. --config may name several files,
 separated by commas.
+
+The last load is of conversations. With cache.prefix_caching each turn finds the one before, live
+and simulated.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from jaxserve.profile import build, host_ms
 from jaxserve.sched.simulation.recording import replay
 from jaxserve.sched.simulation.recording.replay import Recording
 from jaxserve.sched.simulation.results import SimulationResult
+from jaxserve.sched.workloads.prefixes import NO_PREFIX, Prefixes
 from jaxserve.sched.workloads.workload import (
     Lengths,
     Workload,
@@ -57,6 +61,7 @@ WORST_TARGETS = {"total_s": 0.08}
 MET, WITHIN, MISSED = "met", "within the scatter", "missed"
 LEVELS = (50, 90, 99)  # percentiles
 SHARE = 0.7  # of the requests/s that the engine can do
+TURNS, FASTER = 4, 4.0  # of a conversation; times the online rate, as answers are that much shorter
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -135,6 +140,28 @@ def online(mixed: Workload, rate: float, seed: int) -> Load:
     return Load(f"mixed, {rate:g} requests/s", workload)
 
 
+def conversations(num_requests: int, max_len: int, rate: float, seed: int) -> Load:
+    """Conversations of TURNS over one system prompt. Each turn's prompt is all of the one before,
+    its answer, and what is new; an answer is as long as that.
+
+    Args:
+        num_requests: Of all of them.
+        max_len: Tokens of the longest request, of which lengths are shares.
+        rate: Requests/s.
+        seed: Of the arrivals.
+    """
+    number, sessions = np.arange(num_requests), -(-num_requests // TURNS)
+    system, new = max(1, max_len // 10), max(2, max_len // 20)
+    turn = number // sessions
+    before = system + turn * 2 * new  # each answer is as long as what was asked
+    lengths = Lengths(before + new, np.full(num_requests, new))
+    first = np.where(number > 0, 0, NO_PREFIX)
+    prefixes = Prefixes(np.where(turn > 0, number - sessions, first), before * (number > 0))
+    arrival = poisson_arrivals(rate, num_requests, np.random.default_rng((seed, 5)))
+    workload = Workload.create(arrival, lengths, limit=lengths.output_len, prefixes=prefixes)
+    return Load(f"chats, {rate:g} requests/s", workload)
+
+
 def run(
     config: Config, *, num_requests: int, rate: float | None, seed: int, repeats: int
 ) -> dict[str, Any]:
@@ -196,7 +223,8 @@ def _serve(
         engine.start()
         target = load_target.EngineTarget(engine)
         info = target.info()
-        every = offline(num_requests, min(info["max_model_len"], info["pool_tokens"]), seed)
+        longest = min(info["max_model_len"], info["pool_tokens"])
+        every = offline(num_requests, longest, seed)
         for load in every:
             load_target.check_fits(load.workload, info)
         start, records = load_target.serve_all(
@@ -205,9 +233,11 @@ def _serve(
         took = load_target.last_token(records) - start
         rate = rate or float(f"{SHARE * num_requests / took:.2g}")
         every.append(online(every[-1].workload, rate, seed))
+        every.append(conversations(num_requests, longest, FASTER * rate, seed))
         turns = [load for _ in range(repeats) for load in every]
-        for load in tqdm(turns, desc="serving", unit="load", disable=not show):
-            load_target.serve_all(target, load.workload, np.random.default_rng(seed))
+        for turn, load in enumerate(tqdm(turns, desc="serving", unit="load", disable=not show)):
+            # Other tokens each time, so that nothing of the last time is found.
+            load_target.serve_all(target, load.workload, np.random.default_rng((seed, turn)))
     finally:
         engine.stop()
     return [load.name for load in every], info

@@ -41,7 +41,6 @@ NOT_REPLAYED = (  # with --replay, which says all of it
 _OF_A_RUN = (  # as `Run` has them
     *("rules", "kv_tokens", "host_tokens", "block_size", "max_batch_tokens", "max_prefill_tokens"),
     *("max_rows", "replicas", "seed", "hidden_read", "max_queue", "refuse_late"),
-    "prefix_caching",
 )
 NOT_FOUND = ("requests_table", "batches_table", "chrome_trace", "plots")  # not with --find
 
@@ -145,9 +144,9 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
     )
     add(
         "--prefix_caching",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="find what others have computed, as far as the workload says which tokens are the "
-        "same (conversation, agent, traces with hash_ids)",
+        "same (conversation, agent, traces with hash_ids); of --replay: as it was served",
     )
     routing_flags.add_flags(parser)
     workload_flags.add_flags(
@@ -236,6 +235,7 @@ def runs(args: argparse.Namespace, recorded: Source | None = None) -> list[Run]:
     args.seed = args.seed or 0
     sources = specs(args) if recorded is None else [recorded]
     given: dict[str, Any] = {name: getattr(args, name) for name in _OF_A_RUN}
+    given["prefix_caching"] = bool(args.prefix_caching)
     given |= {"routing": routing_flags.routing(args), "keep": output.keeps(args)}
     given |= {"system": args.system or SYSTEM, "record_rows": output.records_rows(args)}
     found = [Run(policy, workload=one, **given) for policy in args.policy for one in sources]

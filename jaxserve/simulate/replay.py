@@ -38,10 +38,12 @@ class Replay:
     slo: SLO
 
     def runs(self, args: argparse.Namespace) -> list[Run]:
-        """A run for each policy, as `flags.runs`: with the seed of the recording and on its system,
-        unless the command line has others."""
+        """A run for each policy, as `flags.runs`: with the seed of the recording, reuse as it was,
+        and on its system, unless the command line has others."""
         if args.seed is None:
             args.seed = self.recording.header.seed
+        if args.prefix_caching is None:
+            args.prefix_caching = self.recording.header.prefix_caching
         runs = flags.runs(args, self.workload)
         return runs if args.system else [self._on_the_recorded(run) for run in runs]
 
@@ -55,7 +57,6 @@ class Replay:
             system=self.system,
             num_blocks=header.num_blocks if its_pool else None,
             host_tokens=run.host_tokens or header.host_slots // 2,
-            prefix_caching=run.prefix_caching or header.prefix_caching,
             max_queue=header.max_queue if run.max_queue is None else run.max_queue,
             overlap=header.overlap,
         )

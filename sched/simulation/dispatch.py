@@ -78,7 +78,7 @@ def run(
     """
     if compiled or (compiled is None and _pays(workload)):
         try:
-            return _run_compiled(policies[0], workload, setting, progress, compiling)
+            return _run_compiled(policies[0], workload, setting, options, progress, compiling)
         except NotCompiled:
             if compiled:
                 raise
@@ -96,6 +96,7 @@ def _run_compiled(
     policy: Policy,
     workload: Workload,
     setting: Setting,
+    options: Options,
     progress: Callable[[int], None] | None,
     compiling: Callable[[], None] | None,
 ) -> Served:
@@ -113,5 +114,6 @@ def _run_compiled(
         key = run.key_of(form)
     except run.NotCompilable as error:
         raise NotCompiled(f"numba does not compile the policy's key: {error}") from error
-    served = run.run(policy, form, key, workload, setting, progress, compiling)
+    reuse = options.prefix_caching
+    served = run.run(policy, form, key, workload, setting, progress, compiling, reuse=reuse)
     return replace(served, seed_read=seed_read or setting.routing.draws)

@@ -137,7 +137,7 @@ def simulate(
             the same.
         coast: In Python, whether to take certain steps several at once. The outcome is the same.
         prefix_caching: Whether requests find K and V of what others have computed, as far as the
-            workload's prefixes say that their tokens are the same. Runs in Python.
+            workload's prefixes say that their tokens are the same.
         online: Policies see a model that begins as this one and learns from the steps, as a
             server's do.
         record_rows, record_batches: Whether to keep who was in each batch, and the batches.
@@ -237,12 +237,11 @@ def _compiled(wanted: bool | None, options: Options, checked: bool) -> bool | No
     if share is not None and not share >= 0:
         raise SimulationError(f"refuse_late must be at least 0, got {share}")
     plain = not (checked or options.online or options.record_rows or cut)
-    plain = plain and not options.prefix_caching
     in_python = not plain or share is not None
     if wanted and in_python:
         raise SimulationError(
-            "compiled simulations check no plans, learn nothing, record no rows, predict no waits, "
-            "find nothing again and are not cut off"
+            "compiled simulations check no plans, learn nothing, record no rows, predict no waits "
+            "and are not cut off"
         )
     return False if in_python else wanted
 

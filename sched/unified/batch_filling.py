@@ -70,9 +70,9 @@ class Filling:
         if self._prefills and self._last_start == NEVER and not self.budget.preempted:
             return slice(None)
         ok = ~self.budget.decided[rows]
-        if not self._prefills:
-            return ok & self._table.decoding(rows)
         waiting = self._table.state[rows] == WAITING
+        if not self._prefills:
+            return ok & ~waiting & self._table.decoding(rows)
         return ok & (~waiting | (self.ranking.place[rows] < self._last_start))
 
     def _fill(self, cands: Candidates, preempts: bool) -> None:

@@ -20,6 +20,10 @@ class BlockKeys:
 
     Attributes:
         block_size: Tokens of a block.
+        count: How many different ids there are, from 0.
+        parent: int64 [n], which earlier request each begins as; NO_PREFIX for none.
+        common: int64 [n], how many of its first blocks are its parent's.
+        base: int64 [n]; its block i, of those behind them, has the id base + i.
 
     Raises:
         WorkloadError: block_size is below 1.
@@ -31,10 +35,11 @@ class BlockKeys:
         self.block_size = block_size
         self._tokens = workload.lengths.total
         # A block that straddles the end of what is shared is not shared.
-        shared = workload.prefix_len // block_size
-        self._parent, self._shared = parents(workload.prefix_of, shared), shared
-        blocks = self._tokens // block_size
-        self._base = np.cumsum(blocks) - blocks  # each request has ids for all of its blocks
+        self.common = workload.prefix_len // block_size
+        self.parent = parents(workload.prefix_of, self.common)
+        own = self._tokens // block_size - self.common
+        self.count = int(own.sum())
+        self.base = np.cumsum(own) - own - self.common
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -49,11 +54,11 @@ class BlockKeys:
         ids = np.arange(end)
         while end:
             # Its own blocks, then those of its parent's before them, and so on.
-            start = self._shared[number]
+            start = self.common[number]
             if start < end:
-                ids[start:end] += self._base[number]
+                ids[start:end] += self.base[number]
                 end = start
-            number = self._parent[number]
+            number = self.parent[number]
         return ids
 
 

@@ -13,6 +13,7 @@ import pytest
 from jaxserve.advise.cli import main
 from jaxserve.advise.margins import margin, plainness
 from jaxserve.advise.rounds import equals
+from jaxserve.config import CacheConfig
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.simulate.runs import RULE, SLO_ATTAINMENT, SLO_GOODPUT, Outcome, Run
 from jaxserve.simulate.sweep import Point
@@ -214,3 +215,16 @@ def test_the_plainest_of_equals_is_taken() -> None:
     names = ["accelgen", "accelgen_nochunk", "sarathi_pc", "bros", "goodput", "sarathi", "edf"]
     order = ["goodput", "edf", "sarathi", "sarathi_pc", "bros", "accelgen", "accelgen_nochunk"]
     assert sorted(names, key=plainness) == order
+
+
+def test_sessions_are_advised_with_reuse(capsys: pytest.CaptureFixture[str]) -> None:
+    place = ["--system=llama-3-8b@a100", "--num_requests=60", "--jobs=1", "--seeds=1"]
+    sessions = ["--workload=conversation", "--rate=20", "--slo_ttft_ms=150", "--policy=sarathi,edf"]
+    share = {}
+    for reuse in (True, False):
+        flag = "--prefix_caching" if reuse else "--no-prefix_caching"
+        found, _ = advised(capsys, *place, *sessions, flag)
+        share[reuse] = found["ranking"][0]["attainment"]
+        said = f"--config.cache.prefix_caching={str(reuse).lower()}"
+        assert (said in found["flags"]) == (reuse != CacheConfig.prefix_caching)
+    assert share[True] > share[False]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.bench import cli, runs
+from jaxserve.bench import cli, fidelity, runs
 from jaxserve.bench.load_target import BenchError, EngineTarget
 from jaxserve.configs import base
 from jaxserve.engine.errors import QueueFull
@@ -334,6 +334,18 @@ def test_without_json_the_summary_is_for_people(
     assert cli.main(["throughput", model, *SMALL, *LENGTHS, "--repeats=1"]) == 0
     out = capsys.readouterr().out
     assert "output tokens/s" in out and "host work in it" in out and "preemptions" in out
+
+
+@pytest.mark.parametrize("count", [1, 6, 32])
+def test_fidelity_has_conversations(count: int) -> None:
+    """Each turn goes on with the one before of its session, all with the same system prompt."""
+    made = fidelity.conversations(count, 200, 5.0, 0).workload
+    assert len(made) == count and made.lengths.total.max() <= 200
+    later = np.flatnonzero(made.prefix_of > 0 if count > 8 else made.prompt_len > 30)
+    before = made.prefix_of[later]
+    assert (made.prefix_len[later] == made.lengths.total[before]).all()
+    assert (made.prompt_len - made.prefix_len)[1:].max(initial=10) == 10
+    assert (made.limit == made.output_len).all()
 
 
 def test_fidelity_takes_several_configs() -> None:

@@ -21,9 +21,11 @@ from jaxserve.experiments.league.runs import (
     SaturationCase,
     run,
     saturate,
+    simulated,
 )
 from jaxserve.experiments.league.standings import Standings
 from jaxserve.experiments.league.workloads import (
+    LLAMA,
     LONGEST,
     OPT,
     WORKLOADS,
@@ -40,7 +42,7 @@ HOUR = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
 )
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", [name for name, one in WORKLOADS.items() if not one.reuse])
 def test_a_workload_fits_and_is_the_same_at_every_rate(name: str) -> None:
     for place in WORKLOADS[name].systems:
         slow, fast = make_workload(name, place, 0.5, 40, 1), make_workload(name, place, 4.0, 40, 1)
@@ -51,6 +53,18 @@ def test_a_workload_fits_and_is_the_same_at_every_rate(name: str) -> None:
         targets = np.array([slow.ttft, slow.tbt, slow.jct])
         assert np.isfinite(targets).any(axis=0).all()  # everybody has one
         assert (make_workload(name, place, 0.5, 40, 2).prompt_len != slow.prompt_len).any()
+
+
+@pytest.mark.parametrize("name", [name for name, one in WORKLOADS.items() if one.reuse])
+def test_sessions_fit_and_are_found_again(name: str) -> None:
+    made, most = make_workload(name, LLAMA, 1.0, 60, 1), WORKLOADS[name].longest(LLAMA)
+    assert made.arrival[0] == 0 and np.isfinite(made.ttft).all()
+    assert (made.prompt_len + made.limit == most).all() and most >= LONGEST[LLAMA]
+    assert made.prefix_len.sum() > 0.3 * made.prompt_len.sum()
+    found = simulated(LeagueCase(LLAMA, name, "at", "sarathi", 1, 1.0, 60)).requests.found
+    assert found is not None and found.any()
+    plain = simulated(LeagueCase(LLAMA, "sharegpt", "at", "sarathi", 1, 1.0, 20)).requests
+    assert plain.found is None
 
 
 def test_shares_and_tiers_of_a_mixed_workload() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.experiments.common.runs import digits, say_compiling
-from jaxserve.experiments.league.workloads import LONGEST, make_workload
+from jaxserve.experiments.league.workloads import WORKLOADS, make_workload
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Tier
@@ -114,7 +114,9 @@ def simulated(case: LeagueCase) -> SimulationResult:
     place, policy = system(case.system), make_policy(case.policy)
     named = (case.workload, case.system, case.rate, case.count, case.seed, case.trace)
     workload = make_workload(*named, lasting=case.load == LASTING)
-    limits = default_limits(policy, place, max_batch_tokens=LONGEST[case.system], max_rows=ROWS)
+    entry = WORKLOADS[case.workload]
+    c = entry.longest(case.system)
+    limits = default_limits(policy, place, max_batch_tokens=c, max_rows=ROWS)
     try:
         return simulate(
             case.policy,
@@ -123,6 +125,7 @@ def simulated(case: LeagueCase) -> SimulationResult:
             limits=limits,
             host_tokens=place.kv_tokens,
             seed=case.seed,
+            prefix_caching=entry.reuse,
             compiling=say_compiling,
         )
     except InvalidPlan as error:

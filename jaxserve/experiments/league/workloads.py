@@ -20,6 +20,8 @@ from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.classes import seconds_or_inf
 from jaxserve.sched.workloads.lengths import MIXES, sampler
+from jaxserve.sched.workloads.sessions import SESSIONS
+from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.traces import read_trace
 from jaxserve.sched.workloads.workload import Lengths, Workload, WorkloadError, gamma_arrivals
 
@@ -94,16 +96,27 @@ class Entry:
     @property
     def held_out(self) -> bool:
         """Whether it is run only where it is asked for: nothing was tried out on it."""
-        return self.kind == HELD_OUT
+        return self.kind in (HELD_OUT, REUSE)
+
+    @property
+    def reuse(self) -> bool:
+        """Whether it is of sessions, and what was computed once is found again. No paper's is."""
+        return self.kind == REUSE
+
+    def longest(self, system: str) -> int:
+        """Tokens of its longest request there, and C."""
+        most = (SESSIONS[part.lengths].max_context for part in self.parts if self.reuse)
+        return max([LONGEST[system], *most])
 
 
-SHORT, PROMPTS, MIXED, PRODUCTION, TIERS, HELD_OUT = (
+SHORT, PROMPTS, MIXED, PRODUCTION, TIERS, HELD_OUT, REUSE = (
     "chats and completions",
     "long prompts",
     "InferMax's mixes",
     "the Azure hours",
     "several tiers",
     "held out",
+    "sessions, with prefix caching",
 )
 WORKLOADS = {
     "alpaca": Entry(SHORT, "AccelGen 6.1", (Part("alpaca", None),)),
@@ -174,6 +187,10 @@ WORKLOADS = {
     "bursty-conversations": Entry(
         HELD_OUT, "an assistant with long prompts", (Part("azure-conv", STANDARD),), cv=3.0
     ),
+    "conversation": Entry(
+        REUSE, "chats of several turns", (Part("conversation", STANDARD),), systems=(LLAMA,)
+    ),
+    "agent": Entry(REUSE, "loops of tools", (Part("agent", DOCUMENT),), systems=(LLAMA,)),
 }
 
 
@@ -187,7 +204,8 @@ def make_workload(
     *,
     lasting: bool = False,
 ) -> Workload:
-    """Requests of a workload. With another rate they are the same, at scaled arrivals.
+    """Requests of a workload. With another rate they are the same, at scaled arrivals, but for
+    sessions, whose users think as long as ever.
 
     Args:
         name: In WORKLOADS.
@@ -204,6 +222,8 @@ def make_workload(
             nobody can be in time.
     """
     entry, rng = WORKLOADS[name], np.random.default_rng((seed, 11))
+    if entry.reuse:
+        return _sessions(entry, place, rate, count, seed)
     if trace:
         found = _stretch(trace, count, seed)
         arrival, parts = found[0], [found[1]]
@@ -231,6 +251,14 @@ def make_workload(
         arrival, lengths, limit=limit, terms=SloColumns.joined(terms).select(order)
     ).at_rate(rate)
     return replace(made, arrival=_lasting(made.arrival, rate, count)) if lasting else made
+
+
+def _sessions(entry: Entry, place: str, rate: float, count: int, seed: int) -> Workload:
+    (part,) = entry.parts
+    made = WorkloadSpec(part.lengths, count, rate=rate).make_workload(seed)
+    terms = _terms(part, made.lengths, place, np.random.default_rng((seed, 11)))
+    limit = entry.longest(place) - made.prompt_len
+    return replace(made.with_terms(terms), arrival=made.arrival - made.arrival[0], limit=limit)
 
 
 def lasting_count(rate: float, share: float = 1.0) -> int:

@@ -16,7 +16,7 @@ a_plane = kernel(blocks_a_plane)
 @kernel
 def new_blocks(settings: np.record, r: np.record, tokens: int) -> int:
     """Free blocks that the request needs to hold so many tokens."""
-    return max(a_plane(tokens, settings.block_size) - r.held, 0) * PLANES
+    return max(a_plane(tokens, settings.block_size) - r.held - r.read, 0) * PLANES
 
 
 @kernel

@@ -10,6 +10,7 @@ from jaxserve.sched.simulation.compiled.front import lately
 from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.simulation.compiled.order import Keys, leave_running, leave_waiting, wait
 from jaxserve.sched.simulation.compiled.output_lengths import learn
+from jaxserve.sched.simulation.compiled.pages import evict, pin, register, release
 from jaxserve.sched.simulation.compiled.state import Machine
 from jaxserve.sched.state.request_table import DRAINING, FREE, RUNNING, WAITING
 
@@ -19,18 +20,24 @@ def book(m: Machine, settings: np.record, key: Keys) -> int:
     """Books the preemptions and the batch that have been planned. Returns how many requests start,
     or start again."""
     me = m.me[0]
+    if settings.reuse:
+        for i in range(me.chosen):
+            if m.requests[m.chosen[i]].waiting:
+                pin(m, settings, m.chosen[i])
     for i in range(me.victims):
         _lose_cache(m, m.victims[i])
     if me.victims:
         leave_running(m, RUNNING)
     _note_progress(m)
+    _grow(m, settings)
     started = me.again = 0
     for i in range(me.chosen):
         r = m.requests[m.chosen[i]]
         r.decided = False
         me.again += max(min(r.computed + r.tokens, r.lost_from) - r.computed, 0)
-        r.held = max(r.held, a_plane(r.reserve, settings.block_size))
         r.computed += r.tokens
+        if settings.reuse:
+            register(m, settings, m.chosen[i], False)
         if r.waiting:
             r.waiting, r.state = False, RUNNING
             m.running[me.running] = m.chosen[i]
@@ -42,6 +49,19 @@ def book(m: Machine, settings: np.record, key: Keys) -> int:
         wait(m, settings, key, m.victims[i])
     _note_order(m)
     return started
+
+
+@kernel
+def _grow(m: Machine, settings: np.record) -> None:
+    """The batch gets its blocks."""
+    me, blocks = m.me[0], 0
+    for i in range(me.chosen):
+        r = m.requests[m.chosen[i]]
+        more = max(a_plane(r.reserve, settings.block_size) - r.held, 0)
+        r.held += more
+        blocks += more * PLANES
+    evict(m, blocks - (me.free - me.unread))
+    me.free -= blocks
 
 
 @kernel
@@ -69,7 +89,8 @@ def _lose_cache(m: Machine, number: int) -> None:
     r.preempted_order = me.preempted
     r.preemptions += 1
     r.lost_from = max(r.lost_from, r.computed)
-    r.computed = r.held = r.growth = 0
+    release(m, number)
+    r.computed = r.growth = 0
     r.state, r.decided = WAITING, False
 
 
@@ -86,10 +107,13 @@ def _note_order(m: Machine) -> None:
 
 
 @kernel
-def sample(m: Machine) -> None:
+def sample(m: Machine, settings: np.record) -> None:
     """Requests with all known tokens in the cache sample one more, and are in flight. Those that
     launch their last token release their blocks."""
     me = m.me[0]
+    if settings.reuse:
+        for i in range(me.chosen):
+            register(m, settings, m.chosen[i], True)
     flying = m.flying[me.side]
     me.flying = drained = 0
     for i in range(me.chosen):
@@ -100,18 +124,11 @@ def sample(m: Machine) -> None:
         flying[me.flying] = m.chosen[i]
         me.flying += 1
         if r.generated >= r.max_tokens:
-            release(m, r)
+            release(m, m.chosen[i])
             r.state = DRAINING
             drained += 1
     if drained:
         leave_running(m, RUNNING)
-
-
-@kernel
-def release(m: Machine, r: np.record) -> None:
-    """Releases all blocks of a request."""
-    m.me[0].free += r.held * PLANES
-    r.held = 0
 
 
 @kernel
@@ -146,9 +163,11 @@ def receive(
             requeued += r.state == WAITING
             ends += 1
             tokens += r.output_len
-            _end(m, settings, r)
+            _end(m, settings, number)
         elif r.state == WAITING and settings.keyed:
             requeued += 1
+        elif r.state == RUNNING and settings.reuse:
+            register(m, settings, number, True)
     if stopped:
         leave_running(m, RUNNING)
     if requeued:
@@ -167,8 +186,9 @@ def _learn(me: np.record, ends: int, tokens: int, firsts: int, in_time: int) -> 
 
 
 @kernel
-def _end(m: Machine, settings: np.record, r: np.record) -> None:
-    release(m, r)
+def _end(m: Machine, settings: np.record, number: int) -> None:
+    r = m.requests[number]
+    release(m, number)
     r.state, r.waiting = FREE, False
     m.me[0].live -= 1
     m.me[0].ended += 1

@@ -9,6 +9,7 @@ from jaxserve.sched.simulation.compiled.blocks import PLANES, new_blocks
 from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.simulation.compiled.order import before
 from jaxserve.sched.simulation.compiled.output_lengths import expected_peak
+from jaxserve.sched.simulation.compiled.pages import private
 from jaxserve.sched.simulation.compiled.state import ANYBODY, NOBODY, Machine
 
 
@@ -18,7 +19,7 @@ def open_budget(m: Machine, settings: np.record) -> None:
     me = m.me[0]
     me.batch_left, me.prefill_left = settings.max_batch_tokens, settings.max_prefill_tokens
     me.rows_left = settings.max_rows
-    me.slots_left = max(settings.max_rows - me.running, 0)
+    me.slots_left, me.blocks_left = max(settings.max_rows - me.running, 0), me.free
     me.holders, me.tail = me.running, me.running - 1
     me.chosen = me.victims = me.promised = 0
     me.barrier, me.prefills = ANYBODY, True
@@ -46,15 +47,15 @@ def fits_memory(m: Machine, settings: np.record, r: np.record, reserve: int) -> 
     """
     me, new = m.me[0], new_blocks(settings, r, reserve)
     if not r.waiting:
-        return new <= me.free
-    if me.slots_left < 1 or new > me.free:
+        return new <= me.blocks_left
+    if me.slots_left < 1 or new > me.blocks_left:
         return False
     peak = new
     if settings.expects and me.outputs >= settings.enough:
         peak = max(new_blocks(settings, r, expected_peak(m, r)), new)
         if settings.promises:
             r.growth = peak
-    return me.holders == 0 or peak + me.promised <= me.free - settings.watermark
+    return me.holders == 0 or peak + me.promised <= me.blocks_left - settings.watermark
 
 
 @kernel
@@ -73,7 +74,7 @@ def add(m: Machine, settings: np.record, number: int, tokens: int, reserve: int)
     me.batch_left -= tokens
     me.prefill_left -= tokens
     me.rows_left -= 1
-    me.free -= new
+    me.blocks_left -= new
     if r.waiting:
         me.slots_left -= 1
         me.holders += 1
@@ -124,13 +125,13 @@ def make_room(m: Machine, settings: np.record, number: int, reserve: int) -> boo
 def _would_fit(m: Machine, settings: np.record, r: np.record, reserve: int) -> bool:
     """Whether a request that waits could start if all that may be preempted for it were."""
     me = m.me[0]
-    free, slots, i = me.free, me.slots_left, me.tail
+    free, slots, i = me.blocks_left, me.slots_left, me.tail
     while i >= 0:
         v = m.requests[m.running[i]]
         if not v.decided:
             if before(v, r):
                 break
-            free += v.held * PLANES
+            free += private(m, m.running[i])
             slots += 1
         i -= 1
     return slots > 0 and new_blocks(settings, r, reserve) + settings.watermark <= free
@@ -140,7 +141,7 @@ def _would_fit(m: Machine, settings: np.record, r: np.record, reserve: int) -> b
 def _preempt(m: Machine, settings: np.record, victim: int) -> None:
     """Takes its cache away. Whoever is behind it starts later, but for policies that probe."""
     me, v = m.me[0], m.requests[victim]
-    me.free += v.held * PLANES
+    me.blocks_left += private(m, victim)
     me.undecided -= v.held * PLANES
     me.slots_left += 1
     me.holders -= 1

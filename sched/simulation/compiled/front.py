@@ -238,8 +238,7 @@ def _observe(world: World, settings: np.record, index: int, now: float) -> None:
         r = world.requests[world.machines.running[index, i]]
         cached += r.computed
         tbt = min(tbt, r.tbt)
-        if r.generated == 0 or r.prompt_len + r.generated - r.computed > 1:
-            _count(n, r, 0)
+        _count(n, r, 0)
     for i in range(me.first, me.end):
         r = world.requests[world.machines.waiting[index, i]]
         _count(n, r, _a_plane(r.prompt_len + r.generated, settings.block_size) * PLANES)
@@ -253,6 +252,8 @@ def _observe(world: World, settings: np.record, index: int, now: float) -> None:
 def _count(n: np.record, r: np.record, blocks: int) -> None:
     """Adds to a snapshot what a request has to compute, and the blocks that it needs."""
     tokens = r.prompt_len + r.generated - r.computed
+    if r.generated > 0 and tokens == 1:
+        tokens = 0  # it decodes
     quad = tokens * (tokens + 2 * r.computed)
     if r.tier == 0:
         n.realtime_tokens += tokens

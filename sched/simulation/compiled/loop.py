@@ -118,6 +118,7 @@ def _again(r: np.record) -> None:
     """What its dead replica did for it is gone."""
     r.again, r.decided, r.state = True, False, WAITING
     r.computed = r.generated = r.held = r.growth = r.lost_from = r.losses = r.losses_since = 0
+    r.pages = r.found = r.hit = 0
     r.preemptions = r.preempted_order = r.last_batch_order = 0
 
 
@@ -142,6 +143,7 @@ def _machine(world: World, index: int) -> Machine:
         every.expected[index],
         every.bins_above,
         every.bin_of,
+        every.pages[index],
     )
 
 
@@ -220,10 +222,11 @@ def _launch(
     record.kv_used = (settings.num_blocks - me.free) * settings.block_size // 2
     record.preemptions, record.num_hidden = me.gone, 0
     record.num_recomputed = me.again
-    record.saved_slots = record.loaded_slots = record.num_shared = 0  # the family moves no caches
+    record.saved_slots = record.loaded_slots = 0  # the family moves no caches
+    record.num_shared = me.shared
     me.gone = 0
     me.side = 1 - me.side
-    sample(m)
+    sample(m, settings)
 
 
 @kernel

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxserve.sched.simulation.compiled.blocks import new_blocks, whole_reserve
 from jaxserve.sched.simulation.compiled.jit import kernel
+from jaxserve.sched.simulation.compiled.pages import find
 from jaxserve.sched.simulation.compiled.state import Machine
 
 # Of a `CompiledSpec`: its key, and of its lapse the lead and the later key.
@@ -39,8 +40,11 @@ def before(a: np.record, b: np.record) -> bool:
 @kernel
 def refresh(m: Machine, settings: np.record, key: Keys) -> None:
     """Updates the order: sorts the running requests, which are nearly sorted already, notes which
-    of them decode, and moves waiting requests whose keys have lapsed."""
+    of them decode, and moves waiting requests that find something else or whose keys have
+    lapsed."""
     requests, running = m.requests, m.running
+    if settings.reuse and m.me[0].moved:
+        _note_found(m, settings, key)
     if settings.lapses and m.me[0].clock > m.me[0].next_lapse:
         _lapse(m, key)
     for place in range(m.me[0].running):
@@ -71,7 +75,8 @@ def wait(m: Machine, settings: np.record, key: Keys, number: int) -> None:
         number: The request.
     """
     r, me = m.requests[number], m.me[0]
-    r.waiting, r.decoding = True, False
+    r.waiting, r.read, me.moved = True, 0, True
+    r.decoding = r.generated > 0 and r.prompt_len + r.generated - r.computed == 1
     m.needs[number] = new_blocks(settings, r, whole_reserve(settings, r))
     r.behind, r.first, r.second = 0, 0.0, r.seq
     if settings.requeue:
@@ -82,6 +87,26 @@ def wait(m: Machine, settings: np.record, key: Keys, number: int) -> None:
         m.lapses[number] = r.key - key(r, LEAD)
         me.next_lapse = min(me.next_lapse, m.lapses[number])
     _take_place(m, number)
+
+
+@kernel
+def _note_found(m: Machine, settings: np.record, key: Keys) -> None:
+    """What waiting requests would find counts as computed."""
+    me, count = m.me[0], 0
+    for i in range(me.first, me.end):
+        number = m.waiting[i]
+        find(m, settings, number)
+        r = m.requests[number]
+        if r.computed != r.found * settings.block_size:
+            r.computed = r.found * settings.block_size
+            r.waiting = False
+            m.scratch[count] = number
+            count += 1
+    if count:
+        leave_waiting(m, me.end)
+    for i in range(count):
+        wait(m, settings, key, m.scratch[i])
+    me.moved = False
 
 
 @kernel

@@ -9,6 +9,7 @@ from jaxserve.sched.simulation.compiled.blocks import whole_reserve
 from jaxserve.sched.simulation.compiled.budget import add, fits_memory, make_room, open_budget
 from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.simulation.compiled.order import before
+from jaxserve.sched.simulation.compiled.pages import several
 from jaxserve.sched.simulation.compiled.state import ANYBODY, NOBODY, Machine
 from jaxserve.sched.unified.unified_policy import Reserve
 
@@ -23,6 +24,8 @@ def plan(m: Machine, settings: np.record, groups: np.ndarray) -> None:
     me = m.me[0]
     for g in range(len(groups)):
         group = groups[g]
+        if not group.decode and not (me.prefills and me.prefill_left > 0):
+            continue
         empty = me.chosen == 0
         phase = ANY_PHASE
         if not settings.mixed_batches:
@@ -46,9 +49,11 @@ def _phase_of_first(m: Machine, group: np.record) -> int:
         if not _is_member(r, group, ANY_PHASE):
             continue
         if waits and before(m.requests[m.waiting[me.first]], r):
-            return PREFILLS
+            break
         return DECODES if r.decoding else PREFILLS
-    return PREFILLS if waits else ANY_PHASE
+    if not waits:
+        return ANY_PHASE
+    return DECODES if m.requests[m.waiting[me.first]].decoding else PREFILLS
 
 
 @kernel
@@ -64,11 +69,15 @@ def _fill(m: Machine, settings: np.record, group: np.record, phase: int) -> None
     """Adds members of the group in order, as far as they fit."""
     me = m.me[0]
     runs, waits = 0, me.first
-    queue = group.waiting and phase != DECODES
-    passes = settings.probing and settings.reserve != CHUNK
+    # Who waits decodes at once if all but the last token is found.
+    queue = group.waiting and (phase != DECODES or settings.reuse)
+    passes = settings.probing and settings.reserve != CHUNK and not settings.reuse
     while me.rows_left > 0 and me.batch_left > 0:
         while runs < me.running and not _is_member(m.requests[m.running[runs]], group, phase):
             runs += 1
+        if settings.reuse and queue and phase != ANY_PHASE:
+            while waits < me.end and m.requests[m.waiting[waits]].decoding != (phase == DECODES):
+                waits += 1
         more = queue and waits < me.end and me.prefills
         if more and me.barrier != ANYBODY:
             more = me.barrier != NOBODY and before(
@@ -84,13 +93,14 @@ def _fill(m: Machine, settings: np.record, group: np.record, phase: int) -> None
         elif more:
             number = m.waiting[waits]
             waits += 1
-            if passes and m.needs[number] > me.free + (me.undecided if group.preempts else 0):
+            more_room = me.undecided if group.preempts else 0
+            if passes and m.needs[number] > me.blocks_left + more_room:
                 continue  # it would be looked at and passed over
         else:
             break
         _consider(m, settings, number, group.preempts)
     if queue:
-        me.scanned = waits
+        me.scanned = max(me.scanned, waits)
 
 
 @kernel
@@ -99,6 +109,8 @@ def _consider(m: Machine, settings: np.record, number: int, preempts: bool) -> N
     me, r = m.me[0], m.requests[number]
     tokens = r.prompt_len + r.generated - r.computed
     reserve = whole_reserve(settings, r)
+    if r.waiting and settings.reuse:
+        r.read = several(m, number, r.found)
     while _may_join(m, r):
         if tokens <= me.batch_left and (r.decoding or tokens <= me.prefill_left):
             if fits_memory(m, settings, r, reserve):

@@ -30,6 +30,7 @@ from jaxserve.sched.simulation.compiled.state import (
     GROUP,
     HOST,
     NOTHING,
+    PAGE,
     REPLICA,
     REQUEST,
     ROUTER,
@@ -44,6 +45,7 @@ from jaxserve.sched.state.output_lengths import BINS, bin_of, bins_above
 from jaxserve.sched.state.request_table import WAITING
 from jaxserve.sched.unified.policy_spec import CompiledSpec
 from jaxserve.sched.unified.unified_policy import Phase, Reserve, UnifiedPolicy
+from jaxserve.sched.workloads.shared_prefixes import BlockKeys
 from jaxserve.sched.workloads.workload import Workload
 
 NO_CAPACITY = np.iinfo(np.int64).max
@@ -72,6 +74,8 @@ def run(
     setting: Setting,
     progress: Callable[[int], None] | None = None,
     compiling: Callable[[], None] | None = None,
+    *,
+    reuse: bool = False,
 ) -> Served:
     """Serves the workload to its end.
 
@@ -83,6 +87,7 @@ def run(
         setting: Where they are served.
         progress: progress(n) is called when n more requests have come.
         compiling: Called when numba begins to compile.
+        reuse: Whether blocks are found again.
 
     Raises:
         InvalidPlan: The policy plans nothing where it could, or makes no progress.
@@ -90,6 +95,9 @@ def run(
     rules, costs = _rules(policy, form, setting), _costs(setting)
     chunk = policy.prefill_limit(setting.limits)
     world = _world(workload, setting, form.given, chunk, knows=policy.hypothetical)
+    if reuse:
+        rules.settings["reuse"] = True
+        world = _with_pages(world, BlockKeys(workload, setting.block_size))
     serve = compiled_serve(world, rules, costs, compiling)
     count, seen = len(workload), 0
     every = count if progress is None else max(count // _PAUSES, 1)
@@ -112,7 +120,9 @@ def run(
     logs = [log[:n].copy() for log, n in zip(world.machines.log, kept, strict=True)]
     names = ("preemptions", "replica", "failed")
     preemptions, replica, failed = (world.requests[name].copy() for name in names)
-    return Served(workload, world.token_times, preemptions, replica, failed, logs)
+    found = np.where(failed, 0, world.requests["hit"]) if reuse else None
+    served = (workload, world.token_times, preemptions, replica, failed, logs)
+    return Served(*served, found=found)
 
 
 def _no_key(request: Any) -> float:
@@ -215,10 +225,21 @@ def _world(
         expected=np.zeros((replicas, BINS)),
         bins_above=bins_above(np.arange(longest + 1)),
         bin_of=np.array([0, *map(bin_of, range(1, longest + 1))]),
+        pages=np.zeros((replicas, 1), PAGE),
     )
     times = np.full(int(workload.output_len.sum()), np.nan)
     cursor = np.array([(0, NOTHING)], CURSOR)
     return World(requests, times, cursor, machines=every, **_front(setting))
+
+
+def _with_pages(world: World, keys: BlockKeys) -> World:
+    """A world that begins, with what can be found in it."""
+    requests, machines = world.requests, world.machines
+    requests["parent"], requests["common"] = keys.parent, keys.common
+    requests["base"] = keys.base + 1  # page 0 is the head of a list
+    # As no page is touched before it is known, those of other replicas take no memory.
+    pages = np.zeros((len(machines.me), keys.count + 1), PAGE)
+    return world._replace(machines=machines._replace(pages=pages))
 
 
 def _front(setting: Setting) -> dict[str, np.ndarray]:

@@ -1,7 +1,7 @@
 """The state of the compiled simulation, as arrays of records.
 
-A request is known by its number in the workload, and stays in one record. Blocks are only counted:
-these policies neither share them nor move caches.
+A request is known by its number in the workload, and stays in one record. Blocks are only counted,
+but for those that are found again (`pages.py`): these policies do not move caches.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from jaxserve.sched.unified.policy_spec import FLOATS, INTEGERS
 #   key, behind, first, second: its place in the policy's order, see `order.before`.
 #   offset: where its tokens' times begin.
 #   held: blocks a plane.
+#   pages: those of them that others may find, which come first.
+#   found: pages that it would find; of one that waits.
+#   read: those of them that several read; as of when it was considered last.
+#   hit: tokens that it found when it first started.
+#   parent, common, base: as in `BlockKeys`.
 #   growth: blocks that it is expected to take yet.
 #   tokens, reserve: as planned for the next step.
 #   decided: it is in the batch in the making, or preempted for it.
@@ -39,6 +44,7 @@ REQUEST = np.dtype(
             *("behind", "second", "received", "held", "growth", "tokens", "reserve", "state"),
             *("preemptions", "preempted_order", "last_batch_order"),
             *("lost_from", "losses", "losses_since", "next_sent"),
+            *("pages", "found", "read", "hit", "parent", "common", "base"),
         )
     ]
     + [
@@ -52,7 +58,10 @@ REQUEST = np.dtype(
 #   woken: when the first of the arrivals came that just woke it up, else -inf.
 #   live: requests that have not ended.
 #   first, end: where the waiting requests are in their list.
-#   free: blocks.
+#   free: blocks that nobody holds.
+#   unread: those of them that are known.
+#   shared: blocks that several hold.
+#   moved: whether those who wait may find other pages than they did.
 #   arrivals, batch_order, preempted: how many there have been.
 #   gone: preempted since the last batch.
 #   again: tokens of the batch that are computed again after their cache was lost.
@@ -74,7 +83,7 @@ REQUEST = np.dtype(
 #   changed: since its last snapshot.
 #
 # Its batch in the making.
-#   batch_left, prefill_left, rows_left, slots_left: of C, P, rows and slots.
+#   batch_left, prefill_left, rows_left, slots_left, blocks_left: of C, P, rows, slots and M.
 #   holders: requests that hold cache.
 #   promised: blocks that running requests are expected to take yet.
 #   prefills: whether C and P leave something for prefills.
@@ -97,11 +106,23 @@ REPLICA = np.dtype(
             *("live", "running", "first", "end", "free", "arrivals", "batch_order", "preempted"),
             *("gone", "again", "flying", "side", "batches", "outputs", "ended", "came"),
             *("got_on", "most_losses", "seen_outputs", "seen_firsts", "draw", "stranded", "lot"),
-            *("batch_left", "prefill_left", "rows_left", "slots_left", "holders", "promised"),
-            *("barrier", "chosen", "victims", "tail", "scanned", "undecided"),
+            *("batch_left", "prefill_left", "rows_left", "slots_left", "blocks_left", "holders"),
+            *("promised", "barrier", "chosen", "victims", "tail", "scanned", "undecided"),
+            *("unread", "shared"),
         )
     ]
-    + [(name, np.bool_) for name in ("prefills", "dead", "changed")],
+    + [(name, np.bool_) for name in ("prefills", "dead", "changed", "moved")],
+    align=True,
+)
+
+# A page, which is a block of K and one of V.
+#   refs: requests that hold it.
+#   before, after: in the list of those that nobody reads, which begins at page 0.
+#   known: whether it is there.
+#   watched: whether somebody who waits finds it as the last, or lacks it first.
+PAGE = np.dtype(
+    [(name, np.int32) for name in ("refs", "before", "after")]
+    + [(name, np.bool_) for name in ("known", "watched")],
     align=True,
 )
 
@@ -119,7 +140,7 @@ SETTINGS = np.dtype(
         (name, np.bool_)
         for name in (
             *("mixed_batches", "chunked", "keyed", "requeue", "probing", "expects", "promises"),
-            *("lapses", "overlap", "looks", "keeps_batches"),
+            *("lapses", "overlap", "looks", "keeps_batches", "reuse"),
         )
     ],
     align=True,
@@ -171,6 +192,7 @@ class Machine(NamedTuple):
         reached, ended, mean, expected: By bin of output lengths, see
             `sched/state/output_lengths.py`.
         bins_above, bin_of: By length, likewise; the same for all.
+        pages: Records of PAGE, by number; one without prefix caching.
     """
 
     requests: np.ndarray
@@ -190,6 +212,7 @@ class Machine(NamedTuple):
     expected: np.ndarray
     bins_above: np.ndarray
     bin_of: np.ndarray
+    pages: np.ndarray
 
 
 class World(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.simulation.results import SimulationResult
-from jaxserve.sched.simulation.simulator import SimulationError, simulate
+from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.workloads.shared_prefixes import reusable_tokens
 from jaxserve.sched.workloads.specs import WorkloadSpec
@@ -58,8 +58,3 @@ def test_what_there_is_room_for_is_found(policy: str) -> None:
     result = served(work, policy, limits=Limits(16384, 512, 64), checked=True, **memory)
     assert result.requests.finished.all()
     assert result.requests.found is not None and result.requests.found.sum() > 0
-
-
-def test_it_runs_in_python() -> None:
-    with pytest.raises(SimulationError, match="find nothing again"):
-        served(drawn("conversation", 5, 1.0), compiled=True)
