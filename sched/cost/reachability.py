@@ -149,7 +149,8 @@ def _prefill_time(step_time: StepTime, length: int, chunk: int, cached: int) -> 
     """Seconds of the steps that compute a prompt, from token `cached` on, in pieces of `chunk`."""
     if cached:
         before = np.arange(cached, length, chunk)
-        return float(np.sum(_pieces(step_time, np.minimum(length - before, chunk), before)))
+        pieces = _pieces(step_time, np.minimum(length - before, chunk), before)
+        return float(np.cumsum(pieces)[-1])  # one after the other, as the compiled simulation does
     if length <= chunk:
         return float(step_time(BatchFeatures(length, length, 0, 0, length**2, 1, 0)))
     return float(prefill_times(step_time, np.array([length]), chunk)[0])

@@ -113,6 +113,22 @@ def batch_time(costs: Costs, batch: BatchFeatures) -> float:
 
 
 @kernel
+def prefill_time(costs: Costs, cached: int, length: int, chunk: int) -> float:
+    """Seconds of the steps that compute a prompt of so many tokens in pieces of `chunk`, from token
+    `cached` on, as `sched/cost/reachability.py` has it."""
+    seconds = 0.0
+    while cached < length:
+        count = min(chunk, length - cached)
+        padded = count
+        if len(costs.rows):
+            padded = _next(costs.rows if count == 1 else costs.tokens, count)
+        quad, none = count * (count + 2 * cached), (0, 0, 0, 0, 0, 0)
+        seconds += batch_time(costs, BatchFeatures(count, padded, 0, 0, quad, 1, cached, *none, 0))
+        cached += count
+    return seconds
+
+
+@kernel
 def scattered(costs: Costs, lot: int, batch: BatchFeatures, seconds: float) -> float:
     """The batch time with its deviation from the cost model.
 

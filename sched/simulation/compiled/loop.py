@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.cost.host_overhead import BURST
+from jaxserve.sched.cost.reachability import JUST_MISSED
 from jaxserve.sched.progress import FUTILE
 from jaxserve.sched.routing.take_snapshot import PACE
 from jaxserve.sched.simulation.compiled.bookkeeping import book, receive, sample
@@ -17,6 +18,7 @@ from jaxserve.sched.simulation.compiled.cost import (
     batch_time,
     features,
     pace,
+    prefill_time,
     scattered,
 )
 from jaxserve.sched.simulation.compiled.events import LOOP, NOTICE
@@ -29,6 +31,7 @@ from jaxserve.sched.simulation.compiled.front import (
 )
 from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.simulation.compiled.order import Keys, refresh, wait
+from jaxserve.sched.simulation.compiled.pages import find
 from jaxserve.sched.simulation.compiled.plan import plan
 from jaxserve.sched.simulation.compiled.state import NOTHING, Machine, Rules, World
 from jaxserve.sched.simulation.settings import REFUSED
@@ -72,7 +75,7 @@ def serve(world: World, rules: Rules, costs: Costs, key: Keys, until: int) -> in
                 event_at(world, NOTICE, index, math.inf)
                 continue
         if number != NOTHING:
-            if not _place(world, rules, key, number, now):
+            if not _place(world, rules, costs, key, number, now):
                 return FULL
         elif kind != LOOP:
             timer(world, settings, kind, index, now)
@@ -87,7 +90,7 @@ def serve(world: World, rules: Rules, costs: Costs, key: Keys, until: int) -> in
 
 
 @kernel
-def _place(world: World, rules: Rules, key: Keys, number: int, now: float) -> bool:
+def _place(world: World, rules: Rules, costs: Costs, key: Keys, number: int, now: float) -> bool:
     """Sends a request to a replica, for the first time or again; False if the arrays have no room
     for it there."""
     r, cursor, settings = world.requests[number], world.cursor[0], rules.settings[0]
@@ -108,7 +111,7 @@ def _place(world: World, rules: Rules, key: Keys, number: int, now: float) -> bo
     if index != REFUSED_BY_ALL and settings.looks:
         send(world, index, number, now)
     if alive:
-        _arrive(_machine(world, index), rules, key, number, now)
+        _arrive(_machine(world, index), rules, costs, key, number, now)
         event_at(world, LOOP, index, world.machines.me[index].next_time)
     return True
 
@@ -148,7 +151,7 @@ def _machine(world: World, index: int) -> Machine:
 
 
 @kernel
-def _arrive(m: Machine, rules: Rules, key: Keys, number: int, now: float) -> None:
+def _arrive(m: Machine, rules: Rules, costs: Costs, key: Keys, number: int, now: float) -> None:
     """A request arrives at a replica, and is refused if the queue is full. Ended requests count
     until their last token is on the host."""
     me, r = m.me[0], m.requests[number]
@@ -160,11 +163,25 @@ def _arrive(m: Machine, rules: Rules, key: Keys, number: int, now: float) -> Non
     me.arrivals += 1
     me.live += 1
     me.came += 1
+    if r.late and rules.settings[0].reuse:
+        _reach(m, rules.settings[0], costs, number)
     wait(m, rules.settings[0], key, number)
     if me.next_time == math.inf:
         me.woken = now
     if now - me.woken <= BURST:
         me.clock = me.next_time = max(me.clock, now + rules.host[0].wake)
+
+
+@kernel
+def _reach(m: Machine, settings: np.record, costs: Costs, number: int) -> None:
+    """As `Scheduler.reachable`: targets are compared with what is not found of the prompt."""
+    r = m.requests[number]
+    find(m, settings, number)
+    cached, seconds = r.found * settings.block_size, r.alone
+    if cached > 0:
+        seconds = prefill_time(costs, cached, r.prompt_len, settings.chunk)
+    r.ttft = max(r.asked_ttft, seconds * JUST_MISSED)
+    r.jct = max(r.asked_jct, seconds * JUST_MISSED)
 
 
 @kernel

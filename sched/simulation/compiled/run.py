@@ -143,7 +143,7 @@ def _rules(policy: UnifiedPolicy, form: CompiledSpec, setting: Setting) -> Rules
             s[name] = getattr(owner, name)
     if policy.full_prefill:
         s["max_prefill_tokens"] = limits.max_batch_tokens
-    s["max_rows"] = policy.row_limit(limits)
+    s["chunk"], s["max_rows"] = policy.prefill_limit(limits), policy.row_limit(limits)
     s["watermark"] = int(policy.watermark * setting.num_blocks)
     s["reserve"] = list(Reserve).index(policy.reserve)
     s["keyed"], s["lapses"] = form.key is not None, form.lapse is not None
@@ -294,6 +294,7 @@ def _set_targets(requests: np.ndarray, workload: Workload, setting: Setting, chu
         return cost.batch_time(batch if padding is None else batch.padded(padding))
 
     alone = Alone.from_lengths(workload.prompt_len, workload.limit, step_time, chunk)
+    requests["late"] = (workload.ttft < alone.ttft) | (workload.jct < alone.jct)
     some = np.zeros(len(workload), bool)
     for name, asked in zip(TARGETS, ASKED, strict=True):
         target = getattr(workload, name)

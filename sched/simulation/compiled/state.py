@@ -33,6 +33,7 @@ from jaxserve.sched.unified.policy_spec import FLOATS, INTEGERS
 #   next_sent: the request sent there next, -1 for none.
 #   again: it was rerouted, because its replica died.
 #   failed: it ended with its replica.
+#   late: it has targets that cannot be met without what is cached of its prompt.
 ASKED = tuple(f"asked_{name}" for name in TARGETS)
 REQUEST = np.dtype(
     [(name, np.float64) for name in (*FLOATS, *ASKED, "given", "key", "first", "sent")]
@@ -48,7 +49,8 @@ REQUEST = np.dtype(
         )
     ]
     + [
-        (name, np.bool_) for name in ("waiting", "decoding", "decided", "greedy", "again", "failed")
+        (name, np.bool_)
+        for name in ("waiting", "decoding", "decided", "greedy", "again", "failed", "late")
     ],
     align=True,
 )
@@ -132,7 +134,7 @@ SETTINGS = np.dtype(
         (name, np.int64)
         for name in (
             *("max_batch_tokens", "max_prefill_tokens", "max_rows", "watermark", "reserve"),
-            *("num_blocks", "block_size", "enough", "capacity", "routing", "routers"),
+            *("num_blocks", "block_size", "enough", "capacity", "routing", "routers", "chunk"),
         )
     ]
     + [(name, np.float64) for name in ("interval", "age", "loss")]
