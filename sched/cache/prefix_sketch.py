@@ -1,5 +1,5 @@
-"""What a prefix cache has, in a few kilobytes: a sketch for routers, which look up in it how much of
-a prompt a replica would find.
+"""What a prefix cache has, in a few kilobytes: a sketch in which routers look up how much of a
+prompt a replica would find.
 
 It is a Bloom filter of the keys of some blocks: of those at the depths in `MARKS`, each about a
 quarter deeper than the one before, so that a prompt of any length has few. A key is random bytes

@@ -17,6 +17,7 @@ from jaxserve.sched.routing.snapshot import PLANES, prompt_seconds
 NEAR = 0.6  # of a target, from where a miss is possible: predictions are not exact
 DISTRUST = 0.5  # targets that a replica loses where nobody attained any there lately
 START = 0.05  # targets that a request loses for a first token a whole target later
+SAVED = 0.15  # targets that others gain by a whole target less to compute
 
 
 def first_token(s: Any, work: Any, short: Any, q: Any, found: Any, now: float) -> Any:
@@ -40,7 +41,8 @@ def violation(s: Any, work: Any, short: Any, q: Any, found: Any, now: float) -> 
     """Predicted SLO violation if q goes there: its own TTFT and JCT, and the tighter of its TBT and
     those running there, each from 0 to 1. A replica with requests whose targets it has given up
     counts as late by as much as it has to compute for them. Some is added for poor recent
-    attainment, and a little for a late first token, which breaks ties.
+    attainment, and a little for a late first token, which breaks ties; some is taken off for what q
+    finds there, since that leaves the time to others.
 
     Args:
         s: What is known of a replica, a record of KNOWN, or of several as columns.
@@ -57,7 +59,8 @@ def violation(s: Any, work: Any, short: Any, q: Any, found: Any, now: float) -> 
     # what breaks ties: where all are late anyway, what counts is who is before it.
     late = _miss((first + s.relegated_work) / q.ttft)
     missed = late + _miss((first + s.mean_output * decode) / q.jct) + _miss(tbt)
-    return missed + START * first / min(q.ttft, 10.0) + DISTRUST * (1.0 - s.attainment)
+    saved = SAVED * (q.sequences * found * s.token)
+    return missed + (START * first - saved) / min(q.ttft, 10.0) + DISTRUST * (1.0 - s.attainment)
 
 
 def _miss(share: Any) -> Any:

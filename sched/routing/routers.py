@@ -15,7 +15,6 @@ from jaxserve.sched.routing.estimate import violation
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 from jaxserve.sched.routing.random_draws import below, drawn, seeded
 
-
 BOUND = 1.25  # times the mean load, from where prefixes do not count
 HINT = 0.02  # targets that who was there before with the same hint may lose for it
 

@@ -269,10 +269,8 @@ def test_a_call_is_as_late_as_the_last_of_its_sequences() -> None:
     (s,) = np.zeros(1, KNOWN).view(np.recarray)
     reset_known(s, busy(running=60, mean_output=50.0))
     assert fleet.columns.rows_short[0] == -4
-    few, many = (
-        float(first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(50, sequences=k), 0, 0))
-        for k in (4, 16)
-    )
+    work = (s, s.realtime_work, s.realtime_short)
+    few, many = (float(first_token(*work, RoutingRequest(50, sequences=k), 0, 0)) for k in (4, 16))
     assert many > few + 0.5 * 12 * float(s.per_row)
 
 
