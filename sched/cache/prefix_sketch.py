@@ -15,6 +15,7 @@ from __future__ import annotations
 import array
 import base64
 import bisect
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from struct import Struct
@@ -53,6 +54,7 @@ def marks_of(keys: Sequence[bytes], blocks: int) -> bytes:
     return b"".join(keys[n - 1] for n in itertools.takewhile(lambda n: n <= most, MARKS))
 
 
+@functools.lru_cache(4)  # a router asks twice, to choose and to note its choice
 def places_of(marks: bytes) -> np.ndarray:
     """The places of each mark, int64 [marks, HASHES]. marks: from `marks_of`."""
     return np.frombuffer(marks, "<u4").reshape(-1, HASHES).astype(np.int64) & (PLACES - 1)

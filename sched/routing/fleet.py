@@ -49,14 +49,15 @@ _NAMES = KNOWN.names or ()
 
 
 def _columns(known: np.ndarray) -> SimpleNamespace:
-    """All replicas at once: the fields of KNOWN, arrays [replicas], by name."""
-    return SimpleNamespace(**{name: known[name] for name in _NAMES})
+    """All replicas at once: the fields of KNOWN, float64 [replicas], by name."""
+    return SimpleNamespace(**dict(zip(_NAMES, known, strict=True)))
 
 
 def _nothing_known(count: int) -> np.ndarray:
-    known = np.zeros(count, KNOWN)
+    """Of that many, float64 [fields of KNOWN, replicas]: one field of all is read at once."""
+    known = np.zeros((len(_NAMES), count))
     for name, value in (("dead", True), ("block_size", 1.0), ("tbt", np.inf)):
-        known[name] = value
+        known[_NAMES.index(name)] = value
     return known
 
 
@@ -86,7 +87,7 @@ class Fleet:
     @property
     def up(self) -> np.ndarray:
         """Which replicas may get requests, bool [replicas]."""
-        return np.asarray(~(self.columns.dead | self.columns.draining))
+        return np.asarray(self.columns.dead + self.columns.draining == 0)
 
     def watch_prefixes(self) -> None:
         """From now on `prefixes` is known."""
@@ -101,7 +102,7 @@ class Fleet:
 
     def grow(self, count: int) -> None:
         """Adds `count` replicas with the next numbers."""
-        self._known = np.concatenate([self._known, _nothing_known(count)])
+        self._known = np.concatenate([self._known, _nothing_known(count)], axis=1)
         self.columns = _columns(self._known)
         self._sent += _nothing_sent(count)
         if self.prefixes is not None:
@@ -109,14 +110,14 @@ class Fleet:
 
     def forget(self, replica: int) -> None:
         """The replica is gone; its number is free for another one."""
-        self._known[replica] = _nothing_known(1)[0]
+        self._known[:, replica] = _nothing_known(1)[:, 0]
         self._sent[replica].clear()
         if self.prefixes is not None:
             self.prefixes.forget(replica)
 
     def find(self, replica: int) -> None:
         """The replica is up, but has not sent a snapshot yet."""
-        self._known["dead"][replica] = False
+        self.columns.dead[replica] = False
 
     def hear(self, replica: int, snapshot: Snapshot) -> None:
         """Takes in a snapshot, which also shows that the replica is up. One older than the last is
@@ -134,7 +135,7 @@ class Fleet:
             since = [ask.marks for _, ask, _ in sent]
             self.prefixes.hear(replica, snapshot.sketch, since)
         known.dead = False
-        self._known[replica] = tuple(vars(known).values())
+        self._known[:, replica] = [*vars(known).values()]
 
     def send(self, replica: int, ask: RoutingRequest, now: float) -> None:
         """Notes a request that is sent there now."""
@@ -143,14 +144,14 @@ class Fleet:
             found = self.prefixes.send(replica, ask.marks, ask.hint) * known.block_size
         self._sent[replica].append((now, ask, found))
         add_request(known, ask, found, now)
-        self._known[replica] = tuple(vars(known).values())
+        self._known[:, replica] = [*vars(known).values()]
 
     def lose(self, replica: int) -> None:
         """The replica is down: it gets nothing until it is heard of again."""
-        self._known["dead"][replica] = True
+        self.columns.dead[replica] = True
         self._sent[replica].clear()
 
     def _row(self, replica: int) -> SimpleNamespace:
         """A copy; numbers of Python's own are quicker one by one."""
-        values = self._known[replica].item()
+        values = self._known[:, replica].tolist()
         return SimpleNamespace(**dict(zip(_NAMES, values, strict=True)))

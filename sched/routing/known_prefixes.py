@@ -16,7 +16,7 @@ from jaxserve.sched.cache.prefix_sketch import HASHES, MARKS, PLACES, places_of,
 
 MOST_HINTS = 1 << 16  # that are remembered
 MOST_SENT = 1 << 12  # requests to a replica since its last sketch; then they are forgotten
-_BIT = (1 << np.arange(8)).astype(np.uint8)
+_BIT = np.uint64(1) << np.arange(64, dtype=np.uint64)
 _EIGHT = np.arange(8)
 _NOTHING = np.zeros(PLACES // 8, np.uint8)
 _BLOCKS = np.array([0, *MARKS], np.float64)  # by how many marks are there
@@ -31,7 +31,7 @@ class KnownPrefixes:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._bits = np.zeros((PLACES, -(-count // 8)), np.uint8)  # by place, a bit a replica
+        self._bits = np.zeros((PLACES, -(-count // 64)), "<u8")  # by place, a bit a replica
         self._sketch = np.zeros((count, PLACES // 8), np.uint8)  # of each, the last one
         self._sent: list[list[np.ndarray]] = [[] for _ in range(count)]  # places set since
         self._finds = np.ones(count, bool)  # whether it caches prefixes at all
@@ -40,7 +40,7 @@ class KnownPrefixes:
     def grow(self, count: int) -> None:
         """Adds `count` replicas with the next numbers."""
         self._count += count
-        wider = np.zeros((PLACES, -(-self._count // 8)), np.uint8)
+        wider = np.zeros((PLACES, -(-self._count // 64)), "<u8")
         wider[:, : self._bits.shape[1]] = self._bits
         self._bits = wider
         more = np.zeros((count, PLACES // 8), np.uint8)
@@ -80,9 +80,9 @@ class KnownPrefixes:
             return 0.0
         if len(self._sent[replica]) == MOST_SENT:
             self._set(replica, self._sketch[replica])
-        places, byte, bit = places_of(marks).ravel(), replica >> 3, _BIT[replica & 7]
-        column = self._bits[places, byte]
-        self._bits[places, byte] = column | bit
+        places, word, bit = places_of(marks).ravel(), replica >> 6, _BIT[replica & 63]
+        column = self._bits[places, word]
+        self._bits[places, word] = column | bit
         self._sent[replica].append(places)
         lacking = (column & bit == 0).nonzero()[0]
         found = lacking[0] // HASHES if len(lacking) else len(places) // HASHES
@@ -97,10 +97,9 @@ class KnownPrefixes:
         [replicas]."""
         if not marks:
             return np.zeros(self._count)
-        there = self._bits[places_of(marks).T]  # [hashes, marks, replicas / 8]
-        there = there[0] & there[1] & there[2] & there[3]
-        np.bitwise_and.accumulate(there, axis=0, out=there)
-        bits = np.unpackbits(there, axis=1, count=self._count, bitorder="little")
+        there = self._bits.take(places_of(marks).T, axis=0)  # [hashes, marks, replicas / 64]
+        there = np.bitwise_and.accumulate(there[0] & there[1] & there[2] & there[3], axis=0)
+        bits = np.unpackbits(there.view(np.uint8), axis=1, count=self._count, bitorder="little")
         return _BLOCKS[np.add.reduce(bits, axis=0, dtype=np.uint8)]
 
     def _set(self, replica: int, now: np.ndarray) -> None:
@@ -109,6 +108,7 @@ class KnownPrefixes:
         self._sketch[replica] = now
         places = np.concatenate([np.add.outer(8 * differ, _EIGHT).ravel(), *self._sent[replica]])
         self._sent[replica].clear()
-        there = np.left_shift(now[places >> 3] >> (places & 7) & 1, replica & 7).astype(np.uint8)
-        byte = replica >> 3
-        self._bits[places, byte] = self._bits[places, byte] & ~_BIT[replica & 7] | there
+        there = now[places >> 3] >> (places & 7) & 1 > 0
+        word, bit = replica >> 6, _BIT[replica & 63]
+        column = self._bits[places, word]
+        self._bits[places, word] = np.where(there, column | bit, column & ~bit)

@@ -74,7 +74,7 @@ def test_a_sentence_that_does_not_hold_is_not_written(tmp_path: Path) -> None:
                 return cell.Cost(1e-5)
             return dataclasses.replace(even, attainment=0.5) if case == worse else even
 
-        results = Results(run, lambda case: cell.Cost if isinstance(case, Decision) else Numbers)
+        results = Results(run, lambda case: cell.KINDS_OF[type(case)])
         Fleets(QUICK, results, checked=True).write(tmp_path, 1)
 
     at = {"scene": "published", "requests": QUICK.requests}
