@@ -49,8 +49,13 @@ class CallFailed(RuntimeError):
 
 
 class Ingress:
-    """Routes calls to the replicas of the engine. engine: their deployment. flags: those of
-    serve.py that they run with. secret: of the keys that they make of prompts."""
+    """Routes calls to the replicas of the engine.
+
+    Args:
+        engine: their deployment.
+        flags: those of serve.py that they run with.
+        secret: of the keys that they make of prompts; None where routers do not look at these.
+    """
 
     def __init__(
         self, engine: DeploymentHandle, flags: Sequence[str] = (), secret: bytes | None = None

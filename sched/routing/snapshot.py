@@ -197,8 +197,14 @@ def prompt_seconds(s: Any, q: Any, found: Any) -> Any:
 
 
 def add_request(s: Any, q: Any, found: Any, sent: float) -> None:
-    """Adds to s a `RoutingRequest` that was sent there at `sent`, in seconds. found: tokens of its
-    prompt that it is expected to find there."""
+    """Adds to s what was sent there.
+
+    Args:
+        s: What is known of a replica, a record of KNOWN.
+        q: The `RoutingRequest`.
+        found: Tokens of its prompt that it is expected to find there.
+        sent: When, seconds on the snapshots' clock.
+    """
     seconds = prompt_seconds(s, q, found)
     blocks = q.sequences * np.ceil(q.prompt_len / s.block_size) * PLANES
     # Time that went by before it came with nothing to do does nothing for it.

@@ -193,7 +193,7 @@ def test_what_is_computed_anyway_is_found_nowhere(monkeypatch: pytest.MonkeyPatc
 def test_nobody_has_the_marks_or_hints_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another key, of another salt, or of a text that is made to look like another's."""
     secrets = {name: f"{name * 3}-long-enough-{name}".encode() for name in "ab"}
-    lines = "\n".join(f"{name}-is {digest_of(secret)}" for name, secret in secrets.items())
+    lines = "\n".join(f"{name}-is sha256:{digest_of(secret)}" for name, secret in secrets.items())
     made = finding(monkeypatch, lines)
     seen = set()
     for secret in secrets.values():

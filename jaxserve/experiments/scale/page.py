@@ -76,7 +76,7 @@ class Scale:
         shards: Numbers of routers before the largest fleet, at the highest load.
         decisions: Numbers of replicas for which a decision's cost is measured.
         few: Requests of the short runs on the largest fleet, one at each load.
-        talks: Requests of conversations, for each replica.
+        talks: Requests of conversations for each replica, by fleet size.
     """
 
     requests: int = 1_000_000
@@ -86,10 +86,10 @@ class Scale:
     shards: tuple[int, ...] = (1, 8, 64)
     decisions: tuple[int, ...] = (8, 64, 512, 1024)
     few: int = 100_000
-    talks: int = 40
+    talks: tuple[int, ...] = (120, 40, 16)
 
 
-QUICK = Scale(2_000, (2, 4), (0.6, 0.8), 0.6, (1, 2), (4, 8), 1_000, 10)
+QUICK = Scale(2_000, (2, 4), (0.6, 0.8), 0.6, (1, 2), (4, 8), 1_000, (10, 10))
 
 
 class Fleets(Page[Case, Found]):
@@ -266,7 +266,8 @@ class Fleets(Page[Case, Found]):
 
     def said(self, router: str, replicas: int) -> Said:
         """What comes of conversations. router: of TALK_ROUTERS."""
-        found = self.results[Talk(router, replicas, replicas * self.scale.talks)]
+        each = self.scale.talks[self.scale.replicas.index(replicas)]
+        found = self.results[Talk(router, replicas, replicas * each)]
         assert isinstance(found, Said)
         return found
 
