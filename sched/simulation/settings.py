@@ -73,8 +73,8 @@ class Routing:
             they are.
         age: Seconds that a snapshot is under way, less than the interval.
         loss: Share of the snapshots that get lost.
-        prefixes: Whether routers look at what is in the prefix caches.
         faults: At most one for each replica.
+        prefixes: Whether routers look at what is in the prefix caches.
 
     Raises:
         ValueError: For other values.
@@ -85,8 +85,8 @@ class Routing:
     interval: float = 0.0
     age: float = 0.0
     loss: float = 0.0
-    prefixes: bool = True
     faults: tuple[Fault, ...] = ()
+    prefixes: bool = True
 
     def __post_init__(self) -> None:
         if self.name not in ROUTERS:

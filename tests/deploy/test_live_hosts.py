@@ -1,5 +1,5 @@
-"""Two processes on a Ray cluster of this machine: as one replica, of which one is killed, and as two,
-of which each has other prefixes. Two minutes."""
+"""Two processes on a Ray cluster of this machine: one replica, of which one process is killed; and
+two, each with prefixes of its own. Two minutes."""
 
 from __future__ import annotations
 
