@@ -216,3 +216,20 @@ def test_what_would_be_found_is_not_work() -> None:
     assert saved > 0.8 * without.columns.realtime_work[0]
     with_it.hear(0, busy(0.0005, sketch_of(keys)))  # taken before it was sent
     assert with_it.columns.realtime_work[0] < 0.3 * without.columns.realtime_work[0]
+
+
+def test_a_late_snapshot_does_not_forget_what_was_sent_after_it() -> None:
+    fleet, ask = fleet_of(busy(), busy()), ask_for(chain(1))
+    fleet.send(1, ask, 1.0)
+
+    def there() -> list[bool]:
+        found = fleet.found(ask)
+        assert isinstance(found, np.ndarray)
+        return [bool(one) for one in found]
+
+    fleet.hear(1, busy(0.5))
+    assert there() == [False, True]
+    fleet.hear(1, busy(1.5))  # whoever has come is in the sketch, and it has not
+    assert there() == [False, False]
+    fleet.hear(1, busy(1.4, sketch_of(chain(1))))  # older than the last
+    assert there() == [False, False]
