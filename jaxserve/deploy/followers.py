@@ -90,8 +90,9 @@ class Followers:
 
 
 @contextlib.contextmanager
-def running_engine(config: Config) -> Iterator[EngineClient]:
-    """The engine of a replica's config, started, until the exit. Raises ConfigError."""
+def running_engine(config: Config, block_secret: bytes | None = None) -> Iterator[EngineClient]:
+    """The engine of a replica's config, started, until the exit. block_secret: as in
+    `build_engine`. Raises ConfigError."""
     from jaxserve.engine.startup.build import build_engine  # jax takes seconds
 
     with contextlib.ExitStack() as stack:
@@ -99,7 +100,8 @@ def running_engine(config: Config) -> Iterator[EngineClient]:
         if config.mesh.hosts > 1:
             followers = stack.enter_context(contextlib.closing(Followers(config)))
             rank = followers.rank
-        engine = build_engine(config, progress=False, rank=rank, starter=followers)
+        more: dict[str, Any] = {"rank": rank, "starter": followers, "block_secret": block_secret}
+        engine = build_engine(config, progress=False, **more)
         stack.callback(engine.stop)
         engine.start()
         yield engine

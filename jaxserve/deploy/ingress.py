@@ -3,6 +3,7 @@ replica of the engine answer it, and relays the answer."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -28,6 +29,7 @@ from jaxserve.deploy.replicas import AVOID, NOTHING, ROUTING_REQUEST
 from jaxserve.deploy.response_kind import grpc_response_kind, http_response_kind
 from jaxserve.deploy.routing_request import RoutingRequestBuilder
 from jaxserve.sched.routing.fleet import RoutingRequest
+from jaxserve.server.access.api_keys import authorization
 from jaxserve.server.http.admission_middleware import limited_receive
 from jaxserve.server.http.errors import ApiError, retry_after
 from jaxserve.server.http.openai.sse import sse_event
@@ -47,15 +49,22 @@ class CallFailed(RuntimeError):
 
 
 class Ingress:
-    """Routes calls to the replicas of the engine. engine: their deployment. flags: those of
-    serve.py that they run with."""
+    """Routes calls to the replicas of the engine.
 
-    def __init__(self, engine: DeploymentHandle, flags: Sequence[str] = ()) -> None:
-        self._routing_requests = RoutingRequestBuilder(replica_config(flags))
+    Args:
+        engine: their deployment.
+        flags: those of serve.py that they run with.
+        secret: of the keys that they make of prompts; None where routers do not look at these.
+    """
+
+    def __init__(
+        self, engine: DeploymentHandle, flags: Sequence[str] = (), secret: bytes | None = None
+    ) -> None:
+        self._routing_requests = RoutingRequestBuilder(replica_config(flags), secret)
         self._engine = engine
         self._http = engine.options(stream=True, method_name="http")
         self._grpc = engine.options(stream=True, method_name="grpc")
-        self._limit = engine.options(method_name="body_bytes")
+        self._sizes = engine.options(method_name="sizes")
         self._body_bytes: int | None = None
 
     # HTTP.
@@ -107,7 +116,8 @@ class Ingress:
             for message in answer:
                 yield message
             return
-        routing_request = await self._routing_requests.from_http(path, body)
+        key = authorization(scope["headers"])
+        routing_request = await self._routing_requests.from_http(path, body, key)
         async with aclosing(self._relayed(routing_request, plain, body)) as messages:
             async for message in messages:
                 yield message
@@ -155,9 +165,11 @@ class Ingress:
         """Bytes of the longest body, which all replicas are alike in. Raises as a call does."""
         if self._body_bytes is None:
             try:
-                self._body_bytes = await self._limit.remote()
+                sizes = await self._sizes.remote()
             except ActorDiedError:  # another one may live
-                self._body_bytes = await self._limit.remote()
+                sizes = await self._sizes.remote()
+            self._body_bytes, block_size = sizes
+            self._routing_requests.find_prefixes(block_size)
         return self._body_bytes
 
     # gRPC. The names are those of the service's methods.
@@ -166,7 +178,10 @@ class Ingress:
         self, message: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """jaxserve.v1.Generation.Generate."""
-        routing_request = await self._routing_requests.from_grpc(message)
+        with contextlib.suppress(*_GONE):  # the call itself will say so
+            await self._longest()
+        key = authorization(grpc_context.invocation_metadata() or ())
+        routing_request = await self._routing_requests.from_grpc(message, key)
         async with aclosing(
             self._rpc("Generate", message, grpc_context, routing_request)
         ) as answers:

@@ -8,6 +8,8 @@ docs/ray.md describes it. The gRPC API needs Ray Serve's gRPC proxy, which the c
 """
 
 # Annotations are not postponed: Ray Serve looks at that of `app`, and makes its arguments of it.
+import functools
+import os
 from collections import defaultdict
 from typing import Any
 
@@ -27,6 +29,7 @@ from jaxserve.deploy.load import Load, wanted_replicas
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.router import SnapshotRouter
 from jaxserve.deploy.settings import ENGINE, INGRESS, Settings
+from jaxserve.engine.block_keys import SECRET_BYTES
 
 GRPC = "jaxserve.server.proto.generation_pb2_grpc.add_GenerationServicer_to_server"
 """What `grpc_servicer_functions` of Ray Serve's config must have."""
@@ -64,8 +67,12 @@ def app(settings: Settings) -> Application:
         graceful_shutdown_timeout_s=config.server.grace_s + _STOP_S,
         graceful_shutdown_wait_loop_s=0.5,
     )
-    bound = engine.bind(settings.flags, settings.hosts, running_engine, replica_name)
-    return ingress.bind(bound, settings.flags)
+    # All replicas and routers make the same keys of prompts. A new one comes with new `args`, which
+    # replace all replicas anyway.
+    secret = os.urandom(SECRET_BYTES)
+    run = functools.partial(running_engine, block_secret=secret)
+    bound = engine.bind(settings.flags, settings.hosts, run, replica_name)
+    return ingress.bind(bound, settings.flags, secret)
 
 
 def replica_name() -> str:

@@ -164,9 +164,11 @@ class EngineReplica:
         """As `Engine.reset_prefix_cache`."""
         self._engine.reset_prefix_cache()
 
-    async def body_bytes(self) -> int:
-        """Bytes of the longest body that it takes."""
-        return self._frontends.body_bytes
+    async def sizes(self) -> tuple[int, int]:
+        """Bytes of the longest body that it takes, and tokens of a block of its prefix cache, 0 for
+        none."""
+        info = self._engine.info()
+        return self._frontends.body_bytes, info.block_size if info.prefix_caching else 0
 
     # What Ray Serve asks of a replica, by its names.
 

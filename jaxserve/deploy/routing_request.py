@@ -5,19 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from jaxserve.config import Config
+from jaxserve.config import Config, ConfigError
 from jaxserve.deploy.replicas import NOTHING
+from jaxserve.engine.block_keys import BlockKeys
 from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.text.detokenizer import FILE_NAME, load_tokenizer
+from jaxserve.sched.cache.prefix_sketch import KEY_BYTES, marks_of
 from jaxserve.sched.request import MAX_N, SLO, InvalidRequest, Tier
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.sched.slo.slo_columns import TARGETS
+from jaxserve.server.access.api_keys import Keys, Unauthenticated
+from jaxserve.server.access.options import access_settings
 from jaxserve.server.grpc import message_conversion
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.openai import request_options
@@ -29,80 +35,156 @@ from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.slo_classes import find_slo_class, slo_classes
 from jaxserve.server.requests.templates.chat_template import load_chat_template
 
+log = logging.getLogger(__name__)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _KINDS: Mapping[str, type[Generation]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
 _INLINE_CHARS = 2000  # encoding takes about a microsecond a character
 _MANY_TOKENS = 1 << 30  # of a text that is too long to be served, and will be refused
 
 
+_Prompt = tuple[int, Sequence[int]]  # how many tokens, and which; none where nobody knows
+
+
 class RoutingRequestBuilder:
     """Makes them of calls, by the tokenizer, the chat template and the SLO classes of a config. For
-    a call that a replica will refuse it makes NOTHING: the replica says what is wrong."""
+    a call that a replica will refuse it makes NOTHING: the replica says what is wrong.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        config: The replicas'.
+        secret: Of the keys that they make of prompts; None where routers do not look at these.
+    """
+
+    def __init__(self, config: Config, secret: bytes | None = None) -> None:
         path = Path(config.model.path).expanduser()
         there = bool(config.model.path) and (path / FILE_NAME).is_file()
         self._tokenizer = load_tokenizer(path if there else None)
         self._template = load_chat_template(config.model.path)
         self._classes = slo_classes(config.server.slo_classes)
+        self._secret, self._shared = secret, config.cache.share_between_keys
+        self._callers = _callers(config) if secret is not None else None
+        self._block_keys: BlockKeys | None = None
+        self._block_size = 0
 
-    async def from_http(self, path: str, body: bytes) -> RoutingRequest:
-        """For a body that was sent to a path of the HTTP frontend."""
+    def find_prefixes(self, block_size: int) -> None:
+        """Replicas have prefix caches, with so many tokens a block; 0 for none."""
+        if self._callers is not None and block_size:
+            self._block_keys = BlockKeys(block_size, shared=self._shared, secret=self._secret)
+            self._block_size = block_size
+
+    async def from_http(
+        self, path: str, body: bytes, authorization: bytes | None = None
+    ) -> RoutingRequest:
+        """For a body that was sent to a path of the HTTP frontend, with that header."""
         kind = _KINDS.get(path)
         if kind is None:
             return NOTHING
         slow = len(body) > _INLINE_CHARS or (kind is ChatRequest and self._template.own)
-        return await _made(functools.partial(self._from_body, kind, body), slow=slow)
+        return await _made(functools.partial(self._from_body, kind, body, authorization), slow=slow)
 
-    async def from_grpc(self, message: pb.GenerateRequest) -> RoutingRequest:
-        """For a message of Generate."""
-        slow = len(message.text) > _INLINE_CHARS
-        return await _made(functools.partial(self._from_message, message), slow=slow)
+    async def from_grpc(
+        self, message: pb.GenerateRequest, authorization: bytes | None = None
+    ) -> RoutingRequest:
+        """For a message of Generate, with that metadata."""
+        slow = len(message.text) + len(message.token_ids.ids) > _INLINE_CHARS
+        return await _made(functools.partial(self._from_message, message, authorization), slow=slow)
 
-    def _from_body(self, kind: type[Generation], body: bytes) -> RoutingRequest:
+    def _from_body(
+        self, kind: type[Generation], body: bytes, authorization: bytes | None
+    ) -> RoutingRequest:
         call = parse_body(body, kind)
         slo, slo_class = request_options.requested_targets(call)
         n = 1 if call.n is None else call.n
-        return self._request(
-            self._lengths(call), n, slo, request_options.requested_tier(call), slo_class
-        )
+        prompts = self._prompts(call)
+        made = self._request(prompts, n, slo, request_options.requested_tier(call), slo_class)
+        if isinstance(call, CompletionRequest) and call.echo and call.logprobs is not None:
+            prompts = []  # prompts whose tokens are to be told are computed
+        hint = call.prompt_cache_key or ""
+        return self._with_keys(made, prompts, authorization, call.cache_salt or "", hint)
 
-    def _from_message(self, message: pb.GenerateRequest) -> RoutingRequest:
-        length = self._length(message.text) if message.text else len(message.token_ids.ids)
+    def _from_message(
+        self, message: pb.GenerateRequest, authorization: bytes | None
+    ) -> RoutingRequest:
+        ids = message.token_ids.ids
+        prompts = [self._prompt(message.text) if message.text else (len(ids), ids)]
         n = message.sampling.n if message.sampling.HasField("n") else 1
         tier = message_conversion.TIERS.get(message.tier)
-        return self._request(
-            [length], n, message_conversion.slo_from_message(message.slo), tier, message.slo_class
-        )
+        slo = message_conversion.slo_from_message(message.slo)
+        made = self._request(prompts, n, slo, tier, message.slo_class)
+        if message.sampling.HasField("prompt_logprobs"):
+            prompts = []
+        return self._with_keys(made, prompts, authorization, message.cache_salt)
+
+    def _with_keys(
+        self,
+        made: RoutingRequest,
+        prompts: Sequence[_Prompt],
+        authorization: bytes | None,
+        salt: str,
+        hint: str = "",
+    ) -> RoutingRequest:
+        """With what routers know the prompts by: what all of them have in common."""
+        if self._block_keys is None or self._callers is None or made is NOTHING:
+            return made
+        try:
+            tenant = self._callers.caller(authorization).name
+        except Unauthenticated:
+            return NOTHING
+        marks = [
+            marks_of(
+                self._block_keys.of(tokens, tenant, salt).keys, (length - 1) // self._block_size
+            )
+            for length, tokens in prompts
+        ]
+        return made._replace(marks=_common(marks), hint=self._block_keys.hint(hint, tenant, salt))
 
     def _request(
-        self, lengths: Sequence[int], n: int, slo: SLO, tier: Tier | None, slo_class: str
+        self, prompts: Sequence[_Prompt], n: int, slo: SLO, tier: Tier | None, slo_class: str
     ) -> RoutingRequest:
-        """lengths: tokens of each prompt. n: continuations of each."""
+        """n: continuations of each prompt."""
         if not 1 <= n <= MAX_N:
             return NOTHING
         level = find_slo_class(self._classes, slo_class).with_own(slo, tier)
         asked = ((name, getattr(level.slo, name)) for name in TARGETS)
-        targets: dict[str, float] = {name: np.inf if t is None else t for name, t in asked}
-        mean = math.ceil(sum(lengths) / len(lengths))
-        return RoutingRequest(max(mean, 1), int(level.tier), **targets, sequences=n * len(lengths))
+        targets: dict[str, Any] = {name: np.inf if t is None else t for name, t in asked}
+        mean = math.ceil(sum(length for length, _ in prompts) / len(prompts))
+        return RoutingRequest(max(mean, 1), int(level.tier), **targets, sequences=n * len(prompts))
 
-    def _lengths(self, call: Generation) -> list[int]:
+    def _prompts(self, call: Generation) -> list[_Prompt]:
         if isinstance(call, ChatRequest):
             text = render_chat(self._template, call).result()
-            return [self._template.encode(text, self._length)]
+            return [self._template.encode(text, self._prompt)]
         assert isinstance(call, CompletionRequest)
         return [
-            self._length(prompt) if isinstance(prompt, str) else len(prompt)
+            self._prompt(prompt) if isinstance(prompt, str) else (len(prompt), prompt)
             for prompt in prompts_of(call)
         ]
 
-    def _length(self, text: str, *, special: bool = True) -> int:
+    def _prompt(self, text: str, *, special: bool = True) -> _Prompt:
         """Its tokens; one a character where nobody knows."""
         try:
-            return len(self._tokenizer.encode(text, _MANY_TOKENS, special=special))
+            tokens = self._tokenizer.encode(text, _MANY_TOKENS, special=special)
         except InvalidRequest:
-            return len(text)
+            return len(text), ()
+        return len(tokens), tokens
+
+
+def _common(marks: Sequence[bytes]) -> bytes:
+    """The keys that all of them begin with."""
+    first, last = min(marks, default=b""), max(marks, default=b"")
+    for start in range(0, len(first), KEY_BYTES):
+        if first[start : start + KEY_BYTES] != last[start : start + KEY_BYTES]:
+            return first[:start]
+    return first
+
+
+def _callers(config: Config) -> Keys | None:
+    """Who has which API key. None where the file is not on this host: nobody can say whose blocks a
+    prompt's would be."""
+    try:
+        return access_settings(config.server).keys
+    except ConfigError as error:
+        log.warning("routers do not look at prefixes: %s", error)
+        return None
 
 
 async def _made(make: Callable[[], RoutingRequest], *, slow: bool) -> RoutingRequest:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from hashlib import blake2b
 
+SECRET_BYTES = 32
 BYTES = 16  # of a key: two of 2^40 blocks are the same with a probability of 2^-49
 
 
@@ -68,16 +69,29 @@ class BlockKeys:
     Args:
         block_size: Tokens of a block.
         shared: Whether tenants find what others have.
+        secret: The hash's key, 16 to 64 bytes, where several have to make the same keys; None draws
+            one.
     """
 
-    def __init__(self, block_size: int, *, shared: bool = False) -> None:
-        self._block_size, self._shared, self._secret = block_size, shared, os.urandom(32)
+    def __init__(
+        self, block_size: int, *, shared: bool = False, secret: bytes | None = None
+    ) -> None:
+        self._block_size, self._shared = block_size, shared
+        self._secret = os.urandom(SECRET_BYTES) if secret is None else secret
 
     def of(self, tokens: Sequence[int], tenant: str = "", salt: str = "") -> KeyChain:
         """The keys of these tokens, for requests of this tenant with this salt. Any thread may
         ask."""
+        return KeyChain(self._secret, self._root(tenant, salt), self._block_size, tokens)
+
+    def hint(self, text: str, tenant: str = "", salt: str = "") -> bytes:
+        """The same for a text by which a tenant says that requests begin alike, and nobody else's;
+        empty for an empty one. No block has such a key."""
+        return self._root(tenant, salt, text) if text else b""
+
+    def _root(self, tenant: str, *parts: str) -> bytes:
         root = blake2b(digest_size=BYTES, key=self._secret)
-        for part in ("" if self._shared else tenant, salt):
+        for part in ("" if self._shared else tenant, *parts):
             text = part.encode("utf-8", "surrogatepass")
             root.update(len(text).to_bytes(8, "little") + text)
-        return KeyChain(self._secret, root.digest(), self._block_size, tokens)
+        return root.digest()

@@ -69,6 +69,7 @@ class Engine:
         forbid_compile: whether a compilation after the warm-up, or an implicit transfer to the
             device, is an engine failure.
         share_between_keys: whether tenants find what others have computed.
+        block_secret: of the keys of blocks, as `BlockKeys` has it.
         clock: seconds; `Request.arrival` is on it.
     """
 
@@ -84,6 +85,7 @@ class Engine:
         overlap: bool = True,
         forbid_compile: bool = False,
         share_between_keys: bool = False,
+        block_secret: bytes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokenizer = tokenizer
@@ -109,7 +111,8 @@ class Engine:
         )
         self._block_keys: BlockKeys | None = None
         if scheduler.cache is not None:
-            self._block_keys = BlockKeys(scheduler.pool.block_size, shared=share_between_keys)
+            size, shared = scheduler.pool.block_size, share_between_keys
+            self._block_keys = BlockKeys(size, shared=shared, secret=block_secret)
         self._grammars = Grammars(tokenizer.definition(), info.vocab_size, eos_ids)
         self._failure_listeners: list[Callable[[BaseException], None]] = []
         self._thread: threading.Thread | None = None

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import LEFT
+from jaxserve.sched.cache.prefix_sketch import PrefixSketch
 from jaxserve.sched.request import Tier
 from jaxserve.sched.row_columns import grow_columns
 
@@ -60,12 +61,14 @@ class PrefixCache:
         ends: Pages with finders.
         num_queried: int64 by tier, prompt tokens of requests with keys that have started, so far.
         num_hit: int64 by tier, those of them that were found.
+        sketch: Of all pages, and of what those rows will have that have come and not ended.
     """
 
     def __init__(self, rows: int) -> None:
         self.found = np.zeros(rows, np.int64)
         self.num_unread = self.num_evicted = self.num_reused = 0
         self.num_queried, self.num_hit = np.zeros((2, len(Tier)), np.int64)
+        self.sketch = PrefixSketch()
         self._pages: dict[bytes, Page] = {}
         self._of_block: dict[int, Page] = {}
         self._unread: dict[Page, None] = {}  # the next to go first
@@ -103,8 +106,10 @@ class PrefixCache:
 
     def extend(self, row: int, keys: Sequence[bytes]) -> None:
         """The keys of its next full blocks are known."""
-        side = self._sides[row]
-        self._keys[row] += keys if side == LEFT else [key + b"R" for key in keys]
+        side, mine = self._sides[row], self._keys[row]
+        keys = keys if side == LEFT else [key + b"R" for key in keys]
+        self.sketch.add(keys, len(mine))
+        mine += keys
 
     def longest(self, keys: Sequence[bytes], side: int = LEFT) -> int:
         """How many of the blocks with these keys, in order, are there. Any thread may ask; the
@@ -144,7 +149,7 @@ class PrefixCache:
     def remove(self, row: int) -> None:
         """The request has ended."""
         self.start(row)
-        self._keys.pop(row, None)
+        self.sketch.add(self._keys.pop(row, ()), count=-1)
         self._sides.pop(row, None)
 
     def finds_all(self, row: int) -> bool:
@@ -239,6 +244,7 @@ class PrefixCache:
         keys = self._keys[row]
         before = self._pages[keys[index - 1]] if index else None
         page = self._pages[keys[index]] = Page(keys[index], ids, before)
+        self.sketch.add(keys[index : index + 1], index)
         if before is not None:
             before.after.add(page)
         for block in ids:
@@ -305,6 +311,7 @@ class PrefixCache:
     def _forget(self, page: Page) -> list[int]:
         """Forgets a page with none behind it. Returns its blocks, if nobody reads them."""
         del self._pages[page.key]
+        self.sketch.add((page.key,), page.depth, -1)
         for block in page.ids:
             del self._of_block[block]
         before = page.before

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.sched.cache.prefix_sketch import marks_of
 from jaxserve.sched.request import Request
+from jaxserve.sched.routing.known_prefixes import MOST_SENT, KnownPrefixes
 from jaxserve.sched.routing.snapshot import KNOWN, Snapshot, add_request, reset_known
 
 
@@ -20,6 +22,8 @@ class RoutingRequest(NamedTuple):
         tier: 0 for real-time.
         ttft: target in seconds, inf for none; so are tbt and jct.
         sequences: continuations that the engine computes, each with its prompt.
+        marks: what its prompts have in common, from `marks_of`; empty where nothing is to be found.
+        hint: of those of which the client says that they begin alike, the same bytes; or empty.
     """
 
     prompt_len: int
@@ -28,28 +32,38 @@ class RoutingRequest(NamedTuple):
     tbt: float = np.inf
     jct: float = np.inf
     sequences: int = 1
+    marks: bytes = b""
+    hint: bytes = b""
 
     @classmethod
-    def from_request(cls, request: Request) -> RoutingRequest:
-        """What a router sees of it, its one continuation."""
+    def from_request(cls, request: Request, block_size: int) -> RoutingRequest:
+        """What a router sees of it, its one continuation. block_size: tokens of a block."""
         slo = request.slo
         ttft, tbt, jct = (np.inf if t is None else t for t in (slo.ttft, slo.tbt, slo.jct))
-        return cls(len(request.prompt), int(request.tier), ttft, tbt, jct)
+        length = len(request.prompt)
+        marks = marks_of(request.block_keys or (), (length - 1) // block_size)
+        return cls(length, int(request.tier), ttft, tbt, jct, marks=marks)
 
 
 _NAMES = KNOWN.names or ()
 
 
 def _columns(known: np.ndarray) -> SimpleNamespace:
-    """All replicas at once: the fields of KNOWN, arrays [replicas], by name."""
-    return SimpleNamespace(**{name: known[name] for name in _NAMES})
+    """All replicas at once: the fields of KNOWN, float64 [replicas], by name."""
+    return SimpleNamespace(**dict(zip(_NAMES, known, strict=True)))
 
 
 def _nothing_known(count: int) -> np.ndarray:
-    known = np.zeros(count, KNOWN)
+    """Of that many, float64 [fields of KNOWN, replicas]: one field of all is read at once."""
+    known = np.zeros((len(_NAMES), count))
     for name, value in (("dead", True), ("block_size", 1.0), ("tbt", np.inf)):
-        known[name] = value
+        known[_NAMES.index(name)] = value
     return known
+
+
+def _nothing_sent(count: int) -> list[deque[tuple[float, RoutingRequest, float]]]:
+    """Of that many replicas: when, what, and tokens of it that are expected to be found."""
+    return [deque(maxlen=MOST_SENT) for _ in range(count)]
 
 
 class Fleet:
@@ -58,12 +72,14 @@ class Fleet:
 
     Attributes:
         columns: The last snapshots, with what has been sent since.
+        prefixes: Who has which; None where nobody asks.
     """
 
     def __init__(self, count: int) -> None:
         self._known = _nothing_known(count)
         self.columns = _columns(self._known)
-        self._sent: list[deque[tuple[float, RoutingRequest]]] = [deque() for _ in range(count)]
+        self._sent = _nothing_sent(count)
+        self.prefixes: KnownPrefixes | None = None
 
     def __len__(self) -> int:
         return len(self._sent)
@@ -71,22 +87,37 @@ class Fleet:
     @property
     def up(self) -> np.ndarray:
         """Which replicas may get requests, bool [replicas]."""
-        return np.asarray(~(self.columns.dead | self.columns.draining))
+        return np.asarray(self.columns.dead + self.columns.draining == 0)
+
+    def watch_prefixes(self) -> None:
+        """From now on `prefixes` is known."""
+        self.prefixes = KnownPrefixes(len(self))
+
+    def found(self, ask: RoutingRequest) -> np.ndarray | float:
+        """Tokens of its prompt that the request would find at each replica, [replicas]; or 0 for
+        none."""
+        if self.prefixes is None or not ask.marks:
+            return 0.0
+        return self.prefixes.blocks(ask.marks) * self.columns.block_size
 
     def grow(self, count: int) -> None:
         """Adds `count` replicas with the next numbers."""
-        self._known = np.concatenate([self._known, _nothing_known(count)])
+        self._known = np.concatenate([self._known, _nothing_known(count)], axis=1)
         self.columns = _columns(self._known)
-        self._sent += [deque() for _ in range(count)]
+        self._sent += _nothing_sent(count)
+        if self.prefixes is not None:
+            self.prefixes.grow(count)
 
     def forget(self, replica: int) -> None:
         """The replica is gone; its number is free for another one."""
-        self._known[replica] = _nothing_known(1)[0]
+        self._known[:, replica] = _nothing_known(1)[:, 0]
         self._sent[replica].clear()
+        if self.prefixes is not None:
+            self.prefixes.forget(replica)
 
     def find(self, replica: int) -> None:
         """The replica is up, but has not sent a snapshot yet."""
-        self._known["dead"][replica] = False
+        self.columns.dead[replica] = False
 
     def hear(self, replica: int, snapshot: Snapshot) -> None:
         """Takes in a snapshot, which also shows that the replica is up. One older than the last is
@@ -98,24 +129,29 @@ class Fleet:
         while sent and sent[0][0] <= snapshot.time:
             sent.popleft()
         reset_known(known, snapshot)
-        for time, ask in sent:
-            add_request(known, ask, time)
+        for time, ask, found in sent:
+            add_request(known, ask, found, time)
+        if self.prefixes is not None:
+            since = [ask.marks for _, ask, _ in sent]
+            self.prefixes.hear(replica, snapshot.sketch, since)
         known.dead = False
-        self._known[replica] = tuple(vars(known).values())
+        self._known[:, replica] = [*vars(known).values()]
 
     def send(self, replica: int, ask: RoutingRequest, now: float) -> None:
         """Notes a request that is sent there now."""
-        self._sent[replica].append((now, ask))
-        known = self._row(replica)
-        add_request(known, ask, now)
-        self._known[replica] = tuple(vars(known).values())
+        known, found = self._row(replica), 0.0
+        if self.prefixes is not None:
+            found = self.prefixes.send(replica, ask.marks, ask.hint) * known.block_size
+        self._sent[replica].append((now, ask, found))
+        add_request(known, ask, found, now)
+        self._known[:, replica] = [*vars(known).values()]
 
     def lose(self, replica: int) -> None:
         """The replica is down: it gets nothing until it is heard of again."""
-        self._known["dead"][replica] = True
+        self.columns.dead[replica] = True
         self._sent[replica].clear()
 
     def _row(self, replica: int) -> SimpleNamespace:
         """A copy; numbers of Python's own are quicker one by one."""
-        values = self._known[replica].item()
+        values = self._known[:, replica].tolist()
         return SimpleNamespace(**dict(zip(_NAMES, values, strict=True)))

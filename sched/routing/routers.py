@@ -15,6 +15,9 @@ from jaxserve.sched.routing.estimate import violation
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 from jaxserve.sched.routing.random_draws import below, drawn, seeded
 
+BOUND = 1.25  # times the mean load, from where prefixes do not count
+HINT = 0.02  # targets that who was there before with the same hint may lose for it
+
 
 class NoReplica(LookupError):
     """No replica takes requests."""
@@ -46,6 +49,7 @@ class Way:
         choose: Picks a replica, given the fleet, which replicas are up (bool, at least one), the
             router's state, the request and the time.
         looks: Whether it uses snapshots.
+        finds: Whether it uses `Fleet.prefixes`.
         draws: Whether it uses random numbers.
     """
 
@@ -53,6 +57,7 @@ class Way:
     source: str
     choose: Choose
     looks: bool = True
+    finds: bool = False
     draws: bool = False
 
 
@@ -85,7 +90,27 @@ def _slo(fleet: Fleet, up: np.ndarray, lots: Lots, ask: RoutingRequest, now: flo
     work, short = s.best_effort_work, s.best_effort_short
     if ask.tier == 0:
         work, short = s.realtime_work, s.realtime_short
-    return int(np.where(up, violation(s, work, short, ask, now), np.inf).argmin())
+    value = np.where(up, violation(s, work, short, ask, fleet.found(ask), now), np.inf)
+    hinted = _hinted(fleet, ask)
+    if hinted is not None:
+        value[hinted] -= HINT
+    return int(value.argmin())
+
+
+def _prefix_affinity(
+    fleet: Fleet, up: np.ndarray, lots: Lots, ask: RoutingRequest, now: float
+) -> int:
+    load = np.where(up, fleet.columns.unfinished, np.inf)
+    allowed = load <= BOUND * (load[up].mean() + 1.0)
+    hinted = _hinted(fleet, ask)
+    if hinted is not None and allowed[hinted]:
+        return hinted
+    found = np.where(allowed, fleet.found(ask), -1.0)
+    return int(np.where(found == found.max(), load, np.inf).argmin())
+
+
+def _hinted(fleet: Fleet, ask: RoutingRequest) -> int | None:
+    return None if fleet.prefixes is None else fleet.prefixes.hinted(ask.hint)
 
 
 ROUTERS: dict[str, Way] = {
@@ -99,7 +124,13 @@ ROUTERS: dict[str, Way] = {
         _two_choices,
         draws=True,
     ),
-    "slo": Way("the least predicted SLO violation", "ours", _slo),
+    "slo": Way("the least predicted SLO violation", "ours", _slo, finds=True),
+    "prefix_affinity": Way(
+        "the longest prefix found, of those not much more loaded than the mean",
+        "SGLang's router; consistent hashing with bounded loads (Mirrokni et al., SODA 2018)",
+        _prefix_affinity,
+        finds=True,
+    ),
 }
 
 
@@ -120,6 +151,8 @@ class Router:
         if name not in ROUTERS:
             raise ValueError(f"there is no routing {name!r}; known: {', '.join(ROUTERS)}")
         self.way, self.fleet = ROUTERS[name], fleet
+        if self.way.finds:
+            fleet.watch_prefixes()
         self._lots = Lots(0, seeded(seed, number))
 
     def choose(self, ask: RoutingRequest, now: float) -> int:

@@ -94,6 +94,7 @@ class Snapshot(Prices):
         pace: Actual step time, as a multiple of what the prices predict.
         by_tier: Whether real-time requests are served before best-effort ones.
         draining: Whether it takes no more requests.
+        sketch: Of its prefix cache, from `PrefixSketch.text`; "" if it has none.
         step, token, decode, read, prefill, quad, cached_token: See `Prices`.
     """
 
@@ -123,13 +124,16 @@ class Snapshot(Prices):
     pace: float = 1.0
     by_tier: bool
     draining: bool = False
+    sketch: str = ""
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, Any]:
         """By name, ready for JSON."""
         return asdict(self)
 
 
-SNAPSHOT = np.dtype([(field.name, np.float64) for field in fields(Snapshot)], align=True)
+SNAPSHOT = np.dtype(
+    [(field.name, np.float64) for field in fields(Snapshot) if field.name != "sketch"], align=True
+)
 
 # What a router knows of a replica: its last snapshot, and what it has sent there since. time,
 # unfinished, running, tbt, mean_output, attainment, by_tier, block_size: as above. realtime_work,
@@ -186,9 +190,22 @@ def reset_known(s: Any, n: Any) -> None:
     s.per_row = outputs / max(n.running, 1.0)
 
 
-def add_request(s: Any, q: Any, sent: float) -> None:
-    """Adds to s a `RoutingRequest` that was sent there at `sent`, in seconds."""
-    seconds = q.sequences * (q.prompt_len * s.token + q.prompt_len * q.prompt_len * s.quad)
+def prompt_seconds(s: Any, q: Any, found: Any) -> Any:
+    """Seconds that q's prompts take. found: tokens of each that are computed already."""
+    new = q.prompt_len - found
+    return q.sequences * (new * s.token + new * (new + 2 * found) * s.quad)
+
+
+def add_request(s: Any, q: Any, found: Any, sent: float) -> None:
+    """Adds to s what was sent there.
+
+    Args:
+        s: What is known of a replica, a record of KNOWN.
+        q: The `RoutingRequest`.
+        found: Tokens of its prompt that it is expected to find there.
+        sent: When, seconds on the snapshots' clock.
+    """
+    seconds = prompt_seconds(s, q, found)
     blocks = q.sequences * np.ceil(q.prompt_len / s.block_size) * PLANES
     # Time that went by before it came with nothing to do does nothing for it.
     gone = sent - s.time

@@ -155,5 +155,6 @@ def take_snapshot(
         attainment=learned.attainment,
         pace=learned.pace,
         draining=draining,
+        sketch="" if backlog.sketch is None else backlog.sketch.text(),
         **known,
     )

@@ -105,6 +105,8 @@ def _run_compiled(
     # A class derived from them may have a batch_time of its own.
     if type(setting.cost_model) not in (LinearCostModel, InferMaxCostModel):
         raise NotCompiled("its cost model is none of the product's own")
+    if options.prefix_caching and setting.routing.finds:
+        raise NotCompiled("its routers look at what is in prefix caches")
     seed_read = form.key is not None and knows_the_seed(form.key)
     try:
         from jaxserve.sched.simulation.compiled import run

@@ -74,6 +74,7 @@ class Routing:
         age: Seconds that a snapshot is under way, less than the interval.
         loss: Share of the snapshots that get lost.
         faults: At most one for each replica.
+        prefixes: Whether routers look at what is in the prefix caches.
 
     Raises:
         ValueError: For other values.
@@ -85,6 +86,7 @@ class Routing:
     age: float = 0.0
     loss: float = 0.0
     faults: tuple[Fault, ...] = ()
+    prefixes: bool = True
 
     def __post_init__(self) -> None:
         if self.name not in ROUTERS:
@@ -107,6 +109,11 @@ class Routing:
     def looks(self) -> bool:
         """Whether the routers look at snapshots."""
         return ROUTERS[self.name].looks
+
+    @property
+    def finds(self) -> bool:
+        """Whether the routers look at prefix caches."""
+        return ROUTERS[self.name].finds and self.prefixes
 
     @property
     def draws(self) -> bool:

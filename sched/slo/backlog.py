@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.sched.cache.prefix_sketch import PrefixSketch
 from jaxserve.sched.cost.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.reachability import Alone, targets_that_count
@@ -114,6 +115,7 @@ class Backlog:
         cost_model: Predicts steps; it may be one that goes on learning.
         padding: How steps are rounded up; None for not at all.
         output_lengths: From `OutputLengths.counted`.
+        sketch: Of the prefix cache, which goes on changing; None without one.
     """
 
     time: float
@@ -130,6 +132,7 @@ class Backlog:
     cost_model: CostModel
     padding: Padding | None
     output_lengths: tuple[np.ndarray, np.ndarray]
+    sketch: PrefixSketch | None = None
 
     @classmethod
     def from_scheduler(cls, scheduler: Scheduler, now: float, free_at: float) -> Backlog:
@@ -165,6 +168,7 @@ class Backlog:
             cost_model=view.cost_model,
             padding=view.padding,
             output_lengths=table.output_lengths.counted(),
+            sketch=None if scheduler.cache is None else scheduler.cache.sketch,
         )
 
     def __len__(self) -> int:

@@ -75,17 +75,17 @@ class Handle:
         self.dead = 0  # replicas that are asked how long bodies may be
 
     def options(self, *, method_name: str, stream: bool = False) -> Any:
-        if method_name == "body_bytes":
-            return SimpleNamespace(remote=self._body_bytes)
+        if method_name == "sizes":
+            return SimpleNamespace(remote=self._sizes)
         return self
 
-    async def _body_bytes(self) -> int:
+    async def _sizes(self) -> tuple[int, int]:
         from ray.exceptions import ActorDiedError
 
         if self.dead:
             self.dead -= 1
             raise ActorDiedError()
-        return 1000
+        return 1000, 16
 
     def broadcast(self, method_name: str) -> Any:
         async def results(*, timeout_s: float, return_exceptions: bool) -> list[Any]:

@@ -13,9 +13,12 @@ import pytest
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.replicas import NOTHING
 from jaxserve.deploy.routing_request import CHAT, COMPLETIONS, RoutingRequestBuilder
+from jaxserve.engine.block_keys import BlockKeys
 from jaxserve.engine.startup.model_options import tokenizer_path
 from jaxserve.engine.text.detokenizer import load_tokenizer
+from jaxserve.sched.cache.prefix_sketch import marks_of
 from jaxserve.sched.routing.fleet import RoutingRequest
+from jaxserve.server.access.api_keys import digest_of
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.templates.chat_template import load_chat_template
 
@@ -127,3 +130,95 @@ def test_of_what_will_be_refused_nothing_is_said(
     builder: RoutingRequestBuilder, path: str, body: bytes
 ) -> None:
     assert asyncio.run(builder.from_http(path, body)) == NOTHING
+
+
+SECRET, KEYS = b"s" * 32, "JAXSERVE_API_KEYS"
+LONG = [7, *range(10, 90)]
+
+
+def finding(monkeypatch: pytest.MonkeyPatch, keys: str = "", **cache: Any) -> RoutingRequestBuilder:
+    """A builder that knows the replicas' secret, where these have prefix caches."""
+    if keys:
+        monkeypatch.setenv(KEYS, keys)
+    flags = [f"--config.cache.{name}={value}" for name, value in cache.items()]
+    made = RoutingRequestBuilder(replica_config(flags), SECRET)
+    made.find_prefixes(16)
+    return made
+
+
+def asked(
+    builder: RoutingRequestBuilder, authorization: bytes | None = None, **body: Any
+) -> RoutingRequest:
+    return asyncio.run(builder.from_http(COMPLETIONS, json.dumps(body).encode(), authorization))
+
+
+def test_marks_are_the_replicas_own_keys(
+    monkeypatch: pytest.MonkeyPatch, builder: RoutingRequestBuilder
+) -> None:
+    made = finding(monkeypatch)
+    keys = BlockKeys(16, secret=SECRET).of(LONG, "", "s").keys
+    found = asked(made, prompt=LONG, cache_salt="s")
+    assert found.marks == marks_of(keys, 5) and len(found.marks) == 5 * 16
+    assert asked(made, prompt=LONG[:80], cache_salt="s").marks == found.marks[: 4 * 16], "the last"
+    text = "Once upon a time " * 20
+    (tokens,) = [load_tokenizer(CONFIG.model.path).encode(text)]
+    by_text = asked(made, prompt=text)
+    assert by_text.marks == marks_of(
+        BlockKeys(16, secret=SECRET).of(tokens).keys, len(tokens) // 16
+    )
+    message = pb.GenerateRequest(text=text)
+    assert asyncio.run(made.from_grpc(message)).marks == by_text.marks
+    assert builder._block_keys is None and asked(builder, prompt=LONG).marks == b""
+
+
+def test_prompts_of_a_call_are_known_by_what_they_have_in_common(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = finding(monkeypatch)
+    one = asked(made, prompt=LONG).marks
+    assert asked(made, prompt=[LONG, LONG[:40] + [1] * 60]).marks == one[: 2 * 16]
+    assert asked(made, prompt=[LONG, [1] * 60]).marks == b""
+
+
+def test_what_is_computed_anyway_is_found_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = finding(monkeypatch)
+    assert asked(made, prompt=LONG, echo=True, logprobs=1).marks == b""
+    assert asked(made, prompt=LONG, echo=True).marks and asked(made, prompt=LONG, logprobs=1).marks
+    told = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=LONG), sampling=pb.SamplingParams(prompt_logprobs=1)
+    )
+    assert asyncio.run(made.from_grpc(told)).marks == b""
+
+
+def test_nobody_has_the_marks_or_hints_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another key, of another salt, or of a text that is made to look like another's."""
+    secrets = {name: f"{name * 3}-long-enough-{name}".encode() for name in "ab"}
+    lines = "\n".join(f"{name}-is sha256:{digest_of(secret)}" for name, secret in secrets.items())
+    made = finding(monkeypatch, lines)
+    seen = set()
+    for secret in secrets.values():
+        for salt in ("", "x", "b-is"):
+            for key in ("", "x", "\x00", "b-is", "x" * 256):
+                body = {"prompt": LONG, "cache_salt": salt, "prompt_cache_key": key}
+                found = asked(made, b"Bearer " + secret, **body)
+                assert len(found.hint) == (16 if key else 0)
+                seen |= {found.marks[:16], found.hint}
+    assert len(seen) == 1 + 2 * 3 * (1 + 4), "each its own, and one for no hint"
+    assert asked(made, b"Bearer nobody", prompt=LONG) == NOTHING
+    assert asked(made, None, prompt=LONG) == NOTHING
+
+
+@pytest.mark.parametrize("key", ["x" * 257, "x" * (8 << 20), "\ud800", 7, ["k"], {}])
+def test_of_a_hint_that_will_be_refused_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch, key: Any
+) -> None:
+    assert asked(finding(monkeypatch), prompt=LONG, prompt_cache_key=key) == NOTHING
+
+
+def test_keys_that_cannot_be_read_here_have_routers_look_at_no_prefixes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(KEYS, "not keys")
+    made = RoutingRequestBuilder(CONFIG, SECRET)
+    made.find_prefixes(16)
+    assert asked(made, prompt=LONG).marks == b""

@@ -12,6 +12,7 @@ from jaxserve.experiments.common.runs import Results
 from jaxserve.experiments.scale import cell, page
 from jaxserve.experiments.scale.cell import Cell, Decision, Numbers
 from jaxserve.experiments.scale.page import QUICK, Fleets
+from jaxserve.experiments.scale.talks import Said, Talk
 from jaxserve.experiments.scale.traffic import HOUR, KINDS, traffic
 from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.simulation.results import SimulationResult
@@ -72,15 +73,20 @@ def test_a_sentence_that_does_not_hold_is_not_written(tmp_path: Path) -> None:
         def run(case: cell.Case) -> cell.Found:
             if isinstance(case, Decision):
                 return cell.Cost(1e-5)
+            if isinstance(case, Talk):
+                mine = case.router == worse.router and case.replicas == worse.replicas
+                return Said(0.5 if mine and worse.scene == "talk" else 0.9, 9.0, 0.5, 0.6, 0.1, 1.0)
             return dataclasses.replace(even, attainment=0.5) if case == worse else even
 
-        results = Results(run, lambda case: cell.Cost if isinstance(case, Decision) else Numbers)
+        results = Results(run, lambda case: cell.KINDS_OF[type(case)])
         Fleets(QUICK, results, checked=True).write(tmp_path, 1)
 
     at = {"scene": "published", "requests": QUICK.requests}
     write("round_robin", replicas=QUICK.replicas[0], load=QUICK.loads[0], **at)
     with pytest.raises(ValueError, match="do not carry it any more: `slo` attains at least"):
         write("slo", replicas=QUICK.replicas[0], load=QUICK.loads[0], **at)
+    with pytest.raises(ValueError, match="do not carry it any more: \\*Found\\*"):
+        write("slo", replicas=4, load=0.6, scene="talk", requests=1)
     at["requests"] = QUICK.few
     with pytest.raises(ValueError, match="do not carry it any more: At 80%, `slo` is ahead"):
         write("slo", replicas=QUICK.replicas[-1], load=high, **at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -44,6 +45,7 @@ def build_engine(
     progress: bool = True,
     rank: Rank | None = None,
     starter: Starter | None = None,
+    block_secret: bytes | None = None,
 ) -> Engine:
     """Loads the model, sizes the pool and compiles every step. The engine is ready for `start`.
 
@@ -54,6 +56,7 @@ def build_engine(
         rank: the leader's, if several hosts serve the model together. The others run
             `jaxserve.engine.startup.follower_executor`. None for one host.
         starter: starts the other hosts; None if they are started separately.
+        block_secret: that several engines share whose prefix caches are compared; None for its own.
 
     Raises:
         ConfigError: with one clear line.
@@ -63,10 +66,10 @@ def build_engine(
         if rank is None:
             if config.mesh.hosts != 1:
                 raise ConfigError("mesh.hosts: only a server serves a model over several hosts")
-            return _build(config, progress)
+            return _build(config, progress, secret=block_secret)
         group, memory = lead_group(config, rank, starter)
         try:
-            return _build(config, progress, group, memory)
+            return _build(config, progress, group, memory, block_secret)
         except BaseException as error:
             group.close(first_line(error))
             raise
@@ -87,8 +90,9 @@ def _build(
     progress: bool,
     group: Group | None = None,
     memory: tuple[str, int] | None = None,
+    secret: bytes | None = None,
 ) -> Engine:
-    """memory: as in `choose`."""
+    """memory: as in `choose`. secret: `block_secret`."""
     _check_device()
     cache_dir = compilation_cache.use(config.engine.compilation_cache_dir)
     config = config.with_fields(engine__compilation_cache_dir=cache_dir)
@@ -110,7 +114,8 @@ def _build(
         group.barrier()
         group.hurry()
         executor = LeaderExecutor(local, group)
-    engine = assemble(config, chosen, executor, tokenizer, pool_bytes=pool_bytes, progress=show)
+    made = functools.partial(assemble, config, chosen, executor, tokenizer, block_secret=secret)
+    engine = made(pool_bytes=pool_bytes, progress=show)
     if group is not None:
         share_fate(engine, group)
     compilation_cache.note(cache_dir)
@@ -130,6 +135,7 @@ def assemble(
     pool_bytes: int,
     progress: Show,
     clock: Callable[[], float] = time.monotonic,
+    block_secret: bytes | None = None,
 ) -> Engine:
     """The engine over a warm executor, see `build_engine`.
 
@@ -141,6 +147,7 @@ def assemble(
         pool_bytes: size of the pool over all devices.
         progress: shows the timing of the first cost model.
         clock: seconds, for the engine and its recorder.
+        block_secret: as in `build_engine`.
     """
     initial = find_initial_cost_model(config, chosen, executor, _bar("timing", progress))
     cost_model = OnlineCostModel(initial.model)
@@ -170,6 +177,7 @@ def assemble(
         overlap=config.engine.overlap,
         forbid_compile=config.engine.forbid_compile,
         share_between_keys=config.cache.share_between_keys,
+        block_secret=block_secret,
         clock=clock,
     )
     if config.engine.record:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from jaxserve.experiments.common.runs import digits, say_compiling
+from jaxserve.experiments.scale.talks import Said, Talk, converse
 from jaxserve.experiments.scale.traffic import KINDS, LONGEST, traffic
+from jaxserve.sched.cache.prefix_sketch import KEY_BYTES, PrefixSketch, marks_of
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
@@ -77,16 +80,19 @@ class Decision:
     Attributes:
         router: Name of the router.
         replicas: How many it chooses among.
+        prefixes: Whether it looks at these, of prompts of which half is somewhere.
         cost: As `AnyCase`; these take no time.
     """
 
     router: str
     replicas: int
+    prefixes: bool = False
     cost: float = dataclasses.field(default=0.0, init=False)
 
     def named(self) -> dict[str, Any]:
         """As `AnyCase`."""
-        return {"router": self.router, "replicas": self.replicas}
+        named = {"router": self.router, "replicas": self.replicas}
+        return named | ({"prefixes": True} if self.prefixes else {})
 
 
 @dataclass(frozen=True)
@@ -119,8 +125,10 @@ class Cost:
     seconds: float
 
 
-Case = Cell | Decision
-Found = Numbers | Cost
+Case = Cell | Decision | Talk
+Found = Numbers | Cost | Said
+KINDS_OF = {Cell: Numbers, Decision: Cost, Talk: Said}
+"""What a case of each kind comes to."""
 
 
 @cache
@@ -134,7 +142,9 @@ def most(azure: str) -> float:
 
 
 def run(case: Case) -> Found:
-    """Simulates a cell, or measures a decision."""
+    """Simulates a cell or conversations, or measures a decision."""
+    if isinstance(case, Talk):
+        return converse(case)
     return _measured(case) if isinstance(case, Decision) else _simulated(case)
 
 
@@ -195,12 +205,32 @@ def _met(requests: RequestRecords) -> np.ndarray:
     return np.concatenate(found)
 
 
+def _chain(rng: np.random.Generator) -> list[bytes]:
+    """Keys of the blocks of 4,000 tokens."""
+    raw = rng.bytes(KEY_BYTES * 250)
+    return [raw[first : first + KEY_BYTES] for first in range(0, len(raw), KEY_BYTES)]
+
+
+def _sketch(chains: Sequence[list[bytes]], rng: np.random.Generator) -> str:
+    """Of a replica that has half of each of ten of them, and most of many that nobody asks for."""
+    if not chains:
+        return ""
+    sketch = PrefixSketch()
+    for which in rng.integers(len(chains), size=10).tolist():
+        sketch.add(chains[which][:125])
+    for _ in range(50):
+        sketch.add(_chain(rng))
+    return sketch.text()
+
+
 def _measured(case: Decision) -> Cost:
     """With a busy fleet, in Python, as a server's router runs."""
     place, rng = system(SYSTEM), np.random.default_rng(case.replicas)
     size = (place.kv_tokens // 16 * 2, 16)
     known = constant_fields(place.cost_model, make_policy(POLICY), LIMITS, *size)
     fleet = Fleet(case.replicas)
+    router, took = Router(case.router, fleet), []
+    chains = [_chain(rng) for _ in range(200 if case.prefixes else 0)]
     for replica in range(case.replicas):
         running = int(rng.integers(1, 80))
         busy = dataclasses.replace(
@@ -210,11 +240,14 @@ def _measured(case: Decision) -> Cost:
             cached=1000 * running,
             realtime_tokens=int(rng.integers(0, 9000)),
             mean_output=140.0,
+            sketch=_sketch(chains, rng),
         )
         fleet.hear(replica, busy)
-    router, took = Router(case.router, fleet), []
-    for length in rng.integers(10, 4000, 1000).tolist():
-        ask = RoutingRequest(length, 0, 1.0, 0.2)
+    for number, length in enumerate(rng.integers(10, 4000, 1000).tolist()):
+        marks = b""
+        if chains:
+            marks = marks_of(chains[number % len(chains)], (length - 1) // 16)
+        ask = RoutingRequest(length, 0, 1.0, 0.2, marks=marks)
         begin = time.thread_time()
         fleet.send(router.choose(ask, 0.1), ask, 0.1)
         took.append(time.thread_time() - begin)

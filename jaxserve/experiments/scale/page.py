@@ -22,6 +22,7 @@ from jaxserve.experiments.common.figures import panel
 from jaxserve.experiments.common.page import Page, flags, listed, table, write_page
 from jaxserve.experiments.common.runs import Results
 from jaxserve.experiments.scale.cell import (
+    KINDS_OF,
     POLICY,
     SCENES,
     SLOWDOWN,
@@ -35,11 +36,24 @@ from jaxserve.experiments.scale.cell import (
     most,
     run,
 )
+from jaxserve.experiments.scale.talks import (
+    TALK_POLICY,
+    TALK_RATE,
+    TALK_ROUTERS,
+    TALK_SYSTEM,
+    TALK_TBT,
+    TALK_TTFT,
+    Said,
+    Talk,
+)
 from jaxserve.experiments.scale.traffic import KINDS, TBT, check_folder
-from jaxserve.sched.routing.routers import ROUTERS
+from jaxserve.sched.routing.routers import ROUTERS as ALL_ROUTERS
 
+# Without prefixes to look at, `prefix_affinity` is `least_loaded`.
+ROUTERS = [name for name in ALL_ROUTERS if name != "prefix_affinity"]
 LIVE = "scale-live.json"  # of `jaxserve.experiments.scale_live`
 ENOUGH = 50e-6  # seconds of a decision at the most replicas
+ENOUGH_FOUND = 60e-6  # the same with prefixes
 SAME = 0.01  # of attainment
 WORDS = {
     "live": "seen as they are",
@@ -62,6 +76,7 @@ class Scale:
         shards: Numbers of routers before the largest fleet, at the highest load.
         decisions: Numbers of replicas for which a decision's cost is measured.
         few: Requests of the short runs on the largest fleet, one at each load.
+        talks: Requests of conversations for each replica, by fleet size.
     """
 
     requests: int = 1_000_000
@@ -71,9 +86,10 @@ class Scale:
     shards: tuple[int, ...] = (1, 8, 64)
     decisions: tuple[int, ...] = (8, 64, 512, 1024)
     few: int = 100_000
+    talks: tuple[int, ...] = (120, 40, 16)
 
 
-QUICK = Scale(2_000, (2, 4), (0.6, 0.8), 0.6, (1, 2), (4, 8), 1_000)
+QUICK = Scale(2_000, (2, 4), (0.6, 0.8), 0.6, (1, 2), (4, 8), 1_000, (10, 10))
 
 
 class Fleets(Page[Case, Found]):
@@ -92,6 +108,8 @@ class Fleets(Page[Case, Found]):
     scale: Scale
     kinds, tbt, slowdown, scenes_of, same, enough = KINDS, TBT, SLOWDOWN, SCENES, SAME, ENOUGH
     system, policy = SYSTEM, POLICY
+    talk_system, talk_policy, talk_rate = TALK_SYSTEM, TALK_POLICY, TALK_RATE
+    talk_ttft, talk_tbt, enough_found = TALK_TTFT, TALK_TBT, ENOUGH_FOUND
 
     def __init__(
         self,
@@ -246,9 +264,35 @@ class Fleets(Page[Case, Found]):
         ]
         return table(["routers", "replicas each", *_names()], rows)
 
-    def cost(self, router: str, replicas: int) -> float:
+    def said(self, router: str, replicas: int) -> Said:
+        """What comes of conversations. router: of TALK_ROUTERS."""
+        each = self.scale.talks[self.scale.replicas.index(replicas)]
+        found = self.results[Talk(router, replicas, replicas * each)]
+        assert isinstance(found, Said)
+        return found
+
+    def talks(self) -> str:
+        """Conversations, by replicas and router."""
+        rows = []
+        for replicas in self.scale.replicas:
+            for router in TALK_ROUTERS:
+                n = self.said(router, replicas)
+                shares = [f"{100 * n.attainment:.1f}", f"{n.goodput:,.1f}"]
+                shares += [f"{100 * n.found:.1f} of {100 * n.there:.1f}"]
+                rows.append([f"{replicas}", f"`{router}`", *shares, f"{n.p50:.2f}; {n.p99:.2f} s"])
+        columns = ("attained, %", "attained/s", "found, % of the prompts", "P50, P99 TTFT")
+        return table(["replicas", "router", *columns], rows)
+
+    def gained(self, other: str) -> float:
+        """What `slo` attains more than the other, at least over all fleets."""
+        return min(
+            self.said("slo", n).attainment - self.said(other, n).attainment
+            for n in self.scale.replicas
+        )
+
+    def cost(self, router: str, replicas: int, *, prefixes: bool = False) -> float:
         """Seconds of a decision."""
-        found = self.results[Decision(router, replicas)]
+        found = self.results[Decision(router, replicas, prefixes)]
         assert isinstance(found, Cost)
         return found.seconds
 
@@ -258,6 +302,9 @@ class Fleets(Page[Case, Found]):
             [f"`{name}`", *(f"{1e6 * self.cost(name, n):.0f}" for n in self.scale.decisions)]
             for name in ROUTERS
         ]
+        for name in ("slo", "prefix_affinity"):
+            costs = (self.cost(name, n, prefixes=True) for n in self.scale.decisions)
+            rows.append([f"`{name}`, with prefixes", *(f"{1e6 * cost:.0f}" for cost in costs)])
         return table(["", *(f"{n} replicas, µs" for n in self.scale.decisions)], rows)
 
     def decided_at(self) -> int:
@@ -327,9 +374,7 @@ def _make(args: Namespace, known: Path | None) -> Fleets:
                 raise ValueError(f"--{name} must be at least 1, got {value}")
             scale = replace(scale, **{name: value})
     check_folder(args.azure)
-    results: Results[Case, Found] = Results(
-        run, lambda case: Cost if isinstance(case, Decision) else Numbers, known
-    )
+    results: Results[Case, Found] = Results(run, lambda case: KINDS_OF[type(case)], known)
     figures = Path(args.out) / "figures"
     return Fleets(scale, results, args.azure, _command(args), figures, checked=not args.quick)
 

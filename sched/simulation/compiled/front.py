@@ -4,13 +4,13 @@ the routers' choices, and replicas that die. As `simulation/replica/router_front
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numba.extending import register_jitable
 
 from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.routing import estimate, random_draws, snapshot, take_snapshot
-from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.simulation.compiled.blocks import PLANES
 from jaxserve.sched.simulation.compiled.events import (
@@ -29,7 +29,7 @@ FREE = int(State.FREE)
 ROUND_ROBIN, LEAST_LOADED, TWO_CHOICES, SLO = map(
     list(ROUTERS).index, ("round_robin", "least_loaded", "two_choices", "slo")
 )
-for _called in (estimate.first_token, estimate._miss):
+for _called in (snapshot.prompt_seconds, estimate.first_token, estimate._miss):
     register_jitable(**OPTIONS)(_called)
 _a_plane = kernel(blocks_a_plane)
 _take, _add = kernel(snapshot.reset_known), kernel(snapshot.add_request)
@@ -38,9 +38,20 @@ _drawn, _below = kernel(random_draws.drawn), kernel(random_draws.below)
 lately = kernel(take_snapshot.lately)
 
 
+class _Asked(NamedTuple):
+    """As `RoutingRequest`, without prefixes."""
+
+    prompt_len: int
+    tier: int
+    ttft: float
+    tbt: float
+    jct: float
+    sequences: int
+
+
 @kernel
-def _asked(r: np.record) -> RoutingRequest:
-    return RoutingRequest(r.prompt_len, r.tier, r.asked_ttft, r.asked_tbt, r.asked_jct, 1)
+def _asked(r: np.record) -> _Asked:
+    return _Asked(r.prompt_len, r.tier, r.asked_ttft, r.asked_tbt, r.asked_jct, 1)
 
 
 @kernel
@@ -130,7 +141,7 @@ def send(world: World, index: int, number: int, now: float) -> None:
     else:
         world.requests[s.last_sent].next_sent = number
     s.last_sent = number
-    _add(s, _asked(r), now)
+    _add(s, _asked(r), 0, now)
     world.machines.me[index].changed = True
 
 
@@ -178,7 +189,7 @@ def choose(world: World, settings: np.record, number: int, now: float) -> int:
             work, short = s.best_effort_work, s.best_effort_short
             if r.tier == 0:
                 work, short = s.realtime_work, s.realtime_short
-            value = _violation(s, work, short, _asked(r), now)
+            value = _violation(s, work, short, _asked(r), 0, now)
         if value < least or chosen == NOTHING:
             chosen, least = i, value
     return chosen
@@ -221,7 +232,7 @@ def _hear(world: World, index: int) -> None:
     number = s.first_sent
     while number != NOTHING:
         r = world.requests[number]
-        _add(s, _asked(r), r.sent)
+        _add(s, _asked(r), 0, r.sent)
         number = r.next_sent
 
 

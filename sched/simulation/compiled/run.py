@@ -250,7 +250,7 @@ def _front(setting: Setting) -> dict[str, np.ndarray]:
     times = np.full((KINDS, count), math.inf)
     if setting.routing.looks:
         said = idle_snapshot(setting.fixed)
-        published[:] = tuple(said.as_dict().values())
+        published[:] = tuple(getattr(said, name) for name in SNAPSHOT.names or ())
         for one in known.view(np.recarray):
             reset_known(one, said)
         if setting.routing.interval:

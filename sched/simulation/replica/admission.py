@@ -38,7 +38,7 @@ class Lateness:
         if self._share is None:
             return True
         backlog = Backlog.from_scheduler(machine.scheduler, now, machine.device_free)
-        cached = machine.scheduler.cached(machine.with_keys(number, request))
+        cached = machine.scheduler.cached(request)
         wait = TtftEstimator(backlog).wait(request, now, cached)
         self._expected[number] = wait.seconds
         return not is_late(wait, request, self._share)

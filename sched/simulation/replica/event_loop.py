@@ -23,7 +23,7 @@ from jaxserve.sched.request import Request
 from jaxserve.sched.simulation.replica.admission import BoundedQueue, Lateness
 from jaxserve.sched.simulation.replica.arrivals import Arrivals
 from jaxserve.sched.simulation.replica.event_queue import Events
-from jaxserve.sched.simulation.replica.replica import Replica
+from jaxserve.sched.simulation.replica.replica import Replica, as_keys
 from jaxserve.sched.simulation.replica.router_front import Front
 from jaxserve.sched.simulation.replica.scheduler_state import SimulatedScheduler
 from jaxserve.sched.simulation.settings import REFUSED, BatchRows, Served, Setting
@@ -101,7 +101,7 @@ def run_in_python(
     front = Front(setting, machines, loops, outputs)
     late = Lateness(options.refuse_late)
     doors = (front, loops, queue, late)
-    served_by = _serve(machines, arrivals, *doors, options.until, progress)
+    served_by = _serve(machines, arrivals, *doors, keys, options.until, progress)
     logs = [machine.stop(options.until) for machine in machines]
     if not setting.keeps_batches:
         logs = [log[:0] for log in logs]
@@ -163,6 +163,7 @@ def _serve(
     loops: Events,
     queue: BoundedQueue,
     late: Lateness,
+    keys: BlockKeys | None,
     until: float,
     progress: Callable[[int], None] | None,
 ) -> np.ndarray:
@@ -192,6 +193,9 @@ def _serve(
             break
         if arrival <= min(timer, time):
             number, request = arrivals.take_first()
+            if keys is not None and number < len(keys):
+                known = as_keys(keys.of(number, len(request.prompt)))
+                request = dataclasses.replace(request, block_keys=known)
             place(number, request, arrival)
             if progress is not None and number < arrivals.num_open:
                 progress(1)

@@ -119,17 +119,9 @@ class Replica:
         """When the device has finished all work launched so far."""
         return self._clock.device_free
 
-    def with_keys(self, number: int, request: Request) -> Request:
-        """The request with the keys of its blocks, if what is computed is found again."""
-        if self._block_keys is None or number >= len(self._block_keys):
-            return request
-        keys = _as_bytes(self._block_keys.of(number, len(request.prompt)))
-        return dataclasses.replace(request, block_keys=keys)
-
     def receive(self, number: int, request: Request, now: float) -> None:
         """A request arrives at `now`, with its number in the workload. Call it only once the loop
         has run up to `now`."""
-        request = self.with_keys(number, request)
         row = self.scheduler.add(request, int(self._outputs.lengths[number]), number)
         grow_columns(self, self.scheduler.table.capacity, _request_of=0, _has_slot=False)
         self._request_of[row] = number
@@ -315,7 +307,7 @@ class Replica:
         known = table.prompt_len[rows] + table.received[rows]
         for i in np.flatnonzero((known % size == 0) & (requests < len(keys))).tolist():
             new = keys.of(int(requests[i]), int(known[i]))[-1:]
-            self.scheduler.know(int(rows[i]), _as_bytes(new))
+            self.scheduler.know(int(rows[i]), as_keys(new))
 
     def _end(self, row: int) -> None:
         number = self._request_of[row]
@@ -408,6 +400,15 @@ class Replica:
         self.rows_log.append(BatchRows(requests, step.plan.num_tokens, step.decodes, gone, longer))
 
 
-def _as_bytes(ids: np.ndarray) -> tuple[bytes, ...]:
-    """Ids of blocks as the scheduler's keys."""
-    return tuple(int(one).to_bytes(8, "big") for one in ids.tolist())
+def as_keys(ids: np.ndarray) -> tuple[bytes, ...]:
+    """Ids of blocks, int64 [n], as the scheduler's keys: as good as random, and each its own."""
+    mixed = ids.astype(np.uint64)
+    parts = []
+    for _ in range(2):  # SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), which is one to one
+        mixed = mixed + np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed = mixed ^ (mixed >> np.uint64(31))
+        parts.append(mixed)
+    raw = np.stack(parts, axis=1).tobytes()
+    return tuple(raw[first : first + 16] for first in range(0, len(raw), 16))

@@ -185,7 +185,7 @@ def test_slo_sends_elsewhere_where_requests_are_given_up() -> None:
     assert Router("slo", fleet).choose(ask, 0.0) == 1
     assert Router("least_loaded", fleet).choose(ask, 0.0) == 0
     s = fleet.columns
-    first = first_token(s, s.realtime_work, s.realtime_short, ask, 0.0)
+    first = first_token(s, s.realtime_work, s.realtime_short, ask, 0, 0.0)
     assert first[0] < first[1], "it does not wait for them"
     late = fleet_of(gives_up, busy(realtime_tokens=30_000, waiting=1))
     assert Router("slo", late).choose(ask, 0.0) == 0
@@ -207,7 +207,7 @@ def test_the_first_token_comes_later_behind_more_and_sooner_with_time(
     def seconds(behind: int, now: float) -> float:
         (s,) = np.zeros(1, KNOWN).view(np.recarray)
         reset_known(s, busy(realtime_tokens=behind))
-        return float(first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(500), now))
+        return float(first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(500), 0, now))
 
     assert seconds(tokens, 0.0) < seconds(tokens + more, 0.0)
     assert seconds(tokens, age) <= seconds(tokens, 0.0)
@@ -217,7 +217,7 @@ def test_the_first_token_comes_later_behind_more_and_sooner_with_time(
 
 def expected(fleet: Fleet, now: float) -> float:
     s = fleet.columns
-    return float(first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(500), now)[0])
+    return float(first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(500), 0, now)[0])
 
 
 @given(idle_s=st.floats(0.1, 5), more=st.integers(1, 10**4), count=st.integers(1, 4))
@@ -249,7 +249,7 @@ def test_what_is_sent_adds_up() -> None:
     (s,) = np.zeros(1, KNOWN).view(np.recarray)
     reset_known(s, busy(by_tier=True))
     before = s.copy()
-    add_request(s, RoutingRequest(160, int(Tier.BEST_EFFORT), tbt=0.1), 0.0)
+    add_request(s, RoutingRequest(160, int(Tier.BEST_EFFORT), tbt=0.1), 0, 0.0)
     assert s.realtime_work == before.realtime_work and s.best_effort_work > 0
     assert s.best_effort_short - before.best_effort_short == 2 * 10
     assert (s.tbt, s.unfinished) == (0.1, 1)
@@ -269,10 +269,8 @@ def test_a_call_is_as_late_as_the_last_of_its_sequences() -> None:
     (s,) = np.zeros(1, KNOWN).view(np.recarray)
     reset_known(s, busy(running=60, mean_output=50.0))
     assert fleet.columns.rows_short[0] == -4
-    few, many = (
-        float(first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(50, sequences=k), 0))
-        for k in (4, 16)
-    )
+    work = (s, s.realtime_work, s.realtime_short)
+    few, many = (float(first_token(*work, RoutingRequest(50, sequences=k), 0, 0)) for k in (4, 16))
     assert many > few + 0.5 * 12 * float(s.per_row)
 
 
@@ -316,7 +314,7 @@ def test_who_serves_by_tier(policy: str, by_tier: bool) -> None:
 
 def test_what_a_router_sees_of_a_request() -> None:
     request = Request("r", (1, 2, 3), slo=SLO(ttft=0.5), tier=Tier.BEST_EFFORT)
-    assert RoutingRequest.from_request(request) == RoutingRequest(3, 1, 0.5, np.inf, np.inf)
+    assert RoutingRequest.from_request(request, 16) == RoutingRequest(3, 1, 0.5, np.inf, np.inf)
     with pytest.raises(ValueError, match="no routing 'nowhere'; known: round_robin"):
         Router("nowhere", Fleet(1))
 
@@ -344,7 +342,7 @@ def test_routers_and_doors_predict_the_same_but_for_a_step(
     known = constant_fields(FLAT, drive.policy, drive.limits, 1024, 4)
     fleet = fleet_of(take_snapshot(backlog, len(backlog), known, Lately(), draining=False))
     s = fleet.columns
-    (router,) = first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(own), 0.0)
+    (router,) = first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(own), 0, 0.0)
     prices, steps = Prices.from_cost_model(FLAT), -(-(sum(prompts) + own) // budget)
     # Those of a door have whole tokens, as many in each.
     assert abs(router - door) <= prices.step + steps * prices.token + 1e-9

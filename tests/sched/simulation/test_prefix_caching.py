@@ -9,6 +9,7 @@ import pytest
 
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.simulation.results import SimulationResult
+from jaxserve.sched.simulation.settings import Routing
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.workloads.shared_prefixes import reusable_tokens
@@ -58,3 +59,29 @@ def test_what_there_is_room_for_is_found(policy: str) -> None:
     result = served(work, policy, limits=Limits(16384, 512, 64), checked=True, **memory)
     assert result.requests.finished.all()
     assert result.requests.found is not None and result.requests.found.sum() > 0
+
+
+@pytest.mark.parametrize("name", ["slo", "prefix_affinity"])
+def test_routers_send_conversations_back(name: str) -> None:
+    work = drawn("conversation", 120, 2.0)
+    there = {"replicas": 4, "interval": 0.5, "age": 0.1, "loss": 0.2}
+    replicas = there.pop("replicas")
+    looks, blind = (
+        served(work, replicas=replicas, routing=Routing(name, prefixes=prefixes, **there))
+        for prefixes in (True, False)
+    )
+    assert looks.requests.found is not None and blind.requests.found is not None
+    assert looks.requests.found.sum() > 1.3 * blind.requests.found.sum()
+    again = work.prefix_of >= 0
+    same = looks.requests.replica[again] == looks.requests.replica[work.prefix_of[again]]
+    assert same.mean() > 0.6
+
+
+def test_without_prefix_caching_affinity_is_least_loaded() -> None:
+    work = drawn("conversation", 60, 4.0)
+    ways = ("prefix_affinity", "least_loaded")
+    one, other = (
+        simulate("sarathi", work, PLACE, replicas=3, routing=Routing(name, interval=0.5))
+        for name in ways
+    )
+    assert (one.requests.replica == other.requests.replica).all()

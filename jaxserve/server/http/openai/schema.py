@@ -40,6 +40,8 @@ MAX_TEXT = 1 << 16
 """Characters of a text that is no prompt. MAX_GRAMMAR is as many."""
 MAX_TOOL_CALLS = 128
 MAX_METADATA = 16
+MAX_CACHE_KEY = 256
+"""Characters of a `prompt_cache_key`."""
 _LAST_TOKEN_ID = (1 << 31) - 1
 
 # Whether a number, NaN among them, or a token id is one that can be served, is found out where all
@@ -182,7 +184,6 @@ class Unused(Body):
 
     user: Text | None = None
     safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
     metadata: Metadata | None = None
     store: StrictBool | None = None  # nothing is kept to be asked for later
     skip_special_tokens: Literal[True] | None = None
@@ -262,6 +263,8 @@ class Generation(Unused):
         Annotated[list[Int32], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
     ) = None
     cache_salt: Text | None = None
+    # For the router before several replicas; a single server does not read it.
+    prompt_cache_key: Annotated[Text, Field(max_length=MAX_CACHE_KEY)] | None = None
     # What the text has to be: OpenAI's field, and vLLM's.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -148,7 +148,7 @@ def test_what_a_replica_knew_dies_with_it(seed: int) -> None:
         kv_tokens=room(workload, 200),
         limits=Limits(400, 100, 8),
         replicas=3,
-        routing=Routing("slo", 1, 0.05, faults=faults),
+        routing=Routing("slo", 1, 0.05, faults=faults, prefixes=False),
     )
 
 
