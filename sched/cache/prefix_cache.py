@@ -11,10 +11,12 @@ go: the next one that a row lacks is in `_wanted`, and the last one that it find
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import LEFT
+from jaxserve.sched.cache.retention import Reader, Retention
 from jaxserve.sched.request import Tier
 from jaxserve.sched.row_columns import grow_columns
 
@@ -31,10 +33,12 @@ class Page:
         depth: How many pages come before it.
         after: The pages right behind it.
         finders: Rows that wait and would find it, and none behind it.
+        note: What retention knows of it.
     """
 
-    __slots__ = ("after", "before", "depth", "finders", "ids", "key")
+    __slots__ = ("after", "before", "depth", "finders", "ids", "key", "note")
     depth: int
+    note: Any
 
     def __init__(self, key: bytes, ids: tuple[int, ...], before: Page | None) -> None:
         self.key, self.ids, self.before = key, ids, before
@@ -48,6 +52,7 @@ class PrefixCache:
 
     Args:
         rows: Of the request table.
+        retention: Which page goes first; None for `lru`.
 
     Attributes:
         found: int64 by row, pages that a waiting row would find.
@@ -59,13 +64,15 @@ class PrefixCache:
         num_hit: int64 by tier, those of them that were found.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, retention: Retention | None = None) -> None:
+        self.retention = retention or Retention()
         self.found = np.zeros(rows, np.int64)
         self.num_unread = self.num_evicted = self.num_reused = 0
         self.num_queried, self.num_hit = np.zeros((2, len(Tier)), np.int64)
         self._pages: dict[bytes, Page] = {}
         self._of_block: dict[int, Page] = {}
-        self._unread: dict[Page, None] = {}  # the next to go first
+        self._unread: dict[Page, None] = {}  # see `Retention.first`
+        self._readers: dict[int, Reader] = {}  # by row
         self._keys: dict[int, list[bytes]] = {}  # by row
         self._sides: dict[int, int] = {}  # by row
         self._most: dict[int, int] = {}  # by row that waits, pages that it may find
@@ -83,7 +90,9 @@ class PrefixCache:
 
     # Rows.
 
-    def add(self, row: int, keys: Sequence[bytes], side: int = LEFT) -> None:
+    def add(
+        self, row: int, keys: Sequence[bytes], side: int = LEFT, tier: int = Tier.REALTIME
+    ) -> None:
         """A request has come.
 
         Args:
@@ -91,7 +100,9 @@ class PrefixCache:
             keys: Of the full blocks of its prompt, in order.
             side: The side from which it fills blocks (`Direction`). Who fills them from the other
                 one has its tokens elsewhere in them, and finds none of these.
+            tier: Its tier.
         """
+        self._readers[row] = Reader(tier, len(keys))
         self._sides[row], self._keys[row] = side, []
         self.extend(row, keys)
 
@@ -135,6 +146,7 @@ class PrefixCache:
         self.start(row)
         self._keys.pop(row, None)
         self._sides.pop(row, None)
+        self._readers.pop(row, None)
 
     def finds_all(self, row: int) -> bool:
         """Whether a waiting row finds all that it may."""
@@ -212,6 +224,7 @@ class PrefixCache:
         page = self._pages[keys[index]] = Page(keys[index], ids, before)
         if before is not None:
             before.after.add(page)
+        self.retention.made(page, self._readers[row])
         for block in ids:
             self._of_block[block] = page
         for other in sorted(self._wanted.pop(page.key, _NOBODY)):
@@ -234,23 +247,32 @@ class PrefixCache:
             assert page is not None
             self._unread[page] = None
             self.num_unread += len(page.ids)
+            self.retention.stay(page)
             if not page.after <= self._unread.keys():
                 free += self.forget(page)  # whoever reads on has a copy of it
         return free
 
-    def read(self, page: Page) -> None:
-        """Somebody reads the page, whom nobody did."""
-        if page in self._unread:
-            del self._unread[page]
-            self.num_unread -= len(page.ids)
+    def read(self, page: Page, row: int) -> None:
+        """The row reads the page, which it has found."""
+        self._leave(page)
+        self.retention.hit(page, self._readers[row])
+
+    def _leave(self, page: Page) -> bool:
+        """The page is read, or goes. Returns whether nobody has read it."""
+        if page not in self._unread:
+            return False
+        del self._unread[page]
+        self.num_unread -= len(page.ids)
+        self.retention.leave(page)
+        return True
 
     def evict(self, blocks: int) -> list[int]:
         """Forgets pages that nobody reads, until so many blocks are free. Returns their ids; fewer
         if there are no more."""
         found: list[int] = []
         while len(found) < blocks and self._unread:
-            page = next(iter(self._unread))
-            found += self._forget(page)
+            page = self.retention.first(self._unread)
+            found += self._forget(page, evicted=True)
             self.num_evicted += 1
         return found
 
@@ -276,7 +298,7 @@ class PrefixCache:
         """All of them."""
         return iter(self._pages.values())
 
-    def _forget(self, page: Page) -> list[int]:
+    def _forget(self, page: Page, *, evicted: bool = False) -> list[int]:
         """Forgets a page with none behind it. Returns its blocks, if nobody reads them."""
         del self._pages[page.key]
         for block in page.ids:
@@ -284,6 +306,8 @@ class PrefixCache:
         before = page.before
         if before is not None:
             before.after.remove(page)
+            if not before.after and before in self._unread:
+                self.retention.bare(before)
         for row in sorted(page.finders):  # they find what is before it
             self._unwant(row)
             self._chain[row].pop()
@@ -291,7 +315,6 @@ class PrefixCache:
                 before.finders.add(row)
             self._wanted.setdefault(page.key, set()).add(row)
             self._tell(row, len(self._chain[row]))
-        if page in self._unread:
-            self.read(page)
-            return list(page.ids)
-        return []
+        free = list(page.ids) if self._leave(page) else []
+        self.retention.gone(page, evicted=evicted)
+        return free

@@ -33,7 +33,7 @@ from jaxserve.hosts.rank import Rank
 from jaxserve.progress import Show, shown
 from jaxserve.sched.cache.cache_kinds import PROJECTED
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
-from jaxserve.sched.registry import full_name
+from jaxserve.sched.registry import full_name, make_retention
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.simulation.recording.recording import Header
 
@@ -155,6 +155,7 @@ def assemble(
         padding=executor.buckets.padding,
         host_slots=chosen.host_slots,
         reuse=config.cache.prefix_caching,
+        retention=make_retention(config.cache.retention),
         seed=config.scheduler.seed,
         rho=initial.rho,
         projects=chosen.model.hidden_read == PROJECTED,
@@ -200,6 +201,7 @@ def _header(config: Config, chosen: Choices, info: EngineInfo, initial: InitialC
         cost_model=initial.model,
         padding=chosen.buckets.padding,
         prefix_caching=config.cache.prefix_caching,
+        retention=config.cache.retention,
     )
 
 
