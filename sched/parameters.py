@@ -97,9 +97,16 @@ _Made = TypeVar("_Made")  # a policy, or what is made by name as policies are
 def with_parameters(
     name: str, policy: _Made, values: Mapping[str, Any], what: str = "policy"
 ) -> _Made:
-    """The policy with other values; text is converted. name, what: for messages.
+    """The policy with other values; text is converted.
 
-    ValueError for a parameter that it does not have, or not from text, and for a wrong value.
+    Args:
+        name: Of the policy, for messages.
+        policy: A policy, or what else is a dataclass with parameters.
+        values: The new values by name.
+        what: It is, for messages.
+
+    Raises:
+        ValueError: It has no such parameter, or not from text, or a value is wrong.
     """
     if not values:
         return policy

@@ -239,4 +239,5 @@ def _info(
         hidden_read=step_model.hidden_read,
         rho=scheduler.view.rho,
         prefix_caching=scheduler.cache is not None,
+        retention=config.cache.retention,
     )

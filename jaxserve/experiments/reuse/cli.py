@@ -4,8 +4,8 @@
     python -m jaxserve.experiments.reuse --parts=retention --workload=mooncake.jsonl --rate=0.9
     python -m jaxserve.experiments.reuse --quick --out=/some/file.md
 
---parts: which of them, separated by commas. --workload: a trace in Mooncake's format, which goes into
-the tables beside the drawn workloads. --quick runs toy sizes, for the test.
+--parts: which of them, separated by commas. --workload: a trace in Mooncake's format, which goes
+into the tables beside the drawn workloads. --quick runs toy sizes, for the test.
 """
 
 from __future__ import annotations

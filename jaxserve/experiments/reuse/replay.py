@@ -91,8 +91,8 @@ def replayed(
 
 
 def _streams(workload: Workload, block_size: int) -> Iterator[tuple[list[bytes], int]]:
-    """Of each request: the keys of the blocks that it computes, all but its last token, and how many
-    of them it may find."""
+    """Of each request: the keys of the blocks that it computes, all but its last token, and how
+    many of them it may find."""
     keys, total = BlockKeys(workload, block_size), workload.lengths.total.tolist()
     for number, prompt in enumerate(workload.prompt_len.tolist()):
         ids = keys.of(number, total[number] - 1)

@@ -23,14 +23,21 @@ SYSTEM, POLICY = "llama-3-8b@h100", "goodput"
 TRACE, TIERS = "trace", "two tiers"
 TTFT = {"conversation": 2.0, "agent": 5.0, TIERS: 2.0, TRACE: 10.0}  # seconds
 RATES = {"conversation": 16.0, "agent": 1.5, TIERS: 16.0}  # requests/s
-REQUESTS, FEW = 1500, 40
+REQUESTS, FEW = 600, 40
 BLOCKS = {TRACE: 512}  # tokens of a page: the trace has its ids for so many
 BLOCK = 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run: a retention on a workload, with that share of the pages that would hold all."""
+    """A run.
+
+    Attributes:
+        workload: Its name.
+        retention: Its name.
+        share: Of the pages that would hold all, those that there are.
+        setting: What the command line says.
+    """
 
     workload: str
     retention: str
