@@ -16,9 +16,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from jaxserve.sched.policy import Policy
+from typing import Any, TypeVar
 
 NONE = "none"  # how text says None
 # What a policy says of itself to those who run it is not for them to set.
@@ -83,7 +81,7 @@ class Parameter:
         return ValueError(f"{self.name} must be {takes}{orelse}, got {value!r:.60}")
 
 
-def parameters(policy: Policy) -> dict[str, Parameter]:
+def parameters(policy: object) -> dict[str, Parameter]:
     """Those that can be set from text, by name, in the order of their definition."""
     found = {}
     for name in _fields(policy):
@@ -93,10 +91,22 @@ def parameters(policy: Policy) -> dict[str, Parameter]:
     return found
 
 
-def with_parameters(name: str, policy: Policy, values: Mapping[str, Any]) -> Policy:
-    """The policy with other values; text is converted. name: for messages.
+_Made = TypeVar("_Made")  # a policy, or what is made by name as policies are
 
-    ValueError for a parameter that it does not have, or not from text, and for a wrong value.
+
+def with_parameters(
+    name: str, policy: _Made, values: Mapping[str, Any], what: str = "policy"
+) -> _Made:
+    """The policy with other values; text is converted.
+
+    Args:
+        name: Of the policy, for messages.
+        policy: A policy, or what else is a dataclass with parameters.
+        values: The new values by name.
+        what: It is, for messages.
+
+    Raises:
+        ValueError: It has no such parameter, or not from text, or a value is wrong.
     """
     if not values:
         return policy
@@ -104,19 +114,19 @@ def with_parameters(name: str, policy: Policy, values: Mapping[str, Any]) -> Pol
     checked = {}
     for wanted, value in values.items():
         if wanted not in fields:
-            raise ValueError(f"policy {name!r} has no parameter {wanted!r}{_hint(wanted, known)}")
+            raise ValueError(f"{what} {name!r} has no parameter {wanted!r}{_hint(wanted, known)}")
         if wanted not in known and (isinstance(value, str) or wanted in _DECLARED):
             raise ValueError(
-                f"policy {name!r}: {wanted} cannot be set from text{_hint(wanted, known)}"
+                f"{what} {name!r}: {wanted} cannot be set from text{_hint(wanted, known)}"
             )
         try:
             checked[wanted] = known[wanted].check(value) if wanted in known else value
         except ValueError as error:
-            raise ValueError(f"policy {name!r}: {error}") from None
+            raise ValueError(f"{what} {name!r}: {error}") from None
     try:
         return dataclasses.replace(policy, **checked)  # type: ignore[type-var]
     except ValueError as error:  # of a policy that checks its own values
-        raise ValueError(f"policy {name!r}: {error}") from error
+        raise ValueError(f"{what} {name!r}: {error}") from error
 
 
 def text_of(value: Any) -> str:
@@ -128,13 +138,13 @@ def text_of(value: Any) -> str:
     return value.name.lower() if isinstance(value, enum.Enum) else str(value)
 
 
-def _fields(policy: Policy) -> list[str]:
+def _fields(policy: object) -> list[str]:
     if not dataclasses.is_dataclass(policy) or isinstance(policy, type):
         return []
     return [field.name for field in dataclasses.fields(policy) if field.init]
 
 
-def _kind(policy: Policy, name: str) -> tuple[type | None, bool]:
+def _kind(policy: object, name: str) -> tuple[type | None, bool]:
     """The type that text is converted to, None if there is none, and whether None is a value."""
     hint = _annotation(type(policy), name)
     optional = False

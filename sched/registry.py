@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxserve.sched.cache.retention import LRU, Retention
+from jaxserve.sched.cache.worth import Worth
 from jaxserve.sched.parameters import text_of, with_parameters
 from jaxserve.sched.policy import Policy
 
@@ -148,8 +150,9 @@ class PolicyName:
     params: dict[str, str]
 
     @classmethod
-    def parse(cls, name: str) -> PolicyName:
-        """Splits a name. ValueError for parameters that are not `NAME=VALUE`, or come twice."""
+    def parse(cls, name: str, what: str = "policy") -> PolicyName:
+        """Splits a name. ValueError for parameters that are not `NAME=VALUE`, or come twice. what:
+        for messages."""
         file = _FILE.match(name)
         path = file[0] if file else ""
         rest = name.removeprefix(path)
@@ -162,10 +165,10 @@ class PolicyName:
             key, equals, value = text.partition("=")
             if not (key and equals):
                 raise ValueError(
-                    f"policy {name!r}: parameters are :NAME=VALUE after the name, got {text!r}"
+                    f"{what} {name!r}: parameters are :NAME=VALUE after the name, got {text!r}"
                 )
             if key in params:
-                raise ValueError(f"policy {name!r}: {key} is given twice")
+                raise ValueError(f"{what} {name!r}: {key} is given twice")
             params[key] = value
         return cls(path, base, tuple(suffixes), params)
 
@@ -198,6 +201,17 @@ def make_policy(name: str, **params: Any) -> Policy:
         policy = _known("policy variant", suffix, _VARIANTS).of(policy)
     shown = "+".join([base, *said.suffixes])
     return with_parameters(shown, policy, {**said.params, **params})
+
+
+RETENTIONS: dict[str, Callable[[], Retention]] = {LRU: Retention, "worth": Worth}
+
+
+def make_retention(name: str) -> Retention:
+    """Makes what says which cached pages go first, from its name and parameters: `lru`, or
+    `worth:best_effort=0.1`. ValueError says what is wrong."""
+    base = name.partition(":")[0]
+    said = PolicyName.parse(name, "retention").params
+    return with_parameters(base, _known("retention", base, RETENTIONS)(), said, "retention")
 
 
 def _made(entry: PolicyEntry) -> object:

@@ -19,8 +19,9 @@ from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.cache.cache_kinds import HIDDEN, LEFT
 from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.cache.prefix_cache import PrefixCache
+from jaxserve.sched.cache.retention import Retention
 from jaxserve.sched.checks import check_plan
-from jaxserve.sched.cost.cost_model import CostModel
+from jaxserve.sched.cost.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.reachability import Alone, slo_problems
 from jaxserve.sched.fairness.fair_queue import hold_back, waiting_tenants
@@ -65,6 +66,7 @@ class Scheduler:
         host_slots: Capacity of the host memory for checkpoints.
         reuse: Whether full blocks are found again by requests with the same tokens
             (`sched/cache/prefix_cache.py`).
+        retention: Which of them stay; None for `lru`.
         checked: Whether every plan is checked before it is booked.
     """
 
@@ -81,6 +83,7 @@ class Scheduler:
         padding: Padding | None = None,
         host_slots: int = 0,
         reuse: bool = False,
+        retention: Retention | None = None,
         seed: int = 0,
         rho: float | None = None,
         projects: bool = False,
@@ -89,7 +92,7 @@ class Scheduler:
         width = blocks_a_plane(max_model_len, block_size)
         self.policy, self.checked = policy, checked
         self.table = self._make_table(capacity)
-        self.cache = PrefixCache(capacity) if reuse else None
+        self.cache = PrefixCache(capacity, retention) if reuse else None
         self.pool = self._make_pool(num_blocks, block_size, capacity, width)
         self.pool.cache = self.cache
         self.host = HostMemory(host_slots, capacity)
@@ -107,6 +110,8 @@ class Scheduler:
             host=self.host,
             oracle=oracle,
         )
+        if self.cache is not None:
+            self.cache.retention.seconds = self._page_seconds
         self.preemptions = 0
         self.shares = FairShares()
         self._progress = Progress(capacity)
@@ -158,7 +163,8 @@ class Scheduler:
         length = request.sampling.max_tokens if output_len is None else output_len
         self._lengths.set_output(row, length, number)
         if self.cache is not None and request.block_keys is not None:
-            self.cache.add(row, request.block_keys, self.policy.side(request.tier))
+            side = self.policy.side(request.tier)
+            self.cache.add(row, request.block_keys, side, request.tier)
             self._look_up(row)
             if first is not None:
                 self._firsts[row] = first, int(self.table.seq[first])
@@ -251,6 +257,7 @@ class Scheduler:
         which waiting requests are held back, and which of two equal blocks are read."""
         self._progress.check()
         if self.cache is not None:
+            self.cache.retention.now = now
             self._register_again()
             self._note_found(self.cache)
         self.view.device.free_at, self.view.device.overrun = free_at, overrun
@@ -261,6 +268,13 @@ class Scheduler:
         if self.checked:
             check_plan(plan, self.view, moves_cache=self.policy.moves_cache)
         return plan
+
+    def _page_seconds(self, before: np.ndarray) -> np.ndarray:
+        """What computing a page after so many others takes, with a prompt that fills a batch."""
+        size, chunk = self.pool.block_size, self.policy.prefill_limit(self.view.limits)
+        cached = before * size
+        batch = BatchFeatures(chunk, chunk, 0, 0, chunk * (chunk + 2 * cached), 1, cached)
+        return np.broadcast_to(self.view.step_time(batch) * size / chunk, before.shape)
 
     def _hold_siblings(self) -> np.ndarray:
         """Continuations of a prompt wait until the first has computed it, or has ended. Returns the

@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 from jaxserve.config.errors import ConfigError
 from jaxserve.sched.cache.cache_kinds import HIDDEN_READS
+from jaxserve.sched.cache.retention import LRU
+from jaxserve.sched.registry import make_retention
 
 AUTO = "auto"
 LOAD_FORMATS = (AUTO, "safetensors", "orbax", "random")
@@ -70,6 +72,9 @@ class CacheConfig:
             tenant and salt.
         share_between_keys: Whether they find those of other tenants, too, which then can tell by
             the time to a first token what others have asked.
+        retention: Which of what nobody reads stays when its room is wanted, with parameters: lru
+            (what was read last) | worth (what is likely to save most of computing, most for
+            real-time requests; see docs/reuse.md).
         rho: Seconds that a step takes longer for a token of a hidden cache than for one of K and V:
             a number, or auto for what scheduler.profile, or the timing at the start, says.
     """
@@ -82,6 +87,7 @@ class CacheConfig:
     hidden_read: str = "auto"
     prefix_caching: bool = True
     share_between_keys: bool = False
+    retention: str = LRU
     rho: str = "auto"
 
     def __post_init__(self) -> None:
@@ -93,6 +99,12 @@ class CacheConfig:
         _check(self, "cache.memory_fraction", 0 < self.memory_fraction <= 1, " must be in (0, 1]")
         alone = self.share_between_keys and not self.prefix_caching
         _check(self, "cache.share_between_keys", not alone, " needs cache.prefix_caching")
+        alone = self.retention != LRU and not self.prefix_caching
+        _check(self, "cache.retention", not alone, " needs cache.prefix_caching")
+        try:
+            make_retention(self.retention)
+        except ValueError as error:
+            raise ConfigError(f"cache.retention: {error}") from error
         known = f" must be auto or one of {', '.join(HIDDEN_READS)}"
         _check(self, "cache.hidden_read", self.hidden_read in (AUTO, *HIDDEN_READS), known)
         try:

@@ -204,6 +204,7 @@ class EngineInfo:
         rho: seconds that a step takes longer for a token read from a hidden cache instead of K and
             V; None without such caches.
         prefix_caching: whether prompts find what others have computed (`cache.prefix_caching`).
+        retention: which of that stays when its room is wanted.
     """
 
     model: str
@@ -225,6 +226,7 @@ class EngineInfo:
     hidden_read: str | None = None
     rho: float | None = None
     prefix_caching: bool = False
+    retention: str = "lru"
 
 
 class Observer:

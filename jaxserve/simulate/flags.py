@@ -10,6 +10,7 @@ from jaxserve import workload_flags
 from jaxserve.command_line import Parser
 from jaxserve.config import SchedulerConfig
 from jaxserve.sched.cache.cache_kinds import HIDDEN_READS
+from jaxserve.sched.cache.retention import LRU
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation import simulator
 from jaxserve.sched.workloads.closed_loop import parse_closed_loop
@@ -41,6 +42,7 @@ NOT_REPLAYED = (  # with --replay, which says all of it
 _OF_A_RUN = (  # as `Run` has them
     *("rules", "kv_tokens", "host_tokens", "block_size", "max_batch_tokens", "max_prefill_tokens"),
     *("max_rows", "replicas", "seed", "hidden_read", "max_queue", "refuse_late"),
+    "retention",
 )
 NOT_FOUND = ("requests_table", "batches_table", "chrome_trace", "plots")  # not with --find
 
@@ -148,6 +150,7 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
         help="find what others have computed, as far as the workload says which tokens are the "
         "same (conversation, agent, traces with hash_ids); of --replay: as it was served",
     )
+    add("--retention", default=LRU, help="of --prefix_caching, what stays: lru, worth (lru)")
     routing_flags.add_flags(parser)
     workload_flags.add_flags(
         parser,

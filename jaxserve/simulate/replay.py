@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve import workload_flags
+from jaxserve.sched.cache.retention import LRU
 from jaxserve.sched.request import SLO
 from jaxserve.sched.simulation.recording import replay
 from jaxserve.sched.simulation.recording.replay import Recording
@@ -57,6 +58,7 @@ class Replay:
             system=self.system,
             num_blocks=header.num_blocks if its_pool else None,
             host_tokens=run.host_tokens or header.host_slots // 2,
+            retention=header.retention if run.retention == LRU else run.retention,
             max_queue=header.max_queue if run.max_queue is None else run.max_queue,
             overlap=header.overlap,
         )

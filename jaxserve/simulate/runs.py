@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.sched.cache.retention import LRU
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
@@ -27,7 +28,7 @@ REFUSED = (ValueError, InvalidPlan, OSError)
 # Of a run, as `simulate` has them.
 _SIMULATED = (
     *("kv_tokens", "num_blocks", "host_tokens", "block_size", "rules", "overlap", "replicas"),
-    *("routing", "max_queue", "refuse_late", "record_rows", "prefix_caching"),
+    *("routing", "max_queue", "refuse_late", "record_rows", "prefix_caching", "retention"),
 )
 
 
@@ -121,7 +122,7 @@ class Run:
         record_rows: Whether the result also has the requests of each batch.
         hidden_read: How hidden caches are read, see `systems.system`.
         max_queue: Requests that may wait beside max_rows; None for any number.
-        refuse_late, prefix_caching: As `simulate` has them.
+        refuse_late, prefix_caching, retention: As `simulate` has them.
         num_blocks: Size of the pool, instead of kv_tokens.
         overlap: Whether steps are planned ahead; None for the rules'.
     """
@@ -145,6 +146,7 @@ class Run:
     max_queue: int | None = None
     refuse_late: float | None = None
     prefix_caching: bool = False
+    retention: str = LRU
     num_blocks: int | None = None
     overlap: bool | None = None
 

@@ -356,7 +356,7 @@ class BlockPool:
         assert self.cache is not None
         ids = np.array([page.ids for page in pages], np.int32).T
         for page in pages:
-            self.cache.read(page)
+            self.cache.read(page, row)
         self.kind[row], self.direction[row] = KV, side
         self.tables[row, : len(ids), : len(pages)] = ids
         alone = self.refs[ids] == 0
@@ -398,7 +398,7 @@ class BlockPool:
             return True
         if swap:
             ids = np.array(page.ids, np.int32)
-            cache.read(page)
+            cache.read(page, row)
             self._share(ids, row)
             self.owners[ids] = NOBODY
             self.tables[row, :, index] = ids

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import LEFT
 from jaxserve.sched.cache.prefix_sketch import PrefixSketch
+from jaxserve.sched.cache.retention import Reader, Retention
 from jaxserve.sched.request import Tier
 from jaxserve.sched.row_columns import grow_columns
 
@@ -34,10 +36,12 @@ class Page:
         depth: How many pages come before it.
         after: The pages right behind it.
         finders: Rows that wait and would find it, and none behind it.
+        note: What retention knows of it.
     """
 
-    __slots__ = ("after", "before", "depth", "finders", "ids", "key")
+    __slots__ = ("after", "before", "depth", "finders", "ids", "key", "note")
     depth: int
+    note: Any
 
     def __init__(self, key: bytes, ids: tuple[int, ...], before: Page | None) -> None:
         self.key, self.ids, self.before = key, ids, before
@@ -51,6 +55,7 @@ class PrefixCache:
 
     Args:
         rows: Of the request table.
+        retention: Which page goes first; None for `lru`.
 
     Attributes:
         found: int64 by row, pages that a waiting row would find.
@@ -64,14 +69,16 @@ class PrefixCache:
         sketch: Of all pages, and of what those rows will have that have come and not ended.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, retention: Retention | None = None) -> None:
+        self.retention = retention or Retention()
         self.found = np.zeros(rows, np.int64)
         self.num_unread = self.num_evicted = self.num_reused = 0
         self.num_queried, self.num_hit = np.zeros((2, len(Tier)), np.int64)
         self.sketch = PrefixSketch()
         self._pages: dict[bytes, Page] = {}
         self._of_block: dict[int, Page] = {}
-        self._unread: dict[Page, None] = {}  # the next to go first
+        self._unread: dict[Page, None] = {}  # see `Retention.first`
+        self._readers: dict[int, Reader] = {}  # by row
         self._keys: dict[int, list[bytes]] = {}  # by row
         self._sides: dict[int, int] = {}  # by row
         self._most: dict[int, int] = {}  # by row that waits, pages that it may find
@@ -92,7 +99,9 @@ class PrefixCache:
 
     # Rows.
 
-    def add(self, row: int, keys: Sequence[bytes], side: int = LEFT) -> None:
+    def add(
+        self, row: int, keys: Sequence[bytes], side: int = LEFT, tier: int = Tier.REALTIME
+    ) -> None:
         """A request has come.
 
         Args:
@@ -100,7 +109,9 @@ class PrefixCache:
             keys: Of the full blocks of its prompt, in order.
             side: The side from which it fills blocks (`Direction`). Who fills them from the other
                 one has its tokens elsewhere in them, and finds none of these.
+            tier: Its tier.
         """
+        self._readers[row] = Reader(tier, len(keys))
         self._sides[row], self._keys[row] = side, []
         self.extend(row, keys)
 
@@ -141,7 +152,7 @@ class PrefixCache:
         chain = self._chain.get(row)
         if chain is None:
             return []
-        self._leave(row)
+        self._unlist(row)
         del self._chain[row], self._most[row]
         self._tell(row, 0)
         return chain
@@ -151,6 +162,7 @@ class PrefixCache:
         self.start(row)
         self.sketch.add(self._keys.pop(row, ()), count=-1)
         self._sides.pop(row, None)
+        self._readers.pop(row, None)
 
     def finds_all(self, row: int) -> bool:
         """Whether a waiting row finds all that it may."""
@@ -191,9 +203,9 @@ class PrefixCache:
         woken, self._woken = self._woken, set()
         for row in woken & self._chain.keys():
             chain = self._chain[row]
-            self._leave(row)
             while chain and not chain[-1].ids:  # whoever is forgotten is so with all behind
                 chain.pop()
+            self._unlist(row)
             self._look(row)
 
     def _look(self, row: int) -> None:
@@ -215,7 +227,7 @@ class PrefixCache:
             self.found[row] = found
             self._changed.add(row)
 
-    def _leave(self, row: int) -> None:
+    def _unlist(self, row: int) -> None:
         """The row no longer ends with its last page, nor waits for the next."""
         if chain := self._chain[row]:
             end = chain[-1]
@@ -247,6 +259,7 @@ class PrefixCache:
         self.sketch.add(keys[index : index + 1], index)
         if before is not None:
             before.after.add(page)
+        self.retention.made(page, self._readers[row])
         for block in ids:
             self._of_block[block] = page
         self._woken |= self._wanted.pop(page.key, _NOBODY)
@@ -266,23 +279,32 @@ class PrefixCache:
             assert page is not None
             self._unread[page] = None
             self.num_unread += len(page.ids)
+            self.retention.stay(page)
             if not page.after <= self._unread.keys():
                 free += self.forget(page)  # whoever reads on has a copy of it
         return free
 
-    def read(self, page: Page) -> None:
-        """Somebody reads the page, whom nobody did."""
-        if page in self._unread:
-            del self._unread[page]
-            self.num_unread -= len(page.ids)
+    def read(self, page: Page, row: int) -> None:
+        """The row reads the page, which it has found."""
+        self._leave(page)
+        self.retention.hit(page, self._readers[row])
+
+    def _leave(self, page: Page) -> bool:
+        """The page is read, or goes. Returns whether nobody has read it."""
+        if page not in self._unread:
+            return False
+        del self._unread[page]
+        self.num_unread -= len(page.ids)
+        self.retention.leave(page)
+        return True
 
     def evict(self, blocks: int) -> list[int]:
         """Forgets pages that nobody reads, until so many blocks are free. Returns their ids; fewer
         if there are no more."""
         found: list[int] = []
         while len(found) < blocks and self._unread:
-            page = next(iter(self._unread))
-            found += self._forget(page)
+            page = self.retention.first(self._unread)
+            found += self._forget(page, evicted=True)
             self.num_evicted += 1
         return found
 
@@ -308,7 +330,7 @@ class PrefixCache:
         """All of them."""
         return iter(self._pages.values())
 
-    def _forget(self, page: Page) -> list[int]:
+    def _forget(self, page: Page, *, evicted: bool = False) -> list[int]:
         """Forgets a page with none behind it. Returns its blocks, if nobody reads them."""
         del self._pages[page.key]
         self.sketch.add((page.key,), page.depth, -1)
@@ -317,11 +339,17 @@ class PrefixCache:
         before = page.before
         if before is not None:
             before.after.remove(page)
+            if page.finders:  # they find what is before it
+                if before.finders:
+                    before.finders |= page.finders
+                else:
+                    before.finders = page.finders
+                self.ends.add(before)
+            if not before.after and before in self._unread:
+                self.retention.bare(before)
         self._woken |= page.finders
         self.ends.discard(page)
-        ids, page.ids = page.ids, ()
-        if page in self._unread:
-            del self._unread[page]
-            self.num_unread -= len(ids)
-            return list(ids)
-        return []
+        free = list(page.ids) if self._leave(page) else []
+        page.ids, page.finders = (), set()
+        self.retention.gone(page, evicted=evicted)
+        return free

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from jaxserve.sched.cache.retention import LRU
 from jaxserve.sched.cost.cost_model import InferMaxCostModel, LinearCostModel
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.simulation.replica.event_loop import Options, run_in_python
@@ -107,6 +108,8 @@ def _run_compiled(
         raise NotCompiled("its cost model is none of the product's own")
     if options.prefix_caching and setting.routing.finds:
         raise NotCompiled("its routers look at what is in prefix caches")
+    if options.prefix_caching and options.retention != LRU:
+        raise NotCompiled(f"retention {options.retention} runs in Python only")
     seed_read = form.key is not None and knows_the_seed(form.key)
     try:
         from jaxserve.sched.simulation.compiled import run

@@ -12,13 +12,14 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxserve.sched.cache.block_sizes import blocks_for, slots_for, tokens_in
+from jaxserve.sched.cache.retention import LRU
 from jaxserve.sched.cost.cost_model import CostModel, LinearCostModel
 from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.parameters import parameters
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policies.oracle import OraclePolicy
 from jaxserve.sched.policy import Limits, Policy
-from jaxserve.sched.registry import PolicyName, is_built_in, make_policy
+from jaxserve.sched.registry import PolicyName, is_built_in, make_policy, make_retention
 from jaxserve.sched.routing.take_snapshot import constant_fields
 from jaxserve.sched.simulation.dispatch import NotCompiled, run
 from jaxserve.sched.simulation.oracle.search import Found, search
@@ -102,6 +103,7 @@ def simulate(
     compiled: bool | None = None,
     coast: bool = True,
     prefix_caching: bool = False,
+    retention: str = LRU,
     online: LinearCostModel | None = None,
     record_rows: bool = False,
     record_batches: bool = True,
@@ -138,6 +140,8 @@ def simulate(
         coast: In Python, whether to take certain steps several at once. The outcome is the same.
         prefix_caching: Whether requests find K and V of what others have computed, as far as the
             workload's prefixes say that their tokens are the same.
+        retention: Which of what nobody reads stays: a name of `registry.RETENTIONS`, with
+            parameters. Others than `lru` run in Python.
         online: Policies see a model that begins as this one and learns from the steps, as a
             server's do.
         record_rows, record_batches: Whether to keep who was in each batch, and the batches.
@@ -161,11 +165,22 @@ def simulate(
     fixed = not built_in if checked is None else checked
     slots, cut = int(slots_for(host_tokens)), (best_effort, until)
     known = _hidden(rho, system, setting.cost_model) | {"refuse_late": refuse_late}
-    known["prefix_caching"] = prefix_caching
+    known |= {"prefix_caching": prefix_caching, "retention": _retention(retention, prefix_caching)}
     options = Options(slots, longest, fixed, coast, online, record_rows, *cut, **known)
     compiled = _compiled(compiled, options, bool(checked))
     ran = _run(policy, policies, workload, setting, options, compiled, progress, compiling)
     return _result(setting, *ran, until)
+
+
+def _retention(name: str, prefix_caching: bool) -> str:
+    """The name. Raises SimulationError if it is none, or if nothing is found that could stay."""
+    try:
+        make_retention(name)
+    except ValueError as error:
+        raise SimulationError(str(error)) from error
+    if name != LRU and not prefix_caching:
+        raise SimulationError(f"retention {name} needs prefix_caching")
+    return name
 
 
 def _check_end(until: float, loop: ClosedLoop | None, policy: Policy, setting: Setting) -> int:

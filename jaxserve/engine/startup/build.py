@@ -34,7 +34,7 @@ from jaxserve.hosts.rank import Rank
 from jaxserve.progress import Show, shown
 from jaxserve.sched.cache.cache_kinds import PROJECTED
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
-from jaxserve.sched.registry import full_name
+from jaxserve.sched.registry import full_name, make_retention
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.simulation.recording.recording import Header
 
@@ -162,6 +162,7 @@ def assemble(
         padding=executor.buckets.padding,
         host_slots=chosen.host_slots,
         reuse=config.cache.prefix_caching,
+        retention=make_retention(config.cache.retention),
         seed=config.scheduler.seed,
         rho=initial.rho,
         projects=chosen.model.hidden_read == PROJECTED,
@@ -208,6 +209,7 @@ def _header(config: Config, chosen: Choices, info: EngineInfo, initial: InitialC
         cost_model=initial.model,
         padding=chosen.buckets.padding,
         prefix_caching=config.cache.prefix_caching,
+        retention=config.cache.retention,
     )
 
 
@@ -245,4 +247,5 @@ def _info(
         hidden_read=step_model.hidden_read,
         rho=scheduler.view.rho,
         prefix_caching=scheduler.cache is not None,
+        retention=config.cache.retention,
     )

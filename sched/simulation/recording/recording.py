@@ -186,6 +186,7 @@ class Header:
     cost_model: LinearCostModel
     padding: Padding
     prefix_caching: bool = False
+    retention: str = "lru"
 
     @property
     def limits(self) -> Limits:

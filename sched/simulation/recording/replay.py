@@ -269,6 +269,7 @@ def again(recording: Recording, system: System, **options: Any) -> SimulationRes
         "max_queue": header.max_queue,
         "overlap": header.overlap,
         "prefix_caching": header.prefix_caching,
+        "retention": header.retention,
         "seed": header.seed,
     }
     return simulate(header.policy, traffic_of(recording).workload, system, **(how | options))

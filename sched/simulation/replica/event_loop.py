@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.sched.cache.free_blocks import OutOfBlocks
+from jaxserve.sched.cache.retention import LRU
 from jaxserve.sched.cost.cost_model import LinearCostModel
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Policy
+from jaxserve.sched.registry import make_retention
 from jaxserve.sched.request import Request
 from jaxserve.sched.simulation.replica.admission import BoundedQueue, Lateness
 from jaxserve.sched.simulation.replica.arrivals import Arrivals
@@ -55,6 +57,7 @@ class Options:
     projects: bool
     refuse_late: float | None = None
     prefix_caching: bool = False
+    retention: str = LRU
 
 
 def run_in_python(
@@ -153,6 +156,7 @@ def _scheduler(policy: Policy, setting: Setting, options: Options) -> SimulatedS
         projects=options.projects,
         checked=options.checked,
         reuse=options.prefix_caching,
+        retention=make_retention(options.retention),
     )
 
 

@@ -1,0 +1,69 @@
+"""Makes the measured tables of docs/reuse.md, each between its markers.
+
+    python -m jaxserve.experiments.reuse
+    python -m jaxserve.experiments.reuse --parts=retention --workload=mooncake.jsonl --rate=0.9
+    python -m jaxserve.experiments.reuse --quick --out=/some/file.md
+
+--parts: which of them, separated by commas. --workload: a trace in Mooncake's format, which goes
+into the tables beside the drawn workloads. --quick runs toy sizes, for the test.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jaxserve.command_line import Parser, exit_code
+from jaxserve.experiments.reuse import retention
+from jaxserve.experiments.reuse.setting import Setting
+from jaxserve.workload_flags import positive_int
+
+Part = Callable[[Setting], str]  # makes its Markdown
+PARTS: dict[str, Part] = {"retention": retention.part}
+BEGIN, END = "<!-- begin: python -m jaxserve.experiments.reuse --parts={} -->\n", "<!-- end -->"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the parts, and puts each into the page as it ends.
+
+    Args:
+        argv: Arguments without the program's name.
+
+    Returns:
+        Exit status: 0 if the page is written, 1 or 2 after a line on stderr.
+    """
+    parser = Parser(prog="python -m jaxserve.experiments.reuse", description=str(__doc__))
+    add = parser.add_argument
+    add("--out", default="docs/reuse.md", help="the page, which has the markers (docs/reuse.md)")
+    add("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (all)")
+    add("--workload", default="", help="a trace, beside the drawn workloads")
+    add("--rate", type=float, help="requests/s of the trace (its own)")
+    add("--num_requests", type=positive_int, help="the first of the trace (all)")
+    add("--quick", action="store_true", help="toy sizes, for the test")
+    add("--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (all cores)")
+    args = parser.parse_args(argv)
+    unknown = [name for name in args.parts.split(",") if name not in PARTS]
+    if unknown:
+        parser.error(f"--parts: there is no part {unknown[0]!r}; known: {', '.join(PARTS)}")
+    setting = Setting(args.workload, args.rate, args.num_requests, args.quick, args.jobs)
+    page = Path(args.out)
+    try:
+        for name in args.parts.split(","):
+            text = page.read_text(encoding="utf-8")
+            text = replaced(text, name, PARTS[name](setting))
+            page.write_text(text, encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"jaxserve.experiments.reuse: {error}", file=sys.stderr)
+        return exit_code(error)
+    return 0
+
+
+def replaced(page: str, name: str, part: str) -> str:
+    """The page with that between the part's markers. ValueError if it has none."""
+    before, begin, rest = page.partition(BEGIN.format(name))
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the page lacks the line {BEGIN.format(name).strip()} or its {END}")
+    return f"{before}{begin}{part.rstrip()}\n{end}{after}"

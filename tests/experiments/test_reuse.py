@@ -1,0 +1,54 @@
+"""The tables of docs/reuse.md come out of their command, and a cache alone finds what there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.experiments.reuse.cli import BEGIN, END, main, replaced
+from jaxserve.experiments.reuse.replay import distinct_pages, replayed
+from jaxserve.sched.workloads.specs import WorkloadSpec
+from jaxserve.sched.workloads.workload import Workload
+
+BLOCK = 64
+
+
+@pytest.fixture(scope="module")
+def work() -> Workload:
+    return WorkloadSpec("conversation", 300, rate=6.0).make_workload(0)
+
+
+@pytest.mark.parametrize("retention", ["lru", "worth"])
+def test_with_room_for_all_everything_is_found(work: Workload, retention: str) -> None:
+    pages = distinct_pages(work, BLOCK)
+    found = replayed(work, retention, pages, BLOCK)
+    assert found.found == found.asked > 0
+    assert replayed(work, retention, pages // 4, BLOCK).found < found.found
+
+
+def test_worth_finds_more_where_room_is_short(work: Workload) -> None:
+    pages = distinct_pages(work, BLOCK) // 20
+    lru, worth = (replayed(work, name, pages, BLOCK).found for name in ("lru", "worth"))
+    assert worth > lru
+
+
+def test_what_is_saved_is_priced_by_depth(work: Workload) -> None:
+    pages = distinct_pages(work, BLOCK)
+    found = replayed(work, "lru", pages, BLOCK, lambda before: np.full(before.shape, 2.0))
+    assert found.saved == 2.0 * found.found
+
+
+def test_the_part_goes_between_its_markers(tmp_path: Path) -> None:
+    page = tmp_path / "reuse.md"
+    page.write_text(f"before\n{BEGIN.format('retention')}stale\n{END}\nafter\n")
+    assert main(["--quick", "--jobs=1", f"--out={page}"]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n<!-- begin") and text.endswith("<!-- end -->\nafter\n")
+    assert "stale" not in text and text.count("| conversation |") == 4
+
+
+def test_a_page_without_markers_is_refused() -> None:
+    with pytest.raises(ValueError, match="lacks the line"):
+        replaced("nothing", "retention", "text")

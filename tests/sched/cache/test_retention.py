@@ -1,0 +1,172 @@
+"""Which pages that nobody reads go first, by `lru` and by `worth`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.sched.cache.prefix_cache import PrefixCache
+from jaxserve.sched.cache.retention import Retention
+from jaxserve.sched.cache.worth import Worth
+from jaxserve.sched.registry import RETENTIONS, make_retention
+from jaxserve.sched.request import Tier
+
+
+class Cache(PrefixCache):
+    """Requests one after the other, each with one block a page."""
+
+    made = 0
+
+    def serve(self, keys: list[bytes], now: float, tier: int = Tier.REALTIME) -> int:
+        """Serves a request. Returns how many pages it found."""
+        self.retention.now = now
+        self.add(0, keys, tier=tier)
+        self.wait(0, len(keys))
+        chain = self.start(0)
+        for page in chain:
+            self.read(page, 0)
+        held = [page.ids[0] for page in chain]
+        for index in range(len(chain), len(keys)):
+            self.made += 1
+            held.append(self.register(0, index, (self.made,)).ids[0])
+        self.remove(0)
+        self.unread(held)
+        return len(chain)
+
+
+def named(*names: str) -> list[bytes]:
+    return [name.encode() for name in names]
+
+
+def keys_of(cache: PrefixCache) -> set[bytes]:
+    return {page.key for page in cache.pages()}
+
+
+def test_lru_lets_go_what_was_read_first_and_ends_first() -> None:
+    cache = Cache(1)
+    cache.serve(named("a", "b"), 0.0)
+    cache.serve(named("x"), 1.0)
+    cache.evict(1)
+    assert keys_of(cache) == {b"a", b"x"}
+    cache.evict(1)
+    assert keys_of(cache) == {b"x"}
+
+
+@pytest.mark.parametrize("name", RETENTIONS)
+@given(data=st.data())
+def test_ends_go_before_beginnings_and_only_unread_ones(name: str, data: st.DataObject) -> None:
+    cache, now = Cache(1, make_retention(name)), 0.0
+    for _ in range(data.draw(st.integers(1, 12))):
+        now += data.draw(st.floats(0, 100))
+        path, keys = b"", []
+        for _ in range(data.draw(st.integers(1, 4))):
+            path += bytes([data.draw(st.integers(0, 2))])
+            keys.append(path)
+        cache.serve(keys, now, data.draw(st.sampled_from(Tier)))
+        count = data.draw(st.integers(0, 3))
+        before = len(cache)
+        assert len(cache.evict(count)) == min(count, before)
+        assert all(page.before is None or page in page.before.after for page in cache.pages())
+        assert all(
+            page.before is None or page.before.key in keys_of(cache) for page in cache.pages()
+        )
+        assert cache.num_unread == len(cache)
+    left = len(cache)
+    assert len(cache.evict(1000)) == left
+    assert not len(cache)
+
+
+def cold(cache: Cache, tier: int = Tier.REALTIME, now: float = 0.0) -> None:
+    cache.serve(named(f"cold {tier}"), now, tier)
+
+
+def test_what_saves_a_real_time_request_stays_before_what_saves_best_effort_ones() -> None:
+    cache = Cache(1, Worth())
+    cold(cache, Tier.REALTIME)
+    cold(cache, Tier.BEST_EFFORT, 1.0)
+    cache.retention.now = 100.0
+    cache.evict(1)
+    assert keys_of(cache) == {b"cold 0"}
+    cache = Cache(1, Worth(best_effort=4.0))
+    cold(cache, Tier.REALTIME)
+    cold(cache, Tier.BEST_EFFORT, 1.0)
+    cache.retention.now = 100.0
+    cache.evict(1)
+    assert keys_of(cache) == {b"cold 1"}
+
+
+def test_what_takes_longer_to_compute_stays() -> None:
+    retention = Worth()
+    retention.seconds = lambda before: 1.0 + 9.0 * (before > 0)
+    cache = Cache(1, retention)
+    cache.serve(named("a", "b"), 0.0)
+    cache.serve(named("x"), 1.0)
+    cache.evict(1)
+    assert keys_of(cache) == {b"a", b"b"}
+
+
+def test_it_learns_who_comes_back() -> None:
+    """Prompts come back 50 s after their first time, and never after the third."""
+    cache = Cache(2, Worth())
+    for turn in range(600):
+        cache.serve(named(f"p{turn}"), 10.0 * turn)
+        if turn >= 5:
+            cache.serve(named(f"p{turn - 5}"), 10.0 * turn + 1)
+            cache.serve(named(f"p{turn - 5}"), 10.0 * turn + 2)
+        while len(cache) > 60:
+            cache.evict(1)
+    newest, twice = f"p{599}".encode(), f"p{594}".encode()  # will, and will not come back
+    while {newest, twice} <= keys_of(cache):
+        cache.evict(1)
+    assert newest in keys_of(cache)
+
+
+def test_what_a_waiting_request_has_found_stays() -> None:
+    cache = Cache(2, Worth())
+    cache.serve(named("old"), 0.0)
+    cache.serve(named("new"), 90.0)
+    cache.add(1, named("old"))
+    cache.wait(1, 1)
+    cache.retention.now = 100.0
+    cache.evict(1)
+    assert keys_of(cache) == {b"old"}
+    cache.remove(1)  # and is no pin
+    cache.serve(named("newer"), 100.0)
+    cache.evict(1)
+    assert len(cache) == 1
+    cache.evict(1)
+    assert not len(cache)
+
+
+def test_all_is_forgotten_and_found_again() -> None:
+    cache = Cache(1, Worth())
+    for number in range(50):
+        cache.serve(named("s", f"p{number % 7}"), float(number))
+        if number == 25:
+            cache.clear()
+    assert len(cache) == 8 and len(cache.evict(9)) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("wort", "there is no retention 'wort'; did you mean 'worth'"),
+        ("worth:best_effort=0", "retention 'worth': best_effort must be above 0"),
+        ("worth:memory=1", "retention 'worth': memory must be at least 0 and below 1"),
+        ("worth:doubt=-1", "retention 'worth': doubt must be at least 0"),
+        ("lru:doubt=1", "retention 'lru' has no parameter 'doubt'"),
+        ("worth:doubt", "retention 'worth:doubt': parameters are :NAME=VALUE"),
+    ],
+)
+def test_names_that_are_wrong_say_how(name: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        make_retention(name)
+
+
+def test_each_scheduler_gets_its_own() -> None:
+    assert type(make_retention("lru")) is Retention
+    one, two = make_retention("worth:doubt=0.1"), make_retention("worth:doubt=0.1")
+    assert isinstance(one, Worth) and one is not two and one.doubt == 0.1
+    assert np.isfinite(one._index).all()
