@@ -66,13 +66,13 @@ def show(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    plan = Plan(minutes=args.minutes)
-    outcome = run(plan, lambda text: print(text, flush=True))
-    about = {
+    about = {  # first: if it fails, no minutes are lost
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "versions": versions(),
     }
+    plan = Plan(minutes=args.minutes)
+    outcome = run(plan, lambda text: print(text, flush=True))
     if args.json_file:
         text = json.dumps({"command": "gpu", **about, **as_json(plan, outcome)}, indent=2)
         Path(args.json_file).write_text(text + "\n", encoding="utf-8")
