@@ -10,6 +10,8 @@ def lend(pool: BlockPool, source: int, row: int, blocks: int) -> None:
     """`row`, which must be empty, reads the first full blocks of `source`, of whatever kind."""
     if pool.cache is None:
         pool.cache = PrefixCache(len(pool.held))
+    if not pool.cache.knows(row):
+        pool.cache.add(row, ())
     pages, page = list[Page](), None
     for ids in pool.blocks_of(source)[:, :blocks].T.tolist():
         pages.append(page := Page(b"", tuple(ids), page))
