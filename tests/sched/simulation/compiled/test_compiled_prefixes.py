@@ -95,7 +95,7 @@ def by_what_is_found(**changes: Any) -> UnifiedPolicy:
     host=st.sampled_from([HOST, SLOW_HOST]),
     padding=st.sampled_from([None, ENGINE]),
     replicas=st.sampled_from([1, 1, 2]),
-    routing=st.sampled_from(["round_robin", "least_loaded", "slo"]),
+    routing=st.sampled_from(["round_robin", "least_loaded", Routing("slo", prefixes=False)]),
 )
 @settings(max_examples=60, deadline=None)
 def test_compiled_or_not(
