@@ -120,7 +120,7 @@ def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit,
         max_prefill=limits.max_prefill_tokens,
         max_len=min(info.max_model_len, info.pool_tokens),
         hidden=info.hidden_read is not None,
-        swaps=scheduler.policy.moves_cache,
+        swaps=scheduler.policy.moves_cache or scheduler.host.capacity > 0,
     )
     taken: list[list[float]] = [[] for _ in wanted]
     begin = time.perf_counter()

@@ -114,7 +114,7 @@ class _After:
     def _pin(self, cache: PrefixCache, rows: np.ndarray) -> None:
         """These start and read what they find, before any operation."""
         for row in rows.tolist():
-            chain = cache.chain(row)
+            chain = [page for page in cache.chain(row) if page.ids]  # the others take new blocks
             for index, page in enumerate(chain):
                 ids, side = list(page.ids), cache.side(row)
                 alone = not self.refs[ids[0]]

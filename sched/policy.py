@@ -20,6 +20,7 @@ from jaxserve.sched.cost.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.reachability import prefill_times
 from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.request import Tier
 from jaxserve.sched.row_columns import grow_columns
 from jaxserve.sched.state.request_table import RequestTable
 
@@ -243,6 +244,11 @@ class Policy(abc.ABC):
     def side(self, tier: int) -> int:
         """The side from which requests of this tier fill blocks (`Direction`)."""
         return LEFT
+
+    @property
+    def two_sided(self) -> bool:
+        """Whether some tiers fill blocks from one side, and some from the other."""
+        return len({self.side(tier) for tier in Tier}) > 1
 
     def row_limit(self, limits: Limits) -> int:
         """Requests that may hold cache."""

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.cache.block_pool import BlockPool
-from jaxserve.sched.cache.block_sizes import blocks_a_plane
+from jaxserve.sched.cache.block_sizes import blocks_a_plane, slots_for
 from jaxserve.sched.cache.cache_kinds import HIDDEN, LEFT
+from jaxserve.sched.cache.host_pages import HostPages
 from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.cache.prefix_cache import PrefixCache
 from jaxserve.sched.cache.retention import Retention
@@ -63,7 +64,8 @@ class Scheduler:
         max_model_len: Tokens of the longest request.
         capacity: Requests at a time.
         cost_model, padding, seed, rho, projects: What the policy sees of them, see `View`.
-        host_slots: Capacity of the host memory for checkpoints.
+        host_slots: Capacity of the host memory, for checkpoints and for blocks that are to be found
+            again; the latter not where tiers fill blocks from both sides.
         reuse: Whether full blocks are found again by requests with the same tokens
             (`sched/cache/prefix_cache.py`).
         retention: Which of them stay; None for `lru`.
@@ -92,10 +94,10 @@ class Scheduler:
         width = blocks_a_plane(max_model_len, block_size)
         self.policy, self.checked = policy, checked
         self.table = self._make_table(capacity)
-        self.cache = PrefixCache(capacity, retention) if reuse else None
+        self.host = HostMemory(host_slots, capacity)
+        self.cache = self._make_cache(block_size, retention) if reuse else None
         self.pool = self._make_pool(num_blocks, block_size, capacity, width)
         self.pool.cache = self.cache
-        self.host = HostMemory(host_slots, capacity)
         self._lengths = Oracle(capacity)
         oracle = self._lengths if policy.hypothetical else None
         self.view = View(
@@ -124,6 +126,29 @@ class Scheduler:
 
     def _make_pool(self, num_blocks: int, block_size: int, capacity: int, width: int) -> BlockPool:
         return BlockPool(num_blocks, block_size, capacity, width)
+
+    def _make_cache(self, block_size: int, retention: Retention | None) -> PrefixCache:
+        memory, rows, host = self.host, self.table.capacity, None
+        if memory.capacity and not self.policy.two_sided:
+            host = HostPages(memory, int(slots_for(block_size)), self._least_depth)
+        return PrefixCache(rows, retention, host)
+
+    def _least_depth(self) -> float:
+        """How many blocks have to come before one for copying it to host memory and back to take no
+        longer than computing it, as part of a chunk."""
+        size, time = self.pool.block_size, self.view.cost_model.batch_time
+        before = np.array([0, size])
+
+        def chunk(tokens: int, before: np.ndarray) -> BatchFeatures:
+            quad = tokens * (tokens + 2 * before)
+            return BatchFeatures(tokens, tokens, 0, 0, quad, 1, before)
+
+        computed = time(chunk(2 * size, before)) - time(chunk(size, before + size))
+        first, second = np.broadcast_to(computed, 2).tolist()
+        lacking = float(self.view.swap_time(np.array([size]))[0]) - first
+        if lacking <= 0:
+            return 0.0
+        return lacking / (second - first) if second > first else math.inf
 
     def add(
         self,
@@ -317,14 +342,15 @@ class Scheduler:
     def _book(self, plan: BatchPlan, moves: list[Move]) -> Step:
         """moves: gets those that the step has."""
         table, rows, counts = self.table, plan.rows, plan.num_tokens
-        if self.cache is not None:
-            self._pin(plan)
+        arriving = [] if self.cache is None else self._pin(plan)
         self._operate(plan, moves)
         self._start(plan)
         if self.host.num_used:
             for row in rows[self.host.tokens[rows] > 0].tolist():
                 self.host.release(row)  # what it does not restore it computes again
         self.pool.grow_all(rows, plan.reserve)
+        if self.cache is not None and self.cache.host is not None:
+            self._move_pages(self.cache, self.cache.host, arriving, moves)
         start, before = table.computed[rows], table.generated[rows]
         end = start + counts
         emits = end == table.prompt_len[rows] + before
@@ -359,25 +385,69 @@ class Scheduler:
         self._progress.note(step.num_tokens, step.num_recomputed_tokens, losers)
         return step
 
-    def _pin(self, plan: BatchPlan) -> None:
-        """Those that start read what they find, before anything else takes its room."""
+    def _pin(self, plan: BatchPlan) -> list[tuple[int, int, list[int]]]:
+        """Those that start read what they find, before anything else takes its room. Returns what
+        they find in host memory: row, number of its first block there, keys of all."""
         cache, table, size = self.cache, self.table, self.pool.block_size
         assert cache is not None
+        arriving: list[tuple[int, int, list[int]]] = []
         starts = plan.rows[table.state[plan.rows] == WAITING]
         for row in starts.tolist():
             pages = cache.start(row)
-            if pages:
-                self.pool.share(row, pages, cache.side(row))
-                cache.num_reused += len(pages)
+            keys = [page.host for page in pages if page.host is not None]
+            here = len(pages) - len(keys)
+            if here:
+                self.pool.share(row, pages[:here], cache.side(row))
+            if keys:
+                arriving.append((row, here, keys))
+            cache.num_reused += len(pages)
             if cache.knows(row) and not table.preemptions[row]:
                 tier = table.tier[row]
                 table.found[row] = len(pages) * size
                 cache.num_queried[tier] += table.prompt_len[row]
                 cache.num_hit[tier] += len(pages) * size
+                cache.num_host_hit[tier] += len(keys) * size
         reading = starts[self.pool.held[starts] > 0]
         if len(reading):
             table.move(reading, RUNNING)
             self.shares.left(int(table.tenant[reading[-1]]))
+        return arriving
+
+    def _move_pages(
+        self,
+        cache: PrefixCache,
+        host: HostPages,
+        arriving: list[tuple[int, int, list[int]]],
+        moves: list[Move],
+    ) -> None:
+        """Adds the moves of pages to host memory, before all others, for these may overwrite them,
+        and from there. arriving: as `_pin` has it; those rows have blocks for them by now."""
+        pool, keys, blocks = self.pool, list[int](), list[np.ndarray]()
+        for row, first, mine in arriving:
+            end = first + len(mine)
+            keys += mine
+            blocks.append(pool.tables[row, :, first:end].T.ravel())
+            self._register(row, first, end, launched=False)
+        cache.trim_host()
+        new, dropped, loaded = host.take_new(), host.take_dropped(), set(keys)
+        if early := [key for key in dropped if key not in loaded]:
+            moves.insert(0, Discard(tuple(early)))
+        if new:
+            ids = np.array([ids for _, ids in new]).ravel()
+            moves.insert(len(early) > 0, Save(tuple(key for key, _ in new), *self._slots(ids)))
+            self.host.num_saved += pool.block_size * len(ids)
+        if keys:
+            ids = np.concatenate(blocks)
+            moves.append(Load(tuple(keys), *self._slots(ids)))
+            self.host.num_restored += pool.block_size * len(ids)
+        if late := [key for key in dropped if key in loaded]:
+            moves.append(Discard(tuple(late)))
+
+    def _slots(self, ids: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
+        """Slots of pages whose blocks these are: how many each has, and all of them."""
+        size = self.pool.block_size
+        slots = np.stack([np.repeat(ids, size), np.tile(np.arange(size), len(ids))], axis=1)
+        return (2 * size,) * (len(ids) // 2), slots.astype(np.int32)
 
     def _register_all(self, rows: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
         """The blocks that these rows fill up to `end`. Later steps run after this one, so others

@@ -64,7 +64,8 @@ class CacheConfig:
             start had less; but room for four such requests.
         memory_fraction: Of the memory that is free on the device, or the host, what weights, pool
             and steps take.
-        host_gib: Host memory for checkpoints of caches, for policies that make them.
+        host_gib: Host memory for caches: checkpoints, for policies that make them, and with
+            prefix_caching blocks that leave the pool (not under bros).
         hidden_read: How policies with hidden caches have them read: auto (absorbed where positions
             are not rotated, else projected; none where they bring nothing, see
             docs/architecture.md) | absorbed | projected.

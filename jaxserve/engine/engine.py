@@ -274,6 +274,8 @@ class Engine:
             observer_failures=failures.observers,
             prefix_cache_queries={} if cache is None else _by_tier(cache.num_queried),
             prefix_cache_hits={} if cache is None else _by_tier(cache.num_hit),
+            prefix_cache_host_hits={} if cache is None else _by_tier(cache.num_host_hit),
+            prefix_cache_host_tokens=0 if cache is None else cache.num_on_host * pool.block_size,
             prefix_cache_evicted=0 if cache is None else cache.num_evicted * pool.block_size,
         )
 

@@ -137,8 +137,8 @@ class EngineStats:
         blocks_free: blocks that an allocation may take.
         blocks: used blocks by kind of cache and tier, `{("kv", "realtime"): 12, ...}`, see
             `sched.slo.tiers.blocks_used`.
-        host_slots_total: slots of host memory for checkpoints.
-        host_slots_used: those in use.
+        host_slots_total: slots of host memory for caches.
+        host_slots_used: those that hold checkpoints.
         slots_checkpointed: slots copied to host memory.
         slots_restored: slots copied back from there.
         host_full: preemptions whose caches found no room in host memory.
@@ -153,7 +153,9 @@ class EngineStats:
         prefix_cache_queries: by tier, prompt tokens of started requests that may find some of them
             computed; empty without prefix caching, as the next one is.
         prefix_cache_hits: by tier, those of them that were found.
-        prefix_cache_evicted: tokens that can no longer be found, for others took their blocks.
+        prefix_cache_host_hits: by tier, those of these that were found in host memory.
+        prefix_cache_host_tokens: tokens in host memory that may be found there.
+        prefix_cache_evicted: tokens that can no longer be found, for others took their room.
     """
 
     waiting: int
@@ -176,6 +178,8 @@ class EngineStats:
     observer_failures: int = 0
     prefix_cache_queries: dict[str, int] = field(default_factory=dict)
     prefix_cache_hits: dict[str, int] = field(default_factory=dict)
+    prefix_cache_host_hits: dict[str, int] = field(default_factory=dict)
+    prefix_cache_host_tokens: int = 0
     prefix_cache_evicted: int = 0
 
 

@@ -132,7 +132,7 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
     )
     add("--rules", choices=tuple(simulator.RULES), default="jaxserve", help="whose accounting")
     add("--kv_tokens", type=positive_int, help="M, tokens of KV cache (the system's)")
-    add("--host_tokens", type=positive_int, default=0, help="of checkpoints on the host (0)")
+    add("--host_tokens", type=positive_int, default=0, help="of caches on the host (0)")
     add("--block_size", type=positive_int, help="tokens of a block (16; infermax_paper: 1)")
     add("--max_batch_tokens", type=positive_int, help="C (the system's)")
     add("--max_prefill_tokens", type=positive_int, help="P (512 where prompts are chunked, else C)")

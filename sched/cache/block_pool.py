@@ -188,7 +188,7 @@ class BlockPool:
         return np.asarray(self._reading[rows])
 
     def _is_of_one(self, page: Page) -> bool:
-        return bool(self.refs[page.ids[0]] < 2)
+        return not page.ids or bool(self.refs[page.ids[0]] < 2)
 
     def slots_of(self, row: int, first: int, end: int) -> np.ndarray:
         """Where the row's cached tokens [first, end) lie, plane by plane, int32 [planes * (end -
@@ -385,12 +385,14 @@ class BlockPool:
             return True
         if index:
             before = cache.page(row, index - 1)
-            if before is None or before.ids[0] != self.tables[row, 0, index - 1]:
-                return before is None
+            if before is None or not before.ids:
+                return True
+            if before.ids[0] != self.tables[row, 0, index - 1]:
+                return False
         page = cache.page(row, index)
         mine = self.tables[row, :, index].copy()
         alone = bool((self.refs[mine] == 1).all())
-        if page is None:
+        if page is None or not page.ids:
             if alone and self.cap[row, index] == self.block_size:
                 cache.register(row, index, tuple(mine.tolist()))
             return True

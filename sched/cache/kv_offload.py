@@ -122,6 +122,11 @@ class HostMemory:
         np.add.at(self.tokens, rows, end - first)
         return np.asarray(keys)
 
+    def new_key(self) -> int:
+        """A key for what is no segment of a row's."""
+        self._next_key += 1
+        return self._next_key - 1
+
     def _add_to_several(self, rows: np.ndarray, new: np.ndarray) -> None:
         lists = {row: list(self.segments(row)) for row in rows.tolist()}
         for row, segment in zip(rows.tolist(), map(_segment, new), strict=True):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import LEFT
+from jaxserve.sched.cache.host_pages import HostPages
 from jaxserve.sched.cache.prefix_sketch import PrefixSketch
 from jaxserve.sched.cache.retention import Reader, Retention
 from jaxserve.sched.request import Tier
@@ -31,7 +32,8 @@ class Page:
 
     Attributes:
         key: Of its tokens and all before them, with the side from which it was filled.
-        ids: Of its blocks; none once it is forgotten.
+        ids: Of its blocks; none while it is in host memory, and once it is forgotten.
+        host: Its key in host memory; None where it is not there.
         before: The page of the tokens before; None for the first.
         depth: How many pages come before it.
         after: The pages right behind it.
@@ -39,7 +41,7 @@ class Page:
         note: What retention knows of it.
     """
 
-    __slots__ = ("after", "before", "depth", "finders", "ids", "key", "note")
+    __slots__ = ("after", "before", "depth", "finders", "host", "ids", "key", "note")
     depth: int
     note: Any
 
@@ -48,6 +50,17 @@ class Page:
         self.depth = 0 if before is None else before.depth + 1
         self.after: set[Page] = set()
         self.finders: set[int] = set()
+        self.host: int | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is in the pool or in host memory."""
+        return bool(self.ids) or self.host is not None
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether none behind it is in the pool."""
+        return not any(page.ids for page in self.after)
 
 
 class PrefixCache:
@@ -56,24 +69,28 @@ class PrefixCache:
     Args:
         rows: Of the request table.
         retention: Which page goes first; None for `lru`.
+        host: Where pages go that leave the pool; None for nowhere.
 
     Attributes:
         found: int64 by row, pages that a waiting row would find.
         num_unread: Blocks of pages that nobody reads.
-        num_evicted: Pages that made room for others, so far.
+        num_evicted: Pages that made room for others and are nowhere any more, so far.
         num_reused: Pages that were read by those who found them, so far.
         moved: Rows that may find other pages than they did when this was last emptied.
         ends: Pages with finders.
         num_queried: int64 by tier, prompt tokens of requests with keys that have started, so far.
         num_hit: int64 by tier, those of them that were found.
+        num_host_hit: int64 by tier, those of them that were in host memory.
         sketch: Of all pages, and of what those rows will have that have come and not ended.
     """
 
-    def __init__(self, rows: int, retention: Retention | None = None) -> None:
-        self.retention = retention or Retention()
+    def __init__(
+        self, rows: int, retention: Retention | None = None, host: HostPages | None = None
+    ) -> None:
+        self.retention, self.host = retention or Retention(), host
         self.found = np.zeros(rows, np.int64)
         self.num_unread = self.num_evicted = self.num_reused = 0
-        self.num_queried, self.num_hit = np.zeros((2, len(Tier)), np.int64)
+        self.num_queried, self.num_hit, self.num_host_hit = np.zeros((3, len(Tier)), np.int64)
         self.sketch = PrefixSketch()
         self._pages: dict[bytes, Page] = {}
         self._of_block: dict[int, Page] = {}
@@ -92,6 +109,11 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._pages)
+
+    @property
+    def num_on_host(self) -> int:
+        """Pages in host memory."""
+        return 0 if self.host is None else len(self.host)
 
     def follow(self, rows: int) -> None:
         """Makes room for rows up to `rows`."""
@@ -187,7 +209,7 @@ class PrefixCache:
     def first_found(self) -> list[int]:
         """The K blocks of the first pages that those who wait find."""
         self.settle()
-        return [chain[0].ids[0] for chain in self._chain.values() if chain]
+        return [chain[0].ids[0] for chain in self._chain.values() if chain and chain[0].ids]
 
     def take_changed(self) -> list[int]:
         """Rows of which `found` has changed since the last call."""
@@ -203,7 +225,7 @@ class PrefixCache:
         woken, self._woken = self._woken, set()
         for row in woken & self._chain.keys():
             chain = self._chain[row]
-            while chain and not chain[-1].ids:  # whoever is forgotten is so with all behind
+            while chain and not chain[-1].is_known:  # whoever is forgotten is so with all behind
                 chain.pop()
             self._unlist(row)
             self._look(row)
@@ -213,6 +235,10 @@ class PrefixCache:
         keys, most, chain = self._keys[row], self._most[row], self._chain[row]
         while len(chain) < most and (page := self._pages.get(keys[len(chain)])) is not None:
             chain.append(page)
+        if self.host is not None and chain and not chain[-1].ids:
+            here = bisect.bisect_left(chain, True, key=lambda page: not page.ids)
+            if not self.host.pays(here, len(chain)):
+                del chain[here:]
         if chain:
             chain[-1].finders.add(row)
             self.ends.add(chain[-1])
@@ -247,18 +273,23 @@ class PrefixCache:
         return self._pages.get(keys[index]) if index < len(keys) else None
 
     def register(self, row: int, index: int, ids: tuple[int, ...]) -> Page:
-        """The row's block of that number, which it holds in these blocks, is full. Nobody has
-        registered its key, and those before it are known.
+        """The row's block of that number, which it holds in these blocks, is full. Its page is not
+        in the pool, and those before it are.
 
         Returns:
             The page.
         """
         keys = self._keys[row]
-        before = self._pages[keys[index - 1]] if index else None
-        page = self._pages[keys[index]] = Page(keys[index], ids, before)
-        self.sketch.add(keys[index : index + 1], index)
-        if before is not None:
-            before.after.add(page)
+        page = self._pages.get(keys[index])
+        if page is None:
+            before = self._pages[keys[index - 1]] if index else None
+            page = self._pages[keys[index]] = Page(keys[index], ids, before)
+            self.sketch.add(keys[index : index + 1], index)
+            if before is not None:
+                before.after.add(page)
+        elif self.host is not None:
+            self.host.drop(page)
+            page.ids = ids
         self.retention.made(page, self._readers[row])
         for block in ids:
             self._of_block[block] = page
@@ -280,7 +311,7 @@ class PrefixCache:
             self._unread[page] = None
             self.num_unread += len(page.ids)
             self.retention.stay(page)
-            if not page.after <= self._unread.keys():
+            if any(after.ids and after not in self._unread for after in page.after):
                 free += self.forget(page)  # whoever reads on has a copy of it
         return free
 
@@ -299,24 +330,42 @@ class PrefixCache:
         return True
 
     def evict(self, blocks: int) -> list[int]:
-        """Forgets pages that nobody reads, until so many blocks are free. Returns their ids; fewer
-        if there are no more."""
+        """Takes pages that nobody reads from the pool, until so many blocks are free: to host
+        memory, or they are forgotten. Returns their ids; fewer if there are no more."""
         found: list[int] = []
+        if self.host is not None:
+            self.host.look()
         while len(found) < blocks and self._unread:
             page = self.retention.first(self._unread)
-            found += self._forget(page, evicted=True)
-            self.num_evicted += 1
+            if self.host is not None and self.host.keeps(page):
+                ids = page.ids
+                found += self._vacate(page, evicted=True)
+                self.host.put(page, ids)
+            else:
+                found += self._lose(page)
         return found
 
-    def forget(self, page: Page) -> list[int]:
+    def trim_host(self) -> None:
+        """Forgets pages in host memory for which there is no room."""
+        while self.host is not None and (page := self.host.surplus()) is not None:
+            self._lose(page)
+
+    def _lose(self, page: Page) -> list[int]:
+        """Forgets the page, and all behind it, since others take its room."""
+        before = len(self._pages)
+        found = self.forget(page, evicted=True)
+        self.num_evicted += before - len(self._pages)
+        return found
+
+    def forget(self, page: Page, *, evicted: bool = False) -> list[int]:
         """The page is no longer what it was, or is no longer to be found, and so are all behind it.
-        Returns the blocks that are free by that."""
+        evicted: whether others take their room. Returns the blocks that are free by that."""
         found: list[int] = []
         behind = [page]
         for one in behind:
             behind += one.after
         for one in reversed(behind):
-            found += self._forget(one)
+            found += self._forget(one, evicted=evicted)
         return found
 
     def clear(self) -> list[int]:
@@ -334,8 +383,6 @@ class PrefixCache:
         """Forgets a page with none behind it. Returns its blocks, if nobody reads them."""
         del self._pages[page.key]
         self.sketch.add((page.key,), page.depth, -1)
-        for block in page.ids:
-            del self._of_block[block]
         before = page.before
         if before is not None:
             before.after.remove(page)
@@ -345,11 +392,24 @@ class PrefixCache:
                 else:
                     before.finders = page.finders
                 self.ends.add(before)
-            if not before.after and before in self._unread:
-                self.retention.bare(before)
         self._woken |= page.finders
         self.ends.discard(page)
+        found = self._vacate(page, evicted=evicted)
+        page.finders = set()
+        if self.host is not None:
+            self.host.drop(page)
+        return found
+
+    def _vacate(self, page: Page, *, evicted: bool) -> list[int]:
+        """The page is no longer in its blocks. Returns them, if nobody reads them."""
+        if not page.ids:
+            return []
+        for block in page.ids:
+            del self._of_block[block]
         free = list(page.ids) if self._leave(page) else []
-        page.ids, page.finders = (), set()
+        page.ids = ()
         self.retention.gone(page, evicted=evicted)
+        before = page.before
+        if before is not None and before in self._unread and before.is_bare:
+            self.retention.bare(before)
         return free

@@ -105,7 +105,7 @@ class Worth(Retention):
         else:
             turn, hits = min(note.turn, _TURNS - 1), min(note.hits, _HITS - 1)
             note.group = ((note.tier * 2 + note.answer) * _HITS + hits) * _TURNS + turn
-        if not page.after:
+        if page.is_bare:
             self.bare(page)
 
     def bare(self, page: Page) -> None:

@@ -110,6 +110,8 @@ def _run_compiled(
         raise NotCompiled("its routers look at what is in prefix caches")
     if options.prefix_caching and options.retention != LRU:
         raise NotCompiled(f"retention {options.retention} runs in Python only")
+    if options.prefix_caching and options.host_slots:
+        raise NotCompiled("host memory has what leaves its pool")
     seed_read = form.key is not None and knows_the_seed(form.key)
     try:
         from jaxserve.sched.simulation.compiled import run

@@ -121,7 +121,8 @@ def simulate(
         kv_tokens: M, tokens of K and V that the pool holds.
         num_blocks: The same in blocks, of which K and V of block_size tokens take two.
         block_size: Tokens of a block.
-        host_tokens: Tokens of K and V that host memory holds of checkpoints.
+        host_tokens: Tokens of K and V that host memory holds: of checkpoints, and with
+            prefix_caching of what leaves the pool.
         rules: A name of RULES.
         overlap: Instead of the rules'.
         replicas: How many, each with a policy of its own.

@@ -19,6 +19,7 @@ from jaxserve.engine.stats import StepRecorder
 from jaxserve.sched.cache.free_blocks import FreeBlocks
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Request, SamplingParams, Tier
+from jaxserve.sched.scheduler import Scheduler
 from tests.engine.conftest import Engines, Texts
 from tests.engine.harness import (
     SAMPLING,
@@ -105,6 +106,33 @@ def test_text(shapes: dict[str, Path], alone: Texts, second: list[list[int]], po
             assert generate(running, asked[-1:], **SHORT) == second[-1:]
         cache = running._scheduler.cache
         assert cache is not None and cache.num_reused and cache.num_evicted
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "goodput", "accelgen", "aptserve", "vllm"])
+def test_text_from_host_memory(
+    shapes: dict[str, Path],
+    alone: Texts,
+    second: list[list[int]],
+    policy: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # To compute a token of so small a model takes no longer than to copy it.
+    monkeypatch.setattr(Scheduler, "_least_depth", lambda self: 0.0)
+    fields = {**REUSE, **SCARCE, "scheduler__policy": policy, "engine__forbid_compile": False}
+    fields |= {"cache__num_blocks": 80, "cache__host_gib": 1e-3}
+    with engine(shapes["opt"], **fields) as running, poisoned(running):
+        assert generate(running, prompts(), **SAMPLING) == alone("opt")
+        for _ in range(2):
+            assert generate(running, next_turns(alone("opt")), **SHORT) == second
+        stats = running.stats()
+        assert sum(stats.prefix_cache_host_hits.values()) > 20 < stats.prefix_cache_host_tokens
+        assert stats.slots_restored >= 2 * sum(stats.prefix_cache_host_hits.values())
+        running.reset_prefix_cache()
+        assert cached(running, prompts()[0])[1] == 0
+        executor: Any = running.executor
+        there, kept = running.stats().prefix_cache_host_tokens, executor._mover._host.keys
+        assert running.stats().host_slots_used == 0 and there < 100
+        assert len(kept) * running.info().block_size == there, "what is forgotten is freed"
 
 
 @pytest.fixture(scope="module")

@@ -163,6 +163,8 @@ class FakeEngine:
             expected_wait={"realtime": self.wait_s.seconds, "best_effort": 2 * self.wait_s.seconds},
             prefix_cache_queries={"realtime": 300, "best_effort": 100},
             prefix_cache_hits={"realtime": 240, "best_effort": 0},
+            prefix_cache_host_hits={"realtime": 80, "best_effort": 0},
+            prefix_cache_host_tokens=96,
             prefix_cache_evicted=160,
         )
 

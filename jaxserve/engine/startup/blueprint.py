@@ -42,7 +42,7 @@ class Blueprint:
         buckets: the layouts to compile.
         allocated_blocks: blocks of the pool's array, see `array_blocks`.
         block_size: tokens of a block.
-        moves_cache: whether the policy moves caches, see `Policy`.
+        moves_cache: whether cached tokens are moved, see `Choices`.
         masked_sampling: whether to compile sampling with grammars' masks.
     """
 
@@ -75,7 +75,7 @@ class Blueprint:
             buckets=chosen.buckets,
             allocated_blocks=chosen.allocated_blocks,
             block_size=chosen.block_size,
-            moves_cache=chosen.policy.moves_cache,
+            moves_cache=chosen.moves_cache,
             masked_sampling=masked_sampling,
         )
 

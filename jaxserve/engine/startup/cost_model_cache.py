@@ -34,7 +34,7 @@ def key_of(tensor: int, chosen: Choices) -> dict[str, Any]:
         "tensor": tensor,
         "backend": model.backend,
         "hidden_read": model.hidden_read,
-        "moves_cache": chosen.policy.moves_cache,
+        "moves_cache": chosen.moves_cache,
         "dtype": chosen.dtype.name,
         "cache_dtype": chosen.cache_dtype.name,
         "block_size": chosen.block_size,

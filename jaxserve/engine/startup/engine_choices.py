@@ -67,7 +67,7 @@ class Choices:
         block_size: tokens of a block.
         pool_heads: KV heads of the whole pool.
         given_rho: rho from the configuration (see `View`); None to measure it.
-        host_slots: slots of host memory for checkpoints.
+        host_slots: slots of host memory for caches.
         profile: the measured system that the configuration names; None if it names none.
         modest: whether the pool's size was not configured, see `Demand`.
     """
@@ -86,6 +86,11 @@ class Choices:
     host_slots: int
     profile: System | None
     modest: bool = False
+
+    @property
+    def moves_cache(self) -> bool:
+        """Whether cached tokens are moved, by the policy or to be found again."""
+        return self.policy.moves_cache or self.host_slots > 0
 
 
 def choose(config: Config, memory: tuple[str, int] | None = None) -> Choices:
@@ -175,7 +180,10 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
         decode_chunk=kernels.chunk_tokens(demand.block_size, width),
         block_size=demand.block_size,
     )
-    moving = moving_workspace(policy, model, cached, pool_heads // tensor)
+    moves, gib = policy.moves_cache, config.cache.host_gib
+    goes_there = moves or (config.cache.prefix_caching and not policy.two_sided)
+    in_host = host_slots(gib, goes_there, model, cached, pool_heads // jax.process_count())
+    moving = moving_workspace(moves or in_host > 0, model, cached, pool_heads // tensor)
     room = pool_room(
         demand,
         model,
@@ -209,7 +217,7 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
         demand.block_size,
         pool_heads,
         given,
-        host_slots(config.cache.host_gib, policy, model, cached, pool_heads // jax.process_count()),
+        in_host,
         profile,
         demand.modest,
     )

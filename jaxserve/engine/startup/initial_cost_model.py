@@ -63,7 +63,7 @@ def find_initial_cost_model(
         max_prefill=limits.max_prefill_tokens,
         max_len=chosen.model.max_len,
         hidden=chosen.model.hidden_read is not None,
-        swaps=chosen.policy.moves_cache,
+        swaps=chosen.moves_cache,
     )
     model = timed_model(timer.seconds, wanted, timer.padding, num_layers, progress=progress)
     model = dataclasses.replace(model, overlapped=beside)  # timed one way after the other

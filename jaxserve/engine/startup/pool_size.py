@@ -14,7 +14,6 @@ from jaxserve.engine.startup.device_memory import free_memory
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import block_bytes, default_block_size
 from jaxserve.sched.cache.block_sizes import blocks_for
-from jaxserve.sched.policy import Policy
 
 GIB = 1 << 30
 _LITTLE = 16  # part of the memory that a pool may take for nothing
@@ -191,36 +190,36 @@ def hidden_workspace(
     return (projected_tokens * config.num_layers + 2 * gathered_tokens) * vector
 
 
-def moving_workspace(policy: Policy, config: ModelConfig, dtype: DTypeLike, heads: int) -> int:
-    """Bytes on each device for slots on their way to or from host memory; 0 if the policy moves
-    none.
+def moving_workspace(moves: bool, config: ModelConfig, dtype: DTypeLike, heads: int) -> int:
+    """Bytes on each device for slots on their way to or from host memory; 0 if none are moved.
 
     Args:
-        policy: the scheduling policy.
+        moves: whether caches are moved.
         config: the model.
         dtype: of the pool.
         heads: KV heads on each device.
     """
-    return STAGED_SLOTS * _slot_bytes(config, dtype, heads) if policy.moves_cache else 0
+    return STAGED_SLOTS * _slot_bytes(config, dtype, heads) if moves else 0
 
 
-def host_slots(
-    gib: float, policy: Policy, config: ModelConfig, dtype: DTypeLike, heads: int
-) -> int:
-    """Slots that host memory for checkpoints holds, each of one plane and all layers.
+def host_slots(gib: float, used: bool, config: ModelConfig, dtype: DTypeLike, heads: int) -> int:
+    """Slots that host memory holds of caches, each of one plane and all layers.
 
     Args:
         gib: cache.host_gib.
-        policy: the scheduling policy.
+        used: whether anything goes there.
         config: the model.
         dtype: of the pool.
         heads: KV heads that one host keeps.
 
     Raises:
-        ConfigError: memory is given, but the policy makes no checkpoints.
+        ConfigError: memory is given, but nothing goes there.
     """
-    if gib and not policy.moves_cache:
-        raise ConfigError(f"cache.host_gib={gib:g}: the policy makes no checkpoints")
+    if gib and not used:
+        raise ConfigError(
+            f"cache.host_gib={gib:g}: the policy makes no checkpoints, and without "
+            "cache.prefix_caching nothing else goes there"
+        )
     return int(gib * GIB // _slot_bytes(config, dtype, heads))
 
 

@@ -174,7 +174,7 @@ class EngineMetrics(Collector, Observer):
         text = "Blocks in use, by what they cache and who fills them."
         blocks = dict(sorted(stats.blocks.items()))
         yield self._family(GaugeMetricFamily, "num_blocks_used", text, blocks, "kind", "tier")
-        text = "Slots of host memory for checkpoints; a token takes one, K and V take two."
+        text = "Slots of host memory for caches; a token takes one, K and V take two."
         yield self._gauge("num_host_slots", text, stats.host_slots_total)
         text = "Slots of host memory that hold checkpoints."
         yield self._gauge("num_host_slots_used", text, stats.host_slots_used)
@@ -192,7 +192,11 @@ class EngineMetrics(Collector, Observer):
         yield self._tiers("prefix_cache_queries", text, stats.prefix_cache_queries)
         text = "Those of them that were found."
         yield self._tiers("prefix_cache_hits", text, stats.prefix_cache_hits)
-        text = "Tokens that can no longer be found, as others needed their blocks."
+        text = "Those of these that were found in host memory, and copied back."
+        yield self._tiers("prefix_cache_host_hits", text, stats.prefix_cache_host_hits)
+        text = "Tokens in host memory that may be found there."
+        yield self._gauge("prefix_cache_host_tokens", text, stats.prefix_cache_host_tokens)
+        text = "Tokens that can no longer be found, as others needed their room."
         yield self._counter("prefix_cache_evicted_tokens", text, stats.prefix_cache_evicted)
         text = "Until the first token of a prompt that came now."
         waits = {(tier,): seconds for tier, seconds in stats.expected_wait.items()}

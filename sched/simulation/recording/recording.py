@@ -159,7 +159,7 @@ class Header:
     Attributes:
         began: When the engine started, ISO 8601. Two files of one engine have the same.
         versions: Of jaxserve and of JAX.
-        host_slots: Slots of host memory for checkpoints.
+        host_slots: Slots of host memory for caches.
         cost_model: What it predicted steps with at first.
         padding: The shapes that it rounds batches up to.
         prefix_caching: Whether requests found what others had computed.

@@ -40,7 +40,7 @@ class Options:
     of `simulate`.
 
     Attributes:
-        host_slots: Slots of host memory for checkpoints.
+        host_slots: Slots of host memory for caches.
         max_model_len: Tokens of the longest request, prompt and limit.
         projects: Whether reads of hidden caches project them into K and V, see `View`.
     """

@@ -15,7 +15,6 @@ from jaxserve.engine.startup import engine_choices
 from jaxserve.engine.startup.model_options import load_shape
 from jaxserve.engine.startup.pool_size import Demand, moving_workspace, pool_room
 from jaxserve.sched.cache.block_pool import BlockPool
-from jaxserve.sched.registry import make_policy
 from tests.engine.conftest import Texts
 from tests.engine.harness import (
     SAMPLING,
@@ -97,12 +96,11 @@ def test_host_memory_is_for_policies_that_use_it(shapes: dict[str, Path]) -> Non
 
 
 def test_what_moves_has_room_beside_the_pool(shapes: dict[str, Path]) -> None:
-    policy = MovingCaches()
     _, config, _ = load_shape(ServedModelConfig(path=str(shapes["opt"])))
     slot = config.num_layers * config.num_kv_heads * config.head_dim * 4
     heads = config.num_kv_heads
-    assert moving_workspace(policy, config, "float32", heads) == 2 * ROOM * slot
-    assert moving_workspace(make_policy("vllm"), config, "float32", heads) == 0
+    assert moving_workspace(True, config, "float32", heads) == 2 * ROOM * slot
+    assert moving_workspace(False, config, "float32", heads) == 0
     demand = Demand(0, 16, 0, 0.9, 4096, 4096, 64)
     sizes: dict[str, Any] = {
         "weights": 0,

@@ -90,6 +90,17 @@ def trace(seed: int, rate: float, early: bool, count: int = 24, *, liars: bool =
     return Workload.create(arrival, lengths, limit=limit, terms=terms)
 
 
+def turns() -> Workload:
+    """Each begins as one of those before it has, or as what that was answered."""
+    workload, rng = trace(3, 20.0, True, count=40), np.random.default_rng(5)
+    prefixes = Prefixes.none(len(workload))
+    for number in range(1, len(workload)):
+        source = int(rng.integers(number))
+        most = min(int(workload.prompt_len[number]), int(workload.lengths.total[source]))
+        prefixes.prefix_of[number], prefixes.prefix_len[number] = source, rng.integers(1, most + 1)
+    return dataclasses.replace(workload, **vars(prefixes))
+
+
 @pytest.fixture
 def agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimulationResult]:
     """agree(make, workload, **fields of the configuration): the simulation, once everything in it
@@ -222,16 +233,22 @@ def test_the_plans_are_the_same_one_by_one(
 def test_so_is_what_is_found_again(
     policy: str, blocks: int, agree: Callable[..., SimulationResult]
 ) -> None:
-    workload, rng = trace(3, 20.0, True, count=40), np.random.default_rng(5)
-    prefixes = Prefixes.none(len(workload))
-    for number in range(1, len(workload)):
-        source = int(rng.integers(number))
-        most = min(int(workload.prompt_len[number]), int(workload.lengths.total[source]))
-        prefixes.prefix_of[number], prefixes.prefix_len[number] = source, rng.integers(1, most + 1)
-    workload = dataclasses.replace(workload, **vars(prefixes))
     fields = {"cache__num_blocks": blocks, "cache__prefix_caching": True}
-    found = agree(lambda: make_policy(policy), workload, **fields).requests.found
+    found = agree(lambda: make_policy(policy), turns(), **fields).requests.found
     assert found is not None and found.sum() > 100
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "goodput", "aptserve"])
+def test_so_is_what_comes_back_from_the_host(
+    policy: str, agree: Callable[..., SimulationResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, model in (("TRUE", TRUE), ("PRIOR", PRIOR)):  # copies pay
+        cheap = dataclasses.replace(model.coefficients, swapped_slot=5e-6)
+        monkeypatch.setitem(globals(), name, LinearCostModel(cheap, LAYERS))
+    gib = 2 * 1000 * SLOT_BYTES / GIB
+    fields = {"cache__num_blocks": SMALL, "cache__prefix_caching": True, "cache__host_gib": gib}
+    result = agree(lambda: make_policy(policy), turns(), **fields)
+    assert result.batches.loaded_slots.sum() > 100 < result.batches.saved_slots.sum()
 
 
 @pytest.mark.parametrize("policy", ["aptserve", "aptserve_fcfs"])

@@ -10,6 +10,7 @@ from jaxserve.sched.cache.block_pool import BlockPool
 from jaxserve.sched.cache.cache_kinds import NOBODY, Direction
 from jaxserve.sched.cache.free_blocks import FreeBlocks
 from jaxserve.sched.cache.kv_offload import HostMemory
+from jaxserve.sched.cache.prefix_cache import PrefixCache
 from jaxserve.sched.simulation.replica.counted_pool import CountedPool
 
 
@@ -53,32 +54,53 @@ def check_cache(pool: BlockPool, refs: np.ndarray) -> None:
     ids = [block for page in pages.values() for block in page.ids]
     assert len(set(ids)) == len(ids), "a block is in two pages"
     for page in pages.values():
-        assert len(set(refs[list(page.ids)].tolist())) == 1, "K is read where V is not"
         before = page.before
         assert before is None or pages.get(before.key) is before, "a page has lost what is before"
         assert before is None or page in before.after
-        assert before is None or refs[before.ids[0]] >= refs[page.ids[0]], "read without a prefix"
         assert all(other.before is page for other in page.after)
+        assert bool(page.ids) == (page.host is None), "a page is nowhere, or in both places"
+        if not page.ids:
+            continue
+        assert len(set(refs[list(page.ids)].tolist())) == 1, "K is read where V is not"
+        assert before is None or before.ids, "a page in the pool is behind one on the host"
+        assert before is None or refs[before.ids[0]] >= refs[page.ids[0]], "read without a prefix"
         assert cache.page_of(page.ids[0]) is page
-    unread = [p for p in pages.values() if not refs[p.ids[0]]]
+    unread = [p for p in pages.values() if p.ids and not refs[p.ids[0]]]
     assert set(unread) == set(cache._unread), "it is unknown who is read"
     assert cache.num_unread == sum(len(page.ids) for page in unread)
     places = {page: place for place, page in enumerate(cache._unread)}
     for page in unread:
-        assert all(places[other] < places[page] for other in page.after), "a prefix goes first"
+        behind = [other for other in page.after if other.ids]
+        assert all(places[other] < places[page] for other in behind), "a prefix goes first"
     for row, most in cache._most.items():
         keys, depth = cache._keys[row], 0
         while depth < most and keys[depth] in pages:
             depth += 1
-        assert [p.key for p in cache.chain(row)] == keys[:depth], "a row would find something else"
+        told = len(cache.chain(row))
+        assert [p.key for p in cache.chain(row)] == keys[:told], "a row would find something else"
+        if told < depth:
+            assert not pages[keys[told]].ids, "what is in the pool is always found"
+            assert cache.host is not None and cache.host.least_depth, "copies always pay"
+            depth = told
         assert cache.found[row] == depth
-        several = sum(int(refs[page.ids[0]] > 1) for page in cache.chain(row))
+        several = sum(int(refs[page.ids[0]] > 1) for page in cache.chain(row) if page.ids)
         assert pool._read(np.array([row])) == several, "it would take other blocks than it is told"
         for page in pages.values():
             assert (row in page.finders) == (depth > 0 and page is cache.chain(row)[-1])
         assert (depth < most) == (
             row in cache._wanted.get(keys[depth] if depth < most else b"", ())
         )
+
+
+def check_host_pages(cache: PrefixCache, host: HostMemory, block_size: int) -> None:
+    """AssertionError if pages in host memory are miscounted, or take what is not theirs."""
+    there = [page for page in cache.pages() if page.host is not None]
+    assert (cache.host is None and not there) or set(there) == set(cache.host._pages)
+    assert len({page.host for page in there}) == len(there), "two pages have one key"
+    assert host.num_used + 2 * block_size * len(there) <= host.capacity, "more than fits"
+    places = {page: place for place, page in enumerate(there and cache.host._pages)}
+    for page in there:
+        assert all(places[other] < places[page] for other in page.after), "a prefix goes first"
 
 
 def _check_free(blocks: FreeBlocks, used: np.ndarray) -> None:

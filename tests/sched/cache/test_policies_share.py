@@ -7,14 +7,22 @@ from collections import deque
 import numpy as np
 import pytest
 
+from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
+from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.registry import deployable
 from jaxserve.sched.request import Tier
-from tests.sched.cache.invariants import check_host, check_pool
+from tests.cost_models import FLAT
+from tests.sched.cache.device_contents import DeviceContents
+from tests.sched.cache.invariants import check_host, check_host_pages, check_pool
 from tests.sched.driver import Drive
 
 SIZE = 4  # tokens of a block
 MOST = 63  # tokens of a request
 POLICIES = deployable()
+DEEP_PAY = LinearCostModel(
+    Coefficients(1e-4, 1e-3, 0, 0, 0, 2e-5, 0, 0, 0, swapped_slot=1e-4), num_layers=1
+)
+"""Copies to the host and back pay for blocks that have two others before them."""
 
 
 def keys_of(tokens: np.ndarray) -> tuple[bytes, ...]:
@@ -24,13 +32,16 @@ def keys_of(tokens: np.ndarray) -> tuple[bytes, ...]:
 
 class Conversations:
     """An engine's loop around the scheduler: tokens arrive a step late, some requests are
-    cancelled, and prompts repeat what others have read or written."""
+    cancelled, and prompts repeat what others have read or written. All find in the pool what they
+    expect there."""
 
     def __init__(self, policy: str, rng: np.random.Generator) -> None:
         blocks, rows = 2 * int(rng.integers(16, 30)), int(rng.integers(2, 9))
         slots = int(64 * rng.integers(3))
         options = {"blocks": blocks, "block_size": SIZE, "rows": rows, "host_slots": slots}
-        self.drive = Drive(policy, reuse=True, rho=1e-6, **options)
+        model = FLAT if rng.integers(2) else DEEP_PAY
+        self.drive = Drive(policy, reuse=True, rho=1e-6, cost_model=model, **options)
+        self.device = DeviceContents(blocks, SIZE)
         self.rng, self.now = rng, 0.0
         self.tokens: dict[int, np.ndarray] = {}  # by row
         self.told: dict[int, int] = {}
@@ -51,6 +62,7 @@ class Conversations:
         """Whether anything was planned."""
         scheduler, table = self.drive.scheduler, self.drive.table
         step = scheduler.schedule(self.now)
+        self.device.run(step, self.drive.pool, self.tokens)
         scheduler.release_finished(step)
         self.late.append([(row, int(table.seq[row])) for row in step.emitting.tolist()])
         if len(self.late) > 1 or not len(step.rows):
@@ -59,6 +71,8 @@ class Conversations:
             self.finish(int(self.rng.choice(sorted(self.tokens))), complete=False)
         check_pool(self.drive.pool)
         check_host(scheduler.host)
+        assert scheduler.cache is not None
+        check_host_pages(scheduler.cache, scheduler.host, SIZE)
         self.now += 1.0
         return bool(len(step.rows))
 
@@ -93,4 +107,11 @@ def test_all_are_served(policy: str, seed: int) -> None:
         assert idle < 50, f"{len(traffic.tokens)} have not ended, and nothing is planned"
     scheduler = traffic.drive.scheduler
     assert scheduler.cache is not None and scheduler.cache.num_reused, "nothing was found"
+    second = scheduler.cache.host is not None
+    assert second == bool(scheduler.host.capacity and policy != "bros")
+    assert second == bool(scheduler.cache.num_host_hit.sum()), "in host memory"
     assert scheduler.is_empty
+    scheduler.forget_all()
+    traffic.device.run(scheduler.book(BatchPlan()), traffic.drive.pool, {})
+    assert not traffic.device.host
+    check_pool(traffic.drive.pool)

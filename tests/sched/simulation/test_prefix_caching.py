@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.settings import Routing
-from jaxserve.sched.simulation.simulator import simulate
+from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.workloads.shared_prefixes import reusable_tokens
 from jaxserve.sched.workloads.specs import WorkloadSpec
@@ -85,3 +86,30 @@ def test_without_prefix_caching_affinity_is_least_loaded() -> None:
         for name in ways
     )
     assert (one.requests.replica == other.requests.replica).all()
+
+
+def test_host_memory_keeps_what_leaves_the_pool_where_that_pays() -> None:
+    work, target = drawn("conversation", 60, 1.0), 2**20
+
+    def run(host_tokens: int, swapped: float = 8e-8) -> SimulationResult:
+        model = PLACE.cost_model
+        k = dataclasses.replace(model.coefficients, swapped_slot=swapped)
+        place = dataclasses.replace(PLACE, cost_model=dataclasses.replace(model, coefficients=k))
+        memory = {"kv_tokens": 20_000, "host_tokens": host_tokens}
+        return simulate("sarathi", work, place, block_size=BLOCK, prefix_caching=True, **memory)
+
+    def found(result: SimulationResult) -> int:
+        assert result.requests.found is not None
+        return int(result.requests.found.sum())
+
+    all_of_it = served(work, kv_tokens=target).requests.found
+    assert all_of_it is not None
+    none, some, much = run(0), run(10_000), run(target)
+    assert found(none) < found(some) < found(much) == all_of_it.sum()
+    assert none.requests.ttft.mean() > some.requests.ttft.mean() > much.requests.ttft.mean()
+    saved, loaded = (getattr(much.batches, name).sum() for name in ("saved_slots", "loaded_slots"))
+    assert saved >= loaded >= 2 * (found(much) - found(none))
+    dear = run(target, swapped=1e-3)
+    assert not dear.batches.saved_slots.any() and found(dear) == found(none)
+    with pytest.raises(SimulationError, match="host memory"):
+        served(work, host_tokens=target, compiled=True)

@@ -182,6 +182,8 @@ def test_gauges_are_a_snapshot_of_the_engine(metrics: Server, engine: FakeEngine
     assert value(samples, "prefix_cache_queries_total", tier="best_effort") == 100
     assert value(samples, "prefix_cache_hits_total", tier="realtime") == 240
     assert value(samples, "prefix_cache_hits_total", tier="best_effort") == 0
+    assert value(samples, "prefix_cache_host_hits_total", tier="realtime") == 80
+    assert value(samples, "prefix_cache_host_tokens") == 96
     assert value(samples, "prefix_cache_evicted_tokens_total") == 160
     assert value(samples, "num_blocks_used", kind="kv", tier="realtime") == 1
     assert value(samples, "num_blocks_used", kind="kv", tier="best_effort") == 0
