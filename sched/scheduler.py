@@ -66,7 +66,7 @@ class Scheduler:
         cost_model, padding, seed, rho, projects: What the policy sees of them, see `View`.
         host_slots: Capacity of the host memory, for checkpoints and for blocks that are to be found
             again; the latter not where tiers fill blocks from both sides.
-        reuse: Whether full blocks are found again by requests with the same tokens
+        prefix_caching: Whether full blocks are found again by requests with the same tokens
             (`sched/cache/prefix_cache.py`).
         retention: Which of them stay; None for `lru`.
         checked: Whether every plan is checked before it is booked.
@@ -84,7 +84,7 @@ class Scheduler:
         cost_model: CostModel,
         padding: Padding | None = None,
         host_slots: int = 0,
-        reuse: bool = False,
+        prefix_caching: bool = False,
         retention: Retention | None = None,
         seed: int = 0,
         rho: float | None = None,
@@ -95,7 +95,7 @@ class Scheduler:
         self.policy, self.checked = policy, checked
         self.table = self._make_table(capacity)
         self.host = HostMemory(host_slots, capacity)
-        self.cache = self._make_cache(block_size, retention) if reuse else None
+        self.cache = self._make_cache(block_size, retention) if prefix_caching else None
         self.pool = self._make_pool(num_blocks, block_size, capacity, width)
         self.pool.cache = self.cache
         self._lengths = Oracle(capacity)

@@ -39,7 +39,7 @@ class Drive:
         rho: float | None = None,
         projects: bool = False,
         host_slots: int = 0,
-        reuse: bool = False,
+        prefix_caching: bool = False,
         cost_model: CostModel = FLAT,
         **overrides: Any,
     ) -> None:
@@ -57,7 +57,7 @@ class Drive:
             rho=rho,
             projects=projects,
             host_slots=host_slots,
-            reuse=reuse,
+            prefix_caching=prefix_caching,
         )
         self.table, self.pool = self.scheduler.table, self.scheduler.pool
         self.plans: list[dict[int, int]] = []

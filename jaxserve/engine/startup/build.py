@@ -161,7 +161,7 @@ def assemble(
         cost_model=cost_model,
         padding=executor.buckets.padding,
         host_slots=chosen.host_slots,
-        reuse=config.cache.prefix_caching,
+        prefix_caching=config.cache.prefix_caching,
         retention=make_retention(config.cache.retention),
         seed=config.scheduler.seed,
         rho=initial.rho,

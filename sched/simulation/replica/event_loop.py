@@ -155,7 +155,7 @@ def _scheduler(policy: Policy, setting: Setting, options: Options) -> SimulatedS
         rho=options.rho,
         projects=options.projects,
         checked=options.checked,
-        reuse=options.prefix_caching,
+        prefix_caching=options.prefix_caching,
         retention=make_retention(options.retention),
     )
 

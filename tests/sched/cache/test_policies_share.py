@@ -40,7 +40,7 @@ class Conversations:
         slots = int(64 * rng.integers(3))
         options = {"blocks": blocks, "block_size": SIZE, "rows": rows, "host_slots": slots}
         model = FLAT if rng.integers(2) else DEEP_PAY
-        self.drive = Drive(policy, reuse=True, rho=1e-6, cost_model=model, **options)
+        self.drive = Drive(policy, prefix_caching=True, rho=1e-6, cost_model=model, **options)
         self.device = DeviceContents(blocks, SIZE)
         self.rng, self.now = rng, 0.0
         self.tokens: dict[int, np.ndarray] = {}  # by row

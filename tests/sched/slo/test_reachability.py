@@ -53,7 +53,7 @@ def test_a_prompt_that_takes_three_steps_has_no_token_in_two() -> None:
 
 
 def test_what_is_cached_brings_targets_within_reach() -> None:
-    drive = Drive("sarathi", c=64, p=16, block_size=16, cost_model=SECOND, reuse=True)
+    drive = Drive("sarathi", c=64, p=16, block_size=16, cost_model=SECOND, prefix_caching=True)
     keys = (b"a", b"b")
     first = drive.add(prompt=40, output=1, keys=keys, ttft=1.5)
     assert drive.table.ttft[first] == pytest.approx(3.0, rel=1e-5), "three steps"

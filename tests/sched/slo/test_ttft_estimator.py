@@ -51,7 +51,7 @@ def test_prompts_before_it_are_computed_first() -> None:
 
 
 def test_what_is_cached_is_not_waited_for() -> None:
-    drive = Drive("sarathi", reuse=True, block_size=4)
+    drive = Drive("sarathi", prefix_caching=True, block_size=4)
     keys = tuple(b"abcde"[:end] for end in range(1, 6))
     drive.add(prompt=20, output=1, keys=keys)
     came = request(20)
