@@ -114,8 +114,14 @@ def batch_time(costs: Costs, batch: BatchFeatures) -> float:
 
 @kernel
 def prefill_time(costs: Costs, cached: int, length: int, chunk: int) -> float:
-    """Seconds of the steps that compute a prompt of so many tokens in pieces of `chunk`, from token
-    `cached` on, as `sched/cost/reachability.py` has it."""
+    """Seconds of the steps that compute the rest of a prompt (`sched/cost/reachability.py`).
+
+    Args:
+        costs: Of a setting.
+        cached: Tokens that are there already.
+        length: Of the prompt.
+        chunk: Tokens of a step.
+    """
     seconds = 0.0
     while cached < length:
         count = min(chunk, length - cached)
