@@ -55,7 +55,7 @@ _FLAGS = (
     "--config.scheduler.max_queue=24",
     "--config.server.max_calls=24",
 )
-_HOST = "--config.cache.host_gib=0.002"  # for policies that have a use for it
+_HOST = "--config.cache.host_gib=0.002"  # for checkpoints, or for blocks that are found again
 _EXIT_S = 120.0
 
 
@@ -109,7 +109,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         policy = make_policy(scheduler.policy, **scheduler.params)
     except ValueError as error:
         raise UsageError(f"--policy: {error}") from error
-    if policy.moves_cache:
+    if policy.moves_cache or args.config.cache.prefix_caching:
         args.flags.insert(0, _HOST)
     return args
 

@@ -45,6 +45,29 @@ def scored(caller: Caller) -> None:
         caller.ledger.problem(f"scored: a good call ended with {ended}")
 
 
+def conversation(caller: Caller) -> None:
+    """Asks a few times, each time with more behind what was asked before, under a cache salt of its
+    own: nothing of others' is found, and the last answer is what it is to who finds nothing."""
+    asked, salt, ended = caller.asked(shortest=8, longest=24), uuid.uuid4().hex, "ok"
+    asked.sampling, texts = {"ignore_eos": True}, list[str]()
+    try:
+        for turn, cache_salt in enumerate((salt, salt, salt, uuid.uuid4().hex)):
+            body = soak_frontends.completion(asked, cache_salt=cache_salt)
+            found = whole_http(caller, "conversation", COMPLETIONS, body)
+            cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+            if cached and (cache_salt != salt or not turn):
+                caller.ledger.problem(f"conversation: {cached} tokens of others' were found")
+            texts.append(found["choices"][0]["text"])
+            if turn < 2:  # the third and the fourth ask the same
+                asked.prompt = asked.prompt + asked.prompt[:8]
+        if texts[2] != texts[3]:
+            caller.ledger.problem("conversation: a text is not what it is where nothing is found")
+    except soak_frontends.Refused as error:
+        ended = error.status
+    if ended not in {"ok", *_OVERLOADED}:
+        caller.ledger.problem(f"conversation: a good call ended with {ended}")
+
+
 def slow(caller: Caller) -> None:
     """Reads a stream with pauses."""
     pauses = caller.rng.uniform(0.01, 0.1)
@@ -160,7 +183,8 @@ def asked_about(caller: Caller) -> None:
 
 
 KINDS: Mapping[Callable[[Caller], None], float] = {
-    whole: 0.3,
+    whole: 0.24,
+    conversation: 0.06,
     scored: 0.04,
     slow: 0.08,
     cancelled: 0.2,

@@ -202,11 +202,12 @@ def test_its_table_and_exit_code_say_what_did_not_hold(
 
 
 @pytest.mark.parametrize(
-    ("policy", "moves"), [("bros:max_age=9", True), ("accelgen", False), ("sarathi", False)]
+    ("policy", "reuse", "takes"),
+    [("bros:max_age=9", False, True), ("sarathi", False, False), ("sarathi", True, True)],
 )
-def test_there_is_host_memory_for_policies_that_take_it(policy: str, moves: bool) -> None:
-    flags = soak.parse([f"--policy={policy}"]).flags
-    assert any("host_gib" in flag for flag in flags) == moves
+def test_there_is_host_memory_for_what_takes_it(policy: str, reuse: bool, takes: bool) -> None:
+    asked = [f"--policy={policy}", f"--config.cache.prefix_caching={str(reuse).lower()}"]
+    assert any("host_gib" in flag for flag in soak.parse(asked).flags) == takes
 
 
 @pytest.mark.parametrize(
