@@ -135,17 +135,9 @@ class Scheduler:
 
     def _least_depth(self) -> float:
         """How many blocks have to come before one for copying it to host memory and back to take no
-        longer than computing it, as part of a chunk."""
-        size, time = self.pool.block_size, self.view.cost_model.batch_time
-        before = np.array([0, size])
-
-        def chunk(tokens: int, before: np.ndarray) -> BatchFeatures:
-            quad = tokens * (tokens + 2 * before)
-            return BatchFeatures(tokens, tokens, 0, 0, quad, 1, before)
-
-        computed = time(chunk(2 * size, before)) - time(chunk(size, before + size))
-        first, second = np.broadcast_to(computed, 2).tolist()
-        lacking = float(self.view.swap_time(np.array([size]))[0]) - first
+        longer than computing it."""
+        first, second = self._page_seconds(np.arange(2)).tolist()
+        lacking = float(self.view.swap_time(np.array([self.pool.block_size]))[0]) - first
         if lacking <= 0:
             return 0.0
         return lacking / (second - first) if second > first else math.inf

@@ -40,8 +40,10 @@ class HostPages:
         return len(self._pages)
 
     def look(self) -> None:
-        """Asks anew from which depth on pages are worth it."""
-        self.least_depth = self._worth_from()
+        """Asks anew from which depth on pages are worth it, unless some have come since the last
+        step."""
+        if not self._new:
+            self.least_depth = self._worth_from()
 
     def keeps(self, page: Page) -> bool:
         """Whether a page that leaves the pool should come here: deep ones are dearer to compute,

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import CacheKind
+from jaxserve.sched.cache.retention import LRU
 from jaxserve.sched.cost.cost_model import CostModel
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Limits
-from jaxserve.sched.registry import make_policy
+from jaxserve.sched.registry import make_policy, make_retention
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.state.request_table import State
@@ -40,6 +41,7 @@ class Drive:
         projects: bool = False,
         host_slots: int = 0,
         prefix_caching: bool = False,
+        retention: str = LRU,
         cost_model: CostModel = FLAT,
         **overrides: Any,
     ) -> None:
@@ -58,6 +60,7 @@ class Drive:
             projects=projects,
             host_slots=host_slots,
             prefix_caching=prefix_caching,
+            retention=make_retention(retention),
         )
         self.table, self.pool = self.scheduler.table, self.scheduler.pool
         self.plans: list[dict[int, int]] = []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -94,7 +95,7 @@ class Mover:
         for key, count in zip(keys, counts, strict=True):
             mine = local_shape(self._staging, _staged_shape(pool, count))
             self._host.allocate(key, mine, pool.dtype)
-        first = 0
+        first, ends = 0, [*itertools.accumulate(counts)]
         for piece, count in _pieces(slots):
             self._host.make_room(len(piece))
             staged = self._out(pool, *self._put(piece, count))
@@ -102,7 +103,7 @@ class Mover:
                 staged.copy_to_host_async()
             else:
                 staged = jax.device_put(staged, self._pinned)
-            self._host.copy_from(staged, _parts(keys, counts, first, first + count))
+            self._host.copy_from(staged, _parts(keys, ends, first, first + count))
             first += count
 
     def load(
@@ -120,9 +121,9 @@ class Mover:
             The pool with them.
         """
         kept = {key: self._host.get_copy(key) for key in keys}
-        first = 0
+        first, ends = 0, [*itertools.accumulate(counts)]
         for piece, count in _pieces(slots):
-            parts = [kept[key][a:b] for key, a, b in _parts(keys, counts, first, first + count)]
+            parts = [kept[key][a:b] for key, a, b in _parts(keys, ends, first, first + count)]
             self._make_room(len(piece))
             mine = _joined(parts, len(piece))
             staged = put_local_part(mine, self._staging, _staged_shape(pool, len(piece)))
@@ -209,15 +210,17 @@ def _pieces(places: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
 
 
 def _parts(
-    keys: Sequence[int], counts: Sequence[int], first: int, end: int
+    keys: Sequence[int], ends: Sequence[int], first: int, end: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Which keys the entries [first, end) belong to, of counts[i] entries for each keys[i]: (key,
+    """Which keys the entries [first, end) belong to, where those of keys[i] end at ends[i]: (key,
     first, end) within the key's own."""
-    ends = itertools.accumulate(counts)
-    for key, count, behind in zip(keys, counts, ends, strict=True):
-        a, b = max(first, behind - count), min(end, behind)
-        if a < b:
-            yield key, a - behind + count, b - behind + count
+    at = bisect.bisect_right(ends, first)
+    while first < end:
+        begin = ends[at - 1] if at else 0
+        until = min(end, ends[at])
+        if first < until:
+            yield keys[at], first - begin, until - begin
+        first, at = until, at + 1
 
 
 def _joined(parts: list[np.ndarray], size: int) -> np.ndarray:

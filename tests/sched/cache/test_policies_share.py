@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.registry import deployable
+from jaxserve.sched.registry import RETENTIONS, deployable
 from jaxserve.sched.request import Tier
 from tests.cost_models import FLAT
 from tests.sched.cache.device_contents import DeviceContents
@@ -20,7 +20,7 @@ SIZE = 4  # tokens of a block
 MOST = 63  # tokens of a request
 POLICIES = deployable()
 DEEP_PAY = LinearCostModel(
-    Coefficients(1e-4, 1e-3, 0, 0, 0, 2e-5, 0, 0, 0, swapped_slot=1e-4), num_layers=1
+    Coefficients(1e-4, 1e-3, 0, 0, 0, 2e-5, 0, 0, 0, swapped_slot=4e-4), num_layers=1
 )
 """Copies to the host and back pay for blocks that have two others before them."""
 
@@ -39,8 +39,9 @@ class Conversations:
         blocks, rows = 2 * int(rng.integers(16, 30)), int(rng.integers(2, 9))
         slots = int(64 * rng.integers(3))
         options = {"blocks": blocks, "block_size": SIZE, "rows": rows, "host_slots": slots}
-        model = FLAT if rng.integers(2) else DEEP_PAY
-        self.drive = Drive(policy, prefix_caching=True, rho=1e-6, cost_model=model, **options)
+        options["cost_model"] = FLAT if rng.integers(2) else DEEP_PAY
+        options["retention"] = str(rng.choice([*RETENTIONS]))
+        self.drive = Drive(policy, prefix_caching=True, rho=1e-6, **options)
         self.device = DeviceContents(blocks, SIZE)
         self.rng, self.now = rng, 0.0
         self.tokens: dict[int, np.ndarray] = {}  # by row
