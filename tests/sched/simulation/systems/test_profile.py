@@ -134,8 +134,8 @@ def test_fidelity_compares_prediction_and_measurement(tmp_path: Path) -> None:
     asked = {"num_requests": 4, "seed": 0, "repeats": 2}
     result = fidelity.run(tiny(tmp_path), rate=50.0, **asked)
     rows = result["loads"]
-    assert [row["load"] for row in rows][-1] == "mixed, 50 requests/s"
-    assert len(rows) == 6
+    assert [row["load"] for row in rows][-2:] == ["mixed, 50 requests/s", "chats, 200 requests/s"]
+    assert len(rows) == 7
     for row in rows:
         for name in fidelity.MEASURES:
             predicted, measured = row["predicted"][name], row["measured"][name]
