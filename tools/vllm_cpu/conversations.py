@@ -91,6 +91,7 @@ def compare(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
             for flags, name in (([], engine), (["--no_cache"], f"{engine}, no cache")):
                 script = str(ROOT / "tools" / "vllm_cpu" / "conversations.py")
                 told = run([python, script, f"--engine={engine}", *sizes, *flags])
+                print(f"{name}: {told['first_s']:.1f}, {told['later_s']:.1f}", file=sys.stderr)
                 found.setdefault(name, []).append(told)
     return found
 
