@@ -124,10 +124,11 @@ class _After:
                 if alone:
                     self.owners[ids, side], self.at[ids, side] = row, index
             self.held[row] = self.known[row] = len(chain)
-            self.kind[row], self.direction[row] = KV, cache.side(row)
+            self.direction[row] = cache.side(row)
         for at in np.flatnonzero(np.isin(self.plan.rows, rows)).tolist():
             kind, side = _start_of(self.plan, at)
-            _demand(kind == KV, "what is found is planned as a hidden cache")
+            same = kind == self.kind[self.plan.rows[at]]
+            _demand(same, "what is found is planned as a cache of the other kind")
             same = side == self.direction[self.plan.rows[at]]
             _demand(same, "what is found is planned to be filled from the other side")
 

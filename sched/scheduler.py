@@ -95,7 +95,8 @@ class Scheduler:
         self.policy, self.checked = policy, checked
         self.table = self._make_table(capacity)
         self.host = HostMemory(host_slots, capacity)
-        self.cache = self._make_cache(block_size, retention) if prefix_caching else None
+        hidden = policy.hybrid_cache and rho is not None
+        self.cache = self._make_cache(block_size, retention, hidden) if prefix_caching else None
         self.pool = self._make_pool(num_blocks, block_size, capacity, width)
         self.pool.cache = self.cache
         self._lengths = Oracle(capacity)
@@ -127,11 +128,13 @@ class Scheduler:
     def _make_pool(self, num_blocks: int, block_size: int, capacity: int, width: int) -> BlockPool:
         return BlockPool(num_blocks, block_size, capacity, width)
 
-    def _make_cache(self, block_size: int, retention: Retention | None) -> PrefixCache:
+    def _make_cache(
+        self, block_size: int, retention: Retention | None, hidden: bool
+    ) -> PrefixCache:
         memory, rows, host = self.host, self.table.capacity, None
         if memory.capacity and not self.policy.two_sided:
             host = HostPages(memory, int(slots_for(block_size)), self._least_depth)
-        return PrefixCache(rows, retention, host)
+        return PrefixCache(rows, retention, host, hidden=hidden)
 
     def _least_depth(self) -> float:
         """How many blocks have to come before one for copying it to host memory and back to take no
@@ -318,6 +321,7 @@ class Scheduler:
         for row in cache.take_changed():
             if self.table.state[row] in (WAITING, HELD):
                 self.table.computed[row] = int(cache.found[row]) * self.pool.block_size
+                self.pool.kind[row] = cache.kind[row]
 
     def book(self, plan: BatchPlan) -> Step:
         """The second half of `schedule`: from here on the plan counts as carried out. If it fails,
@@ -558,6 +562,9 @@ class Scheduler:
     def _to_kv(self, plan: BatchPlan, op: ProjectToKV) -> list[Move]:
         rows = op.rows
         self.pool.project_to_kv(rows)
+        if self.cache is not None:
+            for row, full in zip(rows.tolist(), self.table.computed[rows].tolist(), strict=True):
+                self._register(row, 0, full // self.pool.block_size, launched=False)
         tables, sides = self.pool.tables[rows], self.pool.direction[rows]
         return [ProjectSlots(rows, self.table.computed[rows], tables, sides)]
 

@@ -39,7 +39,7 @@ class BlockPool:
             [row, 1] its V blocks. Entries past `held[row]` are stale.
         held: int64 [max_owners], blocks a plane.
         kind, direction: int8 [max_owners] of `CacheKind` and `Direction`; KV and LEFT for rows
-            without cache.
+            without cache, but for those that wait the kind of what they would find.
         cap: int16 [max_owners, width], the most tokens that each of a row's blocks has on the
             device: block_size, or fewer where the last ones are on the host (BROS section 5.2).
         owners: int32 [blocks, 2], of blocks that have been out: [:, Direction] is the row that
@@ -281,6 +281,7 @@ class BlockPool:
         counts = self.held[rows]
         owner = np.repeat(rows, counts)
         index = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.forget(self.tables[owner, 0, index])
         self.tables[owner, 1, index] = self._take(owner, self.direction[owner], index)
         self._private[rows] += counts
         self.kind[rows] = KV
@@ -357,7 +358,8 @@ class BlockPool:
         ids = np.array([page.ids for page in pages], np.int32).T
         for page in pages:
             self.cache.read(page, row)
-        self.kind[row], self.direction[row] = KV, side
+        self.kind[row], self.direction[row] = pages[0].kind, side
+        self._hidden = self._hidden or pages[0].kind == HIDDEN
         self.tables[row, : len(ids), : len(pages)] = ids
         alone = self.refs[ids] == 0
         self._share(ids.ravel(), row)
@@ -380,21 +382,21 @@ class BlockPool:
         """
         cache = self.cache
         assert cache is not None
-        other = self.kind[row] != KV or self.direction[row] != cache.side(row)
-        if other or index >= min(cache.num_keys(row), int(self.held[row])):
+        kind = int(self.kind[row])
+        if self.direction[row] != cache.side(row) or index >= min(cache.num_keys(row), int(self.held[row])):
             return True
         if index:
-            before = cache.page(row, index - 1)
+            before = cache.page(row, index - 1, kind)
             if before is None or not before.ids:
                 return True
             if before.ids[0] != self.tables[row, 0, index - 1]:
                 return False
-        page = cache.page(row, index)
-        mine = self.tables[row, :, index].copy()
+        page = cache.page(row, index, kind)
+        mine = self.blocks_of(row)[:, index].copy()
         alone = bool((self.refs[mine] == 1).all())
         if page is None or not page.ids:
             if alone and self.cap[row, index] == self.block_size:
-                cache.register(row, index, tuple(mine.tolist()))
+                cache.register(row, index, tuple(mine.tolist()), kind)
             return True
         if page.ids[0] == mine[0] or not alone:
             return True
@@ -403,7 +405,7 @@ class BlockPool:
             cache.read(page, row)
             self._share(ids, row)
             self.owners[ids] = NOBODY
-            self.tables[row, :, index] = ids
+            self.tables[row, : len(ids), index] = ids
             self._let_go(mine, row, int(self.direction[row]))
         return swap
 

@@ -1,8 +1,11 @@
-"""Full blocks that are found again: which block holds K and V of which tokens, by key.
+"""Full blocks that are found again: which block holds the cache of which tokens, by key.
 
 A key stands for all tokens up to the end of its block (`jaxserve/engine/block_keys.py`), so blocks
 form a tree: who finds one finds all before it. A block that nobody reads stays until its room is
 wanted, and counts as free. vLLM calls this automatic prefix caching, SGLang a radix cache.
+
+K and V of some tokens and their hidden vectors are different pages. A row finds the longer chain of
+one kind, K and V of two that are as long, and starts with a cache of that kind.
 
 Rows that wait are told what they would find (`found`), and that is kept right as blocks come and
 go: the next one that a row lacks is in `_wanted`, and the last one that it finds knows the row.
@@ -17,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.cache.cache_kinds import LEFT
+from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT
 from jaxserve.sched.cache.host_pages import HostPages
 from jaxserve.sched.cache.prefix_sketch import PrefixSketch
 from jaxserve.sched.cache.retention import Reader, Retention
@@ -25,13 +28,15 @@ from jaxserve.sched.request import Tier
 from jaxserve.sched.row_columns import grow_columns
 
 _NOBODY: frozenset[int] = frozenset()
+_X = b"X"  # ends the keys of hidden vectors
 
 
 class Page:
-    """A block of K and one of V that are known.
+    """A block of K and one of V that are known, or one of hidden vectors.
 
     Attributes:
-        key: Of its tokens and all before them, with the side from which it was filled.
+        kind: `CacheKind` of what it holds.
+        key: Of its tokens and all before them, with its kind and the side from which it was filled.
         ids: Of its blocks; none while it is in host memory, and once it is forgotten.
         host: Its key in host memory; None where it is not there.
         before: The page of the tokens before; None for the first.
@@ -41,12 +46,12 @@ class Page:
         note: What retention knows of it.
     """
 
-    __slots__ = ("after", "before", "depth", "finders", "host", "ids", "key", "note")
+    __slots__ = ("after", "before", "depth", "finders", "host", "ids", "key", "kind", "note")
     depth: int
     note: Any
 
-    def __init__(self, key: bytes, ids: tuple[int, ...], before: Page | None) -> None:
-        self.key, self.ids, self.before = key, ids, before
+    def __init__(self, key: bytes, ids: tuple[int, ...], before: Page | None, kind: int) -> None:
+        self.key, self.ids, self.before, self.kind = key, ids, before, kind
         self.depth = 0 if before is None else before.depth + 1
         self.after: set[Page] = set()
         self.finders: set[int] = set()
@@ -69,10 +74,13 @@ class PrefixCache:
     Args:
         rows: Of the request table.
         retention: Which page goes first; None for `lru`.
-        host: Where pages go that leave the pool; None for nowhere.
+        host: Where pages of K and V go that leave the pool; None for nowhere.
+        hidden: Whether anybody has hidden caches.
 
     Attributes:
         found: int64 by row, pages that a waiting row would find.
+        kind: int8 by row, their `CacheKind`.
+        num_hidden: Pages of hidden vectors.
         num_unread: Blocks of pages that nobody reads.
         num_evicted: Pages that made room for others and are nowhere any more, so far.
         num_reused: Pages that were read by those who found them, so far.
@@ -85,10 +93,16 @@ class PrefixCache:
     """
 
     def __init__(
-        self, rows: int, retention: Retention | None = None, host: HostPages | None = None
+        self,
+        rows: int,
+        retention: Retention | None = None,
+        host: HostPages | None = None,
+        *,
+        hidden: bool = False,
     ) -> None:
-        self.retention, self.host = retention or Retention(), host
-        self.found = np.zeros(rows, np.int64)
+        self.retention, self.host, self._hidden = retention or Retention(), host, hidden
+        self.found, self.kind = np.zeros(rows, np.int64), np.zeros(rows, np.int8)
+        self.num_hidden = 0
         self.num_unread = self.num_evicted = self.num_reused = 0
         self.num_queried, self.num_hit, self.num_host_hit = np.zeros((3, len(Tier)), np.int64)
         self.sketch = PrefixSketch()
@@ -104,7 +118,7 @@ class PrefixCache:
         self.moved: set[int] = set()
         self.ends: set[Page] = set()
         self._wanted: dict[bytes, set[int]] = {}
-        self._wants: dict[int, bytes] = {}  # by row that waits, and would find more
+        self._wants: dict[int, tuple[bytes, ...]] = {}  # by row that waits, and would find more
         self._woken: set[int] = set()  # rows of which what they find may have changed
 
     def __len__(self) -> int:
@@ -117,7 +131,7 @@ class PrefixCache:
 
     def follow(self, rows: int) -> None:
         """Makes room for rows up to `rows`."""
-        grow_columns(self, rows, found=0)
+        grow_columns(self, rows, found=0, kind=KV)
 
     # Rows.
 
@@ -148,6 +162,10 @@ class PrefixCache:
         """How many of the blocks with these keys, in order, are there. Any thread may ask; the
         answer may be a step old."""
         end = b"" if side == LEFT else b"R"
+        found = self._length(keys, end)
+        return max(found, self._length(keys, end + _X)) if self.num_hidden else found
+
+    def _length(self, keys: Sequence[bytes], end: bytes) -> int:
         return bisect.bisect_left(keys, True, key=lambda key: key + end not in self._pages)
 
     def num_keys(self, row: int) -> int:
@@ -176,7 +194,7 @@ class PrefixCache:
             return []
         self._unlist(row)
         del self._chain[row], self._most[row]
-        self._tell(row, 0)
+        self._tell(row, 0, KV)
         return chain
 
     def remove(self, row: int) -> None:
@@ -231,26 +249,36 @@ class PrefixCache:
             self._look(row)
 
     def _look(self, row: int) -> None:
-        """The row finds whatever follows what it finds already."""
+        """The row finds whatever follows what it finds already, or the other kind if that goes
+        further."""
         keys, most, chain = self._keys[row], self._most[row], self._chain[row]
+        if chain and chain[0].kind == HIDDEN:
+            chain = []
         while len(chain) < most and (page := self._pages.get(keys[len(chain)])) is not None:
             chain.append(page)
         if self.host is not None and chain and not chain[-1].ids:
             here = bisect.bisect_left(chain, True, key=lambda page: not page.ids)
             if not self.host.pays(here, len(chain)):
                 del chain[here:]
+        wants = keys[len(chain) : most][:1]
+        if self._hidden:
+            hidden = self._length(keys[:most], _X) if self.num_hidden else 0
+            wants += [key + _X for key in keys[hidden:most][:1]]
+            if hidden > len(chain):
+                chain = [self._pages[key + _X] for key in keys[:hidden]]
+        self._chain[row] = chain
         if chain:
             chain[-1].finders.add(row)
             self.ends.add(chain[-1])
-        if len(chain) < most:
-            key = self._wants[row] = keys[len(chain)]
+        self._wants[row] = tuple(wants)
+        for key in wants:
             self._wanted.setdefault(key, set()).add(row)
-        self._tell(row, len(chain))
+        self._tell(row, len(chain), chain[0].kind if chain else KV)
 
-    def _tell(self, row: int, found: int) -> None:
+    def _tell(self, row: int, found: int, kind: int) -> None:
         self.moved.add(row)
-        if self.found[row] != found:
-            self.found[row] = found
+        if self.found[row] != found or self.kind[row] != kind:
+            self.found[row], self.kind[row] = found, kind
             self._changed.add(row)
 
     def _unlist(self, row: int) -> None:
@@ -260,30 +288,32 @@ class PrefixCache:
             end.finders.discard(row)
             if not end.finders:
                 self.ends.discard(end)
-        wanted = self._wanted.get(key := self._wants.pop(row, b""), set())
-        wanted.discard(row)
-        if not wanted:
-            self._wanted.pop(key, None)
+        for key in self._wants.pop(row, ()):
+            wanted = self._wanted.get(key, set())
+            wanted.discard(row)
+            if not wanted:
+                self._wanted.pop(key, None)
 
     # Pages.
 
-    def page(self, row: int, index: int) -> Page | None:
-        """The page with the key of the row's block of that number, if there is one."""
-        keys = self._keys.get(row, ())
-        return self._pages.get(keys[index]) if index < len(keys) else None
+    def page(self, row: int, index: int, kind: int = KV) -> Page | None:
+        """The page of that kind with the key of the row's block of that number, if there is one."""
+        keys, end = self._keys.get(row, ()), _X if kind == HIDDEN else b""
+        return self._pages.get(keys[index] + end) if index < len(keys) else None
 
-    def register(self, row: int, index: int, ids: tuple[int, ...]) -> Page:
+    def register(self, row: int, index: int, ids: tuple[int, ...], kind: int = KV) -> Page:
         """The row's block of that number, which it holds in these blocks, is full. Its page is not
         in the pool, and those before it are.
 
         Returns:
             The page.
         """
-        keys = self._keys[row]
-        page = self._pages.get(keys[index])
+        keys, page = self._keys[row], self.page(row, index, kind)
         if page is None:
-            before = self._pages[keys[index - 1]] if index else None
-            page = self._pages[keys[index]] = Page(keys[index], ids, before)
+            before = self.page(row, index - 1, kind) if index else None
+            key = keys[index] + (_X if kind == HIDDEN else b"")
+            page = self._pages[key] = Page(key, ids, before, kind)
+            self.num_hidden += kind == HIDDEN
             self.sketch.add(keys[index : index + 1], index)
             if before is not None:
                 before.after.add(page)
@@ -337,7 +367,7 @@ class PrefixCache:
             self.host.look()
         while len(found) < blocks and self._unread:
             page = self.retention.first(self._unread)
-            if self.host is not None and self.host.keeps(page):
+            if self.host is not None and page.kind == KV and self.host.keeps(page):
                 ids = page.ids
                 found += self._vacate(page, evicted=True)
                 self.host.put(page, ids)
@@ -382,7 +412,10 @@ class PrefixCache:
     def _forget(self, page: Page, *, evicted: bool = False) -> list[int]:
         """Forgets a page with none behind it. Returns its blocks, if nobody reads them."""
         del self._pages[page.key]
-        self.sketch.add((page.key,), page.depth, -1)
+        key = page.key
+        if page.kind == HIDDEN:
+            key, self.num_hidden = key[: -len(_X)], self.num_hidden - 1
+        self.sketch.add((key,), page.depth, -1)
         before = page.before
         if before is not None:
             before.after.remove(page)

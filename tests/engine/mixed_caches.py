@@ -1,7 +1,7 @@
 """Policies for tests: their requests hold caches of both kinds, and go from one to the other.
 
-A request starts hidden or KV by turns, the other way round after each preemption; every other
-hidden one becomes KV in place once it has cached enough.
+A request starts hidden or KV by turns, the other way round after each preemption, but as what it
+finds; every other hidden one becomes KV in place once it has cached enough.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
 
 @dataclass
 class Seen:
-    """What happened: rows that were planned as hidden, projections, batches with both kinds."""
+    """What happened: rows that were planned as hidden, those of them that started with what others
+    had computed, projections, batches with both kinds."""
 
     hidden: int = 0
+    found: int = 0
     projected: int = 0
     mixed: int = 0
 
@@ -43,10 +45,12 @@ class MixedCaches(UnifiedPolicy):
     def candidates(self, view: View, rows: np.ndarray) -> Candidates:
         table = view.table
         waiting = table.state[rows] != RUNNING
+        anew = waiting & (table.computed[rows] == 0)
         start = (table.seq[rows] + table.preemptions[rows]) % 2
         project_to_kv = (table.seq[rows] % 4 == 1) & (table.computed[rows] >= ENOUGH)
+        project_to_kv &= ~waiting & ~view.pool.sharing(rows)
         stay = np.where(project_to_kv, KV, view.pool.kind[rows])
-        kinds = np.where(waiting, start, stay).astype(np.int64)
+        kinds = np.where(anew, start, stay).astype(np.int64)
         return dataclasses.replace(super().candidates(view, rows), kinds=kinds)
 
     def plan(self, view: View, now: float) -> BatchPlan:
@@ -55,6 +59,7 @@ class MixedCaches(UnifiedPolicy):
         widens = runs & (plan.kinds == KV) & (view.pool.kind[plan.rows] == HIDDEN)
         hidden = plan.kinds == HIDDEN
         self.seen.hidden += int(hidden.sum())
+        self.seen.found += int((hidden & ~runs & (table.computed[plan.rows] > 0)).sum())
         self.seen.projected += int(widens.sum())
         self.seen.mixed += int(hidden.any() and not hidden.all())
         to_kv = (ProjectToKV(plan.rows[widens]),) if widens.any() else ()

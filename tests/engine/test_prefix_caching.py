@@ -15,11 +15,13 @@ from jaxserve.engine.block_keys import BlockKeys
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import Output
 from jaxserve.engine.sequence import Continuation
+from jaxserve.engine.startup import engine_choices
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.sched.cache.free_blocks import FreeBlocks
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
+from tests.engine import mixed_caches
 from tests.engine.conftest import Engines, Texts
 from tests.engine.harness import (
     SAMPLING,
@@ -106,6 +108,25 @@ def test_text(shapes: dict[str, Path], alone: Texts, second: list[list[int]], po
             assert generate(running, asked[-1:], **SHORT) == second[-1:]
         cache = running._scheduler.cache
         assert cache is not None and cache.num_reused and cache.num_evicted
+
+
+def test_text_of_hidden_vectors(
+    shapes: dict[str, Path],
+    alone: Texts,
+    second: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some become K and V in place, and are found as such."""
+    monkeypatch.setattr(engine_choices, "make_policy", mixed_caches.make)
+    fields = {**REUSE, **SCARCE, "scheduler__policy": "mixed_chunks", "cache__rho": "0"}
+    fields |= {"cache__num_blocks": 120, "engine__forbid_compile": False}
+    with engine(shapes["opt"], **fields) as running, poisoned(running):
+        assert generate(running, prompts(), **SAMPLING) == alone("opt")
+        asked = next_turns(alone("opt"))[-8:]
+        for _ in range(2):
+            assert generate(running, asked, **SHORT) == second[-8:]
+        policy: Any = running._scheduler.policy
+        assert policy.seen.found and policy.seen.projected and policy.seen.mixed
 
 
 @pytest.mark.parametrize("policy", ["sarathi", "goodput", "accelgen", "aptserve", "vllm"])

@@ -114,16 +114,22 @@ def _start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> 
     tokens = np.minimum(tokens, budget.tokens - before)
     order, tokens = order[tokens > 0], tokens[tokens > 0]
     rows = rows[order]
-    return Starts(rows, tokens, np.where(_found(view, rows), _KV, choice.kinds[order]))
+    return Starts(rows, tokens, _kinds(view, rows, choice.kinds[order]))
 
 
 def _found(view: View, rows: np.ndarray) -> np.ndarray:
-    """Which of these waiting rows find K and V that others have computed, bool [n]."""
+    """Which of these waiting rows find what others have computed, bool [n]. They start with a cache
+    of the same kind."""
     return np.asarray(view.table.computed[rows] > 0)
 
 
+def _kinds(view: View, rows: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Of the caches with which these waiting rows start, if these are chosen for the others."""
+    return np.where(_found(view, rows), view.pool.kind[rows], chosen)
+
+
 def _choose(view: View, rows: np.ndarray, values: Value, free: int) -> Choice:
-    kv = view.pool.needed(rows, values.tokens, np.full(len(rows), _KV))
+    kv = view.pool.needed(rows, values.tokens, _kinds(view, rows, np.full(len(rows), _KV)))
     if values.penalty is None:
         return choose(Offers(values.value, kv), free)
     hidden = np.where(_found(view, rows), kv, view.pool.blocks_for(values.tokens, _HIDDEN))
@@ -134,7 +140,8 @@ def start_in_turn(view: View, queue: Weighed, budget: StartBudget) -> Starts:
     """First come, first served, without overtaking. Hidden caches let more requests start; what
     memory they leave turns those of the first into K and V."""
     rows, tokens = queue.rows, view.table.pending(queue.rows)
-    most = least = view.pool.needed(rows, queue.tokens, np.full(len(rows), _KV))
+    kinds = _kinds(view, rows, np.full(len(rows), _KV))
+    most = least = view.pool.needed(rows, queue.tokens, kinds)
     found = _found(view, rows)
     if budget.hidden:
         least = np.where(found, most, view.pool.blocks_for(queue.tokens, _HIDDEN))
@@ -142,11 +149,11 @@ def start_in_turn(view: View, queue: Weighed, budget: StartBudget) -> Starts:
     fits = (np.cumsum(least) <= budget.blocks) & (np.arange(len(rows)) < budget.slots)
     fits &= (before < budget.tokens) if budget.chunked else (before + tokens <= budget.tokens)
     count = len(rows) if fits.all() else int(np.argmin(fits))
-    kinds = np.full(count, _KV)
+    kinds = kinds[:count]
     penalty = queue.of_chosen(slice(count)).values.penalty if budget.hidden and count else None
     if penalty is not None:
         left = budget.blocks - int(least[:count].sum())
         more = most[:count] - least[:count]
         kv = (np.cumsum(more) <= left) & (penalty > 0)
-        kinds = np.where(kv | found[:count], _KV, _HIDDEN)
+        kinds = np.where(kv | found[:count], kinds, _HIDDEN)
     return Starts(rows[:count], np.minimum(tokens, budget.tokens - before)[:count], kinds)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from jaxserve.sched.cache.block_pool import BlockPool
-from jaxserve.sched.cache.cache_kinds import NOBODY, Direction
+from jaxserve.sched.cache.cache_kinds import HIDDEN, NOBODY, Direction
 from jaxserve.sched.cache.free_blocks import FreeBlocks
 from jaxserve.sched.cache.kv_offload import HostMemory
-from jaxserve.sched.cache.prefix_cache import PrefixCache
+from jaxserve.sched.cache.prefix_cache import Page, PrefixCache
 from jaxserve.sched.simulation.replica.counted_pool import CountedPool
 
 
@@ -73,23 +74,34 @@ def check_cache(pool: BlockPool, refs: np.ndarray) -> None:
         behind = [other for other in page.after if other.ids]
         assert all(places[other] < places[page] for other in behind), "a prefix goes first"
     for row, most in cache._most.items():
-        keys, depth = cache._keys[row], 0
-        while depth < most and keys[depth] in pages:
-            depth += 1
-        told = len(cache.chain(row))
-        assert [p.key for p in cache.chain(row)] == keys[:told], "a row would find something else"
-        if told < depth:
-            assert not pages[keys[told]].ids, "what is in the pool is always found"
+        keys = cache._keys[row][:most]
+        hidden = [key + b"X" for key in keys]
+        depth, other = _known(keys, pages), _known(hidden, pages)
+        chain = cache.chain(row)
+        # It is told before either goes on beyond what it finds. What is on the host and does not
+        # pay yet may, once more of it is in the pool.
+        wanted = [keys[depth if cache.host is None else 0 : len(chain) + 1]]
+        wanted += [hidden[other : len(chain) + 1]] if cache._hidden else []
+        for each in wanted if len(chain) < most else ():
+            assert any(row in cache._wanted.get(key, ()) for key in each), "it would not be told"
+        kinds = {page.kind for page in chain}
+        assert kinds <= {cache.kind[row]} and cache.found[row] == len(chain)
+        if kinds == {HIDDEN}:
+            assert other > depth or cache.host is not None, "K and V of as much are preferred"
+            depth, keys = other, hidden
+        assert [p.key for p in chain] == keys[: len(chain)], "a row would find something else"
+        if len(chain) < depth:
+            assert not pages[keys[len(chain)]].ids, "what is in the pool is always found"
             assert cache.host is not None and cache.host.least_depth, "copies always pay"
-            depth = told
-        assert cache.found[row] == depth
-        several = sum(int(refs[page.ids[0]] > 1) for page in cache.chain(row) if page.ids)
+        several = sum(int(refs[page.ids[0]] > 1) for page in chain if page.ids)
         assert pool._read(np.array([row])) == several, "it would take other blocks than it is told"
         for page in pages.values():
-            assert (row in page.finders) == (depth > 0 and page is cache.chain(row)[-1])
-        assert (depth < most) == (
-            row in cache._wanted.get(keys[depth] if depth < most else b"", ())
-        )
+            assert (row in page.finders) == (len(chain) > 0 and page is chain[-1])
+
+
+def _known(keys: Sequence[bytes], pages: Mapping[bytes, Page]) -> int:
+    """How many of the first of these there are, without a gap."""
+    return next((count for count, key in enumerate(keys) if key not in pages), len(keys))
 
 
 def check_host_pages(cache: PrefixCache, host: HostMemory, block_size: int) -> None:

@@ -12,8 +12,7 @@ def lend(pool: BlockPool, source: int, row: int, blocks: int) -> None:
         pool.cache = PrefixCache(len(pool.held))
     if not pool.cache.knows(row):
         pool.cache.add(row, ())
-    pages, page = list[Page](), None
+    pages, page, kind = list[Page](), None, int(pool.kind[source])
     for ids in pool.blocks_of(source)[:, :blocks].T.tolist():
-        pages.append(page := Page(b"", tuple(ids), page))
+        pages.append(page := Page(b"", tuple(ids), page, kind))
     pool.share(row, pages, int(pool.direction[source]))
-    pool.kind[row] = pool.kind[source]
