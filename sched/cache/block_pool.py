@@ -383,7 +383,9 @@ class BlockPool:
         cache = self.cache
         assert cache is not None
         kind = int(self.kind[row])
-        if self.direction[row] != cache.side(row) or index >= min(cache.num_keys(row), int(self.held[row])):
+        if self.direction[row] != cache.side(row) or index >= min(
+            cache.num_keys(row), int(self.held[row])
+        ):
             return True
         if index:
             before = cache.page(row, index - 1, kind)

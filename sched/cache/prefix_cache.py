@@ -305,6 +305,12 @@ class PrefixCache:
         """The row's block of that number, which it holds in these blocks, is full. Its page is not
         in the pool, and those before it are.
 
+        Args:
+            row: The row.
+            index: Number of the block.
+            ids: Where it is: a block of K and one of V, or one of hidden vectors.
+            kind: Which of both, `CacheKind`.
+
         Returns:
             The page.
         """
