@@ -192,6 +192,8 @@ def with_vllm(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
     first, later = talk(args, generate)
+    # Python's exit waits for its processes, which nothing else ends.
+    engine.llm_engine.engine_core.shutdown()
     return {"first_s": first, "later_s": later, "found": found // 2, "settings": settings}
 
 
