@@ -1,9 +1,16 @@
 """Kernels that numba compiles, called by XLA's own threads through its foreign function interface.
 
 A handler is given a call frame by XLA (the C structures of `xla/ffi/api/c_api.h`, which jaxlib
-carries) and returns 0 for success. It cuts its work into shares, which XLA's threads and itself
-take one by one from a counter: whoever is free takes the next, and a thread that comes late finds
-nothing left. No Python runs in it, and none is waited for.
+carries) and returns 0 for success. It cuts its work into shares, which helpers and itself take one
+by one from a counter: whoever is free takes the next, and a thread that comes late finds nothing
+left. No Python runs in it, and none is waited for.
+
+Helpers are threads of this process, one for each core but the caller's. A decode step makes
+hundreds of calls of some tens of microseconds each, and to wake a thread takes about as long; so a
+helper looks for the next call for a while before it sleeps, and yields meanwhile, since XLA's own
+threads want the cores for what lies between. Each has a place, where a caller leaves its block and
+from which it takes it back if the helper has not come by the end. Whoever takes a block from a
+place holds it.
 """
 
 from __future__ import annotations
@@ -12,7 +19,7 @@ import ctypes
 import functools
 import hashlib
 import logging
-import re
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -39,19 +46,28 @@ FAST: dict[str, Any] = {**INLINE, "fastmath": {"nnan", "nsz", "arcp", "contract"
 
 # Words of 8 bytes into XLA's structures.
 _FRAME = 21  # XLA_FFI_CallFrame, without the future at its end
-_EXTENSION, _API, _CONTEXT, _STAGE, _ARGS, _RETS = 1, 2, 3, 4, 9, 14
+_EXTENSION, _API, _STAGE, _ARGS, _RETS = 1, 2, 4, 9, 14
 _EXECUTE = 3  # the stage
 _DATA, _DIMS = 3, 5  # of XLA_FFI_Buffer
 _VERSION = 4  # of XLA_FFI_Api
 
 # Words into what the threads of one call share.
-_NEXT, _DONE, _HOLDERS, _SHARES, _PLAN, _COUNT, _OPERANDS = range(7)
+_NEXT, _DONE, _HOLDERS, _SHARES, _PLAN, _COUNT, _TASK, _OPERANDS = range(8)
+
+# Words into a helper's part of memory, which has lines of the caches to itself: a block to help
+# with, whether it sleeps, and both ends of the pipe that wakes it.
+_PLACE, _ASLEEP, _READ, _WRITE, _LETTER, _HELPER = 0, 1, 2, 3, 4, 16
+_LOOKS = 400  # for the next call, some 200 us
+_HELPERS = "jaxserve_kernel_helpers"  # where that memory begins: with the number of helpers
+
 
 _WORD = ir.IntType(64)
 _malloc: Any = types.ExternalFunction("malloc", types.int64(types.int64))
 free: Any = types.ExternalFunction("free", types.void(types.int64))
 copy: Any = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
 _sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
+_read: Any = types.ExternalFunction("read", types.int64(types.int32, types.int64, types.int64))
+_write: Any = types.ExternalFunction("write", types.int64(types.int32, types.int64, types.int64))
 
 
 @intrinsic
@@ -65,7 +81,7 @@ def pointer(_: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _fetch_add(_: Any, address: Any, value: Any) -> Any:
+def fetch_add(_: Any, address: Any, value: Any) -> Any:
     """The word at the address, to which the value is then added, at once for all threads."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -73,6 +89,30 @@ def _fetch_add(_: Any, address: Any, value: Any) -> Any:
         return builder.atomic_rmw("add", word, args[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _exchange(_: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Puts the value into the word at the address if that is what was expected, at once for all
+    threads. Returns what was there."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = builder.inttoptr(args[0], _WORD.as_pointer())
+        both = builder.cmpxchg(word, args[1], args[2], "seq_cst", "seq_cst")
+        return builder.extract_value(both, 0)
+
+    return types.int64(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _load(_: Any, address: Any) -> Any:
+    """The word at the address, as other threads have left it."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = builder.inttoptr(args[0], _WORD.as_pointer())
+        return builder.load_atomic(word, "seq_cst", 8)
+
+    return types.int64(types.int64), generate
 
 
 @intrinsic
@@ -134,16 +174,6 @@ def dims(operand: int, rank: int) -> Any:
 _HEADER = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
 
 
-def _api_word(function: str) -> int:
-    """Where in XLA_FFI_Api a function is, by jaxlib's own header: their order may change."""
-    fields = r"^\s*_XLA_FFI_API_STRUCT_FIELD\((\w+)\);"
-    return 6 + re.findall(fields, _HEADER.read_text(), re.MULTILINE).index(function)
-
-
-_SCHEDULE = _api_word("XLA_FFI_ThreadPool_Schedule")
-_THREADS = _api_word("XLA_FFI_ThreadPool_NumThreads")
-
-
 @njit(**OPTIONS)
 def allocate(count: int) -> int:
     """The address of memory for so many words. Freed with the block if given to `finish`, else with
@@ -160,7 +190,7 @@ def operands(block: int) -> Any:
 @njit(**OPTIONS)
 def take_share(block: int) -> int:
     """The number of the next share, or -1 if none is left. The block may not be used after a -1."""
-    i = _fetch_add(block + 8 * _NEXT, 1)
+    i = fetch_add(block + 8 * _NEXT, 1)
     if i < words(block, _OPERANDS)[_SHARES]:
         return i
     _release(block)
@@ -170,32 +200,62 @@ def take_share(block: int) -> int:
 @njit(**OPTIONS)
 def finish_share(block: int) -> int:
     """Counts the share before as computed, and takes the next as `take_share` does."""
-    _fetch_add(block + 8 * _DONE, 1)
+    fetch_add(block + 8 * _DONE, 1)
     return take_share(block)
 
 
 @njit(**OPTIONS)
 def _release(block: int) -> None:
-    if _fetch_add(block + 8 * _HOLDERS, -1) == 1:
+    if fetch_add(block + 8 * _HOLDERS, -1) == 1:
         free(words(block, _OPERANDS)[_PLAN])
         free(block)
 
 
 @njit(**OPTIONS)
-def _call_helpers(frame: int, block: int, task: int) -> None:
-    """Has other threads of XLA's pool do the task, too."""
-    given, asked = words(frame, _FRAME), _malloc(8 * 6)
-    api, query = words(given[_API], _SCHEDULE + 1), words(asked, 6)
-    query[0], query[1], query[2], query[3], query[5] = 32, 0, given[_CONTEXT], asked + 40, 1
-    _call(api[_THREADS], asked)
-    helpers = min(query[5], words(block, _OPERANDS)[_SHARES]) - 1
-    query[0], query[3], query[4] = 40, task, block
-    for _ in range(helpers):
-        _fetch_add(block + 8 * _HOLDERS, 1)
-        if _call(api[_SCHEDULE], asked) != 0:
-            _fetch_add(block + 8 * _HOLDERS, -1)
-            break
-    free(asked)
+def _ask_helpers(helpers: int, block: int, wanted: int) -> None:
+    """Leaves the block with so many helpers who have none, if there are as many."""
+    place = helpers
+    for _ in range(words(helpers, 1)[0]):
+        place += 8 * _HELPER
+        if wanted > 0 and _load(place) == 0:
+            fetch_add(block + 8 * _HOLDERS, 1)
+            if _exchange(place, 0, block) != 0:  # somebody else's
+                fetch_add(block + 8 * _HOLDERS, -1)
+                continue
+            wanted -= 1
+            if _exchange(place + 8 * _ASLEEP, 1, 0) == 1:
+                _write(words(place, _HELPER)[_WRITE], place + 8 * _LETTER, 1)
+
+
+@njit(**OPTIONS)
+def _dismiss_helpers(helpers: int, block: int) -> None:
+    """Takes the block back from those who have not come."""
+    place = helpers
+    for _ in range(words(helpers, 1)[0]):
+        place += 8 * _HELPER
+        if _load(place) == block and _exchange(place, block, 0) == block:
+            fetch_add(block + 8 * _HOLDERS, -1)
+
+
+def _help(place: int) -> int:
+    """A helper's life. place: address of its part of memory."""
+    looked = 0
+    while True:
+        block = _load(place)
+        if block != 0 and _exchange(place, block, 0) == block:
+            _call(words(block, _OPERANDS)[_TASK], block)
+            looked = 0
+        elif looked < _LOOKS:
+            looked += 1
+            _sched_yield()
+        else:
+            _exchange(place + 8 * _ASLEEP, 0, 1)
+            # Whoever leaves a block from here on sees that it has to be woken.
+            if _load(place) == 0:
+                _read(words(place, _HELPER)[_READ], place + 8 * (_LETTER + 1), 1)
+            _exchange(place + 8 * _ASLEEP, 1, 0)
+            looked = 0
+    return 0
 
 
 @njit(**OPTIONS)
@@ -243,13 +303,42 @@ def finish(frame: int, block: int, shares: int, address: int, task: int) -> int:
     # Two hold the block: this function, and the task as it calls it itself.
     shared[_NEXT], shared[_DONE], shared[_HOLDERS] = 0, 0, 2
     shared[_SHARES], shared[_PLAN] = shares, address
+    shared[_TASK] = task
+    helpers = address_of(_HELPERS)
     if shares > 1:
-        _call_helpers(frame, block, task)
+        _ask_helpers(helpers, block, shares - 1)
     _call(task, block)
-    while _fetch_add(block + 8 * _DONE, 0) < shares:
+    if shares > 1:
+        _dismiss_helpers(helpers, block)
+    while fetch_add(block + 8 * _DONE, 0) < shares:
         _sched_yield()
     _release(block)
     return 0
+
+
+def _start_helpers() -> None:
+    """Once a process, before any kernel is compiled."""
+    with _starting:
+        if _helpers:
+            return
+        whole = os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else whole
+        count = cores - 1
+        room = np.zeros((count + 2) * _HELPER, np.int64)
+        memory = room[-(room.ctypes.data // 8) % _HELPER :]
+        memory[0] = count
+        _helpers.append(room)
+        llvm.add_symbol(_HELPERS, memory.ctypes.data)
+        life = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(_compiled(_help, "jaxserve_help"))
+        for i in range(1, count + 1):
+            part = memory[i * _HELPER :]
+            part[[_READ, _WRITE]] = os.pipe()
+            name = f"kernel-helper-{i}"
+            threading.Thread(target=life, args=(part.ctypes.data,), name=name, daemon=True).start()
+
+
+_helpers: list[np.ndarray] = []  # their memory
+_starting = threading.Lock()
 
 
 def compiled_once(target: Callable[..., str]) -> Callable[..., str]:
@@ -283,6 +372,7 @@ def register(
         The name.
     """
     symbol, code = f"{name}_task", digest(*files)
+    _start_helpers()
 
     def handler(frame: int) -> int:
         len(code)

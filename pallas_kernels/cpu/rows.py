@@ -14,7 +14,6 @@ from jaxserve.pallas_kernels.cpu import numba_ffi, tiles
 
 MOST_ROWS = 4
 SHARE = 1 << 18  # bytes of weights that a share reads, about
-GRAIN = 64  # of its columns
 
 
 def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
@@ -44,24 +43,35 @@ def skinny_matmul(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.
 def target(*, transposed: bool) -> str:
     """The name of the kernel, compiled if it is the first time."""
     name = f"jaxserve_skinny_matmul_{'transposed' if transposed else 'straight'}"
-    product = _dot if transposed else _add_up
-
-    @njit(**numba_ffi.OPTIONS)
-    def plan(given: Any) -> Any:
-        return _shares(given, transposed)[0], 0
-
-    return numba_ffi.register(name, plan, product, __file__, tiles.__file__)
+    if transposed:
+        return numba_ffi.register(name, _plan_dot, _dot, __file__, tiles.__file__)
+    return numba_ffi.register(name, _plan_add_up, _add_up, __file__, tiles.__file__)
 
 
 @njit(**numba_ffi.OPTIONS)
-def _shares(given: Any, transposed: bool) -> Any:
-    """(number of shares, columns of each but the last, which may have fewer)."""
-    rows, columns = numba_ffi.dims(given[1], 2)
-    if transposed:
-        rows, columns = columns, rows
-    wanted = max(1, 2 * rows * columns // SHARE)
-    width = max(1, (columns // wanted + GRAIN - 1) // GRAIN) * GRAIN
-    return (columns + width - 1) // width, width
+def _shares(lines: int, grain: int, size: int) -> Any:
+    """Lines of weights, of so many bytes each, are shared out in multiples of `grain`: (number of
+    shares, lines of each but the last, which may have fewer)."""
+    wanted = max(1, lines * size // SHARE)
+    each = max(1, (lines // wanted + grain - 1) // grain) * grain
+    return (lines + each - 1) // each, each
+
+
+@njit(**numba_ffi.OPTIONS)
+def _plan_dot(given: Any) -> Any:
+    columns, depth = numba_ffi.dims(given[1], 2)
+    return _shares(columns, 1, 2 * depth)[0], 0
+
+
+@njit(**numba_ffi.OPTIONS)
+def _plan_add_up(given: Any) -> Any:
+    """Whatever all shares know: how many are done, and the sums of each."""
+    count = numba_ffi.dims(given[0], 2)[0]
+    depth, columns = numba_ffi.dims(given[1], 2)
+    shares = _shares(depth, tiles.TOGETHER, 2 * columns)[0]
+    address = numba_ffi.allocate(1 + shares * count * columns // 2)
+    numba_ffi.words(address, 1)[0] = 0
+    return shares, address
 
 
 @njit(**numba_ffi.FAST)
@@ -75,38 +85,46 @@ def _wide_pairs(x: Any, wide: Any) -> None:
 
 
 @njit(**numba_ffi.FAST)
-def _add_up(given: Any, _: int, i: int) -> None:
-    """Share i of weights [in, out]: rows of the weights, times a number each, added up."""
+def _add_up(given: Any, address: int, i: int) -> None:
+    """Share i of weights [in, out]: some of their rows, times a number each, added up. So each
+    share reads memory from one end to the other. Whoever is last adds the shares' sums, in
+    order."""
     count, depth = numba_ffi.dims(given[0], 2)
     columns = numba_ffi.dims(given[1], 2)[1]
     x = carray(numba_ffi.data(given[0]), (count, depth), np.uint16)
-    weights = carray(numba_ffi.data(given[1]), (depth, columns), np.uint16)
-    out = carray(numba_ffi.data(given[2]), (count, columns), np.float32)
-    width = _shares(given, False)[1]
-    first = i * width
-    mine = min(width, columns - first)
-    wide = np.empty((count, depth), np.float32)
+    shares, each = _shares(depth, tiles.TOGETHER, 2 * columns)
+    first = i * each
+    mine = min(each, depth - first)
+    sums = carray(numba_ffi.pointer(address + 8), (shares, count, columns), np.float32)
+    wide = np.empty((count, mine), np.float32)
     for row in range(count):
-        for k in range(depth):
-            wide[row, k] = tiles.widened(x[row, k])
-    sums = np.zeros((count, mine), np.float32)
-    at, row_at, x_row = sums.ctypes.data, tiles.BYTES * mine, tiles.BYTES * depth
-    begin_at, next_row = weights.ctypes.data + 2 * first, 2 * columns
-    for k in range(0, depth, tiles.TOGETHER):
+        for k in range(mine):
+            wide[row, k] = tiles.widened(x[row, first + k])
+    sums[i] = 0
+    row_at, x_row, next_row = tiles.BYTES * columns, tiles.BYTES * mine, 2 * columns
+    at = address + 8 + i * count * row_at
+    begin_at = numba_ffi.data_address(given[1]) + first * next_row
+    for k in range(0, mine, tiles.TOGETHER):
         x_at, where = wide.ctypes.data + tiles.BYTES * k, begin_at + k * next_row
         if count == 1:
-            tiles.add_rows_1(at, row_at, x_at, x_row, where, next_row, mine)
+            tiles.add_rows_1(at, row_at, x_at, x_row, where, next_row, columns)
         elif count == 2:
-            tiles.add_rows_2(at, row_at, x_at, x_row, where, next_row, mine)
+            tiles.add_rows_2(at, row_at, x_at, x_row, where, next_row, columns)
         elif count == 3:
-            tiles.add_rows_3(at, row_at, x_at, x_row, where, next_row, mine)
+            tiles.add_rows_3(at, row_at, x_at, x_row, where, next_row, columns)
         else:
-            tiles.add_rows_4(at, row_at, x_at, x_row, where, next_row, mine)
+            tiles.add_rows_4(at, row_at, x_at, x_row, where, next_row, columns)
+    if numba_ffi.fetch_add(address, 1) < shares - 1:
+        return
+    out = carray(numba_ffi.data(given[2]), (count, columns), np.float32)
     for row in range(count):
-        for j in range(0, mine, tiles.PAIRS):
+        for other in range(1, shares):
+            for j in range(columns):
+                sums[0, row, j] += sums[other, row, j]
+        for j in range(0, columns, tiles.PAIRS):
             for lane in range(tiles.LANES):
-                out[row, first + j + 2 * lane] = sums[row, j + lane]
-                out[row, first + j + 2 * lane + 1] = sums[row, j + tiles.LANES + lane]
+                out[row, j + 2 * lane] = sums[0, row, j + lane]
+                out[row, j + 2 * lane + 1] = sums[0, row, j + tiles.LANES + lane]
 
 
 @njit(**numba_ffi.FAST)
@@ -117,7 +135,7 @@ def _dot(given: Any, _: int, i: int) -> None:
     x = carray(numba_ffi.data(given[0]), (count, depth), np.uint16)
     weights = carray(numba_ffi.data(given[1]), (columns, depth), np.uint16)
     out = carray(numba_ffi.data(given[2]), (count, columns), np.float32)
-    width = _shares(given, True)[1]
+    width = _shares(columns, 1, 2 * depth)[1]
     wide = np.empty((count, depth), np.float32)
     _wide_pairs(x, wide)
     begin_at = weights.ctypes.data
