@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -160,6 +161,28 @@ def test_products_that_skinny_matmul_has_not(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert not taken(4)
     assert numba_rows.MOST_ROWS == 4
+
+
+def test_helpers_help_whoever_calls() -> None:
+    """Those who sleep are woken, and several callers at once have what is theirs."""
+    rng = np.random.default_rng(5)
+    x = jnp.asarray(rng.normal(size=(2, 512)), jnp.bfloat16)
+    weights = [jnp.asarray(rng.normal(size=(512, 2048)), jnp.bfloat16) for _ in range(4)]
+    product = jax.jit(lambda w: numba_rows.skinny_matmul(x, w, transposed=False))
+    alone = [np.asarray(product(w)) for w in weights]
+
+    def call(number: int) -> bool:
+        return all((np.asarray(product(weights[number])) == alone[number]).all() for _ in range(50))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(call, range(4)))
+    (memory,) = numba_ffi._helpers
+    helpers = memory[-(memory.ctypes.data // 8) % numba_ffi._HELPER :]
+    asleep = helpers[numba_ffi._HELPER + numba_ffi._ASLEEP :: numba_ffi._HELPER][: helpers[0]]
+    deadline = time.monotonic() + 60
+    while not asleep.all():
+        assert time.monotonic() < deadline, "helpers look for work for ever"
+    assert call(0)
 
 
 def test_compiled_code_is_kept_where_it_can_be(
