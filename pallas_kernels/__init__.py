@@ -33,7 +33,7 @@ from jaxserve.pallas_kernels.pool import (
     read_tokens,
     row_major,
 )
-from jaxserve.pallas_kernels.skinny_matmul import has_skinny_matmul, skinny_matmul
+from jaxserve.pallas_kernels.skinny_matmul import by_columns, has_skinny_matmul, skinny_matmul
 
 __all__ = [
     "BACKENDS",
@@ -48,6 +48,7 @@ __all__ = [
     "absorbed_attention",
     "argmax",
     "block_bytes",
+    "by_columns",
     "default_block_size",
     "get_backend",
     "has_skinny_matmul",

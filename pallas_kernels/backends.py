@@ -80,6 +80,8 @@ class Backend:
         skinny_matmul: (rows, weights, *, transposed) -> the kernel of such a product, which takes
             (x, weights, *, transposed) as `skinny_matmul.skinny_matmul`, or None if it has none.
             None: the backend has no such kernels.
+        by_columns: (weights [in, out]) -> whether few rows are multiplied faster if these are kept
+            as [out, in], and many as fast. None: never.
         decode_group: Rows that decodes read together, sorted by length: each costs what the longest
             does.
         decode_chunk: Tokens of K and V that such a group reads at once, about.
@@ -98,6 +100,7 @@ class Backend:
     plan_write: Callable[..., Any] | None = None
     argmax: Callable[[jax.Array], jax.Array] | None = None
     skinny_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
+    by_columns: Callable[[jax.Array], bool] | None = None
     decode_group: int = 1
     decode_chunk: int = 1
 

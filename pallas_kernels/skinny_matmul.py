@@ -17,6 +17,13 @@ def has_skinny_matmul(rows: int, weights: jax.Array, *, transposed: bool) -> boo
     return choose is not None and choose(rows, weights, transposed=transposed) is not None
 
 
+def by_columns(weights: jax.Array) -> bool:
+    """Whether the first device multiplies few rows by weights [in, out] faster, and many as fast,
+    if they are kept as [out, in]."""
+    chosen = platform_backend().by_columns
+    return chosen is not None and chosen(weights)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def skinny_matmul(x: jax.Array, weights: jax.Array, transposed: bool) -> jax.Array:
     """x [T, in] @ weights [in, out] -> float32 [T, out], both of bfloat16 or float32, on one

@@ -15,10 +15,17 @@ from jaxserve.pallas_kernels import has_skinny_matmul, skinny_matmul
 
 @flax.struct.dataclass
 class Linear:
-    """A projection: kernel [in, out] and bias [out] (or None)."""
+    """A projection.
+
+    Attributes:
+        kernel: [in, out].
+        bias: [out], or None.
+        transposed: the kernel is [out, in], see `jaxserve.weights.transpose_loaded`.
+    """
 
     kernel: Params
     bias: Params = None
+    transposed: bool = flax.struct.field(pytree_node=False, default=False)
 
 
 @flax.struct.dataclass
@@ -69,7 +76,7 @@ def matmul(
 
 def linear(x: jax.Array, weights: Linear, mesh: Mesh | None) -> jax.Array:
     """x [T, in] -> [T, out], in the dtype of x, see `matmul`."""
-    y = matmul(x, weights.kernel, mesh=mesh)
+    y = matmul(x, weights.kernel, transposed=weights.transposed, mesh=mesh)
     return y if weights.bias is None else y + weights.bias
 
 

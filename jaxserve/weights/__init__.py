@@ -1,7 +1,7 @@
 """Configs and parameters: Hugging Face directories, Orbax checkpoints, random weights."""
 
 from jaxserve.weights.config import CheckpointError, checkpoint_dtype, load_config, load_preset
-from jaxserve.weights.load import fuse_loaded, load_params
+from jaxserve.weights.load import fuse_loaded, load_params, transpose_loaded
 
 __all__ = [
     "CheckpointError",
@@ -10,4 +10,5 @@ __all__ = [
     "load_config",
     "load_params",
     "load_preset",
+    "transpose_loaded",
 ]

@@ -68,6 +68,12 @@ def _skinny_matmul(
     )
 
 
+def _by_columns(weights: jax.Array) -> bool:
+    """As one stream of memory, weights of bfloat16 come up to twice as fast."""
+    turned = jax.ShapeDtypeStruct(weights.shape[::-1], weights.dtype)
+    return by_rows.takes(1, turned, transposed=True)
+
+
 BACKEND = dataclasses.replace(
     backend.BACKEND,
     write=partial(write.write, put=put_vectors),
@@ -79,4 +85,5 @@ BACKEND = dataclasses.replace(
     decode_chunk=1,
     argmax=argmax,
     skinny_matmul=_skinny_matmul,
+    by_columns=_by_columns,
 )

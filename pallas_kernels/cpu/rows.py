@@ -16,7 +16,7 @@ MOST_ROWS = 4
 SHARE = 1 << 18  # bytes of weights that a share reads, about
 
 
-def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
+def takes(rows: int, weights: jax.Array | jax.ShapeDtypeStruct, *, transposed: bool) -> bool:
     """Whether `skinny_matmul` supports the product of this many rows with these weights."""
     depth, columns = weights.shape[::-1] if transposed else weights.shape
     whole = (

@@ -14,7 +14,8 @@ from jaxserve.models.fused import fuse, fused_specs, param_bytes, side_by_side
 from jaxserve.models.presets import preset
 from jaxserve.models.registry import family_for
 from jaxserve.models.sharding import pool_kv_heads
-from jaxserve.weights import fuse_loaded, load_config, load_params
+from jaxserve.pallas_kernels.backends import platform_backend
+from jaxserve.weights import fuse_loaded, load_config, load_params, transpose_loaded
 from tests.models.fixtures import NAMES, hf_config, load_reference, write_checkpoint
 
 
@@ -110,3 +111,28 @@ def test_one_matmul_reads_x():
 
     fewer = matmuls(case.stored) - matmuls(case.params)
     assert fewer == 2  # of the one layer that is traced
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_kernels_that_lie_by_columns_give_the_same_logits(apart):
+    """Where the platform's kernels read them so. K's and V's that are apart stay as they are."""
+    hf = hf_config("llama3") | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    family = family_for(hf)
+    config = family.config_from_hf(hf)
+
+    def made(dtype):
+        params = load_params(None, family, config, dtype=dtype, load_format="random")
+        return params if apart else fuse_loaded(params, family, config)
+
+    tokens = jax.numpy.arange(3)
+    for dtype in ("float32", "bfloat16"):
+        want = sequence_logits(family, made(dtype), config, tokens)
+        params = transpose_loaded(made(dtype))
+        layer = params.layers[0]
+        turned = dtype == "bfloat16" and platform_backend().by_columns is not None
+        assert layer.down.transposed == layer.attn.o.transposed == turned
+        assert layer.down.kernel.shape == ((64, 96) if turned else (96, 64))
+        if apart:
+            assert not (layer.attn.k.transposed or layer.attn.v.transposed)
+        got = sequence_logits(family, params, config, tokens)
+        np.testing.assert_allclose(got, want, atol=0.03 * np.abs(want).max(), rtol=0)

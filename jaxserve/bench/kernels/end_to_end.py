@@ -30,7 +30,7 @@ from jaxserve.models.registry import get_family
 from jaxserve.pallas_kernels import HIDDEN, KV, row_major
 from jaxserve.sched.cache.block_sizes import blocks_for
 from jaxserve.sched.cache.cache_kinds import ABSORBED
-from jaxserve.weights import fuse_loaded, load_params
+from jaxserve.weights import fuse_loaded, load_params, transpose_loaded
 
 Step = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -96,7 +96,7 @@ def decode_steps(size: StepSize, backend: str, copy_rate: float) -> list[StepTim
     found = []
     for name, kind, cached in reversed(cases):
         if kind == KV:  # as an engine without hidden caches has them
-            params = fuse_loaded(params, family, config)
+            params = transpose_loaded(fuse_loaded(params, family, config))
         floor = weights + cached
         seconds = _step_seconds(size, kind, family, config, heads, params, backend)
         about = (size.model, name, size.rows, size.context)

@@ -20,7 +20,7 @@ from jaxserve.models import sharding
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import make_pool
 from jaxserve.progress import Show
-from jaxserve.weights import fuse_loaded, load_params
+from jaxserve.weights import fuse_loaded, load_params, transpose_loaded
 
 _POOL_AXES = ("layers", "blocks", "kv_heads", "slots", "head_dim")
 
@@ -132,6 +132,8 @@ def build_executor(
     barrier()
     if step_model.fused:
         params = fuse_loaded(params, family, model, mesh)
+    if mesh is None:
+        params = transpose_loaded(params)
     pool = make_pool(
         model.num_layers,
         blueprint.allocated_blocks,
