@@ -67,9 +67,9 @@ class RoutingRequestBuilder:
 
     def find_prefixes(self, block_size: int) -> None:
         """Replicas have prefix caches, with so many tokens a block; 0 for none."""
+        self._block_size = block_size
         if self._callers is not None and block_size:
             self._block_keys = BlockKeys(block_size, shared=self._shared, secret=self._secret)
-            self._block_size = block_size
 
     async def from_http(
         self, path: str, body: bytes, authorization: bytes | None = None
@@ -95,11 +95,12 @@ class RoutingRequestBuilder:
         slo, slo_class = request_options.requested_targets(call)
         n = 1 if call.n is None else call.n
         prompts = self._prompts(call)
-        made = self._request(prompts, n, slo, request_options.requested_tier(call), slo_class)
-        if isinstance(call, CompletionRequest) and call.echo and call.logprobs is not None:
-            prompts = []  # prompts whose tokens are to be told are computed
+        told = isinstance(call, CompletionRequest) and bool(call.echo) and call.logprobs is not None
+        tier = request_options.requested_tier(call)
+        made = self._request(prompts, n, slo, tier, slo_class, told=told)
         hint = call.prompt_cache_key or ""
-        return self._with_keys(made, prompts, authorization, call.cache_salt or "", hint)
+        salt = call.cache_salt or ""
+        return self._with_keys(made, [] if told else prompts, authorization, salt, hint)
 
     def _from_message(
         self, message: pb.GenerateRequest, authorization: bytes | None
@@ -109,10 +110,9 @@ class RoutingRequestBuilder:
         n = message.sampling.n if message.sampling.HasField("n") else 1
         tier = message_conversion.TIERS.get(message.tier)
         slo = message_conversion.slo_from_message(message.slo)
-        made = self._request(prompts, n, slo, tier, message.slo_class)
-        if message.sampling.HasField("prompt_logprobs"):
-            prompts = []
-        return self._with_keys(made, prompts, authorization, message.cache_salt)
+        told = message.sampling.HasField("prompt_logprobs")
+        made = self._request(prompts, n, slo, tier, message.slo_class, told=told)
+        return self._with_keys(made, [] if told else prompts, authorization, message.cache_salt)
 
     def _with_keys(
         self,
@@ -138,16 +138,26 @@ class RoutingRequestBuilder:
         return made._replace(marks=_common(marks), hint=self._block_keys.hint(hint, tenant, salt))
 
     def _request(
-        self, prompts: Sequence[_Prompt], n: int, slo: SLO, tier: Tier | None, slo_class: str
+        self,
+        prompts: Sequence[_Prompt],
+        n: int,
+        slo: SLO,
+        tier: Tier | None,
+        slo_class: str,
+        *,
+        told: bool,
     ) -> RoutingRequest:
-        """n: continuations of each prompt."""
+        """n: continuations of each prompt. told: whether its tokens' log-probabilities are, for
+        which they are computed by each."""
         if not 1 <= n <= MAX_N:
             return NOTHING
         level = find_slo_class(self._classes, slo_class).with_own(slo, tier)
         asked = ((name, getattr(level.slo, name)) for name in TARGETS)
         targets: dict[str, Any] = {name: np.inf if t is None else t for name, t in asked}
         mean = math.ceil(sum(length for length, _ in prompts) / len(prompts))
-        return RoutingRequest(max(mean, 1), int(level.tier), **targets, sequences=n * len(prompts))
+        computed = 1 if self._block_size and not told else n
+        targets |= {"sequences": n * len(prompts), "prompts": computed * len(prompts)}
+        return RoutingRequest(max(mean, 1), int(level.tier), **targets)
 
     def _prompts(self, call: Generation) -> list[_Prompt]:
         if isinstance(call, ChatRequest):

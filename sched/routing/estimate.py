@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.routing.snapshot import PLANES, prompt_seconds
+from jaxserve.sched.routing.snapshot import prompt_blocks, prompt_seconds
 
 NEAR = 0.6  # of a target, from where a miss is possible: predictions are not exact
 DISTRUST = 0.5  # targets that a replica loses where nobody attained any there lately
@@ -31,7 +31,7 @@ def first_token(s: Any, work: Any, short: Any, q: Any, found: Any, now: float) -
         found: Tokens of its prompt that it would find in s's prefix cache.
         now: Seconds on the snapshots' clock.
     """
-    need = q.sequences * np.ceil(q.prompt_len / s.block_size) * PLANES
+    need = prompt_blocks(s, q)
     room = np.maximum((short + need) * s.per_block, (s.rows_short + q.sequences) * s.per_row)
     wait = np.maximum(np.maximum(work, room) - (now - s.time), 0.0)
     return wait + prompt_seconds(s, q, found) + s.decode
@@ -59,7 +59,7 @@ def violation(s: Any, work: Any, short: Any, q: Any, found: Any, now: float) -> 
     # what breaks ties: where all are late anyway, what counts is who is before it.
     late = _miss((first + s.relegated_work) / q.ttft)
     missed = late + _miss((first + s.mean_output * decode) / q.jct) + _miss(tbt)
-    saved = SAVED * (q.sequences * found * s.token)
+    saved = SAVED * (q.prompts * found * s.token)
     return missed + (START * first - saved) / min(q.ttft, 10.0) + DISTRUST * (1.0 - s.attainment)
 
 

@@ -21,7 +21,8 @@ class RoutingRequest(NamedTuple):
         prompt_len: tokens of a prompt; their mean where the call has several.
         tier: 0 for real-time.
         ttft: target in seconds, inf for none; so are tbt and jct.
-        sequences: continuations that the engine computes, each with its prompt.
+        sequences: continuations that the engine computes.
+        prompts: how many of them compute their prompt. Others of the same prompt find it.
         marks: what its prompts have in common, from `marks_of`; empty where nothing is to be found.
         hint: of those of which the client says that they begin alike, the same bytes; or empty.
     """
@@ -32,6 +33,7 @@ class RoutingRequest(NamedTuple):
     tbt: float = np.inf
     jct: float = np.inf
     sequences: int = 1
+    prompts: int = 1
     marks: bytes = b""
     hint: bytes = b""
 

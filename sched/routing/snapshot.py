@@ -193,7 +193,12 @@ def reset_known(s: Any, n: Any) -> None:
 def prompt_seconds(s: Any, q: Any, found: Any) -> Any:
     """Seconds that q's prompts take. found: tokens of each that are computed already."""
     new = q.prompt_len - found
-    return q.sequences * (new * s.token + new * (new + 2 * found) * s.quad)
+    return q.prompts * (new * s.token + new * (new + 2 * found) * s.quad)
+
+
+def prompt_blocks(s: Any, q: Any) -> Any:
+    """Blocks that q's prompts take; who finds its prompt has the last ones of its own."""
+    return (q.prompts * np.ceil(q.prompt_len / s.block_size) + q.sequences - q.prompts) * PLANES
 
 
 def add_request(s: Any, q: Any, found: Any, sent: float) -> None:
@@ -206,7 +211,7 @@ def add_request(s: Any, q: Any, found: Any, sent: float) -> None:
         sent: When, seconds on the snapshots' clock.
     """
     seconds = prompt_seconds(s, q, found)
-    blocks = q.sequences * np.ceil(q.prompt_len / s.block_size) * PLANES
+    blocks = prompt_blocks(s, q)
     # Time that went by before it came with nothing to do does nothing for it.
     gone = sent - s.time
     s.best_effort_work = max(s.best_effort_work, gone) + seconds

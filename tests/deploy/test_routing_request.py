@@ -80,6 +80,20 @@ def test_each_continuation_of_each_prompt_counts(builder: RoutingRequestBuilder)
 
 
 @pytest.mark.parametrize("own", [True, False])
+def test_a_prompt_counts_once_where_its_continuations_find_it(
+    monkeypatch: pytest.MonkeyPatch, builder: RoutingRequestBuilder
+) -> None:
+    made = finding(monkeypatch)
+    asked = {"prompt": [[1, 2], [3, 4]], "n": 16}
+    assert http(made, COMPLETIONS, **asked)[5:7] == (32, 2)
+    assert http(builder, COMPLETIONS, **asked)[5:7] == (32, 32), "no replica caches prompts"
+    told = http(made, COMPLETIONS, **asked, echo=True, logprobs=1)
+    assert told[5:7] == (32, 32), "whose tokens are told are computed"
+    for more, many in (({}, 1), ({"prompt_logprobs": 1}, 4)):
+        message = pb.GenerateRequest(text=TEXT, sampling=pb.SamplingParams(n=4, **more))
+        assert asyncio.run(made.from_grpc(message))[5:7] == (4, many)
+
+
 def test_chats_are_encoded_as_the_server_encodes_them(tmp_path: Path, own: bool) -> None:
     """A checkpoint's template writes the special tokens itself, and no others are added."""
     model = Path(CONFIG.model.path)

@@ -29,7 +29,12 @@ FREE = int(State.FREE)
 ROUND_ROBIN, LEAST_LOADED, TWO_CHOICES, SLO = map(
     list(ROUTERS).index, ("round_robin", "least_loaded", "two_choices", "slo")
 )
-for _called in (snapshot.prompt_seconds, estimate.first_token, estimate._miss):
+for _called in (
+    snapshot.prompt_seconds,
+    snapshot.prompt_blocks,
+    estimate.first_token,
+    estimate._miss,
+):
     register_jitable(**OPTIONS)(_called)
 _a_plane = kernel(blocks_a_plane)
 _take, _add = kernel(snapshot.reset_known), kernel(snapshot.add_request)
@@ -47,11 +52,12 @@ class _Asked(NamedTuple):
     tbt: float
     jct: float
     sequences: int
+    prompts: int
 
 
 @kernel
 def _asked(r: np.record) -> _Asked:
-    return _Asked(r.prompt_len, r.tier, r.asked_ttft, r.asked_tbt, r.asked_jct, 1)
+    return _Asked(r.prompt_len, r.tier, r.asked_ttft, r.asked_tbt, r.asked_jct, 1, 1)
 
 
 @kernel

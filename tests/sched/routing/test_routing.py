@@ -257,11 +257,27 @@ def test_what_is_sent_adds_up() -> None:
 
 def test_the_sequences_of_a_call_add_up_as_calls_of_one_each() -> None:
     together, apart = fleet_of(busy(time=1.0)), fleet_of(busy(time=1.0))
-    together.send(0, RoutingRequest(160, tbt=0.1, sequences=8), 1.0)
+    together.send(0, RoutingRequest(160, tbt=0.1, sequences=8, prompts=8), 1.0)
     for _ in range(8):
         apart.send(0, RoutingRequest(160, tbt=0.1), 1.0)
     for name in KNOWN.names or ():
         assert getattr(together.columns, name) == pytest.approx(getattr(apart.columns, name)), name
+
+
+def test_a_prompt_is_computed_once_for_all_its_continuations() -> None:
+    one, eight = fleet_of(busy(time=1.0)), fleet_of(busy(time=1.0))
+    one.send(0, RoutingRequest(160, tbt=0.1), 1.0)
+    eight.send(0, RoutingRequest(160, tbt=0.1, sequences=8), 1.0)
+    assert eight.columns.realtime_work == one.columns.realtime_work > 0
+    more = eight.columns.realtime_short - one.columns.realtime_short
+    assert more == 2 * 7, "the last block of each other one's own, K and V"
+    assert eight.columns.unfinished == 8 and eight.columns.decode > one.columns.decode
+    (s,) = np.zeros(1, KNOWN).view(np.recarray)
+    reset_known(s, busy())
+    work = (s, s.realtime_work, s.realtime_short)
+    asked = (RoutingRequest(500), RoutingRequest(500, sequences=8))
+    first, of_eight = (float(first_token(*work, ask, 0, 0)) for ask in asked)
+    assert of_eight == pytest.approx(first)
 
 
 def test_a_call_is_as_late_as_the_last_of_its_sequences() -> None:
