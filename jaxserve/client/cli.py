@@ -240,6 +240,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     slo = {name: getattr(args, name) for name in TARGETS}
     service = {"tier": args.tier, "slo_class": args.slo_class, "slo": slo}
     service |= {"serve_late": args.serve_late, "cache_salt": args.cache_salt}
+    service |= {"prompt_cache_key": args.prompt_cache_key}
     return {**_sampling(args), "timeout": args.timeout, **service}
 
 
@@ -289,6 +290,11 @@ def _complete_parser() -> Parser:
         "--cache_salt",
         default="",
         help="share computed prompts only with calls that have this salt",
+    )
+    add(
+        "--prompt_cache_key",
+        default="",
+        help="go to the replica that calls with this key go to",
     )
     return parser
 

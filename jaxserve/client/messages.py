@@ -24,6 +24,7 @@ def make_request(
     slo_class: str = "",
     serve_late: bool = False,
     cache_salt: str = "",
+    prompt_cache_key: str = "",
     **sampling: Any,
 ) -> pb.GenerateRequest:
     """The message for one prompt. The server checks limits, not this.
@@ -36,6 +37,7 @@ def make_request(
         slo_class: one of the server's SLO classes, for the targets and the tier not given here.
         serve_late: whether to serve it though its first token is expected late.
         cache_salt: only requests with the same one find in the cache what this one computes.
+        prompt_cache_key: before several replicas, requests with the same one go to the same.
         sampling: fields of jaxserve.sched.request.SamplingParams; None leaves the server's default.
 
     Raises:
@@ -46,7 +48,11 @@ def make_request(
     _known("sampling parameter", sampling, SAMPLING)
     _known("slo", slo or {}, _SLO)
     message = pb.GenerateRequest(
-        request_id=request_id, slo_class=slo_class, serve_late=serve_late, cache_salt=cache_salt
+        request_id=request_id,
+        slo_class=slo_class,
+        serve_late=serve_late,
+        cache_salt=cache_salt,
+        prompt_cache_key=prompt_cache_key,
     )
     if tier is not None:
         message.tier = TIERS[tier]
@@ -57,12 +63,29 @@ def make_request(
 
 
 def make_line(
-    prompt: str | Sequence[int], *, line_id: str = "", cache_salt: str = "", **sampling: Any
+    prompt: str | Sequence[int],
+    *,
+    line_id: str = "",
+    cache_salt: str = "",
+    prompt_cache_key: str = "",
+    **sampling: Any,
 ) -> batches_pb2.BatchLine:
-    """The message for one line of a batch. line_id: any name, which the result repeats; the rest is
-    as in `make_request`."""
+    """The message for one line of a batch.
+
+    Args:
+        prompt: text, or token ids.
+        line_id: any name, which the result repeats.
+        cache_salt: as in `make_request`.
+        prompt_cache_key: the same; only routers before several replicas read it.
+        sampling: as in `make_request`.
+
+    Raises:
+        ValueError: a name does not exist, or a value does not fit its field.
+    """
     _known("sampling parameter", sampling, SAMPLING)
-    message = batches_pb2.BatchLine(id=line_id, cache_salt=cache_salt)
+    message = batches_pb2.BatchLine(
+        id=line_id, cache_salt=cache_salt, prompt_cache_key=prompt_cache_key
+    )
     _set_prompt(message, prompt)
     _fill(message.sampling, sampling)
     return message

@@ -22,7 +22,8 @@ from jaxserve.client.messages import make_line
 from jaxserve.server.proto import batches_pb2 as pb
 
 STDIN = "-"
-_FIELDS = ("id", "prompt", "token_ids", "sampling", "cache_salt")
+_CACHE = ("cache_salt", "prompt_cache_key")
+_FIELDS = ("id", "prompt", "token_ids", "sampling", *_CACHE)
 _MAX_ID = 128
 _MAX_BYTES = 6 << 20  # of a message: what the server takes in one call is 8 MiB
 
@@ -115,10 +116,10 @@ def _line(text: str, defaults: Mapping[str, Any]) -> pb.BatchLine:
     if not isinstance(name, str) or len(name) > _MAX_ID:
         raise ValueError(f"id: must be a string of at most {_MAX_ID} characters")
     prompt = _text("prompt", found["prompt"]) if "prompt" in found else _tokens(found["token_ids"])
-    salt = _text("cache_salt", found.get("cache_salt", ""))
+    cache = {field: _text(field, found.get(field, "")) for field in _CACHE}
     sampling = {**defaults, **_sampling(found.get("sampling", {}))}
     try:
-        line = make_line(prompt, line_id=name, cache_salt=salt, **sampling)
+        line = make_line(prompt, line_id=name, **cache, **sampling)
     except UnicodeEncodeError:
         raise ValueError("holds half a character (an unpaired surrogate)") from None
     if line.ByteSize() > _MAX_BYTES:

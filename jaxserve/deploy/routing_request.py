@@ -112,7 +112,8 @@ class RoutingRequestBuilder:
         slo = message_conversion.slo_from_message(message.slo)
         told = message.sampling.HasField("prompt_logprobs")
         made = self._request(prompts, n, slo, tier, message.slo_class, told=told)
-        return self._with_keys(made, [] if told else prompts, authorization, message.cache_salt)
+        salt, hint = message.cache_salt, message_conversion.cache_key_of(message)
+        return self._with_keys(made, [] if told else prompts, authorization, salt, hint)
 
     def _with_keys(
         self,
@@ -120,7 +121,7 @@ class RoutingRequestBuilder:
         prompts: Sequence[_Prompt],
         authorization: bytes | None,
         salt: str,
-        hint: str = "",
+        hint: str,
     ) -> RoutingRequest:
         """With what routers know the prompts by: what all of them have in common."""
         if self._block_keys is None or self._callers is None or made is NOTHING:

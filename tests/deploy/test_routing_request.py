@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.client.messages import make_request
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.replicas import NOTHING
 from jaxserve.deploy.routing_request import CHAT, COMPLETIONS, RoutingRequestBuilder
@@ -79,7 +80,6 @@ def test_each_continuation_of_each_prompt_counts(builder: RoutingRequestBuilder)
     assert asyncio.run(builder.from_grpc(message)).sequences == 4
 
 
-@pytest.mark.parametrize("own", [True, False])
 def test_a_prompt_counts_once_where_its_continuations_find_it(
     monkeypatch: pytest.MonkeyPatch, builder: RoutingRequestBuilder
 ) -> None:
@@ -94,6 +94,7 @@ def test_a_prompt_counts_once_where_its_continuations_find_it(
         assert asyncio.run(made.from_grpc(message))[5:7] == (4, many)
 
 
+@pytest.mark.parametrize("own", [True, False])
 def test_chats_are_encoded_as_the_server_encodes_them(tmp_path: Path, own: bool) -> None:
     """A checkpoint's template writes the special tokens itself, and no others are added."""
     model = Path(CONFIG.model.path)
@@ -215,6 +216,9 @@ def test_nobody_has_the_marks_or_hints_of_others(monkeypatch: pytest.MonkeyPatch
             for key in ("", "x", "\x00", "b-is", "x" * 256):
                 body = {"prompt": LONG, "cache_salt": salt, "prompt_cache_key": key}
                 found = asked(made, b"Bearer " + secret, **body)
+                message = make_request(**{"prompt": LONG, **body})
+                by_grpc = asyncio.run(made.from_grpc(message, b"Bearer " + secret))
+                assert (by_grpc.marks, by_grpc.hint) == (found.marks, found.hint)
                 assert len(found.hint) == (16 if key else 0)
                 seen |= {found.marks[:16], found.hint}
     assert len(seen) == 1 + 2 * 3 * (1 + 4), "each its own, and one for no hint"
@@ -226,7 +230,11 @@ def test_nobody_has_the_marks_or_hints_of_others(monkeypatch: pytest.MonkeyPatch
 def test_of_a_hint_that_will_be_refused_nothing_is_said(
     monkeypatch: pytest.MonkeyPatch, key: Any
 ) -> None:
-    assert asked(finding(monkeypatch), prompt=LONG, prompt_cache_key=key) == NOTHING
+    made = finding(monkeypatch)
+    assert asked(made, prompt=LONG, prompt_cache_key=key) == NOTHING
+    if isinstance(key, str) and key.isascii():
+        message = make_request(LONG, prompt_cache_key=key)
+        assert asyncio.run(made.from_grpc(message)) == NOTHING
 
 
 def test_keys_that_cannot_be_read_here_have_routers_look_at_no_prefixes(

@@ -42,6 +42,7 @@ def line_from_message(message: pb.BatchLine) -> tuple[Line, InvalidRequest | Non
     try:
         message_conversion.check_unknown_fields("line", message)
         message_conversion.check_length("id", message.id, MAX_ID)
+        message_conversion.cache_key_of(message)
         sampling = message_conversion.sampling_from_message(message.sampling)
         found = message_conversion.prompt_from_message(message)
         prompt = found if isinstance(found, str) else tuple(found)

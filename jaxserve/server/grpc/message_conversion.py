@@ -26,8 +26,9 @@ from jaxserve.sched.request import (
 from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.sched.slo.verdict import Verdict
 from jaxserve.server.access.api_keys import Caller
+from jaxserve.server.proto import batches_pb2
 from jaxserve.server.proto import generation_pb2 as pb
-from jaxserve.server.requests.engine_requests import RequestFields
+from jaxserve.server.requests.engine_requests import MAX_CACHE_KEY, RequestFields
 from jaxserve.server.requests.milliseconds import targets_ms, timings_ms, verdict_fields
 from jaxserve.server.requests.output_streams import Delta
 from jaxserve.server.requests.slo_classes import ServiceLevel, own_targets
@@ -54,6 +55,7 @@ def fields_from_message(message: pb.GenerateRequest, caller: Caller) -> RequestF
     """The fields in a message. Raises InvalidRequest also for what protobuf accepts, such as
     unknown fields and enum values."""
     check_unknown_fields("request", message)
+    cache_key_of(message)
     if message.tier not in TIERS:
         known = ", ".join(pb.Tier.keys())
         raise InvalidRequest("tier", f"unknown value {message.tier}; known values are {known}")
@@ -181,6 +183,12 @@ def check_length(name: str, text: str, limit: int) -> None:
     """Raises InvalidRequest for more than `limit` characters."""
     if len(text) > limit:
         raise InvalidRequest(name, f"has {len(text)} characters; at most {limit} are allowed")
+
+
+def cache_key_of(message: pb.GenerateRequest | batches_pb2.BatchLine) -> str:
+    """What routers read. Raises InvalidRequest for an overlong one."""
+    check_length("prompt_cache_key", message.prompt_cache_key, MAX_CACHE_KEY)
+    return str(message.prompt_cache_key)
 
 
 def check_unknown_fields(name: str, message: Message) -> None:

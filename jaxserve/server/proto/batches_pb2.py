@@ -25,41 +25,41 @@ _sym_db = _symbol_database.Default()
 from jaxserve.server.proto import generation_pb2 as jaxserve_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19jaxserve/v1/batches.proto\x12\x0bjaxserve.v1\x1a\x1cjaxserve/v1/generation.proto\"\xa0\x01\n\tBatchLine\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.jaxserve.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.jaxserve.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\tB\x08\n\x06prompt\"q\n\x12SubmitBatchRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x12\n\nfirst_line\x18\x02 \x01(\x05\x12%\n\x05lines\x18\x03 \x03(\x0b\x32\x16.jaxserve.v1.BatchLine\x12\x0e\n\x06\x63ommit\x18\x04 \x01(\x08\"?\n\x13SubmitBatchResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.jaxserve.v1.BatchStatus\"\xa9\x01\n\x0b\x42\x61tchStatus\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.jaxserve.v1.BatchState\x12\x11\n\tnum_lines\x18\x04 \x01(\x05\x12\x0f\n\x07waiting\x18\x05 \x01(\x05\x12\x0f\n\x07running\x18\x06 \x01(\x05\x12\x0c\n\x04\x64one\x18\x07 \x01(\x05\x12\x0e\n\x06\x66\x61iled\x18\x08 \x01(\x05\"G\n\x0fGetBatchRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x12\n\nfirst_line\x18\x02 \x01(\x05\x12\x0e\n\x06\x66ollow\x18\x03 \x01(\x08\"g\n\x10GetBatchResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.jaxserve.v1.BatchStatus\x12)\n\x07results\x18\x02 \x03(\x0b\x32\x18.jaxserve.v1.BatchResult\"}\n\x0b\x42\x61tchResult\x12\x0c\n\x04line\x18\x01 \x01(\x05\x12\n\n\x02id\x18\x02 \x01(\t\x12,\n\x0b\x63ompletions\x18\x03 \x03(\x0b\x32\x17.jaxserve.v1.Completion\x12&\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x17.jaxserve.v1.BatchError\"\xc4\x01\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.jaxserve.v1.TokenLogprobs\x12#\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x13.jaxserve.v1.Finish\x12\x33\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1a.jaxserve.v1.TokenLogprobs\"+\n\nBatchError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"&\n\x12\x43\x61ncelBatchRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\"?\n\x13\x43\x61ncelBatchResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.jaxserve.v1.BatchStatus\"&\n\x12\x44\x65leteBatchRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\"\x15\n\x13\x44\x65leteBatchResponse*\x8c\x01\n\nBatchState\x12\x1b\n\x17\x42\x41TCH_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42\x41TCH_STATE_OPEN\x10\x01\x12\x19\n\x15\x42\x41TCH_STATE_COMMITTED\x10\x02\x12\x15\n\x11\x42\x41TCH_STATE_ENDED\x10\x03\x12\x19\n\x15\x42\x41TCH_STATE_CANCELLED\x10\x04\x32\xca\x02\n\x07\x42\x61tches\x12P\n\x0bSubmitBatch\x12\x1f.jaxserve.v1.SubmitBatchRequest\x1a .jaxserve.v1.SubmitBatchResponse\x12I\n\x08GetBatch\x12\x1c.jaxserve.v1.GetBatchRequest\x1a\x1d.jaxserve.v1.GetBatchResponse0\x01\x12P\n\x0b\x43\x61ncelBatch\x12\x1f.jaxserve.v1.CancelBatchRequest\x1a .jaxserve.v1.CancelBatchResponse\x12P\n\x0b\x44\x65leteBatch\x12\x1f.jaxserve.v1.DeleteBatchRequest\x1a .jaxserve.v1.DeleteBatchResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19jaxserve/v1/batches.proto\x12\x0bjaxserve.v1\x1a\x1cjaxserve/v1/generation.proto\"\xba\x01\n\tBatchLine\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.jaxserve.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.jaxserve.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x18\n\x10prompt_cache_key\x18\x06 \x01(\tB\x08\n\x06prompt\"q\n\x12SubmitBatchRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x12\n\nfirst_line\x18\x02 \x01(\x05\x12%\n\x05lines\x18\x03 \x03(\x0b\x32\x16.jaxserve.v1.BatchLine\x12\x0e\n\x06\x63ommit\x18\x04 \x01(\x08\"?\n\x13SubmitBatchResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.jaxserve.v1.BatchStatus\"\xa9\x01\n\x0b\x42\x61tchStatus\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.jaxserve.v1.BatchState\x12\x11\n\tnum_lines\x18\x04 \x01(\x05\x12\x0f\n\x07waiting\x18\x05 \x01(\x05\x12\x0f\n\x07running\x18\x06 \x01(\x05\x12\x0c\n\x04\x64one\x18\x07 \x01(\x05\x12\x0e\n\x06\x66\x61iled\x18\x08 \x01(\x05\"G\n\x0fGetBatchRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x12\n\nfirst_line\x18\x02 \x01(\x05\x12\x0e\n\x06\x66ollow\x18\x03 \x01(\x08\"g\n\x10GetBatchResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.jaxserve.v1.BatchStatus\x12)\n\x07results\x18\x02 \x03(\x0b\x32\x18.jaxserve.v1.BatchResult\"}\n\x0b\x42\x61tchResult\x12\x0c\n\x04line\x18\x01 \x01(\x05\x12\n\n\x02id\x18\x02 \x01(\t\x12,\n\x0b\x63ompletions\x18\x03 \x03(\x0b\x32\x17.jaxserve.v1.Completion\x12&\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x17.jaxserve.v1.BatchError\"\xc4\x01\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.jaxserve.v1.TokenLogprobs\x12#\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x13.jaxserve.v1.Finish\x12\x33\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1a.jaxserve.v1.TokenLogprobs\"+\n\nBatchError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"&\n\x12\x43\x61ncelBatchRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\"?\n\x13\x43\x61ncelBatchResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.jaxserve.v1.BatchStatus\"&\n\x12\x44\x65leteBatchRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\"\x15\n\x13\x44\x65leteBatchResponse*\x8c\x01\n\nBatchState\x12\x1b\n\x17\x42\x41TCH_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42\x41TCH_STATE_OPEN\x10\x01\x12\x19\n\x15\x42\x41TCH_STATE_COMMITTED\x10\x02\x12\x15\n\x11\x42\x41TCH_STATE_ENDED\x10\x03\x12\x19\n\x15\x42\x41TCH_STATE_CANCELLED\x10\x04\x32\xca\x02\n\x07\x42\x61tches\x12P\n\x0bSubmitBatch\x12\x1f.jaxserve.v1.SubmitBatchRequest\x1a .jaxserve.v1.SubmitBatchResponse\x12I\n\x08GetBatch\x12\x1c.jaxserve.v1.GetBatchRequest\x1a\x1d.jaxserve.v1.GetBatchResponse0\x01\x12P\n\x0b\x43\x61ncelBatch\x12\x1f.jaxserve.v1.CancelBatchRequest\x1a .jaxserve.v1.CancelBatchResponse\x12P\n\x0b\x44\x65leteBatch\x12\x1f.jaxserve.v1.DeleteBatchRequest\x1a .jaxserve.v1.DeleteBatchResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jaxserve.server.proto.batches_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BATCHSTATE']._serialized_start=1305
-  _globals['_BATCHSTATE']._serialized_end=1445
+  _globals['_BATCHSTATE']._serialized_start=1331
+  _globals['_BATCHSTATE']._serialized_end=1471
   _globals['_BATCHLINE']._serialized_start=73
-  _globals['_BATCHLINE']._serialized_end=233
-  _globals['_SUBMITBATCHREQUEST']._serialized_start=235
-  _globals['_SUBMITBATCHREQUEST']._serialized_end=348
-  _globals['_SUBMITBATCHRESPONSE']._serialized_start=350
-  _globals['_SUBMITBATCHRESPONSE']._serialized_end=413
-  _globals['_BATCHSTATUS']._serialized_start=416
-  _globals['_BATCHSTATUS']._serialized_end=585
-  _globals['_GETBATCHREQUEST']._serialized_start=587
-  _globals['_GETBATCHREQUEST']._serialized_end=658
-  _globals['_GETBATCHRESPONSE']._serialized_start=660
-  _globals['_GETBATCHRESPONSE']._serialized_end=763
-  _globals['_BATCHRESULT']._serialized_start=765
-  _globals['_BATCHRESULT']._serialized_end=890
-  _globals['_COMPLETION']._serialized_start=893
-  _globals['_COMPLETION']._serialized_end=1089
-  _globals['_BATCHERROR']._serialized_start=1091
-  _globals['_BATCHERROR']._serialized_end=1134
-  _globals['_CANCELBATCHREQUEST']._serialized_start=1136
-  _globals['_CANCELBATCHREQUEST']._serialized_end=1174
-  _globals['_CANCELBATCHRESPONSE']._serialized_start=1176
-  _globals['_CANCELBATCHRESPONSE']._serialized_end=1239
-  _globals['_DELETEBATCHREQUEST']._serialized_start=1241
-  _globals['_DELETEBATCHREQUEST']._serialized_end=1279
-  _globals['_DELETEBATCHRESPONSE']._serialized_start=1281
-  _globals['_DELETEBATCHRESPONSE']._serialized_end=1302
-  _globals['_BATCHES']._serialized_start=1448
-  _globals['_BATCHES']._serialized_end=1778
+  _globals['_BATCHLINE']._serialized_end=259
+  _globals['_SUBMITBATCHREQUEST']._serialized_start=261
+  _globals['_SUBMITBATCHREQUEST']._serialized_end=374
+  _globals['_SUBMITBATCHRESPONSE']._serialized_start=376
+  _globals['_SUBMITBATCHRESPONSE']._serialized_end=439
+  _globals['_BATCHSTATUS']._serialized_start=442
+  _globals['_BATCHSTATUS']._serialized_end=611
+  _globals['_GETBATCHREQUEST']._serialized_start=613
+  _globals['_GETBATCHREQUEST']._serialized_end=684
+  _globals['_GETBATCHRESPONSE']._serialized_start=686
+  _globals['_GETBATCHRESPONSE']._serialized_end=789
+  _globals['_BATCHRESULT']._serialized_start=791
+  _globals['_BATCHRESULT']._serialized_end=916
+  _globals['_COMPLETION']._serialized_start=919
+  _globals['_COMPLETION']._serialized_end=1115
+  _globals['_BATCHERROR']._serialized_start=1117
+  _globals['_BATCHERROR']._serialized_end=1160
+  _globals['_CANCELBATCHREQUEST']._serialized_start=1162
+  _globals['_CANCELBATCHREQUEST']._serialized_end=1200
+  _globals['_CANCELBATCHRESPONSE']._serialized_start=1202
+  _globals['_CANCELBATCHRESPONSE']._serialized_end=1265
+  _globals['_DELETEBATCHREQUEST']._serialized_start=1267
+  _globals['_DELETEBATCHREQUEST']._serialized_end=1305
+  _globals['_DELETEBATCHRESPONSE']._serialized_start=1307
+  _globals['_DELETEBATCHRESPONSE']._serialized_end=1328
+  _globals['_BATCHES']._serialized_start=1474
+  _globals['_BATCHES']._serialized_end=1804
 # @@protoc_insertion_point(module_scope)

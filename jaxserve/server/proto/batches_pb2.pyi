@@ -22,18 +22,20 @@ BATCH_STATE_ENDED: BatchState
 BATCH_STATE_CANCELLED: BatchState
 
 class BatchLine(_message.Message):
-    __slots__ = ("id", "text", "token_ids", "sampling", "cache_salt")
+    __slots__ = ("id", "text", "token_ids", "sampling", "cache_salt", "prompt_cache_key")
     ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
     id: str
     text: str
     token_ids: _generation_pb2.TokenIds
     sampling: _generation_pb2.SamplingParams
     cache_salt: str
-    def __init__(self, id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    prompt_cache_key: str
+    def __init__(self, id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ...) -> None: ...
 
 class SubmitBatchRequest(_message.Message):
     __slots__ = ("batch_id", "first_line", "lines", "commit")

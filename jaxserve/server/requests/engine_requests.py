@@ -40,6 +40,7 @@ from jaxserve.server.requests.slo_classes import ServiceLevel, find_slo_class, p
 T = TypeVar("T")
 MAX_REQUEST_ID = 128  # characters
 MAX_CACHE_SALT = 256  # likewise
+MAX_CACHE_KEY = 256  # likewise, of a prompt_cache_key, which only routers read
 SHUTTING_DOWN = "the server is shutting down"
 # Encoding takes about a microsecond a character. Longer texts leave the event loop to others, and
 # so few of them are encoded at once that the engine's thread, too, has a core.

@@ -33,7 +33,7 @@ def test_lines_become_messages(path: Path) -> None:
         "",
         {"id": "b", "token_ids": [5, 6], "sampling": {**sampling, "seed": None}},
         "  ",
-        {"prompt": "", "sampling": {"max_tokens": 9}, "cache_salt": "me"},
+        {"prompt": "", "sampling": {"max_tokens": 9}, "cache_salt": "me", "prompt_cache_key": "k"},
         max_tokens=3,
     )
     assert prompts.numbers == [1, 3, 5], "as editors count them"
@@ -42,7 +42,8 @@ def test_lines_become_messages(path: Path) -> None:
         make_line(
             [5, 6], line_id="b", max_tokens=4, stop=["x"], logit_bias={7: 1.0}, ignore_eos=True
         ),
-        make_line("", cache_salt="me", max_tokens=9),  # for the server to refuse, alone
+        # For the server to refuse, alone.
+        make_line("", cache_salt="me", prompt_cache_key="k", max_tokens=9),
     ]
 
 
@@ -69,6 +70,7 @@ def test_what_some_editors_put_before_the_text_is_no_part_of_it(path: Path) -> N
         ({"prompt": "x", "id": "a"}, "id: 'a' is line 1's"),
         ({"prompt": "x", "cache_salt": 3}, "cache_salt: must be a string"),
         ({"prompt": "x", "cache_salt": None}, "cache_salt: must be a string"),
+        ({"prompt": "x", "prompt_cache_key": 3}, "prompt_cache_key: must be a string"),
         ({"prompt": "x", "sampling": 3}, "sampling: must be an object"),
         ({"prompt": "x", "sampling": {"temprature": 1}}, "sampling parameter 'temprature'; known"),
         ({"prompt": "x", "sampling": {"max_tokens": "9"}}, "max_tokens: "),

@@ -83,7 +83,7 @@ def test_every_flag_reaches_the_engine(
     flags = [f"--{name}={number}" for name, number in sampling.items()]
     flags += ["--stop=a", "--stop=b", "--stop_token_id=5", "--ignore_eos", "--logit_bias=9:-1.5"]
     flags += ["--tier=best_effort", "--ttft_ms=100", "--tbt_ms=10", "--jct_ms=1000"]
-    flags += ["--max_tbt_ms=700"]
+    flags += ["--max_tbt_ms=700", "--cache_salt=me", "--prompt_cache_key=k"]
     assert complete([f"--address={server.address}", "hi", *flags]) == 0
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2 * (1 + 4 + 1), "log-probabilities, one a token, and a verdict"
@@ -97,6 +97,10 @@ def test_every_flag_reaches_the_engine(
     assert request.sampling.logit_bias == ((9, -1.5),)
     assert request.tier is Tier.BEST_EFFORT
     assert request.slo == SLO(0.1, 0.01, 1.0, 0.7)
+    assert request.cache_salt == "me"
+    key = "--prompt_cache_key=" + "k" * 257  # which the server alone looks at
+    assert complete([f"--address={server.address}", "hi", key]) == 1
+    assert "prompt_cache_key: has 257 characters" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,8 @@ def test_a_salt_arrives_and_what_was_found_is_told(client: Client, engine: FakeE
     engine.run()
     engine.cached_tokens = 3
     for salt in ("", "s" * 256, "\0"):
-        (found,) = client.complete("hello", max_tokens=1, cache_salt=salt)
+        asked = {"cache_salt": salt, "prompt_cache_key": 2 * salt[:128]}
+        (found,) = client.complete("hello", max_tokens=1, **asked)
         assert engine.requests[-1].cache_salt == salt
         assert found.usage.cached_tokens == 3
 

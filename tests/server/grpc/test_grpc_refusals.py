@@ -72,6 +72,7 @@ def with_unknown(request: pb.GenerateRequest, where: Callable) -> pb.GenerateReq
         (make_request("hi", slo={"max_tbt_ms": -1.0}), ["slo.max_tbt_ms", "positive", "-1"]),
         (make_request("hi", request_id="x" * 129), ["request_id", "129", "128"]),
         (make_request("hi", cache_salt="x" * 257), ["cache_salt", "257", "256"]),
+        (make_request("hi", prompt_cache_key="x" * 257), ["prompt_cache_key", "257", "256"]),
         (pb.GenerateRequest(text="hi", tier=7), ["tier", "7", "TIER_BEST_EFFORT"]),
         (with_unknown(make_request("hi"), lambda r: r), ["request", "99", "unknown"]),
         (with_unknown(make_request("hi"), lambda r: r.sampling), ["sampling", "99", "unknown"]),

@@ -29,6 +29,7 @@ from jaxserve.sched.request import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from jaxserve.server.requests.engine_requests import MAX_CACHE_KEY
 
 MAX_PROMPTS = 128
 """Prompts of one call."""
@@ -40,8 +41,6 @@ MAX_TEXT = 1 << 16
 """Characters of a text that is no prompt. MAX_GRAMMAR is as many."""
 MAX_TOOL_CALLS = 128
 MAX_METADATA = 16
-MAX_CACHE_KEY = 256
-"""Characters of a `prompt_cache_key`."""
 _LAST_TOKEN_ID = (1 << 31) - 1
 
 # Whether a number, NaN among them, or a token id is one that can be served, is found out where all

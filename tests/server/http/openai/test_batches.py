@@ -66,7 +66,10 @@ def test_every_line_gets_its_answer(
     client: openai.OpenAI, running: FakeEngine, server: Server
 ) -> None:
     running.cached_tokens = 1
-    lines = [line(f"line {k}", prompt="ab", n=2, cache_salt="me") for k in range(20)]
+    lines = [
+        line(f"line {k}", prompt="ab", n=2, cache_salt="me", prompt_cache_key="k")
+        for k in range(20)
+    ]
     batch = create(client, lines)
     assert batch.request_counts.total == 20
     batch = ended(client, server, batch.id)
@@ -109,6 +112,7 @@ def test_a_line_that_is_wrong_fails_by_itself(
         "class": line("class", prompt="a", slo_class="offline"),
         "many": line("many", prompt=["a", "b"]),
         "salt": line("salt", prompt="a", cache_salt="x" * 257),
+        "key": line("key", prompt="a", prompt_cache_key="x" * 257),
         "long": line("long", prompt="a" * 9999),
         "empty": line("empty", prompt=""),
         "huge": line("huge", prompt="a", top_k=10**400),
