@@ -25,21 +25,30 @@ class KeyChain:
         root: What the first block's key hangs on.
         block_size: Tokens of a block.
         tokens: Of the prompt.
+        known: The keys of its first blocks, which are not made again.
 
     Attributes:
         keys: Of the full blocks so far.
     """
 
-    def __init__(self, secret: bytes, root: bytes, block_size: int, tokens: Sequence[int]) -> None:
-        self._secret, self._last, self._block_size = secret, root, block_size
-        self.keys: list[bytes] = []
+    def __init__(
+        self,
+        secret: bytes,
+        root: bytes,
+        block_size: int,
+        tokens: Sequence[int],
+        known: Sequence[bytes] = (),
+    ) -> None:
+        self._secret, self._block_size = secret, block_size
+        self._last = known[-1] if known else root
+        self.keys = list(known)
         self._rest = array.array("i")
-        self._add(array.array("i", tokens))
+        self._add(array.array("i", tokens[len(known) * block_size :]))
 
     def copy(self) -> KeyChain:
         """One that goes on by itself."""
-        made = KeyChain(self._secret, self._last, self._block_size, ())
-        made.keys, made._rest = list(self.keys), self._rest[:]
+        made = KeyChain(self._secret, self._last, self._block_size, (), self.keys)
+        made._rest = self._rest[:]
         return made
 
     def append(self, token: int) -> bytes | None:
@@ -79,10 +88,22 @@ class BlockKeys:
         self._block_size, self._shared = block_size, shared
         self._secret = os.urandom(SECRET_BYTES) if secret is None else secret
 
-    def of(self, tokens: Sequence[int], tenant: str = "", salt: str = "") -> KeyChain:
-        """The keys of these tokens, for requests of this tenant with this salt. Any thread may
-        ask."""
-        return KeyChain(self._secret, self._root(tenant, salt), self._block_size, tokens)
+    def of(
+        self,
+        tokens: Sequence[int],
+        tenant: str = "",
+        salt: str = "",
+        known: Sequence[bytes] = (),
+    ) -> KeyChain:
+        """The keys of a prompt's blocks. Any thread may ask.
+
+        Args:
+            tokens: The prompt's.
+            tenant: Whose requests find it.
+            salt: Of those, that they have.
+            known: The keys of its first blocks.
+        """
+        return KeyChain(self._secret, self._root(tenant, salt), self._block_size, tokens, known)
 
     def hint(self, text: str, tenant: str = "", salt: str = "") -> bytes:
         """The same for a text by which a tenant says that requests begin alike, and nobody else's;

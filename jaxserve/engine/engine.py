@@ -198,7 +198,7 @@ class Engine:
         scheduler = self._scheduler
         keys = self._keys(request)
         if keys is not None:
-            request = dataclasses.replace(request, block_keys=tuple(keys.keys))
+            request = _known_by(request, keys)
         alone = scheduler.alone(request)
         problems = slo_problems(request, scheduler.reachable(request, alone))
         with self._wake:
@@ -212,12 +212,18 @@ class Engine:
             self._wake.notify()
         self._ttft_estimator.submitted(stamped)
 
+    def with_keys(self, request: Request) -> Request:
+        """The request with the keys of its prompt's blocks."""
+        keys = self._keys(request)
+        return request if keys is None else _known_by(request, keys)
+
     def _keys(self, request: Request) -> KeyChain | None:
         """The keys of the prompt's blocks. None without reuse, and for who wants to know the
         log-probabilities of all prompt tokens: they have to be computed."""
         if self._block_keys is None or request.sampling.prompt_logprobs is not None:
             return None
-        return self._block_keys.of(request.prompt, request.tenant, request.cache_salt)
+        known = request.block_keys or ()
+        return self._block_keys.of(request.prompt, request.tenant, request.cache_salt, known)
 
     def _texts(self, request: Request) -> list[ContinuationText]:
         """Fresh text state for each continuation of the request."""
@@ -281,10 +287,7 @@ class Engine:
 
     def expected_wait(self, request: Request) -> Wait:
         """How long a request that is submitted now is expected to wait for its first token."""
-        keys = self._keys(request)
-        if keys is not None:
-            request = dataclasses.replace(request, block_keys=tuple(keys.keys))
-        return self._ttft_estimator.wait(request)
+        return self._ttft_estimator.wait(self.with_keys(request))
 
     def backlog(self) -> Backlog:
         """The work left at the last step. Its time is on the engine's clock."""
@@ -452,6 +455,10 @@ class Engine:
         with self._wake:
             self._places.clear()
             self._wake.notify_all()
+
+
+def _known_by(request: Request, keys: KeyChain) -> Request:
+    return dataclasses.replace(request, block_keys=tuple(keys.keys))
 
 
 def _by_tier(counts: np.ndarray) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.block_keys import BlockKeys
+from jaxserve.engine.block_keys import BlockKeys, KeyChain
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import Output
 from jaxserve.engine.sequence import Continuation
@@ -200,6 +201,29 @@ def test_keys_may_share() -> None:
     shared = BlockKeys(4, shared=True)
     assert shared.of(tokens, "a").keys == shared.of(tokens, "b").keys
     assert shared.of(tokens, "a", "x").keys[0] != shared.of(tokens, "a").keys[0], "salts part them"
+
+
+def test_a_prompts_keys_are_made_once(reusing: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again by the predicted wait, and not again when it is submitted."""
+    hashed, add = [], KeyChain._add
+
+    def counts(chain: KeyChain, tokens: array.array[int]) -> None:
+        hashed.append(len(tokens))
+        add(chain, tokens)
+
+    prompt = tuple(3 + i % 19 for i in range(38))
+    asked = Request("once", prompt, SamplingParams(**SHORT), cache_salt="s")
+    monkeypatch.setattr(KeyChain, "_add", counts)
+    known = reusing.with_keys(asked)
+    reusing.expected_wait(known)
+    stream = Stream()
+    reusing.submit(known, stream)
+    text = stream.wait().tokens()
+    assert [each for each in hashed if each > 4] == [38]
+    one = BlockKeys(4)
+    whole, parts = (one.of(prompt, known=one.of(prompt).keys[:n]) for n in (0, 7))
+    assert [whole.append(t) for t in text] == [parts.append(t) for t in text]
+    assert whole.keys == parts.keys and len(whole.keys) == (38 + len(text)) // 4
 
 
 def test_a_prompt_is_computed_once_for_all_its_continuations(reusing: Engine) -> None:

@@ -129,6 +129,9 @@ class FakeEngine:
     def max_text_bytes(self) -> int | None:
         return 4 * INFO.max_model_len
 
+    def with_keys(self, request: Request) -> Request:
+        return request
+
     def expected_wait(self, request: Request) -> Wait:
         return self.wait_s
 

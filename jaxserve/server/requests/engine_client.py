@@ -21,6 +21,10 @@ class EngineClient(Protocol):
         """Raises InvalidRequest for a request that the model cannot serve. It may take up to a
         second where the grammar was not checked before."""
 
+    def with_keys(self, request: Request) -> Request:
+        """The request with the keys of its prompt's blocks, which `expected_wait` and `submit`
+        would each make otherwise: 0.7 ms for 8,192 tokens."""
+
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
         """Takes in a request that `check` has let pass, and returns at once. on_output gets every
         `Output`, on the engine's thread, and must not block; if this raises it is never called.

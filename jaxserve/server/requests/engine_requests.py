@@ -164,14 +164,17 @@ class EngineRequests:
         return await asyncio.get_running_loop().run_in_executor(self._others, work, *arguments)
 
     async def make_request(self, fields: RequestFields) -> Request:
-        """`build_request`, with slow parts off the event loop: compiling a grammar and encoding a
-        long prompt."""
+        """`build_request`, ready to be submitted, with slow parts off the event loop: compiling a
+        grammar, and encoding a long prompt and making its keys."""
         loop, grammar = asyncio.get_running_loop(), fields.sampling.get("grammar")
         if grammar is not None:
             await loop.run_in_executor(self._grammars, self._engine.check_grammar, grammar)
         if len(fields.prompt) > _INLINE_LENGTH:
-            return await loop.run_in_executor(self._encoders, self.build_request, fields)
-        return self.build_request(fields)
+            return await loop.run_in_executor(self._encoders, self._ready, fields)
+        return self._ready(fields)
+
+    def _ready(self, fields: RequestFields) -> Request:
+        return self._engine.with_keys(self.build_request(fields))
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text; a long one is encoded off the event loop. Raises InvalidRequest."""
