@@ -134,11 +134,13 @@ def run(flags: Sequence[str]) -> list[Row]:
         rows += [measured(server, case) for case in LAST]
     keys, key = tenants.key_lines(), tenants.QUIET
     flags = [*flags, "--policy=edf", off]
+    finds = read_config(flags).cache.prefix_caching
     with (
         hostile_model(flags) as own,
         victim(*flags, *own, batches=True, keys=keys, key=key) as server,
     ):
-        rows += [measured(server, case) for case in KEYED if own or case is not TEMPLATE]
+        tells = {TEMPLATE: bool(own), TIMED: finds}
+        rows += [measured(server, case) for case in KEYED if tells.get(case, True)]
     for row in rows:
         if row.lines > MAX_LINES:
             row.problems.append(f"more than {MAX_LINES} lines were logged")
@@ -372,11 +374,13 @@ CASES = (
 LAST = (Case("an engine that fails", _run(fail)),)
 """On one that ends with it."""
 TEMPLATE = Case("a chat template that loops", http_attacks.template)
+TIMED = Case("another's prompts, timed", _http(tenants.timed_prompts))
 KEYED = (
     Case("256 requests a call", _http(tenants.too_much_at_once)),
     Case(f"{tenants.PROMPTS} requests of another", _http(tenants.many_prompts)),
     Case("files unread", _http(tenants.unread_files), most_mib=MAX_FILES_MIB),
     Case(f"{http_attacks.LIARS} liars under edf", http_attacks.liars),
+    TIMED,
     TEMPLATE,
 )
 """On one with two API keys, whose policy sorts by what requests say of themselves."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import random
 import socket
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
+
+import numpy as np
 
 from jaxserve.bench.stress.attacks import MIB, Tried
 from jaxserve.bench.stress.http_calls import COMPLETIONS, call, form
@@ -19,6 +23,8 @@ LOUD, CROWD, QUIET = "loud", "crowd", "quiet"  # names of the keys, and the keys
 CONCURRENCY = 2
 FILES, FILE_MIB = 30, 60
 CALLS, PROMPTS, N = 16, 128, 2
+ROUNDS, TOKENS = 100, 384
+DIFFER = 4.0  # deviations of a rank sum: one case in 16,000, were there no difference
 _PATIENCE_S = 60.0
 
 
@@ -98,6 +104,44 @@ async def unread_files(address: str) -> Tried:
         reader.close()
     tried.expect(tried.codes == {"200": FILES}, "a file was refused")
     return tried
+
+
+async def timed_prompts(address: str) -> Tried:
+    """QUIET asks for what CROWD has just asked for, and for something new, and must not be able to
+    tell which by its clock. CROWD asks once more, and must."""
+    tried, drawn = Tried(), random.Random(0)
+    again, anothers, new = (list[float]() for _ in range(3))
+    for _ in range(ROUNDS):
+        asked, other = ([drawn.randrange(100, 1000) for _ in range(TOKENS)] for _ in range(2))
+        await asyncio.to_thread(_seconds, address, CROWD, asked, tried)
+        turns = [(asked, anothers), (other, new)]
+        drawn.shuffle(turns)
+        for prompt, took in turns:
+            took.append(await asyncio.to_thread(_seconds, address, QUIET, prompt, tried))
+        again.append(await asyncio.to_thread(_seconds, address, CROWD, asked, tried))
+    for name, took in (("its own", again), ("another's", anothers), ("new", new)):
+        tried.codes[f"{name} in {1000 * statistics.median(took):.1f} ms"] = len(took)
+    tried.expect(rank_sum(again, new) < -DIFFER, "what a key has asked for itself was not found")
+    apart = rank_sum(anothers, new)
+    tried.expect(abs(apart) < DIFFER, f"another's prompts show by {apart:.1f} deviations")
+    return tried
+
+
+def rank_sum(some: Sequence[float], others: Sequence[float]) -> float:
+    """By how many standard deviations the sum of some's ranks is above what it would be if both
+    were drawn alike (Mann and Whitney's U, in its normal approximation)."""
+    n, m = len(some), len(others)
+    ranks = np.argsort(np.argsort([*some, *others], kind="stable"))
+    above = float(ranks[:n].sum()) - n * (n - 1) / 2  # pairs of which some's is the larger
+    return (above - n * m / 2) / float(np.sqrt(n * m * (n + m + 1) / 12))
+
+
+def _seconds(address: str, key: str, prompt: list[int], tried: Tried) -> float:
+    """Until its first token has come."""
+    began = time.perf_counter()
+    status = _posted(address, key, {"prompt": prompt, "max_tokens": 1})
+    tried.expect(status == HTTPStatus.OK, f"a call ended with {status}")
+    return time.perf_counter() - began
 
 
 def _posted(address: str, key: str, body: Mapping[str, Any]) -> int:

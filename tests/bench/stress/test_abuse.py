@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,31 @@ def test_a_key_that_wants_all_gets_its_own(two_keys: str, monkeypatch: pytest.Mo
     assert tried.codes["crowd 200"] == 1 and set(tried.codes) <= {"crowd 200", "quiet 200"}
     tried = asyncio.run(tenants.unread_files(two_keys))
     assert tried.problems == [] and tried.codes == {"200": tenants.FILES}
+
+
+@pytest.mark.parametrize(
+    ("finds", "problem"),
+    [
+        ("own", ""),
+        ("nothing", "what a key has asked for itself was not found"),
+        ("all", "another's prompts show by -"),
+    ],
+)
+def test_what_shows_by_the_clock(monkeypatch: pytest.MonkeyPatch, finds: str, problem: str) -> None:
+    drawn, known = random.Random(1), set[tuple[str, ...]]()
+
+    def seconds(address: str, key: str, prompt: list[int], tried: attacks.Tried) -> float:
+        root = "" if finds == "all" else key
+        there = (root, *map(str, prompt)) in known
+        if finds != "nothing":
+            known.add((root, *map(str, prompt)))
+        return drawn.lognormvariate(-5.0 - there, 0.5)
+
+    monkeypatch.setattr(tenants, "_seconds", seconds)
+    tried = asyncio.run(tenants.timed_prompts(""))
+    assert sum(tried.codes.values()) == 3 * tenants.ROUNDS
+    assert len(tried.problems) == bool(problem)
+    assert all(each.startswith(problem) for each in tried.problems)
 
 
 def test_numbers_at_the_edge_are_right_or_refused(address: str) -> None:
