@@ -608,6 +608,9 @@ class Scheduler:
             table.computed[longer] = end[further]
             longer = longer[_firsts(longer)]
             pool.grow_all(longer, table.computed[longer])
+        if self.cache is not None:  # they were forgotten when they left
+            for row in rows[_firsts(rows)].tolist():
+                self._register(row, 0, int(table.computed[row]) // pool.block_size, launched=False)
         counts, slots = pool.slots_of_all(rows, first, end)
         return [Load(tuple(found["key"].tolist()), counts, slots)]
 

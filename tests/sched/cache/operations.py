@@ -32,8 +32,11 @@ def array(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def scheduler(*, blocks: int = 16, host_slots: int = 64, rows: int = 3) -> Scheduler:
-    """Four requests of ten tokens; blocks of four."""
+def scheduler(
+    *, blocks: int = 16, host_slots: int = 64, rows: int = 3, prefix_caching: bool = False
+) -> Scheduler:
+    """Four requests of ten tokens; blocks of four. With prefix caching all begin alike."""
+    keys = (b"first", b"second") if prefix_caching else None
     made = Scheduler(
         Scripted(),
         Limits(64, 64, rows),
@@ -43,10 +46,11 @@ def scheduler(*, blocks: int = 16, host_slots: int = 64, rows: int = 3) -> Sched
         capacity=4,
         cost_model=FLAT,
         host_slots=host_slots,
+        prefix_caching=prefix_caching,
         rho=0.0,
     )
     for i in range(4):
-        made.add(Request(str(i), (1,) * 10, SamplingParams(max_tokens=9)))
+        made.add(Request(str(i), (1,) * 10, SamplingParams(max_tokens=9), block_keys=keys))
     return made
 
 

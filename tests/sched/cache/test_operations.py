@@ -362,3 +362,21 @@ def test_who_says_that_it_moves_nothing_moves_nothing() -> None:
     ):
         with pytest.raises(InvalidPlan, match="without moves_cache"):
             run(made, {}, operation)
+
+
+def test_what_comes_back_is_found_again() -> None:
+    made = scheduler(prefix_caching=True)
+    assert made.cache is not None
+    found = []
+    for tokens, operations in (
+        ({0: 10}, ()),
+        ({}, (Checkpoint(array(0), array(0), array(10)), Preempt.whole(array(0)))),
+        ({}, (Restore(array(0), array(0)),)),
+    ):
+        run(made, tokens, *operations)
+        made.cache.settle()
+        found.append(made.cache.found.tolist())
+    assert found == [[0, 2, 2, 2], [0, 0, 0, 0], [0, 2, 2, 2]]
+    run(made)  # what they find counts as computed
+    run(made, {0: 1, 1: 2})
+    assert made.pool.num_shared == 4 and made.table.computed[:2].tolist() == [11, 10]
