@@ -13,9 +13,10 @@ drawn at random, and keeps all of them if those come out the same to the last di
 --policy adds one's own, or one with parameters, or one that knows the future, as a row, measured by
 the others; the page goes to the folder league, not to docs, and runs of docs/figures are taken from
 there. --azure: the folder of the two hours of the Azure public dataset; without it, they are drawn
-with the hours' moments. Needs numba (pip install 'jaxserve[fast]') and OR-Tools
-('jaxserve[optimal]'); three quarters of an hour on two
-cores.
+with the hours' moments. The sessions, conversation and agent, which find what was computed before,
+are run by name only (--workloads=conversation,agent): half an hour of a core, where all others take
+an hour and a half, since with host memory they run in Python. Needs numba (pip install
+'jaxserve[fast]') and OR-Tools ('jaxserve[optimal]').
 """
 
 from __future__ import annotations

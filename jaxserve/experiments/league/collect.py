@@ -62,6 +62,11 @@ class Scale:
     candidates: tuple[int, ...] = (200, 1600)
     repeats: int = 30
 
+    @property
+    def cut(self) -> list[str]:
+        """The workloads whose optimum is searched for: it finds nothing in a cache."""
+        return [name for name in self.workloads if not WORKLOADS[name].reuse]
+
     def places(self) -> Iterator[tuple[str, str]]:
         """The (system, workload) of each table."""
         for system in self.systems:
@@ -133,7 +138,7 @@ def collect(
     """
     places = list(scale.places())
     count = scale.runs(len(policies))
-    total = len(places) + 2 * len(scale.workloads) + count + len(policies)
+    total = len(places) + 2 * len(scale.cut) + count + len(policies)
     kept = {
         (case.system, case.workload): found
         for case in saturation_cases(scale, traces)
@@ -267,7 +272,7 @@ class _League:
         return {(case.system, case.workload): results[case] for case in cases}
 
     def cuts(self) -> dict[str, Cut]:
-        cases = [CutCase(name, self.scale.time_limit) for name in self.scale.workloads]
+        cases = [CutCase(name, self.scale.time_limit) for name in self.scale.cut]
         results = self._facts(cases, optimum)
         found = {}
         for case in cases:

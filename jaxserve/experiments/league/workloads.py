@@ -40,6 +40,9 @@ BATCH: Targets = dict.fromkeys(SYSTEMS, SLO(jct=60.0))
 SOON: Targets = dict.fromkeys(SYSTEMS, SLO(jct=30.0))
 INTERACTIVE: Targets = {OPT: SLO(0.5, 0.1), LLAMA: SLO(1.0, 0.15)}
 STANDARD: Targets = {OPT: SLO(2.0, 0.2), LLAMA: SLO(4.0, 0.2)}
+# A loop of tools waits for 20 first tokens, of which an idle server has half within 0.13 s, as
+# nearly all of each prompt is found, and 99% within 1.9 s.
+TOOLS: Targets = dict.fromkeys(SYSTEMS, SLO(2.0, 0.2))
 # AccelGen sections 3.2 and 6.1, drawn for each request: TTFT is a scale times what a prompt of its
 # length takes alone, TBT a scale times the time in which a token is read. The paper's TTFT has no
 # SLACK: half of the requests could not meet it on an idle server.
@@ -190,7 +193,7 @@ WORKLOADS = {
     "conversation": Entry(
         REUSE, "chats of several turns", (Part("conversation", STANDARD),), systems=(LLAMA,)
     ),
-    "agent": Entry(REUSE, "loops of tools", (Part("agent", DOCUMENT),), systems=(LLAMA,)),
+    "agent": Entry(REUSE, "loops of tools", (Part("agent", TOOLS),), systems=(LLAMA,)),
 }
 
 
