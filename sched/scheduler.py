@@ -458,7 +458,10 @@ class Scheduler:
         if not (len(plan.missed) or len(plan.relegated)):
             return _NOBODY
         relegated = self.table.give_up(plan.relegated, RELEGATED)
-        return np.concatenate([relegated, self.table.give_up(plan.missed, MISSED)])
+        new = np.concatenate([relegated, self.table.give_up(plan.missed, MISSED)])
+        if self.cache is not None:
+            self.cache.hopeless.update(new.tolist())
+        return new
 
     def _recomputed(self, rows: np.ndarray, start: np.ndarray, end: np.ndarray) -> int:
         """Tokens that had been in the cache already."""

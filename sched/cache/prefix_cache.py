@@ -89,6 +89,7 @@ class PrefixCache:
         num_queried: int64 by tier, prompt tokens of requests with keys that have started, so far.
         num_hit: int64 by tier, those of them that were found.
         num_host_hit: int64 by tier, those of them that were in host memory.
+        hopeless: As `Retention.hopeless`.
         sketch: Of all pages, and of what those rows will have that have come and not ended.
     """
 
@@ -106,6 +107,8 @@ class PrefixCache:
         self.num_unread = self.num_evicted = self.num_reused = 0
         self.num_queried, self.num_hit, self.num_host_hit = np.zeros((3, len(Tier)), np.int64)
         self.sketch = PrefixSketch()
+        self.hopeless = set[int]()
+        self.retention.hopeless = self.hopeless
         self._pages: dict[bytes, Page] = {}
         self._of_block: dict[int, Page] = {}
         self._unread: dict[Page, None] = {}  # see `Retention.first`
@@ -200,6 +203,7 @@ class PrefixCache:
     def remove(self, row: int) -> None:
         """The request has ended."""
         self.start(row)
+        self.hopeless.discard(row)
         self.sketch.add(self._keys.pop(row, ()), count=-1)
         self._sides.pop(row, None)
         self._readers.pop(row, None)

@@ -6,6 +6,7 @@ A page goes only when none behind it is left, so prompts shrink from their ends.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,10 +41,12 @@ class Retention:
     Attributes:
         now: Seconds, at the last plan.
         seconds: What a page saves. None where nothing is known of it.
+        hopeless: Rows that are given up: they will not meet their targets (`Outlook`).
     """
 
     now: float = 0.0
     seconds: Seconds | None = None
+    hopeless: AbstractSet[int] = frozenset()
 
     def first(self, unread: dict[Page, None]) -> Page:
         """The page to go. unread: those that nobody reads, at least one; who became so first comes

@@ -10,6 +10,9 @@ seconds that it takes to compute it again, times the weight of its tier.
 In a class, worth may rise with age and then fall, so its oldest and its youngest page are looked
 at. Who has only just come may thus go first, where room is short: if everybody were kept for as
 long as there is room for all, nobody would be there when it is asked for.
+
+What was learned may mislead, so `lru`'s order is kept beside it, by key: what both would have saved
+is known exactly, and `lru` decides while the other has lost too much by comparison.
 """
 
 from __future__ import annotations
@@ -33,10 +36,12 @@ _OCTAVE = 2  # ages that are told apart between one and its double
 _AGES = 44  # the last is some days
 _EDGES = _TICK * (2.0 ** (np.arange(_AGES + 1) / _OCTAVE) - 1)
 _HITS, _TURNS = 3, 4  # the last of each stands for more
-_FOUND = len(Tier) * 2 * _HITS * _TURNS  # the first class of pages that who waits has found
+_LOST = len(Tier) * 2 * _HITS * _TURNS  # class of pages that only those who are given up wait for
+_FOUND = _LOST + 1  # the first class of those that others wait for, by tier
 _CLASSES = _FOUND + len(Tier)
 _LOG_UNIFORM = 0.02  # chance to be asked for at each age, until something is known
 _WAITED_FOR = 0.3  # the same of pages that who waits has found
+_LOSS = 0.01  # of what `lru` saves, that may be lost
 _LEAST = 256  # pages, of which things are learned at a time
 
 
@@ -50,6 +55,8 @@ class Worth(Retention):
         memory: How much of what was seen counts yet once all pages have gone once more; at least 0
             and below 1.
         doubt: Pages of the pool, as a share, for which a class counts as all others do; at least 0.
+        risk: What may be lost against `lru` before it decides, beside a hundredth of what it saves:
+            the computing of so many pages, as a share of the pool; at least 0.
 
     Raises:
         ValueError: A parameter is out of its range.
@@ -58,21 +65,25 @@ class Worth(Retention):
     best_effort: float = 0.25
     memory: float = 0.85
     doubt: float = 0.05
+    risk: float = 0.1
 
     def __post_init__(self) -> None:
         if not self.best_effort > 0:
             raise ValueError(f"best_effort must be above 0, got {self.best_effort}")
         if not 0 <= self.memory < 1:
             raise ValueError(f"memory must be at least 0 and below 1, got {self.memory}")
-        if not self.doubt >= 0:
-            raise ValueError(f"doubt must be at least 0, got {self.doubt}")
+        for name in ("doubt", "risk"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         self._hits, self._ends = np.zeros((2, _CLASSES, _AGES))
         self._known = self._seen = self._stamp = 0  # pages; ends of stays since the last table
         self._gone: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # class, last read
         self._queues = [_Queue() for _ in range(_CLASSES)]
         self._best: dict[int, tuple[float, Page | None]] = {}  # by class, what is worth least
         self._at = -math.inf  # the time for which that is so
-        self._prices: list[float] = []  # by depth
+        self._prices: list[float] = [1.0]  # by depth
+        self._recent: OrderedDict[bytes, None] = OrderedDict()  # what `lru` would have
+        self._lead = 0.0  # seconds saved that `lru` would not have saved, and a little more
         self._learn()
 
     # What becomes of pages.
@@ -84,10 +95,12 @@ class Worth(Retention):
         gone = self._gone.pop(page.key, None)
         if gone is not None:
             self._end(self._hits, *gone)
+        self._asked_for(page, by, found=False)
 
     def hit(self, page: Page, by: Reader) -> None:
         """See `Retention`."""
         note: _Note = page.note
+        self._asked_for(page, by, found=True)
         note.tier = min(note.tier, by.tier)
         if note.maker is not by:  # else it was preempted
             note.hits += 1
@@ -97,14 +110,17 @@ class Worth(Retention):
 
     def stay(self, page: Page) -> None:
         """See `Retention`."""
+        self._touch(page)
+        self._begin(page)
+
+    def _begin(self, page: Page) -> None:
+        """From now on the page may be asked for again."""
         note: _Note = page.note
         self._stamp += 1
         note.last, note.stamp, note.left = self.now, self._stamp, False
-        if page.finders:
-            note.group = _FOUND + note.tier
-        else:
-            turn, hits = min(note.turn, _TURNS - 1), min(note.hits, _HITS - 1)
-            note.group = ((note.tier * 2 + note.answer) * _HITS + hits) * _TURNS + turn
+        turn, hits = min(note.turn, _TURNS - 1), min(note.hits, _HITS - 1)
+        group = ((note.tier * 2 + note.answer) * _HITS + hits) * _TURNS + turn
+        note.group = self._wanted(page, group)
         if page.is_bare:
             self.bare(page)
 
@@ -125,6 +141,7 @@ class Worth(Retention):
         """See `Retention`."""
         self._known -= 1
         if not evicted:
+            self._recent.pop(page.key, None)
             return
         self._gone[page.key] = page.note.group, page.note.last
         if len(self._gone) > max(self._known, _LEAST):
@@ -145,6 +162,8 @@ class Worth(Retention):
 
     def first(self, unread: dict[Page, None]) -> Page:
         """See `Retention`."""
+        if self._lead < -self._stake():
+            return super().first(unread)
         if self._at != self.now:
             self._best.clear()
             self._at = self.now
@@ -158,27 +177,56 @@ class Worth(Retention):
                     least, found = best
         return self.first(unread) if found is None else found
 
+    def _asked_for(self, page: Page, by: Reader, *, found: bool) -> None:
+        """Somebody asks for the page: does that save more than with `lru`?"""
+        gain = found - (1 - _LOSS) * (page.key in self._recent)
+        if gain:
+            self._lead = min(self._lead + gain * self._saves(page, by.tier), self._stake())
+        self._touch(page)
+
+    def _stake(self) -> float:
+        """Seconds that may be lost against `lru` before it decides."""
+        return self.risk * self._known * self._prices[0]
+
+    def _touch(self, page: Page) -> None:
+        """The page is read: with `lru` it would be the last to go."""
+        recent = self._recent
+        recent[page.key] = None
+        recent.move_to_end(page.key)
+        while len(recent) > self._known:
+            recent.popitem(last=False)
+
+    def _wanted(self, page: Page, group: int) -> int:
+        """The page's class by who waits for it; this one if nobody does."""
+        if not page.finders:
+            return group
+        return _LOST if page.finders <= self.hopeless else _FOUND + int(page.note.tier)
+
     def _least(self, group: int, queue: _Queue) -> tuple[float, Page | None]:
         """The page that is worth least of a class, by its ends."""
         ends: list[Page] = []
         while len(ends) < 2 and queue.pages:
             page = queue.end(young=bool(ends))
-            if bool(page.finders) == (group >= _FOUND):
+            # Has somebody come who waits for it, or been given up, or left?
+            new = self._wanted(page, min(group, _LOST - 1))
+            if new == group:
                 ends.append(page)
                 continue
-            # Somebody has come who waits for it, or no longer does: it begins anew, elsewhere.
-            del queue.pages[page]
-            if page.finders:
-                self._end(self._hits, group, page.note.last)
-            self.stay(page)
+            del queue.pages[page]  # it begins anew, elsewhere
+            self._end(self._hits if new > group else self._ends, group, page.note.last)
+            self._begin(page)
         worth = [(self._worth(group, page), page) for page in ends if page in queue.pages]
         return min(worth, key=lambda one: one[0], default=(math.inf, None))
 
     def _worth(self, group: int, page: Page) -> float:
+        tier = Tier.BEST_EFFORT if group == _LOST else page.note.tier
+        return self._index[group][_age(self.now - page.note.last)] * self._saves(page, tier)
+
+    def _saves(self, page: Page, tier: int) -> float:
+        """Seconds that finding the page saves, by what they are worth to a tier."""
         if page.depth >= len(self._prices):
             self._price(2 * page.depth + 1)
-        value = self._index[group][_age(self.now - page.note.last)] * self._prices[page.depth]
-        return value * (1.0 if page.note.tier == Tier.REALTIME else self.best_effort)
+        return self._prices[page.depth] * (1.0 if tier == Tier.REALTIME else self.best_effort)
 
     def _price(self, depths: int) -> None:
         each = np.arange(depths)

@@ -87,6 +87,14 @@ def test_it_is_new_once_and_does_not_get_better() -> None:
     assert made.table.outlook[made.add(16, 8, ttft=1.0)] == Outlook.OPEN
 
 
+def test_the_prefix_cache_knows_who_is_given_up() -> None:
+    made, policy = drive(prefix_caching=True)
+    cache = made.scheduler.cache
+    assert cache is not None and given_up(made, policy, missed=[0], relegated=[1]) == [1, 0]
+    made.scheduler.finish(0)
+    assert cache.retention.hopeless == {1}
+
+
 def test_nobody_waits_for_those_who_are_relegated() -> None:
     made, policy = drive()
     new = Request("new", (1,) * 16, SamplingParams(8), SLO(ttft=1.0))

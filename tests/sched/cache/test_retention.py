@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from random import Random
+from typing import Any
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cache.prefix_cache import PrefixCache
+from jaxserve.sched.cache.prefix_cache import Page, PrefixCache
 from jaxserve.sched.cache.retention import Retention
 from jaxserve.sched.cache.worth import Worth
 from jaxserve.sched.registry import RETENTIONS, make_retention
@@ -19,8 +22,10 @@ class Cache(PrefixCache):
 
     made = 0
 
-    def serve(self, keys: list[bytes], now: float, tier: int = Tier.REALTIME) -> int:
-        """Serves a request. Returns how many pages it found."""
+    def serve(
+        self, keys: list[bytes], now: float, tier: int = Tier.REALTIME, room: int = 1_000_000
+    ) -> int:
+        """Serves a request, in a pool of so many pages. Returns how many it found."""
         self.retention.now = now
         self.add(0, keys, tier=tier)
         self.wait(0, len(keys))
@@ -30,6 +35,8 @@ class Cache(PrefixCache):
         held = [page.ids[0] for page in chain]
         for index in range(len(chain), len(keys)):
             self.made += 1
+            if len(self) == room:
+                self.evict(1)
             held.append(self.register(0, index, (self.made,)).ids[0])
         self.remove(0)
         self.unread(held)
@@ -140,6 +147,54 @@ def test_what_a_waiting_request_has_found_stays() -> None:
     assert not len(cache)
 
 
+def test_what_only_those_wait_for_who_are_given_up_goes_before_what_others_do() -> None:
+    cache = Cache(4, Worth())
+    cache.serve(named("in time"), 0.0)
+    cache.serve(named("late"), 0.0)
+    for row, key in enumerate(["late", "in time", "in time"], 1):
+        cache.add(row, named(key))
+        cache.wait(row, 1)
+    cache.hopeless |= {1, 2}
+    cache.retention.now = 1.0
+    cache.evict(1)
+    assert keys_of(cache) == {b"in time"}
+    cache.remove(1)
+    assert cache.hopeless == {2}
+
+
+@given(data=st.data())
+def test_it_knows_what_lru_would_save(data: st.DataObject) -> None:
+    lru, worth = Cache(1), Cache(1, retention := Worth(risk=1e9))
+    room, saved, found = data.draw(st.integers(3, 8)), 0, 0
+    for now in range(data.draw(st.integers(1, 30))):
+        path, keys = b"", []
+        for _ in range(data.draw(st.integers(1, 3))):
+            path += bytes([data.draw(st.integers(0, 2))])
+            keys.append(path)
+        saved += lru.serve(keys, now, room=room)
+        found += worth.serve(keys, now, room=room)
+        assert retention._lead == pytest.approx(found - 0.99 * saved)
+        assert list(retention._recent) == [page.key for page in lru._unread]
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=10)
+def test_lru_decides_where_it_saves_more(random: Random) -> None:
+    """However bad the other choices are."""
+
+    class Wrong(Worth):
+        def _least(self, group: int, queue: Any) -> tuple[float, Page | None]:
+            return 0.0, queue.end(young=True)
+
+    lru, wrong, room = Cache(1), Cache(1, Wrong(risk=1.0)), 6
+    saved = found = 0
+    for now in range(300):
+        keys = named(f"p{random.randrange(now // 10, now // 10 + 8)}")
+        saved += lru.serve(keys, now, room=room)
+        found += wrong.serve(keys, now, room=room)
+    assert found >= 0.99 * saved - 2 * room
+
+
 def test_all_is_forgotten_and_found_again() -> None:
     cache = Cache(1, Worth())
     for number in range(50):
@@ -156,6 +211,7 @@ def test_all_is_forgotten_and_found_again() -> None:
         ("worth:best_effort=0", "retention 'worth': best_effort must be above 0"),
         ("worth:memory=1", "retention 'worth': memory must be at least 0 and below 1"),
         ("worth:doubt=-1", "retention 'worth': doubt must be at least 0"),
+        ("worth:risk=-1", "retention 'worth': risk must be at least 0"),
         ("lru:doubt=1", "retention 'lru' has no parameter 'doubt'"),
         ("worth:doubt", "retention 'worth:doubt': parameters are :NAME=VALUE"),
     ],
