@@ -70,7 +70,7 @@ class Numbers:
 def part(setting: Setting) -> str:
     """Runs the cases, and makes the Markdown. ValueError for a trace that cannot be read."""
     names = ["conversation", "agent", TIERS, *([TRACE] if setting.trace else [])]
-    policies = POLICIES
+    policies: tuple[str, ...] = POLICIES
     if setting.quick:
         names, policies = names[::2], policies[:1]
     places = [
