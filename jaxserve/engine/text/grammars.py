@@ -7,6 +7,7 @@ imported with the first grammar that comes.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -33,6 +34,13 @@ _JSON: JsonCompileOptions = {
 # What a grammar may take, in llguidance's units: a fraction of a second for the first mask, and
 # milliseconds for each of the others, which the engine's thread makes.
 _COMPILE_FUEL, _STEP_FUEL = 300_000, 50_000
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
+_CLASSES = {
+    r"\d": "[0-9]",
+    r"\D": "[^0-9]",
+    r"\w": "[0-9A-Za-z_]",
+    r"\W": "[^0-9A-Za-z_]",
+}
 _META = frozenset(r"\.+*?()|[]{}^$")
 
 
@@ -171,10 +179,16 @@ def _source(grammar: Grammar) -> str:
             text = "{}" if text.strip() == "true" else text
             return LLMatcher.grammar_from_json_schema(text, overrides=_JSON)
         case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(text)
+            return LLMatcher.grammar_from_regex(_ESCAPED.sub(_as_ecma, text))
         case GrammarKind.CHOICE:
             choices: list[str] = json.loads(text)
             return LLMatcher.grammar_from_regex("|".join(map(_literal, choices)))
+
+
+def _as_ecma(escaped: re.Match[str]) -> str:
+    r"""\d and \w, and their opposites, as ECMAScript has them, ASCII: the library takes those of
+    every script, but in a schema's pattern. What it reads may have classes within classes."""
+    return _CLASSES.get(escaped[0], escaped[0])
 
 
 def _literal(text: str) -> str:
