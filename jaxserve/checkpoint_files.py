@@ -22,17 +22,46 @@ _SAVE = (
     "transformers writes safetensors: "
     "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)"
 )
-_GGUF = (
-    "GGUF, the format of llama.cpp, is not read; give the Hugging Face checkpoint it was made of"
-)
+_GGUF_MAGIC = b"GGUF"
+
+
+def find_gguf(path: str | Path) -> Path | None:
+    """The GGUF file that this is, or the only one in this folder, if that has no config.json; None
+    where there is none, or several."""
+    try:
+        return _found_gguf(Path(os.path.expanduser(path)))
+    except (OSError, ValueError):
+        return None
+
+
+def _found_gguf(path: Path) -> Path | None:
+    if path.is_dir():
+        inside = _gguf_names(path)
+        alone = len(inside) == 1 and not os.path.lexists(path / "config.json")
+        return path / inside[0] if alone else None
+    return path if path.is_file() and _is_gguf(path) else None
+
+
+def _gguf_names(folder: Path) -> list[str]:
+    # Pictures' encoders (mmproj) lie beside some models, and are none.
+    return [
+        name
+        for name in sorted(os.listdir(folder))
+        if name.endswith(".gguf") and not name.startswith("mmproj")
+    ]
+
+
+def _is_gguf(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(4) == _GGUF_MAGIC
 
 
 def check_folder(path: str | Path) -> None:
-    """Raises ValueError where this cannot be a checkpoint's folder: what it is instead, and what to
-    do, in a line."""
+    """Raises ValueError where this can be neither a checkpoint's folder nor a GGUF file: what it is
+    instead, and what to do, in a line."""
     folder = Path(os.path.expanduser(path))
     try:
-        problem = _problem(folder)
+        problem = None if _found_gguf(folder) is not None else _problem(folder)
     except (FileNotFoundError, NotADirectoryError):
         problem = f"no such checkpoint directory: {folder}{_hub_hint(str(path))}"
     except (OSError, ValueError) as error:
@@ -63,23 +92,21 @@ def _hub_hint(given: str) -> str:
 def _of_file(file: Path, mode: int) -> str:
     if not stat.S_ISREG(mode):
         return "it is neither a folder nor a file"
-    with file.open("rb") as opened:
-        magic = opened.read(4)
-    if magic == b"GGUF" or file.suffix == ".gguf":
-        return f"it is a GGUF file; {_GGUF}"
+    if file.suffix == ".gguf":
+        return "it does not begin as a GGUF file does; was it downloaded whole?"
     if file.suffix == ".safetensors":
         return f"give the folder that it is in, {file.parent}"
     if file.suffix in _TORCH:
         return f"it holds PyTorch weights; give a folder with config.json and safetensors; {_SAVE}"
-    return "it is a file; give the folder that holds config.json"
+    return "it is a file; give the folder that holds config.json, or a GGUF file"
 
 
 def _without_config(folder: Path) -> str:
     names = sorted(os.listdir(folder))
-    gguf = next((name for name in names if name.endswith(".gguf")), None)
+    gguf = _gguf_names(folder)
     snapshots = folder / "snapshots"
-    if gguf is not None:
-        return f"; {gguf}: {_GGUF}"
+    if len(gguf) > 1:
+        return f"; it has {len(gguf)} GGUF files: give one of them, such as {folder / gguf[0]}"
     if "adapter_config.json" in names:
         return (
             "; adapter_config.json: an adapter (LoRA) is no model by itself; merge it into its "
@@ -94,12 +121,12 @@ def _without_config(folder: Path) -> str:
 
 def without_safetensors(folder: Path) -> str:
     """What a folder without *.safetensors has instead, and what to do."""
-    names = sorted(os.listdir(folder))
-    for name in names:
+    gguf = _gguf_names(folder)
+    if gguf:
+        return f"to serve {gguf[0]}, give that file"
+    for name in sorted(os.listdir(folder)):
         if name.endswith(_TORCH):
             return f"{name} holds PyTorch weights, which are not read; {_SAVE}"
-        if name.endswith(".gguf"):
-            return f"{name}: {_GGUF}"
         if name.endswith((".h5", ".msgpack", ".onnx")):
             return f"{name} is not read; {_SAVE}"
     return "were its weights downloaded?"

@@ -1,4 +1,5 @@
-"""Converts a Hugging Face directory to an Orbax checkpoint that restores onto any sharding.
+"""Converts a Hugging Face directory or a GGUF file to an Orbax checkpoint, which restores onto any
+sharding.
 
     jaxserve convert SRC DST [--dtype=auto|float32|bfloat16|float16]
 
@@ -13,14 +14,18 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxserve.checkpoint_files import find_gguf
 from jaxserve.command_line import Parser, exit_code
 from jaxserve.config import DTYPES
+from jaxserve.gguf.header import GGUFError, read_header
+from jaxserve.gguf.tokenizer import tokenizer_config_json, tokenizer_json
 from jaxserve.models.sharding import TENSOR
 from jaxserve.progress import Show
 from jaxserve.weights import CheckpointError, checkpoint_dtype, load_config, load_params
@@ -53,29 +58,42 @@ def convert(source: Path, target: Path, dtype: str = "auto", *, progress: bool =
     # A mesh of the CPU alone: an accelerator may be too small for the whole model.
     mesh = Mesh(np.asarray(jax.devices("cpu")[:1]), (TENSOR,))
     show = Show.where_wanted(progress)
+    gguf = find_gguf(source)
+    load_format = "safetensors" if gguf is None else "gguf"
     params = load_params(
-        source, family, config, dtype=chosen, mesh=mesh, load_format="safetensors", progress=show
+        source, family, config, dtype=chosen, mesh=mesh, load_format=load_format, progress=show
     )
     target.mkdir(parents=True, exist_ok=True)
     save_orbax(target, params)
     hf.pop("torch_dtype", None)
     hf["dtype"] = chosen.name
-    (target / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
+    _write_json(target / "config.json", hf)
+    if gguf is not None:
+        header = read_header(gguf)
+        _write_json(target / "tokenizer.json", tokenizer_json(header))
+        _write_json(target / "tokenizer_config.json", tokenizer_config_json(header))
+        return
     for pattern in COPIED:
         for path in source.glob(pattern):
             shutil.copyfile(path, target / path.name)
 
 
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = Parser(prog="jaxserve convert", description=__doc__)
-    parser.add_argument("source", type=Path, metavar="SRC", help="Hugging Face directory")
+    parser.add_argument(
+        "source", type=Path, metavar="SRC", help="Hugging Face directory, or a GGUF file"
+    )
     parser.add_argument("target", type=Path, metavar="DST", help="directory to write")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
     args = parser.parse_args(argv)
     try:
         convert(args.source, args.target, args.dtype, progress=True)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, GGUFError, OSError) as error:
         print(f"jaxserve convert: {error}", file=sys.stderr)
         return exit_code(error)
     print(f"wrote {args.target}")

@@ -18,7 +18,7 @@ from jaxserve.sched.cache.retention import LRU
 from jaxserve.sched.registry import make_retention
 
 AUTO = "auto"
-LOAD_FORMATS = (AUTO, "safetensors", "orbax", "random")
+LOAD_FORMATS = (AUTO, "safetensors", "gguf", "orbax", "random")
 DTYPES = ("float32", "bfloat16", "float16")
 TEXT, JSON = "text", "json"  # what logs can be
 MAX_SEED = 2**31 - 1
@@ -183,9 +183,10 @@ class ServedModelConfig:
     """What is served.
 
     Attributes:
-        path: Directory of a checkpoint: Hugging Face (config.json, safetensors) or Orbax.
-        load_format: auto | safetensors | orbax | random. random needs no weights: config.json under
-            path gives the shape, or preset does.
+        path: Directory of a checkpoint: Hugging Face (config.json, safetensors) or Orbax; or a GGUF
+            file, or a directory with one.
+        load_format: auto | safetensors | gguf | orbax | random. random needs no weights:
+            config.json under path gives the shape, or preset does.
         preset: A built-in shape for random weights, e.g. opt-125m.
         dtype: Of the weights: auto | float32 | bfloat16 | float16. auto: the checkpoint's; on TPUs
             bfloat16 for float16; on CPUs float32, but bfloat16 for a checkpoint of bfloat16 where

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.checkpoint_files import find_gguf
 from jaxserve.config import Config, ConfigError
 from jaxserve.deploy.replicas import NOTHING
 from jaxserve.engine.block_keys import BlockKeys
@@ -56,7 +57,9 @@ class RoutingRequestBuilder:
 
     def __init__(self, config: Config, secret: bytes | None = None) -> None:
         path = Path(config.model.path).expanduser()
-        there = bool(config.model.path) and (path / FILE_NAME).is_file()
+        there = bool(config.model.path) and (
+            (path / FILE_NAME).is_file() or find_gguf(path) is not None
+        )
         self._tokenizer = load_tokenizer(path if there else None)
         self._template = load_chat_template(config.model.path)
         self._classes = slo_classes(config.server.slo_classes)

@@ -11,8 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxserve import checkpoint_files
-from jaxserve.checkpoint_files import check_folder
+from jaxserve.checkpoint_files import check_folder, find_gguf
 from jaxserve.config import DTYPES
+from jaxserve.gguf.config import config_json, in_its_terms
+from jaxserve.gguf.header import GGUFError, read_header
 from jaxserve.models.base import Family, ModelConfig
 from jaxserve.models.hf import refuse_quantized, shown, token_ids
 from jaxserve.models.presets import preset
@@ -27,7 +29,8 @@ log = logging.getLogger(__name__)
 
 
 def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
-    """Reads the config of a checkpoint directory (Hugging Face, or written by convert).
+    """Reads the config of a checkpoint directory (Hugging Face, or written by convert) or a GGUF
+    file.
 
     End-of-sequence ids are those of config.json, then any more of generation_config.json.
 
@@ -43,6 +46,9 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         check_folder(path)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
+    gguf = find_gguf(folder)
+    if gguf is not None:
+        return _load_gguf_config(gguf)
     hf = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     try:
@@ -61,15 +67,29 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
     return family, dataclasses.replace(config, eos_token_ids=ends), hf
 
 
+def _load_gguf_config(path: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
+    try:
+        header = read_header(path)
+        hf = config_json(header)
+        family = family_for(hf)
+        config = family.config_from_hf(hf)
+    except GGUFError as error:
+        raise CheckpointError(str(error)) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {in_its_terms(header, str(error))}") from None
+    return family, dataclasses.replace(config, eos_token_ids=_usable_ends(path, config)), hf
+
+
 def _usable_ends(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     """The end-of-sequence tokens within the vocabulary. Others would break token arrays and the
     grammar library. Logs if there are none, or others."""
     usable = tuple(one for one in config.eos_token_ids if 0 <= one < config.vocab_size)
     if not config.eos_token_ids:
         log.warning(
-            "%s names no end-of-sequence token (eos_token_id in config.json or "
-            "generation_config.json): answers end at max_tokens or a stop string only",
+            "%s names no end-of-sequence token (eos_token_id in %s): answers end at max_tokens or "
+            "a stop string only",
             folder,
+            "config.json or generation_config.json" if folder.is_dir() else "its metadata",
         )
     elif usable != config.eos_token_ids:
         log.warning(

@@ -1,4 +1,4 @@
-"""Loading Hugging Face safetensors straight onto the target devices.
+"""Loading Hugging Face safetensors, or a GGUF file, straight onto the target devices.
 
 One shard of one parameter is in host memory at a time: its part of the tensor is read, transposed
 and converted, and put on the devices that hold it.
@@ -16,16 +16,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxserve.checkpoint_files import find_gguf
 from jaxserve.models.base import Family, HFTensor, ModelConfig, Params, ParamSpec
 from jaxserve.models.sharding import padded_shape, param_sharding
 from jaxserve.progress import Show, shown
 from jaxserve.weights.config import CheckpointError
+from jaxserve.weights.gguf_tensors import GGUFTensors
 from jaxserve.weights.tensors import TensorFiles
 
 log = logging.getLogger(__name__)
 
 Index = tuple[slice, ...]
-_LAYER = re.compile(r"\blayers\.([0-9]{1,9})\.")
+Tensors = TensorFiles | GGUFTensors
+_LAYER = re.compile(r"\b(?:layers|blk)\.([0-9]{1,9})\.")
 _QUANTIZED = re.compile(r"(scale|scale_inv|scales|qweight|qzeros|g_idx|absmax|zero_point)$")
 
 
@@ -38,10 +41,10 @@ def load_safetensors(
     mesh: Mesh | None,
     progress: Show = Show.NOTHING,
 ) -> Params:
-    """Loads the parameters in a Hugging Face directory.
+    """Loads the parameters in a Hugging Face directory, or a GGUF file.
 
     Args:
-        folder: the directory.
+        folder: the directory, or the file.
         family: the model's.
         config: its shape.
         dtype: to convert to.
@@ -56,7 +59,8 @@ def load_safetensors(
     specs, treedef = jax.tree.flatten(family.param_specs(config))
     sources: list[HFTensor] = jax.tree.leaves(family.hf_layout(config))
     total = sum(spec.size for spec in specs) * dtype.itemsize
-    with TensorFiles(folder, family.prefix) as files:
+    gguf = find_gguf(folder)
+    with GGUFTensors(gguf, config) if gguf else TensorFiles(folder, family.prefix) as files:
         for spec, source in zip(specs, sources, strict=True):
             _check(files, spec, source)
         _check_rest(files, sources, config, folder)
@@ -86,7 +90,7 @@ def place(
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def _check(files: TensorFiles, spec: ParamSpec, source: HFTensor) -> None:
+def _check(files: Tensors, spec: ParamSpec, source: HFTensor) -> None:
     if source.name == "lm_head.weight" and files.find(source.name) is None:
         raise CheckpointError(
             "the checkpoint has no tensor 'lm_head.weight' "
@@ -95,9 +99,7 @@ def _check(files: TensorFiles, spec: ParamSpec, source: HFTensor) -> None:
     files.check(source.name, spec.shape[::-1] if source.transpose else spec.shape)
 
 
-def _check_rest(
-    files: TensorFiles, sources: list[HFTensor], config: ModelConfig, folder: Path
-) -> None:
+def _check_rest(files: Tensors, sources: list[HFTensor], config: ModelConfig, folder: Path) -> None:
     """Checks the checkpoint's other tensors. A model that is cut off generates nonsense, and so do
     weights without their scales."""
     used = {files.stored(source.name) for source in sources}
@@ -114,6 +116,10 @@ def _check_rest(
                 f"config.json: num_hidden_layers is {config.num_layers}, but the checkpoint has a "
                 f"tensor {name!r}"
             )
+        if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in used:
+            raise CheckpointError(
+                f"the checkpoint has a tensor {name!r}, but by its config there are no such biases"
+            )
         if _QUANTIZED.search(name):
             raise CheckpointError(
                 f"tensor {name!r} is of quantized weights, which are not supported; use a "
@@ -125,7 +131,7 @@ def _check_rest(
 
 
 def _load_leaf(
-    files: TensorFiles, spec: ParamSpec, source: HFTensor, dtype: np.dtype, mesh: Mesh | None
+    files: Tensors, spec: ParamSpec, source: HFTensor, dtype: np.dtype, mesh: Mesh | None
 ) -> jax.Array:
     def read(index: Index) -> np.ndarray:
         block = np.zeros([part.stop - part.start for part in index], dtype)

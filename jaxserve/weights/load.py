@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxserve.checkpoint_files import find_gguf
 from jaxserve.config import LOAD_FORMATS
 from jaxserve.models.attention import AttentionParams, FusedAttention
 from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
@@ -42,10 +43,11 @@ def load_params(
     """The family's parameter tree on the target devices, as a checkpoint has it.
 
     Args:
-        path: checkpoint directory; not needed (may be None or "") with load_format "random".
+        path: checkpoint directory, or a GGUF file; not needed (may be None or "") with load_format
+            "random".
         dtype: what the parameters are converted to.
         mesh: cut over its "tensor" axis; None: whole, on the first device.
-        load_format: "auto" takes Orbax if the directory holds it, else safetensors.
+        load_format: "auto" takes what there is: Orbax before safetensors.
         seed: of random parameters.
         progress: whether to show it, and how.
 
@@ -66,8 +68,12 @@ def load_params(
     if not path:
         raise CheckpointError(f"model.path is needed with model.load_format {load_format!r}")
     folder = Path(path).expanduser()
-    if not folder.is_dir():
+    gguf = find_gguf(folder)
+    if not folder.is_dir() and gguf is None:
         raise CheckpointError(f"no such checkpoint directory: {folder}")
+    if load_format != "auto" and (load_format == "gguf") != (gguf is not None):
+        what = "no GGUF file" if gguf is None else f"GGUF ({gguf})"
+        raise CheckpointError(f"model.load_format is {load_format}, but {folder} is {what}")
     if load_format == "orbax" or (load_format == "auto" and is_orbax(folder)):
         params = load_orbax(folder, family, config, dtype=target, mesh=mesh)
     else:

@@ -150,9 +150,13 @@ def test_tensors_that_nobody_uses(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         load_params(tmp_path, family, config, dtype="float32")
         assert "nothing uses" not in caplog.text
-        write_checkpoint(tmp_path, hf, {**used, f"{prefix}.q_proj.bias": extra, "z": extra})
+        write_checkpoint(tmp_path, hf, {**used, "bias": extra, "z": extra})
         load_params(tmp_path, family, config, dtype="float32")
-    assert f"nothing uses tensor '{prefix}.q_proj.bias' and 1 more" in caplog.text
+    assert "nothing uses tensor 'bias' and 1 more" in caplog.text
+    write_checkpoint(tmp_path, hf, {**used, f"{prefix}.q_proj.bias": extra})
+    assert f"a tensor '{prefix}.q_proj.bias', but by its config there are no such" in refusal(
+        tmp_path
+    )
     for name in (f"{prefix}.q_proj.weight_scale", f"{prefix}.k_scale", f"{prefix}.q_proj.g_idx"):
         write_checkpoint(tmp_path, hf, {**used, name: extra})
         assert f"tensor {name!r} is of quantized weights" in refusal(tmp_path)
@@ -191,8 +195,9 @@ def test_what_is_given_instead_of_a_folder(tmp_path: Path) -> None:
     )
     assert said(tmp_path / "a").endswith(f"no such checkpoint directory: {tmp_path / 'a'}")
     for name, content, says in (
-        ("model.gguf", b"GGUF", "it is a GGUF file; GGUF, the format of llama.cpp, is not read"),
-        ("blob", b"GGUF\x03", "it is a GGUF file"),
+        ("model.gguf", b"", "it does not begin as a GGUF file does; was it downloaded whole?"),
+        ("model.gguf", b"GGUF", "it is cut off in its header"),
+        ("blob", b"GGUF\x03", "it is cut off in its header"),
         ("model.safetensors", b"", f"give the folder that it is in, {tmp_path}"),
         ("pytorch_model.bin", b"", "it holds PyTorch weights"),
         ("notes.txt", b"", "it is a file; give the folder that holds config.json"),
@@ -224,7 +229,7 @@ def test_what_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("model-q4.gguf", "config.json is missing; model-q4.gguf: GGUF, the format of llama.cpp"),
+        ("model-q4.gguf", "model-q4.gguf: it is cut off in its header"),
         ("adapter_config.json", "config.json is missing; adapter_config.json: an adapter (LoRA)"),
         ("params.json", "config.json is missing; params.json: give the checkpoint as Hugging"),
         ("snapshots/abc", "it is a folder of the Hub's cache: give {}/snapshots/abc"),
@@ -240,7 +245,7 @@ def test_a_folder_of_something_else(tmp_path: Path, name: str, says: str) -> Non
     ("name", "says"),
     [
         ("pytorch_model.bin", "pytorch_model.bin holds PyTorch weights, which are not read; trans"),
-        ("model.gguf", "model.gguf: GGUF, the format of llama.cpp, is not read"),
+        ("model.gguf", "to serve model.gguf, give that file"),
         ("tf_model.h5", "tf_model.h5 is not read"),
         ("README.md", "were its weights downloaded?"),
     ],

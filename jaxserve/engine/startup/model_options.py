@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve.checkpoint_files import find_gguf
 from jaxserve.config import AUTO, ConfigError, ServedModelConfig
 from jaxserve.engine.text.detokenizer import FILE_NAME
 from jaxserve.models.base import Family, ModelConfig
@@ -40,11 +41,11 @@ def load_shape(served: ServedModelConfig) -> tuple[Family, ModelConfig, dict[str
 
 
 def tokenizer_path(served: ServedModelConfig) -> str | None:
-    """The directory to load a tokenizer from. None for random weights without one, which generate
-    noise anyway."""
+    """The directory, or GGUF file, to load a tokenizer from. None for random weights without one,
+    which generate noise anyway."""
     path = os.path.expanduser(served.path)
-    optional = served.load_format == "random"
-    return None if optional and not os.path.isfile(os.path.join(path, FILE_NAME)) else path
+    there = os.path.isfile(os.path.join(path, FILE_NAME)) or find_gguf(path) is not None
+    return path if there or served.load_format != "random" else None
 
 
 def choose_dtype(name: str, hf: dict[str, Any], *, hidden: bool = False) -> jnp.dtype:

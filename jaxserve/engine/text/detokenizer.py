@@ -17,9 +17,11 @@ from typing import Protocol
 import tokenizers
 from tokenizers import decoders
 
-from jaxserve.checkpoint_files import read_text
+from jaxserve.checkpoint_files import find_gguf, read_text
 from jaxserve.config import ConfigError
 from jaxserve.engine.text.text_limit import BYTE_OF_CHAR, text_limit
+from jaxserve.gguf.header import GGUFError, read_header
+from jaxserve.gguf.tokenizer import tokenizer_json
 from jaxserve.sched.request import InvalidRequest, too_many_tokens
 
 log = logging.getLogger(__name__)
@@ -194,12 +196,13 @@ class NullTokenizer:
 
 
 def load_tokenizer(path: str | Path | None, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer of a checkpoint directory (its tokenizer.json), or of such a file itself;
-    a NullTokenizer for None or "". Raises ConfigError if the file is missing or unreadable, or is
-    another model's: its ids go beyond vocab_size."""
+    """The tokenizer of a checkpoint directory (its tokenizer.json), of such a file itself, or of a
+    GGUF file; a NullTokenizer for None or "". Raises ConfigError if the file is missing or
+    unreadable, or is another model's: its ids go beyond vocab_size."""
     if not path:
         return NullTokenizer()
-    file = Path(path).expanduser()
+    gguf = find_gguf(path)
+    file = gguf or Path(path).expanduser()
     if file.is_dir():
         file = file / FILE_NAME
     if not os.path.lexists(file):
@@ -208,8 +211,13 @@ def load_tokenizer(path: str | Path | None, vocab_size: int | None = None) -> To
             "(transformers writes it: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         )
     try:
-        found = tokenizers.Tokenizer.from_str(read_text(file, _MAX_BYTES))
+        text = (
+            json.dumps(tokenizer_json(read_header(gguf))) if gguf else read_text(file, _MAX_BYTES)
+        )
+        found = tokenizers.Tokenizer.from_str(text)
         made = HFTokenizer(found)
+    except GGUFError as error:
+        raise ConfigError(f"model.path: {error}") from None
     except BaseException as error:  # the library raises bare Exception, and panics
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             said = (str(error).splitlines() or [type(error).__name__])[0]

@@ -14,8 +14,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxserve.checkpoint_files import read_json, read_text
+from jaxserve.checkpoint_files import find_gguf, read_json, read_text
 from jaxserve.config import ConfigError
+from jaxserve.gguf.header import GGUFError, read_header
+from jaxserve.gguf.tokenizer import tokenizer_config_json
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.requests.templates.template_limits import MAX_SOURCE
 from jaxserve.server.requests.templates.template_process import TemplateFailed, TemplateProcess
@@ -153,12 +155,13 @@ def _problem(value: Any) -> str | None:
 
 
 def load_chat_template(path: str) -> ChatTemplate:
-    """The template of a checkpoint's directory, or the plain one if it has none. path: "" for
-    random weights. Raises ConfigError for a file or a template that cannot be read."""
+    """The template of a checkpoint's directory or a GGUF file, or the plain one if it has none.
+    path: "" for random weights. Raises ConfigError for a file or a template that cannot be read."""
     if not path:
         return ChatTemplate()
     folder = Path(path).expanduser()
-    config = _read(folder / _CONFIG, read_json)
+    gguf = find_gguf(folder)
+    config = _of_gguf(gguf) if gguf else _read(folder / _CONFIG, read_json)
     config = config if isinstance(config, dict) else {}
     special = {
         name: text
@@ -168,7 +171,7 @@ def load_chat_template(path: str) -> ChatTemplate:
     }
     source, where = _read(folder / _FILE, read_text, MAX_SOURCE), folder / _FILE
     if source is None:
-        source, where = _of_config(config), folder / _CONFIG
+        source, where = _of_config(config), gguf or folder / _CONFIG
     if source is not None and len(source) > MAX_SOURCE:
         size = f"it has {len(source):,} characters, and {MAX_SOURCE:,} are allowed"
         raise ConfigError(f"model.path: the chat template in {where}: {size}")
@@ -176,6 +179,13 @@ def load_chat_template(path: str) -> ChatTemplate:
         return ChatTemplate(source, special)
     except TemplateFailed as error:
         raise ConfigError(f"model.path: the chat template in {where}: {error}") from None
+
+
+def _of_gguf(path: Path) -> dict[str, Any]:
+    try:
+        return tokenizer_config_json(read_header(path))
+    except GGUFError as error:
+        raise ConfigError(f"model.path: {error}") from None
 
 
 def _of_config(config: Mapping[str, Any]) -> str | None:

@@ -1,0 +1,211 @@
+"""The metadata of a GGUF file as Hugging Face's config.json has them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from jaxserve.gguf.header import Header
+from jaxserve.gguf.tokenizer import end_ids, special_ids
+from jaxserve.models import hf as fields
+
+log = logging.getLogger(__name__)
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Those that are served. GGUF's llama is Mistral, too."""
+
+EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_FIELDS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+    "head_dim": "attention.key_length",
+}
+_OPTIONAL = {"num_key_value_heads", "rope_theta", "sliding_window", "head_dim"}
+_YARN = {
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+}
+_ONLY = {"expert_count": 0, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_attn_factor": 1}
+# Said twice, or of no account for what is computed.
+_UNREAD = {"vocab_size", "rope.dimension_count", "attention.value_length",
+           "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
+           "rope.scaling.original_context_length", "rope.scaling.finetuned",
+           "tensor_data_layout"}  # fmt: skip
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FIELD = re.compile(r"^config\.json: (\w+)")
+
+
+def config_json(header: Header) -> dict[str, Any]:
+    """What config.json of the same model says.
+
+    Raises:
+        GGUFError: an architecture, or a field's value, that is not supported.
+    """
+    metadata = header.metadata
+    architecture = metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise header.error(
+            f"general.architecture is {architecture!r:.80}, which is not supported (known: {known})"
+        )
+    if metadata.get("split.count", 1) != 1:
+        raise header.error(
+            "it is a part of a model that was split; merge its parts first: "
+            "llama-gguf-split --merge FIRST MERGED"
+        )
+    hf: dict[str, Any] = {"model_type": architecture}
+    for field, name in _FIELDS.items():
+        value = _scalar(header, f"{architecture}.{name}")
+        if value is None and field not in _OPTIONAL:
+            raise header.error(f"it has no {architecture}.{name}")
+        if value is not None:
+            hf[field] = value
+    if EMBEDDING not in header.tensors:
+        raise header.error(f"it has no tensor {EMBEDDING!r}")
+    hf |= {
+        "vocab_size": header.tensors[EMBEDDING].shape[0],
+        "tie_word_embeddings": OUTPUT not in header.tensors,
+        "attention_bias": _has_all(header, "attn_q", "attn_k", "attn_v", "attn_output"),
+        "mlp_bias": _has_all(header, "ffn_gate", "ffn_up", "ffn_down"),
+        "dtype": _dtype(header),
+        **{name: token for name, token in special_ids(header).items() if name != "eos_token_id"},
+        "eos_token_id": list(end_ids(header)),
+    }
+    if architecture == "llama" and "sliding_window" in hf:
+        hf["model_type"] = "mistral"
+    elif "sliding_window" in hf:
+        hf |= {"use_sliding_window": True, "max_window_layers": 0}
+    _rotation(header, architecture, hf)
+    _check_rest(header, architecture)
+    return hf
+
+
+def in_its_terms(header: Header, problem: str) -> str:
+    """A problem with a field of `config_json`, by the name that the file has for it."""
+
+    def key(found: re.Match[str]) -> str:
+        name = _FIELDS.get(found[1])
+        return found[1] if name is None else f"{header.metadata['general.architecture']}.{name}"
+
+    return _FIELD.sub(key, problem)
+
+
+def _scalar(header: Header, key: str, default: Any = None) -> Any:
+    """A field's value, which may be given for each layer; GGUFError where these differ."""
+    value = header.metadata.get(key, default)
+    if not isinstance(value, np.ndarray | list):
+        return value
+    values = np.asarray(value)
+    if values.size == 0 or (values != values[0]).any():
+        raise header.error(f"{key} differs between layers, which is not supported")
+    return values[0].item()
+
+
+def _has_all(header: Header, *parts: str) -> bool:
+    """Whether the first layer has all of these biases. With some only, the others are missed, or
+    found too many, when the weights load."""
+    return all(f"blk.0.{part}.bias" in header.tensors for part in parts)
+
+
+def _dtype(header: Header) -> str | None:
+    """Of most elements; None where they are quantized."""
+    elements: Counter[str] = Counter()
+    for tensor in header.tensors.values():
+        elements[tensor.type.name] += math.prod(tensor.shape)
+    ((name, _),) = elements.most_common(1)
+    return _DTYPES.get(name)
+
+
+def _rotation(header: Header, architecture: str, hf: dict[str, Any]) -> None:
+    """Adds how positions are scaled, and checks that all of a head is rotated."""
+
+    def get(name: str, default: Any = None) -> Any:
+        return _scalar(header, f"{architecture}.{name}", default)
+
+    head_dim = hf.get("head_dim")
+    rotated = get("rope.dimension_count", head_dim)
+    if head_dim is None and rotated is not None:
+        hf["head_dim"] = head_dim = rotated
+    for name in ("rope.dimension_count", "attention.value_length"):
+        if head_dim is not None and get(name, head_dim) != head_dim:
+            raise header.error(
+                f"{architecture}.{name} is {get(name)!r:.80}, and heads have {head_dim!r:.80} "
+                "elements; another number is not supported"
+            )
+    kind, scale = get("rope.scaling.type"), get("rope.scaling.factor", get("rope.scale_linear"))
+    factors = header.tensors.get(ROPE_FACTORS)
+    if factors is not None:
+        hf["rope_scaling"] = _llama3(header, hf)
+    elif kind in ("linear", "yarn") or (kind is None and scale is not None):
+        hf["rope_scaling"] = {"rope_type": kind or "linear", "factor": scale}
+    elif kind not in (None, "none"):
+        raise header.error(
+            f"{architecture}.rope.scaling.type is {kind!r:.80}, which is not supported "
+            "(known: none, linear, yarn)"
+        )
+    if kind == "yarn":
+        original = get("rope.scaling.original_context_length")
+        hf["rope_scaling"] |= {
+            "original_max_position_embeddings": original,
+            **{field: get(name) for field, name in _YARN.items() if get(name) is not None},
+        }
+
+
+def _llama3(header: Header, hf: dict[str, Any]) -> dict[str, Any]:
+    """The scaling of Llama 3.1 that these factors of the frequencies come from."""
+    tensor = header.tensors[ROPE_FACTORS]
+    theta, head_dim = fields.number(hf, "rope_theta", 10000.0), 2 * tensor.shape[-1]
+    if tensor.type.name != "F32" or len(tensor.shape) != 1 or head_dim != hf.get("head_dim"):
+        raise header.error(f"tensor {ROPE_FACTORS!r} is not one F32 value for each pair of a head")
+    with header.path.open("rb") as file:
+        file.seek(tensor.offset)
+        found = np.frombuffer(file.read(4 * tensor.shape[0]), np.float32).astype(np.float64)
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    factor, low, high = round(float(found.max()), 4), 1.0, 4.0
+    with np.errstate(all="ignore"):
+        keep = (1 / found - 1 / factor) / (1 - 1 / factor)
+        partly = (keep > 0.01) & (keep < 0.99)  # these say where the blend lies
+        edge = wavelengths * (low + (high - low) * keep)
+        if partly.any():
+            original = int(np.rint(np.median(edge[partly])))
+        else:  # anywhere in between
+            original = int(np.ceil(edge[keep >= 0.99].max(initial=1.0)))
+        keep = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+        fits = np.allclose(found, 1 / (keep + (1 - keep) / factor), rtol=1e-3)
+    if not fits:
+        raise header.error(f"tensor {ROPE_FACTORS!r} does not scale as Llama 3.1 does")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _check_rest(header: Header, architecture: str) -> None:
+    """What is said of the model, and not used."""
+    prefix = f"{architecture}."
+    known = {*_FIELDS.values(), *_YARN.values(), *_ONLY, *_UNREAD}
+    rest = sorted(
+        key for key in header.metadata if key.startswith(prefix) and key[len(prefix) :] not in known
+    )
+    for name, only in _ONLY.items():
+        found = _scalar(header, prefix + name, only)
+        if found != only:
+            raise header.error(f"{prefix}{name} is {found!r:.80}; only {only} is supported")
+    if rest:
+        more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
+        log.warning("%s: nothing uses the field %s%s", header.path, rest[0][:80], more)

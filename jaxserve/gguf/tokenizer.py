@@ -1,0 +1,350 @@
+"""The tokenizer and the chat template of a GGUF file, as Hugging Face's tokenizer.json and
+tokenizer_config.json have them.
+
+llama.cpp names how text is cut before its pairs are merged (`tokenizer.ggml.pre`), but does not
+store it, nor what a SentencePiece vocabulary is merged by.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxserve.gguf.header import Header
+
+log = logging.getLogger(__name__)
+
+TEMPLATE = "tokenizer.chat_template"
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+_MAX_LENGTH = 1024  # characters of a token that is put together of others
+_SPECIAL = {
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+    "unk_token_id": "tokenizer.ggml.unknown_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id",
+}
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Old files name the end of a text only, and not the end of a turn. llama.cpp knows these by name.
+_END_TEXTS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"}
+_PADDING = re.compile(r"\[PAD\d+\]")
+
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_LLAMA_3 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+_QWEN_2 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+)
+_DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+class _Cut(NamedTuple):
+    """How text is cut.
+
+    Attributes:
+        steps: pre-tokenizers; GPT-2's comes last where there is no regex.
+        regex: cuts instead of GPT-2's.
+        add_bos: a prompt begins with BOS, unless the file says.
+        ignore_merges: what is a token as a whole is not put together.
+        nfc: text is normalised before.
+    """
+
+    steps: tuple[dict[str, Any], ...] = ()
+    regex: str | None = None
+    add_bos: bool = False
+    ignore_merges: bool = False
+    nfc: bool = False
+
+
+_GPT_2, _SMOLLM = _Cut(), _Cut((_DIGITS,))
+_LLAMA_BPE = _Cut(regex=_LLAMA_3, add_bos=True, ignore_merges=True)
+_QWEN = _Cut(regex=_QWEN_2, nfc=True)
+CUTS = {
+    "gpt-2": _GPT_2,
+    "smollm": _SMOLLM,
+    "starcoder": _SMOLLM,
+    "command-r": _SMOLLM,
+    "refact": _SMOLLM,
+    "llama-bpe": _LLAMA_BPE,
+    "llama3": _LLAMA_BPE,
+    "llama-v3": _LLAMA_BPE,
+    "falcon3": _LLAMA_BPE,
+    "qwen2": _QWEN,
+    "deepseek-r1-qwen": _QWEN,
+    "tekken": _Cut(regex=_TEKKEN, add_bos=True, ignore_merges=True),
+}
+"""By `tokenizer.ggml.pre`."""
+_OF_OLD_FILES = {"qwen2": "qwen2", "qwen3": "qwen2"}  # by architecture
+
+
+def tokenizer_json(header: Header) -> dict[str, Any]:
+    """What tokenizer.json of the same model says.
+
+    Raises:
+        GGUFError: there is no tokenizer, or one that is not supported.
+    """
+    kind = header.metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        return _byte_level(header)
+    if kind == "llama":
+        return _sentencepiece(header)
+    if kind is None:
+        raise header.error("it has no tokenizer (tokenizer.ggml.model)")
+    raise header.error(
+        f"tokenizer.ggml.model is {kind!r:.80}, which is not supported (known: gpt2, llama)"
+    )
+
+
+def tokenizer_config_json(header: Header) -> dict[str, Any]:
+    """What tokenizer_config.json says of the special tokens, and the chat template."""
+    tokens = _tokens(header)
+    config = {name.removesuffix("_id"): tokens[i] for name, i in special_ids(header).items()}
+    template = header.metadata.get(TEMPLATE)
+    if template is None:
+        return config
+    if not isinstance(template, str):
+        raise header.error(f"{TEMPLATE} is no text")
+    return {**config, "chat_template": template}
+
+
+def special_ids(header: Header) -> dict[str, int]:
+    """The ids of bos_token_id, eos_token_id and so on, where the file gives them."""
+    given = {name: header.metadata.get(key) for name, key in _SPECIAL.items()}
+    return {name: _id(header, _SPECIAL[name], i) for name, i in given.items() if i is not None}
+
+
+def end_ids(header: Header) -> tuple[int, ...]:
+    """The tokens that end an answer, the end of a text first."""
+    keys = [f"tokenizer.ggml.{name}" for name in _ENDS]
+    ends = [_id(header, key, header.metadata[key]) for key in keys if key in header.metadata]
+    types = _types(header)
+    ends += [
+        i for i, text in enumerate(_tokens(header)) if text in _END_TEXTS and types[i] == _CONTROL
+    ]
+    return tuple(dict.fromkeys(ends))
+
+
+def _id(header: Header, key: str, value: Any) -> int:
+    tokens = len(_tokens(header))
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < tokens:
+        raise header.error(f"{key} is {value!r:.80}, which is none of its {tokens} tokens")
+    return value
+
+
+def _tokens(header: Header) -> list[str]:
+    return _strings(header, "tokenizer.ggml.tokens")
+
+
+def _strings(header: Header, key: str) -> list[str]:
+    found = header.metadata.get(key, [])
+    if not isinstance(found, list):
+        raise header.error(f"{key} is no list of texts")
+    return found
+
+
+def _types(header: Header) -> np.ndarray:
+    """int [V]: a type for each token; all normal where the file does not say."""
+    return _numbers(header, "tokenizer.ggml.token_type", _NORMAL)
+
+
+def _numbers(header: Header, key: str, default: int) -> np.ndarray:
+    tokens = len(_tokens(header))
+    found = header.metadata.get(key)
+    if found is None:
+        return np.full(tokens, default)
+    if not isinstance(found, np.ndarray) or len(found) != tokens:
+        raise header.error(f"{key} does not have a number for each of its {tokens} tokens")
+    return found
+
+
+def _vocabulary(header: Header) -> dict[str, int]:
+    """Ids by token, without the names that converters make up for rows that no token has."""
+    vocabulary: dict[str, int] = {}
+    types = _types(header)
+    for i, token in enumerate(_tokens(header)):
+        if types[i] == _UNUSED and _PADDING.fullmatch(token):
+            continue
+        if vocabulary.setdefault(token, i) != i:
+            log.warning("%s: tokens %d and %d are both %.80r; only the first is used",
+                        header.path, vocabulary[token], i, token)  # fmt: skip
+    if not vocabulary:
+        raise header.error("it has no tokens (tokenizer.ggml.tokens)")
+    return vocabulary
+
+
+def _byte_level(header: Header) -> dict[str, Any]:
+    """As GPT-2's: merged pairs of bytes."""
+    cut = _cut(header)
+    vocabulary = _vocabulary(header)
+    merges = [_pair(header, merge) for merge in _strings(header, "tokenizer.ggml.merges")]
+    missing = next((pair for pair in merges if "".join(pair) not in vocabulary), None)
+    if missing is not None:
+        raise header.error(f"tokenizer.ggml.merges: {missing!r:.80} makes no token")
+    steps = list(cut.steps)
+    if cut.regex is not None:
+        split = {"type": "Split", "pattern": {"Regex": cut.regex}, "behavior": "Isolated"}
+        steps.append({**split, "invert": False})
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    steps.append({**byte_level, "use_regex": cut.regex is None})
+    return _assembled(
+        header,
+        normalizer={"type": "NFC"} if cut.nfc else None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": steps},
+        decoder={**byte_level, "use_regex": True},
+        add_bos=cut.add_bos,
+        model={
+            "vocab": vocabulary,
+            "merges": merges,
+            "ignore_merges": cut.ignore_merges,
+            "byte_fallback": False,
+            "fuse_unk": False,
+            "unk_token": None,
+        },
+    )
+
+
+def _cut(header: Header) -> _Cut:
+    name = header.metadata.get("tokenizer.ggml.pre")
+    if name in (None, "default"):  # of files from before April 2024
+        name = _OF_OLD_FILES.get(header.metadata.get("general.architecture", ""), name)
+    if name is None:
+        raise header.error("it has no tokenizer.ggml.pre, which says how text is cut; convert anew")
+    if name not in CUTS:
+        known = ", ".join(CUTS)
+        raise header.error(
+            f"tokenizer.ggml.pre is {name!r:.80}, which is not supported (known: {known})"
+        )
+    return CUTS[name]
+
+
+def _pair(header: Header, merge: str) -> tuple[str, str]:
+    at = merge.find(" ", 1)
+    if at < 0:
+        raise header.error(f"tokenizer.ggml.merges: {merge!r:.80} is no pair")
+    return merge[:at], merge[at + 1 :]
+
+
+def _sentencepiece(header: Header) -> dict[str, Any]:
+    """As Llama 2's: pieces by their scores, and bytes for what is in none."""
+    vocabulary = _vocabulary(header)
+    unknown = special_ids(header).get("unk_token_id", 0)
+    prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return _assembled(
+        header,
+        normalizer=None,
+        pre_tokenizer={
+            "type": "Metaspace",
+            "replacement": "▁",
+            "prepend_scheme": "first" if prefix else "never",
+            "split": False,
+        },
+        decoder={"type": "Sequence", "decoders": decoders},
+        add_bos=True,
+        model={
+            "vocab": vocabulary,
+            "merges": list(_merges(header, vocabulary)),
+            "ignore_merges": False,
+            "byte_fallback": True,
+            "fuse_unk": True,
+            "unk_token": _tokens(header)[unknown],
+        },
+    )
+
+
+def _merges(header: Header, vocabulary: dict[str, int]) -> Iterator[tuple[str, str]]:
+    """All pairs of tokens that make a token: that with the highest score first, as SentencePiece
+    merges them; of one token's, that with the longest beginning."""
+    scores, types = _numbers(header, "tokenizer.ggml.scores", 0), _types(header)
+    if not np.isfinite(scores).all():
+        raise header.error("tokenizer.ggml.scores has a value that is no number")
+    tokens = _tokens(header)
+    for i in np.argsort(-scores.astype(np.float64), kind="stable").tolist():
+        token = tokens[i]
+        if types[i] not in (_NORMAL, _USER_DEFINED) or len(token) > _MAX_LENGTH:
+            continue
+        for at in range(len(token) - 1, 0, -1):
+            if token[:at] in vocabulary and token[at:] in vocabulary:
+                yield token[:at], token[at:]
+
+
+def _assembled(
+    header: Header,
+    *,
+    normalizer: dict[str, Any] | None,
+    pre_tokenizer: dict[str, Any],
+    decoder: dict[str, Any],
+    model: dict[str, Any],
+    add_bos: bool,
+) -> dict[str, Any]:
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": list(_added(header, model["vocab"])),
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": _ends_of_prompts(header, add_bos),
+        "decoder": decoder,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            **model,
+        },
+    }
+
+
+def _added(header: Header, vocabulary: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """The tokens that are found in a text before it is cut."""
+    types, tokens = _types(header), _tokens(header)
+    for i in np.flatnonzero(np.isin(types, (_UNKNOWN, _CONTROL, _USER_DEFINED))).tolist():
+        if vocabulary.get(tokens[i]) == i:
+            flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+            special = bool(types[i] != _USER_DEFINED)
+            yield {"id": i, "content": tokens[i], **flags, "special": special}
+
+
+def _ends_of_prompts(header: Header, add_bos: bool) -> dict[str, Any] | None:
+    ids, tokens = special_ids(header), _tokens(header)
+    begin, end = (
+        [ids[name]]
+        if name in ids and header.metadata.get(f"tokenizer.ggml.{flag}", default)
+        else []
+        for name, flag, default in (
+            ("bos_token_id", "add_bos_token", add_bos),
+            ("eos_token_id", "add_eos_token", False),
+        )
+    )
+    if not begin and not end:
+        return None
+
+    def sequence(name: str, kind: int) -> Sequence[dict[str, Any]]:
+        def special(i: int) -> dict[str, Any]:
+            return {"SpecialToken": {"id": tokens[i], "type_id": kind}}
+
+        text = {"Sequence": {"id": name, "type_id": kind}}
+        return [*map(special, begin), text, *map(special, end)]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": sequence("A", 0),
+        "pair": [*sequence("A", 0), *sequence("B", 1)],
+        "special_tokens": {
+            tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in begin + end
+        },
+    }

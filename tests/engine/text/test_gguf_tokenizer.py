@@ -1,0 +1,235 @@
+"""A tokenizer out of a GGUF file is the one of the Hugging Face checkpoint that it was made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from jaxserve.config import ConfigError
+from jaxserve.engine.text.detokenizer import HFTokenizer, load_tokenizer
+from jaxserve.gguf.header import Header
+from jaxserve.gguf.tokenizer import CUTS, tokenizer_json
+from jaxserve.server.requests.templates.chat_template import load_chat_template
+from tests.engine.text.tokenizers_for_tests import TEXTS
+from tests.models.fixtures import hf_config
+from tests.models.gguf_files import metadata_of, tensors_of, write_gguf
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MORE = (
+    "I'll say it's 12345 and 67,890.5; you've WON'T we'd\u00a0HTTPServer x2y3 <|im_start|>\n\n",
+    "def f(x):\n    return x ** 2  # squares\r\n\r\n\t\t/* */ //path/to/file\n",
+    "caf\u00e9 cafe\u0301 \u0130stanbul \u4e2d\uff11\uff12\uff13 \u0663\u0664\u0665 \u2460\u00bd",
+)
+_SPLITS = {
+    "llama-bpe": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "qwen2": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "tekken": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+
+
+def hf_tokenizer(pre: str) -> Tokenizer:
+    """As a checkpoint of Hugging Face with these cuts has it, trained on a few lines."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in _SPLITS)
+    if pre in _SPLITS:
+        level = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(_SPLITS[pre]), "isolated"), level]
+        )
+    elif pre == "smollm":
+        level = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
+    tokenizer.pre_tokenizer, tokenizer.decoder = level, decoders.ByteLevel()
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((TEXTS + MORE) * 3, trainer)
+    return tokenizer
+
+
+def fields_of(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
+    """What llama.cpp's converter writes of it."""
+    spec = json.loads(tokenizer.to_str())
+    ids = {i: token for token, i in spec["model"]["vocab"].items()}
+    tokens = [ids[i] for i in range(len(ids))]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in SPECIAL else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in spec["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+
+
+def written(folder: Path, fields: dict[str, Any]) -> Path:
+    hf = {**hf_config("llama2"), "vocab_size": len(fields["tokenizer.ggml.tokens"])}
+    known = {key: value for key, value in metadata_of(hf).items() if "tokenizer" not in key}
+    return write_gguf(folder / "model.gguf", known | fields, tensors_of(hf))
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", *_SPLITS])
+def test_byte_level(pre: str, tmp_path: Path) -> None:
+    expected = hf_tokenizer(pre)
+    path = written(tmp_path, fields_of(expected, pre))
+    found, like = load_tokenizer(path), HFTokenizer(expected)
+
+    @given(st.one_of(st.text(max_size=60), st.sampled_from(TEXTS + MORE)))
+    @example("".join(TEXTS + MORE))
+    def check(text: str) -> None:
+        ids = like.encode(text)
+        assert found.encode(text, special=False) == ids
+        assert found.decode(ids) == like.decode(ids)
+
+    check()
+    begins = [1] if CUTS[pre].add_bos else []
+    assert found.encode("a")[:1] == (begins or like.encode("a")[:1])
+    added = written(
+        tmp_path, fields_of(expected, pre) | {"tokenizer.ggml.add_bos_token": not begins}
+    )
+    assert (load_tokenizer(added).encode("a")[:1] == [1]) == (not begins)
+
+
+def sentencepiece() -> tuple[dict[str, Any], Tokenizer]:
+    """Fields of a small vocabulary with scores, and Hugging Face's tokenizer for it, whose merges
+    are written by hand."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = ["▁t", "he", "▁the", "▁a", "in", "▁in", "er", "▁▁", "▁he"]
+    letters = [*"▁abcdefghijklmnopqrstuvwxyz.,'1"]
+    tokens = ["<unk>", "<s>", "</s>", *bytes_, *pieces, *letters]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "a"), ("i", "n"), ("▁", "in"),
+              ("e", "r"), ("▁", "▁"), ("▁", "he")]  # fmt: skip
+    tokenizer = Tokenizer(
+        models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            merges,
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first", split=False)
+    scores = [0.0] * 259 + [-float(i) for i in range(len(pieces))] + [-100.0] * len(letters)
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }, tokenizer
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    fields, expected = sentencepiece()
+    found = load_tokenizer(written(tmp_path, fields))
+
+    @given(st.one_of(st.text(max_size=40), st.text(" thein.", max_size=40)))
+    @example("the  thin heather in the inn, 1 é 水 <s> the</s>the")
+    def check(text: str) -> None:
+        ids = expected.encode(text).ids
+        assert found.encode(text) == [1, *ids]
+        assert found.decode(ids).strip() == text.replace("<s>", "").replace("</s>", "").strip() or (
+            "<" in text or "▁" in text or text != text.strip()
+        )
+
+    check()
+    never = written(tmp_path, fields | {"tokenizer.ggml.add_space_prefix": False})
+    tokens = fields["tokenizer.ggml.tokens"]
+    assert [tokens[i] for i in load_tokenizer(never).encode("the", special=False)] == ["t", "he"]
+    assert load_tokenizer(never).decode(load_tokenizer(never).encode(" the")) == " the"
+
+
+def test_tokens_that_are_found_whole(tmp_path: Path) -> None:
+    fields = fields_of(hf_tokenizer("gpt-2"), "gpt-2")
+    fields["tokenizer.ggml.tokens"] += ["<tool>", "[PAD701]"]
+    fields["tokenizer.ggml.token_type"] += [4, 5]
+    found = load_tokenizer(written(tmp_path, fields))
+    size = len(fields["tokenizer.ggml.tokens"])
+    assert found.encode("<|im_end|><tool>") == [2, size - 2]
+    assert found.decode([2, size - 2, size - 1]) == "<tool>"  # one is special, one no token at all
+    assert len(found.encode("[PAD701]")) > 1
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (
+            {"tokenizer.ggml.model": "bert"},
+            "tokenizer.ggml.model is 'bert', which is not supported",
+        ),
+        (
+            {"tokenizer.ggml.pre": "viking"},
+            "tokenizer.ggml.pre is 'viking', which is not supported",
+        ),
+        ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer.ggml.merges: 'ab' is no pair"),
+        (
+            {"tokenizer.ggml.merges": ["zz qq"]},
+            "tokenizer.ggml.merges: ('zz', 'qq') makes no token",
+        ),
+        ({"tokenizer.ggml.merges": "a b"}, "tokenizer.ggml.merges is no list of texts"),
+        (
+            {"tokenizer.ggml.token_type": [1, 1]},
+            "token_type does not have a number for each of its",
+        ),
+    ],
+)
+def test_what_is_refused(more: dict[str, Any], says: str, tmp_path: Path) -> None:
+    fields = fields_of(hf_tokenizer("gpt-2"), "gpt-2") | more
+    with pytest.raises(ConfigError) as caught:
+        load_tokenizer(written(tmp_path, fields))
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
+    for more, says in (
+        ({}, "it has no tokenizer "),
+        ({"tokenizer.ggml.model": "llama"}, "no tokens"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            header = {"general.architecture": "llama", **more}
+            load_tokenizer(write_gguf(tmp_path / "m.gguf", header, {}))
+
+
+def test_old_files_name_no_cut() -> None:
+    fields = fields_of(hf_tokenizer("qwen2"), "default") | {"general.architecture": "qwen2"}
+    del fields["tokenizer.ggml.token_type"]
+    assert tokenizer_json(Header(Path("m"), fields, {}))["normalizer"] == {"type": "NFC"}
+
+
+def test_chats(tmp_path: Path) -> None:
+    fields = fields_of(hf_tokenizer("smollm"), "smollm")
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    path = written(tmp_path, fields | {"tokenizer.chat_template": template})
+    chat = load_chat_template(str(path))
+    try:
+        text = chat.render([{"role": "user", "content": "Hi"}], add_generation_prompt=False)
+        assert (chat.own, text) == (True, "<|im_start|>Hi<|im_end|>")
+        assert chat.encode(text, load_tokenizer(path).encode)[::2] == [1, 2] or len(text) > 3
+    finally:
+        chat.close()
+    assert not load_chat_template(str(written(tmp_path, fields))).own
+    with pytest.raises(ConfigError, match=r"tokenizer\.chat_template is no text"):
+        load_chat_template(str(written(tmp_path, fields | {"tokenizer.chat_template": 5})))
