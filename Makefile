@@ -36,8 +36,8 @@ PYTHON312 ?= $(shell for found in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versi
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
-serve: $(SERVES) ## serve the model in the box; ARGS="MODEL --port=..." for another
-	$(BIN)/jaxserve serve $(ARGS)
+serve: $(SERVES) ## serve the model in the box; MODEL=smollm2 for one to chat with, ARGS="--port=..."
+	$(BIN)/jaxserve serve $(MODEL) $(ARGS)
 
 check: lint ## what to run at every change: lint, types and the unit tests
 	$(BIN)/python -m pytest $(WORKERS) $(UNIT) $(ARGS)
@@ -80,8 +80,9 @@ lint: $(READY) ## ruff, import-linter, mypy and hadolint
 compile-check: compilers ## compile all kernels and steps for GPUs and TPUs; ARGS="--target=a100 --tensor=2"
 	$(COMPILE)/bin/python -m jaxserve compile-check $(ARGS)
 
-reference: $(REFERENCE)/.ready ## regenerate the reference logits with transformers and compare
+reference: $(REFERENCE)/.ready ## regenerate the reference logits and answers with transformers and compare
 	$(REFERENCE)/bin/python tools/reference/make_reference.py --check
+	$(REFERENCE)/bin/python tools/reference/make_gguf_reference.py --check
 
 $(REFERENCE)/.ready: tools/reference/requirements.txt
 	$(PYTHON) -m venv $(REFERENCE)

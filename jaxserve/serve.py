@@ -3,6 +3,8 @@
 jaxserve serve                          # the model in the box
 jaxserve serve /path/to/checkpoint --config.scheduler.max_rows=16
 jaxserve serve Qwen/Qwen2.5-0.5B
+jaxserve serve smollm2                  # a chat model of 135M, downloaded once
+jaxserve serve model.gguf
 jaxserve serve opt_125m_cpu
 jaxserve serve --help
 """

@@ -12,10 +12,11 @@ from typing import Any
 
 from jaxserve.client.connection import Tls, key_metadata
 from jaxserve.client.flags import add_access_flags, read_key, read_tls
-from jaxserve.client.records import EXPECTED_MISSED
+from jaxserve.client.records import EXPECTED_MISSED, json_verdict_line
 from jaxserve.command_line import Parser
 
 DEFAULT_ADDRESS = "localhost:8000"
+RESET = "/reset"
 
 
 class ChatError(Exception):
@@ -28,12 +29,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
+        if not all(value > 0 for value in _targets(args).values()):
+            raise ValueError("targets are milliseconds above 0")
         chat = Chat(args.address, read_key(args), read_tls(args), _options(args), args.system)
         if args.message is not None:
             _say(chat, args.message)
             return 0
+        if sys.stdin.isatty():
+            print("A line is a message. /reset begins anew, ^D ends.", file=sys.stderr)
         while (message := _read()) is not None:
-            if message.strip():
+            if message.strip() == RESET:
+                chat.reset()
+            elif message.strip():
                 _say(chat, message)
         return 0
     except (ChatError, OSError) as error:
@@ -58,6 +65,7 @@ class Chat:
 
     Attributes:
         expected_missed: whether the server has given up the targets of the latest answer.
+        verdict: what came of these, as a line; None where there were none.
     """
 
     def __init__(
@@ -72,15 +80,21 @@ class Chat:
         self._headers = {"Content-Type": "application/json"}
         self._headers |= dict(key_metadata(api_key, address, tls))
         self._options = options or {}
-        self._turns = [{"role": "system", "content": system}] if system else []
+        self._system = [{"role": "system", "content": system}] if system else []
+        self._turns = self._system
         self.expected_missed = False
+        self.verdict: str | None = None
+
+    def reset(self) -> None:
+        """Forgets all turns but the system message."""
+        self._turns = self._system
 
     def answers(self, message: str) -> Iterator[str]:
         """Yields the pieces of the answer as they come. If it raises ChatError, the message is not
         added to the conversation."""
         asked = [*self._turns, {"role": "user", "content": message}]
         pieces: list[str] = []
-        self.expected_missed = False
+        self.expected_missed, self.verdict = False, None
         for piece in self._stream({"messages": asked, "stream": True, **self._options}):
             pieces.append(piece)
             yield piece
@@ -102,7 +116,8 @@ class Chat:
                 data = line.removeprefix(b"data: ").strip()
                 if data and data != b"[DONE]":
                     choices = _choices(data)
-                    self.expected_missed |= any(map(_given_up, choices))
+                    for choice in choices:
+                        self._note(choice.get("slo") or {}, choice.get("timings") or {})
                     yield "".join(one["delta"].get("content") or "" for one in choices)
         except ConnectionRefusedError:
             problem = f"no server answers at {self._address}: is it running? (jaxserve serve)"
@@ -111,6 +126,11 @@ class Chat:
             raise ChatError(f"{self._address}: {error or type(error).__name__}") from None
         finally:
             connection.close()
+
+    def _note(self, slo: dict[str, Any], timings: dict[str, Any]) -> None:
+        self.expected_missed |= slo.get("expected") == "missed"
+        if "targets_met" in slo:
+            self.verdict = json_verdict_line(slo, timings)
 
 
 def _context(tls: Tls | None) -> ssl.SSLContext | None:
@@ -130,10 +150,6 @@ def _choices(data: bytes) -> list[dict[str, Any]]:
     return choices
 
 
-def _given_up(choice: dict[str, Any]) -> bool:
-    return (choice.get("slo") or {}).get("expected") == "missed"
-
-
 def _problem(body: bytes) -> str:
     try:
         return str(json.loads(body)["error"]["message"])
@@ -149,6 +165,8 @@ def _say(chat: Chat, message: str) -> None:
             print(f"\n{EXPECTED_MISSED}", file=sys.stderr)
             told = True
     print(flush=True)
+    if chat.verdict is not None:
+        print(chat.verdict, file=sys.stderr)
 
 
 def _read() -> str | None:
@@ -161,7 +179,13 @@ def _read() -> str | None:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("max_tokens", "temperature", "top_p", "seed")
-    given = {name: getattr(args, name) for name in names}
+    given = {name: getattr(args, name) for name in (*names, "slo_class")}
+    given["slo"] = _targets(args) or None
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _targets(args: argparse.Namespace) -> dict[str, float]:
+    given = {name: getattr(args, name) for name in ("ttft_ms", "tbt_ms")}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -178,5 +202,8 @@ def _parser() -> Parser:
     add("--temperature", type=float, help="0 is greedy (1)")
     add("--top_p", type=float, help="1 is off (1)")
     add("--seed", type=int, help="same seed, same text")
+    add("--ttft_ms", type=float, help="target: to an answer's first token")
+    add("--tbt_ms", type=float, help="target: between two tokens, the 99th percentile")
+    add("--slo_class", help="one of the server's, for targets that are not given here")
     add_access_flags(parser)
     return parser

@@ -3,7 +3,7 @@ too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -88,6 +88,23 @@ def verdict_line(verdict: pb.SloVerdict, timings: pb.Timings) -> str:
     ]
     met = "met" if verdict.met else "missed"
     return "; ".join([f"slo {verdict.slo_class} {met}: {', '.join(parts)}", *notes])
+
+
+def json_verdict_line(slo: Mapping[str, Any], timings: Mapping[str, Any]) -> str:
+    """`verdict_line` of what HTTP has at an answer's end."""
+    known = {f"SLO_PROBLEM_KIND_{p['kind'].upper()}": p for p in slo["problems"]}
+    verdict = pb.SloVerdict(
+        slo_class=slo["class"],
+        targets=pb.Slo(**slo["targets"]),
+        targets_met=pb.TargetsMet(**slo["targets_met"]),
+        met=slo["met"],
+        problems=[
+            pb.SloProblem(kind=kind, target_ms=p["target_ms"], limit_ms=p["limit_ms"])
+            for kind, p in known.items()
+            if kind in pb.SloProblemKind.keys()  # noqa: SIM118
+        ],
+    )
+    return verdict_line(verdict, pb.Timings(**timings))
 
 
 def _fields(message: Message) -> dict[str, Any]:

@@ -38,7 +38,8 @@ def add_console(app: FastAPI, context: RouteContext, feed: LiveFeed) -> None:
         """What does not change."""
         found = context.requests.info()
         told = {name: getattr(found, name) for name in ("model", "policy", "device", "block_size")}
-        return {"version": __version__, **told, "slo_classes": list(context.requests.slo_classes)}
+        told |= {"version": __version__, "slo_classes": list(context.requests.slo_classes)}
+        return {**told, "chat": context.template.own}
 
     events = Events(context.requests, feed)
 

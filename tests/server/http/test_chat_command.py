@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -39,6 +41,36 @@ def test_lines_of_input_are_a_conversation(
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nand now?\n"))
     assert main([f"--address={address}", "--max_tokens=2"]) == 0
     assert capsys.readouterr().out == " w0 w1\n w0 w1\n"
+
+
+def test_what_came_of_targets_follows_the_answer(
+    address: str, running: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets = ["--ttft_ms=60000", "--tbt_ms=50000"]
+    assert main([f"--address={address}", "hello", "--max_tokens=3", *targets]) == 0
+    out, error = capsys.readouterr()
+    assert out == " w0 w1 w2\n"
+    assert error.startswith("slo default met: TTFT ") and " of 60000 ms, TBT " in error
+    assert main([f"--address={address}", "hello", "--max_tokens=3", "--slo_class=offline"]) == 0
+    assert capsys.readouterr().err.startswith("slo offline ")
+    with pytest.raises(SystemExit):
+        main([f"--address={address}", "hello", "--ttft_ms=0"])
+
+
+def test_reset_begins_anew(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+    plain = Chat._stream
+
+    def noted(chat: Chat, body: dict[str, Any]) -> Iterator[str]:
+        asked.append([turn["content"] for turn in body["messages"]])
+        return plain(chat, body)
+
+    monkeypatch.setattr(Chat, "_stream", noted)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n/reset\nthree\n"))
+    assert main([f"--address={address}", "--max_tokens=1", "--system=brief"]) == 0
+    assert asked == [["brief", "one"], ["brief", "one", " w0", "two"], ["brief", "three"]]
 
 
 def test_the_turns_are_kept(address: str) -> None:

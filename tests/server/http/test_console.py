@@ -54,7 +54,8 @@ def test_the_page_needs_nothing_from_elsewhere(plain: Plain) -> None:
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy
     assert not re.findall(r"(?:src|href)=\"(?!data:)", text)
     assert "http://" not in text and "https://" not in text
-    assert plain.call("GET", "/console/info")[1]["model"] == INFO.model
+    info = plain.call("GET", "/console/info")[1]
+    assert (info["model"], info["chat"]) == (INFO.model, False)  # it has no chat template
 
 
 def test_a_snapshot_is_put_together_once_for_all_who_look(

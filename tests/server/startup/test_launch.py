@@ -303,7 +303,9 @@ def test_a_model_comes_first(tmp_path: Path) -> None:
         assert parse(*launch.with_model([preset])).model.preset == "opt-125m"
     assert parse("--config", "opt_125m_cpu", "--port=0").model.preset == "opt-125m"
     assert launch.with_model(["--port=0"]) == ["--port=0"]
-    with pytest.raises(launch.UsageError, match=r"'llama' is neither a folder nor a preset \(.*, "):
+    with pytest.raises(
+        launch.UsageError, match=r"'llama' is neither a folder, a file nor one of smollm2, .*;"
+    ):
         launch.with_model(["llama"])
 
 

