@@ -83,9 +83,11 @@ def config_json(header: Header) -> dict[str, Any]:
         **{name: token for name, token in special_ids(header).items() if name != "eos_token_id"},
         "eos_token_id": list(end_ids(header)),
     }
-    if architecture == "llama" and "sliding_window" in hf:
+    if not hf.get("sliding_window"):
+        hf.pop("sliding_window", None)
+    elif architecture == "llama":
         hf["model_type"] = "mistral"
-    elif "sliding_window" in hf:
+    else:
         hf |= {"use_sliding_window": True, "max_window_layers": 0}
     _rotation(header, architecture, hf)
     _check_rest(header, architecture)

@@ -256,7 +256,7 @@ def _sentencepiece(header: Header) -> dict[str, Any]:
         add_bos=True,
         model={
             "vocab": vocabulary,
-            "merges": list(_merges(header, vocabulary)),
+            "merges": _merges(header, vocabulary),
             "ignore_merges": False,
             "byte_fallback": True,
             "fuse_unk": True,
@@ -265,20 +265,20 @@ def _sentencepiece(header: Header) -> dict[str, Any]:
     )
 
 
-def _merges(header: Header, vocabulary: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """All pairs of tokens that make a token: that with the highest score first, as SentencePiece
-    merges them; of one token's, that with the longest beginning."""
+def _merges(header: Header, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token: of that with the highest score first, as SentencePiece
+    merges them; of equal ones in the order that transformers has, longest beginnings first."""
     scores, types = _numbers(header, "tokenizer.ggml.scores", 0), _types(header)
     if not np.isfinite(scores).all():
         raise header.error("tokenizer.ggml.scores has a value that is no number")
-    tokens = _tokens(header)
-    for i in np.argsort(-scores.astype(np.float64), kind="stable").tolist():
-        token = tokens[i]
-        if types[i] not in (_NORMAL, _USER_DEFINED) or len(token) > _MAX_LENGTH:
-            continue
-        for at in range(len(token) - 1, 0, -1):
-            if token[:at] in vocabulary and token[at:] in vocabulary:
-                yield token[:at], token[at:]
+    pairs = [
+        (-scores[i].item(), -at, at - len(token), (token[:at], token[at:]))
+        for i, token in enumerate(_tokens(header))
+        if types[i] in (_NORMAL, _USER_DEFINED) and len(token) <= _MAX_LENGTH
+        for at in range(1, len(token))
+        if token[:at] in vocabulary and token[at:] in vocabulary
+    ]
+    return [pair for *_, pair in sorted(pairs, key=lambda found: found[:3])]
 
 
 def _assembled(

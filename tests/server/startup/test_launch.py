@@ -343,7 +343,7 @@ def test_help_lists_every_field_with_its_comment_and_value() -> None:
     for path in DEFAULTS:
         assert f" --config.{path}=" in text
     for words in (
-        "--model=VALUE checkpoint directory, Hugging Face or Orbax; the same as",
+        "--model=VALUE checkpoint directory, Hugging Face or Orbax, or a GGUF file; the same as",
         "cache: The pool of blocks. --config.cache.block_size=0 Tokens a block holds.",
         "--config.scheduler.policy=vllm ",
         "--config.scheduler.max_rows=16 Requests of one batch",
