@@ -20,6 +20,7 @@ SMALL = {
     "engine__max_model_len": 256,
     "scheduler__max_rows": 4,
     "scheduler__max_batch_tokens": 64,
+    "scheduler__max_prefill_tokens": 64,
     "cache__memory_gib": 0.1,
 }
 
