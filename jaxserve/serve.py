@@ -76,7 +76,8 @@ def main(argv: Sequence[str], name: str = "jaxserve serve") -> int:
 
             def on_ready(server: launch.Server) -> None:
                 seconds = time.monotonic() - _STARTED
-                announce(launch.ready_text(engine.info(), server, seconds), form)
+                chats = http is not None and http.template.own
+                announce(launch.ready_text(engine.info(), server, seconds, chats=chats), form)
 
             code = run_server(engine, config, on_ready, batches, http, access, traces)
         if code and rank is not None:

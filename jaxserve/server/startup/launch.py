@@ -217,8 +217,8 @@ def check_ports(server: ServerConfig) -> None:
             raise ConfigError(f"server.{name}: {where}; {shortcut} {wish}") from None
 
 
-def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
-    """What to print once calls are taken."""
+def ready_text(info: EngineInfo, server: Server, seconds: float, *, chats: bool = False) -> str:
+    """What to print once calls are taken. chats: the model has a template for chats, over HTTP."""
     params = f"{info.num_params / 1e6:,.1f}M parameters"
     device = info.device if info.mesh_tensor == 1 else f"{info.mesh_tensor} x {info.device}"
     pool = f"{info.num_blocks:,} blocks of {info.block_size}: {info.pool_tokens:,} tokens"
@@ -238,7 +238,7 @@ def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
         f"  metrics  {f'{scheme}://{metrics}/metrics' if metrics else 'off'}",
         f"  batches  {batches or 'off'}",
         f"Try it in a second terminal{key}:",
-        f"  {client_line(server.address, server.access)}",
+        f"  {client_line(http if chats and http else server.address, server.access, chats=chats)}",
     ]
     return "\n".join(lines)
 
@@ -249,15 +249,17 @@ def _hidden_caches(info: EngineInfo) -> str:
     return f", KV and hidden caches, {info.hidden_read} at {1e6 * info.rho:+.2f} us a token"
 
 
-def client_line(address: str, access: Access) -> str:
+def client_line(address: str, access: Access, *, chats: bool = False) -> str:
     """The client's command, with its folder and the flags only if they are needed."""
     host, _, port = address.rpartition(":")
     reached = "localhost" if host in ("0.0.0.0", "[::]") else host
-    default = reached == "localhost" and int(port) == ServerConfig.port
+    usual = ServerConfig.http_port if chats else ServerConfig.port
+    default = reached == "localhost" and int(port) == usual
     where = "" if default else f"--address={reached}:{port} "
     if access.tls is not None:
         where += "--tls " if access.tls.client_ca is None else "--tls_cert=FILE --tls_key=FILE "
-    return f'{jaxserve_command()} complete {where}"Once upon a time"'
+    asked = f"chat {where}" if chats else f'complete {where}"Once upon a time"'
+    return f"{jaxserve_command()} {asked}".rstrip()
 
 
 def jaxserve_command() -> str:

@@ -277,6 +277,8 @@ def test_the_clients_line_is_as_short_as_it_can_be(
     assert launch.client_line("localhost:50051", Access()) == short
     assert launch.client_line("0.0.0.0:50051", Access()) == short
     assert "--address=box:50051 " in launch.client_line("box:50051", Access())
+    assert launch.client_line("localhost:8000", Access(), chats=True) == "jaxserve chat"
+    assert launch.client_line("box:80", Access(), chats=True) == "jaxserve chat --address=box:80"
     tls = Access(tls=Tls(Path("cert"), Path("key")))
     assert " --tls " in launch.client_line("localhost:50051", tls)
     mutual = Access(tls=Tls(Path("cert"), Path("key"), Path("ca")))
