@@ -51,7 +51,7 @@ def test_answers_token_for_token(llm: LLM) -> None:
         (output,) = done.outputs
         assert list(output.token_ids) == answer["output"], answer["text"]
         first = {str(token): value for token, value in output.logprobs[0].top}
-        assert first == pytest.approx(answer["first"], abs=1e-3)
+        assert first == pytest.approx(answer["first"], abs=2e-4)
 
 
 def test_an_answer_ends_where_its_turn_does(llm: LLM) -> None:

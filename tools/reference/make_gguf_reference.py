@@ -60,7 +60,6 @@ def answers() -> list[dict[str, Any]]:
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
     chats = (
         tokenizer.apply_chat_template(
             [{"role": "user", "content": chat}], tokenize=False, add_generation_prompt=True
@@ -71,22 +70,36 @@ def answers() -> list[dict[str, Any]]:
     found = []
     for text, chat in [*prompts, *((text, None) for text in TEXTS)]:
         ids = tokenizer(text, add_special_tokens=chat is None).input_ids
-        with torch.no_grad():
-            first = torch.log_softmax(model(torch.tensor([ids])).logits[0, -1].double(), -1)
-            made = model.generate(torch.tensor([ids]), max_new_tokens=OUTPUT, do_sample=False)
+        output, first = greedy(model, ids)
         likely = first.topk(TOP)
         found.append(
             {
                 "chat": chat,
                 "text": text,
                 "tokens": ids,
-                "output": made[0].tolist()[len(ids) :],
+                "output": output,
                 "first": dict(
                     zip(map(str, likely.indices.tolist()), likely.values.tolist(), strict=True)
                 ),
             }
         )
     return found
+
+
+def greedy(model: Any, ids: list[int]) -> tuple[list[int], torch.Tensor]:
+    """The most likely tokens one after another, and the first one's log-probabilities [V]. By hand:
+    `generate` without a mask does not look at tokens that pad, which here end each turn, too."""
+    output: list[int] = []
+    first = cache = None
+    with torch.no_grad():
+        for _ in range(OUTPUT):
+            new = torch.tensor([output[-1:] or ids])
+            answer = model(new, past_key_values=cache, use_cache=True)
+            cache, logits = answer.past_key_values, answer.logits[0, -1]
+            first = torch.log_softmax(logits.double(), -1) if first is None else first
+            output.append(int(logits.argmax()))
+    assert first is not None
+    return output, first
 
 
 def problems(stored: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str]:

@@ -218,7 +218,14 @@ def check_ports(server: ServerConfig) -> None:
 
 
 def ready_text(info: EngineInfo, server: Server, seconds: float, *, chats: bool = False) -> str:
-    """What to print once calls are taken. chats: the model has a template for chats, over HTTP."""
+    """What to print once calls are taken.
+
+    Args:
+        info: of the engine.
+        server: that takes them.
+        seconds: that the start took.
+        chats: the model has a template for chats, and there is HTTP.
+    """
     params = f"{info.num_params / 1e6:,.1f}M parameters"
     device = info.device if info.mesh_tensor == 1 else f"{info.mesh_tensor} x {info.device}"
     pool = f"{info.num_blocks:,} blocks of {info.block_size}: {info.pool_tokens:,} tokens"
