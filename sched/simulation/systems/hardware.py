@@ -17,6 +17,11 @@ READ_EFFICIENCY = 0.94  # of memory bandwidth: llama-2-7b@a100's decode KV slope
 HOST_EFFICIENCY = 0.8
 
 
+WIDE = "16-bit"
+# By `model.quantization`; int4 has a scale of 16 bits for each 32, the others one an output.
+WEIGHT_BYTES = {WIDE: 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 2 / 32}
+
+
 @dataclass(frozen=True)
 class Model:
     """Shape of a decoder-only transformer.
@@ -29,6 +34,7 @@ class Model:
         head_dim: Size of a head.
         gated: Whether the feed-forward has three matrices instead of two.
         rotary: Whether positions are rotations of queries and keys.
+        weights: How its weights are stored, of WEIGHT_BYTES.
     """
 
     layers: int
@@ -40,6 +46,17 @@ class Model:
     vocab: int
     gated: bool = True
     rotary: bool = True
+    weights: str = WIDE
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a weight of a layer's matrices, with its share of the scales."""
+        return WEIGHT_BYTES[self.weights]
+
+    @property
+    def table_bytes(self) -> float:
+        """Bytes of a number of embedding and output matrices: int8 where weights are quantised."""
+        return WEIGHT_BYTES[WIDE if self.weights == WIDE else "int8"]
 
     @property
     def layer_params(self) -> int:
@@ -52,6 +69,12 @@ class Model:
         """Weights, with embedding and output matrices counted separately even where they are
         tied."""
         return self.layers * self.layer_params + 2 * self.vocab * self.d_model
+
+    @property
+    def param_bytes(self) -> float:
+        """Bytes of its weights."""
+        tables = 2 * self.vocab * self.d_model * self.table_bytes
+        return self.layers * self.layer_params * self.weight_bytes + tables
 
     @property
     def kv_bytes(self) -> int:
@@ -155,6 +178,8 @@ def hidden_read_of(model: Model, wanted: str = "auto") -> str | None:
     if wanted == ABSORBED and model.rotary:
         raise ValueError("hidden_read=absorbed needs a model without rotary positions")
     shape = model.d_model, model.heads, model.kv_heads, model.head_dim
+    if model.weights != WIDE:  # hidden caches read the weights of K and V as they are
+        return None
     if why_no_hidden_caches(*shape) is not None:
         return None
     return default_hidden_read(rotary=model.rotary) if wanted == "auto" else wanted

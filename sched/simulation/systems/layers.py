@@ -22,7 +22,7 @@ FIGURES = Path(__file__).with_name("fitted_devices.json")
 
 @dataclass(frozen=True)
 class LayerWork:
-    """One device's share of the work of a layer, in bytes and FLOPs, 16-bit.
+    """One device's share of the work of a layer, in bytes and FLOPs; 16-bit but for weights.
 
     Attributes:
         weights: Bytes of its matrices, read once a step.
@@ -46,7 +46,7 @@ class LayerWork:
         activated = (3 if model.gated else 2) * model.d_ff
         hops = 2 * (devices - 1) / devices
         return cls(
-            weights=2 * share,
+            weights=model.weight_bytes * share,
             flops=2 * share,
             elementwise=2 * (whole + (rotated + activated) / devices),
             exchanged=2 * hops * 2 * model.d_model,

@@ -15,6 +15,8 @@ from jaxserve.sched.simulation.systems.hardware import (
     DEVICES,
     MODELS,
     READ_EFFICIENCY,
+    WEIGHT_BYTES,
+    WIDE,
     Device,
     Model,
     hidden_read_of,
@@ -47,6 +49,8 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
     Beside attention, mean relative errors against the tables that it is fitted to (1 to 4,096
     tokens) are 8, 6, 4 and 3% on 1, 2, 4 and 8 A100s, 9, 7, 6 and 4% on H100s, and 47% at worst, at
     the roofline's knee. docs/systems.md has these, and what little is known of attention.
+    Quantised weights count with the bytes that they have, read at the same share of bandwidth, and
+    with the FLOPs of 16 bits; no table says better.
 
     Args:
         model: Its shape.
@@ -59,25 +63,25 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
     """
     n = device.count
     flops, bandwidth = device.flops * n, device.bandwidth * n * READ_EFFICIENCY
-    room = device.memory * n * _MEMORY_FOR_USE - 2 * model.params
+    room = device.memory * n * _MEMORY_FOR_USE - model.param_bytes
     kv_tokens = int(room // (model.kv_bytes * model.layers))
     if kv_tokens < 1:
         raise ValueError(
-            f"{name or 'the model'}: weights of {2 * model.params / 1e9:.0f} GB do not fit into "
+            f"{name or 'the model'}: weights of {model.param_bytes / 1e9:.0f} GB do not fit into "
             f"{_MEMORY_FOR_USE:.0%} of {device.memory * n / 1e9:.0f} GB"
         )
     base, figures = LLAMA_2_7B.coefficients, figures_of(device.kind)
     step, token = figures.seconds(LayerWork.from_model(model, n), device)
-    # The output matrix, FLOPs a token and bytes alike; it is no layer's.
-    output = 2 * model.vocab * model.d_model / n / model.layers
-    each = output / (figures.matmul * device.flops)
+    # The output matrix, which is no layer's: bytes a step, and FLOPs a token.
+    output = model.vocab * model.d_model / n / model.layers
+    each = 2 * output / (figures.matmul * device.flops)
     kv = model.kv_bytes / bandwidth
     read = hidden_read_of(model, hidden_read)
     hidden = _hidden_terms(model, read, flops, bandwidth) if read else {}
     coefficients = dataclasses.replace(
         base,
         per_token=token,
-        token_bias=step + output / (figures.read * device.bandwidth),
+        token_bias=step + model.table_bytes * output / (figures.read * device.bandwidth),
         decode_kv=kv,
         per_decode=base.per_decode + each,
         prefill_quad=2 * model.heads * model.head_dim / (_ATTENTION_EFFICIENCY * flops),
@@ -90,6 +94,8 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
     about = {"source": source, "figures_of": device.kind, "attention_of": "llama-2-7b@a100"}
     if read:
         about["hidden_read"] = read
+    if model.weights != WIDE:
+        about["weights"] = model.weights
     rho = model.layers * (coefficients.hidden_token - kv) if read else None
     cost_model = LinearCostModel(coefficients, model.layers, overlapped=True)
     projects = read == "projected"
@@ -126,7 +132,7 @@ def system(name: str, hidden_read: str = "auto") -> System:
 
     Args:
         name: A preset, `MODEL@DEVICE` or `MODEL@4xDEVICE` of the known ones, or the path of a
-            profile.
+            profile. `MODEL:int4@DEVICE` has quantised weights, see `WEIGHT_BYTES`.
         hidden_read: How hidden caches are read, see `hidden_read_of`. Only for MODEL@DEVICE:
             presets have no hidden caches, and profiles those that they were measured with.
 
@@ -138,7 +144,9 @@ def system(name: str, hidden_read: str = "auto") -> System:
         if hidden_read != "auto":
             raise UnknownSystem(f"{name}: hidden_read is for MODEL@DEVICE, not for fixed systems")
         return PRESETS[name] if name in PRESETS else load(name)
-    if at and model in MODELS:
+    model, _, weights = model.partition(":")
+    weights = weights or WIDE
+    if at and model in MODELS and weights in WEIGHT_BYTES:
         number, times, device = place.partition("x")
         if not (times and number.isdigit()):
             number, device = "1", place
@@ -146,12 +154,14 @@ def system(name: str, hidden_read: str = "auto") -> System:
             one = DEVICES[device]
             many = dataclasses.replace(one, count=int(number))
             try:
-                return scale(MODELS[model], many, name, hidden_read)
+                shape = dataclasses.replace(MODELS[model], weights=weights)
+                return scale(shape, many, name, hidden_read)
             except ValueError as error:
                 raise UnknownSystem(str(error)) from error
     near = difflib.get_close_matches(name, [*PRESETS], n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UnknownSystem(
         f"there is no system {name!r}{hint}. Give MODEL@DEVICE or MODEL@4xDEVICE with a model of "
-        f"{', '.join(MODELS)} and a device of {', '.join(DEVICES)}, or a profile's path (.json)"
+        f"{', '.join(MODELS)} and a device of {', '.join(DEVICES)}, MODEL:int8, :int4 or :fp8 for "
+        "quantised weights, or a profile's path (.json)"
     )

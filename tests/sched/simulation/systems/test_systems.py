@@ -223,3 +223,24 @@ def test_rho_survives_the_disk(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "projects": "yes"}))
     with pytest.raises(UnknownSystem, match="projects must be true or false"):
         load(path)
+
+
+def test_quantised_weights_leave_more_room_and_take_less_time() -> None:
+    wide, int8, int4 = (system(f"opt-13b{how}@a100") for how in ("", ":int8", ":int4"))
+    assert wide.kv_tokens < int8.kv_tokens < int4.kv_tokens
+    saved = MODELS["opt-13b"].param_bytes - replace(MODELS["opt-13b"], weights="int4").param_bytes
+    more = (int4.kv_tokens - wide.kv_tokens) * MODELS["opt-13b"].kv_bytes * 40
+    assert more == pytest.approx(saved, rel=1e-4)
+    step, per_token = (
+        [getattr(one.cost_model.coefficients, name) for one in (wide, int8, int4)]
+        for name in ("token_bias", "per_token")
+    )
+    assert step[0] > 1.7 * step[1] > 1.7 * 1.3 * step[2]
+    assert len(set(per_token)) == 1
+    assert int4.about["weights"] == "int4" and "weights" not in wide.about
+    assert wide.rho is not None and int4.rho is None  # no hidden caches
+    system("llama-3-70b:int4@a100")
+    with pytest.raises(UnknownSystem, match="do not fit"):
+        system("llama-3-70b@a100")
+    with pytest.raises(UnknownSystem, match="MODEL:int8, :int4 or :fp8"):
+        system("opt-13b:int3@a100")
