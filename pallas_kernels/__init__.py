@@ -33,6 +33,7 @@ from jaxserve.pallas_kernels.pool import (
     read_tokens,
     row_major,
 )
+from jaxserve.pallas_kernels.quantized_matmul import quantized_matmul
 from jaxserve.pallas_kernels.skinny_matmul import by_columns, has_skinny_matmul, skinny_matmul
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "plan_write",
     "project",
     "projected_attention",
+    "quantized_matmul",
     "read_tokens",
     "resolve_backend",
     "row_major",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -82,6 +84,10 @@ class Backend:
             None: the backend has no such kernels.
         by_columns: (weights [in, out]) -> whether few rows are multiplied faster if these are kept
             as [out, in], and many as fast. None: never.
+        quantized_matmul: (x, q, scale, zero, *, transposed), of which only shapes and dtypes are
+            asked -> the kernel of such a product on one device, which takes (x, q, scale, zero) as
+            `quantized_matmul.quantized_matmul` and returns [T, out], or None if it has none. None:
+            the backend has no such kernels.
         decode_group: Rows that decodes read together, sorted by length: each costs what the longest
             does.
         decode_chunk: Tokens of K and V that such a group reads at once, about.
@@ -101,6 +107,7 @@ class Backend:
     argmax: Callable[[jax.Array], jax.Array] | None = None
     skinny_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
     by_columns: Callable[[jax.Array], bool] | None = None
+    quantized_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
     decode_group: int = 1
     decode_chunk: int = 1
 
@@ -129,6 +136,9 @@ CAPABILITIES: dict[str, tuple[float, float | None]] = {
     "triton": (8.0, None),
     "mosaic-gpu": (9.0, 9.0),
 }
+
+
+_COMPILING = contextvars.ContextVar("backend of the first device", default="auto")
 
 
 def resolve_backend(name: str) -> str:
@@ -193,7 +203,18 @@ def _load(name: str) -> Backend:
 def platform_backend() -> Backend:
     """The first device's own backend, for kernels that do not touch the pool: they do not depend on
     the backend that serves attention."""
-    return get_backend("auto")
+    return get_backend(_COMPILING.get())
+
+
+@contextlib.contextmanager
+def compiling_for(name: str) -> Iterator[None]:
+    """Makes this the first device's own backend, while something is compiled for a device that is
+    not here."""
+    token = _COMPILING.set(name)
+    try:
+        yield
+    finally:
+        _COMPILING.reset(token)
 
 
 def select_backend(name: str, kinds: tuple[int, ...], shape: KernelShape) -> tuple[str, str | None]:

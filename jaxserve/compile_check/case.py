@@ -17,7 +17,7 @@ from jaxserve.compile_check.targets import Target
 from jaxserve.engine.device.buckets import Buckets, make_buckets
 from jaxserve.engine.startup.pool_size import Demand, pool_blocks, pool_room
 from jaxserve.models import sharding
-from jaxserve.models.base import Family, ModelConfig, ParamSpec
+from jaxserve.models.base import Family, ModelConfig, ParamSpec, with_quantization
 from jaxserve.models.fused import param_bytes
 from jaxserve.models.presets import preset, preset_names
 from jaxserve.models.registry import family_for
@@ -40,12 +40,14 @@ class Sizes:
         max_rows: requests of a batch.
         max_batch_tokens: tokens of a batch.
         dtype: of weights and pool.
+        quantization: of the weights, as `model.quantization` has it.
     """
 
     block_size: int
     max_rows: int
     max_batch_tokens: int
     dtype: str
+    quantization: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Case:
         """Whether the model can have hidden caches."""
         config = self.config
         shape = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
-        return why_no_hidden_caches(*shape) is None
+        return config.quantization is None and why_no_hidden_caches(*shape) is None
 
     @functools.cached_property
     def buckets(self) -> Buckets:
@@ -148,12 +150,13 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
 
     Raises:
         ConfigError: the weights leave no room for a pool.
-        ValueError: the model is not known or cannot be cut over the mesh, or a named backend does
-            not take it.
+        ValueError: the model is not known, cannot be quantised so or cut over the mesh, or a named
+            backend does not take it.
     """
     block_size = sizes.block_size or default_block_size(target.platform)
     sizes = dataclasses.replace(sizes, block_size=block_size)
     family, config = model_shape(model)
+    config = with_quantization(family, config, sizes.quantization)
     shards = mesh.size
     sharding.check_tensor(config, shards)
     heads = sharding.pool_kv_heads(config, shards)

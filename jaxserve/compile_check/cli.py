@@ -26,6 +26,7 @@ from jaxserve.compile_check.check import AUTO, Wish, check_model
 from jaxserve.compile_check.compiling import NOT_CHECKED, Result
 from jaxserve.compile_check.programs import choose
 from jaxserve.compile_check.targets import Target, load_target, target_names
+from jaxserve.models.base import with_quantization
 from jaxserve.pallas_kernels import resolve_backend
 from jaxserve.pallas_kernels.pool import POOL_DTYPES
 from jaxserve.writable import check_file
@@ -73,7 +74,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Wish]:
         args.target = [_target(name, args.tensor) for name in args.target.split(",")]
         args.model = args.model.split(",")
         for model in args.model:
-            model_shape(model)
+            with_quantization(*model_shape(model), args.quantization)
         programs = choose(args.programs)
         if args.backend != "auto":
             resolve_backend(args.backend)
@@ -84,7 +85,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Wish]:
             check_file("write_doc", Path(args.write_doc))
     except ValueError as error:
         parser.error(str(error))
-    sizes = Sizes(args.block_size, args.max_rows, args.max_batch_tokens, args.dtype)
+    given = (args.block_size, args.max_rows, args.max_batch_tokens, args.dtype)
+    sizes = Sizes(*given, args.quantization)
     return args, Wish(programs, sizes, args.backend)
 
 
@@ -122,6 +124,9 @@ def _parser() -> Parser:
     flag("tensor", AUTO, "devices for targets without a number; 0: as few as fit")
     flag("backend", "auto", "attention backend; auto: the platform's own")
     flag("block_size", 0, "tokens of a block; 0: the engine's default for the device")
+    flag(
+        "quantization", "", "of the weights: int8, int4 or fp8, as model.quantization; empty: none"
+    )
     flag("max_rows", 128, "requests of a batch")
     flag("max_batch_tokens", 2048, "tokens of a batch")
     parser.add_argument("--dtype", choices=POOL_DTYPES, default="bfloat16", help="(%(default)s)")

@@ -15,8 +15,9 @@ import jax
 
 from jaxserve.compile_check import toolchain
 from jaxserve.compile_check.analysis.findings import Findings, find_problems
-from jaxserve.compile_check.case import Case
+from jaxserve.compile_check.case import BACKENDS, Case
 from jaxserve.compile_check.programs import Program
+from jaxserve.pallas_kernels.backends import compiling_for
 from jaxserve.pallas_kernels.gpu_triton import tuning
 
 COMPILED, FAILED, NO_ROOM = "compiled", "failed", "does not fit"
@@ -100,6 +101,8 @@ def _target(case: Case) -> Iterator[None]:
     """Kernels pick their sizes by device; here there is none but the mesh's."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(case.mesh))
+        if case.target.platform in BACKENDS:
+            stack.enter_context(compiling_for(BACKENDS[case.target.platform]))
         if case.target.name in tuning.NAMED:
             stack.enter_context(tuning.compiling_for(tuning.NAMED[case.target.name]))
         yield

@@ -74,7 +74,7 @@ def _params(case: Case, model: StepModel) -> Any:
     return jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(
             sharding.padded_shape(mesh, spec),
-            case.dtype,
+            jnp.dtype(spec.dtype or case.dtype),
             sharding=param_sharding(case.mesh, spec),
         ),
         specs,
@@ -86,7 +86,7 @@ def _model(case: Case, *, hidden: bool) -> StepModel:
     mesh = case.mesh if case.shards > 1 else None
     read = default_hidden_read(rotary=case.config.rope is not None) if hidden else None
     length = case.config.max_position
-    return StepModel(case.family, case.config, case.backend, mesh, read, length)
+    return StepModel(case.family, case.config, case.backend, mesh, read, length, case.dtype)
 
 
 def _largest_step(case: Case, **options: bool) -> jax.stages.Lowered:

@@ -193,6 +193,9 @@ class ServedModelConfig:
             the processor has instructions for it. All else is computed in the same, on CPUs in
             float32; K and V are kept in the same, on CPUs of float16 and beside hidden caches in
             float32.
+        quantization: Of the weights, as they are loaded: int8 | int4 | fp8; int8:group=N and
+            int4:group=N,zero have groups of N inputs (int4: 32), with zero points. Embeddings and
+            the output table become int8. Empty: as the checkpoint has them.
         seed: Seed of random weights.
         name: What GetServerInfo and the metrics call it; empty: from path or preset.
     """
@@ -201,6 +204,7 @@ class ServedModelConfig:
     load_format: str = "auto"
     preset: str = ""
     dtype: str = "auto"
+    quantization: str = ""
     seed: int = 0
     name: str = ""
 

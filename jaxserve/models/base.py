@@ -18,7 +18,12 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxserve.models.quantized import Quantization, Quantized, Scheme, parse_quantization
 from jaxserve.models.rope import Rope
+from jaxserve.models.sharding import RULES
+
+# Of random numbers of each kind: some in 10,000 would be beyond the largest; -7 to 7 are alike.
+DEVIATIONS = {"int8": 32.0, "int4": (56 / 3) ** 0.5, "fp8": 64.0}
 
 Carry = Any
 Params = Any
@@ -41,6 +46,7 @@ class ModelConfig:
         rope: how queries and keys are rotated by position; None where they are not.
         sliding_window: a token sees this many tokens, itself included; None for all before it.
         eos_token_ids: ids that end a generation; may be empty.
+        quantization: which weights are stored in few bits; None for none.
     """
 
     family: str
@@ -60,6 +66,7 @@ class ModelConfig:
     sliding_window: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    quantization: Quantization | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +74,11 @@ class ParamSpec:
     """One parameter array: shape, logical axis names (see `jaxserve.models.sharding`), random init.
 
     Attributes:
-        init: "normal" (mean 0, deviation `std`), "zeros" or "ones".
+        init: "normal" (mean 0, deviation `std`), "zeros", "ones", "constant" (all are `std`) or
+            "pairs" (two numbers of -7 to 7 in each).
         granule: elements of a "heads" or "kv_heads" axis that belong together (head_dim), so that
             a head is never cut in two by sharding.
+        dtype: its own, of what is quantised; None for the model's.
     """
 
     shape: tuple[int, ...]
@@ -77,6 +86,7 @@ class ParamSpec:
     init: str = "normal"
     std: float = 0.02
     granule: int = 1
+    dtype: str | None = None
 
     @property
     def size(self) -> int:
@@ -103,6 +113,62 @@ class Leaf:
 
     spec: ParamSpec
     source: HFTensor
+
+    @property
+    def name(self) -> str:
+        """In checkpoints, without ".weight"."""
+        return self.source.name.removesuffix(".weight")
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is a table of the vocabulary."""
+        return self.spec.axes[0] == "vocab"
+
+    def scheme(self, quantization: Quantization | None) -> Scheme | None:
+        """How it is stored in few bits; None where it is not."""
+        if quantization is None or self.name in quantization.wide:
+            return None
+        if self.is_table:
+            return quantization.table
+        return quantization.scheme if self.source.transpose else None
+
+    def stored(self, quantization: Quantization | None) -> ParamSpec | Quantized:
+        """What is kept of it: its spec, or a `Quantized` of specs. ValueError if its groups do not
+        divide it."""
+        spec, scheme = self.spec, self.scheme(quantization)
+        if scheme is None:
+            return spec
+        axis = 1 if self.is_table else 0  # of the inputs
+        inputs = spec.shape[axis]
+        try:
+            groups = scheme.groups(inputs)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+        def along_inputs(size: int, axes: str | None, **fields: Any) -> ParamSpec:
+            of_shape, of_axes = list(spec.shape), list(spec.axes)
+            of_shape[axis], of_axes[axis] = size, axes
+            # Of inputs cut by heads, a shard has whole groups (see `sharding.check_tensor`).
+            granule = 1 if axes in ("heads", "kv_heads") else spec.granule
+            return dataclasses.replace(
+                spec, shape=tuple(of_shape), axes=tuple(of_axes), granule=granule, **fields
+            )
+
+        std, cut = DEVIATIONS[scheme.kind], spec.axes[axis]
+        of_group = along_inputs(groups, cut if groups > 1 else None, init="constant")
+        return Quantized(
+            q=along_inputs(
+                inputs * scheme.bits // 8,
+                cut,
+                dtype=scheme.dtype,
+                init="pairs" if scheme.bits == 4 else "normal",
+                std=std,
+            ),
+            scale=dataclasses.replace(of_group, dtype=scheme.scale, std=spec.std / std),
+            zero=dataclasses.replace(of_group, dtype="int8", std=0) if scheme.zero else None,
+            bits=scheme.bits,
+            axes=(RULES[spec.axes[axis] or "embed"], RULES[spec.axes[1 - axis] or "embed"]),
+        )
 
 
 class KVWeights(NamedTuple):
@@ -252,14 +318,31 @@ class Family:
 
     def param_specs(self, config: ModelConfig) -> Params:
         """Shapes and axes of a checkpoint's parameters: a tree of `ParamSpec`, structured as they
-        are."""
-        return jax.tree.map(lambda leaf: leaf.spec, self.leaves(config))
+        are. ValueError if groups of the quantisation do not divide a weight."""
+        return jax.tree.map(lambda leaf: leaf.stored(config.quantization), self.leaves(config))
 
     def hf_layout(self, config: ModelConfig) -> Params:
         """The parameters' places in a Hugging Face checkpoint: a tree of `HFTensor`, structured as
-        they are."""
+        they are where nothing is quantised."""
         return jax.tree.map(lambda leaf: leaf.source, self.leaves(config))
 
     def num_params(self, config: ModelConfig) -> int:
         """Number of parameters, tied ones counted once."""
-        return sum(spec.size for spec in jax.tree.leaves(self.param_specs(config)))
+        return sum(leaf.spec.size for leaf in jax.tree.leaves(self.leaves(config)))
+
+
+def with_quantization(family: Family, config: ModelConfig, text: str) -> ModelConfig:
+    """The model with weights quantised as `parse_quantization` has it; "" leaves them.
+
+    Raises:
+        ValueError: it means nothing, the model's are quantised already, or groups do not divide a
+            weight.
+    """
+    if not text:
+        return config
+    quantization = parse_quantization(text)
+    if config.quantization is not None:
+        raise ValueError(f"the checkpoint's weights are quantised already, not to be made {text!r}")
+    config = dataclasses.replace(config, quantization=quantization)
+    family.param_specs(config)
+    return config

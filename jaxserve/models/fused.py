@@ -78,12 +78,12 @@ def _fused(attn: AttentionParams, join: Any) -> FusedAttention:
 
 def param_bytes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> int:
     """Bytes of parameters on each device (without a mesh: on the one device), with q, k and v
-    fused. Unfused ones take the same, except where KV heads are repeated, and those models have no
-    hidden caches."""
+    fused, and quantised ones as they are stored. Unfused ones take the same, except where KV heads
+    are repeated, and those models have no hidden caches. dtype: of what has none of its own."""
     shards = 1 if mesh is None else mesh.size
     specs = jax.tree.leaves(fused_specs(get_family(config.family), config, shards))
-    elements = sum(
+    return sum(
         math.prod(param_sharding(mesh, spec).shard_shape(padded_shape(mesh, spec)))
+        * jnp.dtype(spec.dtype or dtype).itemsize
         for spec in specs
     )
-    return elements * jnp.dtype(dtype).itemsize

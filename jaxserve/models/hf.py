@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 # What is larger is a mistake, or meant to fill the memory.
@@ -95,18 +94,3 @@ def bos_token_id(hf: Mapping[str, Any]) -> int | None:
     """The first of the ids that `bos_token_id` gives; None where it gives none."""
     ids = token_ids(hf, "bos_token_id")
     return ids[0] if ids else None
-
-
-def refuse_quantized(hf: Mapping[str, Any], folder: Path) -> None:
-    """ValueError when the checkpoint's weights are quantized, by config.json or by a file beside it
-    that says how."""
-    instead = "use a checkpoint with float32, float16 or bfloat16 weights"
-    for field in ("quantization_config", "compression_config"):
-        given = hf.get(field)
-        if given is not None:
-            method = given.get("quant_method") if isinstance(given, Mapping) else None
-            named = shown(given) if method is None else shown(method).strip("'")
-            raise ValueError(f"config.json: {field} ({named}) is not supported; {instead}")
-    for name in ("quantize_config.json", "quant_config.json", "hf_quant_config.json"):
-        if (folder / name).exists():
-            raise ValueError(f"{name}: quantized weights are not supported; {instead}")

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.models.base import HFTensor, Leaf, Params, ParamSpec
+from jaxserve.models.quantized import Quantized, quantized_dot, take_rows
 from jaxserve.models.sharding import constrain
 from jaxserve.pallas_kernels import has_skinny_matmul, skinny_matmul
 
@@ -18,7 +19,7 @@ class Linear:
     """A projection.
 
     Attributes:
-        kernel: [in, out].
+        kernel: [in, out], may be `Quantized`.
         bias: [out], or None.
         transposed: the kernel is [out, in], see `jaxserve.weights.transpose_loaded`.
     """
@@ -42,7 +43,7 @@ _FEWEST_ROWS = 4
 
 def matmul(
     x: jax.Array,
-    weights: jax.Array,
+    weights: jax.Array | Quantized,
     *,
     transposed: bool = False,
     dtype: DTypeLike | None = None,
@@ -65,6 +66,8 @@ def matmul(
     """
     numbers = (((1,), (1 if transposed else 0,)), ((), ()))
     rows, result = x.shape[0], jnp.dtype(dtype or x.dtype)
+    if isinstance(weights, Quantized):
+        return quantized_dot(x, weights, transposed=transposed, dtype=result, mesh=mesh)
     alone = x.dtype == jnp.float32 and mesh is None
     if alone and has_skinny_matmul(rows, weights, transposed=transposed):
         return skinny_matmul(x.astype(weights.dtype), weights, transposed).astype(result)
@@ -100,14 +103,16 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (y * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def embed_rows(table: jax.Array, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
+def embed_rows(table: jax.Array | Quantized, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rows of table [V, d] at ids [T], in this dtype. Ids outside are clipped, since padding tokens
     may hold any."""
+    if isinstance(table, Quantized):
+        return take_rows(table, ids, dtype)
     return jnp.take(table, ids, axis=0, mode="clip").astype(dtype)
 
 
 def vocab_logits(
-    hidden: jax.Array, table: jax.Array, vocab_size: int, mesh: Mesh | None
+    hidden: jax.Array, table: jax.Array | Quantized, vocab_size: int, mesh: Mesh | None
 ) -> jax.Array:
     """Multiplies hidden states with the output embedding.
 

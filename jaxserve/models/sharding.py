@@ -136,6 +136,17 @@ def check_tensor(config: ModelConfig, tensor: int) -> None:
         if size % tensor:
             raise ValueError(f"mesh.tensor={tensor} does not divide the model's {name} ({size})")
     pool_kv_heads(config, tensor)
+    group = 0 if config.quantization is None else config.quantization.scheme.group
+    inputs = (
+        ("attention output", config.num_heads * config.head_dim),
+        ("feed-forward", config.d_ff),
+    )
+    for name, size in inputs:
+        if group and size // tensor % group:
+            raise ValueError(
+                f"mesh.tensor={tensor} would cut the groups of {group} of the model's quantised "
+                f"weights: the {name} has {size} inputs"
+            )
 
 
 def _fitting(

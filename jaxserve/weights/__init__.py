@@ -1,6 +1,7 @@
 """Configs and parameters: Hugging Face directories, Orbax checkpoints, random weights."""
 
-from jaxserve.weights.config import CheckpointError, checkpoint_dtype, load_config, load_preset
+from jaxserve.weights.config import checkpoint_dtype, load_config, load_preset
+from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.load import fuse_loaded, load_params, transpose_loaded
 
 __all__ = [

@@ -10,20 +10,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxserve import checkpoint_files
 from jaxserve.checkpoint_files import check_folder, find_gguf
 from jaxserve.config import DTYPES
 from jaxserve.gguf.config import config_json, in_its_terms
 from jaxserve.gguf.header import GGUFError, read_header
 from jaxserve.models.base import Family, ModelConfig
-from jaxserve.models.hf import refuse_quantized, shown, token_ids
+from jaxserve.models.hf import shown, token_ids
 from jaxserve.models.presets import preset
+from jaxserve.models.quantized import Quantization
 from jaxserve.models.registry import family_for
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be used; the message names the file, tensor or field, in one line."""
-
+from jaxserve.weights.errors import CheckpointError, read_json
+from jaxserve.weights.quantized_config import find_quantization, stored_format
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +29,8 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
     """Reads the config of a checkpoint directory (Hugging Face, or written by convert) or a GGUF
     file.
 
-    End-of-sequence ids are those of config.json, then any more of generation_config.json.
+    End-of-sequence ids are those of config.json, then any more of generation_config.json. Whether
+    weights are quantised, and how, config.json and the shapes of their tensors say.
 
     Returns:
         The family, its config, and config.json as a dict with the merged `eos_token_id`.
@@ -52,19 +50,21 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
     hf = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     try:
-        refuse_quantized(hf, folder)
+        stored = stored_format(hf, folder)
         ids = token_ids(hf, "eos_token_id")
         if os.path.lexists(generation):
             ids += token_ids(read_json(generation), "eos_token_id")
         hf["eos_token_id"] = list(dict.fromkeys(ids))
         family = family_for(hf)
         config = family.config_from_hf(hf)
+        if stored is not None and not isinstance(stored, Quantization):
+            stored = find_quantization(folder, stored, family, config)
     except CheckpointError:
         raise
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     ends = _usable_ends(folder, config)
-    return family, dataclasses.replace(config, eos_token_ids=ends), hf
+    return family, dataclasses.replace(config, eos_token_ids=ends, quantization=stored), hf
 
 
 def _load_gguf_config(path: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
@@ -124,16 +124,3 @@ def checkpoint_dtype(hf: dict[str, Any]) -> jnp.dtype | None:
             f"config.json: dtype {shown(stated)} is not supported (known: {', '.join(DTYPES)})"
         )
     return jnp.dtype(name)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; CheckpointError when it is missing or not a JSON object."""
-    try:
-        content = checkpoint_files.read_json(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
-    return content

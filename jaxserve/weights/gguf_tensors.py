@@ -13,7 +13,7 @@ import numpy as np
 from jaxserve.gguf.config import EMBEDDING, OUTPUT, ROPE_FACTORS
 from jaxserve.gguf.header import TensorInfo, read_header
 from jaxserve.models.base import ModelConfig
-from jaxserve.weights.config import CheckpointError
+from jaxserve.weights.errors import CheckpointError
 
 _STORED = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _NAMES = {

@@ -6,22 +6,29 @@ and converted, and put on the devices that hold it.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.checkpoint_files import find_gguf
-from jaxserve.models.base import Family, HFTensor, ModelConfig, Params, ParamSpec
+from jaxserve.models.base import Family, HFTensor, Leaf, ModelConfig, Params, ParamSpec
+from jaxserve.models.quantized import Quantization, Quantized, pack_pairs
 from jaxserve.models.sharding import padded_shape, param_sharding
 from jaxserve.progress import Show, shown
-from jaxserve.weights.config import CheckpointError
+from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.gguf_tensors import GGUFTensors
+from jaxserve.weights.packed import Format, Numbers
+from jaxserve.weights.quantize import quantize_leaf
+from jaxserve.weights.quantized_config import packed_format
 from jaxserve.weights.tensors import TensorFiles
 
 log = logging.getLogger(__name__)
@@ -47,7 +54,7 @@ def load_safetensors(
         folder: the directory, or the file.
         family: the model's.
         config: its shape.
-        dtype: to convert to.
+        dtype: to convert to what is not quantised.
         mesh: the devices to shard over; None for one.
         progress: shows the bytes loaded.
 
@@ -56,20 +63,33 @@ def load_safetensors(
             The message gives its name, the expected and the found shape. All checks come before
             anything is loaded.
     """
-    specs, treedef = jax.tree.flatten(family.param_specs(config))
-    sources: list[HFTensor] = jax.tree.leaves(family.hf_layout(config))
-    total = sum(spec.size for spec in specs) * dtype.itemsize
+    leaves: list[Leaf]
+    leaves, treedef = jax.tree.flatten(family.leaves(config))
+    quantization = config.quantization
+    stored = None if quantization is None else packed_format(folder)
+    total = sum(leaf.spec.size for leaf in leaves) * dtype.itemsize
+    params: list[jax.Array | Quantized] = []
     gguf = find_gguf(folder)
     with GGUFTensors(gguf, config) if gguf else TensorFiles(folder, family.prefix) as files:
-        for spec, source in zip(specs, sources, strict=True):
-            _check(files, spec, source)
-        _check_rest(files, sources, config, folder)
-        leaves = []
+        used: set[str | None] = set()
+        for leaf in leaves:
+            if stored is not None and leaf.scheme(quantization):
+                assert isinstance(files, TensorFiles)
+                used.update(stored.tensors(files, leaf.name))
+            else:
+                _check(files, leaf.spec, leaf.source)
+                used.add(files.stored(leaf.source.name))
+        _check_rest(files, used, config, folder)
         with shown(progress, "weights", "B", total=total) as bar:
-            for spec, source in zip(specs, sources, strict=True):
-                leaves.append(_load_leaf(files, spec, source, dtype, mesh))
-                bar.update(spec.size * dtype.itemsize)
-    return jax.tree.unflatten(treedef, leaves)
+            for leaf in leaves:
+                if stored is not None and leaf.scheme(quantization):
+                    assert isinstance(files, TensorFiles)
+                    params.append(_load_packed(files, leaf, stored, quantization, mesh))
+                else:
+                    wide = _load_leaf(files, leaf.spec, leaf.source, dtype, mesh)
+                    params.append(quantize_leaf(wide, leaf, quantization, mesh))
+                bar.update(leaf.spec.size * dtype.itemsize)
+    return jax.tree.unflatten(treedef, params)
 
 
 def place(
@@ -99,10 +119,9 @@ def _check(files: Tensors, spec: ParamSpec, source: HFTensor) -> None:
     files.check(source.name, spec.shape[::-1] if source.transpose else spec.shape)
 
 
-def _check_rest(files: Tensors, sources: list[HFTensor], config: ModelConfig, folder: Path) -> None:
+def _check_rest(files: Tensors, used: Set[str | None], config: ModelConfig, folder: Path) -> None:
     """Checks the checkpoint's other tensors. A model that is cut off generates nonsense, and so do
     weights without their scales."""
-    used = {files.stored(source.name) for source in sources}
     rest = sorted(
         name
         for name in files.names - used
@@ -122,8 +141,8 @@ def _check_rest(files: Tensors, sources: list[HFTensor], config: ModelConfig, fo
             )
         if _QUANTIZED.search(name):
             raise CheckpointError(
-                f"tensor {name!r} is of quantized weights, which are not supported; use a "
-                "checkpoint with float32, float16 or bfloat16 weights"
+                f"tensor {name!r} is of quantized weights, of which config.json says nothing; use "
+                "a checkpoint with float32, float16 or bfloat16 weights, or its own config.json"
             )
     if rest:
         more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
@@ -148,3 +167,53 @@ def _load_leaf(
         return block
 
     return place(padded_shape(mesh, spec), param_sharding(mesh, spec), read)
+
+
+def _load_packed(
+    files: TensorFiles,
+    leaf: Leaf,
+    stored: Format,
+    quantization: Quantization | None,
+    mesh: Mesh | None,
+) -> Quantized:
+    """A weight that is stored quantised, shard by shard."""
+    scheme, specs = leaf.scheme(quantization), leaf.stored(quantization)
+    assert scheme is not None and isinstance(specs, Quantized)
+    inputs, outputs = leaf.spec.shape[::-1] if leaf.is_table else leaf.spec.shape
+    found = stored.scheme(files, leaf.name, inputs, outputs)
+    if found is None or not found.alike(scheme, inputs):
+        raise CheckpointError(f"{leaf.name} is quantised otherwise than the model's config says")
+    group = scheme.group or inputs
+
+    # Numbers, scales and zero points of a shard are read one after another.
+    @functools.lru_cache(maxsize=1)
+    def numbers(first: int, last: int, begin: int, end: int) -> Numbers:
+        return stored.read(files, leaf.name, slice(first, last), slice(begin, end), scheme)
+
+    def reading(part: int, spec: ParamSpec) -> Callable[[Index], np.ndarray]:
+        def read(index: Index) -> np.ndarray:
+            block = np.zeros([one.stop - one.start for one in index], jnp.dtype(spec.dtype))
+            rows, columns = index[::-1] if leaf.is_table else index
+            each = group if part else 8 // scheme.bits  # inputs of each
+            first, last = rows.start * each, rows.stop * each
+            columns = slice(columns.start, max(columns.start, min(columns.stop, outputs)))
+            if columns.start == columns.stop:  # pads the vocabulary
+                return block
+            whole = slice(first // group * group, -(-last // group) * group)
+            found = numbers(whole.start, whole.stop, columns.start, columns.stop)[part]
+            assert found is not None
+            if not part:
+                found = found[first - whole.start : last - whole.start]
+                found = found if scheme.bits == 8 else pack_pairs(found, 0)
+            found = found.T if leaf.is_table else found
+            block[tuple(slice(size) for size in found.shape)] = found
+            return block
+
+        return read
+
+    def placed(part: int, spec: ParamSpec) -> jax.Array:
+        return place(padded_shape(mesh, spec), param_sharding(mesh, spec), reading(part, spec))
+
+    zero = None if specs.zero is None else placed(2, specs.zero)
+    q, scale = placed(0, specs.q), placed(1, specs.scale)
+    return dataclasses.replace(specs, q=q, scale=scale, zero=zero)

@@ -20,12 +20,15 @@ from jaxserve.models.attention import AttentionParams, FusedAttention
 from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
 from jaxserve.models.fused import fused_specs, side_by_side
 from jaxserve.models.layers import Linear
+from jaxserve.models.quantized import Quantized
 from jaxserve.models.sharding import TENSOR, check_tensor, param_sharding
 from jaxserve.pallas_kernels import by_columns
 from jaxserve.progress import Show
-from jaxserve.weights.config import CheckpointError
+from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.huggingface import load_safetensors
 from jaxserve.weights.orbax_io import is_orbax, load_orbax
+from jaxserve.weights.quantize import quantize_leaf
+from jaxserve.weights.quantized_config import is_quantized
 from jaxserve.weights.random_init import random_params
 
 
@@ -45,7 +48,7 @@ def load_params(
     Args:
         path: checkpoint directory, or a GGUF file; not needed (may be None or "") with load_format
             "random".
-        dtype: what the parameters are converted to.
+        dtype: what the parameters are converted to that are not quantised.
         mesh: cut over its "tensor" axis; None: whole, on the first device.
         load_format: "auto" takes what there is: Orbax before safetensors.
         seed: of random parameters.
@@ -75,7 +78,7 @@ def load_params(
         what = "no GGUF file" if gguf is None else f"GGUF ({gguf})"
         raise CheckpointError(f"model.load_format is {load_format}, but {folder} is {what}")
     if load_format == "orbax" or (load_format == "auto" and is_orbax(folder)):
-        params = load_orbax(folder, family, config, dtype=target, mesh=mesh)
+        params = _load_orbax(folder, family, config, target, mesh)
     else:
         params = load_safetensors(
             folder, family, config, dtype=target, mesh=mesh, progress=progress
@@ -84,10 +87,28 @@ def load_params(
     return params
 
 
+def _load_orbax(
+    folder: Path, family: Family, config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None
+) -> Params:
+    """As it is stored, then quantised if that is still to be done."""
+    if not config.quantization or is_quantized(folder):
+        return load_orbax(folder, family, config, dtype=dtype, mesh=mesh)
+    wide = dataclasses.replace(config, quantization=None)
+    params = load_orbax(folder, family, wide, dtype=dtype, mesh=mesh)
+    leaves = family.leaves(config)
+    return jax.tree.map(
+        lambda leaf, part: quantize_leaf(part, leaf, config.quantization, mesh), leaves, params
+    )
+
+
 def _check_finite(folder: Path, params: Params, dtype: jnp.dtype) -> None:
     """CheckpointError if a parameter is NaN or infinite, since a single NaN makes every token
     nonsense. Checked on the devices, one array after the other."""
-    paths = jax.tree_util.tree_leaves_with_path(params)
+    paths = [
+        (path, leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if not jnp.issubdtype(leaf.dtype, jnp.integer)
+    ]
     checked = [_finite(leaf.sharding)(leaf) for _, leaf in paths]
     for (path, _), finite in zip(paths, checked, strict=True):
         if not _all_own(finite):
@@ -101,7 +122,8 @@ def _finite(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]
     """Whether each shard is finite, bool [shards]: no host waits for another one's files."""
 
     def check(shard: jax.Array) -> jax.Array:
-        return jnp.isfinite(shard).all()[None]
+        wide = shard.astype(jnp.float32) if shard.dtype.itemsize == 1 else shard
+        return jnp.isfinite(wide).all()[None]
 
     if not isinstance(sharding, NamedSharding):
         return jax.jit(check)
@@ -151,13 +173,15 @@ def fuse_loaded(
 
 def transpose_loaded(params: Params) -> Params:
     """Turns the kernels of projections to [out, in] where a device alone multiplies few rows faster
-    so, and deletes those of `params` one by one. K's and V's stay as they are where they are apart:
-    hidden caches read them."""
+    so, and deletes those of `params` one by one. Quantised ones stay as they are, and so do K's and
+    V's where they are apart: hidden caches read them."""
 
     def turned(node: Any) -> Any:
         if isinstance(node, AttentionParams):
             return dataclasses.replace(node, o=turned(node.o))
-        if not isinstance(node, Linear) or not by_columns(node.kernel):
+        if not isinstance(node, Linear) or isinstance(node.kernel, Quantized):
+            return node
+        if not by_columns(node.kernel):
             return node
         kernel = jnp.transpose(node.kernel)
         node.kernel.delete()

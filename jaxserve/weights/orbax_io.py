@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
 from jaxserve.models.sharding import padded_shape, param_sharding
-from jaxserve.weights.config import CheckpointError
+from jaxserve.weights.errors import CheckpointError
 
 FOLDER = "params"
 
@@ -44,7 +45,7 @@ def load_orbax(
         folder: the directory.
         family: the model's.
         config: its shape.
-        dtype: to convert to.
+        dtype: to convert to what is not quantised.
         mesh: the devices to shard over; None for one.
 
     Raises:
@@ -61,7 +62,7 @@ def load_orbax(
         name: ocp.ArrayRestoreArgs(
             sharding=param_sharding(mesh, spec),
             global_shape=padded_shape(mesh, spec),
-            dtype=dtype,
+            dtype=jnp.dtype(spec.dtype or dtype),
             strict=False,  # zero rows where the vocabulary is padded
         )
         for name, spec in specs.items()

@@ -22,7 +22,7 @@ def random_params(
     Args:
         family: the model's.
         config: its shape.
-        dtype: of the parameters.
+        dtype: of the parameters that are not quantised.
         mesh: the devices to shard over; None for one.
         seed: of the random numbers.
     """
@@ -34,8 +34,12 @@ def random_params(
 
 def _leaf(spec: ParamSpec, key: jax.Array, dtype: np.dtype, mesh: Mesh | None) -> jax.Array:
     shape, sharding = padded_shape(mesh, spec), param_sharding(mesh, spec)
+    dtype = jnp.dtype(spec.dtype or dtype)
+    if spec.init == "pairs":
+        return _drawing_pairs(sharding)(key, shape)
     if spec.init != "normal":
-        return _constant(shape, sharding, dtype, {"zeros": 0.0, "ones": 1.0}[spec.init])
+        value = {"zeros": 0.0, "ones": 1.0, "constant": spec.std}[spec.init]
+        return _constant(shape, sharding, dtype, value)
     return _drawing(sharding)(key, spec.shape, shape, spec.std, dtype)
 
 
@@ -59,5 +63,20 @@ def _draw(
     std: float,
     dtype: np.dtype,
 ) -> jax.Array:
-    values = (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)
+    values = jax.random.normal(key, shape, jnp.float32) * std
+    if jnp.issubdtype(dtype, jnp.integer):
+        most = jnp.iinfo(dtype).max
+        values = jnp.clip(jnp.round(values), -most, most)
+    values = values.astype(dtype)
     return jnp.pad(values, [(0, after - size) for size, after in zip(shape, padded, strict=True)])
+
+
+@functools.cache
+def _drawing_pairs(sharding: jax.sharding.Sharding) -> Callable[..., jax.Array]:
+    """Two numbers of 4 bits in each int8."""
+
+    def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        low, high = jax.random.randint(key, (2, *shape), -7, 8, jnp.int8)
+        return (low & 15) | (high << 4)
+
+    return jax.jit(draw, static_argnums=1, out_shardings=sharding)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxserve.checkpoint_files import regular_file, without_safetensors
-from jaxserve.weights.config import CheckpointError, read_json
+from jaxserve.weights.errors import CheckpointError, read_json
 
 INDEX = "model.safetensors.index.json"
-STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
+STORED_DTYPES = ("F32", "F16", "BF16", "F64")
+FLOAT8 = "F8_E4M3"
 
 
 class TensorFiles:
@@ -38,7 +41,10 @@ class TensorFiles:
                 regular_file(path)
                 # framework "np" gives bfloat16 as ml_dtypes.bfloat16, which jax has registered.
                 file = self._stack.enter_context(safe_open(path, framework="np"))
-                self._slices.update({name: file.get_slice(name) for name in file.keys()})  # noqa: SIM118
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                self._slices.update(slices)
+                if any(found.get_dtype() == FLOAT8 for found in slices.values()):
+                    self._slices.update(_float8_slices(path))
             except (SafetensorError, OSError, ValueError) as error:
                 self._stack.close()
                 raise CheckpointError(f"cannot read {path}: {error}") from error
@@ -66,26 +72,72 @@ class TensorFiles:
         stored = self.stored(name)
         return None if stored is None else self._slices[stored]
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """CheckpointError unless the tensor is there with this shape and a float dtype."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape; CheckpointError if it is not there."""
+        return tuple(self._found(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """The tensor's dtype, as safetensors has it; CheckpointError if it is not there."""
+        return str(self._found(name).get_dtype())
+
+    def check(
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = STORED_DTYPES
+    ) -> None:
+        """CheckpointError unless the tensor is there with this shape and one of these dtypes."""
+        if self.shape(name) != shape:
+            raise CheckpointError(
+                f"tensor {name!r}: expected shape {list(shape)}, found {list(self.shape(name))}"
+            )
+        if self.dtype(name) not in dtypes:
+            raise CheckpointError(
+                f"tensor {name!r}: stored as {self.dtype(name)}, "
+                f"which is not supported (known: {', '.join(dtypes)})"
+            )
+
+    def _found(self, name: str) -> Any:
         found = self.find(name)
         if found is None:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}")
-        if tuple(found.get_shape()) != shape:
-            raise CheckpointError(
-                f"tensor {name!r}: expected shape {list(shape)}, found {list(found.get_shape())}"
-            )
-        if found.get_dtype() not in STORED_DTYPES:
-            raise CheckpointError(
-                f"tensor {name!r}: stored as {found.get_dtype()}, "
-                "which is not supported (known: F32, F16, BF16, F64)"
-            )
+        return found
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A copy of part of a checked tensor, in its stored dtype."""
         found = self.find(name)
         assert found is not None, name
         return found[index]
+
+
+class _Float8:
+    """As safetensors' slices, which know no NumPy dtype for these."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = values
+
+    def get_shape(self) -> list[int]:
+        return list(self._values.shape)
+
+    def get_dtype(self) -> str:
+        return FLOAT8
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        return self._values[index].copy()
+
+
+def _float8_slices(path: Path) -> dict[str, _Float8]:
+    """Those of a file that `safe_open` has found right."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    data = np.memmap(path, np.uint8, mode="r", offset=8 + size)
+    return {
+        name: _Float8(
+            data[slice(*about["data_offsets"])]
+            .view(ml_dtypes.float8_e4m3fn)
+            .reshape(about["shape"])
+        )
+        for name, about in header.items()
+        if about.get("dtype") == FLOAT8
+    }
 
 
 def _files(folder: Path) -> list[Path]:

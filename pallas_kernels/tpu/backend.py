@@ -11,7 +11,16 @@ from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.backends import Backend, Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, AttentionBatch
-from jaxserve.pallas_kernels.tpu import absorbed, common, decode, move, prefill, projected, write
+from jaxserve.pallas_kernels.tpu import (
+    absorbed,
+    common,
+    decode,
+    grouped,
+    move,
+    prefill,
+    projected,
+    write,
+)
 from jaxserve.pallas_kernels.tpu.common import Options
 from jaxserve.pallas_kernels.tpu.decode import Decodes
 from jaxserve.pallas_kernels.tpu.tiles import Tiles
@@ -94,6 +103,7 @@ def _backend(interpret: bool) -> Backend:
         plan=with_mode(_plan),
         plan_absorbed=with_mode(absorbed.plan),
         plan_write=write.plan,
+        quantized_matmul=with_mode(grouped.choose),
     )
 
 

@@ -18,7 +18,7 @@ from jaxserve.compile_check.analysis import findings, hlo
 from jaxserve.compile_check.analysis.findings import Findings, find_problems
 from jaxserve.compile_check.analysis.indices import narrow_in
 from jaxserve.compile_check.analysis.launches import outside_in
-from jaxserve.compile_check.analysis.weights import Move, is_parameter_of_model, moves
+from jaxserve.compile_check.analysis.weights import Move, dequantized, is_parameter_of_model, moves
 from jaxserve.compile_check.bundles import Loops, kernel_loops, loops_in
 from jaxserve.compile_check.case import Case, Sizes, make_case
 from jaxserve.compile_check.compiling import COMPILED, Result
@@ -162,6 +162,48 @@ def test_each_way_to_move_a_weight_is_seen(moved: str) -> None:
     assert [move.name for move in found] == [moved.split(" = ")[0]]
     (array, *_) = hlo.arrays(moved.split(" = ")[1])
     assert found[0].size == array.size
+
+
+SMALL = "s8[5120,5120]{1,0}"
+WIDENING = f"""\
+HloModule jit__model_step, is_scheduled=true
+
+%widen (p.0: s8[5120,5120], p.1: f32[1,5120]) -> bf16[5120,5120] {{
+  %p.0 = {SMALL} parameter(0)
+  %p.1 = f32[1,5120]{{1,0}} parameter(1)
+  %convert.1 = f32[5120,5120]{{1,0}} convert(%p.0)
+  %broadcast.1 = f32[5120,5120]{{1,0}} broadcast(%p.1), dimensions={{0,1}}
+  %multiply.1 = f32[5120,5120]{{1,0}} multiply(%convert.1, %broadcast.1)
+  END
+}}
+
+ENTRY %main.13 (a.1: bf16[128,5120], b.1: s8[5120,5120], c.1: f32[1,5120]) -> bf16[128,5120] {{
+  %a.1 = {ROWS} parameter(0), metadata={{op_name="x"}}
+  %b.1 = {SMALL} parameter(1), metadata={{op_name="params.layers[0].o.kernel.q"}}
+  %c.1 = f32[1,5120]{{1,0}} parameter(2), metadata={{op_name="params.layers[0].o.kernel.scale"}}
+  CALL
+}}
+"""
+
+
+def test_a_weight_made_wide_in_memory_is_seen() -> None:
+    wide = f"ROOT %convert.2 = {WEIGHT} convert(%multiply.1)"
+    call = f"""%fusion.1 = {WEIGHT} fusion(%b.1, %c.1), kind=kLoop, calls=%widen
+  ROOT %dot.1 = {ROWS} dot(%a.1, %fusion.1), lhs_contracting_dims={{1}}, \
+rhs_contracting_dims={{0}}"""
+    module = hlo.read(WIDENING.replace("END", wide).replace("CALL", call))
+    found = dequantized(module, is_parameter_of_model)
+    assert found == [Move("%fusion.1", "fusion", 2 * 5120 * 5120)]
+    assert not moves(module, lambda op: op.source.endswith(".scale"))
+
+
+def test_a_weight_made_wide_within_a_product_is_let_be() -> None:
+    product = f"""%convert.2 = {WEIGHT} convert(%multiply.1)
+  ROOT %dot.1 = {ROWS} dot(%convert.2, %convert.2), lhs_contracting_dims={{1}}, \
+rhs_contracting_dims={{0}}"""
+    call = f"ROOT %fusion.1 = {ROWS} fusion(%b.1, %c.1), kind=kCustom, calls=%widen"
+    module = hlo.read(WIDENING.replace("END", product).replace("CALL", call))
+    assert not dequantized(module, is_parameter_of_model)
 
 
 def test_moving_what_was_moved_counts_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import tempfile
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxserve.convert import convert
+from jaxserve.models.base import with_quantization
 from jaxserve.models.dense import sequence_logits
 from jaxserve.models.fused import param_bytes
 from jaxserve.models.sharding import make_mesh
@@ -21,6 +23,7 @@ from tests.models.paged import PagedRun
 
 CASES = ("opt", "llama3")  # 4 heads each, 4 and 2 KV heads; a vocabulary of 61
 DENSE_SHARDS = {"opt": (4,), "llama3": (2,)}
+QUANTIZED = ("int8", "int4:group=32,zero", "fp8")
 PAGED_SHARDS = {"opt": (2,), "llama3": (4,)}
 
 
@@ -76,6 +79,34 @@ def layout(name: str, folder: Path, tensor: int) -> dict[str, Any]:
     }
 
 
+def quantized_error(how: str, tensor: int) -> float:
+    """Largest difference between the logits of a quantised model on one device and on several, as
+    it is quantised at load, and of its packed checkpoint."""
+    hf = {**hf_config("llama3"), "hidden_size": 128, "intermediate_size": 128}
+    errors = []
+    with tempfile.TemporaryDirectory() as where:
+        source, packed = Path(where) / "hf", Path(where) / "packed"
+        source.mkdir()
+        write_checkpoint(source, hf)
+        convert(source, packed, "float32", quantize=how, into="safetensors")
+        for folder in (source, packed):
+            family, config, _ = load_config(folder)
+            config = with_quantization(family, config, how if folder == source else "")
+            logits = []
+            for mesh in (None, make_mesh(tensor)):
+                params = load_params(folder, family, config, dtype="float32", mesh=mesh)
+                params = fuse_loaded(params, family, config, mesh)
+                run = functools.partial(sequence_logits, family, dtype="float32", mesh=mesh)
+                tokens = load_reference("llama3").tokens[0]
+                logits.append(jax.jit(lambda p, r=run, c=config, t=tokens: r(p, c, t))(params))
+            errors.append(float(np.abs(np.asarray(logits[0]) - np.asarray(logits[1])).max()))
+            shard = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, params)
+            stored = sum(leaf.nbytes for leaf in jax.tree.leaves(shard))
+            assert stored == param_bytes(config, "float32", make_mesh(tensor))
+            assert params.layers[0].down.kernel.axes == ("tensor", None)
+    return max(errors)
+
+
 def _same(first: Any, second: Any) -> bool:
     def leaf(a: Any, b: Any) -> bool:
         where = getattr(b, "sharding", None)
@@ -96,6 +127,7 @@ def main() -> None:
             results["dense"][name] = {n: dense_error(name, folder, n) for n in DENSE_SHARDS[name]}
             results["paged"][name] = {n: paged_error(name, folder, n) for n in PAGED_SHARDS[name]}
             results["layout"][name] = {n: layout(name, folder, n) for n in (4,)}
+    results["quantized"] = {how: {2: quantized_error(how, 2)} for how in QUANTIZED}
     json.dump(results, sys.stdout)
 
 

@@ -82,7 +82,7 @@ def test_a_quantization_config_that_is_no_object(tmp_path: Path, given: Any, sho
         tmp_path, {**hf_config("opt"), "quantization_config": given}, hf_tensors(hf_config("opt"))
     )
     said = refusal(tmp_path)
-    assert f"config.json: quantization_config ({shown}) is not supported" in said
+    assert f"config.json: quantization_config must be an object, got {shown}" in said
 
 
 def test_a_damaged_orbax_checkpoint_is_one_line(orbax: Path) -> None:

@@ -74,7 +74,10 @@ def find_problems(
         moved = weights.moves(module, weights.is_parameter_of_model)
         # XLA for TPUs turns Wv around for the hidden decodes of a mixed step.
         if moved and not (program.hidden and case.target.platform == "tpu"):
-            problems.append(_told(moved))
+            problems.append(_told(moved, "moved"))
+        widened = weights.dequantized(module, weights.is_parameter_of_model)
+        if widened:
+            problems.append(_told(widened, "dequantised in memory"))
         problems += _too_large(case, module)
         problems += _problems_of_step(case, module, folder)
     if cuda:
@@ -99,10 +102,10 @@ def _check_names(module: hlo.Module) -> None:
             raise RuntimeError(f"{op.source} is neither of params nor the pool, and as large")
 
 
-def _told(moved: list[weights.Move]) -> str:
+def _told(moved: list[weights.Move], how: str) -> str:
     size = sum(move.size for move in moved) / _MIB
     first = f"{moved[0].opcode} {moved[0].name}"
-    return f"{size:.0f} MiB of weights moved by {len(moved)} operations, such as {first}"
+    return f"{size:.0f} MiB of weights {how} by {len(moved)} operations, such as {first}"
 
 
 def _problems_of_step(case: Case, module: hlo.Module, folder: Path) -> Iterator[str]:

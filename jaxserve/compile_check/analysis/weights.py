@@ -56,13 +56,36 @@ class Move:
     size: int
 
 
+_WIDENS = {"add", "and", "bitcast-convert", "multiply", "or", "shift-left", "subtract"}
+_WIDENS |= {"shift-right-arithmetic", "shift-right-logical"}
+_SMALL = {"f8e4m3fn", "s4", "s8", "u8"}
+
+
 def moves(module: Module, is_weight: Callable[[Operation], bool], most: int = MOST) -> list[Move]:
     """The operations that move more than `most` bytes of weights each. is_weight says whether a
     parameter of the entry is a weight."""
+    return _found(module, is_weight, most, _MOVES)
+
+
+def dequantized(
+    module: Module, is_weight: Callable[[Operation], bool], most: int = MOST
+) -> list[Move]:
+    """The operations that write more than `most` bytes each of what quantised weights stand for,
+    instead of computing with it, or that move them. is_weight as in `moves`."""
+
+    def is_small(op: Operation) -> bool:
+        return is_weight(op) and all(array.dtype in _SMALL for array in op.arrays)
+
+    return _found(module, is_small, most, _MOVES | _WIDENS)
+
+
+def _found(
+    module: Module, is_weight: Callable[[Operation], bool], most: int, moving: set[str]
+) -> list[Move]:
     entry = module.computations[module.entry]
     given = {op.number: is_weight(op) for op in entry if op.opcode == "parameter"}
     found: list[Move] = []
-    _run(module, module.entry, [given.get(n, False) for n in range(len(given))], found)
+    _run(module, module.entry, [given.get(n, False) for n in range(len(given))], found, moving)
     return [move for move in dict.fromkeys(found) if move.size > most]
 
 
@@ -71,21 +94,28 @@ def is_parameter_of_model(op: Operation) -> bool:
     return op.source.startswith("params")
 
 
-def _run(module: Module, name: str, given: Sequence[Has], found: list[Move] | None) -> Has:
+def _run(
+    module: Module, name: str, given: Sequence[Has], found: list[Move] | None, moving: set[str]
+) -> Has:
     """What the computation's result has of weights. found: gets what it moves; None inside of a
-    fusion, where nothing is written but its result."""
+    fusion, where nothing is written but its result. moving: the operations that move."""
     has: dict[str, Has] = {}
     result: Has = False
     for op in module.computations[name]:
         inputs = [has.get(operand, False) for operand in op.operands]
-        has[op.name] = _result(module, op, inputs, given, found)
+        has[op.name] = _result(module, op, inputs, given, found, moving)
         if op.is_root:
             result = has[op.name]
     return result
 
 
 def _result(
-    module: Module, op: Operation, inputs: list[Has], given: Sequence[Has], found: list[Move] | None
+    module: Module,
+    op: Operation,
+    inputs: list[Has],
+    given: Sequence[Has],
+    found: list[Move] | None,
+    moving: set[str],
 ) -> Has:
     if op.opcode == "parameter":
         return given[op.number] if op.number < len(given) else False
@@ -97,15 +127,15 @@ def _result(
     if op.opcode in _SAME:
         return inputs[0]
     if op.opcode == "while":
-        return _run(module, op.called[0], inputs, found)
+        return _run(module, op.called[0], inputs, found, moving)
     if op.opcode in ("call", "conditional"):
         # A conditional's first operand is the choice, the others are one a branch.
         own = [[one] for one in inputs[1:]] if op.opcode == "conditional" else [inputs]
-        results = [_run(module, *pair, found) for pair in zip(op.called, own, strict=False)]
+        results = [_run(module, *pair, found, moving) for pair in zip(op.called, own, strict=False)]
         return next((one for one in results if _any(one)), False)
     if op.opcode == "fusion" or (op.opcode == "async-start" and op.called):
-        moved = _run(module, op.called[0], inputs, None)
-    elif op.opcode in _MOVES:
+        moved = _run(module, op.called[0], inputs, None, moving)
+    elif op.opcode in moving:
         moved = _any(inputs[0] if op.opcode in _FIRST_ONLY and inputs else tuple(inputs))
     else:
         return False

@@ -213,6 +213,12 @@ def _header(config: Config, chosen: Choices, info: EngineInfo, initial: InitialC
     )
 
 
+def _dtype_name(chosen: Choices) -> str:
+    quantization = chosen.model.config.quantization
+    name = chosen.dtype.name
+    return name if quantization is None else f"{name}, weights {quantization.scheme.kind}"
+
+
 def _bar(name: str, show: Show) -> Progress:
     return lambda work: shown(show, name, "step", work=work)
 
@@ -232,7 +238,7 @@ def _info(
         family=family.name,
         num_params=family.num_params(model),
         num_layers=model.num_layers,
-        dtype=chosen.dtype.name,
+        dtype=_dtype_name(chosen),
         vocab_size=model.vocab_size,
         max_model_len=step_model.max_len,
         policy=full_name(config.scheduler.policy, config.scheduler.params),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxserve.checkpoint_files import find_gguf
 from jaxserve.config import AUTO, ConfigError, ServedModelConfig
 from jaxserve.engine.text.detokenizer import FILE_NAME
-from jaxserve.models.base import Family, ModelConfig
+from jaxserve.models.base import Family, ModelConfig, with_quantization
 from jaxserve.sched.cache.cache_kinds import ABSORBED, default_hidden_read, why_no_hidden_caches
 from jaxserve.sched.policy import Policy
 from jaxserve.weights import checkpoint_dtype, load_config, load_preset
@@ -26,8 +26,17 @@ INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # Linux's names, 
 
 def load_shape(served: ServedModelConfig) -> tuple[Family, ModelConfig, dict[str, Any]]:
     """The family, the model's config and its Hugging Face config, from the checkpoint, or from a
-    preset for random weights. Raises ConfigError if neither is named, CheckpointError if it cannot
-    be read."""
+    preset for random weights. Raises ConfigError if neither is named, or the weights cannot be
+    quantised as configured; CheckpointError if it cannot be read."""
+    family, model, hf = _load_shape(served)
+    try:
+        model = with_quantization(family, model, served.quantization)
+    except ValueError as error:
+        raise ConfigError(f"model.quantization: {error}") from None
+    return family, model, hf
+
+
+def _load_shape(served: ServedModelConfig) -> tuple[Family, ModelConfig, dict[str, Any]]:
     if served.path:
         return load_config(served.path)
     if served.load_format != "random":
@@ -113,6 +122,8 @@ def choose_read(wanted: str, policy_name: str, policy: Policy, config: ModelConf
     reason = why_no_hidden_caches(
         config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
     )
+    if config.quantization is not None:
+        reason = "its weights are quantised, and hidden caches read those of K and V as they are"
     if reason is not None:
         if wanted != AUTO:
             raise ConfigError(f"{field}: {reason}")

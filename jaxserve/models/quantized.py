@@ -1,0 +1,207 @@
+"""Weights in few bits: how they are stored, and what they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxserve.pallas_kernels import quantized_matmul
+
+Array = TypeVar("Array", np.ndarray, jax.Array)
+
+DTYPES = {"int8": "int8", "int4": "int8", "fp8": "float8_e4m3fn"}
+LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+GROUPS = (32, 64, 128)
+DEFAULT_GROUP = 32  # of int4, where nobody says
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one weight is stored.
+
+    Attributes:
+        kind: "int8", "int4" or "fp8" (e4m3).
+        group: inputs that share an output's scale, one after another; 0: all of them.
+        zero: each group has a zero point.
+        scale: dtype of the scales.
+    """
+
+    kind: str
+    group: int = 0
+    zero: bool = False
+    scale: str = "float32"
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that the numbers are in."""
+        return DTYPES[self.kind]
+
+    @property
+    def bits(self) -> int:
+        """Of a number."""
+        return 4 if self.kind == "int4" else 8
+
+    def alike(self, other: Scheme, inputs: int) -> bool:
+        """Whether both store a weight of so many inputs in the same way: one group of all is as
+        good as no groups."""
+        fields = dataclasses.replace(self, group=0) == dataclasses.replace(other, group=0)
+        return fields and (self.group or inputs) == (other.group or inputs)
+
+    def groups(self, inputs: int) -> int:
+        """How many an output has; ValueError if they do not divide its inputs."""
+        group = self.group or inputs
+        if inputs % group:
+            raise ValueError(f"groups of {group} do not divide {inputs} inputs")
+        return inputs // group
+
+
+TABLE = Scheme("int8")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Which weights of a model are stored in few bits, and how.
+
+    Attributes:
+        scheme: of the projections.
+        table: of the tables of the vocabulary.
+        wide: those that are not, by their names in checkpoints, without ".weight".
+    """
+
+    scheme: Scheme
+    table: Scheme = TABLE
+    wide: tuple[str, ...] = ()
+
+
+def parse_quantization(text: str) -> Quantization:
+    """What "int8", "int4", "int4:group=64", "int4:group=32,zero" or "fp8" stands for. int4 is by
+    groups, of 32 where it does not say; the others have a scale an output. Tables of the vocabulary
+    are int8, with a scale a token.
+
+    Raises:
+        ValueError: it is none of those.
+    """
+    kind, _, rest = text.partition(":")
+    group, zero = DEFAULT_GROUP if kind == "int4" else 0, False
+    known = kind in DTYPES
+    for option in rest.split(",") if rest else ():
+        name, _, number = option.partition("=")
+        if name == "group" and number in map(str, GROUPS) and kind != "fp8":
+            group = int(number)
+        elif option == "zero" and kind == "int4":
+            zero = True
+        else:
+            known = False
+    if not known:
+        raise ValueError(
+            "must be int8, int4 or fp8; int8 and int4 take :group=N with N of "
+            f"{', '.join(map(str, GROUPS))}, int4 also ,zero; got {text[:80]!r}"
+        )
+    return Quantization(Scheme(kind, group, zero, "bfloat16" if group else "float32"))
+
+
+@flax.struct.dataclass
+class Quantized:
+    """A weight [in, out] that stands for (q - zero) * scale, or a table [entries, width].
+
+    Attributes:
+        q: the numbers, in the weight's shape: int8 or float8_e4m3fn. Of 4 bits two inputs are in
+            one int8, the first in its low half, so that there are half as many.
+        scale: [groups, out], of a table [entries, groups]: a group is as many inputs one after
+            another.
+        zero: int8, the shape of `scale`; None for none.
+        bits: of a number.
+        axes: of the mesh, over which inputs and outputs are cut (see `sharding.RULES`).
+    """
+
+    q: Any
+    scale: Any
+    zero: Any = None
+    bits: int = flax.struct.field(pytree_node=False, default=8)
+    axes: tuple[str | None, str | None] = flax.struct.field(pytree_node=False, default=(None, None))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """What it stands for is at least as exact as this: float32."""
+        return jnp.dtype(jnp.float32)
+
+
+def dequantize(weights: Quantized, dtype: DTypeLike, *, transposed: bool = False) -> jax.Array:
+    """The weight, or (transposed) table, in a float dtype."""
+    axis = 1 if transposed else 0
+    q = weights.q if weights.bits == 8 else unpack_pairs(weights.q, axis)
+    shape, groups = q.shape, weights.scale.shape[axis]
+    by_group = list(shape)
+    by_group[axis : axis + 1] = [groups, shape[axis] // groups]
+    q = q.astype(jnp.float32).reshape(by_group)
+    if weights.zero is not None:
+        q = q - jnp.expand_dims(weights.zero.astype(jnp.float32), axis + 1)
+    q = q * jnp.expand_dims(weights.scale.astype(jnp.float32), axis + 1)
+    return q.reshape(shape).astype(dtype)
+
+
+def take_rows(table: Quantized, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rows of a table at ids, which are clipped, in a float dtype."""
+    rows = jax.tree.map(lambda part: jnp.take(part, ids, axis=0, mode="clip"), table)
+    return dequantize(rows, dtype, transposed=True)
+
+
+def quantized_dot(
+    x: jax.Array,
+    weights: Quantized,
+    *,
+    transposed: bool,
+    dtype: DTypeLike,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """x [T, in] times what the weights stand for -> [T, out] in this dtype. Sums are in float32.
+
+    On GPUs and TPUs nothing wider is written to memory: XLA takes numbers with one scale an output
+    into the product as they are, groups have a kernel. On CPUs XLA writes them out wide.
+
+    Args:
+        x: [T, in].
+        weights: [in, out].
+        transposed: they are a table, [out, in].
+        dtype: of the result.
+        mesh: the devices that the weights are sharded over; None for one.
+    """
+    parts, axes = (weights.q, weights.scale, weights.zero), weights.axes
+    y = quantized_matmul(x, *parts, transposed=transposed, dtype=dtype, axes=axes, mesh=mesh)
+    if y is not None:
+        return y
+    axis = 1 if transposed else 0
+    alone = weights.scale.shape[axis] == 1 and weights.zero is None and weights.bits == 8
+    w = weights.q.astype(x.dtype) if alone else dequantize(weights, x.dtype, transposed=transposed)
+    numbers = (((1,), (axis,)), ((), ()))
+    y = jax.lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32)
+    if alone:
+        y = y * weights.scale.astype(jnp.float32).reshape(1, -1)
+    return y.astype(dtype)
+
+
+def pack_pairs(numbers: Array, axis: int) -> Array:
+    """int8 numbers of 4 bits, two neighbours along the axis in one."""
+    shape = list(numbers.shape)
+    shape[axis : axis + 1] = [shape[axis] // 2, 2]
+    moveaxis = np.moveaxis if isinstance(numbers, np.ndarray) else jnp.moveaxis
+    low, high = moveaxis(numbers.reshape(shape), axis + 1, 0)
+    packed: Array = (low & 15) | (high << 4)
+    return packed
+
+
+def unpack_pairs(packed: Array, axis: int) -> Array:
+    """The inverse of `pack_pairs`."""
+    stack = np.stack if isinstance(packed, np.ndarray) else jnp.stack
+    shape = list(packed.shape)
+    shape[axis] *= 2
+    numbers: Array = stack([(packed << 4) >> 4, packed >> 4], axis=axis + 1).reshape(shape)
+    return numbers

@@ -1,0 +1,316 @@
+"""Quantised weights as Hugging Face checkpoints store them: GPTQ, AWQ, compressed-tensors, fp8.
+
+Each weight is unpacked shard by shard to `Quantized`'s numbers, whatever order they lie in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jaxserve.models.quantized import Scheme
+from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.tensors import TensorFiles
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the eight columns of a word lie, low bits first
+_WORD = 32
+_SCALES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+# Of quantised activations and caches, which are kept wide here.
+UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "weight_shape")
+
+
+class Numbers(NamedTuple):
+    """Part of a weight, in its own orientation: inputs by outputs.
+
+    Attributes:
+        q: int8 or float8_e4m3fn [inputs, outputs].
+        scale: [groups, outputs].
+        zero: int8 [groups, outputs], or None.
+    """
+
+    q: np.ndarray
+    scale: np.ndarray
+    zero: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the weights of a checkpoint are quantised, by its config.json.
+
+    Attributes:
+        method: "gptq", "awq" or "float" (compressed-tensors, and fp8 by itself).
+        symmetric: its zero points are all the middle.
+        offset: added to the zero points of GPTQ.
+        block: outputs and inputs that share a scale; None if not by block.
+    """
+
+    method: str
+    symmetric: bool = True
+    offset: int = 0
+    block: tuple[int, int] | None = None
+
+    def tensors(self, files: TensorFiles, name: str) -> list[str]:
+        """The stored names of what belongs to the weight called `name`."""
+        suffixes = {"qweight", "qzeros", "scales", "g_idx"} if self.method != "float" else _FLOAT
+        found = (files.stored(f"{name}.{suffix}") for suffix in (*suffixes, *UNUSED))
+        return [one for one in found if one is not None]
+
+    def scheme(self, files: TensorFiles, name: str, inputs: int, outputs: int) -> Scheme | None:
+        """How a weight is stored, by the shapes of its tensors. None if it is not quantised.
+
+        Args:
+            files: the checkpoint's tensors.
+            name: the weight's, without ".weight".
+            inputs, outputs: its size.
+
+        Raises:
+            CheckpointError: it is stored in a way that is not supported, or its tensors do not fit
+                together.
+        """
+        return _KINDS[self.method][0](self, files, name, inputs, outputs)
+
+    def read(
+        self, files: TensorFiles, name: str, inputs: slice, outputs: slice, scheme: Scheme
+    ) -> Numbers:
+        """Part of a weight.
+
+        Args:
+            files: the checkpoint's tensors.
+            name: the weight's, without ".weight".
+            inputs: which, whole groups.
+            outputs: which.
+            scheme: the weight's.
+
+        Raises:
+            CheckpointError: a scale is no finite number above 0.
+        """
+        numbers = _KINDS[self.method][1](self, files, name, inputs, outputs, scheme)
+        wide = numbers.scale.astype(np.float32)
+        if not (np.isfinite(wide) & (wide > 0)).all():
+            raise CheckpointError(
+                f"{name}: a scale of its quantisation is NaN, infinite or not > 0"
+            )
+        return numbers
+
+
+def unpack(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
+    """int32 words as the 4- or 8-bit numbers in them along an axis, low bits first: uint8."""
+    moved = np.ascontiguousarray(np.moveaxis(words, axis, -1)).astype("<i4", copy=False)
+    numbers = moved.view(np.uint8)
+    if bits == 4:
+        pairs = np.stack([numbers & 15, numbers >> 4], axis=-1)
+        numbers = pairs.reshape(*numbers.shape[:-1], -1)
+    return np.moveaxis(numbers, -1, axis)
+
+
+def pack(numbers: np.ndarray, bits: int, axis: int) -> np.ndarray:
+    """The inverse of `unpack`; zeros fill the last word."""
+    moved: np.ndarray = np.moveaxis(numbers.astype(np.uint8), axis, -1)
+    missing = -moved.shape[-1] % (_WORD // bits)
+    moved = np.pad(moved, [*[(0, 0)] * (moved.ndim - 1), (0, missing)])
+    if bits == 4:
+        moved = moved[..., 0::2] | moved[..., 1::2] << 4
+    words = np.ascontiguousarray(moved).view("<i4")
+    return np.ascontiguousarray(np.moveaxis(words, -1, axis))
+
+
+def _of_words(name: str, packed: tuple[int, ...], axis: int, inputs: int, outputs: int) -> int:
+    """4 or 8, by the shape of packed inputs along an axis; CheckpointError for anything else."""
+    shape = [inputs, outputs] if axis == 0 else [outputs, inputs]
+    for bits in (4, 8):
+        shape[axis] = -(-inputs * bits // _WORD)
+        if list(packed) == shape:
+            return bits
+    raise CheckpointError(
+        f"{name}: its quantised weights have shape {list(packed)}, which is neither 4 nor 8 bits "
+        f"of {inputs} inputs by {outputs} outputs"
+    )
+
+
+def _group(name: str, scales: int, inputs: int) -> int:
+    """Inputs of each of so many groups, 0 for all."""
+    if scales < 1 or inputs % scales:
+        raise CheckpointError(f"{name}: {scales} groups do not divide its {inputs} inputs")
+    return inputs // scales if scales > 1 else 0
+
+
+def _scale_dtype(files: TensorFiles, name: str) -> str:
+    stored = files.dtype(name)
+    if stored not in _SCALES:
+        raise CheckpointError(f"tensor {name!r}: scales stored as {stored} are not supported")
+    return _SCALES[stored]
+
+
+def _scheme_of_words(
+    form: Format, files: TensorFiles, name: str, inputs: int, outputs: int
+) -> Scheme | None:
+    """Of GPTQ and AWQ."""
+    if files.stored(f"{name}.qweight") is None:
+        return None
+    packed, scales = files.shape(f"{name}.qweight"), files.shape(f"{name}.scales")
+    if form.method == "gptq":
+        bits = _of_words(name, packed, 0, inputs, outputs)
+    elif packed == (inputs, outputs // 8):
+        bits = 4
+    else:
+        raise CheckpointError(
+            f"{name}: its quantised weights have shape {list(packed)}, not 4 bits of {inputs} "
+            f"inputs by {outputs} outputs"
+        )
+    group = _group(name, scales[0], inputs)
+    files.check(f"{name}.qweight", packed, ("I32",))
+    files.check(f"{name}.scales", (inputs // (group or inputs), outputs), tuple(_SCALES))
+    files.check(f"{name}.qzeros", (scales[0], outputs * bits // _WORD), ("I32",))
+    if group % 8:
+        raise CheckpointError(f"{name}: groups of {group} are no multiple of 8")
+    _refuse_order(files, f"{name}.g_idx", group or inputs, inputs)
+    kind = "int4" if bits == 4 else "int8"
+    return Scheme(kind, group, not form.symmetric, _scale_dtype(files, f"{name}.scales"))
+
+
+def _refuse_order(files: TensorFiles, name: str, group: int, inputs: int) -> None:
+    """CheckpointError where inputs are not in groups one after another."""
+    if files.stored(name) is None:
+        return
+    files.check(name, (inputs,), ("I32",))
+    if (files.read(name, (slice(None),)) != np.arange(inputs) // group).any():
+        raise CheckpointError(
+            f"tensor {name!r}: inputs ordered by activation (desc_act, actorder) are not "
+            "supported; use a checkpoint that was quantised without"
+        )
+
+
+def _read_words(
+    form: Format, files: TensorFiles, name: str, inputs: slice, outputs: slice, scheme: Scheme
+) -> Numbers:
+    bits, each = scheme.bits, _WORD // scheme.bits
+    group = scheme.group or inputs.stop
+    groups = slice(inputs.start // group, inputs.stop // group)
+    words = slice(outputs.start // each, -(-outputs.stop // each))
+    mine = slice(outputs.start - words.start * each, outputs.stop - words.start * each)
+    zeros = unpack(files.read(f"{name}.qzeros", (groups, words)), bits, 1)
+    if form.method == "gptq":
+        rows = slice(inputs.start // each, inputs.stop // each)
+        q = unpack(files.read(f"{name}.qweight", (rows, outputs)), bits, 0)
+    else:
+        q = _reordered(unpack(files.read(f"{name}.qweight", (inputs, words)), bits, 1))[:, mine]
+        zeros = _reordered(zeros)
+    zeros = (zeros[:, mine] + form.offset) & ((1 << bits) - 1)
+    middle = 1 << (bits - 1)
+    if form.symmetric and (zeros != middle).any():
+        raise CheckpointError(f"tensor '{name}.qzeros': a symmetric weight has other zero points")
+    return Numbers(
+        (q ^ middle).astype(np.uint8).view(np.int8) if bits == 8 else q.astype(np.int8) - 8,
+        files.read(f"{name}.scales", (groups, outputs)),
+        None if form.symmetric else (zeros.astype(np.int16) - middle).astype(np.int8),
+    )
+
+
+def _reordered(numbers: np.ndarray) -> np.ndarray:
+    """AWQ's columns in their own order."""
+    words = numbers.reshape(len(numbers), -1, len(AWQ_ORDER))
+    return words[..., AWQ_ORDER].reshape(numbers.shape)
+
+
+_FLOAT = (
+    *("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point"),
+    "weight_g_idx",
+)
+_STORED = {"I8": "int8", "F8_E4M3": "fp8"}
+
+
+def _scheme_of_floats(
+    form: Format, files: TensorFiles, name: str, inputs: int, outputs: int
+) -> Scheme | None:
+    """Of compressed-tensors, and of fp8 by itself."""
+    packed = files.stored(f"{name}.weight_packed") is not None
+    whole = f"{name}.weight"
+    if not packed and (files.stored(whole) is None or files.dtype(whole) not in _STORED):
+        return None
+    if packed:
+        shape = files.shape(f"{name}.weight_packed")
+        bits = _of_words(name, shape, 1, inputs, outputs)
+        files.check(f"{name}.weight_packed", shape, ("I32",))
+        kind = "int4" if bits == 4 else "int8"
+    else:
+        files.check(whole, (outputs, inputs), tuple(_STORED))
+        kind, bits = _STORED[files.dtype(whole)], 8
+    scale = _scale_name(files, name)
+    rows, groups = _two(files.shape(scale))
+    across = outputs if form.block is None else -(-outputs // form.block[0])
+    if rows not in (1, outputs, across):
+        raise CheckpointError(f"tensor {scale!r}: {rows} scales for {outputs} outputs")
+    group = _group(name, groups, inputs)
+    if form.block is not None and rows != outputs and group not in (0, form.block[1]):
+        raise CheckpointError(
+            f"tensor {scale!r}: blocks of {form.block[1]} do not divide {inputs} inputs"
+        )
+    _refuse_order(files, f"{name}.weight_g_idx", group or inputs, inputs)
+    zero = files.stored(f"{name}.weight_zero_point") is not None
+    if zero and not form.symmetric:
+        shape = (-(-outputs * bits // _WORD), groups) if packed else (outputs, groups)
+        files.check(f"{name}.weight_zero_point", shape, ("I32" if packed else "I8",))
+    return Scheme(kind, group, zero and not form.symmetric, _scale_dtype(files, scale))
+
+
+def _scale_name(files: TensorFiles, name: str) -> str:
+    inverse = f"{name}.weight_scale_inv"
+    return inverse if files.stored(inverse) is not None else f"{name}.weight_scale"
+
+
+def _two(shape: tuple[int, ...]) -> tuple[int, int]:
+    """A scale's shape as outputs by groups."""
+    rows, groups = (*shape, 1, 1)[:2] if len(shape) < 2 else shape
+    return rows, groups
+
+
+def _read_floats(
+    form: Format, files: TensorFiles, name: str, inputs: slice, outputs: slice, scheme: Scheme
+) -> Numbers:
+    group = scheme.group or inputs.stop
+    groups = slice(inputs.start // group, inputs.stop // group)
+    scale_name = _scale_name(files, name)
+    scale = files.read(scale_name, (slice(None),) * len(files.shape(scale_name)))
+    scale = scale.reshape(_two(scale.shape))
+    packed = files.stored(f"{name}.weight_packed") is not None
+    total = files.shape(f"{name}.weight_packed" if packed else f"{name}.weight")[0]
+    if len(scale) not in (1, total):
+        assert form.block is not None
+        scale = np.repeat(scale, form.block[0], axis=0)[:total]
+    scale = np.broadcast_to(scale, (total, scale.shape[1]))[outputs, groups]
+    zero = None
+    if not packed:
+        q = files.read(f"{name}.weight", (outputs, inputs))
+        if scheme.zero:
+            zero = files.read(f"{name}.weight_zero_point", (outputs, groups))
+        if q.dtype == ml_dtypes.float8_e4m3fn and np.isnan(q.astype(np.float32)).any():
+            raise CheckpointError(f"tensor '{name}.weight' has NaN")
+    else:
+        bits = scheme.bits
+        each, middle = _WORD // bits, 1 << (bits - 1)
+        words = slice(inputs.start // each, -(-inputs.stop // each))
+        q = unpack(files.read(f"{name}.weight_packed", (outputs, words)), bits, 1)
+        q = _signed(
+            q[:, inputs.start - words.start * each :][:, : inputs.stop - inputs.start], middle
+        )
+        if scheme.zero:
+            words = slice(outputs.start // each, -(-outputs.stop // each))
+            zero = unpack(files.read(f"{name}.weight_zero_point", (words, groups)), bits, 0)
+            first = outputs.start - words.start * each
+            zero = _signed(zero[first : first + outputs.stop - outputs.start], middle)
+    return Numbers(q.T, scale.T, None if zero is None else zero.T)
+
+
+def _signed(numbers: np.ndarray, middle: int) -> np.ndarray:
+    return (numbers.astype(np.int16) - middle).astype(np.int8)
+
+
+_KINDS: Mapping[str, tuple[Callable[..., Scheme | None], Callable[..., Numbers]]] = {
+    "gptq": (_scheme_of_words, _read_words),
+    "awq": (_scheme_of_words, _read_words),
+    "float": (_scheme_of_floats, _read_floats),
+}

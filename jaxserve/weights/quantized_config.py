@@ -1,0 +1,219 @@
+"""What a checkpoint's config.json says of quantised weights, and its tensors show."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve import checkpoint_files
+from jaxserve.models.base import Family, Leaf, ModelConfig
+from jaxserve.models.hf import shown
+from jaxserve.models.quantized import DTYPES, Quantization, Scheme
+from jaxserve.weights.errors import CheckpointError, read_json
+from jaxserve.weights.packed import Format
+from jaxserve.weights.tensors import TensorFiles
+
+OWN = "jaxserve"  # as quant_method, of what `save_orbax` has written
+_FIELDS = ("quantization_config", "compression_config")
+_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_KNOWN = "gptq, awq, compressed-tensors, fp8"
+
+
+def stored_format(hf: Mapping[str, Any], folder: Path) -> Format | Quantization | None:
+    """How a checkpoint's weights are quantised, by config.json or a file beside it: a
+    `Quantization` where the checkpoint is of `jaxserve convert`, None if they are not.
+
+    Raises:
+        ValueError: in a way that is not supported; the message names the field.
+    """
+    where, given = "", None
+    for field in _FIELDS:
+        if hf.get(field) is not None:
+            where, given = f"config.json: {field}", hf[field]
+            break
+    else:
+        if (folder / "hf_quant_config.json").exists():
+            raise ValueError(
+                "hf_quant_config.json: quantized weights of ModelOpt are not supported"
+            )
+        for name, method in _FILES.items():
+            if (folder / name).exists():
+                where, given = name, checkpoint_files.read_json(folder / name)
+                if isinstance(given, dict):
+                    given.setdefault("quant_method", method)
+                break
+        else:
+            return None
+    if not isinstance(given, dict):
+        raise ValueError(f"{where} must be an object, got {shown(given)}")
+    try:
+        return _format(given)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def packed_format(folder: Path) -> Format | None:
+    """How the tensors in a checkpoint's safetensors are quantised; None if they are not, or there
+    is no config.json. CheckpointError as `stored_format`."""
+    if not (folder / "config.json").exists():
+        return None
+    try:
+        found = stored_format(read_json(folder / "config.json"), folder)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if isinstance(found, Quantization):
+        raise CheckpointError(f"{folder}: its config.json is of quantised weights in Orbax")
+    return found
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether an Orbax checkpoint's weights are stored quantised. CheckpointError as
+    `stored_format`."""
+    try:
+        return stored_format(read_json(folder / "config.json"), folder) is not None
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def find_quantization(
+    folder: Path, stored: Format, family: Family, config: ModelConfig
+) -> Quantization:
+    """Which of the model's weights are quantised, and how, by the shapes of their tensors.
+
+    Args:
+        folder: the checkpoint's.
+        stored: what its config says.
+        family: the model's.
+        config: its shape.
+
+    Raises:
+        CheckpointError: a weight is stored in a way that is not supported, none is quantised, or
+            not all of them alike.
+    """
+    leaves: list[Leaf] = jax.tree.leaves(family.leaves(config))
+    wide: list[str] = []
+    found: dict[str, tuple[str, Scheme]] = {}  # "table" or "scheme" -> the first that has it
+    sizes: dict[str, int] = {}
+    with TensorFiles(folder, family.prefix) as files:
+        for leaf in leaves:
+            if not (leaf.is_table or leaf.source.transpose):
+                continue
+            inputs, outputs = leaf.spec.shape[::-1] if leaf.is_table else leaf.spec.shape
+            scheme = stored.scheme(files, leaf.name, inputs, outputs)
+            sizes[leaf.name] = inputs
+            if scheme is None:
+                wide.append(leaf.name)
+                continue
+            role = "table" if leaf.is_table else "scheme"
+            name, first = found.setdefault(role, (leaf.name, scheme))
+            if first.group == 0 and sizes[name] == scheme.group:  # it has one such group
+                first = dataclasses.replace(first, group=scheme.group)
+                found[role] = name, first
+            if not scheme.alike(first, inputs):
+                raise CheckpointError(
+                    f"{leaf.name} is quantised as {_told(scheme)}, {name} as {_told(first)}; all "
+                    "must be alike"
+                )
+    if "scheme" not in found:
+        raise CheckpointError("its config says that weights are quantized, but no tensor is")
+    apart = [name for name in wide if name.endswith(("q_proj", "k_proj", "v_proj"))]
+    if apart:
+        layer = apart[0].rpartition(".")[0]
+        if not all(f"{layer}.{part}_proj" in wide for part in "qkv"):
+            raise CheckpointError(f"{apart[0]} is not quantised, others of q, k and v are")
+    schemes = {role: scheme for role, (_, scheme) in found.items()}
+    return Quantization(wide=tuple(wide), **schemes)
+
+
+def as_json(quantization: Quantization) -> dict[str, Any]:
+    """For config.json, as `stored_format` reads it."""
+    return {"quant_method": OWN, **dataclasses.asdict(quantization)}
+
+
+def _told(scheme: Scheme) -> str:
+    by = f"by groups of {scheme.group}" if scheme.group else "by output"
+    return f"{scheme.kind} {by}{' with zero points' if scheme.zero else ''}"
+
+
+def _format(given: Mapping[str, Any]) -> Format | Quantization:
+    method = str(given.get("quant_method", "")).lower()
+    if method == OWN:
+        return _own(given)
+    if method == "gptq":
+        return _gptq(given)
+    if method == "awq":
+        version = str(given.get("version", "gemm")).lower()
+        if version != "gemm":
+            raise ValueError(f"awq version {shown(version)} is not supported (known: gemm)")
+        return Format("awq", symmetric=not given.get("zero_point", True))
+    if method == "fp8":
+        if given.get("fmt", "e4m3") != "e4m3":
+            raise ValueError(f"fmt {shown(given['fmt'])} is not supported (known: e4m3)")
+        return Format("float", block=_block(given.get("weight_block_size")))
+    if method == "compressed-tensors" or "config_groups" in given:
+        return _compressed(given)
+    named = shown(method or dict(given)).strip("'")
+    raise ValueError(f"{named} is not supported (known: {_KNOWN})")
+
+
+def _gptq(given: Mapping[str, Any]) -> Format:
+    layout = given.get("checkpoint_format") or "gptq"
+    if layout not in ("gptq", "gptq_v2"):
+        raise ValueError(
+            f"checkpoint_format {shown(layout)} is not supported (known: gptq, gptq_v2)"
+        )
+    symmetric = given.get("sym", True) is not False
+    return Format("gptq", symmetric, offset=0 if layout == "gptq_v2" else 1)
+
+
+def _compressed(given: Mapping[str, Any]) -> Format:
+    sparse = given.get("sparsity_config") or {}
+    if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
+        raise ValueError(f"sparsity_config {shown(sparse.get('format'))} is not supported")
+    if given.get("transform_config"):
+        raise ValueError("transform_config is not supported")
+    groups = given.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ValueError("config_groups is missing")
+    formats = set()
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            raise ValueError(f"config_groups: {shown(name)} says nothing of weights")
+        bits, kind = weights.get("num_bits"), weights.get("type", "int")
+        if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
+            raise ValueError(f"weights of {shown(bits)} bits ({shown(kind)}) are not supported")
+        block = None
+        if weights.get("strategy") == "block":
+            block = _block(weights.get("block_structure"))
+        formats.add(Format("float", weights.get("symmetric", True) is not False, block=block))
+    if len(formats) > 1:
+        raise ValueError("config_groups whose weights are quantised differently are not supported")
+    return formats.pop()
+
+
+def _block(given: Any) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    sizes = isinstance(given, list) and len(given) == 2
+    if not sizes or not all(type(size) is int and 0 < size <= 4096 for size in given):
+        raise ValueError(f"blocks of {shown(given)} are not supported")
+    return given[0], given[1]
+
+
+def _own(given: Mapping[str, Any]) -> Quantization:
+    try:
+        schemes = {role: Scheme(**given[role]) for role in ("scheme", "table")}
+        wide = tuple(map(str, given["wide"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"it is not as jaxserve convert writes it: {error}") from None
+    for scheme in schemes.values():
+        if scheme.kind not in DTYPES or type(scheme.group) is not int or scheme.group < 0:
+            raise ValueError(f"{shown(dataclasses.asdict(scheme))} is not known")
+        if scheme.scale not in ("float32", "float16", "bfloat16"):
+            raise ValueError(f"scales of {shown(scheme.scale)} are not supported")
+    return Quantization(wide=wide, **schemes)

@@ -1,0 +1,70 @@
+"""Products with weights in few bits, where the platform has a kernel for them, which reads the
+weights as they are stored."""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from jaxserve.pallas_kernels.backends import platform_backend
+
+
+def quantized_matmul(
+    x: jax.Array,
+    q: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    *,
+    transposed: bool,
+    dtype: DTypeLike,
+    axes: tuple[str | None, str | None],
+    mesh: Mesh | None,
+) -> jax.Array | None:
+    """x [T, in] @ ((q - zero) * scale) -> [T, out]. Sums are in float32. None where the first
+    device has no kernel for these.
+
+    Args:
+        x: [T, in], bfloat16, float16 or float32.
+        q: int8 or float8_e4m3fn [in, out]; or int8 [in / 2, out], two neighbouring inputs in each,
+            the first in the low half.
+        scale: [groups, out]; a group is in / groups inputs one after another.
+        zero: int8 [groups, out], or None.
+        transposed: q, scale and zero are [out, ...].
+        dtype: of the result.
+        axes: of the mesh, over which inputs and outputs are cut; None for not.
+        mesh: the devices; None for one.
+    """
+    choose = platform_backend().quantized_matmul
+    if choose is None:
+        return None
+    rows, columns = axes if mesh is not None else (None, None)
+    weight = PartitionSpec(columns, rows) if transposed else PartitionSpec(rows, columns)
+    # A single scale an output is not cut with the inputs.
+    single = scale.shape[1 if transposed else 0] == 1
+    by_group = PartitionSpec(*(None if single and axis == rows else axis for axis in weight))
+    specs = (PartitionSpec(None, rows), weight, by_group, by_group)
+
+    def local(one: jax.Array | None, spec: PartitionSpec) -> jax.ShapeDtypeStruct | None:
+        if one is None:
+            return None
+        shape = [
+            size if mesh is None or axis is None else size // mesh.shape[axis]
+            for size, axis in zip(one.shape, spec, strict=True)
+        ]
+        return jax.ShapeDtypeStruct(tuple(shape), one.dtype)
+
+    given = (x, q, scale, zero)
+    kernel = choose(*map(local, given, specs), transposed=transposed)
+    if kernel is None:
+        return None
+    if mesh is None:
+        return kernel(*given).astype(dtype)
+
+    def part(*given: jax.Array | None) -> jax.Array:
+        y = kernel(*given).astype(dtype)
+        return y if rows is None else jax.lax.psum(y, rows)
+
+    return jax.shard_map(
+        part, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(None, columns), check_vma=False
+    )(*given)
