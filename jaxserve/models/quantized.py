@@ -165,7 +165,8 @@ def quantized_dot(
     """x [T, in] times what the weights stand for -> [T, out] in this dtype. Sums are in float32.
 
     On GPUs and TPUs nothing wider is written to memory: XLA takes numbers with one scale an output
-    into the product as they are, groups have a kernel. On CPUs XLA writes them out wide.
+    into the product as they are, groups have a kernel. On CPUs up to 64 rows
+    have kernels; for more XLA writes the weights out wide.
 
     Args:
         x: [T, in].

@@ -173,18 +173,21 @@ def fuse_loaded(
 
 def transpose_loaded(params: Params) -> Params:
     """Turns the kernels of projections to [out, in] where a device alone multiplies few rows faster
-    so, and deletes those of `params` one by one. Quantised ones stay as they are, and so do K's and
-    V's where they are apart: hidden caches read them."""
+    so, and deletes those of `params` one by one. K's and V's stay as they are where they are apart:
+    hidden caches read them."""
 
     def turned(node: Any) -> Any:
         if isinstance(node, AttentionParams):
             return dataclasses.replace(node, o=turned(node.o))
-        if not isinstance(node, Linear) or isinstance(node.kernel, Quantized):
+        if not isinstance(node, Linear):
             return node
-        if not by_columns(node.kernel):
+        stored = node.kernel.q if isinstance(node.kernel, Quantized) else node.kernel
+        if not by_columns(stored):
             return node
-        kernel = jnp.transpose(node.kernel)
-        node.kernel.delete()
+        kernel = jax.tree.map(jnp.transpose, node.kernel)
+        jax.tree.map(lambda part: part.delete(), node.kernel)
+        if isinstance(kernel, Quantized):  # the kernels want them so, in each step
+            kernel = dataclasses.replace(kernel, scale=kernel.scale.astype(jnp.float32))
         return dataclasses.replace(node, kernel=kernel, transposed=True)
 
     return jax.tree.map(turned, params, is_leaf=lambda n: isinstance(n, AttentionParams | Linear))

@@ -6,13 +6,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.backends import KernelShape, Scoring
 from jaxserve.pallas_kernels.batch import AttentionBatch
-from jaxserve.pallas_kernels.cpu import attention, panels
+from jaxserve.pallas_kernels.cpu import attention, few_bits, panels
 from jaxserve.pallas_kernels.cpu import rows as by_rows
 from jaxserve.pallas_kernels.cpu.argmax import argmax
 from jaxserve.pallas_kernels.cpu.write import put_vectors
@@ -68,8 +69,18 @@ def _skinny_matmul(
     )
 
 
+def _quantized_matmul(
+    x: jax.ShapeDtypeStruct, q: Any, scale: Any, zero: Any, *, transposed: bool
+) -> Callable[..., jax.Array] | None:
+    taken = few_bits.takes(x, q, scale, zero, transposed=transposed)
+    return few_bits.few_bits_matmul if taken else None
+
+
 def _by_columns(weights: jax.Array) -> bool:
-    """As one stream of memory, weights of bfloat16 come up to twice as fast."""
+    """As one stream of memory, weights of bfloat16 come up to twice as fast; of few bits there is
+    no other kernel."""
+    if weights.dtype == jnp.int8:
+        return True
     turned = jax.ShapeDtypeStruct(weights.shape[::-1], weights.dtype)
     return by_rows.takes(1, turned, transposed=True)
 
@@ -86,4 +97,5 @@ BACKEND = dataclasses.replace(
     argmax=argmax,
     skinny_matmul=_skinny_matmul,
     by_columns=_by_columns,
+    quantized_matmul=_quantized_matmul,
 )

@@ -117,7 +117,7 @@ def _product(vectors: int) -> Any:
                     factor = spread(builder, one)
                     for n in range(vectors):
                         old = builder.load(tile[m][n])
-                        builder.store(_fused(builder, factor, many[n], old), tile[m][n])
+                        builder.store(fused(builder, factor, many[n], old), tile[m][n])
             for m in range(ROWS):
                 for n in range(vectors):
                     at = _plus(builder, c, c_rows[m], n * LANES)
@@ -147,9 +147,25 @@ def _halves(builder: Any, address: Any) -> tuple[Any, Any]:
     return builder.bitcast(low, _VECTOR), builder.bitcast(high, _VECTOR)
 
 
-def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c."""
+def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """Emits a * b + c.
+
+    Args:
+        builder: The LLVM builder.
+        a, b, c: Numbers or vectors.
+    """
     return builder.fadd(builder.fmul(a, b, flags=_FUSED), c, flags=_FUSED)
+
+
+def total(builder: Any, vector: Any) -> Any:
+    """The sum of a vector's lanes."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        empty = ir.Constant(vector.type, ir.Undefined)
+        parts = (list(range(first, first + width)) for first in (0, width))
+        vector = builder.fadd(*(shuffle(builder, vector, empty, lanes) for lanes in parts))
+    return builder.extract_element(vector, ir.Constant(INDEX, 0))
 
 
 @intrinsic
@@ -227,8 +243,8 @@ def _add_rows(count: int) -> Any:
                 for k in range(TOGETHER):
                     low, high = _halves(builder, builder.add(rows[k], there))
                     for m in range(count):
-                        even[m] = _fused(builder, factors[m][k], low, even[m])
-                        odd[m] = _fused(builder, factors[m][k], high, odd[m])
+                        even[m] = fused(builder, factors[m][k], low, even[m])
+                        odd[m] = fused(builder, factors[m][k], high, odd[m])
                 for m in range(count):
                     for where, found in ((at[m], even[m]), (odd_at[m], odd[m])):
                         store(builder, found, where)
@@ -263,14 +279,7 @@ def dot_pairs(_: Any, x: Any, weights: Any, count: Any) -> Any:
             halves = _halves(builder, builder.add(weights, there))
             for part, half in enumerate(halves):
                 mine = load(builder, _plus(builder, at, None, part * LANES), _VECTOR)
-                builder.store(_fused(builder, mine, half, builder.load(sums[part])), sums[part])
-        found = builder.fadd(builder.load(sums[0]), builder.load(sums[1]))
-        width = LANES
-        while width > 1:
-            width //= 2
-            empty = ir.Constant(found.type, ir.Undefined)
-            parts = (list(range(first, first + width)) for first in (0, width))
-            found = builder.fadd(*(shuffle(builder, found, empty, lanes) for lanes in parts))
-        return builder.extract_element(found, ir.Constant(INDEX, 0))
+                builder.store(fused(builder, mine, half, builder.load(sums[part])), sums[part])
+        return total(builder, builder.fadd(builder.load(sums[0]), builder.load(sums[1])))
 
     return types.float32(*[types.int64] * 3), generate
