@@ -613,7 +613,9 @@ class Scheduler:
             pool.grow_all(longer, table.computed[longer])
         if self.cache is not None:  # they were forgotten when they left
             for row in rows[_firsts(rows)].tolist():
-                self._register(row, 0, int(table.computed[row]) // pool.block_size, launched=False)
+                begin = int(first[rows == row].min()) // pool.block_size
+                full = int(table.computed[row]) // pool.block_size
+                self._register(row, begin, full, launched=False)
         counts, slots = pool.slots_of_all(rows, first, end)
         return [Load(tuple(found["key"].tolist()), counts, slots)]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
 from jaxserve.client.client import Completion
@@ -92,11 +93,16 @@ def verdict_line(verdict: pb.SloVerdict, timings: pb.Timings) -> str:
 
 def json_verdict_line(slo: Mapping[str, Any], timings: Mapping[str, Any]) -> str:
     """`verdict_line` of what HTTP has at an answer's end."""
-    known = {f"SLO_PROBLEM_KIND_{p['kind'].upper()}": p for p in slo["problems"]}
+
+    def read(given: Mapping[str, Any], into: Message) -> Any:
+        return ParseDict(dict(given), into, ignore_unknown_fields=True)  # a newer server's
+
+    problems = slo.get("problems", ())
+    known = {f"SLO_PROBLEM_KIND_{p['kind'].upper()}": p for p in problems}
     verdict = pb.SloVerdict(
         slo_class=slo["class"],
-        targets=pb.Slo(**slo["targets"]),
-        targets_met=pb.TargetsMet(**slo["targets_met"]),
+        targets=read(slo["targets"], pb.Slo()),
+        targets_met=read(slo["targets_met"], pb.TargetsMet()),
         met=slo["met"],
         problems=[
             pb.SloProblem(kind=kind, target_ms=p["target_ms"], limit_ms=p["limit_ms"])
@@ -104,7 +110,7 @@ def json_verdict_line(slo: Mapping[str, Any], timings: Mapping[str, Any]) -> str
             if kind in pb.SloProblemKind.keys()  # noqa: SIM118
         ],
     )
-    return verdict_line(verdict, pb.Timings(**timings))
+    return verdict_line(verdict, read(timings, pb.Timings()))
 
 
 def _fields(message: Message) -> dict[str, Any]:

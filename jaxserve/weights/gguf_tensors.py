@@ -102,6 +102,8 @@ class GGUFTensors:
         found = self.find(name)
         if found is None:
             raise CheckpointError(f"the checkpoint has no tensor for {name!r}")
+        if len(shape) == 1 and found.type.name not in _STORED:
+            raise CheckpointError(f"tensor {found.name!r}: {found.type.name} is for matrices only")
         if found.shape != shape:
             raise CheckpointError(
                 f"tensor {found.name!r}: expected shape {list(shape)}, found {list(found.shape)}"

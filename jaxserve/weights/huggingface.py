@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 Index = tuple[slice, ...]
 Tensors = TensorFiles | GGUFTensors
 _LAYER = re.compile(r"\b(?:layers|blk)\.([0-9]{1,9})\.")
+_CACHE_SCALE = re.compile(r"self_attn(\.attn)?\.[qkv]_scale$")  # of K and V in 8 bits
 _QUANTIZED = re.compile(r"(scale|scale_inv|scales|qweight|qzeros|g_idx|absmax|zero_point)$")
 
 
@@ -139,7 +140,7 @@ def _check_rest(files: Tensors, used: Set[str | None], config: ModelConfig, fold
             raise CheckpointError(
                 f"the checkpoint has a tensor {name!r}, but by its config there are no such biases"
             )
-        if _QUANTIZED.search(name):
+        if _QUANTIZED.search(name) and not _CACHE_SCALE.search(name):
             raise CheckpointError(
                 f"tensor {name!r} is of quantized weights, of which config.json says nothing; use "
                 "a checkpoint with float32, float16 or bfloat16 weights, or its own config.json"

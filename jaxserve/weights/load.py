@@ -178,8 +178,8 @@ def transpose_loaded(params: Params) -> Params:
 
     def turned(node: Any) -> Any:
         if isinstance(node, AttentionParams):
-            return dataclasses.replace(node, o=turned(node.o))
-        if not isinstance(node, Linear):
+            return dataclasses.replace(node, q=turned(node.q), o=turned(node.o))
+        if not isinstance(node, Linear) or node.transposed:
             return node
         stored = node.kernel.q if isinstance(node.kernel, Quantized) else node.kernel
         if not by_columns(stored):

@@ -86,14 +86,13 @@ class Format:
             scheme: the weight's.
 
         Raises:
-            CheckpointError: a scale is no finite number above 0.
+            CheckpointError: a scale is 0, or no finite number. Some are below 0: the numbers are
+                turned then.
         """
         numbers = _KINDS[self.method][1](self, files, name, inputs, outputs, scheme)
         wide = numbers.scale.astype(np.float32)
-        if not (np.isfinite(wide) & (wide > 0)).all():
-            raise CheckpointError(
-                f"{name}: a scale of its quantisation is NaN, infinite or not > 0"
-            )
+        if not (np.isfinite(wide) & (wide != 0)).all():
+            raise CheckpointError(f"{name}: a scale of its quantisation is NaN, infinite or 0")
         return numbers
 
 
@@ -152,8 +151,12 @@ def _scheme_of_words(
     if files.stored(f"{name}.qweight") is None:
         return None
     packed, scales = files.shape(f"{name}.qweight"), files.shape(f"{name}.scales")
+    if len(scales) != 2:
+        raise CheckpointError(f"tensor '{name}.scales' has shape {list(scales)}, not two axes")
     if form.method == "gptq":
         bits = _of_words(name, packed, 0, inputs, outputs)
+        if inputs * bits % _WORD:
+            raise CheckpointError(f"{name}: {inputs} inputs of {bits} bits do not fill words")
     elif packed == (inputs, outputs // 8):
         bits = 4
     else:
@@ -240,6 +243,8 @@ def _scheme_of_floats(
         files.check(whole, (outputs, inputs), tuple(_STORED))
         kind, bits = _STORED[files.dtype(whole)], 8
     scale = _scale_name(files, name)
+    if len(files.shape(scale)) > 2:
+        raise CheckpointError(f"tensor {scale!r} has shape {list(files.shape(scale))}")
     rows, groups = _two(files.shape(scale))
     across = outputs if form.block is None else -(-outputs // form.block[0])
     if rows not in (1, outputs, across):
@@ -251,6 +256,8 @@ def _scheme_of_floats(
         )
     _refuse_order(files, f"{name}.weight_g_idx", group or inputs, inputs)
     zero = files.stored(f"{name}.weight_zero_point") is not None
+    if not (zero or form.symmetric):
+        raise CheckpointError(f"{name}: it is not symmetric, and has no weight_zero_point")
     if zero and not form.symmetric:
         shape = (-(-outputs * bits // _WORD), groups) if packed else (outputs, groups)
         files.check(f"{name}.weight_zero_point", shape, ("I32" if packed else "I8",))

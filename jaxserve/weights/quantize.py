@@ -45,7 +45,7 @@ def quantize(weights: jax.Array, scheme: Scheme, *, transposed: bool = False) ->
         else:
             whole = jnp.maximum(high, -low) / largest
         scale = (whole * ratio).astype(scheme.scale)
-        scale = jnp.where(scale > 0, scale, jnp.ones_like(scale))
+        scale = jnp.where(scale == 0, jnp.ones_like(scale), scale)  # NaN stays, to be found
         wide = scale.astype(jnp.float32)
         zero = jnp.zeros_like(wide)
         if scheme.zero:

@@ -42,7 +42,10 @@ def stored_format(hf: Mapping[str, Any], folder: Path) -> Format | Quantization 
             )
         for name, method in _FILES.items():
             if (folder / name).exists():
-                where, given = name, checkpoint_files.read_json(folder / name)
+                try:
+                    where, given = name, checkpoint_files.read_json(folder / name)
+                except (ValueError, OSError) as error:
+                    raise ValueError(f"{name}: {error}") from None
                 if isinstance(given, dict):
                     given.setdefault("quant_method", method)
                 break
@@ -154,7 +157,7 @@ def _format(given: Mapping[str, Any]) -> Format | Quantization:
         if given.get("fmt", "e4m3") != "e4m3":
             raise ValueError(f"fmt {shown(given['fmt'])} is not supported (known: e4m3)")
         return Format("float", block=_block(given.get("weight_block_size")))
-    if method == "compressed-tensors" or "config_groups" in given:
+    if method == "compressed-tensors" or (not method and "config_groups" in given):
         return _compressed(given)
     named = shown(method or dict(given)).strip("'")
     raise ValueError(f"{named} is not supported (known: {_KNOWN})")
@@ -212,7 +215,12 @@ def _own(given: Mapping[str, Any]) -> Quantization:
     except (KeyError, TypeError) as error:
         raise ValueError(f"it is not as jaxserve convert writes it: {error}") from None
     for scheme in schemes.values():
-        if scheme.kind not in DTYPES or type(scheme.group) is not int or scheme.group < 0:
+        if (
+            type(scheme.kind) is not str
+            or scheme.kind not in DTYPES
+            or type(scheme.group) is not int
+            or scheme.group < 0
+        ):
             raise ValueError(f"{shown(dataclasses.asdict(scheme))} is not known")
         if scheme.scale not in ("float32", "float16", "bfloat16"):
             raise ValueError(f"scales of {shown(scheme.scale)} are not supported")

@@ -136,7 +136,7 @@ def _float8_slices(path: Path) -> dict[str, _Float8]:
             .reshape(about["shape"])
         )
         for name, about in header.items()
-        if about.get("dtype") == FLOAT8
+        if name != "__metadata__" and about.get("dtype") == FLOAT8
     }
 
 

@@ -87,7 +87,7 @@ def target(*, packed: bool, zeros: bool) -> str:
     def plan(given: Any) -> Any:
         return _plan(given, packed)
 
-    return numba_ffi.register(name, plan, share, __file__, tiles.__file__)
+    return numba_ffi.register(name, plan, share, __file__, pairs.__file__, tiles.__file__)
 
 
 @njit(**numba_ffi.OPTIONS)

@@ -20,6 +20,7 @@ import functools
 import hashlib
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,7 @@ _NEXT, _DONE, _HOLDERS, _SHARES, _PLAN, _COUNT, _TASK, _OPERANDS = range(8)
 # with, whether it sleeps, and both ends of the pipe that wakes it.
 _PLACE, _ASLEEP, _READ, _WRITE, _LETTER, _HELPER = 0, 1, 2, 3, 4, 16
 _LOOKS = 400  # for the next call, some 200 us
+_MOST_HELPERS = 63
 _HELPERS = "jaxserve_kernel_helpers"  # where that memory begins: with the number of helpers
 
 
@@ -252,7 +254,9 @@ def _help(place: int) -> int:
             _exchange(place + 8 * _ASLEEP, 0, 1)
             # Whoever leaves a block from here on sees that it has to be woken.
             if _load(place) == 0:
-                _read(words(place, _HELPER)[_READ], place + 8 * (_LETTER + 1), 1)
+                got = _read(words(place, _HELPER)[_READ], place + 8 * (_LETTER + 1), 1)
+                if got != 1:  # somebody has closed the pipe: nobody is helped from here on
+                    return 0
             _exchange(place + 8 * _ASLEEP, 1, 0)
             looked = 0
     return 0
@@ -284,7 +288,7 @@ def begin(frame: int) -> int:
 
 @njit(**OPTIONS)
 def finish(frame: int, block: int, shares: int, address: int, task: int) -> int:
-    """Ends a handler: has all shares computed, by this thread and others of XLA's pool.
+    """Ends a handler: has all shares computed, by this thread and helpers.
 
     Args:
         frame: Address of XLA's call frame.
@@ -321,20 +325,35 @@ def _start_helpers() -> None:
     with _starting:
         if _helpers:
             return
-        whole = os.cpu_count() or 1
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else whole
-        count = cores - 1
+        count = min(_cores() - 1, _MOST_HELPERS)
         room = np.zeros((count + 2) * _HELPER, np.int64)
         memory = room[-(room.ctypes.data // 8) % _HELPER :]
         memory[0] = count
         _helpers.append(room)
+        # Helpers look there until the process is gone, and so after its modules.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(room))
         llvm.add_symbol(_HELPERS, memory.ctypes.data)
         life = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(_compiled(_help, "jaxserve_help"))
-        for i in range(1, count + 1):
-            part = memory[i * _HELPER :]
-            part[[_READ, _WRITE]] = os.pipe()
-            name = f"kernel-helper-{i}"
-            threading.Thread(target=life, args=(part.ctypes.data,), name=name, daemon=True).start()
+        signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:  # a signal would end what a helper waits for
+            for i in range(1, count + 1):
+                part = memory[i * _HELPER :]
+                part[[_READ, _WRITE]] = os.pipe()
+                name, where = f"kernel-helper-{i}", (part.ctypes.data,)
+                threading.Thread(target=life, args=where, name=name, daemon=True).start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+
+
+def _cores() -> int:
+    """Those that this process may use, by its affinity and its cgroup's quota."""
+    whole = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else whole
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
 _helpers: list[np.ndarray] = []  # their memory

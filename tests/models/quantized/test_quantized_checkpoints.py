@@ -261,9 +261,14 @@ UP = "model.layers.1.mlp.up_proj"
     ("case", "name", "change", "says"),
     [
         ("gptq", f"{Q}.scales", lambda one: one * np.nan, f"{Q}: a scale .* NaN"),
-        ("gptq", f"{Q}.scales", lambda one: one * 0, f"{Q}: a scale .* not > 0"),
+        ("gptq", f"{Q}.scales", lambda one: one * 0, f"{Q}: a scale .* or 0"),
         ("awq", f"{UP}.scales", lambda one: one * np.inf, f"{UP}: a scale .* infinite"),
-        ("packed", f"{UP}.weight_scale", lambda one: -one, f"{UP}: a scale .* not > 0"),
+        (
+            "packed",
+            f"{UP}.weight_scale",
+            lambda one: one * one.dtype.type(0),
+            f"{UP}: a scale .* or 0",
+        ),
         ("gptq", f"{Q}.scales", lambda one: one[:, :-1], rf"{Q}\.scales': expected shape"),
         ("gptq", f"{Q}.qzeros", lambda one: one[:, :-1], rf"{Q}\.qzeros': expected shape"),
         ("gptq", f"{Q}.qzeros", lambda one: one * 0, rf"{Q}\.qzeros': a symmetric weight"),
