@@ -40,13 +40,16 @@ def test_what_is_saved_is_priced_by_depth(work: Workload) -> None:
     assert found.saved == 2.0 * found.found
 
 
-def test_the_part_goes_between_its_markers(tmp_path: Path) -> None:
+def test_parts_go_between_their_markers(tmp_path: Path) -> None:
     page = tmp_path / "reuse.md"
-    page.write_text(f"before\n{BEGIN.format('retention')}stale\n{END}\nafter\n")
+    parts = (f"{BEGIN.format(name)}stale\n{END}" for name in ("figures", "retention"))
+    page.write_text("before\n{}\nafter\n".format("\n".join(parts)))
     assert main(["--quick", "--jobs=1", f"--out={page}"]) == 0
     text = page.read_text()
     assert text.startswith("before\n<!-- begin") and text.endswith("<!-- end -->\nafter\n")
     assert "stale" not in text and text.count("| conversation |") == 4
+    assert "what any cache could find, drawn conversations | 100% | 99." in text
+    assert text.count("a plan of 16 requests") == 4
 
 
 def test_a_page_without_markers_is_refused() -> None:

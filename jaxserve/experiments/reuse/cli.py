@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxserve.command_line import Parser, exit_code
-from jaxserve.experiments.reuse import retention
+from jaxserve.experiments.reuse import figures, retention
 from jaxserve.experiments.reuse.setting import Setting
 from jaxserve.workload_flags import positive_int
 
 Part = Callable[[Setting], str]  # makes its Markdown
-PARTS: dict[str, Part] = {"retention": retention.part}
+PARTS: dict[str, Part] = {"figures": figures.part, "retention": retention.part}
 BEGIN, END = "<!-- begin: python -m jaxserve.experiments.reuse --parts={} -->\n", "<!-- end -->"
 
 
