@@ -140,7 +140,8 @@ def _check_rest(files: Tensors, used: Set[str | None], config: ModelConfig, fold
             raise CheckpointError(
                 f"the checkpoint has a tensor {name!r}, but by its config there are no such biases"
             )
-        if _QUANTIZED.search(name) and not _CACHE_SCALE.search(name):
+        of_cache = config.quantization is not None and _CACHE_SCALE.search(name)
+        if _QUANTIZED.search(name) and not of_cache:
             raise CheckpointError(
                 f"tensor {name!r} is of quantized weights, of which config.json says nothing; use "
                 "a checkpoint with float32, float16 or bfloat16 weights, or its own config.json"
