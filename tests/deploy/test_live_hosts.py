@@ -91,7 +91,7 @@ def test_a_prompt_goes_where_its_beginning_is(cluster: Cluster) -> None:
     prompts = [[number, *range(10, 90)] for number in range(3, 7)]
     with Client(cluster.grpc) as client:
         # One replica is busy, so these go to the other.
-        busy = client.generate("Once", n=64, max_tokens=450, ignore_eos=True, timeout=60)
+        busy = client.generate("Once", n=16, max_tokens=480, ignore_eos=True, timeout=60)
         next(busy)
         for prompt in prompts:
             assert found(cluster.http, prompt=prompt) == 0
