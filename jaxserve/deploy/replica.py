@@ -37,6 +37,7 @@ from jaxserve.server.requests.output_streams import StreamFailed
 from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.requests.templates.chat_template import load_chat_template
 from jaxserve.server.requests.watchdog import watch_for_stalls
+from jaxserve.server.startup.launch import find_checkpoint
 from jaxserve.server.telemetry.logs import log_to_stderr
 from jaxserve.server.telemetry.metrics import MetricsRegistry
 from jaxserve.server.telemetry.trace_options import open_traces
@@ -69,7 +70,8 @@ class EngineReplica:
         self._name = name()
         log_to_stderr(config.telemetry.log_format)
         options, access = server_options(config), access_settings(config.server)
-        self._template = template = load_chat_template(config.model.path)
+        path = find_checkpoint(config).model.path
+        self._template = template = load_chat_template(path)
         self._grace_s = config.server.grace_s
         with contextlib.ExitStack() as stack:
             endpoint = config.telemetry.otlp_endpoint

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from jaxserve.config import ConfigError
+from jaxserve.deploy import replica as module
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Status
 from jaxserve.deploy.relay import Unserved
@@ -251,6 +252,43 @@ def test_several_hosts_have_as_many_devices_each() -> None:
     assert (config.mesh.hosts, config.mesh.tensor) == (2, 4)
     with pytest.raises(ConfigError, match=r"^flags: mesh.tensor must be a multiple of the 3 hosts"):
         replica_config(["--config.mesh.tensor=4"], hosts=3)
+
+
+def test_its_model_may_be_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which each process looks for where it is: the files' places may differ."""
+    pytest.importorskip("ray")
+    from jaxserve.deploy.followers import running_engine
+
+    box, engine = replica_config([]).model.path, Engine()
+    monkeypatch.setattr(engine, "start", engine.run, raising=False)
+    monkeypatch.setattr(
+        "jaxserve.server.startup.launch.local_path",
+        lambda path: {"smollm2": box}.get(path, path),
+    )
+    loaded: list[str] = []
+    monkeypatch.setattr(module, "load_chat_template", collecting(loaded, module.load_chat_template))
+    monkeypatch.setattr(
+        "jaxserve.engine.startup.build.build_engine",
+        lambda config, **_: loaded.append(config.model.path) or engine,
+    )
+
+    async def test() -> None:
+        flags = ["smollm2", "--config.engine.stall_s=0"]
+        replica = EngineReplica(flags, 1, running_engine, lambda: "r1")
+        await replica.stop()
+
+    asyncio.run(test())
+    assert loaded == [box, box]
+
+
+def collecting(given: list[str], call: Callable[[str], T]) -> Callable[[str], T]:
+    """The call, which adds to what it was given."""
+
+    def calling(one: str) -> T:
+        given.append(one)
+        return call(one)
+
+    return calling
 
 
 def test_calls_of_a_replica_that_has_lost_a_host_may_come_again() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve import convert
 from jaxserve.config import ConfigError
 from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.configs import base
@@ -105,5 +106,7 @@ def test_it_is_served_by_its_name(
     assert with_model(["box", "--port=0"])[1:] == ["--model=box", "--port=0"]
     found = find_checkpoint(config_from_config_dict(base.get_config(), {"model__path": "box"}))
     assert (found.model.name, Path(found.model.path).name) == ("box", "box.gguf")
+    assert convert.main(["box", str(tmp_path / "made")]) == 0
+    assert (tmp_path / "made" / "tokenizer.json").is_file()
     (tmp_path / "box").mkdir()  # a folder of that name goes first
     assert not is_wheel("box")

@@ -25,8 +25,8 @@ from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.config.tree import DEFAULTS, OPEN_FIELDS, did_you_mean_field
 from jaxserve.configs import base
 from jaxserve.engine.stats import EngineInfo
-from jaxserve.gguf.wheels import WHEELS, fetch, is_wheel
-from jaxserve.hub import download, is_hub_id
+from jaxserve.gguf.wheels import WHEELS, is_wheel
+from jaxserve.hub import local_path
 from jaxserve.server.access.options import KEY_VARIABLE, Access
 from jaxserve.server.requests.addresses import bind_sockets
 from jaxserve.server.requests.slo_classes import slo_classes
@@ -179,17 +179,15 @@ def read_config(values: flags.FlagValues = flags.FLAGS) -> Config:
 
 
 def find_checkpoint(config: Config) -> Config:
-    """The same with a folder for its model, which may be a checkpoint's, before JAX is imported.
-    What is no folder here, but may be a model of the Hugging Face Hub, is taken from there. Raises
-    ConfigError."""
+    """The same with a folder or file for its model (`local_path`), which may be a checkpoint's,
+    before JAX is imported. Raises ConfigError."""
     path = config.model.path
     if not path:
         return config
-    find = fetch if is_wheel(path) else download if is_hub_id(path) else None
     try:
-        if find is not None:
-            name = config.model.name or path
-            config = config.with_fields(model__path=str(find(path)), model__name=name)
+        found = local_path(path)
+        if found != path:
+            config = config.with_fields(model__path=found, model__name=config.model.name or path)
         check_folder(config.model.path)
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.path: {error}") from None
