@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 Index = tuple[slice, ...]
 Tensors = TensorFiles | GGUFTensors
 _LAYER = re.compile(r"\b(?:layers|blk)\.([0-9]{1,9})\.")
+_WEIGHTS = ("weight", "qweight", "weight_packed")
 _CACHE_SCALE = re.compile(r"self_attn(\.attn)?\.[qkv]_scale$")  # of K and V in 8 bits
 _QUANTIZED = re.compile(r"(scale|scale_inv|scales|qweight|qzeros|g_idx|absmax|zero_point)$")
 
@@ -80,7 +81,7 @@ def load_safetensors(
             else:
                 _check(files, leaf.spec, leaf.source)
                 used.add(files.stored(leaf.source.name))
-        _check_rest(files, used, config, folder)
+        _check_rest(files, used, config, folder, stored)
         with shown(progress, "weights", "B", total=total) as bar:
             for leaf in leaves:
                 if stored is not None and leaf.scheme(quantization):
@@ -120,7 +121,20 @@ def _check(files: Tensors, spec: ParamSpec, source: HFTensor) -> None:
     files.check(source.name, spec.shape[::-1] if source.transpose else spec.shape)
 
 
-def _check_rest(files: Tensors, used: Set[str | None], config: ModelConfig, folder: Path) -> None:
+def _is_zero(files: Tensors, name: str) -> bool:
+    """Whether a tensor is all zeros: GPTQ's tools write such biases for models that have none."""
+    if not isinstance(files, TensorFiles) or len(files.shape(name)) != 1:
+        return False
+    return not files.read(name, (slice(None),)).any()
+
+
+def _check_rest(
+    files: Tensors,
+    used: Set[str | None],
+    config: ModelConfig,
+    folder: Path,
+    stored: Format | None,
+) -> None:
     """Checks the checkpoint's other tensors. A model that is cut off generates nonsense, and so do
     weights without their scales."""
     rest = sorted(
@@ -128,6 +142,7 @@ def _check_rest(files: Tensors, used: Set[str | None], config: ModelConfig, fold
         for name in files.names - used
         if not name.endswith("rotary_emb.inv_freq")  # computed
         and not (config.tied and name == "lm_head.weight")
+        and not (stored is not None and name.endswith(".bias") and _is_zero(files, name))
     )
     for name in rest:
         layer = _LAYER.search(name)
@@ -136,7 +151,8 @@ def _check_rest(files: Tensors, used: Set[str | None], config: ModelConfig, fold
                 f"config.json: num_hidden_layers is {config.num_layers}, but the checkpoint has a "
                 f"tensor {name!r}"
             )
-        if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in used:
+        module = name.removesuffix("bias")
+        if name.endswith(".bias") and any(f"{module}{weight}" in used for weight in _WEIGHTS):
             raise CheckpointError(
                 f"the checkpoint has a tensor {name!r}, but by its config there are no such biases"
             )

@@ -18,6 +18,7 @@ from jaxserve.weights.tensors import TensorFiles
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the eight columns of a word lie, low bits first
 _WORD = 32
+_OTHER_ZEROS = "a symmetric weight has other zero points"
 _SCALES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 # Of quantised activations and caches, which are kept wide here.
 UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "weight_shape")
@@ -46,12 +47,14 @@ class Format:
         symmetric: its zero points are all the middle.
         offset: added to the zero points of GPTQ.
         block: outputs and inputs that share a scale; None if not by block.
+        activations: they were meant to be quantised, too.
     """
 
     method: str
     symmetric: bool = True
     offset: int = 0
     block: tuple[int, int] | None = None
+    activations: bool = False
 
     def tensors(self, files: TensorFiles, name: str) -> list[str]:
         """The stored names of what belongs to the weight called `name`."""
@@ -205,7 +208,7 @@ def _read_words(
     zeros = (zeros[:, mine] + form.offset) & ((1 << bits) - 1)
     middle = 1 << (bits - 1)
     if form.symmetric and (zeros != middle).any():
-        raise CheckpointError(f"tensor '{name}.qzeros': a symmetric weight has other zero points")
+        raise CheckpointError(f"tensor '{name}.qzeros': {_OTHER_ZEROS}")
     return Numbers(
         (q ^ middle).astype(np.uint8).view(np.int8) if bits == 8 else q.astype(np.int8) - 8,
         files.read(f"{name}.scales", (groups, outputs)),
@@ -255,13 +258,31 @@ def _scheme_of_floats(
             f"tensor {scale!r}: blocks of {form.block[1]} do not divide {inputs} inputs"
         )
     _refuse_order(files, f"{name}.weight_g_idx", group or inputs, inputs)
-    zero = files.stored(f"{name}.weight_zero_point") is not None
-    if not (zero or form.symmetric):
-        raise CheckpointError(f"{name}: it is not symmetric, and has no weight_zero_point")
-    if zero and not form.symmetric:
-        shape = (-(-outputs * bits // _WORD), groups) if packed else (outputs, groups)
-        files.check(f"{name}.weight_zero_point", shape, ("I32" if packed else "I8",))
-    return Scheme(kind, group, zero and not form.symmetric, _scale_dtype(files, scale))
+    _check_zero_point(
+        form, files, f"{name}.weight_zero_point", bits if packed else 0, groups, outputs
+    )
+    return Scheme(kind, group, not form.symmetric, _scale_dtype(files, scale))
+
+
+def _check_zero_point(
+    form: Format, files: TensorFiles, name: str, bits: int, groups: int, outputs: int
+) -> None:
+    """Raises CheckpointError unless zero points are there where there must be some, and of a
+    symmetric weight, if they are, all are the middle. bits: of packed weights, else 0."""
+    there = files.stored(name) is not None
+    shape = (-(-outputs * bits // _WORD) if bits else outputs, groups)
+    if not form.symmetric:
+        if not there:
+            raise CheckpointError(
+                f"{name.rpartition('.')[0]}: it is not symmetric, and has no weight_zero_point"
+            )
+        files.check(name, shape, ("I32" if bits else "I8",))
+    elif there:
+        zero, middle = files.read(name, (slice(None),) * len(files.shape(name))), 0
+        if bits and zero.shape == shape and zero.dtype == np.int32:
+            zero, middle = unpack(zero, bits, 0)[:outputs], 1 << (bits - 1)
+        if (zero.astype(np.float32) != middle).any():
+            raise CheckpointError(f"tensor {name!r}: {_OTHER_ZEROS}")
 
 
 def _scale_name(files: TensorFiles, name: str) -> str:

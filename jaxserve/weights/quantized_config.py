@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from jaxserve.models.quantized import DTYPES, Quantization, Scheme
 from jaxserve.weights.errors import CheckpointError, read_json
 from jaxserve.weights.packed import Format
 from jaxserve.weights.tensors import TensorFiles
+
+log = logging.getLogger(__name__)
 
 OWN = "jaxserve"  # as quant_method, of what `save_orbax` has written
 _FIELDS = ("quantization_config", "compression_config")
@@ -128,6 +131,8 @@ def find_quantization(
         layer = apart[0].rpartition(".")[0]
         if not all(f"{layer}.{part}_proj" in wide for part in "qkv"):
             raise CheckpointError(f"{apart[0]} is not quantised, others of q, k and v are")
+    if stored.activations:
+        log.info("%s: only its weights are taken as quantised; activations stay wide", folder)
     schemes = {role: scheme for role, (_, scheme) in found.items()}
     return Quantization(wide=tuple(wide), **schemes)
 
@@ -156,7 +161,8 @@ def _format(given: Mapping[str, Any]) -> Format | Quantization:
     if method == "fp8":
         if given.get("fmt", "e4m3") != "e4m3":
             raise ValueError(f"fmt {shown(given['fmt'])} is not supported (known: e4m3)")
-        return Format("float", block=_block(given.get("weight_block_size")))
+        block = _block(given.get("weight_block_size"))
+        return Format("float", block=block, activations=True)
     if method == "compressed-tensors" or (not method and "config_groups" in given):
         return _compressed(given)
     named = shown(method or dict(given)).strip("'")
@@ -193,7 +199,9 @@ def _compressed(given: Mapping[str, Any]) -> Format:
         block = None
         if weights.get("strategy") == "block":
             block = _block(weights.get("block_structure"))
-        formats.add(Format("float", weights.get("symmetric", True) is not False, block=block))
+        symmetric = weights.get("symmetric", True) is not False
+        activations = group.get("input_activations") is not None
+        formats.add(Format("float", symmetric, block=block, activations=activations))
     if len(formats) > 1:
         raise ValueError("config_groups whose weights are quantised differently are not supported")
     return formats.pop()

@@ -308,6 +308,49 @@ def test_a_missing_scale(tmp_path):
     assert refusal(small) == f"the checkpoint has no tensor '{Q}.weight_scale'"
 
 
+def add(folder: Path, name: str, tensor: np.ndarray) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, name: tensor}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("case", ["packed", "int8"])
+@pytest.mark.parametrize("stored", ["plain", "in words"])
+def test_zero_points_of_symmetric_weights_are_the_middle(tmp_path, case, stored):
+    small, wide = write_both(tmp_path, case)
+    name = f"{UP}.weight_zero_point"
+    bits, group, _, _ = CASES[case]
+    shape = (64, 32 // (group or 32))
+    zero = np.zeros(shape, np.int8)
+    if stored == "in words" and case == "packed":
+        zero = down(np.full(shape, 1 << (bits - 1)), bits)
+    add(small, name, zero)
+    assert_stands_for(small, wide)
+    zero[-1, -1] += 1
+    add(small, name, zero)
+    assert refusal(small) == f"tensor '{name}': a symmetric weight has other zero points"
+
+
+@pytest.mark.parametrize("case", ["gptq", "packed", "int8"])
+def test_a_bias_that_the_model_has_not(tmp_path, case, caplog):
+    small, wide = write_both(tmp_path, case)
+    add(small, f"{Q}.bias", np.zeros(32, np.float16))
+    assert_stands_for(small, wide)
+    assert "nothing uses" not in caplog.text
+    add(small, f"{Q}.bias", np.ones(32, np.float16))
+    assert f"has a tensor '{Q}.bias', but by its config there are no such biases" in refusal(small)
+
+
+@pytest.mark.parametrize(("given", "said"), [({"num_bits": 8}, 1), (None, 0)])
+def test_that_activations_stay_wide_is_said(tmp_path, caplog, given, said):
+    small, _ = write_both(tmp_path, "int8")
+    hf = json.loads((small / "config.json").read_text())
+    hf["quantization_config"]["config_groups"]["group_0"]["input_activations"] = given
+    (small / "config.json").write_text(json.dumps(hf))
+    with caplog.at_level("INFO"):
+        load(small)
+    assert caplog.text.count("activations stay wide") == said
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
