@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from jaxserve.config import Config, ConfigError
+from jaxserve.engine.device.executor import JaxExecutor
+from jaxserve.engine.startup import build
+from jaxserve.engine.startup.blueprint import build_executor
 from jaxserve.engine.startup.engine_choices import choose
 from jaxserve.models.base import with_quantization
+from jaxserve.sched.registry import policies
 from jaxserve.weights import load_config, load_params
 from jaxserve.weights.export import save_safetensors
 from tests.engine.harness import SAMPLING, SCARCE, engine, generate, prompts, write_shape
@@ -50,6 +55,46 @@ def test_text_is_that_of_its_wide_weights(tmp_path: Path, family: str, how: str)
         with engine(shape, model__quantization=how, **given, **treatment) as running:
             assert generate(running, prompts(), **SAMPLING) == want
             assert (running.stats().preemptions > 0) == bool(treatment)
+
+
+@pytest.fixture
+def one_executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engines whose steps are the same have one executor, one engine after the other."""
+    made: dict[str, tuple[JaxExecutor, int]] = {}
+    closed = JaxExecutor.close
+
+    def built_once(served: Any, tensor: int, blueprint: Any, **more: Any) -> Any:
+        key = repr((served, blueprint))
+        if key not in made:
+            made[key] = build_executor(served, tensor, blueprint, **more)
+        return made[key]
+
+    monkeypatch.setattr(build, "build_executor", built_once)
+    monkeypatch.setattr(JaxExecutor, "close", lambda self: None)
+    yield
+    assert len(made) <= 3  # what is wide, and with and without moves of caches
+    for executor, _ in made.values():
+        closed(executor)
+
+
+@pytest.mark.parametrize("how", ["int8", "int4"])
+def test_text_is_the_same_by_every_policy(tmp_path: Path, how: str, one_executor: None) -> None:
+    """Where memory is scarce, so that most of them preempt."""
+    shape = write_shape(tmp_path, "opt")
+    wide = write_wide(tmp_path / "wide", shape, how)
+    given = {"model__dtype": "float32", **SCARCE}
+    with engine(wide, model__load_format="safetensors", **given) as running:
+        want = generate(running, prompts(12), **SAMPLING)
+    assert len({tuple(text) for text in want}) > 6
+    preempting = 0
+    for name, entry in policies().items():
+        if not entry.deployable:
+            continue
+        fields = {"model__quantization": how, "scheduler__policy": name, **given}
+        with engine(shape, **fields) as running:
+            assert generate(running, prompts(12), **SAMPLING) == want, name
+            preempting += running.stats().preemptions > 0
+    assert preempting > 8
 
 
 def chosen(shape: Path, **fields: Any) -> Any:
