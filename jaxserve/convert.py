@@ -36,6 +36,7 @@ from jaxserve.gguf.tokenizer import tokenizer_config_json, tokenizer_json
 from jaxserve.hub import local_path
 from jaxserve.models.base import Family, Leaf, ModelConfig, with_quantization
 from jaxserve.models.perplexity import perplexity
+from jaxserve.models.quantized import NONE
 from jaxserve.models.sharding import TENSOR
 from jaxserve.progress import Show
 from jaxserve.weights import CheckpointError, checkpoint_dtype, load_config, load_params
@@ -63,7 +64,8 @@ def convert(
     Args:
         dtype: of the stored parameters that are not quantised; "auto" is what config.json states,
             else float32.
-        quantize: as `model.quantization`; "" leaves weights as they are.
+        quantize: as `model.quantization`; "" leaves weights as they are, but makes those of a GGUF
+            file wide for SAFETENSORS.
         into: ORBAX or SAFETENSORS.
 
     Raises:
@@ -78,11 +80,14 @@ def convert(
     except ValueError as error:
         raise CheckpointError(str(error).removeprefix("--")) from None  # it is no flag
     family, config, hf = load_config(source)
+    if into == SAFETENSORS and config.quantization is not None:
+        # compressed-tensors has no minimums, and all weights are alike.
+        quantize = quantize or (NONE if config.quantization.dequantizable else "")
     try:
         config = with_quantization(family, config, quantize)
     except ValueError as error:
         raise CheckpointError(f"--quantize: {error}") from None
-    if quantize and into == SAFETENSORS:
+    if quantize and config.quantization is not None and into == SAFETENSORS:
         config = _with_wide_tables(family, config)
     chosen = (checkpoint_dtype(hf) or jnp.dtype("float32")) if dtype == "auto" else jnp.dtype(dtype)
     gguf = find_gguf(source)
@@ -183,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("target", type=Path, metavar="DST", help="directory to write")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
     parser.add_argument(
-        "--quantize", default="", metavar="HOW", help="int8, int4:group=N[,zero], fp8"
+        "--quantize", default="", metavar="HOW", help="int8, int4:group=N[,zero], fp8, none"
     )
     parser.add_argument("--format", choices=(ORBAX, SAFETENSORS), default=ORBAX)
     parser.add_argument(

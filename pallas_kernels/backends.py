@@ -84,10 +84,10 @@ class Backend:
             None: the backend has no such kernels.
         by_columns: (weights [in, out]) -> whether few rows are multiplied faster if these are kept
             as [out, in], and many as fast. None: never.
-        quantized_matmul: (x, q, scale, zero, *, transposed), of which only shapes and dtypes are
-            asked -> the kernel of such a product on one device, which takes (x, q, scale, zero) as
-            `quantized_matmul.quantized_matmul` and returns [T, out], or None if it has none. None:
-            the backend has no such kernels.
+        quantized_matmul: (x, q, scale, zero, *, transposed, dtype), of which only shapes and dtypes
+            are asked -> the kernel of such a product on one device, which takes (x, q, scale, zero)
+            as `quantized_matmul.quantized_matmul` and returns [T, out] in this dtype or float32, or
+            None if it has none. None: the backend has no such kernels.
         decode_group: Rows that decodes read together, sorted by length: each costs what the longest
             does.
         decode_chunk: Tokens of K and V that such a group reads at once, about.

@@ -3,7 +3,10 @@ weights as they are stored."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -15,14 +18,15 @@ def quantized_matmul(
     q: jax.Array,
     scale: jax.Array,
     zero: jax.Array | None,
+    minimum: jax.Array | None = None,
     *,
     transposed: bool,
     dtype: DTypeLike,
     axes: tuple[str | None, str | None],
     mesh: Mesh | None,
 ) -> jax.Array | None:
-    """x [T, in] @ ((q - zero) * scale) -> [T, out]. Sums are in float32. None where the first
-    device has no kernel for these.
+    """x [T, in] @ ((q - zero) * scale + minimum) -> [T, out]. Sums are in float32. None where the
+    first device has no kernel for these.
 
     Args:
         x: [T, in], bfloat16, float16 or float32.
@@ -30,7 +34,8 @@ def quantized_matmul(
             the first in the low half.
         scale: [groups, out]; a group is in / groups inputs one after another.
         zero: int8 [groups, out], or None.
-        transposed: q, scale and zero are [out, ...].
+        minimum: float32 [groups, out], or None.
+        transposed: q, scale, zero and minimum are [out, ...].
         dtype: of the result.
         axes: of the mesh, over which inputs and outputs are cut; None for not.
         mesh: the devices; None for one.
@@ -43,7 +48,7 @@ def quantized_matmul(
     # A single scale an output is not cut with the inputs.
     single = scale.shape[1 if transposed else 0] == 1
     by_group = PartitionSpec(*(None if single and axis == rows else axis for axis in weight))
-    specs = (PartitionSpec(None, rows), weight, by_group, by_group)
+    specs = (PartitionSpec(None, rows), weight, by_group, by_group, by_group)
 
     def local(one: jax.Array | None, spec: PartitionSpec) -> jax.ShapeDtypeStruct | None:
         if one is None:
@@ -54,17 +59,32 @@ def quantized_matmul(
         ]
         return jax.ShapeDtypeStruct(tuple(shape), one.dtype)
 
-    given = (x, q, scale, zero)
-    kernel = choose(*map(local, given, specs), transposed=transposed)
+    given = (x, q, scale, zero, minimum)
+    result = dtype if minimum is None else jnp.float32
+    kernel = choose(*map(local, given[:-1], specs), transposed=transposed, dtype=result)
     if kernel is None:
         return None
-    if mesh is None:
-        return kernel(*given).astype(dtype)
 
-    def part(*given: jax.Array | None) -> jax.Array:
-        y = kernel(*given).astype(dtype)
+    def part(*given: Any) -> jax.Array:
+        y = kernel(*given[:-1])
+        if given[-1] is not None:
+            y += _of_minimum(given[0], given[-1], transposed=transposed)
+        y = y.astype(dtype)
         return y if rows is None else jax.lax.psum(y, rows)
+
+    if mesh is None:
+        return part(*given)
 
     return jax.shard_map(
         part, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(None, columns), check_vma=False
     )(*given)
+
+
+def _of_minimum(x: jax.Array, minimum: jax.Array, *, transposed: bool) -> jax.Array:
+    """Sums of x by group, times the groups' minimums: float32 [T, out]. As exact as x: matrix units
+    take float32 for several passes."""
+    groups = minimum.shape[1 if transposed else 0]
+    sums = x.astype(jnp.float32).reshape(x.shape[0], groups, -1).sum(axis=-1)
+    numbers = (((1,), (1 if transposed else 0,)), ((), ()))
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(sums, minimum, numbers, precision=precision)

@@ -195,7 +195,8 @@ class ServedModelConfig:
             float32.
         quantization: Of the weights, as they are loaded: int8 | int4 | fp8; int8:group=N and
             int4:group=N,zero have groups of N inputs (int4: 32), with zero points. Embeddings and
-            the output table become int8. Empty: as the checkpoint has them.
+            the output table become int8. Empty: as the checkpoint has them. none: those of a GGUF
+            file are made wide.
         seed: Seed of random weights.
         name: What GetServerInfo and the metrics call it; empty: from path or preset.
     """

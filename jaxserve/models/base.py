@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxserve.models.quantized import Quantization, Quantized, Scheme, parse_quantization
+from jaxserve.models.quantized import NONE, Quantization, Quantized, Scheme, parse_quantization
 from jaxserve.models.rope import Rope
 from jaxserve.models.sharding import RULES
 
@@ -128,6 +128,9 @@ class Leaf:
         """How it is stored in few bits; None where it is not."""
         if quantization is None or self.name in quantization.wide:
             return None
+        other = dict(quantization.others).get(self.name)
+        if other is not None:
+            return other
         if self.is_table:
             return quantization.table
         return quantization.scheme if self.source.transpose else None
@@ -166,6 +169,9 @@ class Leaf:
             ),
             scale=dataclasses.replace(of_group, dtype=scheme.scale, std=spec.std / std),
             zero=dataclasses.replace(of_group, dtype="int8", std=0) if scheme.zero else None,
+            minimum=(
+                dataclasses.replace(of_group, dtype="float32", std=0) if scheme.minimum else None
+            ),
             bits=scheme.bits,
             axes=(RULES[spec.axes[axis] or "embed"], RULES[spec.axes[1 - axis] or "embed"]),
         )
@@ -331,17 +337,29 @@ class Family:
         return sum(leaf.spec.size for leaf in jax.tree.leaves(self.leaves(config)))
 
 
+def with_wide_head(family: Family, config: ModelConfig) -> ModelConfig:
+    """The model with the table that logits are made of wide, if it can be and is in groups."""
+    quantization, leaves = config.quantization, family.leaves(config)
+    head: Leaf = leaves.embed_tokens if config.tied else leaves.lm_head
+    scheme = head.scheme(quantization)
+    if quantization is None or not quantization.dequantizable or scheme is None or not scheme.group:
+        return config
+    wide = dataclasses.replace(quantization, wide=(*quantization.wide, head.name))
+    return dataclasses.replace(config, quantization=wide)
+
+
 def with_quantization(family: Family, config: ModelConfig, text: str) -> ModelConfig:
-    """The model with weights quantised as `parse_quantization` has it; "" leaves them.
+    """The model with weights quantised as `parse_quantization` has it; "" leaves them as they are
+    stored, "none" makes them wide.
 
     Raises:
-        ValueError: it means nothing, the model's are quantised already, or groups do not divide a
-            weight.
+        ValueError: it means nothing, the model's are quantised already in a way that is only read
+            as it is, or groups do not divide a weight.
     """
     if not text:
         return config
-    quantization = parse_quantization(text)
-    if config.quantization is not None:
+    quantization = None if text == NONE else parse_quantization(text)
+    if config.quantization is not None and not config.quantization.dequantizable:
         raise ValueError(f"the checkpoint's weights are quantised already, not to be made {text!r}")
     config = dataclasses.replace(config, quantization=quantization)
     family.param_specs(config)

@@ -20,6 +20,7 @@ Array = TypeVar("Array", np.ndarray, jax.Array)
 DTYPES = {"int8": "int8", "int4": "int8", "fp8": "float8_e4m3fn"}
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 GROUPS = (32, 64, 128)
+NONE = "none"  # of what the user wants
 DEFAULT_GROUP = 32  # of int4, where nobody says
 
 
@@ -32,12 +33,14 @@ class Scheme:
         group: inputs that share an output's scale, one after another; 0: all of them.
         zero: each group has a zero point.
         scale: dtype of the scales.
+        minimum: each group has a float32 that is added.
     """
 
     kind: str
     group: int = 0
     zero: bool = False
     scale: str = "float32"
+    minimum: bool = False
 
     @property
     def dtype(self) -> str:
@@ -64,6 +67,13 @@ class Scheme:
 
 
 TABLE = Scheme("int8")
+BLOCKS = {
+    "Q8_0": Scheme("int8", 32, scale="float16"),
+    "Q4_0": Scheme("int4", 32, scale="float16"),
+    "Q4_1": Scheme("int4", 32, minimum=True, scale="float16"),
+    "Q4_K": Scheme("int4", 32, minimum=True, scale="float32"),
+}
+"""How tensors of GGUF files are kept, by GGML's name of their type; others are made wide."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +84,15 @@ class Quantization:
         scheme: of the projections.
         table: of the tables of the vocabulary.
         wide: those that are not, by their names in checkpoints, without ".weight".
+        others: those that are stored otherwise, by name, and how.
+        dequantizable: the checkpoint's can be loaded wide, too.
     """
 
     scheme: Scheme
     table: Scheme = TABLE
     wide: tuple[str, ...] = ()
+    others: tuple[tuple[str, Scheme], ...] = ()
+    dequantizable: bool = False
 
 
 def parse_quantization(text: str) -> Quantization:
@@ -110,7 +124,7 @@ def parse_quantization(text: str) -> Quantization:
 
 @flax.struct.dataclass
 class Quantized:
-    """A weight [in, out] that stands for (q - zero) * scale, or a table [entries, width].
+    """A weight [in, out] that stands for (q - zero) * scale + minimum, or a table [entries, width].
 
     Attributes:
         q: the numbers, in the weight's shape: int8 or float8_e4m3fn. Of 4 bits two inputs are in
@@ -118,6 +132,7 @@ class Quantized:
         scale: [groups, out], of a table [entries, groups]: a group is as many inputs one after
             another.
         zero: int8, the shape of `scale`; None for none.
+        minimum: float32, the shape of `scale`; None for none.
         bits: of a number.
         axes: of the mesh, over which inputs and outputs are cut (see `sharding.RULES`).
     """
@@ -125,6 +140,7 @@ class Quantized:
     q: Any
     scale: Any
     zero: Any = None
+    minimum: Any = None
     bits: int = flax.struct.field(pytree_node=False, default=8)
     axes: tuple[str | None, str | None] = flax.struct.field(pytree_node=False, default=(None, None))
 
@@ -145,6 +161,8 @@ def dequantize(weights: Quantized, dtype: DTypeLike, *, transposed: bool = False
     if weights.zero is not None:
         q = q - jnp.expand_dims(weights.zero.astype(jnp.float32), axis + 1)
     q = q * jnp.expand_dims(weights.scale.astype(jnp.float32), axis + 1)
+    if weights.minimum is not None:
+        q = q + jnp.expand_dims(weights.minimum, axis + 1)
     return q.reshape(shape).astype(dtype)
 
 
@@ -175,12 +193,13 @@ def quantized_dot(
         dtype: of the result.
         mesh: the devices that the weights are sharded over; None for one.
     """
-    parts, axes = (weights.q, weights.scale, weights.zero), weights.axes
+    parts, axes = (weights.q, weights.scale, weights.zero, weights.minimum), weights.axes
     y = quantized_matmul(x, *parts, transposed=transposed, dtype=dtype, axes=axes, mesh=mesh)
     if y is not None:
         return y
     axis = 1 if transposed else 0
-    alone = weights.scale.shape[axis] == 1 and weights.zero is None and weights.bits == 8
+    plain = weights.zero is None and weights.minimum is None
+    alone = weights.scale.shape[axis] == 1 and plain and weights.bits == 8
     w = weights.q.astype(x.dtype) if alone else dequantize(weights, x.dtype, transposed=transposed)
     numbers = (((1,), (axis,)), ((), ()))
     y = jax.lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32)

@@ -20,6 +20,7 @@ from jaxserve.models.presets import preset
 from jaxserve.models.quantized import Quantization
 from jaxserve.models.registry import family_for
 from jaxserve.weights.errors import CheckpointError, read_json
+from jaxserve.weights.gguf_blocks import find_blocks
 from jaxserve.weights.quantized_config import find_quantization, stored_format
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,8 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
     file.
 
     End-of-sequence ids are those of config.json, then any more of generation_config.json. Whether
-    weights are quantised, and how, config.json and the shapes of their tensors say.
+    weights are quantised, and how, config.json and the shapes of their tensors say, of a GGUF file
+    their types.
 
     Returns:
         The family, its config, and config.json as a dict with the merged `eos_token_id`.
@@ -77,7 +79,8 @@ def _load_gguf_config(path: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         raise CheckpointError(str(error)) from None
     except ValueError as error:
         raise CheckpointError(f"{path}: {in_its_terms(header, str(error))}") from None
-    return family, dataclasses.replace(config, eos_token_ids=_usable_ends(path, config)), hf
+    ends, stored = _usable_ends(path, config), find_blocks(path, family, config)
+    return family, dataclasses.replace(config, eos_token_ids=ends, quantization=stored), hf
 
 
 def _usable_ends(folder: Path, config: ModelConfig) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Set
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,9 @@ from jaxserve.models.quantized import Quantization, Quantized, pack_pairs
 from jaxserve.models.sharding import padded_shape, param_sharding
 from jaxserve.progress import Show, shown
 from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.gguf_blocks import Blocks
 from jaxserve.weights.gguf_tensors import GGUFTensors
-from jaxserve.weights.packed import Format, Numbers
+from jaxserve.weights.packed import Numbers, Stored
 from jaxserve.weights.quantize import quantize_leaf
 from jaxserve.weights.quantized_config import packed_format
 from jaxserve.weights.tensors import TensorFiles
@@ -68,15 +70,16 @@ def load_safetensors(
     leaves: list[Leaf]
     leaves, treedef = jax.tree.flatten(family.leaves(config))
     quantization = config.quantization
-    stored = None if quantization is None else packed_format(folder)
     total = sum(leaf.spec.size for leaf in leaves) * dtype.itemsize
     params: list[jax.Array | Quantized] = []
     gguf = find_gguf(folder)
+    stored: Stored | None = None
+    if quantization is not None:
+        stored = Blocks() if gguf and quantization.dequantizable else packed_format(folder)
     with GGUFTensors(gguf, config) if gguf else TensorFiles(folder, family.prefix) as files:
         used: set[str | None] = set()
         for leaf in leaves:
             if stored is not None and leaf.scheme(quantization):
-                assert isinstance(files, TensorFiles)
                 used.update(stored.tensors(files, leaf.name))
             else:
                 _check(files, leaf.spec, leaf.source)
@@ -85,7 +88,6 @@ def load_safetensors(
         with shown(progress, "weights", "B", total=total) as bar:
             for leaf in leaves:
                 if stored is not None and leaf.scheme(quantization):
-                    assert isinstance(files, TensorFiles)
                     params.append(_load_packed(files, leaf, stored, quantization, mesh))
                 else:
                     wide = _load_leaf(files, leaf.spec, leaf.source, dtype, mesh)
@@ -133,7 +135,7 @@ def _check_rest(
     used: Set[str | None],
     config: ModelConfig,
     folder: Path,
-    stored: Format | None,
+    stored: Stored | None,
 ) -> None:
     """Checks the checkpoint's other tensors. A model that is cut off generates nonsense, and so do
     weights without their scales."""
@@ -188,9 +190,9 @@ def _load_leaf(
 
 
 def _load_packed(
-    files: TensorFiles,
+    files: Tensors,
     leaf: Leaf,
-    stored: Format,
+    stored: Stored,
     quantization: Quantization | None,
     mesh: Mesh | None,
 ) -> Quantized:
@@ -232,6 +234,9 @@ def _load_packed(
     def placed(part: int, spec: ParamSpec) -> jax.Array:
         return place(padded_shape(mesh, spec), param_sharding(mesh, spec), reading(part, spec))
 
-    zero = None if specs.zero is None else placed(2, specs.zero)
-    q, scale = placed(0, specs.q), placed(1, specs.scale)
-    return dataclasses.replace(specs, q=q, scale=scale, zero=zero)
+    parts: dict[str, Any] = {
+        name: placed(part, getattr(specs, name))
+        for part, name in enumerate(Numbers._fields)
+        if getattr(specs, name) is not None
+    }
+    return dataclasses.replace(specs, **parts)

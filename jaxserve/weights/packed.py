@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -31,11 +31,30 @@ class Numbers(NamedTuple):
         q: int8 or float8_e4m3fn [inputs, outputs].
         scale: [groups, outputs].
         zero: int8 [groups, outputs], or None.
+        minimum: float32 [groups, outputs], or None.
     """
 
     q: np.ndarray
     scale: np.ndarray
-    zero: np.ndarray | None
+    zero: np.ndarray | None = None
+    minimum: np.ndarray | None = None
+
+
+class Stored(Protocol):
+    """How the weights of a checkpoint are quantised that are kept so: see `Format`. files: the
+    checkpoint's tensors."""
+
+    def tensors(self, files: Any, name: str) -> list[str]:
+        """See `Format`."""
+        ...
+
+    def scheme(self, files: Any, name: str, inputs: int, outputs: int) -> Scheme | None:
+        """See `Format`."""
+        ...
+
+    def read(self, files: Any, name: str, inputs: slice, outputs: slice, scheme: Scheme) -> Numbers:
+        """See `Format`."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -133,13 +133,14 @@ def find_quantization(
             raise CheckpointError(f"{apart[0]} is not quantised, others of q, k and v are")
     if stored.activations:
         log.info("%s: only its weights are taken as quantised; activations stay wide", folder)
-    schemes = {role: scheme for role, (_, scheme) in found.items()}
+    schemes: dict[str, Any] = {role: scheme for role, (_, scheme) in found.items()}
     return Quantization(wide=tuple(wide), **schemes)
 
 
 def as_json(quantization: Quantization) -> dict[str, Any]:
     """For config.json, as `stored_format` reads it."""
-    return {"quant_method": OWN, **dataclasses.asdict(quantization)}
+    own = dataclasses.replace(quantization, dequantizable=False)
+    return {"quant_method": OWN, **dataclasses.asdict(own)}
 
 
 def _told(scheme: Scheme) -> str:
@@ -218,11 +219,12 @@ def _block(given: Any) -> tuple[int, int] | None:
 
 def _own(given: Mapping[str, Any]) -> Quantization:
     try:
-        schemes = {role: Scheme(**given[role]) for role in ("scheme", "table")}
+        schemes: dict[str, Any] = {role: Scheme(**given[role]) for role in ("scheme", "table")}
         wide = tuple(map(str, given["wide"]))
-    except (KeyError, TypeError) as error:
+        others = tuple((str(name), Scheme(**one)) for name, one in given.get("others", ()))
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"it is not as jaxserve convert writes it: {error}") from None
-    for scheme in schemes.values():
+    for scheme in (*schemes.values(), *(one for _, one in others)):
         if (
             type(scheme.kind) is not str
             or scheme.kind not in DTYPES
@@ -232,4 +234,4 @@ def _own(given: Mapping[str, Any]) -> Quantization:
             raise ValueError(f"{shown(dataclasses.asdict(scheme))} is not known")
         if scheme.scale not in ("float32", "float16", "bfloat16"):
             raise ValueError(f"scales of {shown(scheme.scale)} are not supported")
-    return Quantization(wide=wide, **schemes)
+    return Quantization(wide=wide, others=others, **schemes)

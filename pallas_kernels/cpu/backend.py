@@ -70,7 +70,7 @@ def _skinny_matmul(
 
 
 def _quantized_matmul(
-    x: jax.ShapeDtypeStruct, q: Any, scale: Any, zero: Any, *, transposed: bool
+    x: jax.ShapeDtypeStruct, q: Any, scale: Any, zero: Any, *, transposed: bool, dtype: Any
 ) -> Callable[..., jax.Array] | None:
     taken = few_bits.takes(x, q, scale, zero, transposed=transposed)
     return few_bits.few_bits_matmul if taken else None

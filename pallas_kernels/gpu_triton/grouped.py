@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.gpu_triton import common
 
@@ -32,6 +33,7 @@ def choose(
     zero: Any | None,
     *,
     transposed: bool,
+    dtype: DTypeLike = jnp.float32,
     interpret: bool = False,
 ) -> Callable[..., jax.Array] | None:
     """The kernel for weights of these shapes; None if there is none. 8 bits with one scale an
@@ -42,11 +44,17 @@ def choose(
     whole = group in (2 * _LEAST, 4 * _LEAST) or group % _UNROLLED == 0
     if inputs % group or not whole or q.shape[1] % _LEAST:
         return None
-    return functools.partial(_matmul, interpret=interpret)
+    return functools.partial(_matmul, dtype=dtype, interpret=interpret)
 
 
 def _matmul(
-    x: jax.Array, q: jax.Array, scale: jax.Array, zero: jax.Array | None, *, interpret: bool
+    x: jax.Array,
+    q: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    *,
+    dtype: DTypeLike,
+    interpret: bool,
 ) -> jax.Array:
     count, inputs = x.shape
     outputs = q.shape[1]
@@ -71,7 +79,7 @@ def _matmul(
     operands = [x, q, scale] if zero is None else [x, q, scale, zero]
     call = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((padded, outputs), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((padded, outputs), dtype),
         grid=(padded // rows, outputs // columns),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=4),
         interpret=interpret,

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 _LANES = 128
 _COLUMNS = (512, 256, 128)
@@ -25,7 +26,14 @@ _VMEM = 64 << 20
 
 
 def choose(
-    x: Any, q: Any, scale: Any, zero: Any, *, transposed: bool, interpret: bool = False
+    x: Any,
+    q: Any,
+    scale: Any,
+    zero: Any,
+    *,
+    transposed: bool,
+    dtype: DTypeLike = jnp.float32,
+    interpret: bool = False,
 ) -> Callable[..., jax.Array] | None:
     """The kernel for weights of these shapes; None if there is none. 8 bits with one scale an
     output are XLA's. See `quantized_matmul`."""
@@ -34,7 +42,7 @@ def choose(
     inputs, group = x.shape[1], x.shape[1] // scale.shape[0]
     if inputs % group or group % 32 or q.shape[1] % _LANES or _depth(inputs, group, zero) is None:
         return None
-    return functools.partial(_matmul, interpret=interpret)
+    return functools.partial(_matmul, dtype=dtype, interpret=interpret)
 
 
 def _depth(inputs: int, group: int, zero: Any) -> int | None:
@@ -46,7 +54,13 @@ def _depth(inputs: int, group: int, zero: Any) -> int | None:
 
 
 def _matmul(
-    x: jax.Array, q: jax.Array, scale: jax.Array, zero: jax.Array | None, *, interpret: bool
+    x: jax.Array,
+    q: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    *,
+    dtype: DTypeLike,
+    interpret: bool,
 ) -> jax.Array:
     count, inputs = x.shape
     outputs, halves = q.shape[1], inputs // q.shape[0]
@@ -70,7 +84,7 @@ def _matmul(
     ]
     call = pl.pallas_call(
         functools.partial(_kernel, steps=steps, zeros=zero is not None),
-        out_shape=jax.ShapeDtypeStruct((padded, outputs), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((padded, outputs), dtype),
         grid=(padded // rows, outputs // columns, steps),
         in_specs=specs,
         out_specs=pl.BlockSpec((rows, columns), lambda i, j, k: (i, j)),

@@ -106,9 +106,10 @@ def write_gguf(
     path: Path,
     metadata: Mapping[str, Any],
     tensors: Mapping[str, np.ndarray],
-    kind: Type = Type.F32,
+    kind: Type | Mapping[str, Type] = Type.F32,
 ) -> Path:
-    """Writes a file. kind: of what has two dimensions; bytes are blocks of that kind already."""
+    """Writes a file. kind: of what has two dimensions, or by name; bytes are blocks of that kind
+    already."""
     writer = GGUFWriter(path, arch=metadata.get("general.architecture", ""))
     for key, value in metadata.items():
         if key == "general.architecture":
@@ -124,10 +125,11 @@ def write_gguf(
         else:
             writer.add_array(key, value)
     for name, tensor in tensors.items():
+        own = kind.get(name, Type.F32) if isinstance(kind, Mapping) else kind
         if tensor.dtype == np.uint8:
-            writer.add_tensor(name, tensor, raw_dtype=kind)
-        elif tensor.ndim == 2 and kind in WRITTEN:
-            writer.add_tensor(name, quantize(tensor, kind), raw_dtype=kind)
+            writer.add_tensor(name, tensor, raw_dtype=own)
+        elif tensor.ndim == 2 and own in WRITTEN:
+            writer.add_tensor(name, quantize(tensor, own), raw_dtype=own)
         else:
             writer.add_tensor(name, np.ascontiguousarray(tensor))
     writer.write_header_to_file()

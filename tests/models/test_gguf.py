@@ -24,7 +24,7 @@ from jaxserve.convert import convert
 from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.gguf.header import GGUFError, read_header
 from jaxserve.gguf.tokenizer import tokenizer_config_json
-from jaxserve.models.base import Params
+from jaxserve.models.base import Params, with_quantization
 from jaxserve.models.registry import family_for
 from jaxserve.models.rope import inverse_frequencies
 from jaxserve.weights import CheckpointError, checkpoint_dtype, load_config, load_params
@@ -161,7 +161,10 @@ def test_types_that_the_library_does_not_write(kind: Type, size: int, tmp_path: 
 
 def test_what_is_quantized_loads_as_its_dequantized_self(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", metadata_of(WIDE), tensors_of(WIDE), Type.Q8_0)
-    found = load(path).layers[0].attn.q.kernel
+    family, config, _ = load_config(path)
+    plain = with_quantization(family, config, "none")
+    params = load_params(path, family, plain, dtype="float32")
+    found = params.layers[0].attn.q.kernel
     exact = hf_tensors(WIDE)["model.layers.0.self_attn.q_proj.weight"]
     kept = dequantize(quantize(exact, Type.Q8_0), Type.Q8_0)
     np.testing.assert_array_equal(np.asarray(found), kept.T)
@@ -231,7 +234,7 @@ def test_scales_that_are_no_numbers(tmp_path: Path) -> None:
     blocks[7, :2] = np.array([np.nan], np.float16).view(np.uint8)
     tensors["blk.0.ffn_up.weight"] = blocks
     said = refusal(write_gguf(tmp_path / "m.gguf", metadata_of(WIDE), tensors, Type.Q8_0))
-    assert "parameter 'layers.0.up.kernel' is NaN or infinite" in said
+    assert "parameter 'layers.0.up.kernel.scale' is NaN or infinite" in said
 
 
 def test_a_file_that_is_cut_off_anywhere(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxserve.checkpoint_files import find_gguf
 from jaxserve.config import AUTO, ConfigError, ServedModelConfig
 from jaxserve.engine.text.detokenizer import FILE_NAME
-from jaxserve.models.base import Family, ModelConfig, with_quantization
+from jaxserve.models.base import Family, ModelConfig, with_quantization, with_wide_head
 from jaxserve.sched.cache.cache_kinds import ABSORBED, default_hidden_read, why_no_hidden_caches
 from jaxserve.sched.policy import Policy
 from jaxserve.weights import checkpoint_dtype, load_config, load_preset
@@ -33,7 +33,8 @@ def load_shape(served: ServedModelConfig) -> tuple[Family, ModelConfig, dict[str
         model = with_quantization(family, model, served.quantization)
     except ValueError as error:
         raise ConfigError(f"model.quantization: {error}") from None
-    return family, model, hf
+    # Only CPUs have a kernel of it: others would write it out wide in each step.
+    return family, model if jax.default_backend() == "cpu" else with_wide_head(family, model), hf
 
 
 def _load_shape(served: ServedModelConfig) -> tuple[Family, ModelConfig, dict[str, Any]]:

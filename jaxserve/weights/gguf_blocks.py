@@ -1,0 +1,169 @@
+"""Tensors of GGUF files that are kept as they are stored: groups of 32 numbers of 8 or 4 bits, each
+with a scale, and some with a minimum."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxserve.models.base import Family, Leaf, ModelConfig
+from jaxserve.models.quantized import BLOCKS, TABLE, Quantization, Scheme
+from jaxserve.weights.gguf_tensors import GGUFTensors
+from jaxserve.weights.packed import Numbers
+
+log = logging.getLogger(__name__)
+
+_MIDDLE = 8
+
+
+class Blocks:
+    """How a GGUF file's weights are read that are kept; as `Format`, of `GGUFTensors`."""
+
+    def tensors(self, files: GGUFTensors, name: str) -> list[str]:
+        """See `Format`."""
+        stored = files.stored(f"{name}.weight")
+        return [] if stored is None else [stored]
+
+    def scheme(self, files: GGUFTensors, name: str, inputs: int, outputs: int) -> Scheme | None:
+        """See `Format`."""
+        files.check(f"{name}.weight", (outputs, inputs))
+        return _scheme(files, name)
+
+    def read(
+        self, files: GGUFTensors, name: str, inputs: slice, outputs: slice, scheme: Scheme
+    ) -> Numbers:
+        """See `Format`. A group that is all 0 has scale 0."""
+        info = files.find(f"{name}.weight")
+        assert info is not None, name
+        stored = files.blocks(f"{name}.weight", outputs)
+        size = info.type.block
+        blocks = stored.reshape(len(stored), -1, info.type.block_bytes)
+        first = inputs.start // size
+        found = split(info.type.name, blocks[:, first : -(-inputs.stop // size)])
+        mine = slice(inputs.start - first * size, inputs.stop - first * size)
+        groups = slice(mine.start // scheme.group, mine.stop // scheme.group)
+        minimum = None if found.minimum is None else found.minimum[groups]
+        return Numbers(found.q[mine], found.scale[groups], minimum=minimum)
+
+
+def find_blocks(path: Path, family: Family, config: ModelConfig) -> Quantization | None:
+    """Which weights of a GGUF file are kept as they are stored, and how: those of `BLOCKS`, q, k
+    and v of a layer only where all three are alike. None for none."""
+    leaves: list[Leaf] = jax.tree.leaves(family.leaves(config))
+    with GGUFTensors(path, config) as files:
+        found = {
+            leaf.name: _scheme(files, leaf.name)
+            for leaf in leaves
+            if leaf.is_table or leaf.source.transpose
+        }
+    tables = [leaf.name for leaf in leaves if leaf.is_table]
+    _unlike_to_wide(found)
+    kept = Counter(one for name, one in found.items() if one is not None and name not in tables)
+    if not any(found.values()):
+        return None
+    scheme = kept.most_common(1)[0][0] if kept else next(filter(None, found.values()))
+    table = found[tables[0]] or TABLE
+    usual = {name: table if name in tables else scheme for name in found}
+    return Quantization(
+        scheme,
+        table,
+        wide=tuple(name for name, one in found.items() if one is None),
+        others=tuple(
+            (name, one) for name, one in found.items() if one is not None and one != usual[name]
+        ),
+        dequantizable=True,
+    )
+
+
+def _scheme(files: GGUFTensors, name: str) -> Scheme | None:
+    info = files.find(f"{name}.weight")
+    return None if info is None else BLOCKS.get(info.type.name)
+
+
+def _unlike_to_wide(found: dict[str, Scheme | None]) -> None:
+    """Makes q, k and v of a layer wide unless all three are alike: they become one weight."""
+    apart = []
+    for name in [name for name in found if name.endswith(".q_proj")]:
+        three = [f"{name.removesuffix('q_proj')}{part}_proj" for part in "qkv"]
+        if len({found[one] for one in three}) > 1:
+            apart.append(name.rpartition(".")[0])
+            found.update(dict.fromkeys(three))
+    if apart:
+        log.info(
+            "%s and %d more: q, k and v are of several types, and are made wide",
+            apart[0],
+            len(apart) - 1,
+        )
+
+
+def split(kind: str, blocks: np.ndarray) -> Numbers:
+    """What blocks hold.
+
+    Args:
+        kind: one of `BLOCKS`.
+        blocks: uint8 [outputs, blocks, bytes of a block].
+
+    Returns:
+        The numbers, inputs by outputs, and what belongs to their groups. Minimums are those of
+        numbers from -8 on: GGUF's are from 0 on.
+    """
+    q, scale, minimum = _KINDS[kind](blocks)
+    rows = len(blocks)
+    if minimum is not None:
+        minimum = minimum.astype(np.float32) + _MIDDLE * scale.astype(np.float32)
+        minimum = minimum.reshape(rows, -1).T
+    return Numbers(q.reshape(rows, -1).T, scale.reshape(rows, -1).T, minimum=minimum)
+
+
+def _floats(blocks: np.ndarray, at: int) -> np.ndarray:
+    """The float16 at a byte of each block."""
+    return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0]
+
+
+def _signed(packed: np.ndarray) -> np.ndarray:
+    """int8 of bytes: first the low halves of all, then the high ones."""
+    return np.concatenate([packed & 15, packed >> 4], axis=-1).view(np.int8) - np.int8(_MIDDLE)
+
+
+_Parts = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+
+
+def _q8_0(blocks: np.ndarray) -> _Parts:
+    return blocks[..., 2:].view(np.int8), _floats(blocks, 0), None
+
+
+def _q4_0(blocks: np.ndarray) -> _Parts:
+    return _signed(blocks[..., 2:]), _floats(blocks, 0), None
+
+
+def _q4_1(blocks: np.ndarray) -> _Parts:
+    return _signed(blocks[..., 4:]), _floats(blocks, 0), _floats(blocks, 2)
+
+
+def _q4_k(blocks: np.ndarray) -> _Parts:
+    """Eight groups, whose scales and minimums are multiples of two float16 by 6 bits: four of each
+    are in the low bits of eight bytes, those of the others in four more and the bits left over."""
+    scales, minimums, both = (blocks[..., at : at + 4] for at in (4, 8, 12))
+    sixes = [
+        np.concatenate([first & 63, part | (first >> 6) << 4], axis=-1).astype(np.float32)
+        for first, part in ((scales, both & 15), (minimums, both >> 4))
+    ]
+    scale, least = (
+        _floats(blocks, at)[..., None].astype(np.float32) * six
+        for at, six in zip((0, 2), sixes, strict=True)
+    )
+    packed = blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32)
+    return _signed(packed), scale, -least
+
+
+_KINDS: Mapping[str, Callable[[np.ndarray], _Parts]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
+}
