@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from gguf import GGMLQuantizationType as Type
 
 from jaxserve.convert import convert
 from jaxserve.models.base import with_quantization
@@ -20,6 +21,7 @@ from jaxserve.models.sharding import make_mesh
 from jaxserve.weights import fuse_loaded, load_config, load_params
 from tests.models.fixtures import hf_config, load_reference, write_checkpoint
 from tests.models.paged import PagedRun
+from tests.models.quantized.test_gguf_blocks import written
 
 CASES = ("opt", "llama3")  # 4 heads each, 4 and 2 KV heads; a vocabulary of 61
 DENSE_SHARDS = {"opt": (4,), "llama3": (2,)}
@@ -83,28 +85,36 @@ def quantized_error(how: str, tensor: int) -> float:
     """Largest difference between the logits of a quantised model on one device and on several, as
     it is quantised at load, and of its packed checkpoint."""
     hf = {**hf_config("llama3"), "hidden_size": 128, "intermediate_size": 128}
-    errors = []
     with tempfile.TemporaryDirectory() as where:
         source, packed = Path(where) / "hf", Path(where) / "packed"
         source.mkdir()
         write_checkpoint(source, hf)
         convert(source, packed, "float32", quantize=how, into="safetensors")
-        for folder in (source, packed):
-            family, config, _ = load_config(folder)
-            config = with_quantization(family, config, how if folder == source else "")
-            logits = []
-            for mesh in (None, make_mesh(tensor)):
-                params = load_params(folder, family, config, dtype="float32", mesh=mesh)
-                params = fuse_loaded(params, family, config, mesh)
-                run = functools.partial(sequence_logits, family, dtype="float32", mesh=mesh)
-                tokens = load_reference("llama3").tokens[0]
-                logits.append(jax.jit(lambda p, r=run, c=config, t=tokens: r(p, c, t))(params))
-            errors.append(float(np.abs(np.asarray(logits[0]) - np.asarray(logits[1])).max()))
-            shard = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, params)
-            stored = sum(leaf.nbytes for leaf in jax.tree.leaves(shard))
-            assert stored == param_bytes(config, "float32", make_mesh(tensor))
-            assert params.layers[0].down.kernel.axes == ("tensor", None)
-    return max(errors)
+        return max(_sharded_error(source, how, tensor), _sharded_error(packed, "", tensor))
+
+
+def blocks_error(tensor: int) -> float:
+    """The same for blocks of a GGUF file, of 256 numbers, of which a shard has half."""
+    with tempfile.TemporaryDirectory() as where:
+        path = written(Path(where) / "m.gguf", {"": Type.Q4_K})
+        return _sharded_error(path, "", tensor)
+
+
+def _sharded_error(path: Path, how: str, tensor: int) -> float:
+    family, config, _ = load_config(path)
+    config = with_quantization(family, config, how)
+    logits = []
+    for mesh in (None, make_mesh(tensor)):
+        params = load_params(path, family, config, dtype="float32", mesh=mesh)
+        params = fuse_loaded(params, family, config, mesh)
+        run = functools.partial(sequence_logits, family, dtype="float32", mesh=mesh)
+        tokens = load_reference("llama3").tokens[0]
+        logits.append(jax.jit(lambda p, r=run, c=config, t=tokens: r(p, c, t))(params))
+    shard = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, params)
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(shard))
+    assert stored == param_bytes(config, "float32", make_mesh(tensor))
+    assert params.layers[0].down.kernel.axes == ("tensor", None)
+    return float(np.abs(np.asarray(logits[0]) - np.asarray(logits[1])).max())
 
 
 def _same(first: Any, second: Any) -> bool:
@@ -128,6 +138,7 @@ def main() -> None:
             results["paged"][name] = {n: paged_error(name, folder, n) for n in PAGED_SHARDS[name]}
             results["layout"][name] = {n: layout(name, folder, n) for n in (4,)}
     results["quantized"] = {how: {2: quantized_error(how, 2)} for how in QUANTIZED}
+    results["quantized"]["Q4_K"] = {2: blocks_error(2)}
     json.dump(results, sys.stdout)
 
 

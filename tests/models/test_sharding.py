@@ -45,7 +45,7 @@ def test_on_four_devices():
     results = run_checks()
     check_errors(results["dense"], {"opt": {"4"}, "llama3": {"2"}})
     check_errors(results["paged"], {"opt": {"2"}, "llama3": {"4"}})
-    quantized = ("int8", "int4:group=32,zero", "fp8")
+    quantized = ("int8", "int4:group=32,zero", "fp8", "Q4_K")
     check_errors(results["quantized"], {how: {"2"} for how in quantized})
     for name in ("opt", "llama3"):
         check_layout(parse(name), results["layout"][name]["4"])

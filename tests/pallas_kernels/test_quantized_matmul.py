@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.models.quantized import Scheme, dequantize
+from jaxserve.pallas_kernels.backends import platform_backend
 from jaxserve.pallas_kernels.gpu_triton import grouped as gpu
 from jaxserve.pallas_kernels.tpu import grouped as tpu
 from jaxserve.weights.quantize import quantize
 
+module = sys.modules["jaxserve.pallas_kernels.quantized_matmul"]  # its name is the function's
 KERNELS = {"gpu": gpu, "tpu": tpu}
 
 
@@ -36,6 +42,30 @@ def test_against_wide_weights(where, scheme, inputs, rows):
     assert kernel is not None
     want = x @ dequantize(small, jnp.float32)
     np.testing.assert_allclose(kernel(*given), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("where", [*KERNELS, "cpu"])
+def test_minimums_are_added_to_what_a_kernel_makes(where, monkeypatch):
+    """In float32, as they may be as large as it is."""
+    if where != "cpu":
+        choose = functools.partial(KERNELS[where].choose, interpret=True)
+        backend = dataclasses.replace(platform_backend(), quantized_matmul=choose)
+        monkeypatch.setattr(module, "platform_backend", lambda: backend)
+    small = quantize(jax.random.normal(jax.random.key(0), (256, 128)), Scheme("int4", 32))
+    least = jax.random.normal(jax.random.key(1), small.scale.shape) * 100
+    small = dataclasses.replace(small, minimum=least)
+    x = jax.random.normal(jax.random.key(2), (5, 256)).astype(jnp.bfloat16).astype(jnp.float32)
+    want = x @ dequantize(small, jnp.float32)
+    if where == "cpu":
+        small = jax.tree.map(jnp.transpose, small)
+    given = (small.q, small.scale, small.zero, small.minimum)
+    turned = where == "cpu"
+    for dtype, ends in ((jnp.float32, 1e-4), (jnp.bfloat16, 5e-3)):
+        y = module.quantized_matmul(
+            x.astype(dtype), *given, transposed=turned, dtype=dtype, axes=(None, None), mesh=None
+        )
+        assert y is not None and y.dtype == dtype
+        np.testing.assert_allclose(y.astype(jnp.float32), want, rtol=ends, atol=20 * ends)
 
 
 @pytest.mark.parametrize("where", KERNELS)
