@@ -17,9 +17,10 @@ from jaxserve.compile_check.targets import Target
 from jaxserve.engine.device.buckets import Buckets, make_buckets
 from jaxserve.engine.startup.pool_size import Demand, pool_blocks, pool_room
 from jaxserve.models import sharding
-from jaxserve.models.base import Family, ModelConfig, ParamSpec, with_quantization
+from jaxserve.models.base import Family, ModelConfig, ParamSpec, with_quantization, with_wide_head
 from jaxserve.models.fused import param_bytes
 from jaxserve.models.presets import preset, preset_names
+from jaxserve.models.quantized import BLOCKS, Quantization
 from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import block_bytes, default_block_size
 from jaxserve.pallas_kernels.backends import KernelShape, get_backend
@@ -40,7 +41,7 @@ class Sizes:
         max_rows: requests of a batch.
         max_batch_tokens: tokens of a batch.
         dtype: of weights and pool.
-        quantization: of the weights, as `model.quantization` has it.
+        quantization: of the weights, see `quantized_model`.
     """
 
     block_size: int
@@ -137,6 +138,19 @@ def model_shape(name: str) -> tuple[Family, ModelConfig]:
         raise ValueError(f"--model: {name}: {error}") from error
 
 
+def quantized_model(name: str, how: str) -> tuple[Family, ModelConfig]:
+    """`model_shape` with weights as `model.quantization` makes them, or as a GGUF file of that type
+    has them: q4_0, q4_1, q4_k or q8_0. ValueError as there, or where they cannot be."""
+    family, config = model_shape(name)
+    scheme = BLOCKS.get(how.upper())
+    if scheme is None:
+        return family, with_quantization(family, config, how)
+    kept = Quantization(scheme, scheme, dequantizable=True)
+    config = with_wide_head(family, dataclasses.replace(config, quantization=kept))
+    family.param_specs(config)
+    return family, config
+
+
 def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str) -> Case:
     """Sizes the model's pool as the engine would, given the target's memory.
 
@@ -155,8 +169,7 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
     """
     block_size = sizes.block_size or default_block_size(target.platform)
     sizes = dataclasses.replace(sizes, block_size=block_size)
-    family, config = model_shape(model)
-    config = with_quantization(family, config, sizes.quantization)
+    family, config = quantized_model(model, sizes.quantization)
     shards = mesh.size
     sharding.check_tensor(config, shards)
     heads = sharding.pool_kv_heads(config, shards)

