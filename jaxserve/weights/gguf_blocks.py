@@ -115,7 +115,8 @@ def split(kind: str, blocks: np.ndarray) -> Numbers:
     q, scale, minimum = _KINDS[kind](blocks)
     rows = len(blocks)
     if minimum is not None:
-        minimum = minimum.astype(np.float32) + _MIDDLE * scale.astype(np.float32)
+        with np.errstate(invalid="ignore"):  # NaN and infinite ones are refused later
+            minimum = minimum.astype(np.float32) + _MIDDLE * scale.astype(np.float32)
         minimum = minimum.reshape(rows, -1).T
     return Numbers(q.reshape(rows, -1).T, scale.reshape(rows, -1).T, minimum=minimum)
 
