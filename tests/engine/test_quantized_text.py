@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType as Type
 from tokenizers import Tokenizer, models
 
 from jaxserve.config import Config, ConfigError
@@ -20,6 +21,7 @@ from jaxserve.sched.registry import policies
 from jaxserve.weights import load_config, load_params
 from jaxserve.weights.export import save_safetensors
 from tests.engine.harness import SAMPLING, SCARCE, engine, generate, prompts, write_shape
+from tests.models.quantized.test_gguf_blocks import TIED, written
 from tests.models.quantized.test_quantized import widened
 
 TREATMENTS: dict[str, dict[str, Any]] = {
@@ -55,6 +57,19 @@ def test_text_is_that_of_its_wide_weights(tmp_path: Path, family: str, how: str)
         with engine(shape, model__quantization=how, **given, **treatment) as running:
             assert generate(running, prompts(), **SAMPLING) == want
             assert (running.stats().preemptions > 0) == bool(treatment)
+
+
+def test_text_of_kept_blocks_is_that_of_wide_ones(tmp_path: Path) -> None:
+    kinds = {"ffn_up": Type.Q8_0, "blk": Type.Q4_1, "token_embd": Type.Q8_0}
+    path = written(tmp_path / "m.gguf", kinds, TIED)
+    asked = [[token % 61 for token in prompt] for prompt in prompts(12)]
+    given = {"model__load_format": "auto", "model__dtype": "float32", **SCARCE}
+    with engine(path, model__quantization="none", **given) as running:
+        want = generate(running, asked, **SAMPLING)
+    assert len({tuple(text) for text in want}) > 6
+    with engine(path, **given) as running:
+        assert running.info().dtype == "float32, weights int4"
+        assert generate(running, asked, **SAMPLING) == want
 
 
 @pytest.fixture
