@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
@@ -76,6 +77,8 @@ def _matmul(
     columns = next((one for one in fitting if one * depth <= _MOST_NUMBERS), fitting[-1])
     steps = inputs // depth
     by_group = pl.BlockSpec((depth // group, columns), lambda i, j, k: (k, j))
+    if scale.dtype == jnp.float16:  # which kernels cannot load
+        scale = lax.bitcast_convert_type(scale, jnp.int16)
     operands = [x, q, scale] if zero is None else [x, q, scale, zero]
     specs = [
         pl.BlockSpec((halves, rows, depth // halves), lambda i, j, k: (0, i, k)),
@@ -100,6 +103,17 @@ def _matmul(
     return y[:count]
 
 
+def _wide(scale: jax.Array) -> jax.Array:
+    """Scales as float32; int16 are the bits of float16, all finite."""
+    if scale.dtype != jnp.int16:
+        return scale.astype(jnp.float32)
+    bits = scale.astype(jnp.int32)
+    rest = bits & 0x7FFF
+    normal = lax.bitcast_convert_type((rest << 13) + (112 << 23), jnp.float32)
+    size = jnp.where(rest < 0x400, rest.astype(jnp.float32) * 2.0**-24, normal)
+    return jnp.where(bits < 0, -size, size)
+
+
 def _kernel(*refs: Any, steps: int, zeros: bool) -> None:
     """refs: tiles of x [halves, T, in / halves], q, scale, zero if there is one, the result, its
     sums so far."""
@@ -116,7 +130,7 @@ def _kernel(*refs: Any, steps: int, zeros: bool) -> None:
     else:
         wide = numbers.astype(jnp.int32)
         parts = [((wide << 28) >> 28).astype(jnp.float32), (wide >> 4).astype(jnp.float32)]
-    scale = scale_ref[...].astype(jnp.float32)[:, None]
+    scale = _wide(scale_ref[...])[:, None]
     zero = rest[0][...].astype(jnp.float32)[:, None] if zeros else None
     for half, part in enumerate(parts):
         by_group = part.reshape(scale.shape[0], -1, part.shape[1])

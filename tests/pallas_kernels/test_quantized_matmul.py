@@ -44,6 +44,15 @@ def test_against_wide_weights(where, scheme, inputs, rows):
     np.testing.assert_allclose(kernel(*given), want, rtol=1e-3, atol=1e-3)
 
 
+def test_scales_of_float16_are_read_by_their_bits_on_tpus():
+    """All that are finite."""
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    scales = bits.view(np.float16)
+    finite = np.isfinite(scales)
+    found = tpu._wide(jnp.asarray(bits[finite].view(np.int16)))
+    np.testing.assert_array_equal(found, scales[finite].astype(np.float32))
+
+
 @pytest.mark.parametrize("where", [*KERNELS, "cpu"])
 def test_minimums_are_added_to_what_a_kernel_makes(where, monkeypatch):
     """In float32, as they may be as large as it is."""
