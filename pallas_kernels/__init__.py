@@ -25,13 +25,24 @@ from jaxserve.pallas_kernels.backends import (
 )
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, LEFT, RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.hidden import HiddenProjection, project
-from jaxserve.pallas_kernels.move import move_slots, stage_in, stage_out
+from jaxserve.pallas_kernels.move import (
+    move_slots,
+    stage_in,
+    stage_out,
+    staged_vectors,
+    staging_shape,
+)
 from jaxserve.pallas_kernels.pool import (
+    Pool,
     block_bytes,
     default_block_size,
+    dtype_named,
+    format_of,
     make_pool,
+    pool_format,
+    pool_of,
     read_tokens,
-    row_major,
+    slot_bytes,
 )
 from jaxserve.pallas_kernels.quantized_matmul import quantized_matmul
 from jaxserve.pallas_kernels.skinny_matmul import by_columns, has_skinny_matmul, skinny_matmul
@@ -46,11 +57,14 @@ __all__ = [
     "Backend",
     "HiddenProjection",
     "KernelShape",
+    "Pool",
     "absorbed_attention",
     "argmax",
     "block_bytes",
     "by_columns",
     "default_block_size",
+    "dtype_named",
+    "format_of",
     "get_backend",
     "has_skinny_matmul",
     "make_pool",
@@ -59,15 +73,19 @@ __all__ = [
     "plan_absorbed",
     "plan_attention",
     "plan_write",
+    "pool_format",
+    "pool_of",
     "project",
     "projected_attention",
     "quantized_matmul",
     "read_tokens",
     "resolve_backend",
-    "row_major",
     "select_backend",
     "skinny_matmul",
+    "slot_bytes",
     "stage_in",
     "stage_out",
+    "staged_vectors",
+    "staging_shape",
     "write",
 ]

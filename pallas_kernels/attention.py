@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.pallas_kernels import checks
-from jaxserve.pallas_kernels.backends import Scoring, get_backend
+from jaxserve.pallas_kernels.backends import Backend, Scoring, get_backend
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, AttentionBatch
 from jaxserve.pallas_kernels.checks import HEAD_AXIS
 from jaxserve.pallas_kernels.hidden import HiddenProjection
+from jaxserve.pallas_kernels.pool import Pool, SamePool, ScaledPool, fit, quantize_vectors
 from jaxserve.pallas_kernels.sharding import (
     BY_HEAD,
     BY_WIDTH,
@@ -27,7 +28,7 @@ from jaxserve.pallas_kernels.sharding import (
 
 
 def write(
-    pool: jax.Array,
+    pool: SamePool,
     layer: jax.Array | int,
     k: jax.Array,
     v: jax.Array,
@@ -37,12 +38,12 @@ def write(
     plan: Any = None,
     backend: str = "xla",
     mesh: Mesh | None = None,
-) -> jax.Array:
+) -> SamePool:
     """Writes the K, V or hidden vectors of a step's tokens into their slots of one layer.
 
     Rows fill their blocks from either end (BROS section 5.1). A hidden row has one vector a token
     (Apt-Serve section 4.2). Works in place where the pool is donated, or a loop's carry. Values are
-    converted to the pool's dtype; padding tokens are dropped.
+    converted to the pool's dtype, as `fit` and `quantize_vectors` do; padding tokens are dropped.
 
     Args:
         pool: [layers, blocks, kv_heads, block_size, head_dim].
@@ -69,14 +70,36 @@ def write(
     if plan is None:
         plan = plan_write(pool, batch, hidden=x is not None, backend=backend)
     takes = (POOL, WHOLE, BY_HEAD, BY_HEAD, None if x is None else BY_HEAD, WHOLE, WHOLE)
-    put = partial(_planned, get_backend(backend).write)
+    put = partial(_write, get_backend(backend))
     run = over_heads(put, mesh, takes, POOL, k=want[1])
-    return run(pool, jnp.asarray(layer, jnp.int32), k, v, x, batch, plan)
+    written: SamePool = run(pool, jnp.asarray(layer, jnp.int32), k, v, x, batch, plan)
+    return written
 
 
-def plan_write(
-    pool: jax.Array, batch: AttentionBatch, *, hidden: bool, backend: str = "xla"
-) -> Any:
+def _write(
+    by: Backend,
+    pool: Pool,
+    layer: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    x: jax.Array | None,
+    batch: AttentionBatch,
+    plan: Any,
+) -> Pool:
+    """One shard's `write`."""
+    given = (k, v, x)
+    if not isinstance(pool, ScaledPool):
+        fitting = (None if one is None else fit(one, pool.dtype) for one in given)
+        return _planned(by.write, pool, layer, *fitting, batch, plan)
+    rounded = [(None, None) if one is None else quantize_vectors(one) for one in given]
+    values, scales = zip(*rounded, strict=True)
+    return ScaledPool(
+        _planned(by.write, pool.values, layer, *values, batch, plan),
+        by.scales.write(pool.scales, layer, *scales, batch, plan),
+    )
+
+
+def plan_write(pool: Pool, batch: AttentionBatch, *, hidden: bool, backend: str = "xla") -> Any:
     """Plans `write` for all layers of a step: which token goes where.
 
     Args:
@@ -97,11 +120,11 @@ def plan_write(
         return None
     checks.check_pool(pool)
     batch.validate()
-    return planned(batch, pool.shape, hidden=hidden)
+    return planned(batch, pool.shape, pool.dtype, hidden=hidden)
 
 
 def plan_attention(
-    pool: jax.Array,
+    pool: Pool,
     batch: AttentionBatch,
     num_heads: int,
     *,
@@ -150,7 +173,7 @@ def plan_attention(
 
 
 def plan_absorbed(
-    pool: jax.Array,
+    pool: Pool,
     batch: AttentionBatch,
     num_heads: int,
     *,
@@ -185,7 +208,7 @@ def plan_absorbed(
     return planned(batch, shape, pool.dtype, num_heads, sliding_window=sliding_window)
 
 
-def _of_a_shard(pool: jax.Array, shards: int) -> tuple[int, ...]:
+def _of_a_shard(pool: Pool, shards: int) -> tuple[int, ...]:
     """The shape of each shard's part of the pool."""
     layers, blocks, kv_heads, *rest = pool.shape
     return (layers, blocks, kv_heads // shards, *rest)
@@ -193,7 +216,7 @@ def _of_a_shard(pool: jax.Array, shards: int) -> tuple[int, ...]:
 
 def paged_attention(
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     *,
@@ -244,12 +267,13 @@ def paged_attention(
     heads = {"q": q.shape[1], "pool": pool.shape[2]}
     takes = (BY_HEAD, POOL, WHOLE, WHOLE, WHOLE)
     run = over_heads(partial(_planned, attend), mesh, takes, BY_HEAD, **heads)
-    return run(q, pool, jnp.asarray(layer, jnp.int32), batch, plan)
+    done: jax.Array = run(q, pool, jnp.asarray(layer, jnp.int32), batch, plan)
+    return done
 
 
 def absorbed_attention(
     qx: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     *,
@@ -301,7 +325,7 @@ def absorbed_attention(
 
 def projected_attention(
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     projection: HiddenProjection,
@@ -354,7 +378,7 @@ def projected_attention(
 
     def projected(
         q: jax.Array,
-        pool: jax.Array,
+        pool: Pool,
         layer: jax.Array,
         batch: AttentionBatch,
         projection: HiddenProjection,

@@ -9,7 +9,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.typing import DTypeLike
@@ -49,6 +49,24 @@ class KernelShape:
     dtype: DTypeLike
 
 
+class ScaleOps(NamedTuple):
+    """What a backend does with the scales of an int8 pool, float32 [layers, blocks, kv_heads,
+    block_size], of one shard: as its functions of the same names do with vectors.
+
+    Attributes:
+        write: (scales, layer, k, v, x, batch, plan) -> scales, with k, v and x [T, kv_heads]; the
+            plan is that for the values.
+        move: (scales, moves, count) -> scales.
+        stage_out: (scales, slots, count) -> [M, layers, kv_heads].
+        stage_in: (scales, staging, slots, count) -> scales.
+    """
+
+    write: Callable[..., jax.Array]
+    move: Callable[..., jax.Array]
+    stage_out: Callable[..., jax.Array]
+    stage_in: Callable[..., jax.Array]
+
+
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """The kernels of one backend.
@@ -70,6 +88,7 @@ class Backend:
         move: (pool, moves, count) -> pool.
         stage_out: (pool, slots, count) -> staging.
         stage_in: (pool, staging, slots, count) -> pool.
+        scales: What it does with scales.
         supports: (kind, shape) -> None, or why the kernels of this cache kind cannot run that
             shape.
         plan: (kind, batch, pool's shape, pool's dtype, num_heads, *, sliding_window, decode_only)
@@ -77,7 +96,8 @@ class Backend:
             of HIDDEN for `projected`.
         plan_absorbed: (batch, pool's shape, pool's dtype, num_heads, *, sliding_window) -> the plan
             for `absorbed`.
-        plan_write: (batch, pool's shape, *, hidden) -> the plan for `write`. hidden: x is given.
+        plan_write: (batch, pool's shape, pool's dtype, *, hidden) -> the plan for `write`. hidden:
+            x is given.
         argmax: (scores) -> [R], see `argmax.argmax`. None: XLA's operations are used.
         skinny_matmul: (rows, weights, *, transposed) -> the kernel of such a product, which takes
             (x, weights, *, transposed) as `skinny_matmul.skinny_matmul`, or None if it has none.
@@ -100,6 +120,7 @@ class Backend:
     move: Callable[..., jax.Array]
     stage_out: Callable[..., jax.Array]
     stage_in: Callable[..., jax.Array]
+    scales: ScaleOps
     supports: Callable[[int, KernelShape], str | None]
     plan: Callable[..., Any] | None = None
     plan_absorbed: Callable[..., Any] | None = None

@@ -7,21 +7,29 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.pallas_kernels.batch import AttentionBatch
+from jaxserve.pallas_kernels.pool import Pool, ScaledPool
 
 HEAD_AXIS = "tensor"
 
 
-def check_pool(pool: jax.Array) -> None:
+def check_pool(pool: Pool) -> None:
     """ValueError unless this can be a pool."""
     if pool.ndim != 5:
         raise ValueError(
             f"pool: want [layers, blocks, kv_heads, block_size, head_dim], got {pool.shape}"
         )
-    if not jnp.issubdtype(pool.dtype, jnp.floating):
-        raise ValueError(f"pool: want a floating dtype, got {pool.dtype}")
+    if isinstance(pool, ScaledPool):
+        want = pool.shape[:4]
+        if pool.scales.shape != want or pool.scales.dtype != jnp.float32:
+            raise ValueError(
+                f"pool.scales: want float32 {list(want)}, got {pool.scales.dtype} "
+                f"{list(pool.scales.shape)}"
+            )
+    elif not jnp.issubdtype(pool.dtype, jnp.floating):
+        raise ValueError(f"pool: want a floating dtype, or int8 with scales, got {pool.dtype}")
 
 
-def check_layer(pool: jax.Array, layer: jax.Array | int) -> None:
+def check_layer(pool: Pool, layer: jax.Array | int) -> None:
     """ValueError unless this can be a layer of the pool."""
     if jnp.shape(layer) != () or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
         raise ValueError(f"layer: want an integer scalar, got shape {jnp.shape(layer)}")
@@ -29,7 +37,7 @@ def check_layer(pool: jax.Array, layer: jax.Array | int) -> None:
         raise ValueError(f"layer: must be in [0, {pool.shape[0]}), got {layer}")
 
 
-def check_step(pool: jax.Array, layer: jax.Array | int, batch: AttentionBatch) -> None:
+def check_step(pool: Pool, layer: jax.Array | int, batch: AttentionBatch) -> None:
     """Checks that all functions of a step make. ValueError for a wrong shape or dtype."""
     batch.validate()
     check_pool(pool)

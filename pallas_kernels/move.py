@@ -5,21 +5,23 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 
 from jaxserve.pallas_kernels import checks
 from jaxserve.pallas_kernels.backends import get_backend
+from jaxserve.pallas_kernels.pool import Pool, SamePool, ScaledPool, staged_width, widen
 from jaxserve.pallas_kernels.sharding import POOL, STAGING, WHOLE, over_heads
 
 
 def move_slots(
-    pool: jax.Array,
+    pool: SamePool,
     moves: jax.Array,
     count: jax.Array | int,
     *,
     backend: str = "xla",
     mesh: Mesh | None = None,
-) -> jax.Array:
+) -> SamePool:
     """Copies cached tokens from slot to slot, in all layers and heads.
 
     Args:
@@ -39,13 +41,21 @@ def move_slots(
     """
     checks.check_pool(pool)
     checks.check_places("moves", moves, 4, count)
-    kernel, heads = get_backend(backend).move, pool.shape[2]
-    run = over_heads(kernel, mesh, (POOL, WHOLE, WHOLE), POOL, pool=heads)
-    return run(pool, moves, jnp.asarray(count, jnp.int32))
+    by, heads = get_backend(backend), pool.shape[2]
+
+    def moved(pool: Pool, moves: jax.Array, count: jax.Array) -> Pool:
+        if not isinstance(pool, ScaledPool):
+            return by.move(pool, moves, count)
+        scales = by.scales.move(pool.scales, moves, count)
+        return ScaledPool(by.move(pool.values, moves, count), scales)
+
+    run = over_heads(moved, mesh, (POOL, WHOLE, WHOLE), POOL, pool=heads)
+    done: SamePool = run(pool, moves, jnp.asarray(count, jnp.int32))
+    return done
 
 
 def stage_out(
-    pool: jax.Array,
+    pool: Pool,
     slots: jax.Array,
     count: jax.Array | int,
     *,
@@ -62,33 +72,43 @@ def stage_out(
         mesh: Shards kv heads over its axis "tensor"; None for one device.
 
     Returns:
-        [M, layers, kv_heads, head_dim]; zeros from `count` on.
+        [M, layers, kv_heads, head_dim]; zeros from `count` on. Of an int8 pool the last axis has
+        `SCALE_BYTES` more, those of the vector's scale.
 
     Raises:
         ValueError: A wrong shape or dtype.
     """
     checks.check_pool(pool)
     checks.check_places("slots", slots, 2, count)
-    kernel, heads = get_backend(backend).stage_out, pool.shape[2]
-    run = over_heads(kernel, mesh, (POOL, WHOLE, WHOLE), STAGING, pool=heads)
-    return run(pool, slots, jnp.asarray(count, jnp.int32))
+    by, heads = get_backend(backend), pool.shape[2]
+
+    def staged(pool: Pool, slots: jax.Array, count: jax.Array) -> jax.Array:
+        if not isinstance(pool, ScaledPool):
+            return by.stage_out(pool, slots, count)
+        scales = by.scales.stage_out(pool.scales, slots, count)
+        scales = lax.bitcast_convert_type(scales, jnp.int8)
+        return jnp.concatenate([by.stage_out(pool.values, slots, count), scales], axis=-1)
+
+    run = over_heads(staged, mesh, (POOL, WHOLE, WHOLE), STAGING, pool=heads)
+    done: jax.Array = run(pool, slots, jnp.asarray(count, jnp.int32))
+    return done
 
 
 def stage_in(
-    pool: jax.Array,
+    pool: SamePool,
     staging: jax.Array,
     slots: jax.Array,
     count: jax.Array | int,
     *,
     backend: str = "xla",
     mesh: Mesh | None = None,
-) -> jax.Array:
+) -> SamePool:
     """Scatters a buffer as `stage_out` fills it back into slots of all layers.
 
     Args:
         pool: [layers, blocks, kv_heads, block_size, head_dim]; updated in place where it is
             donated.
-        staging: [M, layers, kv_heads, head_dim] in the pool's dtype.
+        staging: As from `stage_out`, in the pool's dtype.
         slots: int32 [M, 2]: (block, slot), all distinct.
         count: int32 scalar, how many entries are written. The rest may hold anything.
         backend: As for `get_backend`.
@@ -102,12 +122,42 @@ def stage_in(
     """
     checks.check_pool(pool)
     checks.check_places("slots", slots, 2, count)
-    want = (len(slots), pool.shape[0], pool.shape[2], pool.shape[4])
+    want = staging_shape(pool, len(slots))
     if staging.shape != want or staging.dtype != pool.dtype:
         raise ValueError(
-            f"staging: want {pool.dtype} [M, layers, kv_heads, head_dim] = {want}, got "
+            f"staging: want {pool.dtype} [M, layers, kv_heads, width] = {want}, got "
             f"{staging.dtype} {staging.shape}"
         )
-    kernel, heads = get_backend(backend).stage_in, pool.shape[2]
-    run = over_heads(kernel, mesh, (POOL, STAGING, WHOLE, WHOLE), POOL, pool=heads)
-    return run(pool, staging, slots, jnp.asarray(count, jnp.int32))
+    by, heads = get_backend(backend), pool.shape[2]
+
+    def put(pool: Pool, staging: jax.Array, slots: jax.Array, count: jax.Array) -> Pool:
+        if not isinstance(pool, ScaledPool):
+            return by.stage_in(pool, staging, slots, count)
+        values, scales = _parted(staging, pool.shape[4])
+        return ScaledPool(
+            by.stage_in(pool.values, values, slots, count),
+            by.scales.stage_in(pool.scales, scales, slots, count),
+        )
+
+    run = over_heads(put, mesh, (POOL, STAGING, WHOLE, WHOLE), POOL, pool=heads)
+    done: SamePool = run(pool, staging, slots, jnp.asarray(count, jnp.int32))
+    return done
+
+
+def staging_shape(pool: Pool, slots: int) -> tuple[int, ...]:
+    """The shape of a buffer for so many slots, see `stage_out`."""
+    layers, _, heads, _, dim = pool.shape
+    return slots, layers, heads, staged_width(dim, pool.dtype)
+
+
+def staged_vectors(pool: Pool, staging: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """What `stage_out` has given, as numbers to compute with: [M, layers, kv_heads, head_dim]."""
+    if not isinstance(pool, ScaledPool):
+        return widen(staging, None, dtype)
+    return widen(*_parted(staging, pool.shape[4]), dtype)
+
+
+def _parted(staging: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """The values and scales of a staging buffer of int8."""
+    scales = lax.bitcast_convert_type(staging[..., head_dim:], jnp.float32)
+    return staging[..., :head_dim], scales

@@ -19,6 +19,8 @@ from jaxserve.pallas_kernels.backends import Scoring
 LOG2_E = math.log2(math.e)
 # Finite, so that the peak of a row that has seen nothing gives weights of 0, not NaN.
 NOTHING_SEEN = -1e30
+# Of N vectors: float32 [N], one for all, or None for 1.
+Scales = jax.Array | float | None
 
 
 class Softmax(NamedTuple):
@@ -59,15 +61,28 @@ def dot(a: jax.Array, b: jax.Array, *, transposed: bool = False) -> jax.Array:
     return lax.dot_general(a, b, numbers, precision=exact, preferred_element_type=jnp.float32)
 
 
-def step(state: Softmax, scores: jax.Array, values: jax.Array) -> Softmax:
-    """Adds a tile (Dao 2023, section 3.1, Algorithm 1): scores float32 [M, N] (-inf: not seen),
-    values [N, D], all finite."""
+def step(state: Softmax, scores: jax.Array, values: jax.Array, scales: Scales = None) -> Softmax:
+    """Adds a tile (Dao 2023, section 3.1, Algorithm 1).
+
+    Args:
+        state: What was seen before.
+        scores: float32 [M, N], -inf where not seen.
+        values: [N, D], all finite.
+        scales: Of the values.
+    """
     peak = jnp.maximum(state.peak, scores.max(axis=1))
     fade = jnp.exp2(state.peak - peak)
     weights = jnp.exp2(scores - peak[:, None])
     total = state.total * fade + weights.sum(axis=1)
-    acc = state.acc * fade[:, None] + dot(weights.astype(values.dtype), values)
+    acc = state.acc * fade[:, None] + dot(scaled(weights, scales).astype(values.dtype), values)
     return Softmax(peak, total, acc)
+
+
+def scaled(products: jax.Array, scales: Scales, axis: int = 1) -> jax.Array:
+    """What is known of N vectors without their scales, [M, N] or with axis 0 [N, M], with them."""
+    if scales is None or isinstance(scales, float):
+        return products if scales is None else products * scales
+    return products * jnp.expand_dims(scales, 1 - axis)
 
 
 def finish(state: Softmax) -> jax.Array:

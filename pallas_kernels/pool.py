@@ -1,6 +1,9 @@
-"""The block pool: one array for every layer's K, V (or hidden) blocks."""
+"""The block pool: one array for every layer's K, V (or hidden) blocks, or two if it is of int8."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +13,111 @@ from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.batch import LEFT, RIGHT
 
-POOL_DTYPES = ("float32", "bfloat16", "float16")
+FLOAT8 = "float8_e4m3fn"
+WIDE_DTYPES = ("float32", "bfloat16", "float16")
+POOL_DTYPES = (*WIDE_DTYPES, FLOAT8, "int8")
+_NAMED = {"fp8": FLOAT8}  # dtypes that have another name in configurations
+# Of a vector of int8: its scale, a float32.
+SCALE_BYTES = 4
 # Tokens of a block unless told otherwise. A TPU's program starts the transfer of each block, and
 # waits for it, one after another: over small ones it would do little else.
 BLOCK_SIZE = 16
 TPU_BLOCK_SIZE = 64
 # A TPU keeps the last two axes, slots and head_dim, in whole tiles of so many.
 TPU_TILE = (8, 128)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScaledPool:
+    """A pool of int8. A vector is its values times its scale. A scale a block would change with
+    each token that comes, and for both owners of a block.
+
+    Attributes:
+        values: int8 [layers, blocks, kv_heads, block_size, head_dim].
+        scales: float32 [layers, blocks, kv_heads, block_size].
+    """
+
+    values: Any
+    scales: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the values."""
+        shape: tuple[int, ...] = self.values.shape
+        return shape
+
+    @property
+    def ndim(self) -> int:
+        """Axes of the values."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """int8."""
+        return jnp.dtype(self.values.dtype)
+
+    @property
+    def sharding(self) -> Any:
+        """That of the values."""
+        return self.values.sharding
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return int(self.values.nbytes + self.scales.nbytes)
+
+
+Pool: TypeAlias = jax.Array | ScaledPool
+SamePool = TypeVar("SamePool", bound=Pool)
+
+
+def dtype_named(name: str) -> jnp.dtype:
+    """The dtype of a pool by its name in a configuration: one of POOL_DTYPES, or fp8."""
+    return jnp.dtype(_NAMED.get(name, name))
+
+
+def quantize_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rounds vectors to int8, each by the scale of its largest element.
+
+    Args:
+        x: [..., D]. What is not finite makes its vector NaN.
+
+    Returns:
+        int8 [..., D] and the scales, float32 [...].
+    """
+    wide = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=-1) / 127
+    inverse = jnp.where(scale > 0, 1 / scale, 0)
+    q = jnp.clip(jnp.round(wide * inverse[..., None]), -127, 127)
+    return q.astype(jnp.int8), jnp.where(jnp.isfinite(scale), scale, jnp.nan)
+
+
+def fit(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """x in the dtype of a pool that is not of int8. In float8, what is too large becomes the
+    largest number there is, 448: a conversion would make it NaN."""
+    if jnp.dtype(dtype).name == FLOAT8:
+        most = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -most, most)
+    return x.astype(dtype)
+
+
+def widen(values: jax.Array, scales: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+    """Cached vectors as numbers to compute with.
+
+    Args:
+        values: [..., D], in the pool's dtype.
+        scales: float32 [...]; None if the pool has none.
+        dtype: Of the result.
+    """
+    if scales is None:
+        return values.astype(dtype)
+    return (values.astype(jnp.float32) * scales[..., None]).astype(dtype)
+
+
+def read_as(cached: DTypeLike, queries: DTypeLike) -> jnp.dtype:
+    """The dtype that attention computes with: the pool's, or the queries' if that has 8 bits."""
+    return jnp.dtype(queries if jnp.dtype(cached).itemsize == 1 else cached)
 
 
 def make_pool(
@@ -27,12 +128,12 @@ def make_pool(
     head_dim: int,
     dtype: DTypeLike,
     sharding: jax.sharding.Sharding | None = None,
-) -> jax.Array:
+) -> Pool:
     """Makes a zeroed pool [num_layers, num_blocks, kv_heads, block_size, head_dim].
 
     A block holds K or V of up to block_size tokens, in all layers (Apt-Serve section 4.3). The
-    memory layout is `row_major`: jitted functions that return the pool need
-    `out_shardings=row_major(pool.sharding)` for it.
+    memory layout is `pool_format`: jitted functions that return the pool need it as
+    `out_shardings`.
 
     Args:
         num_layers: Layers of the model.
@@ -56,17 +157,45 @@ def make_pool(
         raise ValueError(f"dtype: must be one of {POOL_DTYPES}, got {jnp.dtype(dtype).name}")
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=row_major(sharding))()
+    return jax.jit(
+        lambda: jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), pool_of(shape, dtype)),
+        out_shardings=format_of(dtype, sharding),
+    )()
 
 
-def row_major(sharding: jax.sharding.Sharding) -> Format:
-    """The format of a pool with this sharding: its axes in memory in order, as the kernels want
-    them.
+def pool_of(
+    shape: tuple[int, ...], dtype: DTypeLike, placed: Any = None
+) -> jax.ShapeDtypeStruct | ScaledPool:
+    """The shapes and dtypes of a pool. placed: its format, or None."""
+    if jnp.dtype(dtype) != jnp.int8:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+    placed = placed or ScaledPool(None, None)
+    return ScaledPool(
+        jax.ShapeDtypeStruct(shape, jnp.int8, sharding=placed.values),
+        jax.ShapeDtypeStruct(shape[:4], jnp.float32, sharding=placed.scales),
+    )
+
+
+def format_of(dtype: DTypeLike, sharding: jax.sharding.Sharding) -> Any:
+    """The format of a pool of this dtype and sharding, a tree as the pool is: its axes in memory in
+    order, as the kernels want them.
 
     Stated explicitly because where head_dim is no multiple of 128 a TPU's compiler would rather put
     the blocks last, and then copy the whole pool into order and back around every step.
     """
-    return Format(Layout(major_to_minor=tuple(range(5))), sharding)
+    values = Format(Layout(major_to_minor=tuple(range(5))), sharding)
+    if jnp.dtype(dtype) != jnp.int8:
+        return values
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = jax.sharding.NamedSharding(
+            sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:4])
+        )
+    return ScaledPool(values, Format(Layout(major_to_minor=tuple(range(4))), sharding))
+
+
+def pool_format(pool: Pool) -> Any:
+    """The format of this pool, see `format_of`."""
+    return format_of(pool.dtype, pool.sharding)
 
 
 def default_block_size(platform: str) -> int:
@@ -92,14 +221,39 @@ def block_bytes(
         dtype: Of the pool.
         platform: "tpu" pads slots and head_dim to whole tiles.
     """
+    scales = SCALE_BYTES * kv_heads * block_size if jnp.dtype(dtype) == jnp.int8 else 0
     if platform == "tpu":
         slots, lanes = TPU_TILE
-        block_size, head_dim = -(-block_size // slots) * slots, -(-head_dim // lanes) * lanes
-    return num_layers * kv_heads * block_size * head_dim * jnp.dtype(dtype).itemsize
+        if scales:
+            scales = SCALE_BYTES * _up(kv_heads, slots) * _up(block_size, lanes)
+        block_size, head_dim = _up(block_size, slots), _up(head_dim, lanes)
+    values = kv_heads * block_size * head_dim * jnp.dtype(dtype).itemsize
+    return num_layers * (values + scales)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def slot_bytes(num_layers: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> int:
+    """Bytes of one token's K (or V, or hidden vector) in all layers, staged or in host memory.
+
+    Args:
+        num_layers: Layers of the model.
+        kv_heads: KV heads of the pool, or of one shard of it.
+        head_dim: Elements of a head.
+        dtype: Of the pool.
+    """
+    return num_layers * kv_heads * staged_width(head_dim, dtype) * jnp.dtype(dtype).itemsize
+
+
+def staged_width(head_dim: int, dtype: DTypeLike) -> int:
+    """Elements of a head in a staging buffer, see `move.stage_out`."""
+    return head_dim + (SCALE_BYTES if jnp.dtype(dtype) == jnp.int8 else 0)
 
 
 def read_tokens(
-    pool: jax.Array, layer: int, table_row: np.ndarray, length: int, direction: int
+    pool: Pool, layer: int, table_row: np.ndarray, length: int, direction: int
 ) -> np.ndarray:
     """Copies one request's cached vectors to the host, in token order. For tests and pictures.
 
@@ -111,7 +265,7 @@ def read_tokens(
         direction: LEFT or RIGHT, how the request fills its blocks.
 
     Returns:
-        [length, kv_heads, head_dim].
+        [length, kv_heads, head_dim], of an int8 pool in float32.
 
     Raises:
         ValueError: A length, direction or block id out of range.
@@ -128,7 +282,10 @@ def read_tokens(
     ids = np.asarray(table_row)[:used]
     if used and not (ids.min() >= 0 and ids.max() < blocks):
         raise ValueError(f"table_row: block ids must be in [0, {blocks}), got {ids.tolist()}")
-    found = np.asarray(pool[layer, ids])
+    if isinstance(pool, ScaledPool):
+        found = np.asarray(widen(pool.values[layer, ids], pool.scales[layer, ids], jnp.float32))
+    else:
+        found = np.asarray(pool[layer, ids])
     if direction == RIGHT:
         found = found[:, :, ::-1]
     tokens = found.transpose(0, 2, 1, 3).reshape(used * block_size, kv_heads, head_dim)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.checks import HEAD_AXIS, check_shards
 from jaxserve.pallas_kernels.hidden import HiddenProjection
+from jaxserve.pallas_kernels.pool import Pool
 
 WHOLE = P()  # the same on all shards
 BY_HEAD = P(None, HEAD_AXIS)  # [tokens, heads, ...]
@@ -24,12 +26,12 @@ STAGING = P(None, None, HEAD_AXIS)  # [slots, layers, kv_heads, ...]
 
 
 def over_heads(
-    kernel: Callable[..., jax.Array],
+    kernel: Callable[..., Any],
     mesh: Mesh | None,
     takes: tuple[Any, ...],
     gives: P,
     **heads: int,
-) -> Callable[..., jax.Array]:
+) -> Callable[..., Any]:
     """Wraps a kernel so that each shard of a mesh runs it on its own heads.
 
     Args:
@@ -45,7 +47,7 @@ def over_heads(
     if mesh is None:
         return kernel
     check_shards(mesh, **heads)
-    sharded: Callable[..., jax.Array] = jax.shard_map(
+    sharded: Callable[..., Any] = jax.shard_map(
         kernel, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False
     )
     return sharded
@@ -88,7 +90,7 @@ def sum_as_far(
 def row_by_row(
     kernel: Callable[..., jax.Array],
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array,
     batch: AttentionBatch,
     projection: HiddenProjection,
@@ -117,10 +119,12 @@ def row_by_row(
     hidden = (batch.kind == HIDDEN) & (batch.query_lens > 0) & (index < batch.num_rows)
     order = jnp.argsort(~hidden, stable=True)
 
+    def gather(blocks: jax.Array, part: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(part[layer, blocks], HEAD_AXIS, axis=1, tiled=True)[None]
+
     def one_row(i: jax.Array, out: jax.Array) -> jax.Array:
         row = order[i]
-        blocks = pool[layer, batch.tables[row, 0]]
-        whole = jax.lax.all_gather(blocks, HEAD_AXIS, axis=1, tiled=True)[None]
+        whole = jax.tree.map(functools.partial(gather, batch.tables[row, 0]), pool)
         if decode_only:
             token = batch.query_start[row]
             query = jax.lax.dynamic_slice_in_dim(q, token, 1)

@@ -22,7 +22,7 @@ from jaxserve.models.fused import param_bytes
 from jaxserve.models.presets import preset, preset_names
 from jaxserve.models.quantized import BLOCKS, Quantization
 from jaxserve.models.registry import family_for
-from jaxserve.pallas_kernels import block_bytes, default_block_size
+from jaxserve.pallas_kernels import block_bytes, default_block_size, dtype_named
 from jaxserve.pallas_kernels.backends import KernelShape, get_backend
 from jaxserve.pallas_kernels.batch import HIDDEN, KV
 from jaxserve.sched.cache.cache_kinds import why_no_hidden_caches
@@ -40,8 +40,9 @@ class Sizes:
         block_size: tokens of a block; 0 in a `Wish` for the engine's default on the target.
         max_rows: requests of a batch.
         max_batch_tokens: tokens of a batch.
-        dtype: of weights and pool.
+        dtype: of weights, and of the pool if `cache` names none.
         quantization: of the weights, see `quantized_model`.
+        cache: dtype of the pool, as `cache.dtype` has it.
     """
 
     block_size: int
@@ -49,6 +50,12 @@ class Sizes:
     max_batch_tokens: int
     dtype: str
     quantization: str = ""
+    cache: str = "auto"
+
+    @property
+    def cache_dtype(self) -> jnp.dtype:
+        """The dtype of the pool."""
+        return dtype_named(self.dtype if self.cache == "auto" else self.cache)
 
 
 @dataclass(frozen=True)
@@ -87,8 +94,13 @@ class Case:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of weights and pool."""
+        """The dtype of weights and activations."""
         return jnp.dtype(self.sizes.dtype)
+
+    @property
+    def cache_dtype(self) -> jnp.dtype:
+        """The dtype of the pool."""
+        return self.sizes.cache_dtype
 
     @property
     def pool_heads(self) -> int:
@@ -102,7 +114,7 @@ class Case:
         heads = self.pool_heads // self.shards
         size = self.sizes.block_size
         shape = (config.num_layers, heads, size, config.head_dim)
-        return self.blocks * block_bytes(*shape, self.dtype, self.target.platform)
+        return self.blocks * block_bytes(*shape, self.cache_dtype, self.target.platform)
 
     @property
     def offers_hidden(self) -> bool:
@@ -187,7 +199,8 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
     room = pool_room(
         demand,
         config,
-        dtype,
+        sizes.cache_dtype,
+        activations=dtype,
         weights=weights,
         pool_heads=heads,
         shards=shards,
@@ -233,6 +246,6 @@ def _unsupported(
         heads // shards,
         config.head_dim,
         sizes.block_size,
-        jnp.dtype(sizes.dtype),
+        sizes.cache_dtype,
     )
     return get_backend(backend).supports(kind, shape)

@@ -26,8 +26,9 @@ from jaxserve.compile_check.check import AUTO, Wish, check_model
 from jaxserve.compile_check.compiling import NOT_CHECKED, Result
 from jaxserve.compile_check.programs import choose
 from jaxserve.compile_check.targets import Target, load_target, target_names
+from jaxserve.config.sections import CACHE_DTYPES
 from jaxserve.pallas_kernels import resolve_backend
-from jaxserve.pallas_kernels.pool import POOL_DTYPES
+from jaxserve.pallas_kernels.pool import WIDE_DTYPES
 from jaxserve.writable import check_file
 
 TARGETS = ",".join([*target_names(), "a100:2", "v5e:4"])
@@ -85,7 +86,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Wish]:
     except ValueError as error:
         parser.error(str(error))
     given = (args.block_size, args.max_rows, args.max_batch_tokens, args.dtype)
-    sizes = Sizes(*given, args.quantization)
+    sizes = Sizes(*given, args.quantization, args.cache_dtype)
     return args, Wish(programs, sizes, args.backend)
 
 
@@ -131,7 +132,13 @@ def _parser() -> Parser:
     )
     flag("max_rows", 128, "requests of a batch")
     flag("max_batch_tokens", 2048, "tokens of a batch")
-    parser.add_argument("--dtype", choices=POOL_DTYPES, default="bfloat16", help="(%(default)s)")
+    parser.add_argument("--dtype", choices=WIDE_DTYPES, default="bfloat16", help="(%(default)s)")
+    parser.add_argument(
+        "--cache_dtype",
+        choices=CACHE_DTYPES,
+        default=CACHE_DTYPES[0],
+        help="of the pool; auto: that of the weights (%(default)s)",
+    )
     parser.add_argument(
         "--loops", action="store_true", help="count the cycles of TPU kernels' loops, too"
     )

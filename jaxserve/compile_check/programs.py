@@ -20,7 +20,13 @@ from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.models import sharding
 from jaxserve.models.fused import fused_specs
-from jaxserve.pallas_kernels import AttentionBatch, HiddenProjection, row_major
+from jaxserve.pallas_kernels import (
+    AttentionBatch,
+    HiddenProjection,
+    format_of,
+    pool_of,
+    staging_shape,
+)
 from jaxserve.pallas_kernels import attention as attend
 from jaxserve.pallas_kernels import move as moving
 from jaxserve.sched.cache.cache_kinds import default_hidden_read
@@ -62,8 +68,13 @@ def _pool(case: Case) -> Any:
     config = case.config
     size = case.sizes.block_size
     shape = (config.num_layers, case.blocks, case.pool_heads, size, config.head_dim)
-    pool = _array(case, shape, case.dtype, *POOL_AXES)
-    return jax.ShapeDtypeStruct(shape, case.dtype, sharding=row_major(pool.sharding))
+    return pool_of(shape, case.cache_dtype, _format(case))
+
+
+def _format(case: Case) -> Any:
+    """The pool's."""
+    placed = _array(case, (1,) * len(POOL_AXES), case.cache_dtype, *POOL_AXES).sharding
+    return format_of(case.cache_dtype, placed)
 
 
 def _params(case: Case, model: StepModel) -> Any:
@@ -95,7 +106,7 @@ def _largest_step(case: Case, **options: bool) -> jax.stages.Lowered:
 
 def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
     pool, model = _pool(case), _model(case, hidden=layout.hidden > 0)
-    step: Any = make_model_step(model, pool.format)
+    step: Any = make_model_step(model, _format(case))
     newest = Newest(*2 * [_array(case, (layout.slots,), jnp.int32)])
     packed = _array(case, (layout.size,), jnp.int32)
     lowered: jax.stages.Lowered = step.lower(
@@ -120,7 +131,7 @@ def _project_to_kv(case: Case) -> jax.stages.Lowered:
     pool, layout = _pool(case), case.buckets.projection_layout()
     packed = _array(case, (layout.size,), jnp.int32)
     model = _model(case, hidden=True)
-    program = make_project_to_kv(model, pool.format)
+    program = make_project_to_kv(model, _format(case))
     lowered: jax.stages.Lowered = program.lower(_params(case, model), pool, packed, layout=layout)
     return lowered
 
@@ -162,7 +173,7 @@ def _lower(
     bound = functools.partial(function, backend=case.backend, mesh=mesh, **options)
     if not changes or getattr(arrays[0], "ndim", 0) != len(POOL_AXES):
         return jax.jit(bound).lower(*arrays)
-    return jax.jit(bound, donate_argnums=0, out_shardings=arrays[0].format).lower(*arrays)
+    return jax.jit(bound, donate_argnums=0, out_shardings=_format(case)).lower(*arrays)
 
 
 def _layer(case: Case) -> Any:
@@ -232,11 +243,10 @@ def _stage_out(case: Case) -> jax.stages.Lowered:
 
 
 def _stage_in(case: Case) -> jax.stages.Lowered:
-    config = case.config
-    shape = (MOVES, config.num_layers, case.pool_heads, config.head_dim)
-    staging = _array(case, shape, case.dtype, None, "layers", "kv_heads", "head_dim")
-    slots = _array(case, (MOVES, 2), jnp.int32)
-    return _lower(case, moving.stage_in, _pool(case), staging, slots, _layer(case))
+    pool, slots = _pool(case), _array(case, (MOVES, 2), jnp.int32)
+    shape = staging_shape(pool, MOVES)
+    staging = _array(case, shape, case.cache_dtype, None, "layers", "kv_heads", "head_dim")
+    return _lower(case, moving.stage_in, pool, staging, slots, _layer(case))
 
 
 def _through_host(case: Case) -> jax.stages.Lowered:

@@ -20,6 +20,8 @@ from jaxserve.sched.registry import make_retention
 AUTO = "auto"
 LOAD_FORMATS = (AUTO, "safetensors", "gguf", "orbax", "random")
 DTYPES = ("float32", "bfloat16", "float16")
+SMALL_CACHES = ("fp8", "int8")
+CACHE_DTYPES = (AUTO, *DTYPES, *SMALL_CACHES)
 TEXT, JSON = "text", "json"  # what logs can be
 MAX_SEED = 2**31 - 1
 _MAX_S = 86_400
@@ -69,6 +71,10 @@ class CacheConfig:
         hidden_read: How policies with hidden caches have them read: auto (absorbed where positions
             are not rotated, else projected; none where they bring nothing, see
             docs/architecture.md) | absorbed | projected.
+        dtype: Of K, V and hidden vectors in the pool: auto (that of the activations; on CPUs
+            bfloat16 for bfloat16 weights) | float32 | bfloat16 | float16 | fp8 (e4m3) | int8 (with
+            a scale a token and head). Those of 8 bits change texts a little, see
+            docs/quantization.md.
         prefix_caching: Whether requests find K and V of what others have computed, of the same
             tenant and salt.
         share_between_keys: Whether they find those of other tenants, too, which then can tell by
@@ -86,6 +92,7 @@ class CacheConfig:
     memory_fraction: float = 0.9
     host_gib: float = 0.0
     hidden_read: str = "auto"
+    dtype: str = AUTO
     prefix_caching: bool = True
     share_between_keys: bool = False
     retention: str = LRU
@@ -108,6 +115,8 @@ class CacheConfig:
             raise ConfigError(f"cache.retention: {error}") from error
         known = f" must be auto or one of {', '.join(HIDDEN_READS)}"
         _check(self, "cache.hidden_read", self.hidden_read in (AUTO, *HIDDEN_READS), known)
+        known = f" must be one of {', '.join(CACHE_DTYPES)}"
+        _check(self, "cache.dtype", self.dtype in CACHE_DTYPES, known)
         try:
             fine = self.rho == AUTO or math.isfinite(float(self.rho))
         except ValueError:

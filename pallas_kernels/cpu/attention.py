@@ -25,6 +25,7 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import (
     words,
 )
 from jaxserve.pallas_kernels.cpu.queries import many_queries, one_query
+from jaxserve.pallas_kernels.pool import FLOAT8
 
 TILE = 64  # queries, heads of a group times tokens, that are multiplied at once
 FEW = 8  # queries that are not worth putting the context in order for
@@ -34,39 +35,58 @@ SHARES = 64  # at most, about
 _HEAD, _UNIT = 2, 5  # words, see `_plan`
 
 # Operands and the result, see `target`.
-_Q, _POOL, _TABLES, _LENS, _START, _MANY, _SIDE, _KIND, _TOKEN_ROW, _INTS, _FLOATS, _OUT = range(12)
+_Q, _POOL, _TABLES, _LENS, _START, _MANY, _SIDE, _KIND, _TOKEN_ROW, _INTS, _FLOATS = range(11)
+_SCALES = _OUT = 11  # the scales, where the pool has any; the result is the last
+
+# As numba has the numbers of a pool, see `tiles.widened`.
+NUMBERS: dict[str, Any] = {
+    "float32": np.float32,
+    "bfloat16": np.uint16,
+    FLOAT8: np.uint8,
+    "int8": np.int8,
+}
 
 
 @compiled_once
-def target(head_dim: int, *, bfloat16: bool) -> str:
+def target(head_dim: int, dtype: str) -> str:
     """The name of the kernel for heads of this width, compiled if it is the first time.
 
-    Operands: q [T, H, D], float32; pool [L, B, K, S, D], of bfloat16 or else float32; of
+    Operands: q [T, H, D], float32; pool [L, B, K, S, D], of a dtype of `NUMBERS`; of
     `AttentionBatch`: tables, context_lens,
     query_start, query_lens, direction, kind, token_row; int32 [2]: layer, sliding_window (0: none);
-    float32 [2]: scale, soft_cap (0: none). Result: [T, H, D].
+    float32 [2]: scale, soft_cap (0: none); of an int8 pool its scales, float32 [L, B, K, S].
+    Result: [T, H, D].
     """
-    name = f"jaxserve_paged_attention_{'bfloat16' if bfloat16 else 'float32'}_{head_dim}"
-    number = np.uint16 if bfloat16 else np.float32
+    name, number = f"jaxserve_paged_attention_{dtype}_{head_dim}", NUMBERS[dtype]
+    last, scaled = _OUT + (dtype == "int8"), dtype == "int8"
+
+    @njit(**OPTIONS)
+    def plan(given: Any) -> Any:
+        return _plan(given, given[last])
 
     @njit(**FAST)
     def share(given: Any, address: int, i: int) -> None:
         layers, blocks, kv_heads, size, _ = dims(given[_POOL], 5)
         shape = layers, blocks, kv_heads, size, head_dim
-        _share(given, carray(data(given[_POOL]), shape, number), address, i, head_dim)
+        pool = carray(data(given[_POOL]), shape, number)
+        if scaled:
+            scales = carray(data(given[_SCALES]), shape[:4], np.float32)
+            _share(given, pool, scales, given[last], address, i, head_dim)
+        else:
+            _share(given, pool, None, given[last], address, i, head_dim)
 
-    return register(name, _plan, share, __file__, queries.__file__, numba_tiles.__file__)
+    return register(name, plan, share, __file__, queries.__file__, numba_tiles.__file__)
 
 
 @njit(**OPTIONS)
-def _plan(given: Any) -> Any:
+def _plan(given: Any, result: Any) -> Any:
     """Zeroes tokens of no KV row, and cuts the rest into shares: (row, first query token, tokens,
     first kv head, heads), those of most work first."""
     tokens, heads, head_dim = dims(given[_Q], 3)
     kv_heads = dims(given[_POOL], 5)[2]
     lens, many, kind = int32s(given[_LENS]), int32s(given[_MANY]), int32s(given[_KIND])
     token_row, rows = int32s(given[_TOKEN_ROW]), len(kind)
-    out = carray(data(given[_OUT]), (tokens, heads * head_dim), np.float32)
+    out = carray(data(result), (tokens, heads * head_dim), np.float32)
     for token in range(tokens):
         row = token_row[token]
         if row < 0 or row >= rows or kind[row] != KV:
@@ -103,7 +123,9 @@ def _plan(given: Any) -> Any:
 
 
 @njit(**FAST)
-def _share(given: Any, pool: Any, address: int, i: int, head_dim: int) -> None:
+def _share(
+    given: Any, pool: Any, scales: Any, result: Any, address: int, i: int, head_dim: int
+) -> None:
     tokens, heads, _ = dims(given[_Q], 3)
     kv_heads, size = pool.shape[2], pool.shape[3]
     rows, _, table_width = dims(given[_TABLES], 3)
@@ -112,8 +134,9 @@ def _share(given: Any, pool: Any, address: int, i: int, head_dim: int) -> None:
     lens, start, many = int32s(given[_LENS]), int32s(given[_START]), int32s(given[_MANY])
     sides, ints = int32s(given[_SIDE]), int32s(given[_INTS])
     floats = carray(data(given[_FLOATS]), (2,), np.float32)
-    out = carray(data(given[_OUT]), (tokens, heads, head_dim), np.float32)
+    out = carray(data(result), (tokens, heads, head_dim), np.float32)
     layer, window = pool[ints[0]], ints[1]
+    layer_scales = None if scales is None else scales[ints[0]]
     scale, cap = floats[0], floats[1]
     group = heads // kv_heads
     head_words = words(address, _HEAD)
@@ -129,8 +152,8 @@ def _share(given: Any, pool: Any, address: int, i: int, head_dim: int) -> None:
         for h in range(head, head + count_heads):
             if count * group > FEW:
                 many_queries(
-                    out, q, layer, tables[row], h, sides[row], token, count, position, scale,
-                    window, cap, head_dim,
+                    out, q, layer, layer_scales, tables[row], h, sides[row], token, count, position,
+                    scale, window, cap, head_dim,
                 )  # fmt: skip
                 continue
             for j in range(count):
@@ -140,6 +163,6 @@ def _share(given: Any, pool: Any, address: int, i: int, head_dim: int) -> None:
                     for d in range(head_dim):
                         query[d] = q[token + j, g, d] * scale
                     one_query(
-                        out[token + j, g], query, layer, tables[row], h, sides[row], low, last,
-                        cap, scores, exponents, head_dim,
+                        out[token + j, g], query, layer, layer_scales, tables[row], h, sides[row],
+                        low, last, cap, scores, exponents, head_dim,
                     )  # fmt: skip

@@ -17,12 +17,13 @@ from jaxserve.pallas_kernels.cpu import attention, few_bits, panels
 from jaxserve.pallas_kernels.cpu import rows as by_rows
 from jaxserve.pallas_kernels.cpu.argmax import argmax
 from jaxserve.pallas_kernels.cpu.write import put_vectors
+from jaxserve.pallas_kernels.pool import Pool, ScaledPool
 from jaxserve.pallas_kernels.xla import backend, write
 
 
 def _attend(
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     *,
@@ -31,13 +32,14 @@ def _attend(
 ) -> jax.Array:
     """See `attention.paged_attention`: q [T, H, D] -> the same."""
     call = jax.ffi.ffi_call(
-        attention.target(q.shape[2], bfloat16=pool.dtype == jnp.bfloat16),
+        attention.target(q.shape[2], pool.dtype.name),
         jax.ShapeDtypeStruct(q.shape, jnp.float32),
     )
     ints = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.int32(scoring.sliding_window or 0)])
+    values, scales = (pool.values, (pool.scales,)) if isinstance(pool, ScaledPool) else (pool, ())
     out = call(
         q.astype(jnp.float32),
-        pool,
+        values,
         batch.tables,
         batch.context_lens,
         batch.query_start,
@@ -47,15 +49,16 @@ def _attend(
         batch.token_row,
         ints,
         jnp.array([scoring.scale, scoring.soft_cap or 0], jnp.float32),
+        *scales,
     )
     return out.astype(q.dtype)
 
 
 def _supports(kind: int, shape: KernelShape) -> str | None:
-    """Pools of float32 and bfloat16."""
-    dtype = jnp.dtype(shape.dtype)
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        return f"the pool must be of float32 or bfloat16, got {dtype.name}"
+    """Pools of all dtypes that `attention` reads."""
+    dtype = jnp.dtype(shape.dtype).name
+    if dtype not in attention.NUMBERS:
+        return f"the pool must be of one of {', '.join(attention.NUMBERS)}, got {dtype}"
     return None
 
 

@@ -54,15 +54,16 @@ def _softmax(scores: Any, exponents: Any, count: int, top: float) -> Any:
 
 @njit(**FAST)
 def one_query(
-    out: Any, query: Any, layer: Any, table: Any, head: int, side: int, first: int, last: int,
-    cap: float, scores: Any, exponents: Any, head_dim: int,
+    out: Any, query: Any, layer: Any, scales: Any, table: Any, head: int, side: int, first: int,
+    last: int, cap: float, scores: Any, exponents: Any, head_dim: int,
 ) -> None:  # fmt: skip
     """Attention of one query over positions [first, last) of one KV head.
 
     Args:
         out: float32 [D], the result.
         query: float32 [D], scaled.
-        layer: [blocks, kv_heads, block_size, D] of the pool, float32, or bfloat16 as uint16.
+        layer: [blocks, kv_heads, block_size, D] of the pool, of the `attention.NUMBERS`.
+        scales: float32 [blocks, kv_heads, block_size], or None.
         table: int32 [2, W], the row's block ids.
         head: KV head.
         side: The row's direction, LEFT or RIGHT.
@@ -85,6 +86,8 @@ def one_query(
             total = np.float32(0)
             for d in range(head_dim):
                 total += query[d] * widened(keys[slot, d])
+            if scales is not None:
+                total *= scales[table[0, b], head, slot]
             scores[at + t] = total
     low = first - begin * size
     count = last - first
@@ -107,14 +110,16 @@ def one_query(
             slot = t if side == LEFT else size - 1 - t
             prefetch(ahead + slot * vector, vector)
             weight = scores[position - begin * size] * inverse
+            if scales is not None:
+                weight *= scales[table[1, b], head, slot]
             for d in range(head_dim):
                 out[d] += weight * widened(values[slot, d])
 
 
 @njit(**FAST)
 def _put_in_order(
-    layer: Any, table: Any, head: int, side: int, first: int, last: int, keys: Any, values: Any,
-    head_dim: int,
+    layer: Any, scales: Any, table: Any, head: int, side: int, first: int, last: int, keys: Any,
+    values: Any, head_dim: int,
 ) -> None:  # fmt: skip
     """Fills keys [D, CHUNK] and values [CHUNK, width] with positions [first, last). The rest
     stays."""
@@ -125,9 +130,13 @@ def _put_in_order(
         t = position - b * size
         slot = t if side == LEFT else size - 1 - t
         key, value = layer[table[0, b], head, slot], layer[table[1, b], head, slot]
+        of_key = of_value = np.float32(1)
+        if scales is not None:
+            of_key = scales[table[0, b], head, slot]
+            of_value = scales[table[1, b], head, slot]
         for d in range(head_dim):
-            keys[d, j] = widened(key[d])
-            values[j, d] = widened(value[d])
+            keys[d, j] = widened(key[d]) * of_key
+            values[j, d] = widened(value[d]) * of_value
 
 
 @njit(**FAST)
@@ -144,15 +153,16 @@ def _mask(line: Any, lower: int, upper: int, cap: float) -> None:
 
 @njit(**FAST)
 def many_queries(
-    out: Any, q: Any, layer: Any, table: Any, head: int, side: int, token: int, count: int,
-    position: int, scale: float, window: int, cap: float, head_dim: int,
+    out: Any, q: Any, layer: Any, scales: Any, table: Any, head: int, side: int, token: int,
+    count: int, position: int, scale: float, window: int, cap: float, head_dim: int,
 ) -> None:  # fmt: skip
     """Attention of several tokens of a row, for the query heads of one KV head.
 
     Args:
         out: float32 [T, H, D], filled in for these tokens and heads.
         q: float32 [T, H, D].
-        layer: [blocks, kv_heads, block_size, D] of the pool, float32, or bfloat16 as uint16.
+        layer: [blocks, kv_heads, block_size, D] of the pool, of the `attention.NUMBERS`.
+        scales: float32 [blocks, kv_heads, block_size], or None.
         table: int32 [2, W], the row's block ids.
         head: KV head.
         side: The row's direction, LEFT or RIGHT.
@@ -183,7 +193,7 @@ def many_queries(
     low = max(0, position - window + 1) if window > 0 else 0
     for first in range(low // CHUNK * CHUNK, position + count, CHUNK):
         begin, end = max(first, low), min(first + CHUNK, position + count)
-        _put_in_order(layer, table, head, side, begin, end, keys, values, head_dim)
+        _put_in_order(layer, scales, table, head, side, begin, end, keys, values, head_dim)
         scores[:] = np.float32(0)
         _multiply(scores, left, keys, head_dim, CHUNK)
         for m in range(queries):

@@ -170,15 +170,39 @@ def total(builder: Any, vector: Any) -> Any:
 
 @intrinsic
 def widened(_: Any, number: Any) -> Any:
-    """The float32 of a bfloat16's 16 bits; a float32 stays as it is."""
+    """The float32 of an int8, of the 16 bits of a bfloat16 or the 8 of a float8 (e4m3fn); a float32
+    stays as it is."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if signature.args[0] == types.float32:
+        kind = signature.args[0]
+        if kind == types.float32:
             return args[0]
-        word = builder.shl(builder.zext(args[0], INDEX), ir.Constant(INDEX, 16))
-        return builder.bitcast(word, _NUMBER)
+        if kind == types.int8:
+            return builder.sitofp(args[0], _NUMBER)
+        word = builder.zext(args[0], INDEX)
+        if kind == types.uint8:
+            return _of_float8(builder, word)
+        return builder.bitcast(builder.shl(word, ir.Constant(INDEX, 16)), _NUMBER)
 
     return types.float32(number), generate
+
+
+def _of_float8(builder: Any, word: Any) -> Any:
+    """The float32 of a float8's 8 bits in a word: 1 of sign, 4 of exponent (bias 7), 3 of mantissa;
+    127 is NaN. Never a denormal float32 in between, which XLA's threads take for 0."""
+
+    def constant(value: int) -> Any:
+        return ir.Constant(INDEX, value)
+
+    size = builder.and_(word, constant(0x7F))
+    bits = builder.add(builder.shl(size, constant(20)), constant((127 - 7) << 23))
+    normal = builder.bitcast(bits, _NUMBER)
+    small = builder.fmul(builder.uitofp(size, _NUMBER), ir.Constant(_NUMBER, 2.0**-9))
+    found = builder.select(builder.icmp_unsigned("<", size, constant(8)), small, normal)
+    nan = builder.bitcast(constant(0x7FC00000), _NUMBER)
+    found = builder.select(builder.icmp_unsigned("==", size, constant(0x7F)), nan, found)
+    sign = builder.shl(builder.and_(word, constant(0x80)), constant(24))
+    return builder.bitcast(builder.or_(builder.bitcast(found, INDEX), sign), _NUMBER)
 
 
 @intrinsic

@@ -27,7 +27,7 @@ def plan(
 ) -> Any:
     """See `backends.Backend.plan`."""
     if kind == KV and options["decode_only"]:
-        return plan_decode(batch, Geometry(*shape), sliding_window=options["sliding_window"])
+        return plan_decode(batch, Geometry.of(shape), sliding_window=options["sliding_window"])
     return backend.plan(kind, batch, shape, *more, **options)
 
 

@@ -32,6 +32,7 @@ from jaxserve.pallas_kernels.gpu_triton.stream_k import (
     unpacked,
 )
 from jaxserve.pallas_kernels.online_softmax import Softmax
+from jaxserve.pallas_kernels.pool import Pool, read_as
 from jaxserve.pallas_kernels.sharding import sum_as_far
 
 MAX_HEADS = 128  # all of them are one tile of a matrix unit
@@ -39,8 +40,15 @@ PIECES = 4  # of scores, of which shards sum those that the longest context reac
 MAX_SLICE = 128  # elements of x that the weighted sums of all heads leave registers for
 
 
+@dataclasses.dataclass(frozen=True)
 class Options(common.Options):
-    """The options of all kernels, and how x is sliced."""
+    """The options of all kernels, and how x is sliced.
+
+    Attributes:
+        dtype: That x is summed up in.
+    """
+
+    dtype: jnp.dtype
 
     @property
     def padded_heads(self) -> int:
@@ -126,9 +134,9 @@ def plan(
 
 
 def _scores_kernel(*refs: common.Ref, options: Options) -> None:
-    """refs: the batch, the shares, qx [T * H, E], the pool's rows; raw scores out, float32
-    [R * H, C]."""
-    batch, _, shares, (qx_ref, pool_ref, scores_ref) = unpacked(refs)
+    """refs: the batch, the shares, qx [T * H, E], the pool; raw scores out, float32 [R * H, C]."""
+    batch, _, shares, (qx_ref, *rest) = unpacked(refs)
+    pool, (scores_ref,) = common.take_pool(rest, options.geometry)
 
     def score(segment: Segment) -> None:
         row = segment.item
@@ -136,7 +144,7 @@ def _scores_kernel(*refs: common.Ref, options: Options) -> None:
 
         def one_tile(j: jax.Array, _: None) -> None:
             begin = j * options.tile
-            _scores_of_tile(batch, row, begin, length, token, qx_ref, pool_ref, scores_ref, options)
+            _scores_of_tile(batch, row, begin, length, token, qx_ref, pool, scores_ref, options)
 
         first = lax.div(options.lower(length), jnp.int32(options.tile))
         lax.fori_loop(first + segment.begin, first + segment.end, one_tile, None)
@@ -151,12 +159,12 @@ def _scores_of_tile(
     length: jax.Array,
     token: jax.Array,
     qx_ref: common.Ref,  # [T * H, E]
-    pool_ref: common.Ref,  # [rows, D]
+    pool: common.PoolRefs,
     scores_ref: common.Ref,  # float32 [R * H, C]
     options: Options,
 ) -> None:
     geometry = options.geometry
-    width, padded = geometry.head_dim, geometry.padded_dim
+    width, padded, dtype = geometry.head_dim, geometry.padded_dim, options.dtype
     member = jnp.arange(options.padded_heads, dtype=jnp.int32)[:, None]
     column = jnp.arange(padded, dtype=jnp.int32)[None, :]
     wanted = (member < options.num_heads) & (column < width)
@@ -166,11 +174,10 @@ def _scores_of_tile(
 
     def one_head(head: jax.Array, acc: jax.Array) -> jax.Array:
         at = qx_ref.at[token * options.num_heads + member, head * width + column]
-        q = plgpu.load(at, mask=wanted, other=0).astype(pool_ref.dtype)
-        x = common.load_rows(
-            pool_ref, first_rows + head * geometry.block_size, inside, width, padded
-        )
-        return acc + online_softmax.dot(q, x, transposed=True)
+        q = plgpu.load(at, mask=wanted, other=0).astype(dtype)
+        rows = first_rows + head * geometry.block_size
+        products = online_softmax.dot(q, pool.load(rows, inside, geometry, dtype), transposed=True)
+        return acc + online_softmax.scaled(products, pool.load_scales(rows, inside))
 
     acc = jnp.zeros((options.padded_heads, options.tile), jnp.float32)
     acc = lax.fori_loop(0, geometry.kv_heads, one_head, acc)
@@ -182,7 +189,7 @@ def _sum(
     batch: common.BatchRefs,
     segment: Segment,
     scores_ref: common.Ref,  # float32 [R * H, C]
-    pool_ref: common.Ref,  # [rows, D]
+    pool: common.PoolRefs,
     options: Options,
 ) -> Softmax:
     """The softmax of all heads [H'] over a segment, with a slice of x as values."""
@@ -203,9 +210,11 @@ def _sum(
         products = plgpu.load(at, mask=(member < options.num_heads) & seen[None, :], other=0)
         scores = online_softmax.prepare(products, options.scoring)
         rows = context.pool_rows(0, head, position, seen)
-        at = pool_ref.at[rows[:, None], first_column + column]
+        at = pool.values.at[rows[:, None], first_column + column]
         x = plgpu.load(at, mask=seen[:, None] & (column < width), other=0)
-        return online_softmax.step(state, jnp.where(seen[None, :], scores, -jnp.inf), x)
+        scores = jnp.where(seen[None, :], scores, -jnp.inf)
+        x, scales = common.widened(x, options.dtype), pool.load_scales(rows, seen)
+        return online_softmax.step(state, scores, x, scales)
 
     first = lax.div(lower, jnp.int32(tile))
     state = online_softmax.start(options.padded_heads, padded)
@@ -213,13 +222,14 @@ def _sum(
 
 
 def _sums_kernel(*refs: common.Ref, options: Options) -> None:
-    """refs: the batch, the shares, scores [R * H, C], the pool's rows, the output [T * H * slices,
-    slice] and the parts. Programs behind those with shares write zeros."""
-    batch, _, shares, (scores_ref, pool_ref, out_ref, *parts) = unpacked(refs)
+    """refs: the batch, the shares, scores [R * H, C], the pool, the output [T * H * slices, slice]
+    and the parts. Programs behind those with shares write zeros."""
+    batch, _, shares, (scores_ref, *rest) = unpacked(refs)
+    pool, (out_ref, *parts) = common.take_pool(rest, options.geometry)
     behind = pl.program_id(0) - shares.first.shape[0]
 
     def attend(segment: Segment) -> None:
-        state = _sum(batch, segment, scores_ref, pool_ref, options)
+        state = _sum(batch, segment, scores_ref, pool, options)
         member = jnp.arange(options.padded_heads, dtype=jnp.int32)
         rows, _ = _place(batch, (), segment.item, segment.head, member, options=options)
         used = member < options.num_heads
@@ -249,7 +259,7 @@ def _place(
 
 def absorbed(
     qx: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     plan: Plan,
@@ -264,7 +274,7 @@ def absorbed(
     tokens, num_heads, width = qx.shape
     geometry, itemsize = common.geometry_of(pool), pool.dtype.itemsize
     launch = _launch("absorbed_scores", itemsize, geometry, num_heads)
-    options = Options(geometry, num_heads, scoring, launch.tile)
+    options = Options(geometry, num_heads, scoring, launch.tile, read_as(pool.dtype, qx.dtype))
     longest = batch.table_width * geometry.block_size
     piece = common.cdiv(common.cdiv(longest, PIECES), launch.tile) * launch.tile
     columns = common.cdiv(longest, piece) * piece
@@ -279,7 +289,7 @@ def absorbed(
         *common.batch_arguments(layer, batch),
         *plan.scores,
         qx.reshape(-1, width),
-        common.as_rows(pool),
+        *common.pool_arguments(pool),
     )
     if axis_name is not None:
         scores = sum_as_far(scores, 1, piece, _longest(batch), axis_name)
@@ -292,7 +302,7 @@ def absorbed(
         layer,
         batch,
         plan.sums,
-        (scores, common.as_rows(pool)),
+        (scores, *common.pool_arguments(pool)),
         jax.ShapeDtypeStruct(shape, qx.dtype),
         launch,
         functools.partial(_place, options=options),

@@ -18,6 +18,7 @@ from jaxserve.pallas_kernels.gpu_triton.common import Geometry
 from jaxserve.pallas_kernels.gpu_triton.stream_k import Shares
 from jaxserve.pallas_kernels.gpu_triton.tiles import Work
 from jaxserve.pallas_kernels.pool import POOL_DTYPES
+from jaxserve.pallas_kernels.xla.backend import SCALES
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128  # query heads that share a kv head: they are one tile of a matrix unit
@@ -41,7 +42,7 @@ def plan(
     decode_only: bool,
 ) -> PagedPlan | Work:
     """See `backends.Backend.plan`."""
-    geometry, itemsize = Geometry(*shape), jnp.dtype(dtype).itemsize
+    geometry, itemsize = Geometry.of(shape), jnp.dtype(dtype).itemsize
     masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
     if kind == HIDDEN:
         return projected.plan(batch, geometry, itemsize, num_heads, **masks)
@@ -61,7 +62,7 @@ def plan_absorbed(
     sliding_window: int | None,
 ) -> absorbed.Plan:
     """See `backends.Backend.plan_absorbed`."""
-    geometry, itemsize = Geometry(*shape), jnp.dtype(dtype).itemsize
+    geometry, itemsize = Geometry.of(shape), jnp.dtype(dtype).itemsize
     return absorbed.plan(batch, geometry, itemsize, num_heads, sliding_window=sliding_window)
 
 
@@ -111,6 +112,7 @@ def _backend(interpret: bool) -> Backend:
         move=with_mode(write.move),
         stage_out=with_mode(write.stage_out),
         stage_in=with_mode(write.stage_in),
+        scales=SCALES,
         supports=supports,
         plan=plan,
         plan_absorbed=plan_absorbed,

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.online_softmax import Scales
+from jaxserve.pallas_kernels.pool import FLOAT8, Pool, ScaledPool
 
+FLOAT8_SCALE = 256.0  # of what `widened` makes of float8
 ZERO_ROWS = 64  # of an output, that one program fills with zeros
 Ref = Any  # pallas has no public type for the refs that kernels get
 
@@ -67,6 +72,7 @@ class Geometry(NamedTuple):
         kv_heads: KV heads of one shard.
         block_size: Tokens of a block.
         head_dim: Elements of a head.
+        scaled: Whether its vectors have scales.
     """
 
     layers: int
@@ -74,6 +80,13 @@ class Geometry(NamedTuple):
     kv_heads: int
     block_size: int
     head_dim: int
+    scaled: bool = False
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], *, scaled: bool = False) -> Geometry:
+        """That of a pool [layers, blocks, kv_heads, block_size, head_dim]."""
+        layers, blocks, kv_heads, block_size, head_dim = shape
+        return cls(layers, blocks, kv_heads, block_size, head_dim, scaled)
 
     @property
     def padded_dim(self) -> int:
@@ -132,14 +145,85 @@ def context_tiles(length: jax.Array, tile: int, window: int | None) -> jax.Array
     return tiles if window is None else tiles - jnp.maximum(length - window, 0) // tile
 
 
-def geometry_of(pool: jax.Array) -> Geometry:
+def geometry_of(pool: Pool) -> Geometry:
     """The static shape of a pool [layers, blocks, kv_heads, block_size, head_dim]."""
-    return Geometry(*pool.shape)
+    return Geometry.of(pool.shape, scaled=isinstance(pool, ScaledPool))
 
 
-def as_rows(pool: jax.Array) -> jax.Array:
-    """The pool as [rows, head_dim]: a view of the same memory."""
-    return pool.reshape(-1, pool.shape[-1])
+class PoolRefs(NamedTuple):
+    """A pool as a kernel sees it.
+
+    Attributes:
+        values: [rows, head_dim]; float8 as uint8, which GPUs before sm_89 know, too.
+        scales: float32 [rows], or None.
+    """
+
+    values: Ref
+    scales: Ref | None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the values."""
+        return jnp.dtype(self.values.dtype)
+
+    def load(
+        self, rows: jax.Array, inside: jax.Array | None, geometry: Geometry, dtype: DTypeLike
+    ) -> jax.Array:
+        """The values of vectors, see `widened`.
+
+        Args:
+            rows: int32 [N].
+            inside: bool [N], rows to load, the others being zeros; None for all.
+            geometry: Of the pool.
+            dtype: A wide one.
+
+        Returns:
+            [N, padded head_dim].
+        """
+        width, padded = geometry.head_dim, geometry.padded_dim
+        return widened(load_rows(self.values, rows, inside, width, padded), dtype)
+
+    def load_scales(self, rows: jax.Array, inside: jax.Array | None) -> Scales:
+        """Their scales, float32 [N], zeros where not `inside`; or that of all; None for 1."""
+        if self.scales is None:
+            return FLOAT8_SCALE if self.values.dtype == jnp.uint8 else None
+        at = self.scales.at[rows]
+        return plgpu.load(at) if inside is None else plgpu.load(at, mask=inside, other=0)
+
+
+def pool_arguments(pool: Pool) -> tuple[jax.Array, ...]:
+    """The arrays that a kernel sees as `PoolRefs`: views of the same memory."""
+    if isinstance(pool, ScaledPool):
+        return as_rows(pool.values), pool.scales.reshape(-1)
+    return (as_rows(pool),)
+
+
+def take_pool(refs: Sequence[Ref], geometry: Geometry) -> tuple[PoolRefs, list[Ref]]:
+    """The pool, which comes first of the refs, and the rest of them."""
+    count = 2 if geometry.scaled else 1
+    return PoolRefs(refs[0], refs[1] if geometry.scaled else None), list(refs[count:])
+
+
+def as_rows(values: jax.Array) -> jax.Array:
+    """A pool's values as [rows, head_dim]: a view of the same memory."""
+    return as_bits(values).reshape(-1, values.shape[-1])
+
+
+def as_bits(values: jax.Array) -> jax.Array:
+    """float8 as uint8, what is of other dtypes as it is."""
+    return lax.bitcast_convert_type(values, jnp.uint8) if values.dtype.name == FLOAT8 else values
+
+
+def widened(values: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Numbers of a pool, float8 as uint8, in a wide dtype. What was float8 lacks a factor of
+    `FLOAT8_SCALE`: as the upper half of a float16, which has 1 bit of exponent more, it is so much
+    less, and the scores are fewer than the numbers."""
+    if values.dtype != jnp.uint8:
+        return values.astype(dtype)
+    bits = (values.astype(jnp.int8).astype(jnp.int16) << 7) & jnp.int16(~(1 << 14))
+    found = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+    nan = jnp.abs(found) == 1.875  # 127
+    return jnp.where(nan, jnp.float32(jnp.nan), found).astype(dtype)
 
 
 def power_of_two(number: int) -> int:

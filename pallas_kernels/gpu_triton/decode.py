@@ -28,6 +28,7 @@ from jaxserve.pallas_kernels.gpu_triton.stream_k import (
     unpacked,
 )
 from jaxserve.pallas_kernels.online_softmax import Softmax
+from jaxserve.pallas_kernels.pool import Pool, read_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _attend(
     refs: common.BatchRefs,
     segment: Segment,
     q_ref: common.Ref,  # [T * H, D]
-    pool_ref: common.Ref,  # [rows, D]
+    pool: common.PoolRefs,
     options: Options,
 ) -> tuple[Softmax, jax.Array, jax.Array]:
     """A segment: (softmax of the group's heads, their rows in q and the output [G], which of these
@@ -103,7 +104,8 @@ def _attend(
     rows = token * options.num_heads + head * options.group + member
     is_head = member < options.group
     width, padded = geometry.head_dim, geometry.padded_dim
-    q = common.load_rows(q_ref, rows, is_head, width, padded).astype(pool_ref.dtype)
+    dtype = read_as(pool.dtype, q_ref.dtype)
+    q = common.load_rows(q_ref, rows, is_head, width, padded).astype(dtype)
     context = common.context_of(refs, geometry, row)
 
     def one_tile(j: jax.Array, state: Softmax) -> Softmax:
@@ -111,11 +113,13 @@ def _attend(
         inside = (position >= lower) & (position < length)
         k_rows = context.pool_rows(0, head, position, inside)
         v_rows = context.pool_rows(1, head, position, inside)
-        k = common.load_rows(pool_ref, k_rows, inside, width, padded)
-        v = common.load_rows(pool_ref, v_rows, inside, width, padded)
+        k = pool.load(k_rows, inside, geometry, dtype)
+        v = pool.load(v_rows, inside, geometry, dtype)
         products = online_softmax.dot(q, k, transposed=True)
+        products = online_softmax.scaled(products, pool.load_scales(k_rows, inside))
         scores = online_softmax.prepare(products, options.scoring)
-        return online_softmax.step(state, jnp.where(inside[None, :], scores, -jnp.inf), v)
+        scores = jnp.where(inside[None, :], scores, -jnp.inf)
+        return online_softmax.step(state, scores, v, pool.load_scales(v_rows, inside))
 
     first = lax.div(lower, jnp.int32(tile))
     state = online_softmax.start(options.padded_group, padded)
@@ -124,13 +128,14 @@ def _attend(
 
 
 def _kernel(*refs: common.Ref, options: Options) -> None:
-    """refs: the batch, the shares, q [T * H, D], the pool's rows, the output [T * H, D] and the
-    parts. Programs behind those with shares write zeros."""
-    batch, _, shares, (q_ref, pool_ref, out_ref, *parts) = unpacked(refs)
+    """refs: the batch, the shares, q [T * H, D], the pool, the output [T * H, D] and the parts.
+    Programs behind those with shares write zeros."""
+    batch, _, shares, (q_ref, *rest) = unpacked(refs)
+    pool, (out_ref, *parts) = common.take_pool(rest, options.geometry)
     behind = pl.program_id(0) - shares.first.shape[0]
 
     def attend(segment: Segment) -> None:
-        state, rows, is_head = _attend(batch, segment, q_ref, pool_ref, options)
+        state, rows, is_head = _attend(batch, segment, q_ref, pool, options)
         store_segment(out_ref, Parts(*parts), segment, state, rows, is_head, options.group)
 
     for_each_segment(shares, attend)
@@ -157,7 +162,7 @@ def _place(
 
 def paged_decode(
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     shares: Shares,
@@ -191,7 +196,7 @@ def paged_decode(
         layer,
         batch,
         shares,
-        (q.reshape(-1, head_dim), common.as_rows(pool)),
+        (q.reshape(-1, head_dim), *common.pool_arguments(pool)),
         jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype),
         launch,
         functools.partial(_place, options=options),

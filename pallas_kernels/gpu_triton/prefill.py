@@ -31,6 +31,7 @@ from jaxserve.pallas_kernels.gpu_triton.tiles import (
     tile_of,
 )
 from jaxserve.pallas_kernels.online_softmax import Softmax
+from jaxserve.pallas_kernels.pool import Pool, read_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +87,13 @@ def plan(
 
 
 def _kernel(*refs: common.Ref, options: Options) -> None:
-    """refs: the batch, the tiles, the shares, q [T * H, D], the pool's rows, the output so far
-    (aliased), the output [T * H, D] and the parts."""
-    batch, tiles, shares, (q_ref, pool_ref, _, out_ref, *parts) = unpacked(refs, 2)
+    """refs: the batch, the tiles, the shares, q [T * H, D], the pool, the output so far (aliased),
+    the output [T * H, D] and the parts."""
+    batch, tiles, shares, (q_ref, *rest) = unpacked(refs, 2)
+    pool, (_, out_ref, *parts) = common.take_pool(rest, options.geometry)
 
     def attend(segment: Segment) -> None:
-        _attend(
-            batch, QueryTiles(*tiles), segment, q_ref, pool_ref, out_ref, Parts(*parts), options
-        )
+        _attend(batch, QueryTiles(*tiles), segment, q_ref, pool, out_ref, Parts(*parts), options)
 
     for_each_segment(shares, attend)
 
@@ -103,7 +103,7 @@ def _attend(
     tiles: QueryTiles,
     segment: Segment,
     q_ref: common.Ref,  # [T * H, D]
-    pool_ref: common.Ref,  # [rows, D]
+    pool: common.PoolRefs,
     out_ref: common.Ref,  # [T * H, D]
     parts: Parts,
     options: Options,
@@ -120,7 +120,8 @@ def _attend(
         num_heads=options.num_heads,
         sliding_window=window,
     )
-    q = common.load_rows(q_ref, tile.rows, tile.used, width, padded).astype(pool_ref.dtype)
+    dtype = read_as(pool.dtype, q_ref.dtype)
+    q = common.load_rows(q_ref, tile.rows, tile.used, width, padded).astype(dtype)
     context = common.context_of(batch, geometry, tile.row)
 
     def walk(j: jax.Array, state: Softmax, masked: bool) -> Softmax:
@@ -128,13 +129,14 @@ def _attend(
         inside = (position >= tile.lower) & (position < tile.upper) if masked else None
         k_rows = context.pool_rows(0, head, position, inside)
         v_rows = context.pool_rows(1, head, position, inside)
-        k = common.load_rows(pool_ref, k_rows, inside, width, padded)
-        v = common.load_rows(pool_ref, v_rows, inside, width, padded)
+        k = pool.load(k_rows, inside, geometry, dtype)
+        v = pool.load(v_rows, inside, geometry, dtype)
         products = online_softmax.dot(q, k, transposed=True)
+        products = online_softmax.scaled(products, pool.load_scales(k_rows, inside))
         scores = online_softmax.prepare(products, options.scoring)
         if masked:
             scores = jnp.where(seen_by(tile, position, window), scores, -jnp.inf)
-        return online_softmax.step(state, scores, v)
+        return online_softmax.step(state, scores, v, pool.load_scales(v_rows, inside))
 
     state = online_softmax.start(options.queries, padded)
     first = lax.div(tile.lower, jnp.int32(size))
@@ -150,7 +152,7 @@ def _attend(
 def paged_prefill(
     out: jax.Array,
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     work: Work,
@@ -181,7 +183,7 @@ def paged_prefill(
         layer,
         batch,
         work.shares,
-        (q.reshape(flat.shape), common.as_rows(pool), out.reshape(flat.shape)),
+        (q.reshape(flat.shape), *common.pool_arguments(pool), out.reshape(flat.shape)),
         flat,
         launch,
         functools.partial(place_in_tile, group=options.group, num_heads=num_heads),

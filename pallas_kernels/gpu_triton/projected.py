@@ -35,6 +35,7 @@ from jaxserve.pallas_kernels.gpu_triton.tiles import (
 )
 from jaxserve.pallas_kernels.hidden import HiddenProjection
 from jaxserve.pallas_kernels.online_softmax import Softmax, dot
+from jaxserve.pallas_kernels.pool import Pool, read_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +102,11 @@ def _load_row(ref: common.Ref, first: jax.Array | int, size: int, padded: int) -
 
 def _project(
     weights: Weights,
-    pool_ref: common.Ref,  # [rows, D]
+    pool: common.PoolRefs,
     first_rows: jax.Array,  # int32 [N], of head 0
     inside: jax.Array,  # bool [N]
     head: jax.Array,
+    dtype: jnp.dtype,
     options: Options,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """x Wk, in halves, and x Wv of a tile: float32 [N, padded half] twice and [N, padded D]."""
@@ -119,8 +121,11 @@ def _project(
         block_head, column = lax.div(c, steps), lax.rem(c, steps) * options.chunk + within
         real = column < width
         rows = first_rows + block_head * geometry.block_size
-        at = pool_ref.at[rows[:, None], column[None, :]]
-        x = plgpu.load(at, mask=inside[:, None] & real[None, :], other=0)
+        at = pool.values.at[rows[:, None], column[None, :]]
+        x = common.widened(plgpu.load(at, mask=inside[:, None] & real[None, :], other=0), dtype)
+        scales = pool.load_scales(rows, inside)
+        if scales is not None:
+            x = online_softmax.scaled(x.astype(jnp.float32), scales, axis=0).astype(dtype)
         row = (block_head * width + column)[:, None]
 
         def part(
@@ -195,11 +200,11 @@ def _attend(
     head: jax.Array,
     weights: Weights,
     q_ref: common.Ref,  # [T * N, D]
-    pool_ref: common.Ref,  # [rows, D]
+    pool: common.PoolRefs,
     options: Options,
 ) -> Softmax:
     """The softmax of a tile's queries over tiles of context [bounds)."""
-    geometry, dtype = options.geometry, pool_ref.dtype
+    geometry, dtype = options.geometry, read_as(pool.dtype, q_ref.dtype)
     q_first, q_second = _load_q(q_ref, tile, options, dtype)
     context = common.context_of(batch, geometry, tile.row)
 
@@ -207,7 +212,7 @@ def _attend(
         position = j * options.tile + jnp.arange(options.tile, dtype=jnp.int32)
         inside = (position >= tile.lower) & (position < tile.upper)
         rows = context.pool_rows(0, 0, position, inside)
-        first, second, v = _project(weights, pool_ref, rows, inside, head, options)
+        first, second, v = _project(weights, pool, rows, inside, head, dtype, options)
         first, second = _finish_k(weights, first, second, position, inside, head, options)
         if weights.bv is not None:
             width, padded = geometry.head_dim, geometry.padded_dim
@@ -224,9 +229,10 @@ def _attend(
 
 
 def _kernel(*refs: common.Ref, options: Options, given: tuple[str, ...]) -> None:
-    """refs: the batch, the tiles, the shares, q [T * N, D], the pool's rows, the weights that are
-    `given`, the output [T * N, D] and the parts. Programs behind those with shares write zeros."""
-    batch, tiles, shares, (q_ref, pool_ref, *arrays) = unpacked(refs, 2)
+    """refs: the batch, the tiles, the shares, q [T * N, D], the pool, the weights that are `given`,
+    the output [T * N, D] and the parts. Programs behind those with shares write zeros."""
+    batch, tiles, shares, (q_ref, *rest) = unpacked(refs, 2)
+    pool, arrays = common.take_pool(rest, options.geometry)
     by_name = dict(zip(given, arrays, strict=False))
     weights = Weights(*(by_name.get(name) for name in Weights._fields))
     out_ref, *parts = arrays[len(given) :]
@@ -245,7 +251,7 @@ def _kernel(*refs: common.Ref, options: Options, given: tuple[str, ...]) -> None
         )
         first = lax.div(tile.lower, jnp.int32(options.tile))
         bounds = first + segment.begin, first + segment.end
-        state = _attend(batch, tile, bounds, segment.head, weights, q_ref, pool_ref, options)
+        state = _attend(batch, tile, bounds, segment.head, weights, q_ref, pool, options)
         used = tile.used & (jnp.arange(options.queries, dtype=jnp.int32) < options.members)
         store_segment(out_ref, Parts(*parts), segment, state, tile.rows, used, options.members)
 
@@ -296,7 +302,7 @@ def plan(
 
 def projected(
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     projection: HiddenProjection,
@@ -330,7 +336,7 @@ def projected(
         layer,
         batch,
         work.shares,
-        (q.reshape(out.shape), common.as_rows(pool), *arrays.values()),
+        (q.reshape(out.shape), *common.pool_arguments(pool), *arrays.values()),
         out,
         launch,
         functools.partial(place_in_tile, group=1, num_heads=num_heads),

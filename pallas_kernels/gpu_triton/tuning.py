@@ -71,6 +71,7 @@ _TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
     "prefill": {
         (80, 2, 0): Launch(64, queries=128, warps=8, stages=5),
         (80, 2, 256): Launch(32, queries=64, warps=8, stages=5),
+        (80, 1, 0): Launch(32, queries=128, warps=8, stages=5),
         (80, 4, 0): Launch(16, queries=32, warps=4, stages=2),
         (80, 4, 256): Launch(16, queries=16, warps=8, stages=2),
         (90, 2, 0): Launch(128, queries=128, warps=8, stages=3),
@@ -151,14 +152,16 @@ def target() -> Gpu:
 
 
 def launch(kernel: str, itemsize: int, head_dim: int) -> Launch:
-    """The sizes of a kernel for elements of `itemsize` bytes and a padded head_dim."""
+    """The sizes of a kernel for elements of `itemsize` bytes and a padded head_dim. Elements of one
+    byte are multiplied as ones of two, whose sizes they have unless there are some of their own."""
     table, gpu = _TABLE[kernel], target()
+    sizes = (0, itemsize, 2) if itemsize == 1 else (0, itemsize)
     fits = [
         key
         for key in table
-        if key[0] <= gpu.capability and key[1] in (0, itemsize) and key[2] in (0, head_dim)
+        if key[0] <= gpu.capability and key[1] in sizes and key[2] in (0, head_dim)
     ]
-    found = table[max(fits, key=lambda key: (key[1] != 0, key[2] != 0, key[0]))]
+    found = table[max(fits, key=lambda key: (key[1] == itemsize, key[1] != 0, key[2] != 0, key[0]))]
     if gpu.capability not in SMALL_SHARED_MEMORY:
         return found
     return dataclasses.replace(

@@ -88,7 +88,8 @@ def write(
     """See `backends.Backend.write`: k, v and x [T, kv_heads, head_dim] into their slots."""
     geometry = common.geometry_of(pool)
     flat = (batch.max_tokens, geometry.kv_heads * geometry.head_dim)
-    values = [value.reshape(flat) for value in (k, v, x) if value is not None]
+    given = (value.astype(pool.dtype) for value in (k, v, x) if value is not None)
+    values = [common.as_bits(value).reshape(flat) for value in given]
     rows = common.as_rows(pool)
     arguments = (*common.batch_arguments(layer, batch), *values, rows)
     done = _call(
@@ -100,7 +101,14 @@ def write(
         interpret=interpret,
         name="pool_write",
     )(*arguments)
-    return done.reshape(pool.shape)
+    return _as_pool(done, pool)
+
+
+def _as_pool(rows: jax.Array, pool: jax.Array, shape: tuple[int, ...] = ()) -> jax.Array:
+    """A pool's rows, see `common.as_rows`, as the pool, or with its dtype and another shape."""
+    if rows.dtype != pool.dtype:
+        rows = lax.bitcast_convert_type(rows, pool.dtype)
+    return rows.reshape(shape or pool.shape)
 
 
 # (places, the place's number, layer, part of the slot) -> where in an array.
@@ -184,7 +192,7 @@ def move(
     """
     options: dict[str, Any] = {"interpret": interpret, "name": "pool_move"}
     given = (common.geometry_of(pool), moves, count, (common.as_rows(pool),))
-    return _copy(*given, _FIRST, _SECOND, **options).reshape(pool.shape)
+    return _as_pool(_copy(*given, _FIRST, _SECOND, **options), pool)
 
 
 def stage_out(
@@ -203,10 +211,11 @@ def stage_out(
     """
     geometry = common.geometry_of(pool)
     shape = (len(slots), geometry.layers, geometry.kv_heads, geometry.head_dim)
-    staged = jax.ShapeDtypeStruct((*shape[:2], shape[2] * shape[3]), pool.dtype)
+    rows = common.as_rows(pool)
+    staged = jax.ShapeDtypeStruct((*shape[:2], shape[2] * shape[3]), rows.dtype)
     options: dict[str, Any] = {"interpret": interpret, "name": "pool_stage_out"}
-    given = (geometry, slots, count, (common.as_rows(pool),))
-    return _copy(*given, _FIRST, _staged, staged, **options).reshape(shape)
+    done = _copy(geometry, slots, count, (rows,), _FIRST, _staged, staged, **options)
+    return _as_pool(done, pool, shape)
 
 
 def stage_in(
@@ -226,7 +235,7 @@ def stage_in(
         count: int32 [], how many entries are written.
         interpret: Run in the interpreter.
     """
-    flat = staging.reshape(*staging.shape[:2], -1)
+    flat = common.as_bits(staging).reshape(*staging.shape[:2], -1)
     options: dict[str, Any] = {"interpret": interpret, "name": "pool_stage_in"}
     given = (common.geometry_of(pool), slots, count, (flat, common.as_rows(pool)))
-    return _copy(*given, _staged, _FIRST, **options).reshape(pool.shape)
+    return _as_pool(_copy(*given, _staged, _FIRST, **options), pool)

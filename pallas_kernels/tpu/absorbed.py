@@ -18,10 +18,10 @@ from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
+from jaxserve.pallas_kernels.pool import Pool, read_as
 from jaxserve.pallas_kernels.tpu import absorbed_two_pass as passes
 from jaxserve.pallas_kernels.tpu import common, softmax, tuning
-from jaxserve.pallas_kernels.tpu.softmax import dot
-from jaxserve.pallas_kernels.tpu.stream import Signals, clean_ends
+from jaxserve.pallas_kernels.tpu.stream import Buffer, Signals, clean_ends
 from jaxserve.pallas_kernels.tpu.tuning import Sizes
 
 
@@ -33,7 +33,7 @@ def _one_pass(  # refs are of the pool's dtype where none is named
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, parts, block_size, head_dim]
     out: Any,  # VMEM like q, of the output's dtype
-    x: Any,  # VMEM [2, parts, tokens, head_dim]
+    x: Buffer,
     sums: Any,  # VMEM float32 [H, tokens]
     peak: Any,  # VMEM float32 [1, H, 128]
     total: Any,  # like peak
@@ -56,10 +56,10 @@ def _one_pass(  # refs are of the pool's dtype where none is named
             seen = (at >= low) & (at <= items[common.FIRST, i])
             scores = softmax.scored(passes.products(q, x, half, sums), seen, options)
             weights, fade = softmax.weigh(scores[None], peak, total, ...)
-            weights = weights[0].astype(x.dtype)
 
             def one(part: jax.Array) -> None:
-                acc[part] = acc[part] * fade[0] + dot(weights, x[half, part])
+                added = passes.weighted(weights[0], x, half, part, seen, q.dtype)
+                acc[part] = acc[part] * fade[0] + added
 
             passes.by_parts(chunk.heads, one)
 
@@ -118,7 +118,7 @@ def plan(
 
 def absorbed(
     qx: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     plan: Plan,
@@ -133,7 +133,7 @@ def absorbed(
     sizes = tuning.sizes(pool.dtype, interpret)
     num_heads = qx.shape[1]
     rows, parts, head_dim = batch.max_rows, pool.shape[2], pool.shape[4]
-    queries = qx.at[plan.token].get(mode="fill", fill_value=0).astype(pool.dtype)
+    queries = qx.at[plan.token].get(mode="fill", fill_value=0).astype(read_as(pool.dtype, qx.dtype))
     queries = queries.reshape(rows, num_heads, parts, head_dim).transpose(0, 2, 1, 3)
     chunk = common.make_chunk(pool.shape, pool.dtype, parts, batch.table_width, sizes)
     if axis_name is not None or not _fits(queries, chunk, sizes):

@@ -14,11 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.pool import Pool
 from jaxserve.pallas_kernels.sharding import sum_as_far
 from jaxserve.pallas_kernels.tpu import common, softmax, tuning
 from jaxserve.pallas_kernels.tpu import stream as tpu_stream
 from jaxserve.pallas_kernels.tpu.softmax import dot
-from jaxserve.pallas_kernels.tpu.stream import Signals, Stream, clean_ends
+from jaxserve.pallas_kernels.tpu.stream import Buffer, Signals, Stream, clean_ends, own_scales
 from jaxserve.pallas_kernels.tpu.tuning import Sizes
 
 TOGETHER = 8  # parts of x whose products the compiler may interleave
@@ -34,12 +35,12 @@ def by_parts(parts: int, one: Any) -> None:
             one(turn * step + n)
 
 
-def products(q: Any, x: Any, half: jax.Array, sums: Any) -> jax.Array:
+def products(q: Any, x: Buffer, half: jax.Array, sums: Any) -> jax.Array:
     """Products qx . x, summed over all parts.
 
     Args:
         q: VMEM [1, parts, H, head_dim].
-        x: VMEM [2, parts, tokens, head_dim].
+        x: The buffer.
         half: int32 [], the half of x in use.
         sums: VMEM float32 [H, tokens], scratch.
 
@@ -49,10 +50,37 @@ def products(q: Any, x: Any, half: jax.Array, sums: Any) -> jax.Array:
     sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
     def one(part: jax.Array) -> None:
-        sums[...] += dot(q[0, part], x[half, part], transposed=True)
+        product = dot(q[0, part], x.vectors((half, part), q.dtype), transposed=True)
+        sums[...] += softmax.scaled(product, _scales(x, half, part))
 
-    by_parts(x.shape[1], one)
+    by_parts(x.values.shape[1], one)
     return sums[...]
+
+
+def weighted(
+    weights: jax.Array, x: Buffer, half: jax.Array, part: jax.Array, own: jax.Array, dtype: Any
+) -> jax.Array:
+    """The weighted sum of a part of x.
+
+    Args:
+        weights: float32 [H, tokens].
+        x: The buffer.
+        half: int32 [], the half of x in use.
+        part: int32 [], the part.
+        own: bool [1, tokens], the slots that count: what scales others have is not read.
+        dtype: To compute in.
+
+    Returns:
+        float32 [H, head_dim].
+    """
+    mine = softmax.scaled(weights, own_scales(_scales(x, half, part), own))
+    return dot(mine.astype(dtype), x.vectors((half, part), dtype))
+
+
+def _scales(x: Buffer, half: jax.Array, part: jax.Array) -> jax.Array | None:
+    """Those of a part, float32 [1, tokens]; None for 1."""
+    scales = x.scales_of(half, pl.ds(part, 1))
+    return None if scales is None else scales[0]
 
 
 class Shares(NamedTuple):
@@ -150,7 +178,7 @@ def stream(
     prefetched: tuple[Any, Any, Any],
     tables: Any,
     pool: Any,
-    x: Any,
+    x: Buffer,
     signals: Signals,
 ) -> Stream:
     """The stream of chunks for the items of this core's share.
@@ -161,7 +189,7 @@ def stream(
         prefetched: items, SMEM int32 [7, N]; layer, SMEM int32 [1]; cuts, SMEM int32 [cores + 1].
         tables: HBM int32 [R, 1, 2 * W].
         pool: HBM [layers, blocks, parts, block_size, head_dim].
-        x: VMEM [2, parts, tokens, head_dim], the buffer.
+        x: The buffer.
         signals: The kernel's.
     """
     items, layer, cuts = prefetched
@@ -184,7 +212,7 @@ def launch(
     shares: Shares,
     layer: jax.Array | int,
     given: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     specs: tuple[pl.BlockSpec, pl.BlockSpec],
     out: jax.ShapeDtypeStruct,
     scratch: list[Any],
@@ -214,17 +242,17 @@ def launch(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(len(cuts) - 1, steps),
-            in_specs=[specs[0], common.HBM, common.ANY],
+            in_specs=[specs[0], common.HBM, tpu_stream.pool_spec(pool)],
             out_specs=specs[1],
             scratch_shapes=[
-                pltpu.VMEM((2, *chunk.shape), pool.dtype),
+                tpu_stream.buffer_of(chunk, pool),
                 *scratch,
                 tpu_stream.signals(chunk),
             ],
         ),
         compiler_params=common.compiler(sizes, 1),
         interpret=common.interpreted(options.interpret),
-        name=f"absorbed{kernel.__name__}",
+        name=f"absorbed{getattr(kernel, 'func', kernel).__name__}",
     )
     return call(*work.scalars(layer), cuts, given, work.tables, pool)
 
@@ -237,7 +265,7 @@ def _scores(  # refs are of the pool's dtype where none is named
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, parts, block_size, head_dim]
     out: Any,  # VMEM float32 [1, 1, H, tokens]: raw products
-    x: Any,  # VMEM [2, parts, tokens, head_dim]
+    x: Buffer,
     sums: Any,  # VMEM float32 [H, tokens]
     signals: Signals,
     *,
@@ -265,11 +293,12 @@ def _weighted(  # refs are of the pool's dtype where none is named
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, parts, block_size, head_dim]
     out: Any,  # VMEM float32 [1, parts, H, head_dim], the row's: adds up over its chunks
-    x: Any,  # VMEM [2, parts, tokens, head_dim]
+    x: Buffer,
     signals: Signals,
     *,
     chunk: common.Chunk,
     options: common.Options,
+    dtype: Any,
 ) -> None:
     window = options.sliding_window
     chunks = stream(chunk, window, (items, layer, cuts), tables, pool, x, signals)
@@ -283,9 +312,12 @@ def _weighted(  # refs are of the pool's dtype where none is named
 
         def use(j: jax.Array, half: jax.Array) -> None:
             clean_ends(chunk, items, i, j, x, half, window)
+            low, high = common.bounds(items, i, window)
+            at = chunk.positions(j, items[common.SIDE, i], 1)
+            own = (at >= low) & (at < high)
 
             def one(part: jax.Array) -> None:
-                out[0, part] += dot(weights[0, 0].astype(x.dtype), x[half, part])
+                out[0, part] += weighted(weights[0, 0], x, half, part, own, dtype)
 
             by_parts(chunk.heads, one)
 
@@ -296,7 +328,7 @@ def _weighted(  # refs are of the pool's dtype where none is named
 
 def two_passes(
     queries: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     live: jax.Array,
@@ -340,7 +372,8 @@ def two_passes(
     # A row without anything seen has NaN here; it has no item either.
     weights = jax.nn.softmax(scores, axis=(1, 3))
     out = jax.ShapeDtypeStruct(queries.shape, jnp.float32)
-    return run(_weighted, shares, layer, weights, pool, (part, row), out, [])
+    sum_up = functools.partial(_weighted, dtype=queries.dtype)
+    return run(sum_up, shares, layer, weights, pool, (part, row), out, [])
 
 
 def _seen(

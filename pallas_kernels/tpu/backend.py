@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxserve.pallas_kernels.backends import Backend, Scoring
+from jaxserve.pallas_kernels.backends import Backend, ScaleOps, Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, AttentionBatch
 from jaxserve.pallas_kernels.tpu import (
     absorbed,
@@ -19,6 +19,7 @@ from jaxserve.pallas_kernels.tpu import (
     move,
     prefill,
     projected,
+    scales,
     write,
 )
 from jaxserve.pallas_kernels.tpu.common import Options
@@ -104,6 +105,12 @@ def _backend(interpret: bool) -> Backend:
         plan_absorbed=with_mode(absorbed.plan),
         plan_write=write.plan,
         quantized_matmul=with_mode(grouped.choose),
+        scales=ScaleOps(
+            write=with_mode(scales.write),
+            move=with_mode(scales.move),
+            stage_out=scales.stage_out,
+            stage_in=with_mode(scales.stage_in),
+        ),
     )
 
 

@@ -22,8 +22,6 @@ from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.tpu.tuning import Sizes
 
 LANES = 128
-# Rows of the layout's tile in the pool, whatever the dtype: transfers begin and end at multiples.
-GRANULE = 8
 # Heads are cut out of 16-bit weights, whose tiles have so many rows; not mostly padding.
 PACKED, LEAST_HEAD_DIM = 16, 64
 # SMEM for items and rows of tables; the smallest chip has 1 MiB, of which the compiler wants some.
@@ -87,6 +85,11 @@ class Chunk:
             offset = slot & (self.block_size - 1)
         mirrored = slot + self.block_size - 1 - 2 * offset
         return j * self.tokens + jnp.where(side == RIGHT, mirrored, slot)
+
+
+def granule_of(dtype: DTypeLike) -> int:
+    """Rows of the layout's tile in a pool of this dtype: transfers begin and end at multiples."""
+    return 32 if jnp.dtype(dtype).itemsize == 1 else 8
 
 
 def padded(head_dim: int) -> int:
@@ -252,12 +255,13 @@ def supports(kind: int, shape: KernelShape) -> str | None:
     """Why the kernels do not support this shape (of one shard), or None."""
     head_dim, block_size = shape.head_dim, shape.block_size
     name = jnp.dtype(shape.dtype).name
-    if name not in ("float32", "bfloat16"):
-        return f"dtype {name}: TPUs compute in float32 and bfloat16"
+    if name == "float16":
+        return "dtype float16: TPUs compute in float32 and bfloat16"
     if head_dim < LEAST_HEAD_DIM or head_dim % PACKED:
         return f"head_dim {head_dim}: must be a multiple of {PACKED} from {LEAST_HEAD_DIM} up"
-    if block_size % GRANULE:
-        return f"block_size {block_size}: must be a multiple of {GRANULE}"
+    slots = granule_of(shape.dtype)
+    if block_size % slots:
+        return f"block_size {block_size}: must be a multiple of {slots} for {name}"
     if shape.num_heads % shape.kv_heads:
         return f"num_heads {shape.num_heads}: must be a multiple of kv_heads {shape.kv_heads}"
     return None

@@ -17,9 +17,18 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.batch import AttentionBatch
+from jaxserve.pallas_kernels.pool import Pool, read_as
 from jaxserve.pallas_kernels.tpu import common, softmax, tuning
 from jaxserve.pallas_kernels.tpu import stream as tpu_stream
-from jaxserve.pallas_kernels.tpu.stream import Signals, Stream, clean_ends
+from jaxserve.pallas_kernels.tpu.stream import (
+    Buffer,
+    Signals,
+    Stream,
+    buffer_of,
+    clean_ends,
+    own_scales,
+    pool_spec,
+)
 
 
 def _kernel(  # refs are of the pool's dtype where none is named
@@ -29,8 +38,8 @@ def _kernel(  # refs are of the pool's dtype where none is named
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, kv_heads, block_size, head_dim]
     out: Any,  # VMEM like q, of the output's dtype
-    k: Any,  # VMEM [2, heads, tokens, head_dim]
-    v: Any,  # like k
+    k: Buffer,
+    v: Buffer,
     peak: Any,  # VMEM float32 [heads, group, 128]
     total: Any,  # like peak
     acc: Any,  # VMEM float32 [heads, group, head_dim]
@@ -49,7 +58,10 @@ def _kernel(  # refs are of the pool's dtype where none is named
         clean_ends(chunk, items, i, j, v, half, window)
         at = chunk.positions(j, items[common.SIDE, i], 1)
         seen = ((at >= low) & (at <= items[common.FIRST, i]))[None]
-        softmax.update(state, ..., q[0], k[half], v[half], seen, options)
+        mine = pl.ds(share[0], chunk.heads)
+        scales = k.scales_of(half, mine), own_scales(v.scales_of(half, mine), seen)
+        keys, values = (each.vectors((half,), q.dtype) for each in (k, v))
+        softmax.update(state, ..., q[0], keys, values, seen, options, scales)
 
     stream.walk(i, use)
     out[0] = softmax.finished(state).astype(out.dtype)
@@ -94,7 +106,7 @@ def plan(
 
 def decode(
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     width: int,
     decodes: Decodes,
@@ -122,14 +134,14 @@ def decode(
     row = pl.BlockSpec(
         (1, heads, group, head_dim), lambda h, i, items, *_: (items[common.ROW, i], h, 0, 0)
     )
-    buffer = pltpu.VMEM((2, *chunk.shape), pool.dtype)
+    buffer = buffer_of(chunk, pool)
     call = pl.pallas_call(
         functools.partial(_kernel, chunk=chunk, options=options),
         out_shape=jax.ShapeDtypeStruct((rows, kv_heads, group, head_dim), q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(kv_heads // heads, work.number),
-            in_specs=[row, common.HBM, common.ANY],
+            in_specs=[row, common.HBM, pool_spec(pool)],
             out_specs=row,
             scratch_shapes=[
                 buffer,
@@ -142,7 +154,7 @@ def decode(
         interpret=common.interpreted(options.interpret),
         name="paged_decode",
     )
-    queries = q.astype(pool.dtype).reshape(rows, kv_heads, group, head_dim)
+    queries = q.astype(read_as(pool.dtype, q.dtype)).reshape(rows, kv_heads, group, head_dim)
     out = call(*work.scalars(layer), queries, work.tables, pool)
     # Rows without an item were never written.
     return jnp.where(decodes.live[:, None, None], out.reshape(q.shape), 0)

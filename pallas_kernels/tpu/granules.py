@@ -1,9 +1,10 @@
 """Putting vectors into slots of the pool on TPU, in place (Mosaic), by granules.
 
-The pool's layout is tiled by 8 slots, so that one slot of a 16-bit pool cannot be written alone: a
-granule of 8 slots of a block is read, changed and written back. Work items are distinct granules,
-with all the vectors that go there whosever they are, so that two rows that fill one block from both
-ends are one item, and no transfer can undo another's. A chip's cores share the items.
+The pool's layout is tiled by 8 slots (of 8 bits by 32), so that one slot of a 16-bit pool cannot be
+written alone: a granule of so many slots of a block is read, changed and written back. Work items
+are distinct granules, with all the vectors that go there whosever they are, so that two rows that
+fill one block from both ends are one item, and no transfer can undo another's. A chip's cores share
+the items.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Puts(NamedTuple):
 
     Attributes:
         target: int32 [N], distinct granules: block * granules of a block + granule.
-        source: int32 [N, 8], what goes to each of their slots, or NOBODY.
+        source: int32 [N, granule], what goes to each of their slots, or NOBODY.
         span: int32 [2, N], the first slot that something goes to, and the end of them.
         number: int32 [], how many of the N count.
     """
@@ -39,55 +40,57 @@ class Puts(NamedTuple):
     number: jax.Array
 
 
-def granules(target: jax.Array, slot: jax.Array, source: jax.Array) -> Puts:
+def granules(target: jax.Array, slot: jax.Array, source: jax.Array, size: int) -> Puts:
     """Gathers all that goes into the same granule.
 
     Args:
         target: int32 [N], the granule of each of N candidates; negative for none.
         slot: int32 [N, any], slots of its granule that a candidate brings something to.
         source: int32 [N, any], what it brings there; NOBODY for nothing.
+        size: Slots of a granule.
     """
     same = target[:, None] == target[None, :]
     leader = jnp.argmax(same, axis=1)
-    merged = jnp.full((len(target), common.GRANULE), NOBODY, jnp.int32)
+    merged = jnp.full((len(target), size), NOBODY, jnp.int32)
     merged = merged.at[leader[:, None], slot].max(source, mode="drop")
     live = (leader == jnp.arange(len(target))) & (target >= 0)
     order, number = common.live_first(live)
     merged = merged[order]
-    wanted, slots = merged >= 0, jnp.arange(common.GRANULE, dtype=jnp.int32)
-    first = jnp.where(wanted, slots, common.GRANULE).min(axis=1)
+    wanted, slots = merged >= 0, jnp.arange(size, dtype=jnp.int32)
+    first = jnp.where(wanted, slots, size).min(axis=1)
     end = jnp.where(wanted, slots + 1, 0).max(axis=1)
     return Puts(target[order], merged, jnp.stack([first, end]), number)
 
 
 def merge(rows: list[jax.Array], wanted: jax.Array, old: jax.Array) -> jax.Array:
-    """old [heads, 8, head_dim] with rows[s] [heads, head_dim] in each slot s of wanted, bool [8,
-    1]. Transposed in float32, which is exact for narrower dtypes."""
+    """old [heads, slots, head_dim] with rows[s] [heads, head_dim] in each slot s of wanted, bool
+    [slots, 1]. Transposed in float32, which is exact for narrower dtypes."""
     new = jnp.swapaxes(jnp.stack([row.astype(jnp.float32) for row in rows]), 0, 1)
     return jnp.where(wanted[None], new, old.astype(jnp.float32)).astype(old.dtype)
 
 
-def slots_wanted(source: Any, i: jax.Array) -> jax.Array:
-    """bool [8, 1]: the slots of item i that something goes to; source: SMEM int32 [N * 8]."""
-    slot = lax.broadcasted_iota(jnp.int32, (common.GRANULE, 1), 0)
-    wanted = jnp.zeros((common.GRANULE, 1), jnp.int32)
-    for s in range(common.GRANULE):
-        wanted = jnp.where((slot == s) & (source[i * common.GRANULE + s] >= 0), 1, wanted)
+def slots_wanted(source: Any, i: jax.Array, size: int) -> jax.Array:
+    """bool [size, 1]: the slots of item i that something goes to; source: SMEM int32 [N * size]."""
+    slot = lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+    wanted = jnp.zeros((size, 1), jnp.int32)
+    for s in range(size):
+        wanted = jnp.where((slot == s) & (source[i * size + s] >= 0), 1, wanted)
     return wanted > 0
 
 
 def _put_kernel(
     places: Any,  # SMEM int32 [4, N + 1]: block, granule, its first slot and the end of them
-    source: Any,  # SMEM int32 [N * 8]
+    source: Any,  # SMEM int32 [N * granule]
     layer: Any,  # SMEM int32 [1]
     number: Any,  # SMEM int32 [1], items
-    old: Any,  # VMEM [deep, 1, heads, 8, head_dim], the item's granule in some layers
+    old: Any,  # VMEM [deep, 1, heads, granule, head_dim], the item's in some layers
     *refs: Any,  # values, HBM [M, layers, heads, head_dim] each; new, VMEM like old; found, VMEM
-    # [2, 8, deep, heads, head_dim]; arrived, DMA semaphores [2]
+    # [2, granule, deep, heads, head_dim]; arrived, DMA semaphores [2]
     cores: int,
 ) -> None:
     *values, new, found, arrived = refs
-    step, steps, deep = pl.program_id(2), pl.num_programs(2), found.shape[2]
+    step, steps = pl.program_id(2), pl.num_programs(2)
+    size, deep = found.shape[1:3]
     layers, half = pl.ds(pl.program_id(1) * deep, deep), step & 1
     first = pl.program_id(0) * steps if cores > 1 else 0
     i = first + step
@@ -98,7 +101,7 @@ def _put_kernel(
     def fetch(item: jax.Array, half: jax.Array) -> None:
         @pl.loop(places[2, item], places[3, item])
         def _(s: jax.Array) -> None:
-            wanted = source[item * common.GRANULE + s]
+            wanted = source[item * size + s]
             for which, value in enumerate(values):
 
                 @pl.when((wanted >= 0) & (wanted % PLANES == which))
@@ -123,16 +126,16 @@ def _put_kernel(
     def _() -> None:
         @pl.loop(places[2, i], places[3, i])
         def _(s: jax.Array) -> None:
-            @pl.when(source[i * common.GRANULE + s] >= 0)
+            @pl.when(source[i * size + s] >= 0)
             def _() -> None:
                 vector = values[0].at[0, layers]
                 pltpu.make_async_copy(vector, found.at[half, s], arrived.at[half]).wait()
 
-        wanted = slots_wanted(source, i)
+        wanted = slots_wanted(source, i, size)
 
         @pl.loop(0, deep)
         def _(n: jax.Array) -> None:
-            rows = [found[half, s, n] for s in range(common.GRANULE)]
+            rows = [found[half, s, n] for s in range(size)]
             new[n, 0] = merge(rows, wanted, old[n, 0])
 
 
@@ -140,7 +143,7 @@ def layers_at_once(pool: jax.Array, layers: int, interpret: bool) -> int:
     """Layers of a granule to move at once: a divisor of `layers`, whose quotient divides over the
     cores where possible."""
     _, _, heads, _, head_dim = pool.shape
-    granule = heads * common.GRANULE * common.padded(head_dim) * pool.dtype.itemsize
+    granule = heads * common.granule_of(pool.dtype) * common.padded(head_dim) * pool.dtype.itemsize
     sizes = tuning.sizes(pool.dtype, interpret)
     most = max(1, sizes.stage_bytes // granule)
     return common.most_a_program(layers, most, sizes.cores)
@@ -167,7 +170,8 @@ def put_vectors(
         interpret: Run in the interpreter.
     """
     heads, block_size, head_dim = pool.shape[2:]
-    layers, parts = values[0].shape[1], block_size // common.GRANULE
+    size = puts.source.shape[1]
+    layers, parts = values[0].shape[1], block_size // size
     deep, sizes = layers_at_once(pool, layers, interpret), tuning.sizes(pool.dtype, interpret)
     steps = (puts.number + sizes.cores - 1) // sizes.cores
 
@@ -181,7 +185,7 @@ def put_vectors(
             i = jnp.where(first < number[0], last, places.shape[1] - 1)
         return layer[0] + n, places[0, i], 0, places[1, i], 0
 
-    granule = pl.BlockSpec((deep, 1, heads, common.GRANULE, head_dim), index)
+    granule = pl.BlockSpec((deep, 1, heads, size, head_dim), index)
     call = pl.pallas_call(
         functools.partial(_put_kernel, cores=sizes.cores),
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
@@ -191,7 +195,7 @@ def put_vectors(
             in_specs=[granule, *[common.ANY] * len(values)],
             out_specs=granule,
             scratch_shapes=[
-                pltpu.VMEM((2, common.GRANULE, deep, heads, head_dim), pool.dtype),
+                pltpu.VMEM((2, size, deep, heads, head_dim), pool.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),

@@ -17,9 +17,18 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.batch import AttentionBatch
+from jaxserve.pallas_kernels.pool import Pool, read_as
 from jaxserve.pallas_kernels.tpu import common, softmax, tuning
 from jaxserve.pallas_kernels.tpu import stream as tpu_stream
-from jaxserve.pallas_kernels.tpu.stream import Signals, Stream, clean_ends
+from jaxserve.pallas_kernels.tpu.stream import (
+    Buffer,
+    Signals,
+    Stream,
+    buffer_of,
+    clean_ends,
+    own_scales,
+    pool_spec,
+)
 from jaxserve.pallas_kernels.tpu.tiles import (
     ALIGNED,
     Outputs,
@@ -37,8 +46,8 @@ def _kernel(  # refs are of the pool's dtype where none is named
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, kv_heads, block_size, head_dim]
     out: Any,  # HBM [kv_heads, group, units, 16, head_dim], of the output's dtype
-    k: Any,  # VMEM [2, heads, tokens, head_dim]
-    v: Any,  # like k
+    k: Buffer,
+    v: Buffer,
     peak: Any,  # VMEM float32 [heads, group * tile, 128]
     total: Any,  # like peak
     acc: Any,  # VMEM float32 [heads, group * tile, head_dim]
@@ -62,12 +71,17 @@ def _kernel(  # refs are of the pool's dtype where none is named
         clean_ends(chunk, items, i, j, v, half, window)
         at = chunk.positions(j, items[common.SIDE, i], 1)
         seen = seen_by(items, i, at, group, tile, window)[None]
+        low, high = common.bounds(items, i, window)
+        own = ((at >= low) & (at < high))[None]
 
         @pl.loop(0, chunk.heads)
         def _(n: jax.Array) -> None:
             one = pl.ds(n, 1)
             queries = q[one].reshape(1, group * tile, chunk.head_dim)
-            softmax.update(state, one, queries, k[half, one], v[half, one], seen, options)
+            mine = pl.ds(share[0] + n, 1)
+            scales = k.scales_of(half, mine), own_scales(v.scales_of(half, mine), own)
+            keys, values = (each.vectors((half, one), q.dtype) for each in (k, v))
+            softmax.update(state, one, queries, keys, values, seen, options, scales)
 
     stream.walk(i, use)
     outputs.put(h, i, softmax.finished(state))
@@ -110,7 +124,7 @@ def plan(
 
 def prefill(
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     width: int,
     tiles: Tiles,
@@ -135,15 +149,15 @@ def prefill(
     sizes = tuning.sizes(pool.dtype, options.interpret)
     chunk, tile = _cut(pool.shape, pool.dtype, num_heads, width, options.interpret)
     heads, (layout, work) = chunk.heads, tiles
-    buffer = pltpu.VMEM((2, *chunk.shape), pool.dtype)
-    queries = layout.gather(q.astype(pool.dtype), kv_heads)
+    buffer = buffer_of(chunk, pool)
+    queries = layout.gather(q.astype(read_as(pool.dtype, q.dtype)), kv_heads)
     call = pl.pallas_call(
         functools.partial(_kernel, chunk=chunk, options=options),
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(kv_heads // heads, work.number),
-            in_specs=[query_spec(heads, group, tile, head_dim), common.HBM, common.ANY],
+            in_specs=[query_spec(heads, group, tile, head_dim), common.HBM, pool_spec(pool)],
             out_specs=common.ANY,
             scratch_shapes=[
                 buffer,

@@ -23,9 +23,16 @@ from jax.typing import DTypeLike
 from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.hidden import HiddenProjection
+from jaxserve.pallas_kernels.pool import Pool, read_as
 from jaxserve.pallas_kernels.tpu import common, softmax, tiles, tuning
 from jaxserve.pallas_kernels.tpu import stream as tpu_stream
-from jaxserve.pallas_kernels.tpu.stream import Signals, Stream
+from jaxserve.pallas_kernels.tpu.stream import (
+    Buffer,
+    Signals,
+    Stream,
+    buffer_of,
+    pool_spec,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +83,8 @@ def _rotations(
 
 def _make(
     recipe: Recipe,
-    x: Any,  # VMEM [parts, tokens, head_dim]
+    x: Buffer,
+    half: jax.Array,  # of x
     weights: tuple[Any, Any],  # Wk, Wv: VMEM [E, heads * head_dim]
     bias: Any,  # VMEM float32 [2, heads * head_dim]
     norm: Any,  # VMEM float32 [1, head_dim]
@@ -87,15 +95,21 @@ def _make(
     v: Any,  # like k
 ) -> None:
     """Fill k and v from a chunk of x; v zero where not own."""
-    head_dim = x.shape[2]
+    parts, head_dim = x.values.shape[1], x.values.shape[3]
     for which, total in enumerate(sums):
         total[...] = jnp.broadcast_to(bias[which : which + 1], total.shape)
 
-    @pl.loop(0, x.shape[0])
+    @pl.loop(0, parts)
     def _(part: jax.Array) -> None:
         rows = pl.ds(pl.multiple_of(part * head_dim, head_dim), head_dim)
+        vectors = x.vectors((half, part), k.dtype)
+        scales = x.scales_of(half, pl.ds(part, 1))
+        if scales is not None:
+            column = jnp.broadcast_to(scales[0], (8, vectors.shape[0])).T[:, :1]
+            column = jnp.where(own, column, 0.0)
+            vectors = (vectors.astype(jnp.float32) * column).astype(k.dtype)
         for weight, total in zip(weights, sums, strict=True):
-            total[...] += softmax.dot(x[part], weight[rows])
+            total[...] += softmax.dot(vectors, weight[rows])
 
     for head in range(recipe.heads):
         columns = slice(head * head_dim, (head + 1) * head_dim)
@@ -129,7 +143,7 @@ def _kernel(  # refs are of the pool's dtype where none is named
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, parts, block_size, head_dim]
     out: Any,  # HBM [H, 1, units, 16, head_dim], of the output's dtype
-    x: Any,  # VMEM [2, parts, tokens, head_dim]
+    x: Buffer,
     turned: Any,  # VMEM float32 [2, 2, tokens, head_dim]
     k_sum: Any,  # VMEM float32 [tokens, heads * head_dim]
     v_sum: Any,  # like k_sum
@@ -159,7 +173,7 @@ def _kernel(  # refs are of the pool's dtype where none is named
     def use(j: jax.Array, half: jax.Array) -> None:
         at = chunk.positions(j, items[common.SIDE, i], 0)
         own = (at >= low) & (at < high)
-        _make(recipe, x.at[half], (wk, wv), bias, norm, turned.at[half], own, (k_sum, v_sum), k, v)
+        _make(recipe, x, half, (wk, wv), bias, norm, turned.at[half], own, (k_sum, v_sum), k, v)
         at = chunk.positions(j, items[common.SIDE, i], 1)
         seen = tiles.seen_by(items, i, at, 1, tile, window)[None]
 
@@ -210,7 +224,7 @@ def plan(
 
 def projected(
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     projection: HiddenProjection,
@@ -226,14 +240,15 @@ def projected(
     num_heads, head_dim = q.shape[1:]
     parts = pool.shape[2]
     width = parts * head_dim
-    most = sizes.weight_bytes // (width * head_dim * pool.dtype.itemsize)
+    dtype = read_as(pool.dtype, q.dtype)
+    most = sizes.weight_bytes // (width * head_dim * dtype.itemsize)
     heads = common.most_a_program(
         num_heads, most, sizes.cores, common.LANES // math.gcd(common.LANES, head_dim)
     )
     chunk, tile = _cut(pool.shape, pool.dtype, batch.table_width, decode_only, interpret)
     layout, work = plan
-    queries = layout.gather(q.astype(pool.dtype), num_heads)
-    recipe, made = _operands(projection, pool.dtype, chunk, heads, head_dim)
+    queries = layout.gather(q.astype(dtype), num_heads)
+    recipe, made = _operands(projection, dtype, chunk, heads, head_dim)
     call = pl.pallas_call(
         functools.partial(_kernel, chunk=chunk, options=options, recipe=recipe),
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
@@ -244,10 +259,13 @@ def projected(
                 tiles.query_spec(heads, 1, tile, head_dim),
                 *_specs(width, heads, head_dim),
                 common.HBM,
-                common.ANY,
+                pool_spec(pool),
             ],
             out_specs=common.ANY,
-            scratch_shapes=_scratch(chunk, recipe, tile, pool.dtype, q.dtype),
+            scratch_shapes=[
+                buffer_of(chunk, pool),
+                *_scratch(chunk, recipe, tile, dtype, q.dtype),
+            ],
         ),
         compiler_params=common.compiler(sizes, 1),
         interpret=common.interpreted(interpret),
@@ -288,12 +306,11 @@ def _specs(width: int, heads: int, head_dim: int) -> list[pl.BlockSpec]:
 def _scratch(
     chunk: common.Chunk, recipe: Recipe, tile: int, dtype: Any, out_dtype: Any
 ) -> list[Any]:
-    """Scratch shapes, in the order of the kernel's arguments."""
+    """Scratch shapes behind x, in the order of the kernel's arguments."""
     heads, head_dim = recipe.heads, chunk.head_dim
     sums = pltpu.VMEM((chunk.tokens, heads * head_dim), jnp.float32)
     made = pltpu.VMEM((heads, chunk.tokens, head_dim), dtype)
     return [
-        pltpu.VMEM((2, *chunk.shape), dtype),
         pltpu.VMEM((2, 2, chunk.tokens, head_dim), jnp.float32),
         sums,
         sums,

@@ -83,6 +83,7 @@ def update(
     v: jax.Array,
     seen: jax.Array,
     options: Options,
+    scales: tuple[jax.Array | None, jax.Array | None] = (None, None),
 ) -> None:
     """Adds one chunk of context to the state of some heads.
 
@@ -94,11 +95,17 @@ def update(
         v: [n, S, D], finite if any query sees part of the chunk.
         seen: bool, broadcasts to [n, M, S].
         options: How products become scores.
+        scales: Of k and of v, float32 [n, 1, S] each, finite as v is; None for 1.
     """
     peak, total, acc = state
-    scores = scored(dot(q, k, transposed=True), seen, options)
+    scores = scored(scaled(dot(q, k, transposed=True), scales[0]), seen, options)
     weights, fade = weigh(scores, peak, total, at)
-    acc[at] = acc[at] * fade + dot(weights.astype(v.dtype), v)
+    acc[at] = acc[at] * fade + dot(scaled(weights, scales[1]).astype(v.dtype), v)
+
+
+def scaled(products: jax.Array, scales: jax.Array | None) -> jax.Array:
+    """What is known of vectors without their scales, with them; None for 1."""
+    return products if scales is None else products * scales
 
 
 def finished(state: tuple[Any, Any, Any], at: Any = ...) -> jax.Array:

@@ -13,8 +13,49 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
-from jaxserve.pallas_kernels.tpu.common import BEGIN, END, ROW, SIDE, Chunk, bounds
+from jaxserve.pallas_kernels.pool import Pool, ScaledPool
+from jaxserve.pallas_kernels.tpu.common import ANY, BEGIN, END, ROW, SIDE, Chunk, bounds
+
+
+class Buffer(NamedTuple):
+    """Room for two chunks, as refs or as scratch shapes.
+
+    Attributes:
+        values: VMEM [2, heads, tokens, head_dim].
+        scales: VMEM float32 [2, blocks, kv_heads, block_size], of all the pool's heads; None if it
+            has none.
+    """
+
+    values: Any
+    scales: Any
+
+    def vectors(self, at: tuple[Any, ...], dtype: DTypeLike) -> jax.Array:
+        """The values there, in a wide dtype."""
+        found: jax.Array = self.values[at]
+        return found.astype(jnp.float32).astype(dtype) if found.dtype.itemsize == 1 else found
+
+    def scales_of(self, half: jax.Array, heads: Any) -> jax.Array | None:
+        """The scales of some of the pool's heads, float32 [n, 1, tokens]; None for 1."""
+        if self.scales is None:
+            return None
+        parts = [self.scales[half, b, heads] for b in range(self.scales.shape[1])]
+        return jnp.concatenate(parts, axis=1)[:, None, :]
+
+
+def buffer_of(chunk: Chunk, pool: Pool) -> Buffer:
+    """The scratch shapes of a buffer for chunks of this pool."""
+    scales = None
+    if isinstance(pool, ScaledPool):
+        shape = (2, chunk.blocks, pool.shape[2], chunk.block_size)
+        scales = pltpu.VMEM(shape, jnp.float32)
+    return Buffer(pltpu.VMEM((2, *chunk.shape), pool.dtype), scales)
+
+
+def pool_spec(pool: Pool) -> Any:
+    """The pool as an operand: it stays in HBM."""
+    return jax.tree.map(lambda _: ANY, pool)
 
 
 class Signals(NamedTuple):
@@ -56,8 +97,8 @@ class Stream:
         sliding_window: Positions that a token sees; None for all.
         prefetched: The items, SMEM int32 [7, N], and layer, SMEM int32 [1].
         tables: HBM int32 [R, 1, 2 * W].
-        pool: HBM [layers, blocks, kv_heads, block_size, head_dim].
-        buffers: VMEM [2, heads, tokens, head_dim] for K and V, or one for hidden vectors.
+        pool: HBM [layers, blocks, kv_heads, block_size, head_dim], or a ScaledPool of refs.
+        buffers: One for K and one for V, or one for hidden vectors.
         signals: The kernel's scratch.
         head: First pool head of this program.
         first, end: The items of this program, one after another.
@@ -69,7 +110,7 @@ class Stream:
     prefetched: tuple[Any, Any]
     tables: Any
     pool: Any
-    buffers: tuple[Any, ...]
+    buffers: tuple[Buffer, ...]
     signals: Signals
     head: jax.Array | int
     first: jax.Array | int
@@ -130,7 +171,8 @@ class Stream:
         def _(b: jax.Array) -> None:
             for plane, buffer in enumerate(self.buffers):
                 block = rows[i & 1, 0, plane * chunk.width + start + b]
-                self._copy(self.pool.at[layer[0], block, heads], buffer, half, b).start()
+                for copy in self._copies(layer[0], block, heads, buffer, half, b):
+                    copy.start()
 
     def _wait(self, i: jax.Array, j: jax.Array, half: jax.Array | int) -> None:
         """Waits for chunk j of item i. A wait knows its copy by size and semaphore; any block will
@@ -140,8 +182,10 @@ class Stream:
 
         @pl.loop(*self._blocks(i, j))
         def _(b: jax.Array) -> None:
+            heads = pl.ds(0, self.chunk.heads)
             for buffer in self.buffers:
-                self._copy(self.pool.at[0, 0, pl.ds(0, self.chunk.heads)], buffer, half, b).wait()
+                for copy in self._copies(0, 0, heads, buffer, half, b):
+                    copy.wait()
 
     def _blocks(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[first, end) of chunk j's blocks that item i sees something in."""
@@ -150,12 +194,26 @@ class Stream:
         first = jnp.maximum(low // size - start, 0)
         return first, jnp.minimum((high + size - 1) // size - start, self.chunk.blocks)
 
-    def _copy(self, source: Any, buffer: Any, half: jax.Array | int, b: jax.Array) -> Any:
-        size = self.chunk.block_size
+    def _copies(
+        self,
+        layer: jax.Array | int,
+        block: jax.Array | int,
+        heads: Any,
+        buffer: Buffer,
+        half: jax.Array | int,
+        b: jax.Array,
+    ) -> list[Any]:
+        size, arrived = self.chunk.block_size, self.signals.arrived.at[half]
         slots = pl.ds(pl.multiple_of(b * size, size), size)
-        return pltpu.make_async_copy(
-            source, buffer.at[half, :, slots], self.signals.arrived.at[half]
-        )
+        target = buffer.values.at[half, :, slots]
+        if buffer.scales is None:
+            return [pltpu.make_async_copy(self.pool.at[layer, block, heads], target, arrived)]
+        values, scales = self.pool.values.at[layer, block, heads], self.pool.scales
+        of_scales = scales.at[layer, block], buffer.scales.at[half, b]
+        return [
+            pltpu.make_async_copy(values, target, arrived),
+            pltpu.make_async_copy(*of_scales, arrived),
+        ]
 
 
 def clean_ends(
@@ -163,25 +221,36 @@ def clean_ends(
     items: Any,
     i: jax.Array,
     j: jax.Array,
-    buffer: Any,
+    buffer: Buffer,
     half: jax.Array,
     window: int | None,
 ) -> None:
     """Zeroes slots outside of an item's bounds, if a chunk has any: a weight of 0 times NaN is NaN.
+    Where there are scales, those are to be zeroed, see `own_scales`.
 
     Args:
         chunk: Shape of a chunk.
         items: SMEM int32 [7, N].
         i: int32 [], the item.
         j: int32 [], its chunk.
-        buffer: VMEM [2, heads, tokens, head_dim].
+        buffer: The buffer.
         half: int32 [], the half of the buffer with the chunk.
         window: Sliding window, or None.
     """
+    if buffer.scales is not None:
+        return
     low, high = bounds(items, i, window)
 
     @pl.when((j * chunk.tokens < low) | ((j + 1) * chunk.tokens > high))
     def _() -> None:
         at = chunk.positions(j, items[SIDE, i], 0)
         own = (at >= low) & (at < high)
-        buffer[half] = jnp.where(own[None], buffer[half], jnp.zeros((), buffer.dtype))
+        found = buffer.values[half]
+        wide = jnp.float32 if found.dtype.itemsize == 1 else found.dtype
+        cleaned = jnp.where(own[None], found.astype(wide), jnp.zeros((), wide))
+        buffer.values[half] = cleaned.astype(found.dtype)
+
+
+def own_scales(scales: jax.Array | None, own: jax.Array) -> jax.Array | None:
+    """Scales [n, 1, tokens] with zeros where not own, bool, broadcasts; None if there are none."""
+    return None if scales is None else jnp.where(own, scales, 0.0)

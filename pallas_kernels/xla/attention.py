@@ -15,9 +15,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import KV, AttentionBatch
+from jaxserve.pallas_kernels.pool import Pool, read_as
 from jaxserve.pallas_kernels.xla import softmax
 from jaxserve.pallas_kernels.xla.gather import chunk_blocks, gather_runs, in_token_order, runs
 from jaxserve.pallas_kernels.xla.softmax import Softmax, Step
@@ -44,7 +46,7 @@ class Read(NamedTuple):
 
 def decode(
     queries: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     lens: jax.Array,
@@ -59,7 +61,7 @@ def decode(
     contexts, so a group costs what its longest row does.
 
     Args:
-        queries: [R, kv_heads, M, D], scaled.
+        queries: [R, kv_heads, M, D], scaled, in the dtype that `read_as` says.
         pool: [layers, blocks, kv_heads, block_size, D].
         layer: Index into the whole pool; may be traced.
         batch: The step's rows and tokens.
@@ -78,7 +80,7 @@ def decode(
     if rows == 1 and not shared:
         chunk = 1  # whole blocks one by one are faster than a chunk of them put together
     width, context = chunk * block_size, batch.table_width * block_size
-    flat, runs_of = runs(pool, layer, chunk)
+    found = runs(pool, layer, chunk)
     planes = 1 if shared else 2
     padded = jnp.pad(batch.tables[:, :planes], ((0, 0), (0, 0), (0, -batch.table_width % chunk)))
     order = jnp.pad(jnp.argsort(-lens), (0, -rows % group), constant_values=rows)
@@ -99,9 +101,10 @@ def decode(
             seen = (position < length[:, None]) & (position >= start[:, None])
             reads = (length > j * width) & (start < (j + 1) * width)
             own = seen | ~reads[:, None]
-            wanted = [runs_of(ids[:, plane]) for plane in range(planes)]
-            found = gather_runs(flat, wanted, shape, own[:, None, :, None], own.all())
-            new = step(state, query, found[0], found[-1], seen[:, None, None])
+            wanted = [found.of(ids[:, plane]) for plane in range(planes)]
+            whole = own[:, None, :, None], own.all()
+            read = gather_runs(found, wanted, shape, *whole, query.dtype)
+            new = step(state, query, read[0], read[-1], seen[:, None, None])
             # A row that this chunk is nothing to adds 0 times whatever is there: keep what it has.
             return new._replace(acc=jnp.where(reads[:, None, None, None], new.acc, state.acc))
 
@@ -182,7 +185,7 @@ def attend_row(
 def _prefill(
     out: jax.Array,
     queries: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     step: Step,
@@ -202,7 +205,7 @@ def _prefill(
             padded,
             mine,
             row,
-            _read_blocks(pool, layer, batch, row),
+            _read_blocks(pool, layer, batch, row, queries.dtype),
             step,
             kv_heads=pool.shape[2],
             tile=tile,
@@ -214,13 +217,17 @@ def _prefill(
 
 
 def _read_blocks(
-    pool: jax.Array, layer: jax.Array | int, batch: AttentionBatch, row: jax.Array
+    pool: Pool,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    row: jax.Array,
+    dtype: DTypeLike,
 ) -> Read:
     """A row's context as it lies in K and V blocks."""
     kv_heads, block_size, head_dim = pool.shape[2:]
     chunk = chunk_blocks(TILE_CONTEXT, block_size, batch)
     width = chunk * block_size
-    flat, runs_of = runs(pool, layer, chunk)
+    found = runs(pool, layer, chunk)
     table = jnp.pad(batch.tables[row], ((0, 0), (0, -batch.table_width % chunk)))
     slot = in_token_order(chunk, block_size, batch.direction[row][None])[0]
     context = batch.context_lens[row]
@@ -229,11 +236,12 @@ def _read_blocks(
         ids = lax.dynamic_slice_in_dim(table, j * chunk, chunk, axis=1)
         position = j * width + slot
         k, v = gather_runs(
-            flat,
-            [runs_of(ids[:1]), runs_of(ids[1:])],
+            found,
+            [found.of(ids[:1]), found.of(ids[1:])],
             (1, kv_heads, width, head_dim),
             ((position >= lower) & (position < context))[:, None],
             (j * width >= lower) & ((j + 1) * width <= context),
+            dtype,
         )
         return k, v, position
 
@@ -242,7 +250,7 @@ def _read_blocks(
 
 def paged_attention(
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     *,
@@ -253,7 +261,7 @@ def paged_attention(
     row by row."""
     kv_heads = pool.shape[2]
     step, sliding_window = softmax.step(scoring.soft_cap), scoring.sliding_window
-    scaled = (q * scoring.scale).astype(pool.dtype)
+    scaled = (q * scoring.scale).astype(read_as(pool.dtype, q.dtype))
 
     def decodes(queries: jax.Array, lens: jax.Array) -> jax.Array:
         shape = (batch.max_rows, kv_heads, q.shape[1] // kv_heads, q.shape[2])

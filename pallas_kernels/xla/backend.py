@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from jaxserve.pallas_kernels.backends import Backend
+from typing import Any
+
+import jax
+
+from jaxserve.pallas_kernels.backends import Backend, ScaleOps
 from jaxserve.pallas_kernels.xla import attention, hidden, write
 
+
+def _write_scales(*arguments: Any) -> jax.Array:
+    *given, _ = arguments  # nothing is planned
+    return write.write(*given)
+
+
+SCALES = ScaleOps(_write_scales, write.move, write.stage_out, write.stage_in)
 BACKEND = Backend(
     write=write.write,
     attend=attention.paged_attention,
@@ -13,6 +24,7 @@ BACKEND = Backend(
     move=write.move,
     stage_out=write.stage_out,
     stage_in=write.stage_in,
+    scales=SCALES,
     supports=lambda kind, shape: None,  # every shape there can be
     decode_group=attention.DECODE_GROUP,
     decode_chunk=attention.DECODE_CONTEXT,

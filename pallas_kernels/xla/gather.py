@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.pool import Pool, ScaledPool, widen
 
-RunsOf = Callable[[jax.Array], jax.Array]
+
+class Runs(NamedTuple):
+    """A layer's blocks as contiguous runs.
+
+    Attributes:
+        values: [X, E], the pool.
+        scales: float32 [X, E'], its scales; None if it has none.
+        of: (block ids [N, chunk]) -> the indices of their runs, in order.
+    """
+
+    values: jax.Array
+    scales: jax.Array | None
+    of: Callable[[jax.Array], jax.Array]
 
 
 def chunk_blocks(tokens: int, block_size: int, batch: AttentionBatch) -> int:
@@ -26,21 +41,21 @@ def in_token_order(chunk: int, block_size: int, direction: jax.Array) -> jax.Arr
     return jnp.where(direction[:, None] == RIGHT, mirrored, slot)
 
 
-def runs(pool: jax.Array, layer: jax.Array | int, chunk: int) -> tuple[jax.Array, RunsOf]:
-    """How to gather chunks of blocks as [N, kv_heads, chunk * block_size, D]: (flat, runs_of).
-
-    flat [X, E] is the pool as runs to copy, runs_of(ids [N, chunk]) their indices in order. A
-    single block is one run already; of more, each head's part is one.
-    """
+def runs(pool: Pool, layer: jax.Array | int, chunk: int) -> Runs:
+    """How to gather chunks of blocks as [N, kv_heads, chunk * block_size, D]. A single block is one
+    run already; of more, each head's part is one."""
     layers, blocks, kv_heads, block_size, head_dim = pool.shape
     parts = 1 if chunk == 1 else kv_heads
-    flat = pool.reshape(layers * blocks * parts, kv_heads // parts * block_size * head_dim)
+    number, vectors = layers * blocks * parts, kv_heads // parts * block_size
 
-    def runs_of(ids: jax.Array) -> jax.Array:
+    def of(ids: jax.Array) -> jax.Array:
         part = jnp.arange(parts, dtype=jnp.int32)[:, None]
         return ((ids[:, None, :] + layer * blocks) * parts + part).reshape(-1)
 
-    return flat, runs_of
+    if isinstance(pool, ScaledPool):
+        values = pool.values.reshape(number, vectors * head_dim)
+        return Runs(values, pool.scales.reshape(number, vectors), of)
+    return Runs(pool.reshape(number, vectors * head_dim), None, of)
 
 
 def _gather(flat: jax.Array, ids: jax.Array) -> jax.Array:
@@ -53,11 +68,12 @@ def _gather(flat: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def gather_runs(
-    flat: jax.Array,
+    found: Runs,
     ids: list[jax.Array],
     shape: tuple[int, int, int, int],
     own: jax.Array,
     all_own: jax.Array,
+    dtype: DTypeLike,
 ) -> list[jax.Array]:
     """Gathers K and V, or hidden vectors, of a chunk of context.
 
@@ -65,20 +81,30 @@ def gather_runs(
     saves a quarter of the time.
 
     Args:
-        flat: [X, E], the pool as runs (see `runs`).
+        found: From `runs`.
         ids: Indices of the runs, int32, for each array to gather.
         shape: [N, kv_heads, S, D] of each array.
-        own: bool, broadcasts to shape: slots that hold the row's tokens. Others are zeroed in the
-            last array, since a weight of 0 times NaN is NaN.
+        own: bool, broadcasts to shape [..., 1]: slots that hold the row's tokens. Others are zeroed
+            in the last array, since a weight of 0 times NaN is NaN.
         all_own: bool [], whether `own` is true throughout: then, as usual, nothing is zeroed.
+        dtype: Of the result.
     """
+    values, scales, _ = found
+    # What is NaN makes a vector so: its scale, if it has one.
+    telling, cut, mine = (
+        (values, shape, own) if scales is None else (scales, shape[:3], own[..., 0])
+    )
 
     def plain(_: None) -> list[jax.Array]:
-        return [_gather(flat, i) for i in ids]
+        return [_gather(telling, i) for i in ids]
 
     def cleaned(_: None) -> list[jax.Array]:
-        v = _gather(flat, ids[-1])
-        clean = jnp.where(own, v.reshape(shape), 0).reshape(v.shape)
-        return [*(_gather(flat, i) for i in ids[:-1]), clean]
+        v = _gather(telling, ids[-1])
+        clean = jnp.where(mine, v.reshape(cut), jnp.zeros((), v.dtype)).reshape(v.shape)
+        return [*(_gather(telling, i) for i in ids[:-1]), clean]
 
-    return [found.reshape(shape) for found in lax.cond(all_own, plain, cleaned, None)]
+    told = [one.reshape(cut) for one in lax.cond(all_own, plain, cleaned, None)]
+    if scales is None:
+        return [widen(one, None, dtype) for one in told]
+    gathered = (_gather(values, i).reshape(shape) for i in ids)
+    return [widen(one, scale, dtype) for one, scale in zip(gathered, told, strict=True)]

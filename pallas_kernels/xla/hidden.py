@@ -7,10 +7,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.hidden import HiddenProjection, project
+from jaxserve.pallas_kernels.pool import Pool, read_as
 from jaxserve.pallas_kernels.xla import softmax
 from jaxserve.pallas_kernels.xla.attention import TILE_QUERIES, Read, attend_row, decode
 from jaxserve.pallas_kernels.xla.gather import chunk_blocks, gather_runs, in_token_order, runs
@@ -22,7 +24,7 @@ _KV = tuple[jax.Array, jax.Array]
 
 def absorbed_attention(
     qx: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     *,
@@ -38,7 +40,8 @@ def absorbed_attention(
     token = jnp.where(wanted, batch.query_start, tokens)
 
     def attend(out: jax.Array) -> jax.Array:
-        queries = (qx.at[token].get(mode="fill", fill_value=0) * scoring.scale).astype(pool.dtype)
+        queries = qx.at[token].get(mode="fill", fill_value=0) * scoring.scale
+        queries = queries.astype(read_as(pool.dtype, qx.dtype))
         done = decode(
             queries.reshape(rows, num_heads, parts, head_dim).transpose(0, 2, 1, 3),
             pool,
@@ -58,7 +61,7 @@ def absorbed_attention(
 
 def projected_attention(
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     projection: HiddenProjection,
@@ -73,8 +76,9 @@ def projected_attention(
     # one would take as long to compile again.
     tile = 1 if decode_only else min(TILE_QUERIES, len(q))
     heads, padding = q.shape[1], ((0, tile), (0, 0), (0, 0))
-    queries = jnp.pad((q * scoring.scale).astype(pool.dtype), padding)
-    rows = _Rows(pool, layer, batch, projection, heads, scoring.sliding_window)
+    dtype = read_as(pool.dtype, q.dtype)
+    queries = jnp.pad((q * scoring.scale).astype(dtype), padding)
+    rows = _Rows(pool, layer, batch, projection, heads, scoring.sliding_window, dtype)
     # A KV row has neither tokens nor context here.
     mine = dataclasses.replace(
         batch, query_lens=jnp.where(batch.kind == HIDDEN, batch.query_lens, 0)
@@ -109,20 +113,20 @@ class _Rows:
 
     def __init__(
         self,
-        pool: jax.Array,
+        pool: Pool,
         layer: jax.Array | int,
         batch: AttentionBatch,
         projection: HiddenProjection,
         heads: int,
         sliding_window: int | None,
+        dtype: DTypeLike,
     ) -> None:
         self._batch, self._projection, self._heads = batch, projection, heads
         self._window = sliding_window
         self._parts, self._block_size, self._head_dim = pool.shape[2:]
         self._chunk = chunk_blocks(PROJECT_CONTEXT, self._block_size, batch)
         self._width = self._chunk * self._block_size
-        self._flat, self._runs_of = runs(pool, layer, self._chunk)
-        self._dtype = pool.dtype
+        self._runs, self._dtype = runs(pool, layer, self._chunk), dtype
 
     def scratch(self) -> _KV:
         """Room for one row. What another row has left there is never read."""
@@ -145,11 +149,12 @@ class _Rows:
             ids = lax.dynamic_slice_in_dim(table, j * self._chunk, self._chunk)
             position = j * width + slot
             (x,) = gather_runs(
-                self._flat,
-                [self._runs_of(ids[None])],
+                self._runs,
+                [self._runs.of(ids[None])],
                 (1, self._parts, width, self._head_dim),
                 ((position >= first) & (position < context))[:, None],
                 (j * width >= first) & ((j + 1) * width <= context),
+                self._dtype,
             )
             x = x[0].transpose(1, 0, 2).reshape(width, self._parts * self._head_dim)
             k, v = project(x, position, self._projection, self._heads)

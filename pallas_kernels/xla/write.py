@@ -23,7 +23,8 @@ def put_vectors(
     """Writes vectors into slots of one layer, or of all.
 
     Args:
-        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        pool: [layers, blocks, kv_heads, block_size, head_dim], or without the last axis, as scales
+            are.
         layer: Index of the layer; None for all.
         blocks, slots: int32, broadcast to [...]. Blocks beyond the pool's are dropped.
         values: [..., kv_heads, head_dim] in the pool's dtype, or [..., layers, kv_heads, head_dim]
@@ -43,8 +44,8 @@ def write(
     *,
     put: Put = put_vectors,
 ) -> jax.Array:
-    """See `attention.write`: k, v and x [T, kv_heads, head_dim] into their slots of the layer, by
-    one `put`."""
+    """See `attention.write`: k, v and x [T, kv_heads, head_dim], or [T, kv_heads] into a pool of
+    scales, into their slots of the layer, by one `put`."""
     blocks, block_size = pool.shape[1], pool.shape[3]
     rows = jnp.minimum(batch.token_row, batch.max_rows - 1)
     index = jnp.arange(batch.max_tokens, dtype=jnp.int32) - batch.query_start[rows]
@@ -57,7 +58,7 @@ def write(
     ids = jnp.where((batch.token_row < batch.max_rows)[:, None], ids, blocks)
     if x is not None:
         hidden = batch.kind[rows] == HIDDEN
-        k = jnp.where(hidden[:, None, None], x, k)
+        k = jnp.where(jnp.expand_dims(hidden, range(1, k.ndim)), x, k)
         ids = ids.at[:, 1].set(jnp.where(hidden, blocks, ids[:, 1]))
     values = jnp.stack([k, v], axis=1).astype(pool.dtype)
     return put(pool, layer, ids, slot[:, None], values)

@@ -12,6 +12,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 from jaxserve.pallas_kernels import HIDDEN, KV, KernelShape, get_backend
+from jaxserve.pallas_kernels.pool import FLOAT8
 from tests.compiling import OPTIMISED
 from tests.pallas_kernels.batches import Shape
 
@@ -25,14 +26,21 @@ LIMITS = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A shape with the options of attention over it. parts: of the hidden vectors' projection, as
-    `batches.make_projection` names them. A test of hidden vectors has kv_heads queries a token."""
+    `batches.make_projection` names them. A test of hidden vectors has kv_heads queries a token.
+    cache: dtype of the pool, where it is not that of the queries."""
 
     name: str
     shape: Shape
     dtype: str = "float32"
+    cache: str = ""
     window: int | None = None
     cap: float | None = None
     parts: tuple[str, ...] = ()
+
+    @property
+    def cached(self) -> str:
+        """The dtype of the pool."""
+        return self.cache or self.dtype
 
     @property
     def limit(self) -> float:
@@ -75,7 +83,24 @@ CASES = (
         "float16",
         parts=("norm", "rotary"),
     ),
+    # Pools of 8 bits, with queries of 32 and 16.
+    Case(
+        "int8",
+        dataclasses.replace(DECODES, tokens=40),
+        cache="int8",
+        window=90,
+        parts=("bias", "rotary"),
+    ),
+    Case(
+        "float8",
+        Shape(6, 2, head_dim=128, block_size=32, rows=3, width=3, tokens=3),
+        "bfloat16",
+        cache=FLOAT8,
+        cap=3.0,
+        parts=("bias", "norm", "rotary"),
+    ),
 )
+NARROW = ("int8", "float8")
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -96,7 +121,7 @@ def compiled(
 
 def takes(backend: str, case: Case, kind: int) -> bool:
     """Whether a backend says that it has kernels of this kind for the case's shape."""
-    shape, dtype = case.shape, case.dtype
+    shape, dtype = case.shape, case.cached
     num_heads = shape.kv_heads if kind == HIDDEN else shape.num_heads
     seen = KernelShape(num_heads, shape.kv_heads, shape.head_dim, shape.block_size, dtype)
     return get_backend(backend).supports(kind, seen) is None

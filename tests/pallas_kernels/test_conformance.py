@@ -12,6 +12,7 @@ from _pytest.mark.structures import ParameterSet
 from hypothesis import given, settings
 
 from jaxserve.pallas_kernels import HIDDEN, KV, LEFT, RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.pool import ScaledPool
 from tests.pallas_kernels.batches import make_batch, steps
 from tests.pallas_kernels.cases import BACKENDS, Case, on_backends
 from tests.pallas_kernels.conformance import ATTENTION, WRITES, Attention, Check, call, check_write
@@ -81,7 +82,9 @@ def test_attention_at_edges(attention: Attention, backend: str, case: Case, edge
     attention.check(backend, case, edge(case.shape, attention.kind), 1)
 
 
-@pytest.mark.parametrize(("attention", "backend", "case"), attentions(["decodes"]))
+@pytest.mark.parametrize(
+    ("attention", "backend", "case"), attentions(["decodes", "int8", "float8"])
+)
 def test_a_row_cannot_see_anothers_blocks(attention: Attention, backend: str, case: Case) -> None:
     """With NaN for all that row 1 has cached, row 0's result is bit for bit what it was."""
     rng, shape = np.random.default_rng(5), case.shape
@@ -89,7 +92,8 @@ def test_a_row_cannot_see_anothers_blocks(attention: Attention, backend: str, ca
     batch = make_batch(shape, rows, [LEFT, RIGHT], 2, rng, kinds=kinds)
     queries, pool, *rest = attention.arguments(case, batch, 5)
     before = np.asarray(call(attention, backend, case, queries, pool, *rest))
-    pool[:, np.asarray(batch.tables)[1].ravel()] = np.nan
+    telling = pool.scales if isinstance(pool, ScaledPool) else pool
+    telling[:, np.asarray(batch.tables)[1].ravel()] = np.nan
     after = np.asarray(call(attention, backend, case, queries, pool, *rest))
     assert np.array_equal(before[0], after[0])
     assert np.isfinite(before[1]).all() and np.isnan(after[1]).all()

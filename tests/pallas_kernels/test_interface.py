@@ -31,6 +31,7 @@ from jaxserve.pallas_kernels import (
     write,
 )
 from jaxserve.pallas_kernels.gpu_mosaic.common import missing
+from jaxserve.pallas_kernels.pool import ScaledPool
 from tests.pallas_kernels.batches import Shape, make_batch, make_projection, vectors
 
 SHAPE = Shape(num_heads=4, kv_heads=2)
@@ -100,8 +101,16 @@ def test_pool() -> None:
     assert block_bytes(12, 12, 16, 128, jnp.bfloat16, "tpu") == 12 * 12 * 16 * 128 * 2
     with pytest.raises(ValueError, match="num_blocks: must be at least 1, got 0"):
         make_pool(1, 0, 1, 1, 1, jnp.float32)
-    with pytest.raises(ValueError, match=r"dtype: must be one of .*float16.*, got int8"):
-        make_pool(1, 1, 1, 1, 1, jnp.int8)
+    # And of int8 a scale a slot and head, in tiles of their own.
+    assert block_bytes(12, 12, 16, 64, jnp.int8) == 12 * 12 * 16 * (64 + 4)
+    assert block_bytes(12, 12, 64, 128, jnp.int8, "tpu") == 12 * (12 * 64 * 128 + 16 * 128 * 4)
+    with pytest.raises(ValueError, match=r"dtype: must be one of .*float16.*, got int16"):
+        make_pool(1, 1, 1, 1, 1, jnp.int16)
+    alone = make_pool(1, 1, 1, 1, 1, jnp.int8).values
+    with pytest.raises(ValueError, match=r"pool: want a floating dtype, or int8 with scales, got"):
+        move_slots(alone, jnp.zeros((1, 4), jnp.int32), 0)
+    with pytest.raises(ValueError, match=r"pool.scales: want float32 \[1, 1, 1, 1\], got int8"):
+        move_slots(ScaledPool(alone, alone), jnp.zeros((1, 4), jnp.int32), 0)
     table = np.arange(2)
     with pytest.raises(ValueError, match=r"length: must be in \[0, 16\]"):
         read_tokens(POOL, 0, table, 17, 0)
@@ -188,7 +197,7 @@ def test_a_model_that_the_platforms_kernels_do_not_take(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="backend: tpu needs a tpu, this is a cpu"):
         select_backend("tpu", (KV,), MODEL)
     of_two_bytes = dataclasses.replace(MODEL, dtype="float16")
-    reason = "numba: the pool must be of float32 or bfloat16, got float16"
+    reason = "numba: the pool must be of one of float32, bfloat16, float8_e4m3fn, int8, got float16"
     assert select_backend("auto", (KV,), of_two_bytes) == ("xla", reason)
 
     def supports(kind: int, _: KernelShape) -> str | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.pallas_kernels import move_slots, reference, stage_in, stage_out
+from jaxserve.pallas_kernels.pool import FLOAT8, ScaledPool
 from tests.pallas_kernels.batches import POISON
 from tests.pallas_kernels.cases import BACKENDS, backends_with, compiled
 from tests.pallas_kernels.conformance import same
@@ -17,21 +21,34 @@ MOST = 14
 Size = tuple[int, int, int, int, int]  # of a pool: layers, blocks, kv_heads, block_size, head_dim
 SMALL: Size = (3, 5, 2, 8, 64)
 WIDE: Size = (2, 4, 2, 16, 128)
+SMALL_NUMBERS: Size = (2, 4, 2, 32, 128)
 ODD: Size = (2, 4, 3, 12, 40)  # not for TPUs
 POOLS = [
     pytest.param(backend, size, dtype, id=f"{backend}-{dtype}")
     for backend in backends_with("move")
-    for size, dtype in ((SMALL, "float32"), (WIDE, "bfloat16"), (ODD, "float16"))
+    for size, dtype in (
+        (SMALL, "float32"),
+        (WIDE, "bfloat16"),
+        (ODD, "float16"),
+        (SMALL_NUMBERS, "int8"),
+        (SMALL_NUMBERS, FLOAT8),
+    )
     if (backend, size) != ("tpu-interpret", ODD)
 ]
 
 
-def drawn_pool(size: Size, dtype: str, rng: np.random.Generator) -> np.ndarray:
+def drawn_pool(size: Size, dtype: str, rng: np.random.Generator) -> np.ndarray | ScaledPool:
     """Values of all kinds: a move is a copy of bits."""
+    if dtype == "int8":
+        values = rng.integers(-128, 128, size).astype(np.int8)
+        scales = drawn_pool(size[:4], "float32", rng)
+        assert isinstance(scales, np.ndarray)
+        return ScaledPool(values, np.abs(scales))
     pool = rng.standard_normal(size, dtype=np.float32)
     for odd in (*POISON, -0.0):
         pool[rng.random(size) < 0.05] = odd
-    return pool.astype(dtype)
+    with np.errstate(invalid="ignore"):
+        return pool.astype(jnp.dtype(dtype))
 
 
 def drawn_slots(size: Size, rng: np.random.Generator) -> np.ndarray:
@@ -42,19 +59,28 @@ def drawn_slots(size: Size, rng: np.random.Generator) -> np.ndarray:
     return np.stack(np.divmod(flat, size[3]), axis=1).astype(np.int32)
 
 
-def check_moves(backend: str, pool: np.ndarray, moves: np.ndarray, count: int) -> None:
+def joined(pool: np.ndarray | jax.Array | ScaledPool) -> np.ndarray:
+    """The pool with the bytes of scales behind each vector, if it has any: as it is staged."""
+    if not isinstance(pool, ScaledPool):
+        return np.asarray(pool)
+    scales = np.asarray(pool.scales)[..., None].view(np.int8)
+    return np.concatenate([np.asarray(pool.values), scales], axis=-1)
+
+
+def check_moves(backend: str, pool: np.ndarray | ScaledPool, moves: np.ndarray, count: int) -> None:
     """Also out to a staging buffer and in from it; what lies there from `count` on must not get
     into the pool."""
     sources, targets, used = moves[:, :2], moves[:, 2:], jnp.int32(count)
-    got = compiled(move_slots, backend, donate=True)(jnp.asarray(pool), moves, used)
-    same(got, reference.move(pool, moves, count))
+    given, whole = functools.partial(jax.tree.map, jnp.array, pool), joined(pool)
+    got = compiled(move_slots, backend, donate=True)(given(), moves, used)
+    same(joined(got), reference.move(whole, moves, count))
     staged = compiled(stage_out, backend)(pool, sources, used)
-    same(staged, reference.stage_out(pool, sources, count))
+    same(staged, reference.stage_out(whole, sources, count))
     staging = np.array(staged)
-    staging[count:] = np.nan
+    staging[count:] = 77 if staging.dtype == np.int8 else np.nan
     put = compiled(stage_in, backend, donate=True)
-    got = put(jnp.asarray(pool), staging, targets, used)
-    same(got, reference.stage_in(pool, staging, targets, count))
+    got = put(given(), staging, targets, used)
+    same(joined(got), reference.stage_in(whole, staging, targets, count))
 
 
 @pytest.mark.parametrize(("backend", "size", "dtype"), POOLS)

@@ -81,7 +81,7 @@ def test_a_write_looks_at_no_more_slots_than_it_fills() -> None:
     rows, sides = [(9, 1), (16, 10), (10, 1)], [LEFT, LEFT, RIGHT]
     batch = make_batch(shape, rows, sides, 0, np.random.default_rng(0))
     pool = jnp.zeros((1, shape.blocks, 2, shape.block_size, 64))
-    plan = plan_write(pool, batch, hidden=False, backend="tpu-interpret")
+    plan = plan_write(pool, batch, hidden=False, backend="tpu-interpret").values
     spans = plan.span.T[: int(plan.number)].tolist()
     assert sorted(spans) == sorted([[0, 1], [6, 8], [0, 8], [6, 7]] * 2)
 

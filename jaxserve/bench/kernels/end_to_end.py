@@ -27,7 +27,7 @@ from jaxserve.engine.startup.build import build_engine
 from jaxserve.engine.startup.pool_size import choose_block_size
 from jaxserve.models.base import Family, ModelConfig, Params
 from jaxserve.models.registry import get_family
-from jaxserve.pallas_kernels import HIDDEN, KV, row_major
+from jaxserve.pallas_kernels import HIDDEN, KV, pool_format
 from jaxserve.sched.cache.block_sizes import blocks_for
 from jaxserve.sched.cache.cache_kinds import ABSORBED
 from jaxserve.weights import fuse_loaded, load_params, transpose_loaded
@@ -117,7 +117,7 @@ def _step_seconds(
     dtype = jnp.dtype(size.dtype)
     pool = inputs.random_pool(heads, config.num_layers, blocks, size.block_size, dtype)
     rows = _decodes(size, kind, np.random.default_rng(0).permutation(blocks))
-    placed = row_major(pool.sharding)
+    placed = pool_format(pool)
     step = _engine_step(family, config, rows, backend, placed)
     # Where the step puts its results, lest it be compiled once for these and once for those.
     pool = jax.device_put(pool, placed)

@@ -30,7 +30,7 @@ from jaxserve.bench.kernels.kernel_cases import Case, Workload, cases
 from jaxserve.machine import machine, versions
 from jaxserve.pallas_kernels import HIDDEN, KV
 from jaxserve.pallas_kernels.backends import select_backend
-from jaxserve.pallas_kernels.pool import POOL_DTYPES
+from jaxserve.pallas_kernels.pool import WIDE_DTYPES
 
 MODELS = "opt-13b,llama-3-8b"
 Tell = Callable[[str], None]
@@ -84,7 +84,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = BenchParser("kernels", description=__doc__)
     parser.add_argument("--model", default=MODELS, help="presets, or tiny (%(default)s)")
     parser.add_argument("--backend", default="auto", help="attention backend (%(default)s)")
-    parser.add_argument("--dtype", choices=POOL_DTYPES, default=Workload.dtype, help="%(default)s")
+    parser.add_argument("--dtype", choices=WIDE_DTYPES, default=Workload.dtype, help="%(default)s")
     for name, default in asdict(Workload()).items():
         if name != "dtype":
             parser.number(name, default, "")

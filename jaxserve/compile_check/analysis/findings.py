@@ -85,10 +85,15 @@ def find_problems(
     return Findings(
         kernels=_kernels(case, folder) if cuda else [],
         loops=kernel_loops(folder, _pallas_names(module)),
-        traffic=traffic(module, lambda op: op.source == "pool") if program.whole else Traffic(),
+        traffic=traffic(module, is_pool) if program.whole else Traffic(),
         weights_moved=sum(move.size for move in moved),
         problems=problems,
     )
+
+
+def is_pool(op: hlo.Operation) -> bool:
+    """Whether it is the pool, or one of its arrays, as a parameter."""
+    return op.source == "pool" or op.source.startswith("pool.")
 
 
 def _check_names(module: hlo.Module) -> None:
@@ -98,7 +103,7 @@ def _check_names(module: hlo.Module) -> None:
     if len(others) == len(given):
         raise RuntimeError("none of the step's parameters is called params")
     for op in others:
-        if op.source != "pool" and sum(array.size for array in op.arrays) > _LARGE:
+        if not is_pool(op) and sum(array.size for array in op.arrays) > _LARGE:
             raise RuntimeError(f"{op.source} is neither of params nor the pool, and as large")
 
 
@@ -116,7 +121,7 @@ def _problems_of_step(case: Case, module: hlo.Module, folder: Path) -> Iterator[
         yield f"{len(again)} operations computed again to save memory, such as {min(again)}"
     # Between the collectives of several devices XLA leaves a few kernels to themselves, and loops
     # (of which only a program that reads no cache has one) are not for graphs.
-    takes_pool = any(op.source == "pool" for op in module.computations[module.entry])
+    takes_pool = any(is_pool(op) for op in module.computations[module.entry])
     if case.target.platform == "cuda" and case.shards == 1 and takes_pool:
         alone = outside_buffers(folder)
         if alone:

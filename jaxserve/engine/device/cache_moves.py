@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxserve.engine.device.device_arrays import (
@@ -23,7 +22,7 @@ from jaxserve.engine.device.device_arrays import (
 )
 from jaxserve.engine.device.host_copies import HostCopies
 from jaxserve.engine.device.step_model import StepModel
-from jaxserve.pallas_kernels import move_slots, stage_in, stage_out
+from jaxserve.pallas_kernels import Pool, move_slots, stage_in, stage_out, staging_shape
 from jaxserve.pallas_kernels.move import STAGING
 
 SIZES = (32, 256)
@@ -48,14 +47,14 @@ class Mover:
 
     Args:
         model: gives the kernels and the mesh.
-        pool_format: the pool's own, see `row_major`.
+        pool_format: the pool's own, see `pallas_kernels.pool_format`.
         place: device or sharding of the kernels' arguments.
         pinned: whether saves go through pinned host memory; None for what `has_pinned` says of the
             device.
     """
 
     def __init__(
-        self, model: StepModel, pool_format: Format, place: Any, *, pinned: bool | None = None
+        self, model: StepModel, pool_format: Any, place: Any, *, pinned: bool | None = None
     ) -> None:
         mesh = model.mesh
         self._place = place
@@ -74,7 +73,7 @@ class Mover:
         """Whether saves go through pinned host memory, to which the device copies by itself."""
         return self._pinned is not None
 
-    def copy_slots(self, pool: jax.Array, places: np.ndarray) -> jax.Array:
+    def copy_slots(self, pool: Pool, places: np.ndarray) -> Pool:
         """Copies cached tokens within the pool, in all layers. places: int32 [m, 4], from (block,
         slot) to (block, slot). Returns the pool."""
         for piece, count in _pieces(places):
@@ -82,7 +81,7 @@ class Mover:
         return pool
 
     def save(
-        self, pool: jax.Array, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray
+        self, pool: Pool, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray
     ) -> None:
         """Copies cached tokens to host memory.
 
@@ -93,7 +92,7 @@ class Mover:
             slots: int32 [sum(counts), 2], (block, slot): those of keys[0] first.
         """
         for key, count in zip(keys, counts, strict=True):
-            mine = local_shape(self._staging, _staged_shape(pool, count))
+            mine = local_shape(self._staging, staging_shape(pool, count))
             self._host.allocate(key, mine, pool.dtype)
         first, ends = 0, [*itertools.accumulate(counts)]
         for piece, count in _pieces(slots):
@@ -107,8 +106,8 @@ class Mover:
             first += count
 
     def load(
-        self, pool: jax.Array, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray
-    ) -> jax.Array:
+        self, pool: Pool, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray
+    ) -> Pool:
         """Copies what was saved under the keys to slots of the pool.
 
         Args:
@@ -126,7 +125,7 @@ class Mover:
             parts = [kept[key][a:b] for key, a, b in _parts(keys, ends, first, first + count)]
             self._make_room(len(piece))
             mine = _joined(parts, len(piece))
-            staged = put_local_part(mine, self._staging, _staged_shape(pool, len(piece)))
+            staged = put_local_part(mine, self._staging, staging_shape(pool, len(piece)))
             pool, there = self._in(pool, staged, *self._put(piece, count))
             self._arriving.append((there, len(piece)))
             first += count
@@ -144,7 +143,7 @@ class Mover:
         """Ends the copies and their thread. Idempotent."""
         self._host.close()
 
-    def warm_up(self, pool: jax.Array) -> jax.Array:
+    def warm_up(self, pool: Pool) -> Pool:
         """Compiles all copies, without copying anything."""
         nothing = np.zeros((0, 4), np.int32)
         for size in SIZES:
@@ -170,11 +169,6 @@ class Mover:
         return placed
 
 
-def _staged_shape(pool: jax.Array, slots: int) -> tuple[int, ...]:
-    layers, _, heads, _, dim = pool.shape
-    return slots, layers, heads, dim
-
-
 def has_pinned(device: jax.Device) -> bool:
     """Whether the device can copy to pinned host memory while steps run. A CPU lists such memory,
     too, but it is ordinary memory."""
@@ -182,12 +176,12 @@ def has_pinned(device: jax.Device) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _functions(backend: str, mesh: Mesh | None, pool_format: Format) -> tuple[Any, Any, Any]:
+def _functions(backend: str, mesh: Mesh | None, pool_format: Any) -> tuple[Any, Any, Any]:
     """move_slots, stage_out and stage_in, jitted. They donate the pool where they change it, and
     keep its layout. stage_in also returns a number that is ready when the pool is."""
     options: dict[str, Any] = {"backend": backend, "mesh": mesh}
 
-    def come_in(pool: jax.Array, staging: Any, slots: Any, count: Any) -> tuple[jax.Array, Any]:
+    def come_in(pool: Pool, staging: Any, slots: Any, count: Any) -> tuple[Pool, Any]:
         return stage_in(pool, staging, slots, count, **options), count + 1
 
     def changes(out: Any) -> dict[str, Any]:

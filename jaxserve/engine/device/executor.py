@@ -29,7 +29,7 @@ from jaxserve.engine.device.sampling import SampleResult, mask_words, sample_ful
 from jaxserve.engine.device.sampling_state import SlotParams, admit, init_state, replicated, warm_up
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.models.base import Params
-from jaxserve.pallas_kernels import row_major
+from jaxserve.pallas_kernels import Pool, pool_format
 
 _SAMPLE_FULL = jax.jit(sample_full, donate_argnums=0)
 
@@ -213,7 +213,7 @@ class JaxExecutor:
         self,
         model: StepModel,
         params: Params,
-        pool: jax.Array,
+        pool: Pool,
         buckets: Buckets,
         *,
         moves_cache: bool = False,
@@ -225,24 +225,24 @@ class JaxExecutor:
         self._mesh = model.mesh
         self._place: Any = replicated(model.mesh)
         self._state = init_state(buckets.slots, model.config.vocab_size, model.mesh)
-        pool_format = row_major(pool.sharding)
-        self._step = make_model_step(model, pool_format)
+        placed = pool_format(pool)
+        self._step = make_model_step(model, placed)
         self._score = make_prompt_step(model)
         self._expand = jax.jit(
             expand,
             static_argnames="layout",
             out_shardings=None if model.mesh is None else self._place,
         )
-        self._project_to_kv = make_project_to_kv(model, pool_format)
+        self._project_to_kv = make_project_to_kv(model, placed)
         self._masked_sampling = masked_sampling
         self._d_model = model.config.d_model
         self._activations = model.activations or jax.tree.leaves(params)[0].dtype
-        self._mover = Mover(model, pool_format, self._place) if moves_cache else None
+        self._mover = Mover(model, placed, self._place) if moves_cache else None
 
     @property
     def intact(self) -> bool:
         """See `Executor`. False once a failed call has lost what was donated to it."""
-        held = (self.pool, *jax.tree.leaves(self._state))
+        held = jax.tree.leaves((self.pool, self._state))
         return not any(array.is_deleted() for array in held)
 
     @property

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Format
 
 from jaxserve.engine.device.batch_layout import Layout, attention_batch, positions
 from jaxserve.engine.device.step_model import StepModel, compiler_options
@@ -22,6 +21,7 @@ from jaxserve.pallas_kernels import (
     RIGHT,
     AttentionBatch,
     HiddenProjection,
+    Pool,
     absorbed_attention,
     plan_absorbed,
     plan_attention,
@@ -29,6 +29,7 @@ from jaxserve.pallas_kernels import (
     project,
     projected_attention,
     stage_out,
+    staged_vectors,
     write,
 )
 from jaxserve.sched.cache.cache_kinds import ABSORBED
@@ -55,9 +56,7 @@ class HiddenRows(NamedTuple):
     plans: tuple[Any, Any]
 
 
-def hidden_rows(
-    pool: jax.Array, batch: AttentionBatch, model: StepModel, layout: Layout
-) -> HiddenRows:
+def hidden_rows(pool: Pool, batch: AttentionBatch, model: StepModel, layout: Layout) -> HiddenRows:
     """Splits a batch with hidden rows into decodes and chunks, and plans their attention.
 
     Args:
@@ -88,7 +87,7 @@ def hidden_rows(
 def attend_hidden(
     out: jax.Array,
     inputs: AttentionInput,
-    pool: jax.Array,
+    pool: Pool,
     layer: LayerIndex,
     rows: HiddenRows,
     how: KVProjection,
@@ -146,7 +145,7 @@ def attend_hidden(
 
 def _absorbed(
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: LayerIndex,
     batch: AttentionBatch,
     weights: KVWeights,
@@ -195,10 +194,10 @@ def _projection(weights: KVWeights, how: KVProjection) -> HiddenProjection:
 
 
 @lru_cache(maxsize=8)
-def make_project_to_kv(model: StepModel, pool_format: Format) -> Any:
+def make_project_to_kv(model: StepModel, pool_format: Any) -> Any:
     """A jitted function (params, pool, packed batch, *, layout) -> pool, with the pool donated. It
     turns the cached hidden vectors of the batch's tokens into K and V; K goes where the vectors
-    were. pool_format: the pool's own, see `row_major`."""
+    were. pool_format: its own, see `pallas_kernels.pool_format`."""
     return jax.jit(
         partial(_project_to_kv, model),
         donate_argnames=("pool",),
@@ -209,8 +208,8 @@ def make_project_to_kv(model: StepModel, pool_format: Format) -> Any:
 
 
 def _project_to_kv(
-    model: StepModel, params: Params, pool: jax.Array, packed: jax.Array, *, layout: Layout
-) -> jax.Array:
+    model: StepModel, params: Params, pool: Pool, packed: jax.Array, *, layout: Layout
+) -> Pool:
     fields = layout.unpack(packed)
     batch, where = attention_batch(fields), positions(fields)
     how = kv_projection(params, model.config, model.max_len)
@@ -218,13 +217,15 @@ def _project_to_kv(
     options: dict[str, Any] = {"backend": model.backend, "mesh": model.mesh}
     puts = plan_write(pool, batch, hidden=False, backend=model.backend)
     # All layers' vectors are read before any is written over.
-    cached = stage_out(pool, _slots(batch, where, pool.shape[3]), count, **options)
+    staged = stage_out(pool, _slots(batch, where, pool.shape[3]), count, **options)
+    wide = pool.dtype if pool.dtype.itemsize > 1 else jnp.dtype(jnp.float32)
+    cached = staged_vectors(pool, staged, wide)
     heads = model.config.num_kv_heads
 
-    def one_layer(pool: jax.Array, weights: KVWeights, index: LayerIndex) -> jax.Array:
+    def one_layer(pool: Pool, weights: KVWeights, index: LayerIndex) -> Pool:
         x = cached[:, index].reshape(len(cached), -1)
         made = project(x, where, _projection(weights, how), heads)
-        k, v = (a.transpose(1, 0, 2).astype(pool.dtype) for a in made)
+        k, v = (a.transpose(1, 0, 2) for a in made)
         return write(pool, index, k, v, batch, plan=puts, **options)
 
     return over_layers(one_layer, pool, how.weights)

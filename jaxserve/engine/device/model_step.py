@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.engine.device.batch_layout import PLACEHOLDER, Layout, attention_batch, positions
@@ -27,7 +26,7 @@ from jaxserve.engine.device.step_model import StepModel, compiler_options
 from jaxserve.models.attention import kv_projection
 from jaxserve.models.base import AttentionInput, LayerIndex, Params, StepInputs
 from jaxserve.models.forward import forward, logits
-from jaxserve.pallas_kernels import paged_attention, plan_attention, plan_write, write
+from jaxserve.pallas_kernels import Pool, paged_attention, plan_attention, plan_write, write
 
 
 class StepOutput(NamedTuple):
@@ -56,7 +55,7 @@ ModelStep = Callable[..., StepOutput]
 
 
 @lru_cache(maxsize=8)
-def make_model_step(model: StepModel, pool_format: Format) -> ModelStep:
+def make_model_step(model: StepModel, pool_format: Any) -> ModelStep:
     """The model's step, jitted over its layouts. The pool is donated, and keeps its layout and
     sharding. Engines of the same model in one process share the step and its compilations."""
     whole = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
@@ -72,7 +71,7 @@ def make_model_step(model: StepModel, pool_format: Format) -> ModelStep:
 def _model_step(
     model: StepModel,
     params: Params,
-    pool: jax.Array,
+    pool: Pool,
     newest: Newest,
     packed: jax.Array,
     *,
@@ -92,9 +91,7 @@ def _model_step(
     puts = plan_write(pool, batch, hidden=how is not None, backend=model.backend)
     rows = hidden_rows(pool, batch, model, layout) if layout.hidden else None
 
-    def attend(
-        pool: jax.Array, layer: LayerIndex, inputs: AttentionInput
-    ) -> tuple[jax.Array, jax.Array]:
+    def attend(pool: Pool, layer: LayerIndex, inputs: AttentionInput) -> tuple[Pool, jax.Array]:
         x = None if how is None else inputs.x.reshape(inputs.k.shape)
         k, v = inputs.k, inputs.v
         if x is not None and not layout.kv:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Format
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -66,13 +66,13 @@ def cached_in(platform: str, weights: DTypeLike, backend: str, *, hidden: bool) 
     return activations_in(platform, weights)
 
 
-def compiler_options(pool_format: Format) -> dict[str, str]:
+def compiler_options(pool_format: Any) -> dict[str, str]:
     """XLA's options for a step over a pool of this format.
 
     On GPUs XLA counts the pool twice, as argument and as output, although it is donated. If the
     pool takes half of the memory, XLA believes that none is left, and recomputes matmuls to save
     memory.
     """
-    placed: Any = pool_format.sharding
+    placed: Any = jax.tree.leaves(pool_format)[0].sharding
     platforms = {device.platform for device in placed.device_set}
     return {"xla_disable_hlo_passes": "rematerialization"} if platforms & GPUS else {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import AUTO, CacheConfig, Config, ConfigError, SchedulerConfig
+from jaxserve.config import AUTO, SMALL_CACHES, CacheConfig, Config, ConfigError, SchedulerConfig
 from jaxserve.engine.device.buckets import Buckets, make_buckets
 from jaxserve.engine.device.sampling_state import MAX_EOS
 from jaxserve.engine.device.step_model import StepModel, activations_in, cached_in
@@ -35,7 +35,14 @@ from jaxserve.engine.startup.pool_size import (
 from jaxserve.models import sharding
 from jaxserve.models.base import ModelConfig
 from jaxserve.models.fused import param_bytes
-from jaxserve.pallas_kernels import HIDDEN, KV, KernelShape, get_backend, select_backend
+from jaxserve.pallas_kernels import (
+    HIDDEN,
+    KV,
+    KernelShape,
+    dtype_named,
+    get_backend,
+    select_backend,
+)
 from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.cache.cache_kinds import ABSORBED, PROJECTED
 from jaxserve.sched.policy import Limits, Policy
@@ -106,6 +113,14 @@ def choose(config: Config, memory: tuple[str, int] | None = None) -> Choices:
     """
     if config.cache.hidden_read != AUTO or config.cache.rho != AUTO:
         return _choose(config, memory, hidden=True)
+    if config.cache.dtype in SMALL_CACHES:
+        # Texts must not depend on who gets which kind.
+        log.info(
+            "no hidden caches, all are KV: in %s they would be rounded otherwise than K and V; "
+            "cache.hidden_read has them all the same",
+            config.cache.dtype,
+        )
+        return _choose(config, memory, hidden=False)
     try:
         chosen = _choose(config, memory, hidden=True)
         read = chosen.model.hidden_read
@@ -130,9 +145,8 @@ def _why_kv_alone(config: Config, chosen: Choices, read: str) -> str | None:
     # these are wider with hidden caches, nothing is saved.
     weights = choose_dtype(config.model.dtype, load_shape(config.model)[2])
     platform, backend = jax.default_backend(), chosen.model.backend
-    if chosen.dtype != weights or chosen.cache_dtype != cached_in(
-        platform, weights, backend, hidden=False
-    ):
+    cached = _cached(config.cache.dtype, cached_in(platform, weights, backend, hidden=False))
+    if chosen.dtype != weights or chosen.cache_dtype != cached:
         return f"weights, K and V can be {weights.name} then"
     reason = _why_unknown(chosen.profile, read)
     return reason and f"scheduler.profile: {reason}"
@@ -161,12 +175,13 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
         config.engine.attention_backend,
         tensor,
         model,
-        activations,
+        _cached(config.cache.dtype, activations),
         read,
         demand.block_size,
         pool_heads,
     )
-    cached = cached_in(jax.default_backend(), dtype, backend, hidden=read is not None)
+    suits = cached_in(jax.default_backend(), dtype, backend, hidden=read is not None)
+    cached = _cached(config.cache.dtype, suits)
     kernels, width = get_backend(backend), blocks_a_plane(max_model_len, demand.block_size)
     buckets = make_buckets(
         limits.max_rows,
@@ -221,6 +236,11 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
         profile,
         demand.modest,
     )
+
+
+def _cached(wanted: str, suits: jnp.dtype) -> jnp.dtype:
+    """The dtype of the pool, as `cache.dtype` has it; of auto what suits."""
+    return suits if wanted == AUTO else dtype_named(wanted)
 
 
 def _check_ends(model: ModelConfig) -> None:

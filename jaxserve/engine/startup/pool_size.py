@@ -12,7 +12,7 @@ from jaxserve.config import ConfigError
 from jaxserve.engine.device.cache_moves import STAGED_SLOTS
 from jaxserve.engine.startup.device_memory import free_memory
 from jaxserve.models.base import ModelConfig
-from jaxserve.pallas_kernels import block_bytes, default_block_size
+from jaxserve.pallas_kernels import block_bytes, default_block_size, slot_bytes
 from jaxserve.sched.cache.block_sizes import blocks_for
 
 GIB = 1 << 30
@@ -186,7 +186,10 @@ def hidden_workspace(
         gathered_tokens: tokens whose vectors of one layer every shard gathers to project them; they
             are there twice meanwhile.
     """
-    vector = config.d_model * jnp.dtype(dtype).itemsize
+    item = jnp.dtype(dtype).itemsize
+    if item == 1:  # and float32, which they become before they are projected
+        item += 4
+    vector = config.d_model * item
     return (projected_tokens * config.num_layers + 2 * gathered_tokens) * vector
 
 
@@ -199,7 +202,8 @@ def moving_workspace(moves: bool, config: ModelConfig, dtype: DTypeLike, heads: 
         dtype: of the pool.
         heads: KV heads on each device.
     """
-    return STAGED_SLOTS * _slot_bytes(config, dtype, heads) if moves else 0
+    slot = slot_bytes(config.num_layers, heads, config.head_dim, dtype)
+    return STAGED_SLOTS * slot if moves else 0
 
 
 def host_slots(gib: float, used: bool, config: ModelConfig, dtype: DTypeLike, heads: int) -> int:
@@ -220,11 +224,7 @@ def host_slots(gib: float, used: bool, config: ModelConfig, dtype: DTypeLike, he
             f"cache.host_gib={gib:g}: the policy makes no checkpoints, and without "
             "cache.prefix_caching nothing else goes there"
         )
-    return int(gib * GIB // _slot_bytes(config, dtype, heads))
-
-
-def _slot_bytes(config: ModelConfig, dtype: DTypeLike, heads: int) -> int:
-    return config.num_layers * heads * config.head_dim * jnp.dtype(dtype).itemsize
+    return int(gib * GIB // slot_bytes(config.num_layers, heads, config.head_dim, dtype))
 
 
 def _workspace(demand: Demand, config: ModelConfig, shards: int, item: int) -> int:

@@ -20,6 +20,8 @@ HOST_EFFICIENCY = 0.8
 WIDE = "16-bit"
 # By `model.quantization`; int4 has a scale of 16 bits for each 32, the others one an output.
 WEIGHT_BYTES = {WIDE: 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 2 / 32}
+# By `cache.dtype`: bytes of a number of K, V or a hidden vector, and of a head's scale.
+CACHE_BYTES = {WIDE: (2, 0), "fp8": (1, 0), "int8": (1, 4)}
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Model:
         gated: Whether the feed-forward has three matrices instead of two.
         rotary: Whether positions are rotations of queries and keys.
         weights: How its weights are stored, of WEIGHT_BYTES.
+        cache: How K, V and hidden vectors are, of CACHE_BYTES.
     """
 
     layers: int
@@ -47,6 +50,7 @@ class Model:
     gated: bool = True
     rotary: bool = True
     weights: str = WIDE
+    cache: str = WIDE
 
     @property
     def weight_bytes(self) -> float:
@@ -78,13 +82,19 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one token's K and V in one layer, 16-bit."""
-        return 2 * self.kv_heads * self.head_dim * 2
+        """Bytes of one token's K and V in one layer."""
+        return 2 * self.kv_heads * self._vector_bytes
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of one token's hidden vector in one layer, 16-bit."""
-        return self.d_model * 2
+        """Bytes of one token's hidden vector in one layer."""
+        return self.d_model // self.head_dim * self._vector_bytes
+
+    @property
+    def _vector_bytes(self) -> int:
+        """Bytes of a head's vector in the cache."""
+        number, scale = CACHE_BYTES[self.cache]
+        return number * self.head_dim + scale
 
 
 @dataclass(frozen=True)
@@ -179,6 +189,8 @@ def hidden_read_of(model: Model, wanted: str = "auto") -> str | None:
         raise ValueError("hidden_read=absorbed needs a model without rotary positions")
     shape = model.d_model, model.heads, model.kv_heads, model.head_dim
     if model.weights != WIDE:  # hidden caches read the weights of K and V as they are
+        return None
+    if model.cache != WIDE and wanted == "auto":  # as engines have it: texts would depend on it
         return None
     if why_no_hidden_caches(*shape) is not None:
         return None

@@ -12,6 +12,7 @@ import difflib
 
 from jaxserve.sched.cost.cost_model import LinearCostModel
 from jaxserve.sched.simulation.systems.hardware import (
+    CACHE_BYTES,
     DEVICES,
     MODELS,
     READ_EFFICIENCY,
@@ -96,6 +97,8 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
         about["hidden_read"] = read
     if model.weights != WIDE:
         about["weights"] = model.weights
+    if model.cache != WIDE:
+        about["cache"] = model.cache
     rho = model.layers * (coefficients.hidden_token - kv) if read else None
     cost_model = LinearCostModel(coefficients, model.layers, overlapped=True)
     projects = read == "projected"
@@ -132,7 +135,8 @@ def system(name: str, hidden_read: str = "auto") -> System:
 
     Args:
         name: A preset, `MODEL@DEVICE` or `MODEL@4xDEVICE` of the known ones, or the path of a
-            profile. `MODEL:int4@DEVICE` has quantised weights, see `WEIGHT_BYTES`.
+            profile. `MODEL:int4@DEVICE` has quantised weights, see `WEIGHT_BYTES`,
+            `MODEL:kv-int8@DEVICE` a quantised cache, see `CACHE_BYTES`; both may be.
         hidden_read: How hidden caches are read, see `hidden_read_of`. Only for MODEL@DEVICE:
             presets have no hidden caches, and profiles those that they were measured with.
 
@@ -144,9 +148,9 @@ def system(name: str, hidden_read: str = "auto") -> System:
         if hidden_read != "auto":
             raise UnknownSystem(f"{name}: hidden_read is for MODEL@DEVICE, not for fixed systems")
         return PRESETS[name] if name in PRESETS else load(name)
-    model, _, weights = model.partition(":")
-    weights = weights or WIDE
-    if at and model in MODELS and weights in WEIGHT_BYTES:
+    model, _, stored = model.partition(":")
+    how = _stored(stored)
+    if at and model in MODELS and how is not None:
         number, times, device = place.partition("x")
         if not (times and number.isdigit()):
             number, device = "1", place
@@ -154,7 +158,8 @@ def system(name: str, hidden_read: str = "auto") -> System:
             one = DEVICES[device]
             many = dataclasses.replace(one, count=int(number))
             try:
-                shape = dataclasses.replace(MODELS[model], weights=weights)
+                weights, cache = how
+                shape = dataclasses.replace(MODELS[model], weights=weights, cache=cache)
                 return scale(shape, many, name, hidden_read)
             except ValueError as error:
                 raise UnknownSystem(str(error)) from error
@@ -163,5 +168,18 @@ def system(name: str, hidden_read: str = "auto") -> System:
     raise UnknownSystem(
         f"there is no system {name!r}{hint}. Give MODEL@DEVICE or MODEL@4xDEVICE with a model of "
         f"{', '.join(MODELS)} and a device of {', '.join(DEVICES)}, MODEL:int8, :int4 or :fp8 for "
-        "quantised weights, or a profile's path (.json)"
+        "quantised weights, :kv-int8 or :kv-fp8 for a quantised cache, or a profile's path (.json)"
     )
+
+
+def _stored(text: str) -> tuple[str, str] | None:
+    """How weights and cache are stored, of "int4:kv-int8"; None for what there is not."""
+    weights = cache = WIDE
+    for one in filter(None, text.split(":")):
+        if one.startswith("kv-") and one[3:] in CACHE_BYTES and cache == WIDE:
+            cache = one[3:]
+        elif one in WEIGHT_BYTES and weights == WIDE:
+            weights = one
+        else:
+            return None
+    return weights, cache

@@ -18,7 +18,7 @@ from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.models.base import Family, ModelConfig, Params
 from jaxserve.models.registry import family_for
-from jaxserve.pallas_kernels import HIDDEN, KV, make_pool, row_major
+from jaxserve.pallas_kernels import HIDDEN, KV, make_pool, pool_format
 from jaxserve.sched.cache.cache_kinds import ABSORBED, PROJECTED
 from jaxserve.weights import load_params
 from tests.compiling import OPTIMISED
@@ -57,7 +57,7 @@ def random_pool() -> jax.Array:
     shape = (LAYERS, 2 * ROWS * WIDTH, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     pool = make_pool(*shape, jnp.float32)
     values = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-    return jax.device_put(jnp.asarray(values), row_major(pool.sharding))
+    return jax.device_put(jnp.asarray(values), pool_format(pool))
 
 
 def rows(hidden: int, chunk: int = 0) -> Rows:
@@ -85,7 +85,7 @@ def logits(layout: Layout, given: Rows, read: str) -> np.ndarray:
     """[ROWS, vocabulary], in the order of the given rows."""
     _, _, params = model()
     pool, packed = random_pool(), layout.pack(given)
-    step = make_model_step(step_model(read), row_major(pool.sharding))
+    step = make_model_step(step_model(read), pool_format(pool))
     done = step(params, pool, NEWEST, jnp.asarray(packed.buffer), layout=layout)
     found = done.logits
     out = np.empty((ROWS, found.shape[1]), np.float32)
@@ -111,7 +111,7 @@ def matmuls(layout: Layout) -> int:
     """Those of the compiled step that give [ROWS, d_model], by XLA or by a kernel."""
     _, config, params = model()
     pool = random_pool()
-    step: Any = make_model_step(step_model(ABSORBED), row_major(pool.sharding))
+    step: Any = make_model_step(step_model(ABSORBED), pool_format(pool))
     given = (params, pool, NEWEST, jnp.zeros(layout.size, jnp.int32))
     text = step.lower(*given, layout=layout).compile(OPTIMISED).as_text()
     found = len(re.findall(rf"= f32\[{ROWS},{config.d_model}\]\S* (dot|custom-call)\(", text))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from jaxserve.engine.device import host_copies
 from jaxserve.engine.device.cache_moves import ROOM, SIZES, Mover, _parts, has_pinned
-from jaxserve.pallas_kernels import row_major
+from jaxserve.pallas_kernels import pool_format
 from tests.engine.harness import TIMEOUT
 
 PATIENCE = 20  # seconds for which a copy is held at most
@@ -29,7 +29,7 @@ LARGEST = SIZES[-1]
 
 def make_mover(pinned: bool | None = None) -> Mover:
     model: Any = SimpleNamespace(mesh=None, backend="xla")
-    return Mover(model, row_major(filled().sharding), jax.devices()[0], pinned=pinned)
+    return Mover(model, pool_format(filled()), jax.devices()[0], pinned=pinned)
 
 
 @pytest.fixture

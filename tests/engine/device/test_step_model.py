@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.engine.device.step_model import compiler_options
-from jaxserve.pallas_kernels import row_major
+from jaxserve.pallas_kernels import format_of
 
 
 @pytest.mark.parametrize(("platform", "told"), [("cuda", True), ("gpu", True), ("tpu", False)])
@@ -22,4 +22,4 @@ def test_gpus_are_told_to_compute_nothing_twice(platform: str, told: bool) -> No
 
 def test_a_cpu_is_told_nothing() -> None:
     assert jax.devices()[0].platform == "cpu"
-    assert compiler_options(row_major(jnp.zeros((2, 3)).sharding)) == {}
+    assert compiler_options(format_of(jnp.float32, jnp.zeros((2, 3)).sharding)) == {}

@@ -22,7 +22,7 @@ from jaxserve.engine.startup.model_options import has_instructions
 from jaxserve.models.base import ParamSpec
 from jaxserve.models.fused import fused_specs
 from jaxserve.models.registry import family_for
-from jaxserve.pallas_kernels import make_pool, row_major
+from jaxserve.pallas_kernels import make_pool, pool_format
 from jaxserve.pallas_kernels.cpu.pairs import has_pairs
 from tests.compiling import OPTIMISED
 from tests.engine.harness import SAMPLING, SCARCE, SHAPES, engine, generate, prompts, write_shape
@@ -65,7 +65,7 @@ def compiled(family_name: str, layout: Layout) -> tuple[hlo.Module, Any]:
     params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16), specs)
     pool = make_pool(config.num_layers, 16, config.num_kv_heads, 16, config.head_dim, jnp.float32)
     model = StepModel(family, config, "xla", None, None, 64, jnp.dtype(jnp.float32))
-    step: Any = make_model_step(model, row_major(pool.sharding))
+    step: Any = make_model_step(model, pool_format(pool))
     newest = Newest(*2 * [jax.ShapeDtypeStruct((layout.slots,), jnp.int32)])
     packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
     text = step.lower(params, pool, newest, packed, layout=layout).compile(OPTIMISED).as_text()

@@ -1,0 +1,127 @@
+"""The scales of an int8 pool on TPU (Mosaic): into their slots, and out of them.
+
+A block's scales, [kv_heads, block_size], are a tile or few, in which a slot is a lane: so blocks
+are read, changed and written back whole. XLA would put the slots of the whole array first, and
+back, around every write.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxserve.pallas_kernels.batch import AttentionBatch
+from jaxserve.pallas_kernels.tpu import common, tuning
+from jaxserve.pallas_kernels.tpu.granules import PLANES, Puts
+from jaxserve.pallas_kernels.tpu.move import by_target
+from jaxserve.pallas_kernels.tpu.write import WritePlan
+
+MOST_LAYERS = 64  # of a block that are changed at once
+TOGETHER = 256  # slots whose blocks are read at once
+
+
+def _put_kernel(
+    blocks: Any,  # SMEM int32 [N]
+    layer: Any,  # SMEM int32 [1]
+    wanted: Any,  # VMEM int32 [1, 1, block_size]
+    brought: Any,  # VMEM float32 [1, deep, kv_heads, block_size]
+    old: Any,  # VMEM float32 [deep, 1, kv_heads, block_size]
+    new: Any,  # like old
+) -> None:
+    new[:, 0] = jnp.where(wanted[0][None] > 0, brought[0], old[:, 0])
+
+
+def _put(
+    scales: jax.Array,
+    layer: jax.Array | int,
+    values: list[jax.Array],
+    puts: Puts,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """As `granules.put_vectors`, of scales float32 [layers, blocks, kv_heads, block_size], with
+    values [M, layers, kv_heads] and granules that are blocks."""
+    _, _, heads, size = scales.shape
+    layers = values[0].shape[1]
+    deep = common.most_a_program(layers, MOST_LAYERS, 1)
+    source = jnp.maximum(puts.source, 0)
+    index = source // PLANES * len(values) + source % PLANES
+    flat = jnp.stack(values, axis=1).reshape(-1, layers, heads)
+    brought = flat[index].transpose(0, 2, 3, 1)
+    tile = pl.BlockSpec(
+        (deep, 1, heads, size), lambda i, n, blocks, layer: (layer[0] + n, blocks[i], 0, 0)
+    )
+    call = pl.pallas_call(
+        _put_kernel,
+        out_shape=jax.ShapeDtypeStruct(scales.shape, scales.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(puts.number, layers // deep),
+            in_specs=[
+                pl.BlockSpec((1, 1, size), lambda i, n, *_: (i, 0, 0)),
+                pl.BlockSpec((1, deep, heads, size), lambda i, n, *_: (i, n, 0, 0)),
+                tile,
+            ],
+            out_specs=tile,
+        ),
+        input_output_aliases={4: 0},
+        compiler_params=common.compiler(tuning.sizes(scales.dtype, interpret), 0, 2),
+        interpret=common.interpreted(interpret),
+        name="put_scales",
+    )
+    wanted = (puts.source >= 0).astype(jnp.int32)[:, None]
+    first = jnp.asarray(layer, jnp.int32).reshape(1)
+    put: jax.Array = call(puts.target, first, wanted, brought, scales)
+    return put
+
+
+def write(
+    scales: jax.Array,
+    layer: jax.Array | int,
+    k: jax.Array,
+    v: jax.Array,
+    x: jax.Array | None,
+    batch: AttentionBatch,
+    plan: WritePlan,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """See `backends.ScaleOps.write`."""
+    assert plan.scales is not None
+    values = [value[:, None] for value in (k, v, x) if value is not None]
+    return _put(scales, layer, values, plan.scales, interpret=interpret)
+
+
+def stage_in(
+    scales: jax.Array, staging: jax.Array, slots: jax.Array, count: jax.Array, *, interpret: bool
+) -> jax.Array:
+    """See `backends.ScaleOps.stage_in`."""
+    source, size = jnp.arange(len(slots), dtype=jnp.int32) * PLANES, scales.shape[3]
+    puts = by_target(slots[:, 0], slots[:, 1], source, count, size, size)
+    return _put(scales, 0, [staging], puts, interpret=interpret)
+
+
+def stage_out(scales: jax.Array, slots: jax.Array, count: jax.Array) -> jax.Array:
+    """See `backends.ScaleOps.stage_out`."""
+    layers, blocks, heads, size = scales.shape
+    at, layer = jnp.arange(size, dtype=jnp.int32), jnp.arange(layers, dtype=jnp.int32)
+    flat = scales.reshape(layers * blocks, heads, size)  # XLA gathers from the first axis as it is
+
+    def one(place: jax.Array) -> jax.Array:
+        found = flat[layer * blocks + place[0]]
+        return jnp.where(at == place[1], found, 0).sum(axis=-1)
+
+    used = (jnp.arange(len(slots), dtype=jnp.int32) < count)[:, None]
+    found: jax.Array = lax.map(one, jnp.where(used, slots, 0), batch_size=TOGETHER)
+    return jnp.where(used[..., None], found, 0)
+
+
+def move(scales: jax.Array, moves: jax.Array, count: jax.Array, *, interpret: bool) -> jax.Array:
+    """See `backends.ScaleOps.move`."""
+    staged = stage_out(scales, moves[:, :2], count)
+    return stage_in(scales, staged, moves[:, 2:], count, interpret=interpret)
