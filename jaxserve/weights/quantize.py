@@ -21,6 +21,7 @@ _RATIOS = {
     "int4": tuple(1.06 - 0.03 * step for step in range(14)),
     "fp8": (1.0,),
 }
+_REFITS = {"int4": 2}  # times that a scale is fitted to the numbers that it has made
 
 
 def quantize(weights: jax.Array, scheme: Scheme, *, transposed: bool = False) -> Quantized:
@@ -37,34 +38,44 @@ def quantize(weights: jax.Array, scheme: Scheme, *, transposed: bool = False) ->
     # [-8, 7] is all of int4; -128 stays free, as others' kernels expect of int8.
     least = -largest - 1 if scheme.kind == "int4" else -largest
 
-    def tried(ratio: jax.Array | float) -> tuple[jax.Array, Quantized]:
-        low, high = w.min(axis, keepdims=True), w.max(axis, keepdims=True)
-        if scheme.zero:  # 0 must be a number of the range
-            low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
-            whole = (high - low) / (largest - least)
-        else:
-            whole = jnp.maximum(high, -low) / largest
-        scale = (whole * ratio).astype(scheme.scale)
+    Tried = tuple[jax.Array, Quantized]
+
+    def tried(scale: jax.Array, zero: jax.Array | None, ratio: jax.Array | float = 1.0) -> Tried:
+        """The weight by this scale, and the error it is left with. zero: None to choose it."""
+        scale = scale.astype(scheme.scale)
         scale = jnp.where(scale == 0, jnp.ones_like(scale), scale)  # NaN stays, to be found
         wide = scale.astype(jnp.float32)
-        zero = jnp.zeros_like(wide)
-        if scheme.zero:
+        if zero is None:
             zero = jnp.clip(jnp.round(least - low * ratio / wide), least, largest)
         q = w / wide + zero
         q = jnp.clip(q if scheme.kind == "fp8" else jnp.round(q), least, largest).astype(dtype)
         error = jnp.square((q.astype(jnp.float32) - zero) * wide - w).sum(axis, keepdims=True)
         return error, Quantized(q, scale, zero)
 
-    def better(
-        best: tuple[jax.Array, Quantized], ratio: jax.Array
-    ) -> tuple[tuple[jax.Array, Quantized], None]:
-        now = tried(ratio)
+    def better(best: Tried, now: Tried) -> Tried:
         wins = now[0] < best[0]
-        chosen = jax.tree.map(lambda new, old: jnp.where(wins, new, old), now, best)
-        return chosen, None
+        return jax.tree.map(lambda new, old: jnp.where(wins, new, old), now, best)
 
-    first, *others = _RATIOS[scheme.kind]
-    (_, best), _ = jax.lax.scan(better, tried(first), jnp.array(others, jnp.float32))
+    low, high = w.min(axis, keepdims=True), w.max(axis, keepdims=True)
+    if scheme.zero:  # 0 must be a number of the range
+        low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
+        whole, zero = (high - low) / (largest - least), None
+    else:
+        whole, zero = jnp.maximum(high, -low) / largest, jnp.zeros_like(low)
+    # Without zero points it matters which end of the group is -8, which has no opposite.
+    signs = (1, -1) if scheme.kind == "int4" and not scheme.zero else (1,)
+    ratios = [sign * ratio for ratio in _RATIOS[scheme.kind] for sign in signs]
+    found, _ = jax.lax.scan(
+        lambda best, ratio: (better(best, tried(whole * ratio, zero, ratio)), None),
+        tried(whole * ratios[0], zero, ratios[0]),
+        jnp.array(ratios[1:], jnp.float32),
+    )
+    for _ in range(_REFITS.get(scheme.kind, 0)):
+        # The scale that suits the numbers best, and the numbers that suit it.
+        q = found[1].q.astype(jnp.float32) - found[1].zero
+        scale = (w * q).sum(axis, keepdims=True) / jnp.square(q).sum(axis, keepdims=True)
+        found = better(found, tried(scale, found[1].zero))
+    best = found[1]
     of_group = list(best.scale.shape)
     del of_group[axis]
     q = best.q.reshape(shape)

@@ -74,6 +74,23 @@ def test_numbers_of_a_grid_are_kept(numbers, scale):
     assert np.abs(back - weights).max() <= most / 127 * 0.51 + 1e-30
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_number_without_an_opposite_goes_to_the_end_that_needs_it(sign):
+    """Without a zero point the scale may be negative."""
+    weights = sign * np.resize(np.arange(-8, 8, dtype=np.float32), (32, 1)) * 0.5
+    small = quantize(jnp.asarray(weights), Scheme("int4", 32, scale="bfloat16"))
+    np.testing.assert_array_equal(dequantize(small, jnp.float32), weights)
+
+
+def test_scales_are_fitted_to_the_numbers_that_they_make():
+    """No ratio that is tried makes as small an error."""
+    weights = np.asarray(jax.random.normal(jax.random.key(0), (32, 256)))
+    scale = np.asarray(quantize(jnp.asarray(weights), Scheme("int4", 32)).scale)
+    q = np.clip(np.round(weights / scale), -8, 7)
+    best = (weights * q).sum(axis=0) / (q * q).sum(axis=0)
+    assert np.median(abs(scale / best - 1)) < 1e-3
+
+
 def test_groups_of_zeros():
     small = quantize(jnp.zeros((64, 4)), Scheme("int4", 32, True, "bfloat16"))
     assert not np.asarray(dequantize(small, jnp.float32)).any()
