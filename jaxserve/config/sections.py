@@ -61,9 +61,10 @@ class CacheConfig:
             as many as memory_gib holds. Its array has a few more, one of few sizes, so that not
             each number has steps of its own to compile.
         memory_gib: Size of the pool; 0: what memory_fraction leaves, as far as max_rows requests of
-            max_model_len can use it. On CPUs, whose memory others need, too, an eighth to a quarter
-            of it, one of few sizes, for each of which steps are compiled, or less, if the last
-            start had less; but room for four such requests.
+            max_model_len can use it. On CPUs, whose memory others need, too, what four such
+            requests need, or a sixteenth of the free memory if that is more, but no more than a
+            quarter of it and one such request; and less if the last start had less, since steps are
+            compiled for one of few sizes.
         memory_fraction: Of the memory that is free on the device, or the host, what weights, pool
             and steps take.
         host_gib: Host memory for caches: checkpoints, for policies that make them, and with

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections.abc import Set
 from pathlib import Path
@@ -35,6 +36,7 @@ _LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_LONG_ROWS = 1024  # that a tensor is made of at most, to dequantize it
 _BEFORE_ROWS = re.compile(r"blk\.\d+\.attn_(q|k)\.")
 
 
@@ -67,7 +69,7 @@ class GGUFTensors:
         # order; here, as in transformers, elements of two halves are rotated.
         interleaved = header.metadata.get("general.architecture") == "llama"
         self._heads = {"q": config.num_heads, "k": config.num_kv_heads} if interleaved else {}
-        self._data = np.memmap(path, np.uint8, "r")
+        self._data = np.asarray(np.memmap(path, np.uint8, "r"))  # its slices are plain: cheaper
 
     def __enter__(self) -> GGUFTensors:
         return self
@@ -141,4 +143,7 @@ def _values(info: TensorInfo, stored: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(stored).view(plain)
     import gguf  # late: a fifth of a second
 
-    return gguf.dequantize(stored, gguf.GGMLQuantizationType[info.type.name])
+    # It goes through sixteen rows at a time: with long ones in less than half the time.
+    long = stored.reshape(math.gcd(len(stored), _LONG_ROWS), -1)
+    values = gguf.dequantize(long, gguf.GGMLQuantizationType[info.type.name])
+    return values.reshape(len(stored), -1)

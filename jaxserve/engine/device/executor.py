@@ -33,6 +33,7 @@ from jaxserve.pallas_kernels import Pool, pool_format
 
 _SAMPLE_FULL = jax.jit(sample_full, donate_argnums=0)
 
+MOST_PADDING = 64  # tokens of a step that a CPU runs on padding
 COMPILING = 8  # steps at once, at most: each takes gigabytes of host memory for large models
 
 
@@ -383,10 +384,13 @@ class JaxExecutor:
         place = jax.sharding.SingleDeviceSharding(self._place)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
-    def _run_once(self, layout: Layout, full: bool) -> None:
-        """A step on padding, which compiles what goes with it, unless that is compiled already."""
+    def _put_all(self, layout: Layout) -> None:
+        """Compiles what brings a packed batch to the device, of each length."""
         for size in layout.sizes[:-1]:
             self._put(layout, np.zeros(size, np.int32))
+
+    def _run_once(self, layout: Layout, full: bool) -> None:
+        """A step on padding, which compiles what goes with it, unless that is compiled already."""
         targets = layout.no_targets() if _scored(layout) else None
         self.submit(layout, layout.empty(), full=full, targets=targets).result()
         if full and self._masked_sampling:
@@ -398,7 +402,7 @@ class JaxExecutor:
         progress: Callable[[Iterable[Any]], Iterable[Any]],
         barrier: Callable[[], None] = lambda: None,
     ) -> None:
-        """Compiles and runs every step there is, on padding, so that none compiles later.
+        """Compiles every step there is, so that none compiles later, and runs them on padding.
 
         Args:
             progress: wraps the list of work, as tqdm does.
@@ -429,9 +433,15 @@ class JaxExecutor:
         threads = ThreadPoolExecutor(min(COMPILING, os.cpu_count() or 1))
         try:
             work: list[Callable[[], Any]] = [threads.submit(one).result for one in compiled]
-            work += [barrier]
-            work += [partial(self._run_once, layout, False) for layout in layouts]
-            work += [partial(self._run_once, layout, True) for layout in decodes]
+            work += [barrier, *(partial(self._put_all, layout) for layout in layouts)]
+            greedy, sampled = layouts, decodes
+            if self._mesh is None and jax.default_backend() == "cpu":
+                # What runs here is compiled by now, and has no memory of its own to run out of.
+                # Padding takes as long as tokens: what is left is to have Python know the steps.
+                greedy = [layout for layout in layouts if layout.tokens <= MOST_PADDING]
+                sampled = decodes[:1]
+            work += [partial(self._run_once, layout, False) for layout in greedy]
+            work += [partial(self._run_once, layout, True) for layout in sampled]
             for piece in progress(work):
                 piece()
         finally:

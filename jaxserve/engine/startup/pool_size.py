@@ -134,17 +134,18 @@ def pool_room(
 def pool_blocks(demand: Demand, room: Room) -> int:
     """Blocks of the pool: the number asked for, else as many as are allowed and useful.
 
-    A modest pool has at most a quarter of the free blocks, but room for four requests of full
-    length. That quarter is rounded down to a power of two, so that a start with slightly different
-    free memory finds its steps compiled.
+    A modest pool has room for four requests of full length, or a sixteenth of the free blocks if
+    that is more, but at most a quarter of them and one such request. Parts of the memory are
+    rounded down to a power of two, so that a start with slightly different free memory finds its
+    steps compiled.
     """
     if demand.num_blocks:
         return demand.num_blocks
     useful = most_held(demand.max_rows, demand.max_model_len, demand.block_size)
     if demand.modest:
-        quarter = 1 << max(room.free // _MODEST, 1).bit_length() - 1
+        quarter, little = (1 << max(room.free // n, 1).bit_length() - 1 for n in (_MODEST, _LITTLE))
         longest = useful // demand.max_rows
-        useful = min(useful, max(quarter, _MODEST * longest))
+        useful = min(useful, max(longest, min(quarter, max(_MODEST * longest, little))))
     return min(room.allowed, useful)
 
 
