@@ -1,0 +1,92 @@
+"""Compares what few bits cost jaxserve and llama.cpp: the perplexity of a text.
+
+    python tools/llama_cpp/quality.py --text=TEXT
+
+Of SmolLM2, with the same tokens in the same windows on both sides; each over itself in bfloat16.
+Quantised weights are those that `--config.model.quantization` makes. Activations are float32 in
+jaxserve, and in llama.cpp what it takes them for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from measures import TYPES
+from side_by_side import HERE, add_places, files
+
+from jaxserve.engine.text.detokenizer import load_tokenizer
+from jaxserve.models.base import with_quantization
+from jaxserve.models.perplexity import MOST_WINDOWS, WINDOW, perplexity
+from jaxserve.weights import load_config, load_params
+
+BASE = "bfloat16"
+# Most that the perplexity may grow by, and what it may not exceed of llama.cpp's growth, by type.
+MOST = {"int8": 1.005}
+AS_GOOD_AS = {"int4": "int4-zero", "int4-zero": "int4-zero"}
+
+
+def ours(wide: Path, type_: str, windows: np.ndarray) -> float:
+    """jaxserve's perplexity with weights made of a file in float32."""
+    family, config, _ = load_config(wide)
+    fields = TYPES[type_].fields
+    config = with_quantization(family, config, fields.get("model__quantization", ""))
+    dtype = fields.get("model__dtype", "float32")
+    params = load_params(wide, family, config, dtype=dtype)
+    return perplexity(family, params, config, windows.ravel(), dtype=jnp.float32, mesh=None)
+
+
+def theirs(python: str, file: Path, windows: np.ndarray) -> float:
+    """llama.cpp's."""
+    with tempfile.NamedTemporaryFile(suffix=".npy") as tokens:
+        np.save(tokens.name, windows)
+        command = [python, str(HERE / "perplexity.py"), f"--file={file}", f"--tokens={tokens.name}"]
+        return float(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--text", type=Path, required=True, help="a text file")
+    parser.add_argument("--windows", type=int, default=MOST_WINDOWS, help=f"of {WINDOW} tokens")
+    add_places(parser)
+    args = parser.parse_args(argv)
+    folder, _ = files(args, "smollm2")
+    wide = folder / "F32.gguf"
+    text = args.text.read_text(encoding="utf-8")
+    tokens = np.asarray(load_tokenizer(wide).encode(text), np.int32)
+    count = min(len(tokens) // WINDOW, args.windows)
+    windows = tokens[: count * WINDOW].reshape(count, WINDOW)
+    print(f"{count} windows of {WINDOW} tokens of {args.text.name}\n")
+    print("| weights | jaxserve | over bfloat16 | llama.cpp | over BF16 | |")
+    print("|---|---|---|---|---|---|")
+    found: dict[str, tuple[float, float]] = {}
+    for type_ in sorted(TYPES, key=lambda each: (each != BASE, each == "int4")):
+        both = (
+            ours(wide, type_, windows),
+            theirs(args.llama_python, folder / f"{TYPES[type_].gguf}.gguf", windows),
+        )
+        base = found.setdefault(BASE, both)
+        found[type_] = both
+        own, other = (a / b for a, b in zip(both, base, strict=True))
+        most = MOST.get(type_)
+        if type_ in AS_GOOD_AS:
+            most = found[AS_GOOD_AS[type_]][1] / base[1]
+        verdict = "" if most is None else f"at most {most - 1:+.2%}: "
+        verdict += "" if most is None else "met" if own <= most else "missed"
+        print(
+            f"| {type_}, {TYPES[type_].gguf} | {both[0]:.3f} | {own - 1:+.2%} "
+            f"| {both[1]:.3f} | {other - 1:+.2%} | {verdict} |",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
