@@ -79,7 +79,7 @@ def test_gpus_with_less_shared_memory_get_less_to_hold() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": jnp.int8}, "dtype: must be one of"),
+        ({"dtype": jnp.int16}, "dtype: must be one of"),
         ({"head_dim": 512}, "head_dim: must be a multiple of 8 up to 256, got 512"),
         ({"head_dim": 60}, "head_dim: must be a multiple of 8 up to 256, got 60"),
         ({"kind": HIDDEN, "num_heads": 160, "kv_heads": 160}, "num_heads: must be at most 128"),
@@ -122,7 +122,7 @@ def abstract_batch(tokens: int) -> AttentionBatch:
 
 def lower(call: Callable[..., Any], geometry: Geometry, *arguments: Any) -> str:
     """The program with its Triton kernels, as text. They index the pool in 64 bits."""
-    pool = jax.ShapeDtypeStruct(geometry, jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct(geometry[:5], jnp.bfloat16)
     lowered = jax.jit(call).trace(pool, *arguments).lower(lowering_platforms=("cuda",))
     assert pool.size > 2**31 and narrow_indices(lowered) == []
     return lowered.as_text()
