@@ -54,8 +54,8 @@ def matmul(
     If x is wider than the weights (float32 on 16 bits), it is rounded to their dtype and the sums
     stay in float32. XLA's CPU compiler then uses its library's mixed matmul, which reads the
     weights as they are. With a 16-bit result, or too few rows, it would convert them first, in each
-    step. With numba installed, up to 128 such rows and some tens of rows of float32 have kernels of
-    their own, see `has_skinny_matmul`.
+    step. With numba installed, up to 128 rows have kernels of their own, see
+    `has_skinny_matmul`.
 
     Args:
         x: [T, in].

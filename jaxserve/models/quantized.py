@@ -135,6 +135,7 @@ class Quantized:
         minimum: float32, the shape of `scale`; None for none.
         bits: of a number.
         axes: of the mesh, over which inputs and outputs are cut (see `sharding.RULES`).
+        inputs: dtype that kernels of CPUs round what they multiply to; None for none.
     """
 
     q: Any
@@ -143,6 +144,7 @@ class Quantized:
     minimum: Any = None
     bits: int = flax.struct.field(pytree_node=False, default=8)
     axes: tuple[str | None, str | None] = flax.struct.field(pytree_node=False, default=(None, None))
+    inputs: str | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -183,8 +185,8 @@ def quantized_dot(
     """x [T, in] times what the weights stand for -> [T, out] in this dtype. Sums are in float32.
 
     On GPUs and TPUs nothing wider is written to memory: XLA takes numbers with one scale an output
-    into the product as they are, groups have a kernel. On CPUs up to 64 rows
-    have kernels; for more XLA writes the weights out wide.
+    into the product as they are, groups have a kernel. On CPUs 8 and 4 bits have kernels, for any
+    number of rows if x is rounded to bfloat16 (`inputs`); else XLA writes the weights out wide.
 
     Args:
         x: [T, in].
@@ -194,7 +196,8 @@ def quantized_dot(
         mesh: the devices that the weights are sharded over; None for one.
     """
     parts, axes = (weights.q, weights.scale, weights.zero, weights.minimum), weights.axes
-    y = quantized_matmul(x, *parts, transposed=transposed, dtype=dtype, axes=axes, mesh=mesh)
+    given = x if weights.inputs is None else x.astype(weights.inputs)
+    y = quantized_matmul(given, *parts, transposed=transposed, dtype=dtype, axes=axes, mesh=mesh)
     if y is not None:
         return y
     axis = 1 if transposed else 0

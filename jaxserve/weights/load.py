@@ -171,14 +171,18 @@ def fuse_loaded(
     return params.replace(layers=tuple(layers))
 
 
-def transpose_loaded(params: Params) -> Params:
+def transpose_loaded(params: Params, dtype: DTypeLike) -> Params:
     """Turns the kernels of projections to [out, in] where a device alone multiplies few rows faster
     so, and deletes those of `params` one by one. K's and V's stay as they are where they are apart:
-    hidden caches read them."""
+    hidden caches read them. Weights of few bits multiply what is rounded to bfloat16 if that is the
+    model's `dtype`, as its own weights would."""
+    inputs = "bfloat16" if jnp.dtype(dtype) == jnp.bfloat16 else None
 
     def turned(node: Any) -> Any:
         if isinstance(node, AttentionParams):
             return dataclasses.replace(node, q=turned(node.q), o=turned(node.o))
+        if isinstance(node, Quantized):  # a table
+            return dataclasses.replace(node, inputs=inputs)
         if not isinstance(node, Linear) or node.transposed:
             return node
         stored = node.kernel.q if isinstance(node.kernel, Quantized) else node.kernel
@@ -187,10 +191,12 @@ def transpose_loaded(params: Params) -> Params:
         kernel = jax.tree.map(jnp.transpose, node.kernel)
         jax.tree.map(lambda part: part.delete(), node.kernel)
         if isinstance(kernel, Quantized):  # the kernels want them so, in each step
-            kernel = dataclasses.replace(kernel, scale=kernel.scale.astype(jnp.float32))
+            scale = kernel.scale.astype(jnp.float32)
+            kernel = dataclasses.replace(kernel, scale=scale, inputs=inputs)
         return dataclasses.replace(node, kernel=kernel, transposed=True)
 
-    return jax.tree.map(turned, params, is_leaf=lambda n: isinstance(n, AttentionParams | Linear))
+    kinds = AttentionParams | Linear | Quantized
+    return jax.tree.map(turned, params, is_leaf=lambda n: isinstance(n, kinds))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.backends import KernelShape, Scoring
 from jaxserve.pallas_kernels.batch import AttentionBatch
-from jaxserve.pallas_kernels.cpu import attention, few_bits, panels
+from jaxserve.pallas_kernels.cpu import attention, dots, panels
 from jaxserve.pallas_kernels.cpu import rows as by_rows
 from jaxserve.pallas_kernels.cpu.argmax import argmax
 from jaxserve.pallas_kernels.cpu.write import put_vectors
@@ -65,7 +65,7 @@ def _supports(kind: int, shape: KernelShape) -> str | None:
 def _skinny_matmul(
     rows: int, weights: jax.Array, *, transposed: bool
 ) -> Callable[..., jax.Array] | None:
-    kernels = (by_rows, panels)
+    kernels = (dots, by_rows, panels)
     return next(
         (one.skinny_matmul for one in kernels if one.takes(rows, weights, transposed=transposed)),
         None,
@@ -75,17 +75,17 @@ def _skinny_matmul(
 def _quantized_matmul(
     x: jax.ShapeDtypeStruct, q: Any, scale: Any, zero: Any, *, transposed: bool, dtype: Any
 ) -> Callable[..., jax.Array] | None:
-    taken = few_bits.takes(x, q, scale, zero, transposed=transposed)
-    return few_bits.few_bits_matmul if taken else None
+    taken = dots.takes_few_bits(x, q, scale, transposed=transposed)
+    return dots.few_bits_matmul if taken else None
 
 
 def _by_columns(weights: jax.Array) -> bool:
-    """As one stream of memory, weights of bfloat16 come up to twice as fast; of few bits there is
-    no other kernel."""
+    """As one stream of memory, weights come up to twice as fast; of few bits there is no other
+    kernel."""
     if weights.dtype == jnp.int8:
         return True
     turned = jax.ShapeDtypeStruct(weights.shape[::-1], weights.dtype)
-    return by_rows.takes(1, turned, transposed=True)
+    return dots.takes(1, turned, transposed=True)
 
 
 BACKEND = dataclasses.replace(

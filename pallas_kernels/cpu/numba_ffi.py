@@ -320,6 +320,12 @@ def finish(frame: int, block: int, shares: int, address: int, task: int) -> int:
     return 0
 
 
+@njit(**OPTIONS)
+def threads() -> int:
+    """How many threads a call's shares have: helpers and the caller."""
+    return words(address_of(_HELPERS), 1)[0] + 1
+
+
 def _start_helpers() -> None:
     """Once a process, before any kernel is compiled."""
     with _starting:

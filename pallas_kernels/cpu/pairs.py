@@ -23,7 +23,6 @@ LINE = 64  # bytes of a vector
 _FEATURE = "avx512bf16"
 _HALF = ir.IntType(16)
 _SUMS = ir.VectorType(ir.FloatType(), tiles.LANES)
-_PART = ir.VectorType(tiles.INDEX, 4)
 _HALVES = ir.VectorType(_HALF, 2 * tiles.LANES)
 
 
@@ -53,6 +52,20 @@ def has_vectors() -> bool:
     return bool(llvm.get_host_cpu_features().get("avx512f", False))
 
 
+def add_products(builder: Any, x: Any, weights: Any, total: Any) -> Any:
+    """Emits total + x * weights, lane by lane.
+
+    Args:
+        builder: The LLVM builder.
+        x, weights: Vectors of words, a pair in each.
+        total: A vector of float32.
+    """
+    kind = ir.FunctionType(_SUMS, [_SUMS, _PAIRS, _PAIRS])
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    dot = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(dot, [total, *(builder.bitcast(one, _PAIRS) for one in (x, weights))])
+
+
 def _constant(value: int) -> Any:
     return ir.Constant(tiles.WORD, value)
 
@@ -77,57 +90,6 @@ def interleave(_: Any, above: Any, below: Any, to: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(*[types.int64] * 3), generate
-
-
-# Of two vectors whose lanes have four words each: the first two words of either in turns, the last
-# two, the first two as they are, the last two.
-_LOW, _HIGH = (
-    [q + w for q in range(0, tiles.LANES, 4) for w in ws] for ws in ((0, 16, 1, 17), (2, 18, 3, 19))
-)
-_PAIRED = [
-    [q + w for q in range(0, tiles.LANES, 4) for w in ws] for ws in ((0, 1, 16, 17), (2, 3, 18, 19))
-]
-
-
-def _joined(builder: Any, parts: list[Any]) -> Any:
-    """Four vectors of four words as one."""
-    halves = [tiles.shuffle(builder, parts[i], parts[i + 1], list(range(8))) for i in (0, 2)]
-    return tiles.shuffle(builder, halves[0], halves[1], list(range(tiles.LANES)))
-
-
-@intrinsic
-def transpose(_: Any, rows: Any, row: Any, to: Any, to_row: Any) -> Any:
-    """Transposes LANES rows of as many 32-bit words.
-
-    Args:
-        rows: Address of the first row.
-        row: Bytes from one row to the next.
-        to: Address of the first vector, which gets column 0; a multiple of LINE.
-        to_row: Bytes from one vector to the next.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        start, row, to, to_row = args
-
-        def part(i: int, words: int) -> Any:
-            at = builder.add(start, builder.mul(row, _constant(i)))
-            return tiles.load(builder, builder.add(at, _constant(4 * words)), _PART, 2)
-
-        for words in range(0, tiles.LANES, 4):
-            # Lane q of vector i: four words of row 4 q + i.
-            a, b, c, d = (
-                _joined(builder, [part(4 * q + i, words) for q in range(4)]) for i in range(4)
-            )
-            halves = [
-                tiles.shuffle(builder, *two, w) for two in ((a, b), (c, d)) for w in (_LOW, _HIGH)
-            ]
-            for i in range(4):
-                line = tiles.shuffle(builder, halves[i // 2], halves[2 + i // 2], _PAIRED[i % 2])
-                at = builder.add(to, builder.mul(to_row, _constant(words + i)))
-                tiles.store(builder, line, at, LINE)
-        return context.get_dummy_value()
-
-    return types.none(*[types.int64] * 4), generate
 
 
 def _adding(lines: int, wide: bool) -> Any:
@@ -156,10 +118,7 @@ def _adding(lines: int, wide: bool) -> Any:
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             sums, sums_row, x, x_row, packed, packed_row, words, ahead, ahead_row, other = args
-            factor = _SUMS if wide else _PAIRS
-            kind = ir.FunctionType(_SUMS, [_SUMS, factor, factor])
-            name = "llvm.fma.v16f32" if wide else "llvm.x86.avx512bf16.dpbf16ps.512"
-            dot = cgutils.get_or_insert_function(builder.module, kind, name)
+            factor = _SUMS if wide else tiles.WORDS
             tile = []
             for m in range(TILE_ROWS):
                 for part in range(2):
@@ -184,9 +143,8 @@ def _adding(lines: int, wide: bool) -> Any:
                     for part in range(2):
                         where = tile[2 * m + part][1]
                         old = builder.load(where)
-                        factors = [left, right[part]]
-                        given = [*factors, old] if wide else [old, *factors]
-                        builder.store(builder.call(dot, given), where)
+                        add_up = tiles.fused if wide else add_products
+                        builder.store(add_up(builder, left, right[part], old), where)
             for at, where in tile:
                 tiles.store(builder, builder.load(where), at, LINE)
             return context.get_dummy_value()

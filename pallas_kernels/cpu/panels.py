@@ -1,9 +1,8 @@
-"""Products of some tens of rows with weights of bfloat16 or float32 on CPUs, compiled by numba.
+"""Products of some tens of rows with weights [in, out] of bfloat16 or float32 on CPUs, by numba.
 
 XLA's library lays the weights out anew for each product, by itself and before it multiplies, which
 takes as long as multiplying so few rows. Here each panel of columns is laid out by whoever
-multiplies it, block by block, in its core's cache. Of float32 those [out, in] are left to the
-library, which reads them as they are.
+multiplies it, block by block, in its core's cache.
 """
 
 from __future__ import annotations
@@ -25,36 +24,33 @@ PANEL = 128  # columns of a share
 
 def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
     """Whether `skinny_matmul` supports the product of this many rows with these weights."""
-    depth, columns = weights.shape[::-1] if transposed else weights.shape
-    if columns % pairs.TILE_COLUMNS:
+    depth, columns = weights.shape
+    if transposed or columns % pairs.TILE_COLUMNS:
         return False
     if weights.dtype == jnp.float32:
-        return rows in ROWS_OF_FLOAT32 and not transposed and pairs.has_vectors()
-    whole = depth % (2 * tiles.LANES if transposed else 2) == 0
-    return rows <= MOST_ROWS and weights.dtype == jnp.bfloat16 and whole and pairs.has_pairs()
+        return rows in ROWS_OF_FLOAT32 and pairs.has_vectors()
+    whole = depth % 2 == 0 and weights.dtype == jnp.bfloat16
+    return rows <= MOST_ROWS and whole and pairs.has_pairs()
 
 
 def skinny_matmul(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
     """x [T, in] @ weights [in, out] -> float32 [T, out], if `takes`. Both of bfloat16 or float32,
-    on one CPU device. transposed: the weights are [out, in]. Sums are in float32."""
-    columns = weights.shape[0 if transposed else 1]
-    call = jax.ffi.ffi_call(
-        target(transposed=transposed, wide=weights.dtype == jnp.float32),
-        jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32),
-        vmap_method="sequential",
-    )
-    return call(x, weights)
+    on one CPU device. Sums are in float32."""
+    assert not transposed
+    name = target(wide=weights.dtype == jnp.float32)
+    result = jax.ShapeDtypeStruct((x.shape[0], weights.shape[1]), jnp.float32)
+    return jax.ffi.ffi_call(name, result, vmap_method="sequential")(x, weights)
 
 
 @numba_ffi.compiled_once
-def target(*, transposed: bool, wide: bool) -> str:
+def target(*, wide: bool) -> str:
     """The name of the kernel, compiled if it is the first time. Operands: x [T, in] and weights
-    [in, out], transposed: [out, in], of bfloat16, wide: of float32; result: [T, out], float32."""
-    name = f"jaxserve_panels_{'transposed' if transposed else 'straight'}_{32 if wide else 16}"
+    [in, out] of bfloat16, wide: of float32; result: [T, out], float32."""
+    name = f"jaxserve_panels_{32 if wide else 16}"
 
     @njit(**numba_ffi.FAST)
     def panel(given: Any, _: int, i: int) -> None:
-        _panel(given, i, transposed, wide)
+        _panel(given, i, wide)
 
     return numba_ffi.register(name, _panels, panel, __file__, pairs.__file__, tiles.__file__)
 
@@ -65,7 +61,7 @@ def _panels(given: Any) -> Any:
 
 
 @njit(**numba_ffi.FAST)
-def _panel(given: Any, i: int, transposed: bool, wide: bool) -> None:
+def _panel(given: Any, i: int, wide: bool) -> None:
     """Share i: PANEL columns of the result, or what is left of them. A word, of 32 bits, is a
     number, or two of one column that follow each other."""
     a_word = 1 if wide else 2
@@ -73,7 +69,7 @@ def _panel(given: Any, i: int, transposed: bool, wide: bool) -> None:
     words, columns = depth // a_word, numba_ffi.dims(given[2], 2)[1]
     x_at, weights_at = numba_ffi.data_address(given[0]), numba_ffi.data_address(given[1])
     out_at = numba_ffi.data_address(given[2]) + 4 * i * PANEL
-    weights_at += i * PANEL * (4 * words if transposed else 4 // a_word)
+    weights_at += i * PANEL * 4 // a_word
     mine = min(PANEL, columns - i * PANEL)
     padded = (count + pairs.TILE_ROWS - 1) // pairs.TILE_ROWS * pairs.TILE_ROWS
     row_bytes = 4 * mine  # of sums, and of words
@@ -85,20 +81,19 @@ def _panel(given: Any, i: int, transposed: bool, wide: bool) -> None:
     some_at = packed_at + DEPTH * row_bytes
     carray(numba_ffi.pointer(sums_at), (padded * mine,), np.float32)[:] = np.float32(0)
     carray(numba_ffi.pointer(some_at), (padded * DEPTH,), np.uint32)[:] = np.uint32(0)
-    # From a word's row, or a column's numbers, to the next.
-    next_row = 4 * words if transposed else 4 * columns
+    next_row = 4 * columns  # from a word's row to the next
     for k in range(0, words, DEPTH):
         deep = min(DEPTH, words - k)
         for row in range(count):
             numba_ffi.copy(some_at + 4 * row * DEPTH, x_at + 4 * (row * words + k), 4 * deep)
-        row_at = weights_at + (4 * k if transposed else k * next_row)
-        _pack(row_at, next_row, packed_at, row_bytes, mine, deep, transposed, wide)
-        ahead = row_at + (4 * DEPTH if transposed else DEPTH * next_row)
+        row_at = weights_at + k * next_row
+        _pack(row_at, next_row, packed_at, row_bytes, mine, deep, wide)
+        ahead = row_at + DEPTH * next_row
         if k + DEPTH >= words:
             ahead = 0
         _add(
             sums_at, some_at, packed_at, row_bytes, padded, mine, deep, ahead, next_row,
-            transposed, wide,
+            wide,
         )  # fmt: skip
     for row in range(count):
         numba_ffi.copy(out_at + 4 * row * columns, sums_at + row * row_bytes, row_bytes)
@@ -107,16 +102,10 @@ def _panel(given: Any, i: int, transposed: bool, wide: bool) -> None:
 
 @njit(**numba_ffi.FAST)
 def _pack(
-    at: int, next_row: int, packed_at: int, packed_row: int, mine: int, deep: int,
-    transposed: bool, wide: bool,
+    at: int, next_row: int, packed_at: int, packed_row: int, mine: int, deep: int, wide: bool
 ) -> None:  # fmt: skip
-    """Weights from an address on, words [deep, mine], transposed [mine, deep], as [deep, mine]."""
-    if transposed:
-        for j in range(0, mine, tiles.LANES):
-            for k in range(0, deep, tiles.LANES):
-                to = packed_at + k * packed_row + 4 * j
-                pairs.transpose(at + j * next_row + 4 * k, next_row, to, packed_row)
-    elif wide:
+    """Weights from an address on as words [deep, mine]."""
+    if wide:
         for k in range(deep):
             numba_ffi.copy(packed_at + k * packed_row, at + k * next_row, packed_row)
     else:
@@ -129,20 +118,18 @@ def _pack(
 @njit(**numba_ffi.FAST)
 def _add(
     sums_at: int, x_at: int, packed_at: int, row_bytes: int, rows: int, mine: int, deep: int,
-    ahead: int, next_row: int, transposed: bool, wide: bool,
+    ahead: int, next_row: int, wide: bool,
 ) -> None:  # fmt: skip
     """sums [rows, mine] += x [rows, DEPTH] @ packed, words. Meanwhile as many weights are fetched
     from `ahead` on, a line or two with every word; 0: there are none, it is packed itself."""
-    step, other = (
-        (next_row, pairs.LINE) if transposed else (next_row, pairs.LINE if wide else next_row // 2)
-    )
+    step, other = next_row, pairs.LINE if wide else next_row // 2
     if ahead == 0:
         ahead, step, other = packed_at, 0, 0
     for row in range(0, rows, pairs.TILE_ROWS):
         for j in range(0, mine, pairs.TILE_COLUMNS):
             sums_here, x_here = sums_at + row * row_bytes + 4 * j, x_at + 4 * row * DEPTH
             packed_here = packed_at + 4 * j
-            ahead_here = ahead + (j * step if transposed else (4 if wide else 2) * j)
+            ahead_here = ahead + (4 if wide else 2) * j
             turn = ahead_here + row // pairs.TILE_ROWS % 2 * other
             given = (sums_here, row_bytes, x_here, 4 * DEPTH, packed_here, row_bytes, deep)
             if wide and rows == pairs.TILE_ROWS:

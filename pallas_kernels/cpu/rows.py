@@ -1,4 +1,4 @@
-"""Products of a few rows with weights of bfloat16 on CPUs, compiled by numba: the weights are read
+"""Products of a few rows with weights [in, out] of bfloat16 on CPUs, by numba: the weights are read
 once, as they are, by all cores, while XLA's CPU compiler converts all of them first."""
 
 from __future__ import annotations
@@ -17,35 +17,26 @@ SHARE, MOST_SHARES = 1 << 18, 64  # bytes of weights that a share reads, about
 LINE = 64  # bytes that vectors of sums begin with, so that none lies in two
 
 
-def takes(rows: int, weights: jax.Array | jax.ShapeDtypeStruct, *, transposed: bool) -> bool:
+def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
     """Whether `skinny_matmul` supports the product of this many rows with these weights."""
-    depth, columns = weights.shape[::-1] if transposed else weights.shape
-    whole = (
-        depth % tiles.PAIRS == 0
-        if transposed
-        else depth % tiles.TOGETHER == columns % tiles.PAIRS == 0
-    )
-    return rows <= MOST_ROWS and weights.dtype == jnp.bfloat16 and whole
+    if transposed or weights.dtype != jnp.bfloat16:
+        return False
+    depth, columns = weights.shape
+    return rows <= MOST_ROWS and depth % tiles.TOGETHER == columns % tiles.PAIRS == 0
 
 
 def skinny_matmul(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
     """x [T, in] @ weights [in, out] -> float32 [T, out], if `takes`. Both of bfloat16, on one CPU
-    device. transposed: the weights are [out, in]. Sums are in float32."""
-    columns = weights.shape[0 if transposed else 1]
-    call = jax.ffi.ffi_call(
-        target(transposed=transposed),
-        jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32),
-        vmap_method="sequential",
-    )
-    return call(x, weights)
+    device. Sums are in float32."""
+    assert not transposed
+    result = jax.ShapeDtypeStruct((x.shape[0], weights.shape[1]), jnp.float32)
+    return jax.ffi.ffi_call(target(), result, vmap_method="sequential")(x, weights)
 
 
 @numba_ffi.compiled_once
-def target(*, transposed: bool) -> str:
+def target() -> str:
     """The name of the kernel, compiled if it is the first time."""
-    name = f"jaxserve_skinny_matmul_{'transposed' if transposed else 'straight'}"
-    if transposed:
-        return numba_ffi.register(name, _plan_dot, _dot, __file__, tiles.__file__)
+    name = "jaxserve_skinny_matmul"
     return numba_ffi.register(name, _plan_add_up, _add_up, __file__, tiles.__file__)
 
 
@@ -59,12 +50,6 @@ def _shares(lines: int, grain: int, size: int) -> Any:
 
 
 @njit(**numba_ffi.OPTIONS)
-def _plan_dot(given: Any) -> Any:
-    columns, depth = numba_ffi.dims(given[1], 2)
-    return _shares(columns, 1, 2 * depth)[0], 0
-
-
-@njit(**numba_ffi.OPTIONS)
 def _plan_add_up(given: Any) -> Any:
     """Whatever all shares know: how many are done, and the sums of each."""
     count = numba_ffi.dims(given[0], 2)[0]
@@ -73,16 +58,6 @@ def _plan_add_up(given: Any) -> Any:
     address = numba_ffi.allocate((2 * LINE + tiles.BYTES * shares * count * columns) // 8)
     numba_ffi.words(address, 1)[0] = 0
     return shares, address
-
-
-@njit(**numba_ffi.FAST)
-def _wide_pairs(x: Any, wide: Any) -> None:
-    """wide, float32: x of bfloat16, of each PAIRS numbers those at even places first."""
-    for row in range(x.shape[0]):
-        for k in range(x.shape[1]):
-            place = k % tiles.PAIRS
-            at = k - place + place // 2 + (tiles.LANES if place % 2 else 0)
-            wide[row, at] = tiles.widened(x[row, k])
 
 
 @njit(**numba_ffi.FAST)
@@ -127,22 +102,3 @@ def _add_up(given: Any, address: int, i: int) -> None:
             for lane in range(tiles.LANES):
                 out[row, j + 2 * lane] = sums[0, row, j + lane]
                 out[row, j + 2 * lane + 1] = sums[0, row, j + tiles.LANES + lane]
-
-
-@njit(**numba_ffi.FAST)
-def _dot(given: Any, _: int, i: int) -> None:
-    """Share i of weights [out, in]: each of their rows with each of x."""
-    count, depth = numba_ffi.dims(given[0], 2)
-    columns = numba_ffi.dims(given[1], 2)[0]
-    x = carray(numba_ffi.data(given[0]), (count, depth), np.uint16)
-    weights = carray(numba_ffi.data(given[1]), (columns, depth), np.uint16)
-    out = carray(numba_ffi.data(given[2]), (count, columns), np.float32)
-    width = _shares(columns, 1, 2 * depth)[1]
-    wide = np.empty((count, depth), np.float32)
-    _wide_pairs(x, wide)
-    begin_at = weights.ctypes.data
-    for n in range(i * width, min((i + 1) * width, columns)):
-        for row in range(count):
-            # Asked for here: numba frees an array after the last use of its name.
-            x_at = wide.ctypes.data + tiles.BYTES * depth * row
-            out[row, n] = tiles.dot_pairs(x_at, begin_at + 2 * depth * n, depth)

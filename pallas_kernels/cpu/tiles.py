@@ -139,9 +139,8 @@ PAIRS = 2 * LANES
 WORDS = ir.VectorType(INDEX, LANES)
 
 
-def _halves(builder: Any, address: Any) -> tuple[Any, Any]:
-    """The PAIRS numbers of bfloat16 at an address: those at even places, those at odd ones."""
-    found = load(builder, address, WORDS)
+def halves(builder: Any, found: Any) -> tuple[Any, Any]:
+    """PAIRS numbers of bfloat16, a vector of words: those at even places, those at odd ones."""
     low = builder.shl(found, ir.Constant(WORDS, [16] * LANES))
     high = builder.and_(found, ir.Constant(WORDS, [0xFFFF0000] * LANES))
     return builder.bitcast(low, _VECTOR), builder.bitcast(high, _VECTOR)
@@ -265,7 +264,7 @@ def _add_rows(count: int) -> Any:
                 odd = [load(builder, where, _VECTOR) for where in odd_at]
                 there = builder.mul(loop.index, constant(PAIRS * 2))
                 for k in range(TOGETHER):
-                    low, high = _halves(builder, builder.add(rows[k], there))
+                    low, high = halves(builder, load(builder, builder.add(rows[k], there), WORDS))
                     for m in range(count):
                         even[m] = fused(builder, factors[m][k], low, even[m])
                         odd[m] = fused(builder, factors[m][k], high, odd[m])
@@ -280,30 +279,3 @@ def _add_rows(count: int) -> Any:
 
 
 add_rows_1, add_rows_2, add_rows_3, add_rows_4 = (_add_rows(count) for count in (1, 2, 3, 4))
-
-
-@intrinsic
-def dot_pairs(_: Any, x: Any, weights: Any, count: Any) -> Any:
-    """The dot product of two vectors, float32.
-
-    Args:
-        x: Address of float32 numbers; of each PAIRS those at even places come first.
-        weights: Address of bfloat16 numbers.
-        count: Numbers of each, a multiple of PAIRS.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, weights, count = args
-        zero = ir.Constant(_VECTOR, [0.0] * LANES)
-        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(2)]
-        steps = builder.udiv(count, ir.Constant(WORD, PAIRS))
-        with cgutils.for_range(builder, steps) as loop:
-            there = builder.mul(loop.index, ir.Constant(WORD, PAIRS * 2))
-            at = builder.add(x, builder.mul(loop.index, ir.Constant(WORD, PAIRS * BYTES)))
-            halves = _halves(builder, builder.add(weights, there))
-            for part, half in enumerate(halves):
-                mine = load(builder, _plus(builder, at, None, part * LANES), _VECTOR)
-                builder.store(fused(builder, mine, half, builder.load(sums[part])), sums[part])
-        return total(builder, builder.fadd(builder.load(sums[0]), builder.load(sums[1])))
-
-    return types.float32(*[types.int64] * 3), generate

@@ -96,7 +96,9 @@ def decode_steps(size: StepSize, backend: str, copy_rate: float) -> list[StepTim
     found = []
     for name, kind, cached in reversed(cases):
         if kind == KV:  # as an engine without hidden caches has them
-            params = transpose_loaded(fuse_loaded(params, family, config))
+            params = transpose_loaded(
+                fuse_loaded(params, family, config), params.embed_tokens.dtype
+            )
         floor = weights + cached
         seconds = _step_seconds(size, kind, family, config, heads, params, backend)
         about = (size.model, name, size.rows, size.context)

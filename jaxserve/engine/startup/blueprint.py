@@ -133,7 +133,7 @@ def build_executor(
     if step_model.fused:
         params = fuse_loaded(params, family, model, mesh)
     if mesh is None:
-        params = transpose_loaded(params)
+        params = transpose_loaded(params, blueprint.dtype)
     pool = make_pool(
         model.num_layers,
         blueprint.allocated_blocks,

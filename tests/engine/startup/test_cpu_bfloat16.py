@@ -44,12 +44,12 @@ LAYOUTS = {
     "chunks": BUCKETS.mixed(256),
 }
 LIBRARY = "__ynn_fusion"
-PANELS = "jaxserve_panels" if has_pairs() else LIBRARY
-# What multiplies weights in a step; of one with chunks the table by the last tokens of 8 rows only.
+PANELS, DOTS = ("jaxserve_panels", "jaxserve_dots") if has_pairs() else (LIBRARY, LIBRARY)
+# What multiplies weights [in, out] in a step, and the table, [out, in]; of one with chunks the table by the last tokens of 8 rows only.
 KERNELS = {
-    "one row": ("jaxserve_skinny_matmul",),
-    "8 rows": (PANELS,),
-    "chunks": (LIBRARY, PANELS),
+    "one row": ("jaxserve_skinny_matmul", "jaxserve_dots"),
+    "8 rows": (PANELS, DOTS),
+    "chunks": (LIBRARY, DOTS),
 }
 needs_bfloat16 = pytest.mark.skipif(
     not has_instructions(), reason="this processor does not multiply bfloat16"

@@ -1,0 +1,383 @@
+"""Tiles of dot products in vector registers, for `dots`: how weights and rows are laid out for
+them, and how they are multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from jaxserve.pallas_kernels.cpu import pairs, tiles
+from jaxserve.pallas_kernels.cpu.numba_ffi import intrinsic
+from jaxserve.pallas_kernels.cpu.pairs import LINE
+
+AHEAD = 4096  # bytes that a tile of one output fetches ahead
+
+_NUMBER, _BYTE, _HALF = ir.FloatType(), ir.IntType(8), ir.IntType(16)
+_SUMS = ir.VectorType(_NUMBER, tiles.LANES)
+_WORDS = tiles.WORDS
+_HALVES = ir.VectorType(_HALF, 2 * tiles.LANES)
+
+
+def _constant(value: int) -> Any:
+    return ir.Constant(tiles.WORD, value)
+
+
+def _all(value: int) -> Any:
+    return ir.Constant(_WORDS, [value] * tiles.LANES)
+
+
+def _moved(builder: Any, address: Any, index: Any, size: int, further: int = 0) -> Any:
+    """The address of the number of this index, `size` bytes each, and some further."""
+    offset = builder.mul(index, _constant(size))
+    return builder.add(builder.add(address, offset), _constant(further))
+
+
+def _masked(builder: Any, address: Any, kind: Any, count: Any) -> Any:
+    """A load of the first numbers of a vector, and zeros.
+
+    Args:
+        builder: The LLVM builder.
+        address: int64.
+        kind: The vector's LLVM type.
+        count: int64, how many are there; None for all.
+    """
+    size = {"i8": 1, "i16": 2}.get(str(kind.element), 4)
+    if count is None:
+        return tiles.load(builder, address, kind, size)
+    lanes = kind.count
+    numbers = ir.VectorType(tiles.INDEX, lanes)
+    empty = ir.Constant(numbers, ir.Undefined)
+    first = builder.insert_element(
+        empty, builder.trunc(count, tiles.INDEX), ir.Constant(tiles.INDEX, 0)
+    )
+    limit = tiles.shuffle(builder, first, empty, [0] * lanes)
+    mask = builder.icmp_signed("<", ir.Constant(numbers, list(range(lanes))), limit)
+    place = builder.inttoptr(address, kind.as_pointer())
+    bits = ir.VectorType(ir.IntType(1), lanes)
+    form = ir.FunctionType(kind, [place.type, tiles.INDEX, bits, kind])
+    element = "f32" if kind.element == _NUMBER else str(kind.element)
+    function = cgutils.get_or_insert_function(
+        builder.module, form, f"llvm.masked.load.v{lanes}{element}.p0"
+    )
+    given = [place, ir.Constant(tiles.INDEX, size), mask, ir.Constant(kind, None)]
+    return builder.call(function, given)
+
+
+def _widened(builder: Any, words: Any, bits: int, stream: int) -> Any:
+    """The numbers of one place in each 16 bits of a vector, as pairs of bfloat16 in words.
+
+    A byte below the exponent of 2 ** 23 is a float32: that and the number, less what was added to
+    have no sign. A float32 of so few digits has nothing in its lower half.
+    """
+    if bits == 4 and pairs.has_pairs():  # a table, of which the lower 5 bits choose an entry
+        numbers = [(n - 16 * (n > 7)) for n in range(16)] * 2
+        table = [int(np.float32(number).view(np.uint32)) >> 16 for number in numbers]
+        places = builder.bitcast(words, _HALVES)
+        places = builder.lshr(places, ir.Constant(_HALVES, [4 * stream] * 2 * tiles.LANES))
+        kind = ir.FunctionType(_HALVES, [_HALVES, _HALVES])
+        name = "llvm.x86.avx512.permvar.hi.512"
+        choose = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.bitcast(builder.call(choose, [ir.Constant(_HALVES, table), places]), _WORDS)
+    sign = 1 << (bits - 1)
+    words = builder.xor(words, _all(sum(sign << place for place in range(0, 32, bits))))
+    halves = []
+    for half in range(2):
+        place = builder.lshr(words, _all(16 * half + bits * stream))
+        place = builder.or_(builder.and_(place, _all(2 * sign - 1)), _all(0x4B000000))
+        least = ir.Constant(_SUMS, [float(2**23 + sign)] * tiles.LANES)
+        number = builder.fsub(builder.bitcast(place, _SUMS), least)
+        halves.append(builder.bitcast(number, _WORDS))
+    return builder.or_(builder.lshr(halves[0], _all(16)), halves[1])
+
+
+def _streams(bits: int) -> int:
+    return 16 // bits
+
+
+@intrinsic(prefer_literal=True)
+def widen(_: Any, bits: Any, at: Any, steps: Any, tail: Any, to: Any) -> Any:
+    """Lays out an output's weights of few bits as bfloat16, by place.
+
+    Args:
+        bits: Literal.
+        at: Address of the weights.
+        steps: Whole vectors.
+        tail: Words of a last one.
+        to: Address of what is written, a multiple of LINE.
+    """
+    streams = _streams(bits.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, at, steps, tail, to = args
+
+        def step(index: Any, count: Any) -> None:
+            place = _moved(builder, at, index, LINE)
+            tiles.fetch(builder, builder.add(place, _constant(AHEAD)), 3)
+            words = _masked(builder, place, _WORDS, count)
+            for stream in range(streams):
+                value = _widened(builder, words, bits.literal_value, stream)
+                place = _moved(builder, to, index, streams * LINE, stream * LINE)
+                tiles.store(builder, value, place, LINE)
+
+        _over(builder, steps, tail, step)
+        return context.get_dummy_value()
+
+    return types.none(bits, *[types.int64] * 4), generate
+
+
+@intrinsic(prefer_literal=True)
+def part(_: Any, bits: Any, zeros: Any, at: Any, steps: Any, tail: Any, to: Any) -> Any:
+    """Lays out a row as its weights of few bits are, by place.
+
+    Args:
+        bits: Literal, of a weight.
+        zeros: Literal: each vector of weights has a vector more, of its inputs' sums, negative.
+        at: Address of the row, bfloat16.
+        steps: Whole vectors of weights.
+        tail: Words of a last one.
+        to: Address of what is written, a multiple of LINE.
+    """
+    streams, sums = _streams(bits.literal_value), bool(zeros.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, _, at, steps, tail, to = args
+
+        def step(index: Any, count: Any) -> None:
+            found = []
+            for i in range(streams):  # each is a vector of pairs
+                left = None
+                if count is not None:
+                    left = builder.mul(count, _constant(streams))
+                    left = builder.sub(left, _constant(i * tiles.LANES))
+                place = _moved(builder, at, index, streams * LINE, i * LINE)
+                found.append(builder.bitcast(_masked(builder, place, _WORDS, left), _HALVES))
+            after, total = streams + sums, ir.Constant(_SUMS, [0.0] * tiles.LANES)
+            for i, value in enumerate(_by_place(builder, found)):
+                words = builder.bitcast(value, _WORDS)
+                place = _moved(builder, to, index, after * LINE, i * LINE)
+                tiles.store(builder, words, place, LINE)
+                for half in tiles.halves(builder, words) if sums else ():
+                    total = builder.fsub(total, half)
+            if sums:
+                place = _moved(builder, to, index, after * LINE, streams * LINE)
+                tiles.store(builder, total, place, LINE)
+
+        _over(builder, steps, tail, step)
+        return context.get_dummy_value()
+
+    return types.none(bits, zeros, *[types.int64] * 4), generate
+
+
+def _over(builder: Any, steps: Any, tail: Any, step: Callable[[Any, Any], None]) -> None:
+    """Emits step(index, None) for whole vectors, and step(steps, tail) if there is a tail."""
+    with cgutils.for_range(builder, steps) as loop:
+        step(loop.index, None)
+    with builder.if_then(builder.icmp_signed(">", tail, _constant(0))):
+        step(steps, tail)
+
+
+def _by_place(builder: Any, vectors: list[Any]) -> list[Any]:
+    """The numbers of vectors one behind the other, dealt out to as many vectors in turns."""
+    if len(vectors) == 1:
+        return vectors
+    dealt = [
+        _by_place(
+            builder,
+            [
+                tiles.shuffle(builder, a, b, list(range(first, 4 * tiles.LANES, 2)))
+                for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+            ],
+        )
+        for first in range(2)
+    ]
+    return [one for both in zip(*dealt, strict=True) for one in both]
+
+
+def _add(builder: Any, bits: int, x: Any, weights: Any, total: Any) -> Any:
+    """total + x * weights, vectors of words, lane by lane."""
+    if bits == 32:
+        x, weights = (builder.bitcast(one, _SUMS) for one in (x, weights))
+        return tiles.fused(builder, x, weights, total)
+    if pairs.has_pairs():
+        return pairs.add_products(builder, x, weights, total)
+    for one, other in zip(*(tiles.halves(builder, words) for words in (x, weights)), strict=True):
+        total = tiles.fused(builder, one, other, total)
+    return total
+
+
+def _totals(builder: Any, vectors: list[Any]) -> Any:
+    """The sums of the lanes of 4, 8 or 16 vectors, in order, as one vector. Each is added up in the
+    same order, whatever their number."""
+    width = tiles.LANES
+    while width > 1:
+        width //= 2
+        both = len(vectors) > 1
+        lanes = range(vectors[0].type.count * (2 if both else 1))
+        first = [lane for lane in lanes if lane % (2 * width) < width]
+        vectors = [
+            builder.fadd(
+                tiles.shuffle(builder, a, b, first),
+                tiles.shuffle(builder, a, b, [lane + width for lane in first]),
+            )
+            for a, b in zip(vectors[::2], vectors[1::2] if both else vectors, strict=True)
+        ]
+    return vectors[0]
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A tile's code as it is emitted. Fields as the arguments of `tile`.
+
+    Attributes:
+        literals: bits, rows, outputs, parts, zeros, wide.
+        given: The LLVM values of the others.
+        streams: Vectors of wide weights in a vector of stored ones.
+    """
+
+    builder: Any
+    literals: tuple[int, ...]
+    given: tuple[Any, ...]
+
+    @property
+    def few(self) -> bool:
+        return self.literals[0] < 16
+
+    @property
+    def streams(self) -> int:
+        return _streams(self.literals[0]) if self.few else 1
+
+    def emit(self) -> None:
+        """Everything."""
+        builder, (_, rows, outputs, parts, zeros, wide) = self.builder, self.literals
+        x, x_row, weights, weights_row, steps, tail, scale, *_, to, to_row = self.given
+        nothing = ir.Constant(_SUMS, [0.0] * tiles.LANES)
+        x_rows = [builder.add(x, builder.mul(x_row, _constant(m))) for m in range(rows)]
+        lines = [
+            builder.add(weights, builder.mul(weights_row, _constant(n))) for n in range(outputs)
+        ]
+        sums = [[cgutils.alloca_once_value(builder, nothing) for _ in lines] for _ in x_rows]
+        # In order, as memory gives most: a tile ahead of one that reads several outputs at once.
+        far = _constant(AHEAD) if outputs == 1 else builder.mul(weights_row, _constant(outputs))
+        ahead = builder.add(weights, far)
+
+        def step(index: Any, count: Any) -> None:
+            for n in () if wide else range(outputs):
+                tiles.fetch(builder, _moved(builder, ahead, index, outputs * LINE, n * LINE), 3)
+            size = self.streams * LINE if wide else LINE
+            places = [_moved(builder, line, index, size) for line in lines]
+            here = [_moved(builder, row, index, (self.streams + zeros) * LINE) for row in x_rows]
+            now = [[nothing if parts else builder.load(one) for one in row] for row in sums]
+            if zeros:
+                self._subtract_zeros(here, index, count, now)
+            self._multiply(here, places, count, now)
+            for n in range(outputs):
+                factor = self._by_group(scale, n, _NUMBER, index, count) if parts else None
+                for m in range(rows):
+                    value = now[m][n]
+                    if factor is not None:
+                        value = tiles.fused(builder, value, factor, builder.load(sums[m][n]))
+                    builder.store(value, sums[m][n])
+
+        if self.few:
+            _over(builder, steps, tail, step)
+        else:
+            with cgutils.for_range(builder, steps) as loop:
+                step(loop.index, None)
+        self._store(sums, to, to_row)
+
+    def _subtract_zeros(self, here: list[Any], index: Any, count: Any, now: list[Any]) -> None:
+        """Sums begin with the inputs' negative ones, times zero points."""
+        builder = self.builder
+        for n in range(self.literals[2]):
+            points = self._by_group(self.given[7], n, _BYTE, index, count)
+            points = builder.sitofp(builder.sext(points, _WORDS), _SUMS)
+            for m, at in enumerate(here):
+                at = builder.add(at, _constant(self.streams * LINE))
+                now[m][n] = builder.fmul(points, tiles.load(builder, at, _SUMS, LINE))
+
+    def _multiply(self, here: list[Any], places: list[Any], count: Any, now: list[Any]) -> None:
+        """Adds the products of a vector of weights of each output to its sums."""
+        builder, bits, wide = self.builder, self.literals[0], self.literals[5]
+        stored = [] if wide else [_masked(builder, at, _WORDS, count) for at in places]
+        for stream in range(self.streams):
+            further = _constant(stream * LINE)
+            rows = [
+                tiles.load(builder, builder.add(at, further), _WORDS, LINE if self.few else 2)
+                for at in here
+            ]
+            for n, place in enumerate(places):
+                if wide:
+                    numbers = tiles.load(builder, builder.add(place, further), _WORDS, LINE)
+                else:
+                    numbers = _widened(builder, stored[n], bits, stream) if self.few else stored[n]
+                for mine, row in zip(now, rows, strict=True):
+                    mine[n] = _add(builder, bits, row, numbers, mine[n])
+
+    def _by_group(self, address: Any, n: int, kind: Any, index: Any, count: Any) -> Any:
+        """What an output's groups in a vector of weights have, each in its lanes."""
+        builder, parts, groups, a_group = self.builder, self.literals[3], *self.given[8:10]
+        group = builder.udiv(index, a_group) if parts == 1 else None
+        group = group or builder.mul(index, _constant(parts))
+        row = builder.mul(groups, _constant(n))
+        at = _moved(builder, address, builder.add(row, group), 4 if kind == _NUMBER else 1)
+        left = builder.sub(groups, group) if count is not None and parts > 1 else None
+        found = _masked(builder, at, ir.VectorType(kind, parts), left)
+        lanes = [lane * parts // tiles.LANES for lane in range(tiles.LANES)]
+        return tiles.shuffle(builder, found, found, lanes)
+
+    def _store(self, sums: list[list[Any]], to: Any, to_row: Any) -> None:
+        """The results: lanes added up, times the scale if there is one only."""
+        builder, (_, rows, outputs, parts, *_) = self.builder, self.literals
+        factor, row = None, 0
+        if self.few and not parts:
+            factor = tiles.load(builder, self.given[6], ir.VectorType(_NUMBER, outputs))
+        while row < rows:
+            some = next(n for n in (4, 2, 1) if n <= rows - row)
+            ended = [builder.load(one) for mine in sums[row : row + some] for one in mine]
+            found = _totals(builder, ended)
+            for m in range(some):
+                lanes = list(range(outputs * m, outputs * (m + 1)))
+                value = tiles.shuffle(builder, found, found, lanes)
+                value = value if factor is None else builder.fmul(value, factor)
+                place = builder.add(to, builder.mul(to_row, _constant(row + m)))
+                tiles.store(builder, value, place)
+            row += some
+
+
+@intrinsic(prefer_literal=True)
+def tile(
+    _: Any, bits: Any, rows: Any, outputs: Any, parts: Any, zeros: Any, wide: Any,
+    x: Any, x_row: Any, weights: Any, weights_row: Any, steps: Any, tail: Any,
+    scale: Any, zero: Any, groups: Any, a_group: Any, to: Any, to_row: Any,
+) -> Any:  # fmt: skip
+    """Products of some rows with some outputs.
+
+    Args:
+        bits, parts, zeros: Literals, see `target`.
+        rows, outputs: Literals, how many.
+        wide: Literal: the weights are of few bits, as `widen` lays them out.
+        x: Address of the rows; with weights of few bits as `part` lays them out.
+        x_row: Bytes from one row to the next.
+        weights: Address of the weights.
+        weights_row: Bytes from one output's to the next one's.
+        steps: Whole vectors of an output's weights, as they are stored.
+        tail: Words of a last one.
+        scale, zero: Addresses of the first output's.
+        groups: Scales of an output.
+        a_group: Vectors of weights that share a scale, where no vector has several.
+        to: Address where the results go.
+        to_row: Bytes from one row of them to the next.
+    """
+    literals = tuple(one.literal_value for one in (bits, rows, outputs, parts, zeros, wide))
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _Tile(builder, literals, tuple(args[len(literals) :])).emit()
+        return context.get_dummy_value()
+
+    return types.none(bits, rows, outputs, parts, zeros, wide, *[types.int64] * 12), generate

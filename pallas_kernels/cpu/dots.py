@@ -1,0 +1,236 @@
+"""Products of rows with weights [out, in] on CPUs, compiled by numba: the weights are read once, as
+they are stored, an output's one behind the other, by all cores.
+
+A tile is some rows by OUTPUTS outputs, a vector of sums each, along the inputs. What a row's sums
+add up to does not depend on how many rows there are: each has the same additions in the same order.
+
+Weights of bfloat16, and those of 8 and 4 bits, are multiplied as bfloat16, which holds them as they
+are, and so are the rows; sums and scales are float32. Of few bits, a vector of stored words is
+parted by place: its first numbers in every 16 bits, its second ones, and so on. So are the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from numba import njit
+
+from jaxserve.pallas_kernels.cpu import dot_tiles, numba_ffi, pairs, tiles
+from jaxserve.pallas_kernels.cpu.pairs import LINE
+
+MOST_ROWS = 128  # of floats: XLA's library is as fast with more
+MOST_ROWS_SLOWLY = 4  # where the processor has no vectors for tiles of several rows
+OUTPUTS = 4  # of a tile of several rows
+FEW = 8  # rows: their time is that of memory
+SHARE, LARGE_SHARE = 1 << 17, 1 << 19  # bytes of weights of a share, of few rows or more, about
+_FILES = (dot_tiles.__file__, pairs.__file__, tiles.__file__)
+INPUTS = 32  # that weights of few bits have a multiple of
+
+
+def takes(rows: int, weights: jax.Array | jax.ShapeDtypeStruct, *, transposed: bool) -> bool:
+    """Whether `skinny_matmul` supports the product of this many rows with these weights."""
+    if not transposed or weights.dtype not in (jnp.float32, jnp.bfloat16):
+        return False
+    wide = weights.dtype == jnp.float32
+    fast = pairs.has_vectors() if wide else pairs.has_pairs()
+    whole = weights.shape[0] >= OUTPUTS and weights.shape[1] % (LINE // (4 if wide else 2)) == 0
+    return whole and rows <= (MOST_ROWS if fast else MOST_ROWS_SLOWLY)
+
+
+def skinny_matmul(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
+    """x [T, in] @ weights [out, in].T -> float32 [T, out], if `takes`. Both of bfloat16 or float32,
+    on one CPU device. Sums are in float32."""
+    assert transposed
+    return _dots(x, weights, bits=8 * weights.dtype.itemsize)
+
+
+def takes_few_bits(
+    x: jax.ShapeDtypeStruct,
+    q: jax.ShapeDtypeStruct,
+    scale: jax.ShapeDtypeStruct,
+    *,
+    transposed: bool,
+) -> bool:
+    """Whether `few_bits_matmul` supports the product.
+
+    Args:
+        x, q, scale: See there.
+        transposed: Whether q, scale and zero are [out, ...], as it wants them.
+    """
+    (outputs, width), (rows, inputs) = q.shape, x.shape
+    if not transposed or q.dtype != jnp.int8 or outputs < OUTPUTS:
+        return False
+    if x.dtype != jnp.bfloat16 and rows > MOST_ROWS // 2:
+        return False
+    groups = scale.shape[1]
+    if inputs % (INPUTS * groups):
+        return False
+    return groups == 1 or _parts(inputs // groups, 8 * width // inputs) > 0
+
+
+def few_bits_matmul(
+    x: jax.Array, q: jax.Array, scale: jax.Array, zero: jax.Array | None
+) -> jax.Array:
+    """x @ ((q - zero) * scale).T on one CPU device, if `takes_few_bits`.
+
+    Args:
+        x: [T, in], bfloat16 or float32.
+        q: int8 [out, in], or [out, in / 2]: two neighbouring inputs in each, the first in the low
+            half.
+        scale: [out, groups]; a group is in / groups inputs one after another.
+        zero: int8 [out, groups], or None.
+
+    Returns:
+        float32 [T, out].
+    """
+    inputs, groups = x.shape[1], scale.shape[1]
+    bits = 8 * q.shape[1] // inputs
+    parts = 0 if groups == 1 and zero is None else _parts(inputs // groups, bits) or 1
+    given = (q, scale.astype(jnp.float32), *(() if zero is None else (zero,)))
+    if x.dtype == jnp.bfloat16:
+        return _dots(x, *given, bits=bits, parts=parts)
+    rounded = jax.lax.reduce_precision(x, 8, 7)  # a float32 is nearly two of bfloat16
+    both = jnp.concatenate([rounded, x - rounded]).astype(jnp.bfloat16)
+    y = _dots(both, *given, bits=bits, parts=parts)
+    return y[: len(x)] + y[len(x) :]
+
+
+def _dots(x: jax.Array, *given: jax.Array, bits: int, parts: int = 0) -> jax.Array:
+    result = jax.ShapeDtypeStruct((x.shape[0], given[0].shape[0]), jnp.float32)
+    name = target(bits=bits, parts=parts, zeros=len(given) == 3)
+    return jax.ffi.ffi_call(name, result, vmap_method="sequential")(x, *given)
+
+
+def _numbers(bits: int) -> int:
+    """Weights in a vector."""
+    return 8 * LINE // bits
+
+
+def _parts(group: int, bits: int) -> int:
+    """How many groups of so many inputs a vector of weights has; 1 if it is part of one; 0 if it is
+    neither."""
+    numbers = _numbers(bits)
+    if group >= numbers:
+        return int(group % numbers == 0)
+    return numbers // group if numbers % group == 0 else 0
+
+
+@numba_ffi.compiled_once
+def target(*, bits: int, parts: int, zeros: bool) -> str:
+    """The name of the kernel, compiled if it is the first time. Operands: x [T, in] of
+    bfloat16, or float32 as the weights are; the weights [out, ...], their scales in float32 and
+    zero points, if they have any; result: [T, out], float32.
+
+    Args:
+        bits: Of a weight.
+        parts: Groups in a vector of weights, see `_parts`; 0: an output has one scale or none.
+        zeros: Whether there are zero points.
+    """
+    numbers, few, sums = _numbers(bits), int(bits < 16), int(zeros)
+    streams = numbers // (2 * tiles.LANES) if few else 1
+    # Rows of a tile: its sums must fit the registers.
+    tall = (3 if parts else 6) if pairs.has_vectors() else 1
+    after = streams + sums  # vectors that a row has for one of weights
+
+    @njit(**numba_ffi.OPTIONS)
+    def plan(given: Any) -> Any:
+        each = _each(given, bits)
+        return (numba_ffi.dims(given[1], 2)[0] + each - 1) // each, 0
+
+    @njit(**numba_ffi.FAST)
+    def share(given: Any, _: int, i: int) -> None:
+        count, depth, outputs, groups, x_at, at, scale_at, zero_at, out_at = _addresses(given)
+        each, alone = _each(given, bits), count == 1 or (few and count == 2)
+        first = min(i * each, outputs - each)  # the last share repeats some of the one before
+        x_row, row = depth * (4 if bits == 32 else 2), depth * bits // 8
+        at, out_at = at + first * row, out_at + 4 * first
+        scale_at, zero_at = scale_at + 4 * first * groups, zero_at + first * groups
+        steps, tail = depth // numbers, depth % numbers * bits // 32
+        whole = steps + (1 if tail > 0 else 0)
+        a_group = (depth // groups + numbers - 1) // numbers  # vectors
+        some_row, wide_row = whole * after * LINE, whole * streams * LINE
+        memory, some_at, wide_at, done, outs = 0, 0, 0, 0, 1 if alone else OUTPUTS
+        if few:
+            wanted = tall * some_row + (0 if alone else each * wide_row)
+            memory = numba_ffi.allocate((wanted + LINE) // 8)
+            some_at = (memory + LINE - 1) // LINE * LINE
+            wide_at = some_at + tall * some_row
+            for n in range(0 if alone else each):
+                dot_tiles.widen(bits, at + n * row, steps, tail, wide_at + n * wide_row)
+        while done < count:
+            rows = tall if count - done >= tall else 2 if count - done >= 2 else 1
+            here, here_row = x_at + done * x_row, x_row
+            if few:
+                for r in range(rows):
+                    dot_tiles.part(
+                        bits, sums, here + r * x_row, steps, tail, some_at + r * some_row
+                    )
+                here, here_row = some_at, some_row
+            for m in range(0, each, outs):
+                n = min(m, each - outs)
+                to, to_row = out_at + 4 * (done * outputs + n), 4 * outputs
+                scales, zs = scale_at + 4 * n * groups, zero_at + n * groups
+                there, there_row = (at, row) if alone or not few else (wide_at, wide_row)
+                there += n * there_row
+                if few and count == 2:
+                    dot_tiles.tile(
+                        bits, 2, 1, parts, sums, 0, here, here_row, there, there_row, steps, tail,
+                        scales, zs, groups, a_group, to, to_row,
+                    )  # fmt: skip
+                elif count == 1:
+                    dot_tiles.tile(
+                        bits, 1, 1, parts, sums, 0, here, 0, there, there_row, steps, tail,
+                        scales, zs, groups, a_group, to, to_row,
+                    )  # fmt: skip
+                elif rows == 1:
+                    dot_tiles.tile(
+                        bits, 1, OUTPUTS, parts, sums, few, here, 0, there, there_row, steps, tail,
+                        scales, zs, groups, a_group, to, to_row,
+                    )  # fmt: skip
+                elif rows == 2:
+                    dot_tiles.tile(
+                        bits, 2, OUTPUTS, parts, sums, few, here, here_row, there, there_row,
+                        steps, tail, scales, zs, groups, a_group, to, to_row,
+                    )  # fmt: skip
+                else:
+                    dot_tiles.tile(
+                        bits, tall, OUTPUTS, parts, sums, few, here, here_row, there, there_row,
+                        steps, tail, scales, zs, groups, a_group, to, to_row,
+                    )  # fmt: skip
+            done += rows
+        if few:
+            numba_ffi.free(memory)
+
+    name = f"jaxserve_dots_{bits}_{parts}{'_zeros' if zeros else ''}"
+    return numba_ffi.register(name, plan, share, __file__, *_FILES)
+
+
+@njit(**numba_ffi.OPTIONS)
+def _addresses(given: Any) -> Any:
+    """Rows, inputs, outputs, scales of an output, and the addresses of x, weights, scales, zero
+    points (0: there are none) and the result."""
+    count, depth = numba_ffi.dims(given[0], 2)
+    outputs, groups, scale_at, zero_at = numba_ffi.dims(given[1], 2)[0], 1, 0, 0
+    if len(given) > 3:
+        groups = numba_ffi.dims(given[2], 2)[1]
+        scale_at = numba_ffi.data_address(given[2])
+    if len(given) > 4:
+        zero_at = numba_ffi.data_address(given[3])
+    x_at, at = numba_ffi.data_address(given[0]), numba_ffi.data_address(given[1])
+    out_at = numba_ffi.data_address(given[len(given) - 1])
+    return count, depth, outputs, groups, x_at, at, scale_at, zero_at, out_at
+
+
+@njit(**numba_ffi.OPTIONS)
+def _each(given: Any, bits: int) -> int:
+    """Outputs of a share."""
+    count, depth = numba_ffi.dims(given[0], 2)
+    outputs = numba_ffi.dims(given[1], 2)[0]
+    threads, size = numba_ffi.threads(), SHARE
+    if count > FEW:
+        size, bits = LARGE_SHARE, max(bits, 16)  # as they are widened
+    shares = threads * max(1, outputs * depth * bits // 8 // (size * threads))
+    each = (outputs + shares - 1) // shares
+    return min(outputs, (each + OUTPUTS - 1) // OUTPUTS * OUTPUTS)
