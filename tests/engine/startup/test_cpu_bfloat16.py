@@ -45,8 +45,8 @@ LAYOUTS = {
 }
 LIBRARY = "__ynn_fusion"
 PANELS, DOTS = ("jaxserve_panels", "jaxserve_dots") if has_pairs() else (LIBRARY, LIBRARY)
-# What multiplies weights [in, out] in a step, and the table, [out, in]: with chunks the table by the
-# last tokens of 8 rows only.
+# What multiplies weights [in, out] in a step, and the table, [out, in]; with chunks the table has
+# the last tokens of 8 rows only.
 KERNELS = {
     "one row": ("jaxserve_skinny_matmul", "jaxserve_dots"),
     "8 rows": (PANELS, DOTS),
