@@ -213,6 +213,7 @@ def _system(info: Any, limits: Limits, padding: Padding, found: Fit) -> System:
             "source": "measured by jaxserve.profile",
             "model": info.model,
             "dtype": info.dtype,
+            "cache": info.cache_dtype,
             "device": info.device,
             "machine": machine(),
             "versions": versions(),

@@ -94,8 +94,8 @@ def quantize_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def fit(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """x in the dtype of a pool that is not of int8. In float8, what is too large becomes the
-    largest number there is, 448: a conversion would make it NaN."""
+    """x in the dtype of a pool that is not of int8. In float8, what is too large, infinity too,
+    becomes the largest number there is, 448: a conversion would make it NaN."""
     if jnp.dtype(dtype).name == FLOAT8:
         most = float(jnp.finfo(dtype).max)
         x = jnp.clip(x, -most, most)

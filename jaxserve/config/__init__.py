@@ -6,7 +6,6 @@ from jaxserve.config.sections import AUTO as AUTO
 from jaxserve.config.sections import DTYPES as DTYPES
 from jaxserve.config.sections import JSON as JSON
 from jaxserve.config.sections import LOAD_FORMATS as LOAD_FORMATS
-from jaxserve.config.sections import SMALL_CACHES as SMALL_CACHES
 from jaxserve.config.sections import TEXT as TEXT
 from jaxserve.config.sections import CacheConfig as CacheConfig
 from jaxserve.config.sections import EngineConfig as EngineConfig

@@ -209,6 +209,7 @@ class EngineInfo:
             V; None without such caches.
         prefix_caching: whether prompts find what others have computed (`cache.prefix_caching`).
         retention: which of that stays when its room is wanted.
+        cache_dtype: of the pool.
     """
 
     model: str
@@ -231,6 +232,7 @@ class EngineInfo:
     rho: float | None = None
     prefix_caching: bool = False
     retention: str = "lru"
+    cache_dtype: str = ""
 
 
 class Observer:

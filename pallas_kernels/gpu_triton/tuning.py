@@ -57,8 +57,8 @@ class Launch:
 
 
 # kernel -> {(capability, element bytes, padded head_dim): Launch}. 0 bytes or head_dim: any. Of the
-# entries not above the device's capability an exact element size counts first, then an exact
-# head_dim, then the highest capability.
+# entries not above the device's capability an exact element size counts first (for 1 byte those of
+# 2 come next), then an exact head_dim, then the highest capability.
 _TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
     "decode": {
         (80, 2, 0): Launch(32, warps=4, stages=5, resident=4),
@@ -72,6 +72,7 @@ _TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
         (80, 2, 0): Launch(64, queries=128, warps=8, stages=5),
         (80, 2, 256): Launch(32, queries=64, warps=8, stages=5),
         (80, 1, 0): Launch(32, queries=128, warps=8, stages=5),
+        (80, 1, 256): Launch(32, queries=64, warps=8, stages=5),
         (80, 4, 0): Launch(16, queries=32, warps=4, stages=2),
         (80, 4, 256): Launch(16, queries=16, warps=8, stages=2),
         (90, 2, 0): Launch(128, queries=128, warps=8, stages=3),

@@ -145,7 +145,8 @@ def layers_at_once(pool: jax.Array, layers: int, interpret: bool) -> int:
     _, _, heads, _, head_dim = pool.shape
     granule = heads * common.granule_of(pool.dtype) * common.padded(head_dim) * pool.dtype.itemsize
     sizes = tuning.sizes(pool.dtype, interpret)
-    most = max(1, sizes.stage_bytes // granule)
+    # In VMEM there are so many granules for each slot of one.
+    most = max(1, sizes.stage_bytes * 8 // (granule * common.granule_of(pool.dtype)))
     return common.most_a_program(layers, most, sizes.cores)
 
 

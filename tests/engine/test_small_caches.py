@@ -110,6 +110,17 @@ def test_hidden_caches_of_8_bits_are_had_by_those_who_ask(shapes: dict[str, Path
     assert chosen(shapes["opt"], **fields).model.hidden_read is None
     made = chosen(shapes["opt"], **fields, cache__rho="1e-6", cache__hidden_read="absorbed")
     assert made.model.hidden_read == "absorbed" and made.cache_dtype == "int8"
+    del fields["cache__dtype"]
+    assert chosen(shapes["opt"], **fields).model.hidden_read == "absorbed"
+    assert chosen(shapes["opt"], **fields, cache__dtype="bfloat16").model.hidden_read is None
+
+
+def test_a_dtype_that_plain_xla_would_convert_is_refused(shapes: dict[str, Path]) -> None:
+    fields = {"engine__attention_backend": "xla"}
+    assert chosen(shapes["opt"], **fields, cache__dtype="int8").cache_dtype == "int8"
+    for dtype in ("fp8", "bfloat16", "float16"):
+        with pytest.raises(ConfigError, match=r"cache\.dtype: .*would convert the whole pool"):
+            chosen(shapes["opt"], **fields, cache__dtype=dtype)
 
 
 def test_memory_holds_more_of_them(shapes: dict[str, Path]) -> None:

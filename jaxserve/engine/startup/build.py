@@ -239,6 +239,7 @@ def _info(
         num_params=family.num_params(model),
         num_layers=model.num_layers,
         dtype=_dtype_name(chosen),
+        cache_dtype=chosen.cache_dtype.name,
         vocab_size=model.vocab_size,
         max_model_len=step_model.max_len,
         policy=full_name(config.scheduler.policy, config.scheduler.params),

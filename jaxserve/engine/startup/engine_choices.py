@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import AUTO, SMALL_CACHES, CacheConfig, Config, ConfigError, SchedulerConfig
+from jaxserve.config import AUTO, CacheConfig, Config, ConfigError, SchedulerConfig
 from jaxserve.engine.device.buckets import Buckets, make_buckets
 from jaxserve.engine.device.sampling_state import MAX_EOS
-from jaxserve.engine.device.step_model import StepModel, activations_in, cached_in
+from jaxserve.engine.device.step_model import GPUS, StepModel, activations_in, cached_in
 from jaxserve.engine.startup.model_options import (
     choose_dtype,
     choose_max_len,
@@ -113,14 +113,6 @@ def choose(config: Config, memory: tuple[str, int] | None = None) -> Choices:
     """
     if config.cache.hidden_read != AUTO or config.cache.rho != AUTO:
         return _choose(config, memory, hidden=True)
-    if config.cache.dtype in SMALL_CACHES:
-        # Texts must not depend on who gets which kind.
-        log.info(
-            "no hidden caches, all are KV: in %s they would be rounded otherwise than K and V; "
-            "cache.hidden_read has them all the same",
-            config.cache.dtype,
-        )
-        return _choose(config, memory, hidden=False)
     try:
         chosen = _choose(config, memory, hidden=True)
         read = chosen.model.hidden_read
@@ -145,6 +137,13 @@ def _why_kv_alone(config: Config, chosen: Choices, read: str) -> str | None:
     # these are wider with hidden caches, nothing is saved.
     weights = choose_dtype(config.model.dtype, load_shape(config.model)[2])
     platform, backend = jax.default_backend(), chosen.model.backend
+    cached = chosen.cache_dtype
+    if cached != (chosen.model.activations or chosen.dtype):
+        # Texts must not depend on who gets which kind.
+        return (
+            f"in {cached.name} hidden vectors would be rounded otherwise than K and V; "
+            "cache.hidden_read has them all the same"
+        )
     cached = _cached(config.cache.dtype, cached_in(platform, weights, backend, hidden=False))
     if chosen.dtype != weights or chosen.cache_dtype != cached:
         return f"weights, K and V can be {weights.name} then"
@@ -182,6 +181,7 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
     )
     suits = cached_in(jax.default_backend(), dtype, backend, hidden=read is not None)
     cached = _cached(config.cache.dtype, suits)
+    _check_cache(jax.default_backend(), backend, cached, activations)
     kernels, width = get_backend(backend), blocks_a_plane(max_model_len, demand.block_size)
     buckets = make_buckets(
         limits.max_rows,
@@ -241,6 +241,18 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
 def _cached(wanted: str, suits: jnp.dtype) -> jnp.dtype:
     """The dtype of the pool, as `cache.dtype` has it; of auto what suits."""
     return suits if wanted == AUTO else dtype_named(wanted)
+
+
+def _check_cache(platform: str, backend: str, cached: jnp.dtype, activations: jnp.dtype) -> None:
+    """ConfigError for a dtype of the pool that could be served, but badly."""
+    wanted = f"cache.dtype: {cached.name}"
+    if platform in GPUS and cached.itemsize == 1 and activations.itemsize > 2:
+        raise ConfigError(f"{wanted} needs model.dtype=bfloat16 or float16 on GPUs")
+    if platform == "cpu" and backend == "xla" and cached not in (jnp.float32, jnp.int8):
+        raise ConfigError(
+            f"{wanted}: on CPUs, plain XLA would convert the whole pool in each step; take float32 "
+            "or int8, or install numba: pip install 'jaxserve[fast]'"
+        )
 
 
 def _check_ends(model: ModelConfig) -> None:
