@@ -231,6 +231,7 @@ def _each(given: Any, bits: int) -> int:
     threads, size = numba_ffi.threads(), SHARE
     if count > FEW:
         size, bits = LARGE_SHARE, max(bits, 16)  # as they are widened
-    shares = threads * max(1, outputs * depth * bits // 8 // (size * threads))
+    # At least two, for whoever comes late.
+    shares = threads * max(2, outputs * depth * bits // 8 // (size * threads))
     each = (outputs + shares - 1) // shares
     return min(outputs, (each + OUTPUTS - 1) // OUTPUTS * OUTPUTS)

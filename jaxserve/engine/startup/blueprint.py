@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxserve.config import ConfigError, ServedModelConfig
@@ -20,7 +21,7 @@ from jaxserve.models import sharding
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import make_pool
 from jaxserve.progress import Show
-from jaxserve.weights import fuse_loaded, load_params, transpose_loaded
+from jaxserve.weights import advise_huge_pages, fuse_loaded, load_params, transpose_loaded
 
 _POOL_AXES = ("layers", "blocks", "kv_heads", "slots", "head_dim")
 
@@ -134,6 +135,7 @@ def build_executor(
         params = fuse_loaded(params, family, model, mesh)
     if mesh is None:
         params = transpose_loaded(params, blueprint.dtype)
+    advise_huge_pages(jax.tree.leaves(params))
     pool = make_pool(
         model.num_layers,
         blueprint.allocated_blocks,
