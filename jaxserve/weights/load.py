@@ -178,11 +178,15 @@ def transpose_loaded(params: Params, dtype: DTypeLike) -> Params:
     model's `dtype`, as its own weights would."""
     inputs = "bfloat16" if jnp.dtype(dtype) == jnp.bfloat16 else None
 
+    def for_kernels(weights: Quantized) -> Quantized:
+        """With scales as they want them in each step."""
+        return dataclasses.replace(weights, scale=weights.scale.astype(jnp.float32), inputs=inputs)
+
     def turned(node: Any) -> Any:
         if isinstance(node, AttentionParams):
             return dataclasses.replace(node, q=turned(node.q), o=turned(node.o))
         if isinstance(node, Quantized):  # a table
-            return dataclasses.replace(node, inputs=inputs)
+            return for_kernels(node) if by_columns(node.q) else node
         if not isinstance(node, Linear) or node.transposed:
             return node
         stored = node.kernel.q if isinstance(node.kernel, Quantized) else node.kernel
@@ -190,9 +194,7 @@ def transpose_loaded(params: Params, dtype: DTypeLike) -> Params:
             return node
         kernel = jax.tree.map(jnp.transpose, node.kernel)
         jax.tree.map(lambda part: part.delete(), node.kernel)
-        if isinstance(kernel, Quantized):  # the kernels want them so, in each step
-            scale = kernel.scale.astype(jnp.float32)
-            kernel = dataclasses.replace(kernel, scale=scale, inputs=inputs)
+        kernel = for_kernels(kernel) if isinstance(kernel, Quantized) else kernel
         return dataclasses.replace(node, kernel=kernel, transposed=True)
 
     kinds = AttentionParams | Linear | Quantized
