@@ -288,7 +288,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "family", "num_params", "dtype", "vocab_size", "max_model_len", "policy", "num_blocks", "block_size", "pool_tokens", "pool_bytes", "device", "mesh_tensor", "attention_backend", "hidden_read", "rho", "num_layers", "cost_model", "slo_classes", "prefix_caching", "retention")
+    __slots__ = ("version", "model", "family", "num_params", "dtype", "vocab_size", "max_model_len", "policy", "num_blocks", "block_size", "pool_tokens", "pool_bytes", "device", "mesh_tensor", "attention_backend", "hidden_read", "rho", "num_layers", "cost_model", "slo_classes", "prefix_caching", "retention", "cache_dtype")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +311,7 @@ class GetServerInfoResponse(_message.Message):
     SLO_CLASSES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
     RETENTION_FIELD_NUMBER: _ClassVar[int]
+    CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     family: str
@@ -333,4 +334,5 @@ class GetServerInfoResponse(_message.Message):
     slo_classes: _containers.RepeatedCompositeFieldContainer[SloClass]
     prefix_caching: bool
     retention: str
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., family: _Optional[str] = ..., num_params: _Optional[int] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., policy: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., device: _Optional[str] = ..., mesh_tensor: _Optional[int] = ..., attention_backend: _Optional[str] = ..., hidden_read: _Optional[str] = ..., rho: _Optional[float] = ..., num_layers: _Optional[int] = ..., cost_model: _Optional[str] = ..., slo_classes: _Optional[_Iterable[_Union[SloClass, _Mapping]]] = ..., prefix_caching: bool = ..., retention: _Optional[str] = ...) -> None: ...
+    cache_dtype: str
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., family: _Optional[str] = ..., num_params: _Optional[int] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., policy: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., device: _Optional[str] = ..., mesh_tensor: _Optional[int] = ..., attention_backend: _Optional[str] = ..., hidden_read: _Optional[str] = ..., rho: _Optional[float] = ..., num_layers: _Optional[int] = ..., cost_model: _Optional[str] = ..., slo_classes: _Optional[_Iterable[_Union[SloClass, _Mapping]]] = ..., prefix_caching: bool = ..., retention: _Optional[str] = ..., cache_dtype: _Optional[str] = ...) -> None: ...
