@@ -22,6 +22,8 @@ _RIVALS = {
     "mem_fraction_static": "config.cache.memory_fraction",
     "kv_cache_memory_bytes": "config.cache.memory_gib",
     "num_gpu_blocks_override": "config.cache.num_blocks",
+    "kv_cache_dtype": "config.cache.dtype",
+    "dtype": "config.model.dtype",
     "page_size": "config.cache.block_size",
     "swap_space": "config.cache.host_gib",
     "max_num_seqs": "config.scheduler.max_rows",

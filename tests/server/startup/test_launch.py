@@ -156,6 +156,7 @@ def test_a_model_of_ones_own_replaces_a_presets_random_weights() -> None:
         ("--gpu_memory_utilization=0.5", r"did you mean --config\.cache\.memory_fraction\?$"),
         ("--max-model-len=5", r"did you mean --config\.engine\.max_model_len\?$"),
         ("--dtype=half", r"did you mean --config\.model\.dtype\?$"),
+        ("--kv-cache-dtype=fp8", r"did you mean --config\.cache\.dtype\?$"),
         ("--seed=5", r"did you mean --config\.model\.seed or --config\.scheduler\.seed\?$"),
         ("--no-request-lg", r"did you mean --request_log\?$"),
         ("--zzqq", "there is no flag --zzqq; --help says what there is$"),
