@@ -46,7 +46,10 @@ def check_plan(plan: BatchPlan, view: View, *, moves_cache: bool) -> None:
     _demand((waiting | running).all(), "a row that has nothing to compute is planned")
     computed = after.computed[rows]
     pending = table.prompt_len[rows] + table.generated[rows] - computed
-    _demand(((tokens > 0) & (tokens <= pending)).all(), "more tokens than are pending")
+    known = tokens if plan.drafts is None else tokens - plan.drafts
+    _demand(((known > 0) & (known <= pending)).all(), "more tokens than are pending")
+    if plan.drafts is not None:
+        _check_drafts(plan, view, known == pending)
     _demand((plan.reserve >= computed + tokens).all(), "less room than tokens")
     widest = view.pool.width * view.pool.block_size
     _demand((plan.reserve <= widest).all(), "more room than the longest request takes")
@@ -68,6 +71,21 @@ def check_plan(plan: BatchPlan, view: View, *, moves_cache: bool) -> None:
     _demand(apart, "a row would write over what the other owner of a block has nowhere else")
     for rows in (plan.missed, plan.relegated):
         _check_given_up(rows, view)
+
+
+def _check_drafts(plan: BatchPlan, view: View, all_known: np.ndarray) -> None:
+    """all_known: which rows compute all that is known of them."""
+    table, drafts, rows = view.table, plan.drafts, plan.rows
+    assert drafts is not None
+    _demand(((drafts >= 0) & (drafts <= table.offered[rows])).all(), "more drafts than there are")
+    some = drafts > 0
+    there = (
+        all_known & (table.generated[rows] > 0) & (table.generated[rows] == table.received[rows])
+    )
+    _demand((there | ~some).all(), "drafts are planned behind tokens that are not known")
+    most = table.max_tokens[rows] - table.generated[rows] - 1
+    _demand((drafts <= np.maximum(most, 0)).all(), "drafts are planned beyond max_tokens")
+    _demand((plan.kinds[some] == KV).all(), "drafts are planned for a hidden cache")
 
 
 def _check_given_up(rows: np.ndarray, view: View) -> None:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 NONE = "none"  # how text says None
 # What a policy says of itself to those who run it is not for them to set.
-_DECLARED = ("hypothetical", "moves_cache", "steady")
+_DECLARED = ("hypothetical", "moves_cache", "speculates", "steady")
 _MOST = 2**63 - 1  # what arrays of int64 hold
 
 
@@ -124,9 +124,12 @@ def with_parameters(
         except ValueError as error:
             raise ValueError(f"{what} {name!r}: {error}") from None
     try:
-        return dataclasses.replace(policy, **checked)  # type: ignore[type-var]
+        changed: _Made = dataclasses.replace(policy, **checked)  # type: ignore[type-var]
     except ValueError as error:  # of a policy that checks its own values
         raise ValueError(f"{what} {name!r}: {error}") from error
+    if getattr(policy, "speculates", False):  # a variant has said so, and it is no field
+        object.__setattr__(changed, "speculates", True)
+    return changed
 
 
 def text_of(value: Any) -> str:

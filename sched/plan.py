@@ -99,12 +99,15 @@ class BatchPlan:
 
     Attributes:
         rows: [n], table rows.
-        num_tokens: [n], how many of its pending tokens each computes now.
+        num_tokens: [n], how many of its pending tokens each computes now, drafted ones included.
         reserve: [n], cache tokens to have room for afterwards: at least computed + num_tokens, and
             more where a policy allocates ahead, as Sarathi does for a whole prompt.
         kinds: [n], the `CacheKind` of each row's cache.
         operations: On the pool, carried out one after the other before the step.
         directions: [n], the `Direction` in which those that start fill their blocks; None for LEFT.
+        drafts: [n], how many of a row's tokens are drafted ones behind its newest, which may prove
+            false; None where nobody drafts. Policies leave this to the scheduler
+            (`sched/speculation/`).
         missed: [k], rows, planned or not, that are not going to meet their targets. Who waits for
             them is told, once. It is not taken back; naming them again changes nothing.
         relegated: [k], rows that are not, and are served with what is left from now on, behind all
@@ -117,6 +120,7 @@ class BatchPlan:
     kinds: np.ndarray = field(default_factory=_none)
     operations: tuple[Operation, ...] = ()
     directions: np.ndarray | None = None
+    drafts: np.ndarray | None = None
     missed: np.ndarray = field(default_factory=_none)
     relegated: np.ndarray = field(default_factory=_none)
 

@@ -88,10 +88,13 @@ class Device:
             (`StepWatch.free_at`); in the past if nothing is in flight.
         overrun: How many times its prediction a step takes, four of five no more
             (`StepWatch.overrun`): what has to be in time for certain needs so much more.
+        exposed: Seconds for which it is idle if the host plans its next step only once it has the
+            tokens of this one.
     """
 
     free_at: float = -math.inf
     overrun: float = 1.0
+    exposed: float = 0.0
 
 
 _MANY_SLOTS = 1 << 30  # with which copies take longer than any batch beside them
@@ -204,6 +207,8 @@ class Policy(abc.ABC):
         steady: Whether it plans a token for each request, and gives none up, while nobody waits,
             every request decodes and memory lasts. The steps ahead are certain then, and a
             simulation takes several at once.
+        speculates: Whether the scheduler adds drafted tokens to its decodes (the variant `+spec`,
+            `sched/speculation/`).
     """
 
     chunked: bool = True
@@ -215,6 +220,7 @@ class Policy(abc.ABC):
     moves_cache: bool = False
     counts_blocks: bool = False
     steady: bool = False
+    speculates: bool = False
 
     @property
     def waiting_can_preempt(self) -> bool:

@@ -31,6 +31,7 @@ from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, Proj
 from jaxserve.sched.policy import Limits, Oracle, Policy, View
 from jaxserve.sched.progress import Progress
 from jaxserve.sched.request import Request
+from jaxserve.sched.speculation.choice import expects_drafts, with_drafts
 from jaxserve.sched.state.request_table import (
     DRAINING,
     HELD,
@@ -285,6 +286,8 @@ class Scheduler:
         if len(self.shares) > 1:
             hold_back(self.policy, self.view, self.shares, now, apart)
         plan = self.policy.plan(self.view, now)
+        if self.policy.speculates:
+            plan = with_drafts(plan, self.view, now)
         if self.checked:
             check_plan(plan, self.view, moves_cache=self.policy.moves_cache)
         return plan
@@ -338,6 +341,8 @@ class Scheduler:
     def _book(self, plan: BatchPlan, moves: list[Move]) -> Step:
         """moves: gets those that the step has."""
         table, rows, counts = self.table, plan.rows, plan.num_tokens
+        if plan.drafts is not None:
+            counts = counts - plan.drafts  # booked once they have proved right, by `receive`
         arriving = [] if self.cache is None else self._pin(plan)
         self._operate(plan, moves)
         self._start(plan)
@@ -355,11 +360,15 @@ class Scheduler:
         generated = before + emits
         if len(self.shares) > 1:
             new = end - np.clip(table.lost_from[rows], start, end)  # not once more
+            if plan.drafts is not None:
+                new += plan.drafts
             self.shares.charge(table.tenant[rows], new + (DECODE_COST - 1.0) * emits)
         table.computed[rows], table.generated[rows] = end, generated
+        if plan.drafts is not None:
+            table.drafted[rows] += plan.drafts
         if self.cache is not None:
-            self._register_all(rows, start, end)
-        self._note_batch(rows, counts)
+            self._register_all(rows, start, end, launched=False)
+        self._note_batch(rows, plan.num_tokens)
         sampling = table.num_sampling > 0 and not table.greedy[rows[emits]].all()
         hidden = plan.kinds == HIDDEN if np.count_nonzero(plan.kinds) else None
         step = Step(
@@ -445,13 +454,15 @@ class Scheduler:
         slots = np.stack([np.repeat(ids, size), np.tile(np.arange(size), len(ids))], axis=1)
         return (2 * size,) * (len(ids) // 2), slots.astype(np.int32)
 
-    def _register_all(self, rows: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
-        """The blocks that these rows fill up to `end`. Later steps run after this one, so others
-        may read them from now on."""
+    def _register_all(
+        self, rows: np.ndarray, start: np.ndarray, end: np.ndarray, *, launched: bool
+    ) -> None:
+        """The blocks that these rows fill from `start` to `end`. Later steps run after this one, so
+        others may read them from now on. launched: as in `_register`."""
         size = self.pool.block_size
         for i in np.flatnonzero(end // size > start // size).tolist():
             blocks = int(start[i]) // size, int(end[i]) // size
-            self._register(int(rows[i]), *blocks, launched=False)
+            self._register(int(rows[i]), *blocks, launched=launched)
 
     def _give_up(self, plan: BatchPlan) -> np.ndarray:
         """Rows of which it is new that they are not going to meet their targets."""
@@ -490,9 +501,43 @@ class Scheduler:
             table.move(done, DRAINING)
         return done
 
-    def receive(self, rows: np.ndarray, now: float) -> None:
-        """A token of each of these rows has reached the host."""
-        self.table.receive(rows, now)
+    def receive(self, rows: np.ndarray, now: float, counts: np.ndarray | None = None) -> None:
+        """Tokens of these rows have reached the host.
+
+        Args:
+            rows: int64 [n], all different.
+            now: Seconds.
+            counts: int64 [n], how many of each, where the step had drafts: those that were right,
+                and one. None for one each.
+        """
+        if counts is not None:
+            self._book_accepted(rows, counts - 1)
+        self.table.receive(rows, now, counts)
+
+    def _book_accepted(self, rows: np.ndarray, accepted: np.ndarray) -> None:
+        """So many drafts of each row were right: they are generated, and cached."""
+        table, start = self.table, self.table.computed[rows]
+        end = start + accepted
+        table.computed[rows], table.accepted[rows] = end, table.accepted[rows] + accepted
+        table.generated[rows] += accepted
+        if len(self.shares) > 1:
+            self.shares.charge(table.tenant[rows], accepted * (DECODE_COST - 1.0))
+        if self.cache is not None:
+            self._register_all(rows, start, end, launched=True)
+
+    def offer(self, row: int, tokens: int, acceptance: float) -> None:
+        """A drafter has so many tokens that may follow all that are known of a row.
+
+        Args:
+            row: The row.
+            tokens: How many; 0 for none.
+            acceptance: How likely the first of them is right.
+        """
+        self.table.offered[row], self.table.acceptance[row] = tokens, acceptance
+
+    def would_draft(self, now: float) -> bool:
+        """Whether the next plan is expected to draft, if it waits for the tokens in flight."""
+        return self.policy.speculates and expects_drafts(self.view, now)
 
     def finish(self, row: int, *, complete: bool = True) -> None:
         """Ends the request, whatever its state, and frees its blocks and its row. complete: whether

@@ -89,9 +89,9 @@ class Step:
 
     Attributes:
         plan: What the policy wanted.
-        start, end: Cached tokens of each row before and after.
+        start, end: Cached tokens of each row before and after, as if no draft were right.
         emits: bool, which rows sample a token.
-        decodes: bool, which compute the newest generated token and nothing else.
+        decodes: bool, which compute the newest generated token, drafts behind it, and nothing else.
         feeds_back: bool, whose last token is the newest generated one, which may be on the device
             alone.
         generated: int64, tokens generated, those that the step samples included.
@@ -139,7 +139,20 @@ class Step:
     @property
     def num_prefill_tokens(self) -> int:
         """Those of prompts that are computed for the first time."""
-        return self.num_tokens - self.num_decode_tokens - self.num_recomputed_tokens
+        others = self.num_decode_tokens + self.num_recomputed_tokens + self.num_draft_tokens
+        return self.num_tokens - others
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafted ones, right or not."""
+        drafts = self.plan.drafts
+        return 0 if drafts is None else int(np.add.reduce(drafts))
+
+    @property
+    def known(self) -> np.ndarray:
+        """How many tokens of each row are no drafts, int64 [n]."""
+        drafts = self.plan.drafts
+        return self.plan.num_tokens if drafts is None else self.plan.num_tokens - drafts
 
     @property
     def num_decodes(self) -> int:

@@ -68,7 +68,7 @@ class BatchFeatures(NamedTuple):
         Args:
             counts: int64 [n], tokens computed now.
             contexts: int64 [n], tokens cached before.
-            decoding: bool [n], which rows decode; the others are prefill chunks.
+            decoding: bool [n], which rows decode, drafts included; the others are prefill chunks.
             padding: How the batch is rounded up; None for not at all.
             hidden: bool [n], which rows have hidden caches; None for none.
             sampling: Whether any request samples non-greedily.
@@ -78,13 +78,14 @@ class BatchFeatures(NamedTuple):
         decodes = int(np.count_nonzero(decoding))
         cached = int(np.add.reduce(contexts))
         if decodes == rows:
-            tokens, kv, quad, before = rows, cached + rows, 0, 0
+            # With drafts, a decode reads its cache once for all of its tokens.
+            tokens, kv, quad, before = int(np.add.reduce(counts)), cached + rows, 0, 0
         else:
             tokens = int(np.add.reduce(counts))
             read = int(contexts @ decoding)
             kv, before = read + decodes, cached - read
-            # Over all rows, less the decodes, whose c is 1.
-            quad = int(counts @ (counts + 2 * contexts)) - decodes - 2 * read
+            prompts = np.where(decoding, 0, counts)
+            quad = int(prompts @ (prompts + 2 * contexts))
         some_hidden = hidden is not None and bool(np.count_nonzero(hidden))
         padded = tokens if padding is None else padding.padded(tokens, tokens == rows, some_hidden)
         hidden_read = hidden_before = 0

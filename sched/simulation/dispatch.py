@@ -36,6 +36,8 @@ def form_of(policy: Policy) -> CompiledSpec:
     """The policy's compiled spec. Raises NotCompiled if the policy does more than its spec says."""
     own = next((c for c in type(policy).__mro__ if _METHODS & vars(c).keys()), None)
     spec = None
+    if policy.speculates:
+        raise NotCompiled("drafts are not compiled")
     if isinstance(policy, UnifiedPolicy) and own is not None and "compiled_spec" in vars(own):
         spec = policy.compiled_spec()
     if spec is None:

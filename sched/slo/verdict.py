@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from jaxserve.sched.cost.reachability import SloProblem
 from jaxserve.sched.request import SLO, Request, Tier
+from jaxserve.sched.slo.deliveries import spread
 from jaxserve.sched.slo.metrics import percentile_99
 
 _NO_TARGETS = SLO()
@@ -60,7 +61,7 @@ def longest_tbt(token_times: Sequence[float]) -> float | None:
 
 
 def _gaps(token_times: Sequence[float]) -> list[float]:
-    return [after - before for before, after in itertools.pairwise(token_times)]
+    return spread([after - before for before, after in itertools.pairwise(token_times)])
 
 
 def judge(

@@ -76,6 +76,10 @@ class RequestTable:
             engine would miss is raised to what that takes.
         alone: float64, time to the first token on an idle engine; 0 without targets.
         outlook: int8, `Outlook`; it never gets better.
+        offered: int64, drafted tokens that may follow all that are known, see `sched/speculation/`.
+        acceptance: float64, how likely the first of them is right, as far as is known.
+        drafted: int64, drafted tokens that were computed so far.
+        accepted: int64, those of them that were right.
         value: float64, what it is worth that its targets are met (`Request.value`).
         tenant: int64, number in `FairShares`.
         weight: float64, of its tenant when it came.
@@ -111,6 +115,10 @@ class RequestTable:
         self.max_tbt = np.full(capacity, np.inf)
         self.alone = np.zeros(capacity)
         self.outlook = np.zeros(capacity, np.int8)
+        self.offered = np.zeros(capacity, np.int64)
+        self.acceptance = np.zeros(capacity)
+        self.drafted = np.zeros(capacity, np.int64)
+        self.accepted = np.zeros(capacity, np.int64)
         self.value = np.ones(capacity)
         self.tenant = np.zeros(capacity, np.int64)  # as `FairShares` numbers them
         self.weight = np.ones(capacity)
@@ -153,6 +161,8 @@ class RequestTable:
         self.max_tokens[row] = request.sampling.max_tokens
         for column in (self.generated, self.received, self.computed, self.found):
             column[row] = 0
+        for column in (self.offered, self.drafted, self.accepted):
+            column[row] = 0
         self.late_gaps[row] = self.longest_gap[row] = 0
         self.preemptions[row] = self.lost_from[row] = self.outlook[row] = 0
         self.last_batch_order[row] = self.preempted_order[row] = 0
@@ -177,16 +187,26 @@ class RequestTable:
         self.move(np.array([row]), FREE)
         self._free.append(row)
 
-    def receive(self, rows: np.ndarray, now: float) -> None:
-        """A token of each of these rows, which are all different, reaches the host now."""
+    def receive(self, rows: np.ndarray, now: float, counts: np.ndarray | None = None) -> None:
+        """Tokens of these rows, which are all different, reach the host now.
+
+        Args:
+            rows: int64 [n].
+            now: Seconds.
+            counts: int64 [n], how many tokens of each; one if None. The time since the one before
+                is spread over them (`sched/slo/deliveries.py`).
+        """
         gap = now - self.last_token[rows]
+        several = np.ones(len(rows), np.int64) if counts is None else counts
         first = self.received[rows] == 0
         if np.count_nonzero(first):
             self.first_token[rows[first]] = now
             gap[first] = 0.0  # it is counted from the arrival
-        self.late_gaps[rows] += gap > self.tbt[rows]
+        if counts is not None:
+            gap /= counts
+        self.late_gaps[rows] += several * (gap > self.tbt[rows])
         self.longest_gap[rows] = np.maximum(self.longest_gap[rows], gap)
-        self.received[rows] += 1
+        self.received[rows] += several
         self.last_token[rows] = now
 
     def give_up(self, rows: np.ndarray, outlook: int) -> np.ndarray:

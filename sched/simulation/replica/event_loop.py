@@ -91,6 +91,7 @@ def run_in_python(
             # What is learned, or found, may change any plan.
             coasts=options.coast
             and policy.steady
+            and not policy.speculates
             and keys is None
             and options.online is None
             and not setting.routing.faults,

@@ -1,0 +1,67 @@
+"""How often drafts are right, learned for each request and, as a start, for its tenant.
+
+Drafters propose for every token, whether a plan takes the draft or not, so that each token says
+whether the first of the proposed ones would have been right. Learning costs no step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+PRIOR = 0.3  # of a kind of draft of which nothing is known
+PRIOR_WEIGHT = 2.0  # in observations
+TENANT_WEIGHT = 3.0  # what a tenant's record counts for in a request's, in observations
+TENANT_MEMORY = 0.99  # what is left of a record with each observation
+REQUEST_MEMORY = 0.9
+TENANTS = 1024  # whose records are kept
+
+Kind = tuple[str, int]  # a drafter's name, and how much spoke for the draft
+
+
+class _Rate:
+    """Of which share was right, lately."""
+
+    def __init__(self) -> None:
+        self.right = self.seen = 0.0
+
+    def note(self, right: bool, memory: float) -> None:
+        self.right = self.right * memory + right
+        self.seen = self.seen * memory + 1.0
+
+    def estimate(self, start: float, weight: float) -> float:
+        return (self.right + start * weight) / (self.seen + weight)
+
+
+class AcceptanceRates:
+    """Of all tenants, bounded. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[str, dict[Kind, _Rate]] = OrderedDict()
+
+    def of(self, tenant: str) -> RequestRates:
+        """For a new request of a tenant."""
+        known = self._tenants.setdefault(tenant, {})
+        self._tenants.move_to_end(tenant)
+        if len(self._tenants) > TENANTS:
+            self._tenants.popitem(last=False)
+        return RequestRates(known)
+
+
+class RequestRates:
+    """Of one request. tenant: the record of its tenant, which it adds to."""
+
+    def __init__(self, tenant: dict[Kind, _Rate]) -> None:
+        self._tenant, self._own = tenant, dict[Kind, _Rate]()
+
+    def estimate(self, source: str, strength: int = 0) -> float:
+        """How likely the first token of such a draft is right."""
+        kind = (source, strength)
+        before, own = self._tenant.get(kind), self._own.get(kind)
+        start = PRIOR if before is None else before.estimate(PRIOR, PRIOR_WEIGHT)
+        return start if own is None else own.estimate(start, TENANT_WEIGHT)
+
+    def note(self, source: str, strength: int, right: bool) -> None:
+        """Whether a proposed token was right, of those behind which all were."""
+        kind = (source, strength)
+        for rates, memory in ((self._own, REQUEST_MEMORY), (self._tenant, TENANT_MEMORY)):
+            rates.setdefault(kind, _Rate()).note(right, memory)

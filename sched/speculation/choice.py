@@ -1,0 +1,191 @@
+"""Who drafts how much: as many tokens as the step-time model says that they pay for.
+
+A decode step reads all weights for one token a row. A draft that is right saves its row one such
+step, of which it has a share; computing the draft makes this step longer, and the next one is not
+planned until it is known what was right. The first is compared with the second for every size of
+step that is compiled (`padding.tokens`). So a batch that fills the device drafts nothing, and one
+row alone drafts wherever it repeats itself.
+
+Time between tokens: nobody's step is made so long that a row misses its target that would meet it
+otherwise. Rows that are about to miss it draft first, and while there are any, rows with a target
+that are ahead of it draft nothing (AdaServe and SLOs-Serve have such a rule, with a model that
+drafts).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.sched.cache.cache_kinds import HIDDEN, KV
+from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.policy import View
+from jaxserve.sched.state.request_table import RUNNING
+
+MOST = 7  # drafts of a row in a step
+MARGIN = 0.02  # of the step's time, which drafts have to save at least
+URGENT = 2.0  # what a token counts for of a row that is about to miss its target
+
+
+class _Batch(NamedTuple):
+    """What is planned without drafts.
+
+    Attributes:
+        features: Of all of it, before padding.
+        rows: int64 [n], those that decode.
+        emitting: How many rows sample.
+    """
+
+    features: BatchFeatures
+    rows: np.ndarray
+    emitting: int
+
+
+def with_drafts(plan: BatchPlan, view: View, now: float) -> BatchPlan:
+    """The plan, with drafts behind those of its decodes for which they pay. Plans that move or
+    preempt caches stay as they are: memory is short then.
+
+    Args:
+        plan: Of the policy.
+        view: What it was made from.
+        now: Seconds.
+    """
+    table, pool, rows = view.table, view.pool, plan.rows
+    if not len(rows) or plan.operations or not np.count_nonzero(table.offered[rows]):
+        return plan
+    start, known = table.computed[rows], table.prompt_len[rows] + table.generated[rows]
+    emits = start + plan.num_tokens == known
+    decodes = emits & (table.generated[rows] > 0) & (plan.num_tokens == 1)
+    at = np.flatnonzero(decodes & (table.generated[rows] == table.received[rows]))
+    at = at[(table.offered[rows[at]] > 0) & (plan.kinds[at] == KV)]
+    if not len(at):
+        return plan
+    features = BatchFeatures.from_rows(
+        plan.num_tokens,
+        start,
+        decodes,
+        hidden=plan.kinds == HIDDEN,
+        sampling=table.num_sampling > 0,
+    )
+    batch = _Batch(features, rows[decodes], int(np.count_nonzero(emits)))
+    mine = rows[at]
+    end = start[at] + 1
+    counts = _choose(batch, mine, _most(view, mine, end), view, now)
+    if not np.count_nonzero(counts):
+        return plan
+    reserve = plan.reserve.copy()
+    reserve[at] = np.maximum(reserve[at], end + counts)
+    more = int(pool.needed(rows, reserve, plan.kinds).sum())
+    if more > pool.num_free:
+        counts = np.minimum(counts, np.maximum(pool.room(mine) - end, 0))
+        reserve[at] = np.maximum(plan.reserve[at], end + counts)
+    drafts = np.zeros(len(rows), np.int64)
+    drafts[at] = counts
+    if not np.count_nonzero(drafts):
+        return plan
+    return dataclasses.replace(
+        plan, num_tokens=plan.num_tokens + drafts, reserve=reserve, drafts=drafts
+    )
+
+
+def expects_drafts(view: View, now: float) -> bool:
+    """Whether a plan of all decodes would draft once the tokens in flight are known. The first of
+    what is offered is one of those then."""
+    table = view.table
+    rows = table.in_state(RUNNING)
+    rows = rows[(table.generated[rows] > 0) & (table.pending(rows) == 1)]
+    flying = table.generated[rows] - table.received[rows]
+    mine = (table.offered[rows] > flying) & (view.pool.kind[rows] == KV) & (flying < 2)
+    if not np.count_nonzero(mine):
+        return False
+    computed = table.computed[rows]
+    features = BatchFeatures.from_rows(
+        np.ones(len(rows), np.int64),
+        computed,
+        np.ones(len(rows), bool),
+        hidden=view.pool.kind[rows] == HIDDEN,
+        sampling=table.num_sampling > 0,
+    )
+    able = rows[mine]
+    most = _most(view, able, computed[mine] + 1) - flying[mine]
+    return bool(_choose(_Batch(features, rows, len(rows)), able, most, view, now).any())
+
+
+def _most(view: View, rows: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Drafts that each row may have at most, int64 [n]. end: its cached tokens without any."""
+    table, pool = view.table, view.pool
+    left = table.max_tokens[rows] - table.generated[rows] - 1
+    most = np.minimum(np.minimum(table.offered[rows], MOST), left)
+    both = pool.both_ends()
+    if len(both):  # where somebody comes from the other end there may be no room for what is wrong
+        most[np.isin(rows, pool.owners[both])] = 0
+    return np.asarray(np.clip(most, 0, pool.width * pool.block_size - end))
+
+
+def _choose(
+    batch: _Batch, rows: np.ndarray, most: np.ndarray, view: View, now: float
+) -> np.ndarray:
+    """How many drafts each row computes, int64 [n].
+
+    Args:
+        batch: What they are added to.
+        rows: int64 [n], of decodes.
+        most: int64 [n], drafts that each may have.
+        view: The step-time model and the limits.
+        now: Seconds.
+    """
+    table, limits, none = view.table, view.limits, np.zeros(len(rows), np.int64)
+    widest = limits.max_rows if view.padding is None else view.padding.rows[-1]
+    room = min(widest - batch.emitting, limits.max_batch_tokens - int(batch.features.num_tokens))
+    if room < 1 or not np.count_nonzero(most):
+        return none
+    times = _Times(batch, view, min(room, int(most.sum())))
+    plain = float(times.seconds[0])
+    slack = table.last_token + table.tbt - view.step_end(now)
+    late = slack[rows] < plain * view.device.overrun
+    chance = np.minimum(table.acceptance[rows], 1.0)
+    if np.count_nonzero(late):
+        most = np.where(late | (table.tbt[rows] == np.inf), most, 0)
+    # Row by row, one draft after the other: the chance that it and all before it are right.
+    depth = np.arange(1, MOST + 1)
+    gains = chance[:, None] ** depth * np.where(late, URGENT, 1.0)[:, None]
+    gains = np.where(depth <= most[:, None], gains, 0.0).ravel()
+    order = np.argsort(-gains, kind="stable")[: times.sizes[-1]]
+    order = order[gains[order] > 0]
+    saved = np.concatenate([[0.0], np.cumsum(gains[order])]) * times.share
+    sizes = np.minimum(times.sizes, len(order))
+    longer = times.seconds - plain + view.device.exposed * (sizes > 0)
+    pays = saved[sizes] - longer
+    pays[sizes == 0] = 0.0
+    mine = slack[batch.rows]
+    in_time = mine[mine >= plain * view.device.overrun]
+    if len(in_time):
+        pays[(plain + longer) * view.device.overrun > in_time.min()] = -np.inf
+    best = int(np.argmax(pays))
+    if pays[best] <= MARGIN * plain:
+        return none
+    return np.bincount(order[: sizes[best]] // MOST, minlength=len(rows))
+
+
+class _Times:
+    """What steps with drafts take.
+
+    Attributes:
+        sizes: int64 [m], numbers of drafts: none, those that fill a step of some size, and all.
+        seconds: float64 [m], of the step with so many.
+        share: What a decode of one row takes of a step in which all of them decode, seconds.
+    """
+
+    def __init__(self, batch: _Batch, view: View, most: int) -> None:
+        tokens = int(batch.features.num_tokens)
+        buckets = 2 ** np.arange(1, 12) if view.padding is None else np.array(view.padding.tokens)
+        fill = buckets - tokens
+        self.sizes = np.unique(np.concatenate([[0, most], fill[(fill > 0) & (fill < most)]]))
+        grown = batch.features._replace(num_tokens=tokens + self.sizes)
+        self.seconds = np.broadcast_to(view.step_time(grown), self.sizes.shape)
+        decodes = len(batch.rows)
+        alone = BatchFeatures.of_decodes(np.array(decodes), batch.features.decode_kv)
+        self.share = float(view.step_time(alone)) / decodes
