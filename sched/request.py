@@ -269,6 +269,8 @@ class Request:
             the block, and for who may see them. None where nothing is to be found.
         value: What it is worth to the operator that its targets are met, beside other requests. No
             client says that of itself: it is its class's.
+        prediction: Token ids of what the output is likely to be, drafts of which are checked where
+            the policy speculates. It changes no text.
 
     Raises:
         InvalidRequest: The prompt is empty, or the value is not between LEAST_VALUE and MOST_VALUE.
@@ -287,6 +289,7 @@ class Request:
     value: float = 1.0
     cache_salt: str = ""
     block_keys: tuple[bytes, ...] | None = None
+    prediction: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -539,17 +539,23 @@ class Scheduler:
         """Whether the next plan is expected to draft, if it waits for the tokens in flight."""
         return self.policy.speculates and expects_drafts(self.view, now)
 
-    def finish(self, row: int, *, complete: bool = True) -> None:
-        """Ends the request, whatever its state, and frees its blocks and its row. complete: whether
-        its output ended by itself or at its limit, so that its length is learned from; False if it
-        was cancelled, timed out or failed."""
+    def finish(self, row: int, *, complete: bool = True, length: int | None = None) -> None:
+        """Ends the request, whatever its state, and frees its blocks and its row.
+
+        Args:
+            row: Its row.
+            complete: Whether its output ended by itself or at its limit, so that its length is
+                learned from; False if it was cancelled, timed out or failed.
+            length: Of its output, tokens, where that ended before the last that was received with
+                it; None for all of them.
+        """
         table = self.table
         if self.cache is not None:
             self.cache.remove(row)
             self._firsts.pop(row, None)
         self.pool.release(row)
         self.host.release(row)
-        length = int(table.received[row])
+        length = int(table.received[row]) if length is None else length
         if complete and length:
             table.output_lengths.add(length, cut=length >= table.max_tokens[row])
         table.remove(row)

@@ -24,6 +24,7 @@ from jaxserve.engine.block_keys import BlockKeys, KeyChain
 from jaxserve.engine.device.compile_counter import CompileCounter
 from jaxserve.engine.device.executor import Executor
 from jaxserve.engine.device.sampling_state import RequestRow
+from jaxserve.engine.drafts.drafting import Drafting, Drafts
 from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.engine.failures import attempt, describe, refuse, with_traceback
 from jaxserve.engine.in_flight import InFlight
@@ -104,6 +105,7 @@ class Engine:
             compiles=self._compiles if self._forbid_compile else None,
             clock=clock,
             on_over=self._over,
+            overlap=overlap,
         )
         step_loop = self._step_loop
         self._ttft_estimator = LiveTtftEstimator(
@@ -113,6 +115,7 @@ class Engine:
         if scheduler.cache is not None:
             size, shared = scheduler.pool.block_size, share_between_keys
             self._block_keys = BlockKeys(size, shared=shared, secret=block_secret)
+        self._drafts = Drafts(shared=share_between_keys) if scheduler.policy.speculates else None
         self._grammars = Grammars(tokenizer.definition(), info.vocab_size, eos_ids)
         self._failure_listeners: list[Callable[[BaseException], None]] = []
         self._thread: threading.Thread | None = None
@@ -199,6 +202,7 @@ class Engine:
         keys = self._keys(request)
         if keys is not None:
             request = _known_by(request, keys)
+        drafting = self._drafting(request, texts)
         alone = scheduler.alone(request)
         problems = slo_problems(request, scheduler.reachable(request, alone))
         with self._wake:
@@ -208,7 +212,9 @@ class Engine:
                 raise EngineStopped("the engine is shutting down")
             self._places.reserve(request)
             stamped = dataclasses.replace(request, arrival=self._clock())
-            self._inbox.append(Submit(stamped, on_output, texts, row, alone, problems, keys))
+            self._inbox.append(
+                Submit(stamped, on_output, texts, row, alone, problems, keys, drafting)
+            )
             self._wake.notify()
         self._ttft_estimator.submitted(stamped)
 
@@ -224,6 +230,13 @@ class Engine:
             return None
         known = request.block_keys or ()
         return self._block_keys.of(request.prompt, request.tenant, request.cache_salt, known)
+
+    def _drafting(self, request: Request, texts: Sequence[ContinuationText]) -> list[Drafting]:
+        """What drafts for each continuation; none where nobody does."""
+        if self._drafts is None:
+            return []
+        known = request.prompt, request.tenant, request.cache_salt, request.prediction
+        return [self._drafts.of(*known, text.matcher) for text in texts]
 
     def _texts(self, request: Request) -> list[ContinuationText]:
         """Fresh text state for each continuation of the request."""
@@ -396,6 +409,9 @@ class Engine:
         pending: InFlight | None = None
         self._step_loop.woke(None)
         while self._receive(wait=pending is None and not self._step_loop.live):
+            if pending is not None and self._step_loop.waits_for(pending):
+                self._step_loop.finish(pending)
+                pending = None
             launched = self._step_loop.launch(pending)
             self._ttft_estimator.publish(pending, launched)  # newcomers queue behind it
             if pending is not None:

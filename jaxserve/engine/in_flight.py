@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxserve.engine.device.executor import Handle, PendingSample
 from jaxserve.engine.prompt_logprobs import PromptLogprobs
 from jaxserve.engine.sequence import Continuation
 from jaxserve.engine.stats import StepStats
 from jaxserve.sched.step_timing import Watched
+
+
+class Emitting(NamedTuple):
+    """A continuation that samples in a step.
+
+    Attributes:
+        at: where its first token is in the step's result.
+        continuation: whose it is.
+        draft: the drafted tokens behind which it samples, too, each at the next place.
+        source: who drafted them.
+    """
+
+    at: int
+    continuation: Continuation
+    draft: tuple[int, ...] = ()
+    source: str = ""
+
+    def tokens(self, sampled: Sequence[int]) -> Sequence[int]:
+        """Its tokens, of those that the step has sampled: as far as drafts are right, and one."""
+        count = 1
+        while count <= len(self.draft) and sampled[self.at + count - 1] == self.draft[count - 1]:
+            count += 1
+        return sampled[self.at : self.at + count]
 
 
 @dataclass(frozen=True)
@@ -18,7 +43,7 @@ class InFlight:
     Attributes:
         handle: the step on the device. If a grammar constrains one of its tokens, it is a
             `PendingSample` until `StepLoop.sample`.
-        emitting: the rows of the batch that sample a token: (row, continuation).
+        emitting: who samples in it.
         prompts: the prompt log-probabilities that the step computes; None if no request wants any.
         watched: its predicted time, for `StepWatch.finished` to compare with the measured one.
         begin: when its planning began, in seconds on the engine's clock.
@@ -26,7 +51,7 @@ class InFlight:
     """
 
     handle: Handle | PendingSample
-    emitting: list[tuple[int, Continuation]]
+    emitting: list[Emitting]
     prompts: PromptLogprobs | None
     watched: Watched
     begin: float
@@ -37,4 +62,9 @@ class InFlight:
         """Continuations that get a token or prompt log-probabilities from this step, each once."""
         pieces = [] if self.prompts is None else self.prompts.pieces
         told = [piece.continuation for piece in pieces]
-        return list(dict.fromkeys([*(one for _, one in self.emitting), *told]))
+        return list(dict.fromkeys([*(one.continuation for one in self.emitting), *told]))
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it has drafts, so that nobody knows yet how many tokens it makes."""
+        return self.stats.num_draft_tokens > 0

@@ -69,12 +69,16 @@ class Usage:
         output_tokens: generated tokens.
         preemptions: how often it lost its cache.
         cached_tokens: of the prompt, found in the cache when it was first scheduled.
+        accepted_draft_tokens: output tokens that had been drafted.
+        rejected_draft_tokens: drafted tokens that were computed and turned out wrong.
     """
 
     prompt_tokens: int
     output_tokens: int
     preemptions: int = 0
     cached_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    rejected_draft_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from jaxserve.engine.block_keys import KeyChain
 from jaxserve.engine.device.sampling_state import RequestRow, SlotParams
+from jaxserve.engine.drafts.speculator import Speculator
 from jaxserve.engine.failures import refuse
 from jaxserve.engine.output import COMPLETE, FinishReason, Output, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import RequestStats
@@ -35,6 +36,7 @@ class Continuation:
         on_output: the caller's callback.
         problems: what is wrong with its latency targets.
         block_keys: of its blocks; None where nothing is to be found.
+        speculator: drafts what comes next; None where nobody does.
 
     Attributes:
         slot: device slot while it holds cache, else NO_SLOT.
@@ -59,6 +61,7 @@ class Continuation:
         on_output: Callable[[Output], None],
         problems: tuple[SloProblem, ...] = (),
         block_keys: KeyChain | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.request = request
         self.index = index
@@ -78,7 +81,7 @@ class Continuation:
         self._told = False  # the last `Output` was sent, or its callback raised
         self._engine_failed = False
         self._problems = problems
-        self.block_keys = block_keys
+        self.block_keys, self.speculator = block_keys, speculator
         self._timings: Timings | None = None
         self._verdict: Verdict | None = None
 
@@ -106,31 +109,46 @@ class Continuation:
         self._tell(Output(self.request.id, self.index, expected_missed=True))
 
     def feed(
-        self, token: int, now: float, preemptions: int, logprobs: tuple[TokenLogprobs, ...]
+        self,
+        tokens: Sequence[int],
+        now: float,
+        preemptions: int,
+        logprobs: tuple[TokenLogprobs, ...],
+        *,
+        drafted: int = 0,
     ) -> FinishReason | None:
-        """Takes one sampled token and streams it.
+        """Takes the tokens of a step and streams them. Those behind its end are dropped.
 
         Args:
-            token: the token.
+            tokens: at least one.
             now: seconds on the engine's clock.
             preemptions: how often it has lost its cache so far.
-            logprobs: the token's log-probabilities; empty if not requested.
+            logprobs: the tokens' log-probabilities; empty if not requested.
+            drafted: drafted tokens that were checked for it; as many of the tokens but the last are
+                right.
 
         Returns:
-            Why the continuation ends with this token, or None.
+            Why the continuation ends with one of these tokens, or None.
         """
-        self.token_times.append(now)
-        self.output_tokens.append(token)
-        delta, reason = self._text.feed(token)
+        taken, text, reason = 0, "", None
+        for token in tokens:
+            self.token_times.append(now)
+            self.output_tokens.append(token)
+            delta, reason = self._text.feed(token)
+            text, taken = text + delta, taken + 1
+            if reason is not None:
+                break
         self.finished = reason is not None
+        if drafted and self.speculator is not None:
+            self.speculator.checked(drafted, min(taken, len(tokens) - 1))
         news = Output(
             self.request.id,
             self.index,
-            (token,),
-            delta,
-            logprobs,
+            tuple(tokens[:taken]),
+            text,
+            logprobs[:taken],
             finish_reason=reason,
-            token_times=(now,),
+            token_times=(now,) * taken,
         )
         self._tell(news if reason is None else self._last(news, reason, now, preemptions))
         return reason
@@ -176,11 +194,19 @@ class Continuation:
             usage=Usage(
                 *(len(self.request.prompt), len(self.output_tokens)),
                 *(preemptions, self.cached_tokens),
+                *self._drafts(),
             ),
             timings=self._timings,
             verdict=self._verdict,
             engine_failed=self._engine_failed,
         )
+
+    def _drafts(self) -> tuple[int, int]:
+        """Drafted tokens that were right, and that were wrong."""
+        speculator = self.speculator
+        if speculator is None:
+            return 0, 0
+        return speculator.accepted, speculator.drafted - speculator.accepted
 
     def _tell(self, output: Output) -> None:
         self._told = output.finish_reason is not None
@@ -225,4 +251,6 @@ class Continuation:
             e2e=now - self.request.arrival,
             verdict=self._verdict,
             block_keys=() if self.block_keys is None else self.block_keys.keys,
+            drafted=sum(self._drafts()),
+            accepted=self._drafts()[0],
         )

@@ -7,7 +7,7 @@ counted, and it is still called for later events.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxserve.engine.output import FinishReason
@@ -47,7 +47,11 @@ class StepStats:
             and newly arrived requests.
         plan_time: the policy's plan and its booking.
         launch_time: cache moves, building the batch and handing it to the device.
-        received: numbers of the continuations that got a token (`Observer.on_arrival`).
+        num_draft_tokens: drafted tokens in the batch.
+        received: numbers of the continuations that got a token (`Observer.on_arrival`), once for
+            each token.
+        accepted: drafted tokens that were right, by source (`engine/drafts/draft.py`).
+        rejected: the others, likewise.
         end: when its tokens were on the host, on the engine's clock.
         step_time: from the start of planning to its tokens on the host.
         device_time: the time on the device, see `sched.step_timing.StepWatch`.
@@ -77,8 +81,11 @@ class StepStats:
     receive_time: float
     plan_time: float
     launch_time: float
+    num_draft_tokens: int = 0
     # Known at its end.
     received: tuple[int, ...] = ()
+    accepted: Mapping[str, int] = field(default_factory=dict)
+    rejected: Mapping[str, int] = field(default_factory=dict)
     end: float = 0.0
     step_time: float = 0.0
     device_time: float = 0.0
@@ -87,7 +94,13 @@ class StepStats:
     @property
     def num_tokens(self) -> int:
         """Tokens computed, without padding."""
-        return self.num_decode_tokens + self.num_prefill_tokens + self.num_recomputed_tokens
+        known = self.num_decode_tokens + self.num_prefill_tokens + self.num_recomputed_tokens
+        return known + self.num_draft_tokens
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens that were right."""
+        return sum(self.accepted.values())
 
     @property
     def host_time(self) -> float:
@@ -111,6 +124,8 @@ class RequestStats:
         e2e: arrival to the end.
         verdict: whether its targets were met; None if it has no targets.
         block_keys: of the full blocks of its prompt and output; empty where nothing is to be found.
+        drafted: drafted tokens that were computed for it.
+        accepted: those of them that were right.
     """
 
     number: int
@@ -124,6 +139,8 @@ class RequestStats:
     e2e: float
     verdict: Verdict | None = None
     block_keys: Sequence[bytes] = field(default=(), repr=False)
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -15,8 +17,16 @@ from jaxserve.engine.device.batching import build_batch, carry_out, sampling_row
 from jaxserve.engine.device.compile_counter import CompileCounter, CompiledAfterWarmup
 from jaxserve.engine.device.executor import Executor, Handle, PendingSample
 from jaxserve.engine.device.sampling import SampleResult, mask_words
-from jaxserve.engine.device.sampling_state import RequestRow, SlotParams, plain_slot
-from jaxserve.engine.in_flight import InFlight
+from jaxserve.engine.device.sampling_state import (
+    COUNT_MASK,
+    RequestRow,
+    SlotParams,
+    has_penalty,
+    plain_slot,
+)
+from jaxserve.engine.drafts.drafting import Drafting
+from jaxserve.engine.drafts.speculator import Speculator
+from jaxserve.engine.in_flight import Emitting, InFlight
 from jaxserve.engine.output import COMPLETE, FinishReason, Output
 from jaxserve.engine.prompt_logprobs import PromptLogprobs, entries, untold
 from jaxserve.engine.sequence import NO_SLOT, Continuation
@@ -28,6 +38,8 @@ from jaxserve.sched.plan import BatchPlan, InvalidPlan, Join
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo.tiers import lengthening
+from jaxserve.sched.speculation.acceptance import AcceptanceRates
+from jaxserve.sched.speculation.choice import MOST
 from jaxserve.sched.step import Discard, Step
 from jaxserve.sched.step_timing import StepWatch
 
@@ -44,6 +56,7 @@ class Submit:
         alone: latencies that an idle engine would reach.
         problems: what is wrong with its latency targets.
         block_keys: of its prompt; None where nothing is to be found.
+        drafting: draft what comes next, one for each of its continuations; none where nobody does.
     """
 
     request: Request
@@ -53,6 +66,11 @@ class Submit:
     alone: Alone
     problems: tuple[SloProblem, ...] = ()
     block_keys: KeyChain | None = None
+    drafting: Sequence[Drafting] = ()
+
+
+EXPOSED_RATE = 0.05  # of a step in the average of the host's time
+MOST_COUNTED = int(COUNT_MASK) - MOST  # output tokens, whose counts cannot overflow with drafts
 
 
 class StepLoop:
@@ -70,6 +88,7 @@ class StepLoop:
         compiles: counts compilations; one after the warm-up is an error. None to allow them.
         clock: seconds; `Request.arrival` is on it.
         on_over: called with the request's id for each continuation that has ended.
+        overlap: whether the next step is planned while one is in flight, if it can be.
 
     Attributes:
         live: continuations that have not ended, by row of the scheduler's table.
@@ -89,6 +108,7 @@ class StepLoop:
         compiles: CompileCounter | None,
         clock: Callable[[], float],
         on_over: Callable[[str], None],
+        overlap: bool = True,
     ) -> None:
         self.live: dict[int, Continuation] = {}
         self.failures = failures.Failures()
@@ -100,6 +120,7 @@ class StepLoop:
         self._by_id: dict[str, list[Continuation]] = {}
         self._free_slots = list(range(scheduler.view.limits.max_rows - 1, -1, -1))
         self._plain = plain_slot(info.vocab_size)
+        self._overlap, self._rates = overlap, AcceptanceRates()
         self._newcomers: list[Continuation] = []  # since the last plan
         # Members that failed while their step was built. They end after its launch.
         self._failed: list[tuple[Continuation, BaseException]] = []
@@ -128,6 +149,7 @@ class StepLoop:
                     *(request, index, row, number, text, command.row),
                     *(command.on_output, command.problems),
                     None if keys is None else keys.copy(),
+                    self._speculator(command, index),
                 )
                 mine.append(one)
                 self.live[row] = one
@@ -135,6 +157,14 @@ class StepLoop:
                 self._tell_arrival(one)
         except BaseException as error:
             self._refuse(command, mine, error)
+
+    def _speculator(self, command: Submit, index: int) -> Speculator | None:
+        if not command.drafting:
+            return None
+        request = command.request
+        sampling = request.sampling
+        most = min(sampling.max_tokens, MOST_COUNTED if has_penalty(sampling) else sys.maxsize)
+        return Speculator(command.drafting[index], self._rates.of(request.tenant), most)
 
     def _tell_arrival(self, one: Continuation) -> None:
         self.observers.notify(lambda observer: observer.on_arrival(one.number, one.request))
@@ -166,9 +196,14 @@ class StepLoop:
         """Nobody finds anything of what has been computed so far."""
         self._scheduler.forget_all()
 
+    def waits_for(self, pending: InFlight) -> bool:
+        """Whether the next plan has to wait for the tokens of the step in flight: because nobody
+        knows how many they are, or because drafts are expected to pay behind them."""
+        return pending.drafts or self._scheduler.would_draft(self._clock())
+
     def launch(self, pending: InFlight | None) -> InFlight | None:
-        """Plans and launches the next step. pending: the one in flight, if any. None if there is
-        nothing to do, or if it failed."""
+        """Plans and launches the next step. pending: the one in flight, if any, for which it does
+        not wait. None if there is nothing to do, or if it failed."""
         if not self.live:
             return None
         # Plans worked before the newcomers came. If these are not the cause, the next plan fails.
@@ -225,7 +260,7 @@ class StepLoop:
         for member in admitted:
             self._take_slot(member, begin)
         layout, batch, prompts = self._batch(step, members)
-        emitting = [(i, members[j]) for i, j in sampling_rows(step, batch)]
+        emitting = [_emitting(i, members[j], step, j) for i, j in sampling_rows(step, batch)]
         handle = self._start(layout, batch, emitting, prompts, full=step.sampling)
         for row in scheduler.release_finished(step).tolist():
             self._release_slot(self.live[row])
@@ -236,6 +271,7 @@ class StepLoop:
             num_decode_tokens=step.num_decode_tokens,
             num_prefill_tokens=step.num_prefill_tokens,
             num_recomputed_tokens=step.num_recomputed_tokens,
+            num_draft_tokens=step.num_draft_tokens,
             padded_tokens=layout.tokens,
             preemptions=self._preemptions,
             num_live=num_live,
@@ -288,20 +324,24 @@ class StepLoop:
     ) -> tuple[Layout, PackedBatch, PromptLogprobs | None]:
         slots = np.array([member.slot for member in members], np.int32)
         buckets, pool, pieces = self._executor.buckets, self._scheduler.pool, untold(members, step)
-        layout, batch = build_batch(buckets, step, pool, slots, self._tokens_of, mixed=bool(pieces))
+        layout, batch = build_batch(
+            *(buckets, step, pool, slots, self._tokens_of),
+            drafts_of=self._draft_of,
+            mixed=bool(pieces),
+        )
         return layout, batch, PromptLogprobs.of_step(pieces, step, layout, batch)
 
     def _start(
         self,
         layout: Layout,
         batch: PackedBatch,
-        emitting: Sequence[tuple[int, Continuation]],
+        emitting: Sequence[Emitting],
         prompts: PromptLogprobs | None,
         *,
         full: bool,
     ) -> Handle | PendingSample:
         targets = None if prompts is None else prompts.targets
-        if any(member.matcher for _, member in emitting):
+        if any(one.continuation.matcher for one in emitting):
             return self._executor.compute(layout, batch.buffer, targets=targets)
         return self._executor.submit(layout, batch.buffer, full=full, targets=targets)
 
@@ -312,6 +352,9 @@ class StepLoop:
             self._failed.append((self.live[row], error))
             return (0,) * (end - first)
 
+    def _draft_of(self, row: int) -> Sequence[int]:
+        return _draft_of(self.live[row])
+
     def sample(self, step: InFlight) -> InFlight | None:
         """Samples the tokens of a step with grammars, now that all earlier tokens are on the host.
         None if that failed."""
@@ -321,8 +364,8 @@ class StepLoop:
         try:
             masks = np.full((step.handle.rows, mask_words(self._info.vocab_size)), -1, np.int32)
             masks = masks.view(np.uint32)
-            for i, continuation in step.emitting:
-                self._mask(continuation, masks[i])
+            for one in step.emitting:
+                self._mask(one, masks[one.at :])
             handle = self._executor.sample(step.handle, masks)
         except BaseException as error:
             self._fail_step(error, step.recipients)
@@ -332,16 +375,20 @@ class StepLoop:
         stats = dataclasses.replace(step.stats, launch_time=took)
         return dataclasses.replace(step, handle=handle, stats=stats)
 
-    def _mask(self, continuation: Continuation, to: np.ndarray) -> None:
-        """Writes the tokens that its grammar allows next to `to`. Ends the continuation if there
-        are none."""
+    def _mask(self, one: Emitting, to: np.ndarray) -> None:
+        """Writes the tokens that its grammar allows next to `to`, and those behind its drafts to
+        the rows that follow. Ends the continuation if there are none."""
+        continuation = one.continuation
         matcher = continuation.matcher
         if matcher is None or continuation.finished:
             return
         try:
-            mask = matcher.mask()
+            mask, *behind = matcher.masks_along(one.draft)
+            for row, allowed in zip(to[1:], behind, strict=False):
+                if allowed is not None:  # else what is drawn there is nobody's
+                    row[:] = allowed
             if mask is not None:
-                to[:] = mask
+                to[0] = mask
             elif problem := matcher.problem:
                 self._end(continuation, FinishReason.ERROR, problem)
             else:
@@ -371,58 +418,100 @@ class StepLoop:
         if step.prompts is not None and prompt is not None:
             for continuation, error in step.prompts.deliver(prompt):
                 self._fail(continuation, error)
-        mine = [(i, c) for i, c in step.emitting if not c.finished]
-        self._scheduler.receive(np.array([c.row for _, c in mine], np.int64), now)
-        tokens = result.tokens.tolist()
-        for i, continuation in mine:
-            self._observe_token(continuation, now)
+        sampled = result.tokens.tolist()
+        mine = [
+            (one, one.tokens(sampled)) for one in step.emitting if not one.continuation.finished
+        ]
+        rows = np.array([one.continuation.row for one, _ in mine], np.int64)
+        counts = np.array([len(tokens) for _, tokens in mine]) if step.drafts else None
+        self._scheduler.receive(rows, now, counts)
+        got: list[tuple[Emitting, int]] = []
+        for one, tokens in mine:
+            continuation, before = one.continuation, len(one.continuation.output_tokens)
             try:
-                self._feed(continuation, tokens[i], result, i, now)
+                self._feed(one, tokens, result, now)
             except BaseException as error:
                 self._fail(continuation, error)
+            got.append((one, len(continuation.output_tokens) - before))
         self.failures.went_well()
-        self._report(step, tuple(c.number for _, c in mine), now, device_time)
+        self._report(step, got, now, device_time)
 
-    def _feed(
-        self, continuation: Continuation, token: int, result: SampleResult, i: int, now: float
-    ) -> None:
-        reason = continuation.feed(
-            token,
-            now,
-            int(self._scheduler.table.preemptions[continuation.row]),
-            entries(result, i, i + 1, continuation.request.sampling.logprobs),
-        )
+    def _feed(self, one: Emitting, tokens: Sequence[int], result: SampleResult, now: float) -> None:
+        continuation, end = one.continuation, one.at + len(tokens)
+        came = continuation.token_times
+        last, before = (came[-1] if came else None), len(came)
+        try:
+            reason = continuation.feed(
+                tokens,
+                now,
+                int(self._scheduler.table.preemptions[continuation.row]),
+                entries(result, one.at, end, continuation.request.sampling.logprobs),
+                drafted=len(one.draft),
+            )
+        finally:
+            self._observe_tokens(continuation.request, last, len(came) - before, now)
         if reason is not None:
             self._forget(continuation, reason, now)
-        elif continuation.block_keys is not None:
-            key = continuation.block_keys.append(token)
-            if key is not None:
-                self._scheduler.know(continuation.row, (key,))
+            return
+        if (chain := continuation.block_keys) is not None:
+            keys = [key for token in tokens if (key := chain.append(token)) is not None]
+            if keys:
+                self._scheduler.know(continuation.row, keys)
+        if continuation.speculator is not None:
+            self._propose(continuation, continuation.speculator, tokens)
+
+    def _propose(
+        self, continuation: Continuation, speculator: Speculator, tokens: Sequence[int]
+    ) -> None:
+        """Offers the scheduler what may follow the tokens. One whose drafters fail goes on without
+        any."""
+        try:
+            speculator.receive(tokens)
+            draft = speculator.draft
+            length = 0 if draft is None else len(draft.tokens)
+            self._scheduler.offer(continuation.row, length, speculator.acceptance)
+        except BaseException as error:
+            self.failures.of_request(error, continuation.request.id)
+            continuation.speculator = None
+            self._scheduler.offer(continuation.row, 0, 0.0)
 
     def _report(
-        self, step: InFlight, received: tuple[int, ...], now: float, device_time: float
+        self, step: InFlight, got: Sequence[tuple[Emitting, int]], now: float, device_time: float
     ) -> None:
-        """Reports a step whose tokens came now to the observers. received: the continuations'
-        numbers."""
+        """Reports a step whose tokens came now to the observers. got: who has how many."""
         self._since = self._clock()
+        accepted, rejected = Counter[str](), Counter[str]()
+        for one, count in got if step.drafts else ():
+            if one.draft:
+                right = max(count - 1, 0)
+                accepted[one.source] += right
+                rejected[one.source] += len(one.draft) - right
         stats = dataclasses.replace(
             step.stats,
-            received=received,
+            received=tuple(one.continuation.number for one, count in got for _ in range(count)),
+            accepted=accepted,
+            rejected=rejected,
             end=now,
             step_time=now - step.begin,
             device_time=device_time,
             finish_time=self._since - now,
         )
+        if self._overlap:
+            device = self._scheduler.view.device
+            device.exposed += EXPOSED_RATE * (stats.host_time - device.exposed)
         self.observers.notify(lambda observer: observer.on_step(stats))
 
-    def _observe_token(self, continuation: Continuation, now: float) -> None:
-        tier, came = continuation.request.tier, continuation.token_times
-        if came:
-            since = now - came[-1]
-            self.observers.notify(lambda observer: observer.on_inter_token(since, tier))
+    def _observe_tokens(self, request: Request, last: float | None, count: int, now: float) -> None:
+        """Tells of tokens that came now. last: when the one before came, if there was one."""
+        if not count:
+            return
+        if last is not None:
+            since = (now - last) / count
+            for _ in range(count):
+                self.observers.notify(lambda observer: observer.on_inter_token(since, request.tier))
         else:
-            ttft = now - continuation.request.arrival
-            self.observers.notify(lambda observer: observer.on_first_token(ttft, tier))
+            ttft = now - request.arrival
+            self.observers.notify(lambda observer: observer.on_first_token(ttft, request.tier))
 
     def _take_slot(self, member: Continuation, now: float) -> None:
         member.slot = self._free_slots.pop()
@@ -505,16 +594,36 @@ class StepLoop:
         request = continuation.request
         preemptions = int(self._scheduler.table.preemptions[continuation.row])
         self._release_slot(continuation)
-        self._scheduler.finish(continuation.row, complete=reason in COMPLETE)
+        length = len(continuation.output_tokens)
+        self._scheduler.finish(continuation.row, complete=reason in COMPLETE, length=length)
         del self.live[continuation.row]
         siblings = self._by_id[request.id]
         siblings.remove(continuation)
         if not siblings:
             del self._by_id[request.id]
         self._on_over(request.id)
+        if continuation.speculator is not None:
+            with contextlib.suppress(BaseException):
+                continuation.speculator.end(continuation.output_tokens)
         try:
             stats = continuation.stats(reason, now, preemptions)
         except BaseException as error:
             self.failures.of_request(error, request.id)
         else:
             self.observers.notify(lambda observer: observer.on_finish(stats))
+
+
+def _draft_of(continuation: Continuation) -> tuple[int, ...]:
+    speculator = continuation.speculator
+    draft = None if speculator is None else speculator.draft
+    return () if draft is None else draft.tokens
+
+
+def _emitting(at: int, member: Continuation, step: Step, number: int) -> Emitting:
+    """The member of that number in the step, as it samples."""
+    drafts = step.plan.drafts
+    if drafts is None or not drafts[number] or member.speculator is None:
+        return Emitting(at, member)
+    draft = member.speculator.draft
+    assert draft is not None
+    return Emitting(at, member, draft.tokens[: int(drafts[number])], draft.source)

@@ -5,10 +5,10 @@ as drafted ones do, the time since the one before is spread over them (`deliveri
 to end: due time to last token. Normalised latency: JCT over the number of tokens. A request attains
 its SLO if its TTFT, the 99th percentile of its own TBTs (Apt-Serve section 1) and its JCT (AccelGen
 section 2) are within its own targets; one that was refused or failed attains none. That is the
-papers' rule. The
-rule with the gap is stricter, and what a server tells its users: the longest of its TBTs must be
-within its `max_tbt`, too, so that no stream stands still. One that had not ended when the run was
-cut off is judged as if its next token came then: it attains a target whose time has not passed.
+papers' rule. The rule with the gap is stricter, and what a server tells its users: the longest of
+its TBTs must be within its `max_tbt`, too, so that no stream stands still. One that had not ended
+when the run was cut off is judged as if its next token came then: it attains a target whose time
+has not passed.
 Goodput: requests that have ended and attain their SLO, a second. Percentiles interpolate linearly.
 """
 

@@ -36,12 +36,12 @@ class _Batch(NamedTuple):
     Attributes:
         features: Of all of it, before padding.
         rows: int64 [n], those that decode.
-        emitting: How many rows sample.
+        num_rows: How many rows there are.
     """
 
     features: BatchFeatures
     rows: np.ndarray
-    emitting: int
+    num_rows: int
 
 
 def with_drafts(plan: BatchPlan, view: View, now: float) -> BatchPlan:
@@ -70,7 +70,7 @@ def with_drafts(plan: BatchPlan, view: View, now: float) -> BatchPlan:
         hidden=plan.kinds == HIDDEN,
         sampling=table.num_sampling > 0,
     )
-    batch = _Batch(features, rows[decodes], int(np.count_nonzero(emits)))
+    batch = _Batch(features, rows[decodes], len(rows))
     mine = rows[at]
     end = start[at] + 1
     counts = _choose(batch, mine, _most(view, mine, end), view, now)
@@ -139,7 +139,7 @@ def _choose(
     """
     table, limits, none = view.table, view.limits, np.zeros(len(rows), np.int64)
     widest = limits.max_rows if view.padding is None else view.padding.rows[-1]
-    room = min(widest - batch.emitting, limits.max_batch_tokens - int(batch.features.num_tokens))
+    room = min(widest - batch.num_rows, limits.max_batch_tokens - int(batch.features.num_tokens))
     if room < 1 or not np.count_nonzero(most):
         return none
     times = _Times(batch, view, min(room, int(most.sum())))

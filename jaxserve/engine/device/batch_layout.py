@@ -45,6 +45,8 @@ class Rows:
         tokens: each row's, as far as the host knows them; the rest, the newest, is what its slot
             sampled last.
         slots, emits: where it samples, and whether, [n].
+        drafts: how many of a row's last tokens are drafts, [n]; None for none. All of these rows'
+            tokens are known to the host.
     """
 
     counts: np.ndarray
@@ -56,6 +58,7 @@ class Rows:
     tokens: Sequence[Sequence[int]] = ()
     slots: np.ndarray | None = None
     emits: np.ndarray | int = 0
+    drafts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,13 @@ class PackedBatch:
     Attributes:
         buffer: int32, of one of the layout's `sizes`.
         order: int64 [n]; row i of the batch was number order[i] of those that were packed.
+        begins: int64 [n], where among the tokens whose logits are wanted those of row i begin: the
+            last one that is no draft, and the drafts.
     """
 
     buffer: np.ndarray
     order: np.ndarray
+    begins: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ class Layout:
             first so many rows.
         kv: some row may have a KV cache.
         block_size: tokens of a block; 0: not known, so that tables are always sent whole.
+        drafts: whether rows may have drafts, so that logits are wanted of several tokens of a row.
     """
 
     tokens: int
@@ -93,6 +100,7 @@ class Layout:
     hidden: int = 0
     kv: bool = True
     block_size: int = 0
+    drafts: bool = False
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         t, r = (self.tokens,), (self.rows,)
@@ -104,9 +112,9 @@ class Layout:
             "query_lens": r,
             "direction": r,
             "kind": r,  # what the row has cached: KV or HIDDEN
-            "last": r,  # flat index of the row's last token, whose logits are wanted
+            "last": r,  # flat index of each token whose logits are wanted: a row's last, and drafts
             "slots": r,
-            "emit": r,
+            "emit": r,  # whether such a token is followed by a sampled one
             "num_decodes": (),
             "num_rows": (),
             "greedy": (),  # whether the step itself draws the tokens, greedily
@@ -162,12 +170,21 @@ class Layout:
         fields["context_lens"][:n] = contexts + counts
         fields["query_start"][:n] = first
         fields["query_lens"][:n] = counts
-        fields["last"][:n] = first + counts - 1
-        for name in ("direction", "kind", "slots", "emits"):
+        last, begins = first + counts - 1, np.arange(n)
+        emits = np.broadcast_to(rows.emits, n)[order]
+        if rows.drafts is not None:
+            drafts = rows.drafts[order]
+            begins, several = (
+                begins + np.cumsum(drafts) - drafts,
+                np.repeat(np.arange(n), drafts + 1),
+            )
+            last = (last - drafts)[several] + np.arange(len(several)) - begins[several]
+            emits = emits[several]
+        fields["last"][: len(last)], fields["emit"][: len(last)] = last, emits
+        for name in ("direction", "kind", "slots"):
             values = getattr(rows, name)
             if values is not None:
-                field = fields["emit" if name == "emits" else name]
-                field[:n] = values[order] if isinstance(values, np.ndarray) else values
+                fields[name][:n] = values[order] if isinstance(values, np.ndarray) else values
         fields["num_decodes"][...] = np.count_nonzero(single)
         fields["num_rows"][...] = n
         if rows.tokens:
@@ -177,7 +194,7 @@ class Layout:
                 known = rows.tokens[number]
                 if known:
                     tokens[at : at + len(known)] = known
-        return PackedBatch(buffer, order)
+        return PackedBatch(buffer, order, begins)
 
     def empty(self) -> np.ndarray:
         """A whole buffer of padding: no rows, no tokens."""
@@ -204,7 +221,9 @@ class Layout:
 
     def as_expanded(self) -> Layout:
         """What `expand` depends on: the same for all layouts with such buffers."""
-        return dataclasses.replace(self, slots=0, decode_only=False, hidden=0, kv=True)
+        return dataclasses.replace(
+            self, slots=0, decode_only=False, hidden=0, kv=True, drafts=False
+        )
 
     def no_targets(self) -> np.ndarray:
         """int32 [tokens] of NO_TARGET, see `Executor.submit`."""

@@ -21,6 +21,7 @@ def build_batch(
     slots: np.ndarray,
     tokens_of: Callable[[int, int, int], Sequence[int]],
     *,
+    drafts_of: Callable[[int], Sequence[int]] = lambda row: (),
     mixed: bool = False,
 ) -> tuple[Layout, PackedBatch]:
     """Packs a step into the smallest layout that holds it.
@@ -31,18 +32,24 @@ def build_batch(
         pool: where the rows' caches are.
         slots: int32 [n], device slots.
         tokens_of: (row, first, end) -> a request's known tokens. It is not asked for the newest
-            generated one, which comes from the row's slot.
+            generated one, which comes from the row's slot, unless drafts follow it.
+        drafts_of: row -> its drafted tokens, of which the step has as many as are planned.
         mixed: whether to avoid decode layouts, even if every row has one token.
 
     Returns:
         The layout, and the packed rows.
     """
-    rows, counts = step.rows, step.plan.num_tokens
+    rows, counts, drafts = step.rows, step.plan.num_tokens, step.plan.drafts
     known = step.end - step.feeds_back
+    if drafts is not None:
+        known[drafts > 0] += 1
     tokens = [
         tokens_of(row, first, end) if end > first else ()
         for row, first, end in zip(rows.tolist(), step.start.tolist(), known.tolist(), strict=True)
     ]
+    if drafts is not None:
+        for i in np.flatnonzero(drafts).tolist():
+            tokens[i] = (*tokens[i], *drafts_of(int(rows[i]))[: int(drafts[i])])
     kinds = step.plan.kinds
     if mixed:
         layout = buckets.mixed(int(counts.sum()), hidden=hidden_decodes(counts, kinds))
@@ -58,18 +65,19 @@ def build_batch(
         tokens=tokens,
         slots=slots,
         emits=step.emits,
+        drafts=drafts,
     )
     return layout, layout.pack(batch)
 
 
 def sampling_rows(step: Step, batch: PackedBatch) -> list[tuple[int, int]]:
-    """(row of the batch, row of the step) for each row that samples: those with one token first,
-    each group in the plan's order. Simulations use the same order, whatever the layout does with
-    hidden caches."""
+    """(where the first token that it samples is in the step's result, row of the step) for each row
+    that samples: those with one token first, each group in the plan's order. Simulations use the
+    same order, whatever the layout does with hidden caches."""
     sampling = np.flatnonzero(step.emits)
     sampling = sampling[np.argsort(step.plan.num_tokens[sampling] != 1, kind="stable")]
     place = np.empty(len(batch.order), np.int64)
-    place[batch.order] = np.arange(len(batch.order))
+    place[batch.order] = batch.begins
     return list(zip(place[sampling].tolist(), sampling.tolist(), strict=True))
 
 

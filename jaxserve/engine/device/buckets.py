@@ -46,6 +46,7 @@ class Buckets:
         decode_group: as in `Padding`.
         decode_chunk: as in `Padding`.
         block_size: as in `Layout`.
+        drafts: whether rows of the other steps may have drafts.
     """
 
     rows: tuple[int, ...]
@@ -57,6 +58,7 @@ class Buckets:
     decode_group: int = 1
     decode_chunk: int = 1
     block_size: int = 0
+    drafts: bool = False
 
     @property
     def padding(self) -> Padding:
@@ -88,7 +90,8 @@ class Buckets:
         self, tokens: int, rows: int, decode_only: bool, hidden: int, kv: bool = True
     ) -> Layout:
         return Layout(
-            tokens, rows, self.width, self.slots, decode_only, hidden, kv, self.block_size
+            *(tokens, rows, self.width, self.slots, decode_only, hidden, kv, self.block_size),
+            drafts=self.drafts and not decode_only,
         )
 
     def fitting(self, counts: np.ndarray, kinds: np.ndarray) -> Layout:
@@ -142,9 +145,11 @@ def make_buckets(
     decode_group: int = 1,
     decode_chunk: int = 1,
     block_size: int = 0,
+    drafts: bool = False,
 ) -> Buckets:
     """Buckets up to max_rows and max_tokens. Default sizes are powers of two up to 256, multiples
-    of 256 above, and the maximum itself.
+    of 256 above, and the maximum itself; steps that do more than decode have 16 tokens at least, or
+    with drafts 2.
 
     Args:
         max_rows: rows of the largest decode step, and device slots.
@@ -157,13 +162,14 @@ def make_buckets(
         decode_group: as in `Padding`.
         decode_chunk: as in `Padding`.
         block_size: as in `Layout`.
+        drafts: as in `Buckets`.
 
     Raises:
         ConfigError: given sizes are not ascending, or do not reach their maximum.
     """
     given = {
         "engine.row_buckets": (rows or _sizes(1, max_rows), max_rows),
-        "engine.token_buckets": (tokens or _sizes(16, max_tokens), max_tokens),
+        "engine.token_buckets": (tokens or _sizes(2 if drafts else 16, max_tokens), max_tokens),
     }
     for name, (sizes, maximum) in given.items():
         if sorted(set(sizes)) != list(sizes) or sizes[0] < 1:
@@ -181,6 +187,7 @@ def make_buckets(
         decode_group,
         decode_chunk,
         block_size,
+        drafts,
     )
 
 

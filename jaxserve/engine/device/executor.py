@@ -28,6 +28,7 @@ from jaxserve.engine.device.prompt_logprobs_step import make_prompt_step
 from jaxserve.engine.device.sampling import SampleResult, mask_words, sample_full
 from jaxserve.engine.device.sampling_state import SlotParams, admit, init_state, replicated, warm_up
 from jaxserve.engine.device.step_model import StepModel
+from jaxserve.engine.device.verification import Checked
 from jaxserve.models.base import Params
 from jaxserve.pallas_kernels import Pool, pool_format
 
@@ -61,6 +62,7 @@ class PendingSample:
         logits: [R, V].
         slots: [R], the device slot of each row.
         emit: [R], whether a row samples a token.
+        checked: which of them are drafts; None where none may be.
         prompt: [T], what the model thought of the step's targets; None without targets.
     """
 
@@ -68,6 +70,7 @@ class PendingSample:
     logits: Any
     slots: Any
     emit: Any
+    checked: Any = None
     prompt: Any = None
 
 
@@ -274,7 +277,9 @@ class JaxExecutor:
     ) -> PendingSample:
         """See `Executor`."""
         done, prompt = self._launch(layout, packed, targets)
-        return PendingSample(layout.rows, done.logits, done.slots, done.emit, prompt)
+        return PendingSample(
+            *(layout.rows, done.logits, done.slots, done.emit, done.checked), prompt
+        )
 
     def _launch(
         self, layout: Layout, packed: np.ndarray, targets: np.ndarray | None
@@ -304,10 +309,13 @@ class JaxExecutor:
         """See `Executor`."""
         return self._launch_sampling(pending, put_replicated(masks, self._place))
 
-    def _launch_sampling(self, pending: PendingSample, *masks: jax.Array) -> StepHandle:
+    def _launch_sampling(
+        self, pending: PendingSample, masks: jax.Array | None = None
+    ) -> StepHandle:
         with self._mesh or contextlib.nullcontext():
             self._state, result = _SAMPLE_FULL(
-                self._state, pending.logits, pending.slots, pending.emit, *masks
+                *(self._state, pending.logits, pending.slots, pending.emit),
+                *(masks, pending.checked),
             )
         return self._handle(result, pending.prompt)
 
@@ -365,12 +373,14 @@ class JaxExecutor:
         batch = self._like((layout.size,), np.int32)
         self._project_to_kv.lower(self.params, self.pool, batch, layout=layout).compile()
 
-    def _compile_sampler(self, rows: int, masked: bool) -> None:
+    def _compile_sampler(self, rows: int, masked: bool, drafts: bool) -> None:
         """Likewise what samples with more than plain greedy."""
-        vocab = self._state.vocab_size
-        given = [((rows, vocab), np.float32), ((rows,), np.int32), ((rows,), np.bool_)]
-        given += [((rows, mask_words(vocab)), np.uint32)] if masked else []
-        _SAMPLE_FULL.lower(self._state, *(self._like(*one) for one in given)).compile()
+        vocab, each = self._state.vocab_size, self._like((rows,), np.int32)
+        true = self._like((rows,), np.bool_)
+        masks = self._like((rows, mask_words(vocab)), np.uint32) if masked else None
+        checked: Any = Checked(true, each) if drafts else None  # type: ignore[arg-type]
+        logits = self._like((rows, vocab), np.float32)
+        _SAMPLE_FULL.lower(self._state, logits, each, true, masks, checked).compile()
 
     def _compile_scorer(self, layout: Layout) -> None:
         """Likewise what scores the prompt of a step."""
@@ -409,7 +419,7 @@ class JaxExecutor:
             barrier: called before the first step is run.
         """
         layouts = self.buckets.all()
-        decodes = [self.buckets.decode(rows) for rows in self.buckets.rows]
+        sampled = list({(one.rows, one.drafts): one for one in reversed(layouts)}.values())
         self._state = warm_up(self._state)
         # XLA compiles several at once, those with hidden rows first: they take longest, and should
         # not be left for one thread at the end. On CPUs the first model's step also has numba
@@ -422,8 +432,8 @@ class JaxExecutor:
             masks = (False, True) if self._masked_sampling else (False,)
             compiled[1:1] = [
                 *(
-                    partial(self._compile_sampler, rows, m)
-                    for rows in self.buckets.rows
+                    partial(self._compile_sampler, rows, m, drafts)
+                    for rows, drafts in ((one.rows, one.drafts) for one in sampled)
                     for m in masks
                 ),
                 *(partial(self._compile_scorer, layout) for layout in layouts if _scored(layout)),
@@ -434,12 +444,12 @@ class JaxExecutor:
         try:
             work: list[Callable[[], Any]] = [threads.submit(one).result for one in compiled]
             work += [barrier, *(partial(self._put_all, layout) for layout in layouts)]
-            greedy, sampled = layouts, decodes
+            greedy = layouts
             if self._mesh is None and jax.default_backend() == "cpu":
                 # What runs here is compiled by now, and has no memory of its own to run out of.
                 # Padding takes as long as tokens: what is left is to have Python know the steps.
                 greedy = [layout for layout in layouts if layout.tokens <= MOST_PADDING]
-                sampled = decodes[:1]
+                sampled = [one for one in sampled if one.rows == self.buckets.rows[0]]
             work += [partial(self._run_once, layout, False) for layout in greedy]
             work += [partial(self._run_once, layout, True) for layout in sampled]
             for piece in progress(work):

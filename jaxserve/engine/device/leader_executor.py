@@ -143,9 +143,7 @@ class LeaderExecutor:
         fields = {"layout": _plain(layout), "number": number}
         with self._telling(Calls.COMPUTE, packed, targets, **fields):
             step = self._local.compute(layout, packed, targets=targets)
-        return NumberedPendingSample(
-            step.rows, step.logits, step.slots, step.emit, step.prompt, number
-        )
+        return NumberedPendingSample(**vars(step), number=number)
 
     def sample(self, pending: PendingSample, masks: np.ndarray) -> LeaderHandle:
         """See `Executor`."""

@@ -23,6 +23,7 @@ from jaxserve.engine.device.hidden_cache import attend_hidden, hidden_rows
 from jaxserve.engine.device.sampling import sample_greedy
 from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel, compiler_options
+from jaxserve.engine.device.verification import checked_tokens, slots_of
 from jaxserve.models.attention import kv_projection
 from jaxserve.models.base import AttentionInput, LayerIndex, Params, StepInputs
 from jaxserve.models.forward import forward, logits
@@ -37,6 +38,7 @@ class StepOutput(NamedTuple):
         tokens: int32 [R], the likeliest of each row.
         logits: float32 [R, vocab].
         slots, emit: int32, bool [R], what sampling needs of the batch.
+        checked: the tokens that the logits are of, where some may be drafts; else None.
         hidden: the last layer's output of all tokens [T, d_model], on every device, for
             `prompt_logprobs_step.py`; None of a decode step.
     """
@@ -47,6 +49,7 @@ class StepOutput(NamedTuple):
     logits: Any
     slots: Any
     emit: Any
+    checked: Any
     hidden: Any
 
 
@@ -63,7 +66,7 @@ def make_model_step(model: StepModel, pool_format: Any) -> ModelStep:
         partial(_model_step, model),
         donate_argnames=("pool",),
         static_argnames=("layout",),
-        out_shardings=StepOutput(pool_format, whole, whole, None, None, None, whole),
+        out_shardings=StepOutput(pool_format, whole, whole, None, None, None, None, whole),
         compiler_options=compiler_options(pool_format),
     )
 
@@ -106,7 +109,8 @@ def _model_step(
             out = attend_hidden(out, inputs, pool, layer, rows, how, model)
         return pool, out
 
-    inputs = StepInputs(_feed(fields, newest.last_token), positions(fields), fields["token_row"])
+    tokens = _feed(fields, newest.last_token)
+    inputs = StepInputs(tokens, positions(fields), fields["token_row"])
     pool, x = forward(
         model.family,
         params,
@@ -119,10 +123,13 @@ def _model_step(
     )
     wanted = x if layout.decode_only else x[fields["last"]]
     found = logits(model.family, params, config, wanted, mesh=mesh)
-    slots, emit = fields["slots"], fields["emit"] != 0
-    newest, tokens = sample_greedy(newest, found, slots, emit & (fields["greedy"] != 0))
+    slots, emit, checked = fields["slots"], fields["emit"] != 0, None
+    if layout.drafts:
+        slots, checked = slots_of(fields), checked_tokens(fields, tokens)
+    greedy = emit & (fields["greedy"] != 0)
+    newest, sampled = sample_greedy(newest, found, slots, greedy, checked)
     hidden = None if layout.decode_only else x
-    return StepOutput(pool, newest, tokens, found, slots, emit, hidden)
+    return StepOutput(pool, newest, sampled, found, slots, emit, checked, hidden)
 
 
 def _feed(fields: dict[str, jax.Array], last_token: jax.Array) -> jax.Array:

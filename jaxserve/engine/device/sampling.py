@@ -34,14 +34,17 @@ from jax import lax
 
 from jaxserve.engine.device.sampling_state import (
     COUNT_MASK,
+    PROMPT_BIT,
     Knobs,
     Newest,
     SamplingState,
     on_mesh,
     unpack,
 )
+from jaxserve.engine.device.verification import Checked, Standing
 from jaxserve.pallas_kernels import argmax
 from jaxserve.sched.request import MAX_TOP_LOGPROBS
+from jaxserve.sched.speculation.choice import MOST
 
 _INF_BITS = 0x7F800000  # float32 infinity
 
@@ -69,7 +72,11 @@ class SampleResult:
 
 
 def sample_greedy(
-    newest: Newest, logits: jax.Array, slots: jax.Array, emit: jax.Array
+    newest: Newest,
+    logits: jax.Array,
+    slots: jax.Array,
+    emit: jax.Array,
+    checked: Checked | None = None,
 ) -> tuple[Newest, jax.Array]:
     """The fast path, for batches in which every emitting request `is_plain_greedy`. It is part of
     the model's step.
@@ -77,14 +84,16 @@ def sample_greedy(
     Args:
         newest: the state's newest tokens.
         logits: [R, V].
-        slots: int32 [R], those of emitting rows distinct; S or more for padding.
+        slots: int32 [R], those of emitting rows distinct but for drafts; S or more for padding.
         emit: bool [R]. A row without it leaves the state unchanged.
+        checked: which rows are drafts behind the row before; None where none is.
 
     Returns:
         The updated `newest`, and the tokens, int32 [R].
     """
     tokens = argmax(logits)
-    return _advanced(newest, slots, emit, tokens), tokens
+    standing = None if checked is None else checked.stand(tokens)
+    return _advanced(newest, slots, emit, tokens, standing), tokens
 
 
 def sample_full(
@@ -93,6 +102,7 @@ def sample_full(
     slots: jax.Array,
     emit: jax.Array,
     masks: jax.Array | None = None,
+    checked: Checked | None = None,
 ) -> tuple[SamplingState, SampleResult]:
     """Samples with every parameter, in the order that the module describes. What no emitting row
     asks for is not computed.
@@ -104,13 +114,14 @@ def sample_full(
         emit: as in `sample_greedy`.
         masks: uint32 [R, `mask_words(V)`], a bit for each token that may be drawn, the lowest
             first; None if all may.
+        checked: as in `sample_greedy`.
 
     Returns:
         The updated state, and what was sampled.
     """
     raw = logits.astype(jnp.float32)
     emit = emit & (slots < state.num_slots)
-    rows = _rows(state, jnp.minimum(slots, state.num_slots - 1), emit)
+    rows = _rows(state, jnp.minimum(slots, state.num_slots - 1), emit, checked)
     # Each branch returns tokens, not logits: a branch that only passes an array on copies it.
     if masks is None:
         tokens = lax.cond(
@@ -129,34 +140,40 @@ def sample_full(
         raw,
         tokens,
     )
-    state = state.after(_advanced(state.newest, slots, emit, tokens))
-    return _counted(state, slots, emit, tokens), on_mesh(result, state.mesh)
+    standing = None if checked is None else checked.stand(tokens)
+    state = state.after(_advanced(state.newest, slots, emit, tokens, standing))
+    return _counted(state, slots, emit, tokens, standing), on_mesh(result, state.mesh)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Rows:
-    """What the state holds for the R rows of a batch; the bool [R] say what an emitting row
-    needs."""
+    """What the state holds for the R rows of a batch; the bool [R] say what an emitting row needs.
+    drafts: [R, MOST], those up to the row, which its counts leave out; None where there are
+    none."""
 
     knobs: Knobs
     num_generated: jax.Array
     counts: jax.Array
+    drafts: jax.Array | None
     biased: jax.Array
     penalised: jax.Array
     early: jax.Array
     random: jax.Array
 
 
-def _rows(state: SamplingState, at: jax.Array, emit: jax.Array) -> _Rows:
+def _rows(state: SamplingState, at: jax.Array, emit: jax.Array, checked: Checked | None) -> _Rows:
     knobs = unpack(state.rows[at])
     generated = state.num_generated[at]
+    if checked is not None:
+        generated += checked.depth
     penalties = (knobs.repetition != 1) | (knobs.presence != 0) | (knobs.frequency != 0)
     return _Rows(
         knobs=knobs,
         num_generated=generated,
         # Read here, not in a branch: XLA would copy all of state.counts before updating it.
         counts=state.counts[at],
+        drafts=None if checked is None else checked.drafts(state.vocab_size),
         biased=emit & (knobs.bias_ids[:, 0] < state.vocab_size),
         penalised=emit & penalties,
         early=emit & (generated < knobs.min_tokens),
@@ -194,22 +211,50 @@ def _allowed(masks: jax.Array, v: int) -> jax.Array:
     return bits.reshape(masks.shape[0], -1)[:, :v] != 0
 
 
-def _advanced(newest: Newest, slots: jax.Array, emit: jax.Array, tokens: jax.Array) -> Newest:
-    where = jnp.where(emit, slots, newest.last_token.shape[0])
+def _advanced(
+    newest: Newest,
+    slots: jax.Array,
+    emit: jax.Array,
+    tokens: jax.Array,
+    standing: Standing | None,
+) -> Newest:
+    last: jax.Array | bool = True if standing is None else standing.last
+    more: jax.Array | int = 1 if standing is None else standing.depth + 1
+    where = jnp.where(emit & last, slots, newest.last_token.shape[0])
     return Newest(
         newest.last_token.at[where].set(tokens, mode="drop"),
-        newest.num_generated.at[where].add(1, mode="drop"),
+        newest.num_generated.at[where].add(more, mode="drop"),
     )
 
 
 def _counted(
-    state: SamplingState, slots: jax.Array, emit: jax.Array, tokens: jax.Array
+    state: SamplingState,
+    slots: jax.Array,
+    emit: jax.Array,
+    tokens: jax.Array,
+    standing: Standing | None,
 ) -> SamplingState:
-    where = jnp.where(emit, slots, state.num_slots)
+    stands: jax.Array | bool = True if standing is None else standing.stands
+    where = jnp.where(emit & stands, slots, state.num_slots)
     old = state.counts.at[where, tokens].get(mode="fill", fill_value=0)
-    new = jnp.where(old & COUNT_MASK == COUNT_MASK, old, old + jnp.uint16(1))
-    counted = replace(state, counts=state.counts.at[where, tokens].set(new, mode="drop"))
-    return on_mesh(counted, state.mesh)
+    if standing is None:
+        new = jnp.where(old & COUNT_MASK == COUNT_MASK, old, old + jnp.uint16(1))
+        counts = state.counts.at[where, tokens].set(new, mode="drop")
+    else:
+        counts = _counted_several(state.counts, where, tokens, old, standing)
+    return on_mesh(replace(state, counts=counts), state.mesh)
+
+
+def _counted_several(
+    counts: jax.Array, where: jax.Array, tokens: jax.Array, old: jax.Array, standing: Standing
+) -> jax.Array:
+    """The counts, where a row may have the same token several times: the last time has them all."""
+    places = jnp.arange(len(tokens))[:, None] - jnp.arange(1, MOST + 1)
+    same = tokens[jnp.maximum(places, 0)] == tokens[:, None]
+    before = jnp.sum(same & (jnp.arange(1, MOST + 1) <= standing.depth[:, None]), axis=1)
+    count = jnp.minimum((old & COUNT_MASK).astype(jnp.int32) + before + 1, int(COUNT_MASK))
+    new = old & PROMPT_BIT | count.astype(jnp.uint16)
+    return counts.at[where, tokens].max(new, mode="drop")
 
 
 def _adjusted(scores: jax.Array, rows: _Rows, *, lowest: float) -> jax.Array:
@@ -218,7 +263,10 @@ def _adjusted(scores: jax.Array, rows: _Rows, *, lowest: float) -> jax.Array:
     knobs = rows.knobs
     index = jnp.arange(scores.shape[0])[:, None]
     scores = scores.at[index, knobs.bias_ids].add(knobs.bias_values, mode="drop")
-    scores = _penalised(scores, rows.counts, knobs)
+    counts = rows.counts
+    if rows.drafts is not None:
+        counts = counts.at[index, rows.drafts].add(1, mode="drop")
+    scores = _penalised(scores, counts, knobs)
     suppressed = jnp.where(rows.early[:, None], knobs.suppressed_ids, scores.shape[-1])
     return scores.at[index, suppressed].set(lowest, mode="drop")
 

@@ -206,7 +206,7 @@ class RequestRow:
         if len(eos_ids) > MAX_EOS:
             raise ValueError(f"eos_ids: has {len(eos_ids)} entries; at most {MAX_EOS} are allowed")
         self._vocab_size = vocab_size
-        self._counted = request.prompt if _has_penalty(request.sampling) else None
+        self._counted = request.prompt if has_penalty(request.sampling) else None
         self._row = _row(request.sampling, vocab_size, eos_ids)
         self._keys = _keys(request.sampling)
 
@@ -305,7 +305,8 @@ def _bits(array: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, dtype)
 
 
-def _has_penalty(sampling: SamplingParams) -> bool:
+def has_penalty(sampling: SamplingParams) -> bool:
+    """Whether its tokens are counted."""
     return (
         sampling.repetition_penalty != 1
         or sampling.presence_penalty != 0

@@ -194,6 +194,7 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
         decode_group=kernels.decode_group,
         decode_chunk=kernels.chunk_tokens(demand.block_size, width),
         block_size=demand.block_size,
+        drafts=policy.speculates,
     )
     moves, gib = policy.moves_cache, config.cache.host_gib
     goes_there = moves or (config.cache.prefix_caching and not policy.two_sided)
