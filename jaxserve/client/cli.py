@@ -240,7 +240,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     slo = {name: getattr(args, name) for name in TARGETS}
     service = {"tier": args.tier, "slo_class": args.slo_class, "slo": slo}
     service |= {"serve_late": args.serve_late, "cache_salt": args.cache_salt}
-    service |= {"prompt_cache_key": args.prompt_cache_key}
+    service |= {"prompt_cache_key": args.prompt_cache_key, "prediction": args.prediction}
     return {**_sampling(args), "timeout": args.timeout, **service}
 
 
@@ -296,6 +296,7 @@ def _complete_parser() -> Parser:
         default="",
         help="go to the replica that calls with this key go to",
     )
+    add("--prediction", default="", help="what the answer is likely to be, to draft from")
     return parser
 
 

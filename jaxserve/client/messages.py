@@ -25,6 +25,7 @@ def make_request(
     serve_late: bool = False,
     cache_salt: str = "",
     prompt_cache_key: str = "",
+    prediction: str = "",
     **sampling: Any,
 ) -> pb.GenerateRequest:
     """The message for one prompt. The server checks limits, not this.
@@ -38,6 +39,7 @@ def make_request(
         serve_late: whether to serve it though its first token is expected late.
         cache_salt: only requests with the same one find in the cache what this one computes.
         prompt_cache_key: before several replicas, requests with the same one go to the same.
+        prediction: what the output is likely to be, to draft from; it changes no text.
         sampling: fields of jaxserve.sched.request.SamplingParams; None leaves the server's default.
 
     Raises:
@@ -53,6 +55,7 @@ def make_request(
         serve_late=serve_late,
         cache_salt=cache_salt,
         prompt_cache_key=prompt_cache_key,
+        prediction=prediction,
     )
     if tier is not None:
         message.tier = TIERS[tier]

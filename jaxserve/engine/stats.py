@@ -227,6 +227,7 @@ class EngineInfo:
         prefix_caching: whether prompts find what others have computed (`cache.prefix_caching`).
         retention: which of that stays when its room is wanted.
         cache_dtype: of the pool.
+        speculates: whether drafts are checked (the policy variant `+spec`).
     """
 
     model: str
@@ -250,6 +251,7 @@ class EngineInfo:
     prefix_caching: bool = False
     retention: str = "lru"
     cache_dtype: str = ""
+    speculates: bool = False
 
 
 class Observer:

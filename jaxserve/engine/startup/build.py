@@ -255,4 +255,5 @@ def _info(
         rho=scheduler.view.rho,
         prefix_caching=scheduler.cache is not None,
         retention=config.cache.retention,
+        speculates=chosen.policy.speculates,
     )

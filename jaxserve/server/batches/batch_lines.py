@@ -30,19 +30,22 @@ class Line:
         sampling: the `SamplingParams` fields that were given, by name.
         name: the client's id of the line, or empty.
         cache_salt: as `Request.cache_salt`.
+        prediction: as in `RequestFields`.
     """
 
     prompt: str | tuple[int, ...]
     sampling: Mapping[str, Any]
     name: str = ""
     cache_salt: str = ""
+    prediction: str = ""
 
     def to_json(self) -> str:
         """The line as JSON. Equal lines have equal texts, also those of a server from before there
-        were salts."""
+        were salts or predictions."""
         fields = _fields(self)
-        if not self.cache_salt:
-            fields = {name: value for name, value in fields.items() if name != "cache_salt"}
+        for name in ("cache_salt", "prediction"):
+            if not fields[name]:
+                fields = {other: value for other, value in fields.items() if other != name}
         return json.dumps(fields, default=_fields, sort_keys=True)
 
     @classmethod
@@ -63,6 +66,7 @@ class Line:
             tier=Tier.BEST_EFFORT,
             cache_salt=self.cache_salt,
             caller=caller,
+            prediction=self.prediction,
         )
 
     def checked(

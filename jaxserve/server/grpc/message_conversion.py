@@ -61,7 +61,7 @@ def fields_from_message(message: pb.GenerateRequest, caller: Caller) -> RequestF
         raise InvalidRequest("tier", f"unknown value {message.tier}; known values are {known}")
     prompt, sampling = prompt_from_message(message), sampling_from_message(message.sampling)
     slo, tier = slo_from_message(message.slo), TIERS[message.tier]
-    own = (message.slo_class, message.serve_late, message.cache_salt, caller)
+    own = (message.slo_class, message.serve_late, message.cache_salt, caller, message.prediction)
     return RequestFields(prompt, sampling, message.request_id, slo, tier, *own)
 
 

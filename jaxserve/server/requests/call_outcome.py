@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxserve.engine.output import Output
+from jaxserve.engine.output import Output, Usage
 from jaxserve.sched.request import Request
 from jaxserve.server.access.api_keys import Caller
 
@@ -113,6 +113,11 @@ class CallRecord:
         others may find what that one has computed."""
         firsts = (last.usage for last in self.last if not last.index)
         return sum(usage.cached_tokens for usage in firsts if usage is not None)
+
+    @property
+    def drafted_tokens(self) -> tuple[int, int]:
+        """Drafted tokens that were right, and that were wrong, of what has ended."""
+        return drafted_tokens([last.usage for last in self.last])
 
     @property
     def longest(self) -> Output | None:
@@ -252,3 +257,10 @@ class RateLimitedLog:
         left_out = self._left_out.pop(kind, 0)
         more = f" (and {left_out} more like it before)" if left_out else ""
         log.warning(text + "%s", *arguments, more)
+
+
+def drafted_tokens(usages: Sequence[Usage | None]) -> tuple[int, int]:
+    """Drafted tokens that were right, and that were wrong."""
+    known = [usage for usage in usages if usage is not None]
+    right = sum(usage.accepted_draft_tokens for usage in known)
+    return right, sum(usage.rejected_draft_tokens for usage in known)

@@ -67,6 +67,8 @@ class RequestFields:
         caller: the client; None for the server's own requests. The request's id in the engine is
             `caller.scoped`, so that no client learns which ids others use, and the limits of the
             caller's API key apply to its tier and targets.
+        prediction: what the output is likely to be; empty where the client does not say. It is
+            encoded where the policy speculates.
     """
 
     prompt: str | Sequence[int]
@@ -78,6 +80,7 @@ class RequestFields:
     serve_late: bool = False
     cache_salt: str = ""
     caller: Caller | None = None
+    prediction: str = ""
 
 
 class EngineRequests:
@@ -169,7 +172,7 @@ class EngineRequests:
         loop, grammar = asyncio.get_running_loop(), fields.sampling.get("grammar")
         if grammar is not None:
             await loop.run_in_executor(self._grammars, self._engine.check_grammar, grammar)
-        if len(fields.prompt) > _INLINE_LENGTH:
+        if len(fields.prompt) + len(fields.prediction) > _INLINE_LENGTH:
             return await loop.run_in_executor(self._encoders, self._ready, fields)
         return self._ready(fields)
 
@@ -221,6 +224,7 @@ class EngineRequests:
             slo_class=level.slo_class,
             serve_late=fields.serve_late,
             cache_salt=fields.cache_salt,
+            prediction=self._prediction(fields.prediction),
             tenant="" if caller is None else caller.name,
             weight=None if caller is None or caller.key is None else caller.weight,
         )
@@ -238,6 +242,17 @@ class EngineRequests:
         if len(prompt) >= limit:  # before they are copied
             raise too_many_tokens(len(prompt), limit - 1)
         return tuple(prompt)
+
+    def _prediction(self, text: str) -> tuple[int, ...]:
+        """Raises InvalidRequest for a text that no output can be."""
+        if not (text and self._engine.info().speculates):
+            return ()
+        try:
+            return tuple(self._engine.encode(text, special=False))
+        except UnicodeEncodeError as error:
+            raise InvalidRequest("prediction", half_surrogate(error)) from None
+        except InvalidRequest as error:
+            raise InvalidRequest("prediction", error.problem) from None
 
     def _check_prompt_logprobs(self, params: SamplingParams, tokens: int) -> None:
         """Raises InvalidRequest if the prompt's log-probabilities would fill more than half of a

@@ -11,7 +11,7 @@ ahead of its count.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -111,6 +111,8 @@ class EngineMetrics(Collector, Observer):
         self._finished: defaultdict[FinishReason, int] = defaultdict(int)
         # (class, tier, target, met) -> continuations
         self._judged: defaultdict[tuple[str, Tier, str, bool], int] = defaultdict(int)
+        # Drafted tokens by drafter: right, and wrong.
+        self._accepted, self._rejected = Counter[str](), Counter[str]()
         self._given_up: defaultdict[tuple[str, str], int] = defaultdict(int)  # by class and tier
 
     def on_step(self, stats: StepStats) -> None:
@@ -122,6 +124,8 @@ class EngineMetrics(Collector, Observer):
         self._sums["padding_tokens"] += stats.padded_tokens - stats.num_tokens
         self._sums["lengthened_steps"] += stats.lengthening > 0
         self._sums["lengthened_seconds"] += stats.lengthening
+        self._accepted.update(stats.accepted)
+        self._rejected.update(stats.rejected)
 
     def on_given_up(self, request: Request) -> None:
         """Its class and tier."""
@@ -242,12 +246,24 @@ class EngineMetrics(Collector, Observer):
         ended = {(label,): self._finished.get(reason, 0) for reason, label in _REASONS.items()}
         yield self._family(CounterMetricFamily, name, text, ended, "finished_reason")
         yield from self._slo()
+        yield from self._drafts()
         text = "Calls that have ended, by method and how."
         calls = self._tracker.counts
         yield self._family(CounterMetricFamily, "calls", text, calls, "method", "ending")
         text = "Lines of batches that the engine has served, by how they ended."
         lines = {(ending,): count for ending, count in self._tracker.lines.items()}
         yield self._family(CounterMetricFamily, "batch_lines", text, lines, "ending")
+
+    def _drafts(self) -> Iterator[Metric]:
+        """vLLM's names. Each accepted token is a step of its request's that was saved."""
+        accepted, rejected = dict(self._accepted), dict(self._rejected)
+        drafted = {(one,): accepted[one] + rejected.get(one, 0) for one in sorted(accepted)}
+        right = {(one,): accepted[one] for one in sorted(accepted)}
+        for name, text, counts in (
+            ("spec_decode_num_draft_tokens", "Drafted tokens computed, by who drafts.", drafted),
+            ("spec_decode_num_accepted_tokens", "Those that were right: steps saved.", right),
+        ):
+            yield self._family(CounterMetricFamily, name, text, counts, "drafter")
 
     def _slo(self) -> Iterator[Metric]:
         """Of those that had targets, whatever ended them; for each of them both counters, so that

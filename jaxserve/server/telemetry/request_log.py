@@ -100,6 +100,8 @@ def _got(record: CallRecord) -> Iterator[tuple[str, Any]]:
     if usages:
         yield "cached_tokens", record.cached_tokens
         yield "preemptions", sum(usage.preemptions for usage in usages)
+        for name, drafted in zip(("accepted", "rejected"), record.drafted_tokens, strict=True):
+            yield f"{name}_draft_tokens", drafted or None
     reasons = dict.fromkeys(str(last.finish_reason) for last in record.last)
     yield "finish_reason", ",".join(sorted(reasons))
     longest = record.longest

@@ -21,7 +21,14 @@ from jaxserve.server.http.openai.choices import usage_fields
 from jaxserve.server.http.openai.files import MAX_LINE
 from jaxserve.server.http.openai.logprobs import CompletionLogprobs, chat_logprobs
 from jaxserve.server.http.openai.route_context import RouteContext
-from jaxserve.server.http.openai.schema import Body, ChatRequest, CompletionRequest, Generation
+from jaxserve.server.http.openai.schema import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    predicted_text,
+)
+from jaxserve.server.requests.call_outcome import drafted_tokens
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _BODIES: Mapping[str, type[Generation]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
@@ -64,7 +71,9 @@ def read_line(context: RouteContext, endpoint: str, text: str, tenant: str) -> N
         if (given.method, given.url) != ("POST", endpoint):
             raise InvalidRequest("url", f"the batch is for POST {endpoint}")
         body = validate_body(given.body, _BODIES[endpoint])
-        line = Line(*_asked(context, body, tenant), name, body.cache_salt or "")
+        line = Line(
+            *_asked(context, body, tenant), name, body.cache_salt or "", predicted_text(body)
+        )
     except (InvalidRequest, ApiError) as error:
         if isinstance(error, ApiError):
             where = error.param or "line"
@@ -142,7 +151,10 @@ def _answer(
     return {
         "object": "chat.completion" if chat else "text_completion",
         "choices": [_choice(context, chat, each) for each in completions],
-        "usage": usage_fields(first.prompt_tokens, output, first.cached_tokens),
+        "usage": usage_fields(
+            *(first.prompt_tokens, output, first.cached_tokens),
+            *drafted_tokens([each.usage for each in completions]),
+        ),
     }
 
 

@@ -170,15 +170,30 @@ class Answer(ABC):
 
     def _usage(self) -> dict[str, Any]:
         record = self._generating.record
-        return usage_fields(record.prompt_tokens, self._output_tokens, record.cached_tokens)
+        counts = record.prompt_tokens, self._output_tokens, record.cached_tokens
+        return usage_fields(*counts, *record.drafted_tokens)
 
 
-def usage_fields(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """The usage object. cached_tokens: of the prompt."""
+def usage_fields(
+    prompt_tokens: int, output_tokens: int, cached_tokens: int, accepted: int, rejected: int
+) -> dict[str, Any]:
+    """The usage object.
+
+    Args:
+        prompt_tokens: of all prompts.
+        output_tokens: of all outputs.
+        cached_tokens: of the prompts, found in the cache.
+        accepted: output tokens that had been drafted, whoever drafted them.
+        rejected: drafted tokens that were wrong.
+    """
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens}
-    details = {"cached_tokens": cached_tokens}
-    total = prompt_tokens + output_tokens
-    return {**usage, "total_tokens": total, "prompt_tokens_details": details}
+    drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    return {
+        **usage,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": drafts,
+    }
 
 
 def _with(json: bytes, raw: Mapping[str, bytes]) -> bytes:

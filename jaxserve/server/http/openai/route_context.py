@@ -10,7 +10,7 @@ from jaxserve.sched.request import Request
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.openai import request_options
-from jaxserve.server.http.openai.schema import Generation
+from jaxserve.server.http.openai.schema import Generation, predicted_text
 from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.engine_requests import MAX_REQUEST_ID, EngineRequests, RequestFields
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
@@ -68,7 +68,7 @@ class RouteContext:
         slo, slo_class = request_options.requested_targets(body)
         tier = request_options.requested_tier(body)
         name, late = body.request_id or "", bool(body.serve_late)
-        also = (slo, tier, slo_class, late, body.cache_salt or "", caller)
+        also = (slo, tier, slo_class, late, body.cache_salt or "", caller, predicted_text(body))
         wanted = []
         with request_options.naming_grammar_fields(body):
             for place, prompt in enumerate(prompts):

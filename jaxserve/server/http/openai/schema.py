@@ -323,16 +323,29 @@ class ToolCall(Body):
 ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
 
 
+TextParts = Annotated[list[TextPart], Field(max_length=MAX_TEXT_PARTS, fail_fast=True)]
+
+
+def joined(content: str | list[TextPart] | None) -> str:
+    """A content's text."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.text for part in content or ())
+
+
+class Prediction(Body):
+    """What the output is likely to be: drafts of it are checked where the policy speculates."""
+
+    type: Literal["content"]
+    content: StrictStr | TextParts
+
+
 class Message(Body):
     """One turn of a chat. Those of assistants may have calls of tools, those of tools answer
     one."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
-        StrictStr
-        | Annotated[list[TextPart], Field(max_length=MAX_TEXT_PARTS, fail_fast=True)]
-        | None
-    ) = None
+    content: StrictStr | TextParts | None = None
     name: Text | None = None
     refusal: Text | None = None
     tool_calls: ToolCalls | None = None
@@ -351,9 +364,7 @@ class Message(Body):
 
     def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
-        text = self.content or self.refusal or ""
-        if not isinstance(text, str):
-            text = "".join(part.text for part in text)
+        text = joined(self.content or self.refusal)
         calls = [call.model_dump() for call in self.tool_calls or ()]
         further = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
         given = {name: value for name, value in further.items() if value}
@@ -374,18 +385,24 @@ class ChatRequest(Generation):
     tools: Annotated[list[Any], Field(max_length=0), _not_served("tools")] | None = None
     tool_choice: Annotated[Literal["none"], _not_served("tools")] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=8, fail_fast=True)] | None = None
-    # They change nothing: there are no tools, and no model here has efforts, or guesses to check.
+    prediction: Prediction | None = None
+    # They change nothing: there are no tools, and no model here has efforts.
     parallel_tool_calls: StrictBool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
     verbosity: Literal["low", "medium", "high"] | None = None
-    prediction: dict[str, Any] | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: dict[str, Any] | None = None
 
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool = True
+
+
+def predicted_text(body: Generation) -> str:
+    """What its output is likely to be; empty where it does not say."""
+    prediction = body.prediction if isinstance(body, ChatRequest) else None
+    return "" if prediction is None else joined(prediction.content)
 
 
 class TokenizeRequest(Body):
