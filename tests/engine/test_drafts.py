@@ -14,17 +14,14 @@ from jaxserve.engine.drafts.draft import Draft
 from jaxserve.engine.drafts.drafting import Drafting
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.stats import StepRecorder
-from jaxserve.sched.request import Grammar, GrammarKind
 from jaxserve.sched.speculation import choice
 from jaxserve.sched.speculation.choice import MOST
 from tests.engine.conftest import Texts
 from tests.engine.harness import (
     SAMPLING,
-    SCARCE,
     engine,
     generate,
     prompts,
-    send,
     wait_until_idle,
 )
 

@@ -238,6 +238,13 @@ class JaxExecutor:
             out_shardings=None if model.mesh is None else self._place,
         )
         self._project_to_kv = make_project_to_kv(model, placed)
+        # Decode steps do not know of drafts; sampling is the same program for all of a size.
+        self._no_drafts: dict[int, Checked] = {}
+        if buckets.drafts:
+            nothing = ((np.zeros(rows, bool), np.zeros(rows, np.int32)) for rows in buckets.rows)
+            self._no_drafts = {
+                len(each[0]): Checked(*put_replicated(each, self._place)) for each in nothing
+            }
         self._masked_sampling = masked_sampling
         self._d_model = model.config.d_model
         self._activations = model.activations or jax.tree.leaves(params)[0].dtype
@@ -277,9 +284,8 @@ class JaxExecutor:
     ) -> PendingSample:
         """See `Executor`."""
         done, prompt = self._launch(layout, packed, targets)
-        return PendingSample(
-            *(layout.rows, done.logits, done.slots, done.emit, done.checked), prompt
-        )
+        checked = done.checked if layout.drafts else self._no_drafts.get(layout.rows)
+        return PendingSample(layout.rows, done.logits, done.slots, done.emit, checked, prompt)
 
     def _launch(
         self, layout: Layout, packed: np.ndarray, targets: np.ndarray | None
@@ -373,12 +379,14 @@ class JaxExecutor:
         batch = self._like((layout.size,), np.int32)
         self._project_to_kv.lower(self.params, self.pool, batch, layout=layout).compile()
 
-    def _compile_sampler(self, rows: int, masked: bool, drafts: bool) -> None:
+    def _compile_sampler(self, rows: int, masked: bool) -> None:
         """Likewise what samples with more than plain greedy."""
         vocab, each = self._state.vocab_size, self._like((rows,), np.int32)
         true = self._like((rows,), np.bool_)
         masks = self._like((rows, mask_words(vocab)), np.uint32) if masked else None
-        checked: Any = Checked(true, each) if drafts else None  # type: ignore[arg-type]
+        checked: Any = None
+        if self.buckets.drafts:
+            checked = Checked(true, each)  # type: ignore[arg-type]
         logits = self._like((rows, vocab), np.float32)
         _SAMPLE_FULL.lower(self._state, logits, each, true, masks, checked).compile()
 
@@ -419,7 +427,7 @@ class JaxExecutor:
             barrier: called before the first step is run.
         """
         layouts = self.buckets.all()
-        sampled = list({(one.rows, one.drafts): one for one in reversed(layouts)}.values())
+        decodes = [self.buckets.decode(rows) for rows in self.buckets.rows]
         self._state = warm_up(self._state)
         # XLA compiles several at once, those with hidden rows first: they take longest, and should
         # not be left for one thread at the end. On CPUs the first model's step also has numba
@@ -432,8 +440,8 @@ class JaxExecutor:
             masks = (False, True) if self._masked_sampling else (False,)
             compiled[1:1] = [
                 *(
-                    partial(self._compile_sampler, rows, m, drafts)
-                    for rows, drafts in ((one.rows, one.drafts) for one in sampled)
+                    partial(self._compile_sampler, rows, m)
+                    for rows in self.buckets.rows
                     for m in masks
                 ),
                 *(partial(self._compile_scorer, layout) for layout in layouts if _scored(layout)),
@@ -444,12 +452,12 @@ class JaxExecutor:
         try:
             work: list[Callable[[], Any]] = [threads.submit(one).result for one in compiled]
             work += [barrier, *(partial(self._put_all, layout) for layout in layouts)]
-            greedy = layouts
+            greedy, sampled = layouts, decodes
             if self._mesh is None and jax.default_backend() == "cpu":
                 # What runs here is compiled by now, and has no memory of its own to run out of.
                 # Padding takes as long as tokens: what is left is to have Python know the steps.
                 greedy = [layout for layout in layouts if layout.tokens <= MOST_PADDING]
-                sampled = [one for one in sampled if one.rows == self.buckets.rows[0]]
+                sampled = decodes[:1]
             work += [partial(self._run_once, layout, False) for layout in greedy]
             work += [partial(self._run_once, layout, True) for layout in sampled]
             for piece in progress(work):

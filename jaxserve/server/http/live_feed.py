@@ -134,6 +134,8 @@ def scheduling_decision(step: StepStats, stats: EngineStats, limits: SchedulerCo
     parts = []
     if step.num_decodes:
         parts.append(_counted(step.num_decodes, "decode"))
+    if step.num_draft_tokens:
+        parts.append(f"{_counted(step.num_draft_tokens, 'draft')}, {step.num_accepted} right")
     if step.num_prefill_tokens:
         parts.append(_counted(step.num_prefill_tokens, "prompt token"))
     if step.num_recomputed_tokens:
