@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -45,14 +46,22 @@ _META = frozenset(r"\.+*?()|[]{}^$")
 
 
 class Matcher:
-    """The state of one continuation in its grammar."""
+    """The state of one continuation in its grammar.
 
-    def __init__(self, matcher: LLMatcher, keep: np.ndarray) -> None:
-        self._matcher, self._keep = matcher, keep
+    Args:
+        matcher: at the grammar's beginning.
+        keep: mask of the tokens that ever may follow.
+        start: another one there, which stays there.
+    """
+
+    def __init__(self, matcher: LLMatcher, keep: np.ndarray, start: LLMatcher) -> None:
+        self._matcher, self._keep, self._start = matcher, keep, start
+        self._fed = array("i")
 
     def feed(self, token: int) -> bool:
         """Takes the next token. Returns whether the text is complete, so that nothing can
         follow."""
+        self._fed.append(token)
         self._matcher.consume_token(token)
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
@@ -61,6 +70,60 @@ class Matcher:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         allowed = bits[: len(self._keep)] & self._keep
         return allowed if allowed.any() and not self._matcher.is_error() else None
+
+    def masks_along(self, tokens: Sequence[int]) -> list[np.ndarray | None]:
+        """What `mask` is before each of these tokens, if they come, and after the last: one more
+        than tokens. None after a token that may not follow."""
+        masks = [self.mask()]
+        for token in tokens:
+            allowed = masks[-1]
+            if allowed is None or not _has(allowed, token):
+                break
+            self._matcher.consume_token(token)
+            masks.append(self.mask())
+        self._take_back(len(masks) - 1)
+        return masks + [None] * (len(tokens) + 1 - len(masks))
+
+    def valid_prefix(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may follow, one after the other. None follows one that completes
+        the text."""
+        valid = 0
+        for token in tokens:
+            # What is unknown to the library would be the matcher's end.
+            if self._matcher.is_stopped() or not _has(self._keep, token):
+                break
+            # Where bytes are forced, the mask has only the token by which a tokenizer writes them.
+            forced = self._matcher.compute_ff_tokens()
+            if token != forced[0] if forced else not self._matcher.validate_tokens([token]):
+                break
+            self._matcher.consume_token(token)
+            valid += 1
+        self._take_back(valid)
+        return valid
+
+    def forced(self, most: int) -> list[int]:
+        """At most `most` next tokens, as long as the mask has no other one."""
+        tokens: list[int] = []
+        while len(tokens) < most:
+            # What comes after the first may be other tokens once that one is taken.
+            forced = self._matcher.compute_ff_tokens()
+            if not forced or not _has(self._keep, forced[0]):
+                break
+            self._matcher.consume_token(forced[0])
+            tokens.append(forced[0])
+        self._take_back(len(tokens))
+        return tokens
+
+    def _take_back(self, tokens: int) -> None:
+        """Back to the state before the last `tokens`. A copy would be as right, and takes 17 us
+        for each 1,000 tokens of the text."""
+        if not tokens:
+            return
+        if self._matcher.is_error():  # which it cannot leave: they may never come
+            self._matcher = self._start.deep_copy()
+            self._matcher.consume_tokens(self._fed.tolist())
+        else:
+            self._matcher.rollback(tokens)
 
     @property
     def problem(self) -> str:
@@ -87,7 +150,7 @@ class CompiledGrammar:
     def matcher(self, *, ignore_eos: bool) -> Matcher:
         """A matcher at the beginning. ignore_eos: never allow end-of-sequence tokens."""
         keep = self._keep if ignore_eos else self._keep_ends
-        return Matcher(self._matcher.deep_copy(), keep)
+        return Matcher(self._matcher.deep_copy(), keep, self._matcher)
 
 
 class Grammars:
@@ -158,7 +221,7 @@ class Grammars:
         others = [token for token in ends if token not in self._eos_ids]
         made = CompiledGrammar(matcher, _without(keep, ends), _without(keep, others))
         # The first mask takes longest: here, and not on the engine's thread.
-        first = Matcher(matcher, _without(keep, ends))
+        first = Matcher(matcher, _without(keep, ends), matcher)
         if first.mask() is None:
             problem = first.problem or "allows no text but the empty one"
             raise InvalidRequest(grammar.field_name, problem)
@@ -201,6 +264,10 @@ def _without(mask: np.ndarray, tokens: Sequence[int] | range) -> np.ndarray:
     for token in tokens:
         mask[token // 32] &= ~np.uint32(1 << token % 32)
     return mask
+
+
+def _has(mask: np.ndarray, token: int) -> bool:
+    return 0 <= token < 32 * len(mask) and bool(int(mask[token // 32]) >> token % 32 & 1)
 
 
 def _one_line(problem: str) -> str:

@@ -1,0 +1,28 @@
+"""What a drafter hands over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens that may come next.
+
+    Attributes:
+        tokens: in order, at least one.
+        source: the drafter's name.
+        strength: how much speaks for it, of drafts from this source. For lookups the class of the
+            match's length: 0 for 2 or 3 tokens, 1 for 4 to 7, 2 for 8 to 15, 3 for 16 and more.
+        certain: whether it cannot be wrong: a grammar leaves one token only.
+    """
+
+    tokens: tuple[int, ...]
+    source: str
+    strength: int = 0
+    certain: bool = False
+
+
+def strength_of(length: int) -> int:
+    """The class of a match of `length` tokens, as `Draft.strength` has it."""
+    return max(min(length, 16).bit_length() - 2, 0)

@@ -1,0 +1,139 @@
+"""All drafters of a continuation together, and what they know of earlier ones."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from jaxserve.engine.drafts.draft import Draft
+from jaxserve.engine.drafts.drafter import Drafter
+from jaxserve.engine.drafts.forced import Forced
+from jaxserve.engine.drafts.lookup import EARLIER_OUTPUTS, PROMPT_LOOKUP, Lookup
+from jaxserve.engine.drafts.prediction import Prediction
+from jaxserve.engine.drafts.token_index import END, TokenIndex
+from jaxserve.engine.text.grammars import Matcher
+
+# The most tokens of prompt and output in which a continuation looks, at first the last 16,384 of
+# its prompt: 384 KiB.
+KNOWN = 32_768
+# The most tokens of a tenant's earlier outputs (of one salt): 768 KiB; and of how many tenants, the
+# last to ask: 48 MiB in all.
+EARLIER, TENANTS = 65_536, 64
+
+
+class Drafting:
+    """Drafts for one continuation. Of the engine's thread.
+
+    Args:
+        prompt: its tokens.
+        outputs: the tenant's earlier outputs.
+        prediction: the likely output; empty without one.
+        matcher: its state in the grammar, to which its owner feeds all tokens; None without one.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        outputs: TokenIndex,
+        prediction: Sequence[int] = (),
+        matcher: Matcher | None = None,
+    ) -> None:
+        self._outputs, self._matcher = outputs, matcher
+        self._known = TokenIndex(KNOWN, prompt)
+        self._forced = None if matcher is None else Forced(matcher)
+        self._drafters: list[Drafter] = [Prediction(prediction)] if prediction else []
+        self._drafters += [
+            Lookup(PROMPT_LOOKUP, self._known, self._known),
+            Lookup(EARLIER_OUTPUTS, outputs, self._known),
+        ]
+
+    def append(self, token: int) -> None:
+        """The next token of the output is known."""
+        self._known.append(token)
+        for one in self._drafters:
+            one.append(token)
+
+    def propose(self, most: int, estimate: Callable[[str, int], float]) -> Draft | None:
+        """The best draft of the next tokens; a certain one if there is one. Under a grammar, it
+        allows each.
+
+        Args:
+            most: tokens, none if below 1.
+            estimate: the probability that the first token of a draft with this source and strength
+                is right.
+
+        Returns:
+            None if nobody has a guess.
+        """
+        if most < 1:
+            return None
+        if self._forced is not None and (draft := self._forced.propose(most)) is not None:
+            return draft
+        drafts = [draft for one in self._drafters if (draft := one.propose(most)) is not None]
+        if len(drafts) > 1:
+            drafts.sort(key=lambda draft: -estimate(draft.source, draft.strength))
+        if self._matcher is None:
+            return drafts[0] if drafts else None
+        for draft in drafts:
+            valid = self._matcher.valid_prefix(draft.tokens)
+            if valid:
+                return (
+                    draft
+                    if valid == len(draft.tokens)
+                    else replace(draft, tokens=draft.tokens[:valid])
+                )
+        return None
+
+    def end(self, output_tokens: Sequence[int]) -> None:
+        """The continuation has ended. Later ones of the tenant find its output."""
+        if output_tokens:
+            self._outputs.extend((*output_tokens, END))
+
+
+class Drafts:
+    """Drafts for an engine's continuations.
+
+    What a tenant's requests find of its earlier outputs is found by nobody else, and none can tell
+    by the time what others were given: as with the keys of blocks (`block_keys.py`), by tenant and
+    salt.
+
+    Args:
+        shared: whether tenants find what others have.
+    """
+
+    def __init__(self, *, shared: bool = False) -> None:
+        self._shared = shared
+        self._outputs: OrderedDict[tuple[str, str], TokenIndex] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(
+        self,
+        prompt: Sequence[int],
+        tenant: str = "",
+        salt: str = "",
+        prediction: Sequence[int] = (),
+        matcher: Matcher | None = None,
+    ) -> Drafting:
+        """Drafts for a new continuation. Any thread may ask; it indexes the prompt.
+
+        Args:
+            prompt: its tokens.
+            tenant: as `Request.tenant`.
+            salt: as `Request.cache_salt`.
+            prediction: the likely output; empty without one.
+            matcher: its state in the grammar; None without one.
+        """
+        return Drafting(prompt, self._outputs_of(tenant, salt), prediction, matcher)
+
+    def _outputs_of(self, tenant: str, salt: str) -> TokenIndex:
+        whose = "" if self._shared else tenant, salt
+        with self._lock:
+            found = self._outputs.get(whose)
+            if found is None:
+                found = self._outputs[whose] = TokenIndex(EARLIER)
+                if len(self._outputs) > TENANTS:
+                    self._outputs.popitem(last=False)
+            self._outputs.move_to_end(whose)
+            return found
