@@ -96,7 +96,9 @@ class TokenIndex:
                 break
             # Only where one more token is the same, which most have not, it is longer.
             if whole[place - 1 - best] == text[-1 - best]:
-                best, found = _common(whole, place, end), place
+                common = _common(whole, place, end)
+                if common > best:
+                    best, found = common, place
             place = self._before[place]
         return found + self.dropped, min(best, len(known))
 
