@@ -1,7 +1,9 @@
 """How often drafts are right, learned for each request and, as a start, for its tenant.
 
 Drafters propose for every token, whether a plan takes the draft or not, so that each token says
-whether the first of the proposed ones would have been right. Learning costs no step.
+whether the first of the proposed ones would have been right. Learning costs no step. Drafts that
+more speaks for are taken to be right as often as those that less speaks for, until they have a
+record of their own.
 """
 
 from __future__ import annotations
@@ -55,10 +57,13 @@ class RequestRates:
 
     def estimate(self, source: str, strength: int = 0) -> float:
         """How likely the first token of such a draft is right."""
-        kind = (source, strength)
-        before, own = self._tenant.get(kind), self._own.get(kind)
-        start = PRIOR if before is None else before.estimate(PRIOR, PRIOR_WEIGHT)
-        return start if own is None else own.estimate(start, TENANT_WEIGHT)
+        found = PRIOR
+        for kind in ((source, each) for each in range(strength + 1)):
+            if (before := self._tenant.get(kind)) is not None:
+                found = before.estimate(found, PRIOR_WEIGHT)
+            if (own := self._own.get(kind)) is not None:
+                found = own.estimate(found, TENANT_WEIGHT)
+        return found
 
     def note(self, source: str, strength: int, right: bool) -> None:
         """Whether a proposed token was right, of those behind which all were."""

@@ -21,6 +21,7 @@ from jaxserve.config import ConfigError
 from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.cost.padding import Padding
+from jaxserve.sched.speculation.choice import MOST
 
 _LINEAR_FROM = 256
 """Above this many tokens buckets grow by steps of this size, so that padding stays small."""
@@ -177,6 +178,8 @@ def make_buckets(
         if sizes[-1] < maximum:
             raise ConfigError(f"{name} must reach {maximum}, got {sizes}")
     row_sizes, token_sizes = (_up_to(sizes, maximum) for sizes, maximum in given.values())
+    if drafts and row_sizes[-1] <= MOST:  # one request alone may have as many as ever
+        row_sizes = (*row_sizes, MOST + 1)
     return Buckets(
         row_sizes,
         token_sizes,
