@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,6 +68,14 @@ class Submit:
     problems: tuple[SloProblem, ...] = ()
     block_keys: KeyChain | None = None
     drafting: Sequence[Drafting] = ()
+
+
+class _Got(NamedTuple):
+    """Who got so many tokens of a step, of which so many had been drafted."""
+
+    one: Emitting
+    taken: int
+    accepted: int
 
 
 EXPOSED_RATE = 0.05  # of a step in the average of the host's time
@@ -425,14 +434,15 @@ class StepLoop:
         rows = np.array([one.continuation.row for one, _ in mine], np.int64)
         counts = np.array([len(tokens) for _, tokens in mine]) if step.drafts else None
         self._scheduler.receive(rows, now, counts)
-        got: list[tuple[Emitting, int]] = []
+        got: list[_Got] = []
         for one, tokens in mine:
             continuation, before = one.continuation, len(one.continuation.output_tokens)
             try:
                 self._feed(one, tokens, result, now)
             except BaseException as error:
                 self._fail(continuation, error)
-            got.append((one, len(continuation.output_tokens) - before))
+            taken = len(continuation.output_tokens) - before
+            got.append(_Got(one, taken, min(taken, len(tokens) - 1)))
         self.failures.went_well()
         self._report(step, got, now, device_time)
 
@@ -450,13 +460,15 @@ class StepLoop:
             )
         finally:
             self._observe_tokens(continuation.request, last, len(came) - before, now)
+        chain = continuation.block_keys
+        if chain is not None and (reason is None or one.draft):
+            taken = tokens[: len(came) - before]
+            keys = [key for token in taken if (key := chain.append(token)) is not None]
+            if keys:
+                self._scheduler.know(continuation.row, keys)
         if reason is not None:
             self._forget(continuation, reason, now)
             return
-        if (chain := continuation.block_keys) is not None:
-            keys = [key for token in tokens if (key := chain.append(token)) is not None]
-            if keys:
-                self._scheduler.know(continuation.row, keys)
         if continuation.speculator is not None:
             self._propose(continuation, continuation.speculator, tokens)
 
@@ -475,20 +487,17 @@ class StepLoop:
             continuation.speculator = None
             self._scheduler.offer(continuation.row, 0, 0.0)
 
-    def _report(
-        self, step: InFlight, got: Sequence[tuple[Emitting, int]], now: float, device_time: float
-    ) -> None:
-        """Reports a step whose tokens came now to the observers. got: who has how many."""
+    def _report(self, step: InFlight, got: Sequence[_Got], now: float, device_time: float) -> None:
+        """Reports a step whose tokens came now to the observers. got: who has which."""
         self._since = self._clock()
         accepted, rejected = Counter[str](), Counter[str]()
-        for one, count in got if step.drafts else ():
+        for one, _, right in got if step.drafts else ():
             if one.draft:
-                right = max(count - 1, 0)
                 accepted[one.source] += right
                 rejected[one.source] += len(one.draft) - right
         stats = dataclasses.replace(
             step.stats,
-            received=tuple(one.continuation.number for one, count in got for _ in range(count)),
+            received=tuple(one.continuation.number for one, taken, _ in got for _ in range(taken)),
             accepted=accepted,
             rejected=rejected,
             end=now,

@@ -203,7 +203,7 @@ def send(
     return name, stream
 
 
-SAMPLING = {"max_tokens": 24, "ignore_eos": True}
+SAMPLING: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 
 
 def prompts(count: int = 32) -> list[list[int]]:

@@ -13,46 +13,49 @@ import pytest
 from jaxserve.engine.drafts.draft import Draft
 from jaxserve.engine.drafts.drafting import Drafting
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.stats import StepRecorder
+from jaxserve.engine.output import FinishReason
+from jaxserve.engine.stats import StepRecorder, StepStats
+from jaxserve.sched.request import Grammar, GrammarKind, Request, SamplingParams, Tier
 from jaxserve.sched.speculation import choice
 from jaxserve.sched.speculation.choice import MOST
 from tests.engine.conftest import Texts
 from tests.engine.harness import (
     SAMPLING,
+    SCARCE,
+    Stream,
     engine,
     generate,
     prompts,
+    send,
     wait_until_idle,
 )
 
+BOX = Path(__file__).parents[2] / "jaxserve" / "assets" / "tiny-stories"
 SPEC = {"scheduler__policy": "sarathi+spec", "engine__token_buckets": (16, 64)}
+Known = dict[tuple[int, ...], list[int]]  # what prompts are continued with
 
 
 @pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are taken as far as they fit, whether they pay or not; how many varies."""
     rng = np.random.default_rng(5)
 
     def choose(batch: Any, rows: np.ndarray, most: np.ndarray, view: Any, now: float) -> np.ndarray:
-        room = min(view.padding.rows[-1], view.limits.max_batch_tokens) - batch.num_rows
-        room = min(room, view.limits.max_batch_tokens - int(batch.features.num_tokens))
+        tokens = int(batch.features.num_tokens)
+        room = min(view.padding.rows[-1] - batch.num_rows, view.limits.max_batch_tokens - tokens)
         wanted = np.minimum(rng.integers(0, MOST + 1, len(rows)), most)
         return np.diff(np.minimum(np.cumsum(wanted), max(room, 0)), prepend=0)
 
     monkeypatch.setattr(choice, "_choose", choose)
-    yield
-
-
-Proposing = Callable[[dict[tuple[int, ...], list[int]]], None]
 
 
 @pytest.fixture
-def proposing(monkeypatch: pytest.MonkeyPatch) -> Proposing:
+def proposing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Known], None]:
     """Has every continuation propose what its prompt is known to be continued with, now and then
     with a wrong token in it."""
     rng = random.Random(3)
 
-    def install(texts: dict[tuple[int, ...], list[int]]) -> None:
+    def install(texts: Known) -> None:
         def init(self: Any, prompt: Sequence[int], *rest: Any) -> None:
             self.text, self.known = texts[tuple(prompt)], 0
 
@@ -72,15 +75,26 @@ def proposing(monkeypatch: pytest.MonkeyPatch) -> Proposing:
     return install
 
 
-def served(on: Engine, asked: Sequence[Sequence[int]], **sampling: Any) -> tuple[list[Any], int]:
-    """The texts, and how many drafted tokens were right."""
+@pytest.fixture(scope="module")
+def shared(shapes: dict[str, Path]) -> Iterator[Engine]:
+    with engine(shapes["opt"], **SPEC) as running:
+        yield running
+
+
+@pytest.fixture
+def steps(shared: Engine) -> Iterator[list[StepStats]]:
+    """Those of the shared engine from now on; idle before and after."""
     recorder = StepRecorder()
-    on.add_observer(recorder)
-    texts = generate(on, asked, **sampling)
-    wait_until_idle(on)
-    steps = recorder.steps
-    assert sum(step.num_draft_tokens for step in steps) >= sum(step.num_accepted for step in steps)
-    return texts, sum(step.num_accepted for step in steps)
+    shared.add_observer(recorder)
+    yield recorder.steps
+    wait_until_idle(shared)
+
+
+def accepted(steps: Sequence[StepStats]) -> int:
+    """How many drafted tokens were right; some must have been wrong."""
+    right = sum(step.num_accepted for step in steps)
+    assert sum(step.num_draft_tokens for step in steps) > right
+    return right
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -97,26 +111,225 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "top_p": 0.9,
         "logit_bias": ((7, 2.0), (11, -5.0)),
     },
+    "counted greedily": {"frequency_penalty": 0.9, "min_tokens": 20},
 }
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_text_is_what_it_is_without(
-    shapes: dict[str, Path], roomy: Engine, eager: None, proposing: Proposing, variant: str
+    roomy: Engine,
+    shared: Engine,
+    steps: list[StepStats],
+    proposing: Callable[[Known], None],
+    variant: str,
 ) -> None:
     sampling = {**SAMPLING, **VARIANTS[variant], "ignore_eos": False}
     asked = prompts(16)
     expected = generate(roomy, asked, **sampling)
-    wait_until_idle(roomy)
     proposing({tuple(a): text for a, text in zip(asked, expected, strict=True)})
-    with engine(shapes["opt"], **SPEC) as running:
-        texts, accepted = served(running, asked, **sampling)
-    assert texts == expected
-    assert accepted > 60
+    assert generate(shared, asked, **sampling) == expected
+    wait_until_idle(shared)
+    assert accepted(steps) > 60
+    drafted = [step for step in steps if step.num_draft_tokens]
+    assert any(step.num_prefill_tokens for step in drafted), "none beside a prompt"
+    assert max(step.received.count(0) for step in drafted) <= MOST + 1
 
 
-def test_own_repetitions_are_drafted(shapes: dict[str, Path], alone: Texts, eager: None) -> None:
-    with engine(shapes["llama"], **SPEC) as running:
-        texts, accepted = served(running, prompts(), **SAMPLING)
-    assert texts == alone("llama")
-    assert accepted > 0
+@pytest.mark.usefixtures("eager", "steps")
+def test_logprobs_are_of_the_tokens(
+    roomy: Engine, shared: Engine, proposing: Callable[[Known], None]
+) -> None:
+    sampling: dict[str, Any] = {**SAMPLING, "logprobs": 3}
+    asked = prompts(6)
+    plain = [send(roomy, prompt, **sampling)[1].wait() for prompt in asked]
+    proposing({tuple(a): one.tokens() for a, one in zip(asked, plain, strict=True)})
+    for prompt, without in zip(asked, plain, strict=True):
+        drafted = send(shared, prompt, **sampling)[1].wait()
+        several = [output for output in drafted.outputs if len(output.token_ids) > 1]
+        assert several and all(len(o.logprobs) == len(o.token_ids) for o in drafted.outputs)
+        got, wanted = (
+            [entry for output in one.outputs for entry in output.logprobs]
+            for one in (drafted, without)
+        )
+        assert [entry.token_id for entry in got] == [entry.token_id for entry in wanted]
+        np.testing.assert_allclose(
+            [entry.logprob for entry in got], [entry.logprob for entry in wanted], atol=1e-4
+        )
+
+
+@pytest.mark.usefixtures("eager", "steps")
+def test_an_end_inside_a_draft_is_an_end(
+    roomy: Engine, shared: Engine, proposing: Callable[[Known], None]
+) -> None:
+    asked = prompts(12)
+    full = generate(roomy, asked, **SAMPLING)
+    proposing({tuple(a): text for a, text in zip(asked, full, strict=True)})
+    for prompt, text in zip(asked, full, strict=True):
+        stop = text[9]
+        sampling: dict[str, Any] = {**SAMPLING, "stop_token_ids": (stop,)}
+        plain = send(roomy, prompt, **sampling)[1].wait()
+        drafted = send(shared, prompt, **sampling)[1].wait()
+        assert drafted.tokens() == plain.tokens() == text[: text.index(stop) + 1]
+        assert drafted.reason == plain.reason == FinishReason.STOP
+        usage = drafted.last().usage
+        assert usage is not None and usage.output_tokens == len(drafted.tokens())
+        assert usage.accepted_draft_tokens < usage.output_tokens
+    for count in range(1, 9):
+        sampling: dict[str, Any] = {**SAMPLING, "max_tokens": count}
+        assert send(shared, asked[0], **sampling)[1].wait().tokens() == full[0][:count]
+
+
+@pytest.mark.usefixtures("eager", "steps")
+def test_continuations_of_a_prompt(
+    roomy: Engine, shared: Engine, proposing: Callable[[Known], None]
+) -> None:
+    sampling: dict[str, Any] = {**SAMPLING, "n": 3, "temperature": 1.0, "seed": 9}
+    prompt = prompts(3)[2]
+    expected = send(roomy, prompt, **sampling)[1].wait()
+    proposing({tuple(prompt): expected.tokens(1)})
+    drafted = send(shared, prompt, **sampling)[1].wait()
+    assert [drafted.tokens(i) for i in range(3)] == [expected.tokens(i) for i in range(3)]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("fails", ["append", "propose"])
+def test_who_cannot_draft_goes_on_without(
+    shared: Engine,
+    steps: list[StepStats],
+    alone: Texts,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: str,
+) -> None:
+    def broken(self: Drafting, *args: Any) -> None:
+        raise ZeroDivisionError("a drafter's bug")
+
+    monkeypatch.setattr(Drafting, fails, broken)
+    before = shared.stats().request_failures
+    assert generate(shared, prompts(4), **SAMPLING) == alone("opt")[:4]
+    assert shared.stats().request_failures == before + 4
+    assert not sum(step.num_draft_tokens for step in steps)
+
+
+def test_where_nobody_drafts_steps_are_as_ever(
+    shared: Engine, steps: list[StepStats], alone: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Drafting, "propose", lambda self, most, estimate: None)
+    assert generate(shared, prompts(8), **SAMPLING) == alone("opt")[:8]
+    wait_until_idle(shared)
+    decodes = [step for step in steps if step.num_decodes == step.num_rows]
+    assert {step.padded_tokens for step in decodes} <= {8, 32}, "no decode program"
+    assert not any(step.after_idle for step in decodes[2:]), "the loop does not overlap"
+
+
+TREATMENTS: dict[str, dict[str, Any]] = {
+    "preempted": {**SCARCE, "scheduler__policy": "vllm+spec"},
+    "without overlap": {**SCARCE, "engine__overlap": False},
+    "goodput": {**SCARCE, "scheduler__policy": "goodput+spec"},
+    "bros": {**SCARCE, "scheduler__policy": "bros+spec"},
+}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_treatment(
+    shapes: dict[str, Path], alone: Texts, proposing: Callable[[Known], None], treatment: str
+) -> None:
+    asked, expected = prompts(), alone("opt")
+    proposing({tuple(a): text for a, text in zip(asked, expected, strict=True)})
+    recorder = StepRecorder()
+    with engine(shapes["opt"], **{**SPEC, **TREATMENTS[treatment]}) as running:
+        running.add_observer(recorder)
+        tiers = [Tier.BEST_EFFORT if i % 3 == 0 else Tier.REALTIME for i in range(len(asked))]
+        streams = [
+            send(running, prompt, tier=tier, **SAMPLING)[1]
+            for prompt, tier in zip(asked, tiers, strict=True)
+        ]
+        assert [stream.wait().tokens() for stream in streams] == expected
+        preempted = running.stats().preemptions
+    assert accepted(recorder.steps) > 10
+    assert preempted or treatment == "without overlap"
+
+
+@pytest.mark.usefixtures("eager")
+def test_what_was_drafted_is_found_again(
+    shapes: dict[str, Path], alone: Texts, proposing: Callable[[Known], None]
+) -> None:
+    """A block that accepted drafts fill is a page as any other, and has what it should."""
+    prompt, text = prompts()[4], alone("opt")[4]
+    proposing({tuple(prompt): text, (*prompt, *text): []})
+    with engine(shapes["opt"], **SPEC, cache__prefix_caching=True) as running:
+        assert send(running, prompt, **SAMPLING)[1].wait().tokens() == text
+        again = send(running, (*prompt, *text), max_tokens=4, ignore_eos=True)[1].wait()
+    usage = again.last().usage
+    assert usage is not None
+    assert usage.cached_tokens == (len(prompt) + len(text) - 1) // 4 * 4
+    with engine(shapes["opt"]) as running:
+        fresh = send(running, (*prompt, *text), max_tokens=4, ignore_eos=True)[1].wait()
+    assert again.tokens() == fresh.tokens()
+
+
+@pytest.fixture(scope="module")
+def boxes() -> Iterator[tuple[Engine, Engine]]:
+    """The model in the box, without drafts and with."""
+    with (
+        engine(BOX, model__load_format="auto") as plain,
+        engine(BOX, model__load_format="auto", **SPEC) as drafting,
+    ):
+        yield plain, drafting
+
+
+def said(on: Engine, text: str, prediction: str = "", **sampling: Any) -> Stream:
+    params = SamplingParams(**{"max_tokens": 60, **sampling})
+    stream = Stream()
+    request = Request(
+        f"said-{random.random()}",
+        tuple(on.encode(text)),
+        params,
+        prediction=tuple(on.encode(prediction, special=False)) if prediction else (),
+    )
+    on.check(request)
+    on.submit(request, stream)
+    return stream.wait()
+
+
+SCHEMA = '{"type": "object", "properties": {"long_enough_a_name": {"enum": ["tea", "cake"]}, \
+"another_name": {"type": "integer", "maximum": 99}}, "required": ["long_enough_a_name", \
+"another_name"], "additionalProperties": false}'
+ASKED: dict[str, dict[str, Any]] = {
+    "text": {},
+    "stop string": {"stop": (" the",)},
+    "schema": {"grammar": Grammar(GrammarKind.JSON_SCHEMA, SCHEMA)},
+    "regex": {"grammar": Grammar(GrammarKind.REGEX, "(once upon a time, ){3}[a-z]{4}")},
+    "seeded schema": {
+        "grammar": Grammar(GrammarKind.JSON_SCHEMA, SCHEMA),
+        "temperature": 1.0,
+        "seed": 3,
+    },
+}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("asked", ASKED)
+def test_real_drafters_on_real_text(boxes: tuple[Engine, Engine], asked: str) -> None:
+    plain, drafting = boxes
+    text = "Once upon a time there was a little dog. The dog was happy. Once upon a time"
+    expected = said(plain, text, **ASKED[asked])
+    for prediction in ("", expected.text(), "something else altogether " + expected.text()):
+        got = said(drafting, text, prediction, **ASKED[asked])
+        assert got.text() == expected.text() and got.tokens() == expected.tokens()
+        assert got.reason == expected.reason
+        usage = got.last().usage
+        assert usage is not None
+        assert usage.accepted_draft_tokens > 0 or len(expected.tokens()) < 4 or not prediction
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_grammar_drafts_what_it_forces(boxes: tuple[Engine, Engine]) -> None:
+    recorder = StepRecorder()
+    boxes[1].add_observer(recorder)
+    said(boxes[1], "A name:", **ASKED["schema"])
+    wait_until_idle(boxes[1])
+    right = sum(step.accepted.get("grammar", 0) for step in recorder.steps)
+    wrong = sum(step.rejected.get("grammar", 0) for step in recorder.steps)
+    assert right > 0 and not wrong
