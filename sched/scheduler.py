@@ -367,7 +367,7 @@ class Scheduler:
         if plan.drafts is not None:
             table.drafted[rows] += plan.drafts
         if self.cache is not None:
-            self._register_all(rows, start, end, launched=False)
+            self._register_all(rows, start, end)
         self._note_batch(rows, plan.num_tokens)
         sampling = table.num_sampling > 0 and not table.greedy[rows[emits]].all()
         hidden = plan.kinds == HIDDEN if np.count_nonzero(plan.kinds) else None
@@ -454,15 +454,13 @@ class Scheduler:
         slots = np.stack([np.repeat(ids, size), np.tile(np.arange(size), len(ids))], axis=1)
         return (2 * size,) * (len(ids) // 2), slots.astype(np.int32)
 
-    def _register_all(
-        self, rows: np.ndarray, start: np.ndarray, end: np.ndarray, *, launched: bool
-    ) -> None:
-        """The blocks that these rows fill from `start` to `end`. Later steps run after this one, so
-        others may read them from now on. launched: as in `_register`."""
+    def _register_all(self, rows: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
+        """The blocks that these rows fill up to `end`. Later steps run after this one, so others
+        may read them from now on."""
         size = self.pool.block_size
         for i in np.flatnonzero(end // size > start // size).tolist():
             blocks = int(start[i]) // size, int(end[i]) // size
-            self._register(int(rows[i]), *blocks, launched=launched)
+            self._register(int(rows[i]), *blocks, launched=False)
 
     def _give_up(self, plan: BatchPlan) -> np.ndarray:
         """Rows of which it is new that they are not going to meet their targets."""
@@ -515,15 +513,13 @@ class Scheduler:
         self.table.receive(rows, now, counts)
 
     def _book_accepted(self, rows: np.ndarray, accepted: np.ndarray) -> None:
-        """So many drafts of each row were right: they are generated, and cached."""
-        table, start = self.table, self.table.computed[rows]
-        end = start + accepted
-        table.computed[rows], table.accepted[rows] = end, table.accepted[rows] + accepted
-        table.generated[rows] += accepted
+        """So many drafts of each row were right: they are generated, and cached. Blocks that they
+        fill are registered once their keys are known (`know`)."""
+        table = self.table
+        for column in (table.computed, table.generated, table.accepted):
+            column[rows] += accepted
         if len(self.shares) > 1:
             self.shares.charge(table.tenant[rows], accepted * (DECODE_COST - 1.0))
-        if self.cache is not None:
-            self._register_all(rows, start, end, launched=True)
 
     def offer(self, row: int, tokens: int, acceptance: float) -> None:
         """A drafter has so many tokens that may follow all that are known of a row.
