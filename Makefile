@@ -29,7 +29,7 @@ UNIT := tests/sched tests/server/requests tests/engine/text \
 PYTHON312 ?= $(shell for found in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12.*/bin/python; \
 	do "$$found" -c pass 2>/dev/null && echo "$$found" && break; done)
 
-.PHONY: help serve check test test-slow test-hosts test-py312 soak fuzz scale-demo scale-test lint compile-check reference format proto bench-vllm bench-llama clean \
+.PHONY: help serve check test test-slow test-hosts test-py312 soak fuzz scale-demo scale-test lint compile-check reference format proto bench-vllm bench-llama bench-speculation clean \
 	environments pythons environment environment-py312 compilers
 .DEFAULT_GOAL := help
 
@@ -136,6 +136,9 @@ bench-vllm: $(READY) ## compare with vLLM's CPU build, in an environment of its 
 bench-llama: $(READY) ## compare with llama.cpp, built for this CPU in an environment of its own
 	test -x .venv-llama/bin/python || PYTHON=$(PYTHON) tools/llama_cpp/setup.sh
 	$(BIN)/python tools/llama_cpp/side_by_side.py $(ARGS)
+
+bench-speculation: $(READY) ## what drafts are worth, beside vLLM and llama.cpp where they are set up
+	$(BIN)/python tools/speculation/compare.py $(ARGS)
 
 clean: ## remove the environments and caches
 	rm -rf .venv .venv-3.* $(REFERENCE) .venv-compile* .venv-vllm .venv-llama .venv-proto build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

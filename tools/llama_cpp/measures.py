@@ -54,7 +54,7 @@ MEASURES = {"decode": Shape(1, 64, 128), "prefill": Shape(1, 512, 1), "streams":
 prompt's, until the first is out; of "streams" those in and out, over the whole time."""
 
 
-def serve(measure: Callable[[str], float], about: Mapping[str, Any]) -> None:
+def serve(measure: Callable[[str], Any], about: Mapping[str, Any]) -> None:
     """Answers each line of stdin, the name of a measure, by a line of JSON with its tokens/s. Says
     first what the process is."""
     answers, sys.stdout = sys.stdout, sys.stderr  # whatever else is printed

