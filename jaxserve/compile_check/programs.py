@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.compile_check.case import Case, param_sharding
 from jaxserve.engine.device.batch_layout import Layout
+from jaxserve.engine.device.buckets import make_buckets
 from jaxserve.engine.device.hidden_cache import make_project_to_kv
 from jaxserve.engine.device.model_step import make_model_step
 from jaxserve.engine.device.prompt_logprobs_step import make_prompt_step
@@ -30,6 +31,7 @@ from jaxserve.pallas_kernels import (
 from jaxserve.pallas_kernels import attention as attend
 from jaxserve.pallas_kernels import move as moving
 from jaxserve.sched.cache.cache_kinds import default_hidden_read
+from jaxserve.sched.speculation.choice import MOST
 
 MOVES = 4096  # slots moved or staged in one launch: 8 requests of 512 tokens
 POOL_AXES = ("layers", "blocks", "kv_heads", "slots", "head_dim")
@@ -113,6 +115,16 @@ def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
         _params(case, model), pool, newest, packed, layout=layout
     )
     return lowered
+
+
+def _draft_step(case: Case) -> jax.stages.Lowered:
+    """One request with all the drafts that it may have: the smallest step of its kind, and the one
+    that is least like others."""
+    size = case.buckets
+    layout = make_buckets(size.slots, size.tokens[-1], width=size.width, drafts=True).mixed(
+        MOST + 1
+    )
+    return _step(case, layout)
 
 
 def _prompt_step(case: Case) -> jax.stages.Lowered:
@@ -268,6 +280,7 @@ _hidden_step = functools.partial(_largest_step, hidden=True)
 PROGRAMS = (
     Program("decode step", functools.partial(_largest_step, decode=True), whole=True),
     Program("prefill and mixed step", functools.partial(_largest_step, decode=False), whole=True),
+    Program("step with drafts", _draft_step, whole=True),
     Program("hidden decode step", functools.partial(_hidden_step, decode=True), True, True),
     Program("hidden mixed step", functools.partial(_hidden_step, decode=False), True, True),
     Program("prompt log-probabilities", _prompt_step, whole=True),

@@ -152,7 +152,7 @@ def test_everything_is_checked_by_default() -> None:
     assert args.model == ["opt-13b", "llama-3-8b"]
     assert wish.programs == list(PROGRAMS)
     assert {p.whole for p in choose("steps")} == {True}
-    assert len(choose("kernels,write")) == len(PROGRAMS) - 6
+    assert len(choose("kernels,write")) == len(PROGRAMS) - 7
 
 
 def test_a_missing_compiler_is_not_a_pass(
