@@ -14,6 +14,7 @@ from jaxserve.sched.cache.retention import LRU
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation import simulator
 from jaxserve.sched.workloads.closed_loop import parse_closed_loop
+from jaxserve.sched.workloads.guessable import Chances
 from jaxserve.sched.workloads.specs import ARRIVALS, WorkloadSpec
 from jaxserve.simulate import output, routing_flags
 from jaxserve.simulate.runs import Run, Source
@@ -37,6 +38,7 @@ NOT_REPLAYED = (  # with --replay, which says all of it
     "best_effort",
     "classes",
     "max_tokens",
+    "guessable",
     "find",
 )
 _OF_A_RUN = (  # as `Run` has them
@@ -130,6 +132,14 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
         help="beside the workload: closed:batch=N,input=uniform:LOW:HIGH,output=uniform:LOW:HIGH; "
         "see above",
     )
+    add(
+        "--guessable",
+        type=_chances,
+        metavar="SHARE:RIGHT",
+        help="what drafts of +spec come to: share of the tokens that there is a guess of, and how "
+        "many of these are right (0.5:0.62 of conversation and humaneval, 0.55:0.8 of agent, of "
+        "others 0:0)",
+    )
     add("--rules", choices=tuple(simulator.RULES), default="jaxserve", help="whose accounting")
     add("--kv_tokens", type=positive_int, help="M, tokens of KV cache (the system's)")
     add("--host_tokens", type=positive_int, default=0, help="of caches on the host (0)")
@@ -220,6 +230,13 @@ def _seed(text: str) -> int:
     return int(text)
 
 
+def _chances(text: str) -> Chances:
+    try:
+        return Chances.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _path(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("needs a path")
@@ -229,6 +246,7 @@ def _path(text: str) -> str:
 def specs(args: argparse.Namespace) -> list[WorkloadSpec]:
     """The workload at each rate."""
     named = ("num_requests", "arrivals", "cv", "on_s", "off_s", "duration", "best_effort")
+    named += ("guessable",)
     given = {name: getattr(args, name) for name in named} | workload_flags.options(args)
     return [WorkloadSpec(args.workload, rate=rate, **given) for rate in args.rate or [None]]
 

@@ -16,6 +16,7 @@ from jaxserve.sched.workloads import lengths
 from jaxserve.sched.workloads.classes import NO_SLO, SloClass, draw_terms, with_targets
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.columns import NO_LIMIT
+from jaxserve.sched.workloads.guessable import KINDS, Chances, Guessable
 from jaxserve.sched.workloads.memory import check_memory
 from jaxserve.sched.workloads.prefixes import Prefixes
 from jaxserve.sched.workloads.sessions import SESSIONS
@@ -58,6 +59,8 @@ class WorkloadSpec:
         max_tokens: Limit of the requests that have none of their own: a number; `length` for
             exactly the output length, as in load tests that ignore the end of sequence; None for
             `open_limit`.
+        guessable: How well a drafter guesses the texts; None for what is known of `lengths`
+            (`guessable.KINDS`), else not at all.
         duration: Seconds; requests that arrive later are left out.
         best_effort: A closed loop beside these requests, over the duration; `make_workload` leaves
             it out.
@@ -76,6 +79,7 @@ class WorkloadSpec:
     classes: tuple[SloClass, ...] = ()
     slo: SLO = NO_SLO
     max_tokens: MaxTokens = None
+    guessable: Chances | None = None
     duration: float | None = None
     best_effort: ClosedLoop | None = None
 
@@ -152,8 +156,14 @@ class WorkloadSpec:
             arrival, rate = found.arrival, self.rate
         else:
             arrival, rate = self._arrivals(len(found.lengths), rng), None
+        chances = self.guessable or KINDS.get(self.lengths.lower())
         made = Workload.create(
-            arrival, found.lengths, limit=limit, terms=terms, prefixes=found.prefixes
+            arrival,
+            found.lengths,
+            limit=limit,
+            terms=terms,
+            prefixes=found.prefixes,
+            guessable=Guessable.same(len(found.lengths), chances),
         )
         return made if rate is None else made.at_rate(rate)
 

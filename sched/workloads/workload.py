@@ -10,10 +10,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from jaxserve.sched.slo.slo_columns import SloColumns
+from jaxserve.sched.workloads.guessable import Guessable
 from jaxserve.sched.workloads.prefixes import NO_PREFIX, Prefixes
 
 MAX_LENGTH = 2**31 - 1  # what a request's length is stored in
@@ -74,6 +76,7 @@ class Workload:
         limit: int64 [n], max_tokens, at least output_len. Policies know it.
         tier, ttft, tbt, jct, max_tbt, slo_class, greedy, classes, value: As in `SloColumns`.
         prefix_of, prefix_len: As in `Prefixes`.
+        guess_share, guess_right: As in `Guessable`.
 
     Raises:
         WorkloadError: The columns do not fit together.
@@ -94,6 +97,8 @@ class Workload:
     value: np.ndarray
     prefix_of: np.ndarray
     prefix_len: np.ndarray
+    guess_share: np.ndarray
+    guess_right: np.ndarray
 
     def __post_init__(self) -> None:
         lengths, terms = self.lengths, self.terms
@@ -113,6 +118,10 @@ class Workload:
                 f"its max_tokens of {self.limit[worst]}"
             )
         self._check_prefixes()
+        for name in ("guess_share", "guess_right"):
+            column = getattr(self, name)
+            if column.shape != self.arrival.shape or not ((column >= 0) & (column <= 1)).all():
+                raise WorkloadError(f"{name} must be a share from 0 to 1 of each request")
 
     def _check_prefixes(self) -> None:
         source, shared = self.prefix_of, self.prefix_len
@@ -145,6 +154,7 @@ class Workload:
         limit: np.ndarray | None = None,
         terms: SloColumns | None = None,
         prefixes: Prefixes | None = None,
+        guessable: Guessable | None = None,
     ) -> Workload:
         """Puts a workload together from its parts.
 
@@ -154,6 +164,7 @@ class Workload:
             limit: int64 [n], max_tokens; by default `open_limit`.
             terms: SLOs and sampling; by default `SloColumns.none`.
             prefixes: What prompts share; by default nothing.
+            guessable: How well the texts can be guessed; by default not at all.
 
         Raises:
             WorkloadError: The parts do not fit together.
@@ -162,7 +173,8 @@ class Workload:
             limit = open_limit(lengths)
         terms = terms or SloColumns.none(len(lengths))
         prefixes = prefixes or Prefixes.none(len(lengths))
-        columns = vars(terms) | vars(prefixes)
+        guessable = guessable or Guessable.same(len(lengths))
+        columns = vars(terms) | vars(prefixes) | vars(guessable)
         return cls(arrival, lengths.prompt_len, lengths.output_len, limit, **columns)
 
     @classmethod
@@ -179,7 +191,9 @@ class Workload:
         terms = SloColumns.joined([part.terms for part in parts]).select(order)
         prefixes = Prefixes.joined([part.prefixes for part in parts]).select(order)
         lengths = Lengths(prompt, output)
-        return cls.create(arrival, lengths, limit=limit, terms=terms, prefixes=prefixes), order
+        guessable = Guessable.joined([part.guessable for part in parts])[order]
+        shared: dict[str, Any] = {"prefixes": prefixes, "guessable": guessable}
+        return cls.create(arrival, lengths, limit=limit, terms=terms, **shared), order
 
     def __len__(self) -> int:
         return len(self.arrival)
@@ -200,6 +214,11 @@ class Workload:
         """What the prompts share with earlier requests."""
         return Prefixes(self.prefix_of, self.prefix_len)
 
+    @property
+    def guessable(self) -> Guessable:
+        """How well the texts can be guessed."""
+        return Guessable(self.guess_share, self.guess_right)
+
     def with_terms(self, terms: SloColumns) -> Workload:
         """The same requests with other SLOs and sampling."""
         return dataclasses.replace(self, **vars(terms))
@@ -213,6 +232,7 @@ class Workload:
             limit=self.limit[which],
             terms=self.terms.select(which),
             prefixes=self.prefixes.select(which),
+            guessable=self.guessable[which],
         )
 
     def first(self, count: int) -> Workload:

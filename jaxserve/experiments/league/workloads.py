@@ -19,6 +19,7 @@ from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.classes import seconds_or_inf
+from jaxserve.sched.workloads.guessable import KINDS, Guessable
 from jaxserve.sched.workloads.lengths import MIXES, sampler
 from jaxserve.sched.workloads.sessions import SESSIONS
 from jaxserve.sched.workloads.specs import WorkloadSpec
@@ -250,8 +251,16 @@ def make_workload(
     )
     # Nobody asks for a max_tokens: a server gives what the model has left.
     limit = LONGEST[place] - lengths.prompt_len
+    kinds = zip(entry.parts, parts, strict=True)
+    guessable = Guessable.joined(
+        [Guessable.same(len(one), KINDS.get(p.lengths)) for p, one in kinds]
+    )
     made = Workload.create(
-        arrival, lengths, limit=limit, terms=SloColumns.joined(terms).select(order)
+        arrival,
+        lengths,
+        limit=limit,
+        terms=SloColumns.joined(terms).select(order),
+        guessable=guessable[order],
     ).at_rate(rate)
     return replace(made, arrival=_lasting(made.arrival, rate, count)) if lasting else made
 
