@@ -50,10 +50,19 @@ class AcceptanceRates:
 
 
 class RequestRates:
-    """Of one request. tenant: the record of its tenant, which it adds to."""
+    """Of one request.
+
+    Args:
+        tenant: The record of its tenant, which it adds to.
+
+    Attributes:
+        guessed: Tokens that were noted so far.
+        right: Those of them that were right.
+    """
 
     def __init__(self, tenant: dict[Kind, _Rate]) -> None:
         self._tenant, self._own = tenant, dict[Kind, _Rate]()
+        self.guessed = self.right = 0
 
     def estimate(self, source: str, strength: int = 0) -> float:
         """How likely the first token of such a draft is right."""
@@ -68,5 +77,7 @@ class RequestRates:
     def note(self, source: str, strength: int, right: bool) -> None:
         """Whether a proposed token was right, of those behind which all were."""
         kind = (source, strength)
+        self.guessed += 1
+        self.right += right
         for rates, memory in ((self._own, REQUEST_MEMORY), (self._tenant, TENANT_MEMORY)):
             rates.setdefault(kind, _Rate()).note(right, memory)

@@ -15,6 +15,8 @@ from jaxserve.sched.registry import make_policy, make_retention
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.state.request_table import State
+from jaxserve.sched.step import Step
+from jaxserve.sched.workloads.guessable import draw
 from tests.cost_models import FLAT
 from tests.sched.cache.invariants import check_host, check_pool
 
@@ -24,7 +26,10 @@ MAX_STEPS = 5000  # of one test: more means that it does not end
 class Drive:
     """plans: row -> tokens, by step. preempted, ended, projected: rows in that order, the preempted
     with all of their caches; cuts: how often it was with some. hidden: rows that were ever planned
-    with hidden caches."""
+    with hidden caches. drafted, accepted: tokens, in all.
+
+    guessable: share and right of `workloads.guessable.draw`, for the requests' texts. What can be
+    guessed is offered then, with the chance that it is right."""
 
     def __init__(
         self,
@@ -43,6 +48,7 @@ class Drive:
         prefix_caching: bool = False,
         retention: str = LRU,
         cost_model: CostModel = FLAT,
+        guessable: tuple[float, float] | None = None,
         **overrides: Any,
     ) -> None:
         self.policy = make_policy(policy, **overrides)
@@ -71,6 +77,9 @@ class Drive:
         self.projected: list[int] = []
         self.hidden: set[int] = set()
         self.live = 0
+        self.drafted = self.accepted = 0
+        self._guessable, self._seed, self._requests = guessable, seed, 0
+        self._texts: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by row
 
     def add(
         self,
@@ -90,7 +99,12 @@ class Drive:
         whose["block_keys"] = keys
         request = Request("r", (1,) * prompt, sampling, own, tier, arrival, **whose)
         self.live += 1
-        return self.scheduler.add(request)
+        row = self.scheduler.add(request)
+        if self._guessable is not None:
+            rng = np.random.default_rng((self._seed, self._requests))
+            self._texts[row] = draw(*self._guessable, output, rng)
+        self._requests += 1
+        return row
 
     def step(self, now: float = 0.0, overrun: float = 1.0) -> dict[int, int]:
         """One iteration; row -> tokens. AssertionError if it breaks C, P, M or the accounting."""
@@ -101,7 +115,7 @@ class Drive:
         self._check(plan, prefill)
         seq = np.sort(table.seq[plan.rows])  # those of one step start together
         done = self.scheduler.release_finished(booked)
-        self.scheduler.receive(booked.emitting, now)
+        done = np.union1d(done, self._receive(booked, now))
         for row in done.tolist():
             self.scheduler.finish(row)
         check_pool(pool)
@@ -116,6 +130,31 @@ class Drive:
         self.live -= len(done)
         self.plans.append(dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True)))
         return self.plans[-1]
+
+    def _receive(self, booked: Step, now: float) -> np.ndarray:
+        """The step's tokens come. Returns the rows that have all of theirs."""
+        table, plan, rows = self.table, booked.plan, booked.emitting
+        before, counts = table.received[rows], None
+        if plan.drafts is not None:
+            drafts = plan.drafts[booked.emits]
+            assert plan.drafts.any() and not plan.drafts[~booked.emits].any()
+            assert (drafts <= table.offered[rows]).all(), "more drafts than were offered"
+            assert len(plan.rows) + drafts.sum() <= self.limits.max_rows, "more logits than rows"
+            ahead = [int(self._texts[row][1][at]) for row, at in zip(rows, before, strict=True)]
+            counts = 1 + np.minimum(ahead, drafts)
+            self.drafted += int(drafts.sum())
+            self.accepted += int((counts - 1).sum())
+        self.scheduler.receive(rows, now, counts)
+        came = table.received[rows]
+        assert (came == before + (1 if counts is None else counts)).all()
+        assert (came == table.generated[rows]).all() and (came <= table.max_tokens[rows]).all()
+        known = table.prompt_len[rows] + came
+        assert (table.computed[rows] == known - 1).all(), "not all but the newest is cached"
+        if self._guessable is not None:
+            for row, at in zip(rows.tolist(), came.tolist(), strict=True):
+                offered = at < table.max_tokens[row] and self._texts[row][0][at]
+                self.scheduler.offer(row, 8 if offered else 0, self._guessable[1])
+        return np.asarray(rows[came == table.max_tokens[rows]])
 
     def to_the_end(self) -> None:
         for _ in range(MAX_STEPS):

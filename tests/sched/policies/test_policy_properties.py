@@ -67,7 +67,13 @@ cases = st.builds(
 )
 
 
-def serve(policy: str, case: Case, rho: float | None = None, host_slots: int = 0) -> Drive:
+def serve(
+    policy: str,
+    case: Case,
+    rho: float | None = None,
+    host_slots: int = 0,
+    guessable: tuple[float, float] | None = None,
+) -> Drive:
     """Runs the case to its end; `Drive` checks every step."""
     whole = not make_policy(policy).chunked
     c = max(case.budget, MAX_PROMPT + MAX_OUTPUT if whole else case.rows)
@@ -82,6 +88,7 @@ def serve(policy: str, case: Case, rho: float | None = None, host_slots: int = 0
         seed=case.budget,
         rho=rho,
         host_slots=host_slots,
+        guessable=guessable,
     )
     for job in case.jobs:
         for _ in range(job.gap if drive.live else 0):

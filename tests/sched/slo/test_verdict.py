@@ -111,7 +111,7 @@ _target = st.sampled_from([0.25, 0.5, 1.0, 4.0, 30.0, None])
 
 @given(
     arrival=st.integers(0, 8),
-    gaps=st.lists(st.sampled_from([0.0625, 0.25, 0.5, 1.0, 2.5]), max_size=120),
+    gaps=st.lists(st.sampled_from([0.0, 0.0, 0.0625, 0.25, 0.5, 1.0, 2.5]), max_size=120),
     slo=st.builds(SLO, ttft=_target, tbt=_target, jct=_target, max_tbt=_target),
     after=st.sampled_from([0.0, 0.25, 2.0]),
     complete=st.booleans(),

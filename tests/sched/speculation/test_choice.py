@@ -1,0 +1,115 @@
+"""Who drafts how much: where the step-time model says that it pays, and no further."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxserve.sched.speculation.acceptance import (
+    PRIOR,
+    TENANTS,
+    AcceptanceRates,
+)
+from jaxserve.sched.speculation.choice import MOST
+from tests.sched.driver import Drive
+
+
+def decoding(rows: int, *, acceptance: float = 0.9, offered: int = 8) -> Drive:
+    """So many requests that decode and have drafts."""
+    drive = Drive("sarathi+spec", c=2048, p=2048, rows=512, blocks=4096)
+    for _ in range(rows):
+        drive.add(1, 40, tbt=100.0)
+    drive.step()
+    for row in range(rows):
+        drive.scheduler.offer(row, offered, acceptance)
+    return drive
+
+
+def drafted(drive: Drive) -> list[int]:
+    """By row."""
+    plan = drive.scheduler.plan(0.0)
+    if plan.drafts is None:
+        return [0] * len(plan.rows)
+    return plan.drafts[np.argsort(plan.rows)].tolist()
+
+
+def test_a_row_alone_that_is_guessed_well_drafts_all_it_may() -> None:
+    assert drafted(decoding(1)) == [MOST]
+    assert drafted(decoding(1, offered=2)) == [2]
+    (few,) = drafted(decoding(1, acceptance=0.4))
+    assert 0 < few < MOST
+
+
+def test_a_row_that_is_never_right_drafts_nothing() -> None:
+    assert drafted(decoding(1, acceptance=0.0)) == [0]
+    assert drafted(decoding(1, acceptance=0.05)) == [0]
+
+
+def test_where_all_that_is_computed_takes_its_time_nobody_drafts() -> None:
+    """FLAT: a tenth of a millisecond a token, beside which the bias vanishes in a full batch."""
+    assert not any(drafted(decoding(60, acceptance=0.5)))
+    assert any(drafted(decoding(4, acceptance=0.5)))
+    assert any(drafted(decoding(60, acceptance=1.0))), "what is never wrong is free of charge"
+
+
+def test_those_who_are_guessed_best_draft_first() -> None:
+    drive = decoding(8)
+    for row in range(8):
+        drive.scheduler.offer(row, 8, 0.3 + 0.08 * row)
+    found = drafted(drive)
+    assert found == sorted(found) and found[-1] > found[0]
+
+
+def test_waiting_for_tokens_has_its_price() -> None:
+    drive = decoding(1, acceptance=0.5)
+    assert any(drafted(drive))
+    drive.scheduler.view.device.exposed = 0.01
+    assert not any(drafted(drive))
+
+
+def test_the_next_step_is_expected_to_draft_exactly_where_it_does() -> None:
+    for acceptance, rows in ((0.9, 1), (0.05, 1), (0.5, 60), (0.5, 4)):
+        drive = decoding(rows, acceptance=acceptance)
+        assert drive.scheduler.would_draft(0.0) == any(drafted(drive)), (acceptance, rows)
+    plain = Drive("sarathi")
+    row = plain.add(1, 40)
+    plain.step()
+    plain.scheduler.offer(row, 8, 1.0)
+    assert not plain.scheduler.would_draft(0.0)
+    assert plain.step() == {row: 1}
+
+
+def test_a_draft_of_which_nothing_is_known_begins_with_what_its_tenant_had() -> None:
+    rates = AcceptanceRates()
+    first = rates.of("a")
+    assert first.estimate("lookup") == PRIOR
+    for _ in range(50):
+        first.note("lookup", 0, right=True)
+    assert first.estimate("lookup") > 0.95
+    assert first.estimate("lookup", 1) == PRIOR, "each strength has a rate of its own"
+    assert rates.of("a").estimate("lookup") > 0.95
+    assert rates.of("b").estimate("lookup") == PRIOR
+    second = rates.of("a")
+    for _ in range(20):
+        second.note("lookup", 0, right=False)
+    assert second.estimate("lookup") < 0.3 < first.estimate("lookup")
+    assert (first.guessed, first.right, second.guessed, second.right) == (50, 50, 20, 0)
+
+
+def test_only_so_many_tenants_are_remembered() -> None:
+    rates = AcceptanceRates()
+    rates.of("first").note("lookup", 0, right=True)
+    for number in range(TENANTS):
+        rates.of(str(number))
+    assert rates.of("first").estimate("lookup") == PRIOR
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_drafts_take_no_more_than_the_logits_there_are(rows: int) -> None:
+    drive = Drive("sarathi+spec", c=64, rows=8)
+    for _ in range(rows):
+        drive.add(1, 40)
+    drive.step()
+    for row in range(rows):
+        drive.scheduler.offer(row, 8, 1.0)
+    assert sum(drafted(drive)) == min(MOST * rows, 8 - rows)
