@@ -89,10 +89,12 @@ class StepWatch:
             features = step.features(self._padding)
         return Watched(features, float(self.model.batch_time(features)), now, usual)
 
-    def free_at(self, *flying: Watched) -> float:
-        """When the device is predicted to finish the launched steps whose tokens have not come, in
-        order. Without one, when the last tokens came; -inf before the first."""
-        free_at = self.done
+    def free_at(self, *flying: Watched, exposed: float = 0.0) -> float:
+        """When the device is predicted to begin the next step: once it has finished the launched
+        steps whose tokens have not come, in order. Without one, so many seconds after the last
+        tokens came as the host then takes until it launches (`Device.exposed`); -inf before the
+        first."""
+        free_at = self.done + (0.0 if flying else exposed)
         for step in flying:
             free_at = max(free_at, step.submitted) + step.predicted
         return free_at

@@ -236,7 +236,9 @@ class StepLoop:
     def _plan(self, now: float, pending: InFlight | None) -> BatchPlan:
         flying = () if pending is None else (pending.watched,)
         try:
-            plan = self._scheduler.plan(now, self.watch.free_at(*flying), self.watch.overrun)
+            exposed = self._scheduler.view.device.exposed
+            free_at = self.watch.free_at(*flying, exposed=exposed)
+            plan = self._scheduler.plan(now, free_at, self.watch.overrun)
             if pending is None and not len(plan) and not plan.operations:
                 raise InvalidPlan(f"it plans nothing for {len(self.live)} requests")
         except InvalidPlan as error:

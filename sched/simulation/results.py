@@ -43,6 +43,7 @@ class RequestRecords:
         failed: bool [n], requests that ended early because their replica died.
         end: When the run was cut off; inf if it was not.
         found: int64 [n], tokens of each prompt that were found; None without prefix caching.
+        drafts: As `Served.drafts`.
     """
 
     workload: Workload
@@ -53,6 +54,7 @@ class RequestRecords:
     failed: np.ndarray
     end: float = math.inf
     found: np.ndarray | None = None
+    drafts: tuple[np.ndarray, np.ndarray] | None = None
 
     @classmethod
     def from_served(cls, served: Served, until: float) -> RequestRecords:
@@ -63,7 +65,8 @@ class RequestRecords:
             tokens = np.add.reduceat(wrote, np.cumsum(tokens) - tokens, dtype=np.int64)
             times = times[wrote]
         by = (served.preemptions, served.replica)
-        return cls(served.workload, *by, times, tokens, served.failed, until, served.found)
+        how = (served.failed, until, served.found, served.drafts)
+        return cls(served.workload, *by, times, tokens, *how)
 
     def __len__(self) -> int:
         return len(self.workload)
@@ -249,6 +252,8 @@ class SimulationResult:
             saved_slots, loaded_slots: Slots of one plane moved to and from host memory.
             mean_shared_blocks, peak_shared_blocks: Blocks that several requests hold, over the time
                 of the batches.
+            drafted_tokens, accepted_tokens: Drafted tokens that were computed, and those that were
+                right; only where some could be drafted.
             goodput_bound_per_s, search_runs: As the fields, only if the schedule was searched for.
             tiers, classes: The same by name, see `metrics.group_metrics`.
         """
@@ -288,6 +293,7 @@ class SimulationResult:
             "finished_per_s": total["finished_per_s"],
             "output_tokens": tokens,
             **self._reuse(),
+            **self._drafts(),
             **{n: total[n] for n in ("ttft_ms", "tbt_ms", "e2e_ms", "normalised_latency_ms")},
             "mean_batch_requests": _mean(size),
             "mean_kv_used": _share(_mean(kv_used, batches.duration), self.kv_tokens),
@@ -302,6 +308,12 @@ class SimulationResult:
         if found is None:
             return {}
         return {"cached_tokens": int(found.sum()), "cache_hit_rate": float(found.sum()) / prompts}
+
+    def _drafts(self) -> dict[str, Any]:
+        drafts = self.requests.drafts
+        if drafts is None:
+            return {}
+        return {"drafted_tokens": int(drafts[0].sum()), "accepted_tokens": int(drafts[1].sum())}
 
     @property
     def met(self) -> Attained:

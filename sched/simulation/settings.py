@@ -168,6 +168,8 @@ class Served:
         expected: float64 [n], seconds to the first token as predicted on arrival; None if not asked
             for.
         found: int64 [n], tokens of each prompt that were found; None without prefix caching.
+        drafts: int64 [n] each, drafted tokens that were computed, and those that were right; None
+            where nobody could draft.
     """
 
     workload: Workload
@@ -180,6 +182,7 @@ class Served:
     rows: list[list[BatchRows]] | None = None
     expected: np.ndarray | None = None
     found: np.ndarray | None = None
+    drafts: tuple[np.ndarray, np.ndarray] | None = None
 
 
 @dataclass(frozen=True, slots=True)

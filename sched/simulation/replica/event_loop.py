@@ -24,6 +24,7 @@ from jaxserve.sched.registry import make_retention
 from jaxserve.sched.request import Request
 from jaxserve.sched.simulation.replica.admission import BoundedQueue, Lateness
 from jaxserve.sched.simulation.replica.arrivals import Arrivals
+from jaxserve.sched.simulation.replica.drafter import Guesses
 from jaxserve.sched.simulation.replica.event_queue import Events
 from jaxserve.sched.simulation.replica.replica import Replica, as_keys
 from jaxserve.sched.simulation.replica.router_front import Front
@@ -82,6 +83,9 @@ def run_in_python(
     arrivals = Arrivals(workload, options.best_effort, setting.seed)
     outputs = arrivals.outputs
     keys = BlockKeys(workload, setting.block_size) if options.prefix_caching else None
+    guesses = None
+    if any(policy.speculates for policy in policies) and workload.guess_share.any():
+        guesses = Guesses(workload, setting.seed)
     machines = [
         Replica(
             _scheduler(policy, setting, options),
@@ -97,6 +101,7 @@ def run_in_python(
             and not setting.routing.faults,
             record_rows=options.record_rows,
             block_keys=keys,
+            guesses=guesses,
         )
         for number, policy in enumerate(policies)
     ]
@@ -113,7 +118,8 @@ def run_in_python(
     failed = np.isin(np.arange(len(served_by)), list(front.failed))
     came, numbers = arrivals.came()
     rows = [_renumbered(machine.rows_log, numbers) for machine in machines]
-    drawn = setting.routing.draws or any(one.scheduler.view.seed_read for one in machines)
+    drawn = setting.routing.draws or guesses is not None
+    drawn |= any(one.scheduler.view.seed_read for one in machines)
     return Served(
         came,
         outputs.in_order(numbers),
@@ -125,6 +131,7 @@ def run_in_python(
         rows if options.record_rows else None,
         late.expected(numbers),
         outputs.found[numbers] if options.prefix_caching else None,
+        None if guesses is None else (outputs.drafted[numbers], outputs.accepted[numbers]),
     )
 
 

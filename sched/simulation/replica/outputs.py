@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxserve.sched.row_columns import grow_columns
+
 
 class Outputs:
     """The outputs of n requests, by number; replicas fill them in.
@@ -15,10 +17,13 @@ class Outputs:
         over: bool [n], whether the request has ended.
         preemptions: int64 [n].
         found: int64 [n], tokens of each prompt that were found when it first started.
+        drafted: int64 [n], drafted tokens that were computed.
+        accepted: int64 [n], those of them that were right, and in the output.
     """
 
     def __init__(self) -> None:
         self.lengths = self.offsets = self.preemptions = self.found = np.zeros(0, np.int64)
+        self.drafted = self.accepted = np.zeros(0, np.int64)
         self.times, self.over = np.zeros(0), np.zeros(0, bool)
 
     def add(self, lengths: np.ndarray) -> None:
@@ -29,8 +34,7 @@ class Outputs:
         self.offsets = np.concatenate([self.offsets, offsets])
         self.times = np.concatenate([self.times, np.full(int(lengths.sum()), np.nan)])
         self.over = np.concatenate([self.over, np.zeros(count, bool)])
-        self.preemptions = np.concatenate([self.preemptions, np.zeros(count, np.int64)])
-        self.found = np.concatenate([self.found, np.zeros(count, np.int64)])
+        grow_columns(self, len(self.lengths), preemptions=0, found=0, drafted=0, accepted=0)
 
     def cut(self, end: float) -> None:
         """Forgets tokens that came after `end`."""

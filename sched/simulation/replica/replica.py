@@ -2,7 +2,8 @@
 
 The engine launches step N, finishes N - 1 on the host while N runs, and plans N + 1: so a plan is
 made when the step before the last ends, and starts when the last one does. Here it is the same,
-with the cost model for a device.
+with the cost model for a device. Where drafts are in flight, or the scheduler expects to draft, the
+step in flight is finished first, and the next one planned when its tokens are known.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jaxserve.sched.request import Request
 from jaxserve.sched.routing.take_snapshot import Lately
 from jaxserve.sched.row_columns import grow_columns
 from jaxserve.sched.simulation.replica.clock import Clock
+from jaxserve.sched.simulation.replica.drafter import Drafter, Guesses
 from jaxserve.sched.simulation.replica.multi_step import Decoding, InFlight, Stretch, stretch
 from jaxserve.sched.simulation.replica.outputs import Outputs
 from jaxserve.sched.simulation.replica.scheduler_state import SimulatedScheduler
@@ -32,6 +34,8 @@ from jaxserve.sched.state.request_table import DRAINING, FREE
 from jaxserve.sched.step import Discard, Step
 from jaxserve.sched.step_timing import StepWatch, Watched
 from jaxserve.sched.workloads.shared_prefixes import BlockKeys
+
+EXPOSED_RATE = 0.05  # of a step in the average of the host's time, as the engine has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class _Step:
         emitting: Rows that sample.
         requests: Numbers of the requests in these rows at the launch.
         end: When the device is done.
+        drafts: int64, drafted tokens behind each of `emitting`; None if nobody drafts.
         steady: Whether every live request decodes in it and goes on.
         watched: What was predicted of it.
     """
@@ -50,6 +55,7 @@ class _Step:
     rows: np.ndarray
     emitting: np.ndarray
     requests: np.ndarray
+    drafts: np.ndarray | None
     end: float
     steady: bool
     watched: Watched
@@ -66,6 +72,7 @@ class Replica:
         coasts: Whether steps that are certain may be run several at once (`multi_step.py`).
         record_rows: Whether to record which requests were in each batch.
         block_keys: Of the workload's requests; None without prefix caching.
+        guesses: What drafts come to; None where the policy does not draft.
 
     Attributes:
         next_time: When the loop runs next; inf if it is idle.
@@ -86,6 +93,7 @@ class Replica:
         coasts: bool = False,
         record_rows: bool = False,
         block_keys: BlockKeys | None = None,
+        guesses: Guesses | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.next_time = math.inf
@@ -94,6 +102,8 @@ class Replica:
         self.lately = Lately()
         self.rows_log: list[BatchRows] = []
         self._block_keys = block_keys
+        self._drafter = None if guesses is None else Drafter(scheduler, guesses, outputs)
+        self._host_times = [0.0, 0.0]  # around the last step: until its launch, and after its end
         self._setting, self._cost = setting, setting.cost_model
         self._outputs = outputs
         self._came = 0  # requests that the host has not taken in
@@ -125,6 +135,8 @@ class Replica:
         row = self.scheduler.add(request, int(self._outputs.lengths[number]), number)
         grow_columns(self, self.scheduler.table.capacity, _request_of=0, _has_slot=False)
         self._request_of[row] = number
+        if self._drafter is not None:
+            self._drafter.begin(row, request.tenant)
         self.live += 1
         self._came += 1
         if self.next_time == math.inf:
@@ -159,6 +171,10 @@ class Replica:
 
     def _once(self) -> None:
         pending = self._pending
+        if pending is not None and self._waits(pending):
+            self._finish(pending)
+            self._pending = self._last = None
+            return  # who came meanwhile takes part in the next plan
         launched = self._launch()
         if pending is not None:
             self._finish(pending)
@@ -166,6 +182,12 @@ class Replica:
         if launched is not None and not self._setting.overlap:
             self._finish(launched)
             self._pending = None
+
+    def _waits(self, pending: _Step) -> bool:
+        """Whether the next plan needs the tokens of the step in flight."""
+        if self._drafter is None:
+            return False
+        return pending.drafts is not None or self.scheduler.would_draft(self._clock.now)
 
     def stop(self, end: float) -> np.ndarray:
         """Ends the simulation. Preemptions of requests that have not ended are recorded.
@@ -190,12 +212,14 @@ class Replica:
         if not self.live:
             return None
         scheduler, clock = self.scheduler, self._clock
+        began = clock.now
         if self._draws is not None:
             clock.pace = float(self._draws.of_host(self._batches, 1)[0])
         clock.receive(self._came)
         self._came = 0
         flying = () if self._pending is None else (self._pending.watched,)
-        step = scheduler.schedule(clock.now, self._watch.free_at(*flying), self._watch.overrun)
+        free_at = self._watch.free_at(*flying, exposed=scheduler.view.device.exposed)
+        step = scheduler.schedule(clock.now, free_at, self._watch.overrun)
         clock.plan(self.live)
         if len(step.preempted):
             self._gone += self._request_of[step.preempted].tolist()
@@ -218,6 +242,7 @@ class Replica:
         self.lately.stepped(self.slowdown)
         admitted, idle = self._admit(step.rows), self._pending is None
         start, end = clock.launch(len(step), admitted, moves, duration, idle=idle)
+        self._host_times[0] = clock.now - began
         self._log.append(
             (
                 start,
@@ -245,14 +270,17 @@ class Replica:
         emitting, generated = step.rows, step.generated
         if np.count_nonzero(step.emits) < len(emitting):
             emitting, generated = emitting[step.emits], generated[step.emits]
-        requests = self._request_of[emitting]
+        requests, drafts = self._request_of[emitting], step.plan.drafts
+        if drafts is not None:
+            drafts = drafts[step.emits]
+            self._outputs.drafted[requests] += drafts
         done = self.scheduler.release_finished(step)
         if len(done):
             self._has_slot[done] = False
         steady = features.num_decodes == self.live and not len(done)
         steady = steady and bool((generated < self._outputs.lengths[requests]).all())
         watched = self._watch.launched(step, self._clock.now, features=features)
-        return _Step(step.rows, emitting, requests, end, steady, watched)
+        return _Step(step.rows, emitting, requests, drafts, end, steady, watched)
 
     def _admit(self, rows: np.ndarray) -> int:
         """How many of them take a slot for sampling now."""
@@ -278,20 +306,35 @@ class Replica:
         self._watch.finished(step.watched, now)
         self._take_in(step, now)
         self._clock.finish(len(step.emitting))
+        if self._drafter is not None and self._setting.overlap:
+            self._host_times[1] = self._clock.now - now
+            device = self.scheduler.view.device
+            device.exposed += EXPOSED_RATE * (sum(self._host_times) - device.exposed)
 
     def _take_in(self, step: _Step, now: float) -> None:
         table, outputs = self.scheduler.table, self._outputs
-        rows, requests = step.emitting, step.requests
+        rows, requests, drafts = step.emitting, step.requests, step.drafts
         # A request whose last token was still on its way has taken part once more, for nothing.
         over = outputs.over[requests]
         if np.count_nonzero(over):
             rows, requests = rows[~over], requests[~over]
-        before = table.received[rows]
-        outputs.times[outputs.offsets[requests] + before] = now
-        self.scheduler.receive(rows, now)
-        over = before + 1 >= outputs.lengths[requests]
+            drafts = None if drafts is None else drafts[~over]
+        before, counts = table.received[rows], None
+        came = np.ones(len(rows), np.int64)
+        if self._drafter is not None and drafts is not None:
+            came += self._drafter.right(requests, before, drafts)
+            counts = came = np.minimum(came, outputs.lengths[requests] - before)
+            outputs.accepted[requests] += came - 1
+        first = outputs.offsets[requests] + before
+        for token in range(int(came.max(initial=0))):
+            outputs.times[(first + token)[came > token]] = now
+        self.scheduler.receive(rows, now, counts)
+        over = before + came >= outputs.lengths[requests]
+        going = ~over
         if self._block_keys is not None:
-            self._know(rows[~over], requests[~over], self._block_keys)
+            self._know(rows[going], requests[going], came[going], self._block_keys)
+        if self._drafter is not None:
+            self._drafter.observe(rows[going], requests[going], before[going], came[going])
         if self._setting.routing.looks:
             first = rows[before == 0]
             in_time = now - table.arrival[first] <= table.ttft[first]
@@ -301,12 +344,15 @@ class Replica:
             for row in rows[over].tolist():
                 self._end(row)
 
-    def _know(self, rows: np.ndarray, requests: np.ndarray, keys: BlockKeys) -> None:
-        """These requests have another token; some have filled a block by it."""
+    def _know(
+        self, rows: np.ndarray, requests: np.ndarray, came: np.ndarray, keys: BlockKeys
+    ) -> None:
+        """These requests have so many more tokens; some have filled blocks by them."""
         table, size = self.scheduler.table, keys.block_size
         known = table.prompt_len[rows] + table.received[rows]
-        for i in np.flatnonzero((known % size == 0) & (requests < len(keys))).tolist():
-            new = keys.of(int(requests[i]), int(known[i]))[-1:]
+        full = known // size - (known - came) // size
+        for i in np.flatnonzero((full > 0) & (requests < len(keys))).tolist():
+            new = keys.of(int(requests[i]), int(known[i]))[-int(full[i]) :]
             self.scheduler.know(int(rows[i]), as_keys(new))
 
     def _end(self, row: int) -> None:
@@ -316,6 +362,8 @@ class Replica:
         self._has_slot[row] = False
         self._outputs.preemptions[number] = self.scheduler.table.preemptions[row]
         self.scheduler.finish(row)
+        if self._drafter is not None:
+            self._drafter.end(row)
         self.live -= 1
 
     def _coast(self, last: _Step, horizon: float) -> bool:
@@ -383,7 +431,7 @@ class Replica:
         here = rows[took == steps]
         ended = (took == left)[took == steps].any()
         requests, end = self._request_of[here], found.clock.device_free
-        self._last = _Step(here, here, requests, end, not ended, found.last)
+        self._last = _Step(here, here, requests, None, end, not ended, found.last)
         self._pending = self._last if self._setting.overlap else None
 
     # What is kept of the batches.
