@@ -165,8 +165,10 @@ def _event(what: _Told, start: float) -> recording.Event:
             )
         case RequestStats():
             lifetime = round(what.e2e, DIGITS)
+            drafts = (what.drafted, what.accepted, what.guessed, what.right)
+            reason = what.finish_reason
             return recording.End(
-                what.number, what.output_tokens, what.finish_reason, what.preemptions, lifetime
+                what.number, what.output_tokens, reason, what.preemptions, lifetime, *drafts
             )
         case number, request:
             return recording.Arrival(

@@ -239,6 +239,7 @@ class Continuation:
         if self._timings is None:  # no last `Output` was sent
             self._conclude(reason, now)
         assert self._timings is not None
+        guessed, right = (0, 0) if self.speculator is None else self.speculator.guesses
         return RequestStats(
             number=self.number,
             finish_reason=reason,
@@ -253,4 +254,6 @@ class Continuation:
             block_keys=() if self.block_keys is None else self.block_keys.keys,
             drafted=sum(self._drafts()),
             accepted=self._drafts()[0],
+            guessed=guessed,
+            right=right,
         )

@@ -126,6 +126,8 @@ class RequestStats:
         block_keys: of the full blocks of its prompt and output; empty where nothing is to be found.
         drafted: drafted tokens that were computed for it.
         accepted: those of them that were right.
+        guessed: tokens of which there was a draft, computed or not.
+        right: those that were as drafted.
     """
 
     number: int
@@ -141,6 +143,8 @@ class RequestStats:
     block_keys: Sequence[bytes] = field(default=(), repr=False)
     drafted: int = 0
     accepted: int = 0
+    guessed: int = 0
+    right: int = 0
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,15 @@ TARGETS = SLO(ttft=0.5, jct=4.0, max_tbt=7.0)
 class Story:
     """Tells a recorder of requests that come, get a token a step, and end. A second a step."""
 
-    def __init__(self, path: Path, max_bytes: int = 10**9, depth: int = module.DEPTH) -> None:
+    def __init__(
+        self,
+        path: Path,
+        max_bytes: int = 10**9,
+        depth: int = module.DEPTH,
+        header: Header = HEADER,
+    ) -> None:
         self.now = 100.0
-        self.recorder = Recorder(path, HEADER, max_bytes, lambda: self.now, depth)
+        self.recorder = Recorder(path, header, max_bytes, lambda: self.now, depth)
 
     def arrive(self, number: int) -> None:
         params = SamplingParams(max_tokens=50, temperature=float(number % 2))
@@ -69,18 +75,21 @@ class Story:
         )
         self.recorder.on_arrival(number, dataclasses.replace(request, arrival=self.now))
 
-    def step(self, *received: int) -> None:
+    def step(self, *received: int, **drafts: Any) -> None:
         self.now += 1.0
         n = len(received)
         features = BatchFeatures(n, 8, np.int64(9 * n), n, 0, 0, 0)
         told = dataclasses.replace(
             step_stats(n), features=features, received=received, end=self.now, device_time=0.9
         )
+        told = dataclasses.replace(told, **drafts)
         self.recorder.on_step(told)
 
-    def end(self, number: int, tokens: int, reason: FinishReason = FinishReason.STOP) -> None:
+    def end(
+        self, number: int, tokens: int, reason: FinishReason = FinishReason.STOP, **drafts: int
+    ) -> None:
         stats = RequestStats(number, reason, Tier.REALTIME, number + 1, tokens, 2, 0.1, 0.2, 7.5)
-        self.recorder.on_finish(stats)
+        self.recorder.on_finish(dataclasses.replace(stats, **drafts))
 
     def over(self) -> None:
         self.recorder.on_stop()
@@ -124,6 +133,33 @@ def test_what_is_told_is_read_again(tmp_path: Path) -> None:
     assert served.requests.preemptions.tolist() == [2, 2]
     assert served.batches.start[0] == pytest.approx(0.1)
     assert "secret" not in path.read_text()
+
+
+def test_drafts_are_told_and_say_how_well_a_request_can_be_guessed(tmp_path: Path) -> None:
+    path = tmp_path / "served.jsonl"
+    story = Story(path, header=dataclasses.replace(HEADER, drafters=("lookup",)))
+    for number in (0, 1):
+        story.arrive(number)
+    story.step(0, 1)
+    story.step(0, 0, 0, 1, num_draft_tokens=4, accepted={"lookup": 2})
+    for number, drafts in ((0, {"drafted": 3, "accepted": 2, "guessed": 3, "right": 2}), (1, {})):
+        story.end(number, 4 - 2 * number, **drafts)
+    story.over()
+    recording = replay.read(path)
+    assert recording.header.drafters == ("lookup",)
+    assert recording.columns["num_draft_tokens"].tolist() == [0, 4]
+    assert recording.columns["num_accepted"].tolist() == [0, 2]
+    workload = replay.traffic_of(recording).workload
+    assert workload.output_len.tolist() == [4, 2]
+    assert workload.guess_share.tolist() == [0.75, 0.0]
+    assert workload.guess_right.tolist() == [pytest.approx(2 / 3), 0.0]
+    served = replay.served(recording)
+    assert served.requests.drafts is not None
+    assert [one.tolist() for one in served.requests.drafts] == [[3, 0], [2, 0]]
+    summary = served.summary()
+    assert (summary["drafted_tokens"], summary["accepted_tokens"]) == (3, 2)
+    (gaps, _) = served.requests.tbt
+    assert gaps.tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1.0])
 
 
 def test_a_large_file_goes_on_as_another_and_the_new_one_says_who_is_there(tmp_path: Path) -> None:
@@ -203,24 +239,32 @@ def test_nobody_else_may_read_any_of_it(tmp_path: Path) -> None:
     assert set(modes.values()) == {0o600}
 
 
-@pytest.mark.parametrize(("version", "lacks"), [(6, 2), (5, 3), (4, 4)])
+@pytest.mark.parametrize(("version", "lacks"), [(7, 0), (6, 2), (5, 3), (4, 4)])
 def test_recordings_of_the_last_formats_are_read(tmp_path: Path, version: int, lacks: int) -> None:
     path = tmp_path / "served.jsonl"
     story = Story(path)
     story.arrive(0)
     story.step(0)
     story.over()
-    header, arrival, *rest = map(json.loads, path.read_text().splitlines())
+    header, *events = map(json.loads, path.read_text().splitlines())
     header["recording"] = version
-    assert arrival[-4:] == [7.0, 3.0, 0, 0]
-    for line in (header["columns"]["arrival"], arrival):
-        del line[-lacks:]
-    path.write_text("".join(json.dumps(line) + "\n" for line in (header, arrival, *rest)))
-    workload = replay.traffic_of(replay.read(path)).workload
+    del header["drafters"]
+    assert events[0][-4:] == [7.0, 3.0, 0, 0]
+    for line in events:
+        fewer = {"arrival": lacks, "step": 2, "end": 4}[line[0]]
+        del line[len(line) - fewer :]
+    for name, fewer in {"arrival": lacks, "step": 2, "end": 4}.items():
+        columns = header["columns"][name]
+        del columns[len(columns) - fewer :]
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, *events)))
+    recording = replay.read(path)
+    assert recording.columns["num_draft_tokens"].tolist() == [0]
+    workload = replay.traffic_of(recording).workload
     assert (workload.ttft.tolist(), workload.value.tolist()) == (
         [0.5],
-        [3.0 if version == 6 else 1.0],
+        [3.0 if version > 5 else 1.0],
     )
+    assert workload.guess_share.tolist() == [0.0]
     assert workload.max_tbt.tolist() == [np.inf if version == 4 else 7.0]
 
 
@@ -234,7 +278,7 @@ def test_what_was_there_before_and_is_no_recording_is_left_out(tmp_path: Path) -
     recording = replay.read(path)
     assert len(recording.steps) == 1
     (note,) = recording.notes
-    assert note == f"{older(path)}: recording format 0, this version reads 4, 5, 6, 7: left out"
+    assert note == f"{older(path)}: recording format 0, this version reads 4, 5, 6, 7, 8: left out"
 
 
 def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

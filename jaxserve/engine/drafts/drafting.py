@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from jaxserve.engine.drafts.draft import Draft
 from jaxserve.engine.drafts.drafter import Drafter
-from jaxserve.engine.drafts.forced import Forced
+from jaxserve.engine.drafts.forced import GRAMMAR, Forced
 from jaxserve.engine.drafts.lookup import EARLIER_OUTPUTS, PROMPT_LOOKUP, Lookup
-from jaxserve.engine.drafts.prediction import Prediction
+from jaxserve.engine.drafts.prediction import PREDICTION, Prediction
 from jaxserve.engine.drafts.token_index import END, TokenIndex
 from jaxserve.engine.text.grammars import Matcher
 
@@ -21,6 +21,9 @@ KNOWN = 32_768
 # The most tokens of a tenant's earlier outputs (of one salt): 768 KiB; and of how many tenants, the
 # last to ask: 48 MiB in all.
 EARLIER, TENANTS = 65_536, 64
+
+DRAFTERS = (GRAMMAR, PREDICTION, PROMPT_LOOKUP, EARLIER_OUTPUTS)
+"""The names of all."""
 
 
 class Drafting:

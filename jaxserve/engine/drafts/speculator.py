@@ -39,6 +39,12 @@ class Speculator:
             return 1.0
         return self._rates.estimate(self.draft.source, self.draft.strength)
 
+    @property
+    def guesses(self) -> tuple[int, int]:
+        """Tokens of which there was a draft, taken or not, and those that were as drafted; without
+        what is certain."""
+        return self._rates.guessed, self._rates.right
+
     def checked(self, drafted: int, accepted: int) -> None:
         """So many drafted tokens were computed, and so many of them right."""
         self.drafted += drafted

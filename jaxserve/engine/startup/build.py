@@ -16,6 +16,7 @@ from jaxserve import __version__
 from jaxserve.config import JSON, Config, ConfigError
 from jaxserve.engine.device.executor import Executor
 from jaxserve.engine.device.leader_executor import LeaderExecutor
+from jaxserve.engine.drafts.drafting import DRAFTERS
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.recorder import MIB, Recorder, check_path
 from jaxserve.engine.startup import compilation_cache, cost_model_cache
@@ -210,6 +211,7 @@ def _header(config: Config, chosen: Choices, info: EngineInfo, initial: InitialC
         padding=chosen.buckets.padding,
         prefix_caching=config.cache.prefix_caching,
         retention=config.cache.retention,
+        drafters=DRAFTERS if chosen.policy.speculates else (),
     )
 
 

@@ -23,8 +23,14 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.simulation.json_records import is_count, is_number, read_record
 
-FORMAT = 7
-FEWER = {6: 2, 5: 3, 4: 4}  # columns that arrivals had in the last formats
+FORMAT = 8
+_NO_DRAFTS = {"step": 2, "end": 4}
+FEWER = {  # columns that events had in the last formats
+    7: _NO_DRAFTS,
+    6: {"arrival": 2, **_NO_DRAFTS},
+    5: {"arrival": 3, **_NO_DRAFTS},
+    4: {"arrival": 4, **_NO_DRAFTS},
+}
 FEATURES = BatchFeatures._fields
 
 
@@ -82,7 +88,9 @@ class Step(NamedTuple):
         num_hidden: Rows with hidden caches.
         num_shared: Blocks that several requests hold.
         features: The cost model's features, in the order of FEATURES.
-        received: Numbers of the requests that got a token.
+        received: Numbers of the requests that got a token, each as often as it got one.
+        num_draft_tokens: Drafted tokens that were computed.
+        num_accepted: Those of them that were right.
     """
 
     end: float
@@ -106,6 +114,8 @@ class Step(NamedTuple):
     num_recomputed_tokens: int
     features: list[int]
     received: list[int]
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
 
 
 class End(NamedTuple):
@@ -117,6 +127,11 @@ class End(NamedTuple):
         reason: Its finish reason; stop or length if it ended by itself.
         preemptions: How often it lost its cache.
         lifetime: Seconds since its arrival.
+        drafted: Drafted tokens that were computed for it.
+        accepted: Those of them that were right.
+        guessed: Tokens of which a drafter had a guess, drafted or not, with all before it known or
+            guessed right.
+        right: Those that came as guessed.
     """
 
     number: int
@@ -124,6 +139,10 @@ class End(NamedTuple):
     reason: str
     preemptions: int
     lifetime: float
+    drafted: int = 0
+    accepted: int = 0
+    guessed: int = 0
+    right: int = 0
 
 
 class Lost(NamedTuple):
@@ -146,8 +165,9 @@ KINDS: dict[str, type[Event]] = {
 _NAMES = {kind: name for name, kind in KINDS.items()}
 _COLUMNS = {name: list(kind._fields) for name, kind in KINDS.items()} | {"features": list(FEATURES)}
 _READS = {  # by format
-    version: _COLUMNS | {"arrival": _COLUMNS["arrival"][: len(Arrival._fields) - less]}
-    for version, less in {FORMAT: 0, **FEWER}.items()
+    version: _COLUMNS
+    | {name: _COLUMNS[name][: len(_COLUMNS[name]) - n] for name, n in less.items()}
+    for version, less in {FORMAT: dict[str, int](), **FEWER}.items()
 }
 
 
@@ -163,6 +183,7 @@ class Header:
         cost_model: What it predicted steps with at first.
         padding: The shapes that it rounds batches up to.
         prefix_caching: Whether requests found what others had computed.
+        drafters: What tokens were drafted by, by name.
     """
 
     began: str
@@ -187,6 +208,7 @@ class Header:
     padding: Padding
     prefix_caching: bool = False
     retention: str = "lru"
+    drafters: tuple[str, ...] = ()
 
     @property
     def limits(self) -> Limits:

@@ -36,10 +36,11 @@ from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, Simu
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
+from jaxserve.sched.workloads.guessable import Guessable
 from jaxserve.sched.workloads.prefixes import NO_PREFIX, Prefixes
 from jaxserve.sched.workloads.workload import Lengths, Workload
 
-_NUMBERS = Step._fields[: Step._fields.index("features")]  # of a step
+_NUMBERS = tuple(name for name in Step._fields if name not in ("features", "received"))
 
 
 @dataclass(frozen=True)
@@ -290,9 +291,12 @@ def served(recording: Recording) -> SimulationResult:
     order = np.argsort(mine, kind="stable")
     times = recording.columns["end"][at[order]] - origin
     ends = [recording.ends.get(number) for number in numbers.tolist()]
-    preemptions = np.array([0 if end is None else end.preemptions for end in ends], np.int64)
+    preemptions = _counts(ends, "preemptions")
+    drafts = None
+    if recording.header.drafters:
+        drafts = (_counts(ends, "drafted"), _counts(ends, "accepted"))
     served_by, failed = np.zeros(len(there), np.int64), np.zeros(len(there), bool)
-    requests = RequestRecords(workload, preemptions, served_by, times, count, failed)
+    requests = RequestRecords(workload, preemptions, served_by, times, count, failed, drafts=drafts)
     kv_tokens = int(tokens_in(recording.header.num_blocks, recording.header.block_size))
     return SimulationResult(requests, _batches(recording, origin), None, kv_tokens, False)
 
@@ -314,6 +318,11 @@ def _batches(recording: Recording, origin: float) -> BatchRecords:
         num_shared=columns["num_shared"].astype(np.int64),
         replica=np.zeros(len(steps), np.int64),
     )
+
+
+def _counts(ends: list[End | None], name: str) -> np.ndarray:
+    """A number of each request, 0 while it goes on."""
+    return np.array([0 if end is None else getattr(end, name) for end in ends], np.int64)
 
 
 def _output(recording: Recording, number: int, tokens: dict[int, int]) -> int:
@@ -345,12 +354,19 @@ def _workload(recording: Recording, there: list[Arrival], output_len: np.ndarray
     prompt = np.array([one.prompt_len for one in there], np.int64) + written
     limit = np.array([one.limit for one in there], np.int64) - written
     prefixes = recording.prefixes([one.number for one in there])
+    ends = [recording.ends.get(one.number) for one in there]
+    guessed, right = (_counts(ends, name) for name in ("guessed", "right"))
+    wrote = np.maximum(np.array([1 if end is None else end.tokens for end in ends]), 1)
+    guessable = Guessable(
+        np.minimum(guessed / wrote, 1.0), np.minimum(right / np.maximum(guessed, 1), 1.0)
+    )
     return Workload.create(
         time - time.min(),
         Lengths(prompt, output_len),
         limit=limit,
         terms=terms,
         prefixes=_within_lengths(prefixes, prompt, output_len),
+        guessable=guessable,
     )
 
 
