@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.experiments.reuse.cli import BEGIN, END, main, replaced
+from jaxserve.experiments.common.page import BEGIN, END, write_part
+from jaxserve.experiments.reuse.cli import main
 from jaxserve.experiments.reuse.replay import distinct_pages, replayed
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.workload import Workload
@@ -42,7 +43,7 @@ def test_what_is_saved_is_priced_by_depth(work: Workload) -> None:
 
 def test_parts_go_between_their_markers(tmp_path: Path) -> None:
     page = tmp_path / "reuse.md"
-    parts = (f"{BEGIN.format(name)}stale\n{END}" for name in ("figures", "retention"))
+    parts = (f"{BEGIN.format('reuse', name)}stale\n{END}" for name in ("figures", "retention"))
     page.write_text("before\n{}\nafter\n".format("\n".join(parts)))
     assert main(["--quick", "--jobs=1", f"--out={page}"]) == 0
     text = page.read_text()
@@ -52,6 +53,8 @@ def test_parts_go_between_their_markers(tmp_path: Path) -> None:
     assert text.count("a plan of 16 requests") == 4
 
 
-def test_a_page_without_markers_is_refused() -> None:
+def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "reuse.md"
+    page.write_text("nothing")
     with pytest.raises(ValueError, match="lacks the line"):
-        replaced("nothing", "retention", "text")
+        write_part(page, "reuse", "retention", "text")

@@ -20,6 +20,7 @@ from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.writable import check_folder
 
 TEMPLATE = "page.md.j2"
+BEGIN, END = "<!-- begin: python -m jaxserve.experiments.{} --parts={} -->\n", "<!-- end -->"
 Column = tuple[str, str, str, float]  # title, number, format, factor
 Rows = Iterable[tuple[Sequence[str], Sequence[C]]]  # first cells, and the cases of the others
 NUMBERS = "[{name}.json](figures/{name}.json) has the numbers of every run"
@@ -254,3 +255,23 @@ def write_page(
         return 130
     print(f"wrote {out / page.name}.md, its numbers and {count} figures")
     return 0
+
+
+def write_part(page: Path, experiment: str, name: str, part: str) -> None:
+    """Puts a part between its markers in a page that is otherwise written by hand.
+
+    Args:
+        page: The file.
+        experiment: Name of the folder of the command that makes the part.
+        name: Of the part, which that command calls it by.
+        part: Its Markdown.
+
+    Raises:
+        ValueError: The page has no such markers.
+    """
+    text, mark = page.read_text(encoding="utf-8"), BEGIN.format(experiment, name)
+    before, begin, rest = text.partition(mark)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the page lacks the line {mark.strip()} or its {END}")
+    page.write_text(f"{before}{begin}{part.rstrip()}\n{end}{after}", encoding="utf-8")

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxserve.command_line import Parser, exit_code
+from jaxserve.experiments.common.page import write_part
 from jaxserve.experiments.reuse import figures, retention
 from jaxserve.experiments.reuse.setting import Setting
 from jaxserve.workload_flags import positive_int
 
 Part = Callable[[Setting], str]  # makes its Markdown
 PARTS: dict[str, Part] = {"figures": figures.part, "retention": retention.part}
-BEGIN, END = "<!-- begin: python -m jaxserve.experiments.reuse --parts={} -->\n", "<!-- end -->"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,19 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = Path(args.out)
     try:
         for name in args.parts.split(","):
-            text = page.read_text(encoding="utf-8")
-            text = replaced(text, name, PARTS[name](setting))
-            page.write_text(text, encoding="utf-8")
+            write_part(page, "reuse", name, PARTS[name](setting))
     except (ValueError, OSError) as error:
         print(f"jaxserve.experiments.reuse: {error}", file=sys.stderr)
         return exit_code(error)
     return 0
-
-
-def replaced(page: str, name: str, part: str) -> str:
-    """The page with that between the part's markers. ValueError if it has none."""
-    before, begin, rest = page.partition(BEGIN.format(name))
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the page lacks the line {BEGIN.format(name).strip()} or its {END}")
-    return f"{before}{begin}{part.rstrip()}\n{end}{after}"
