@@ -509,7 +509,8 @@ class StepLoop:
         )
         if self._overlap:
             device = self._scheduler.view.device
-            device.exposed += EXPOSED_RATE * (stats.host_time - device.exposed)
+            rate = EXPOSED_RATE if device.exposed else 1.0
+            device.exposed += rate * (stats.host_time - device.exposed)
         self.observers.notify(lambda observer: observer.on_step(stats))
 
     def _observe_tokens(self, request: Request, last: float | None, count: int, now: float) -> None:

@@ -27,6 +27,7 @@ from jaxserve.sched.state.request_table import RUNNING
 
 MOST = 7  # drafts of a row in a step
 MARGIN = 0.02  # of the step's time, which drafts have to save at least
+LEFT_OUT = 63  # chances to wait, at most, for tokens in flight that brought no drafts before
 URGENT = 2.0  # what a token counts for of a row that is about to miss its target
 
 
@@ -114,6 +115,28 @@ def expects_drafts(view: View, now: float) -> bool:
     return bool(_choose(_Batch(features, rows, len(rows)), able, most, view, now).any())
 
 
+class Patience:
+    """Whether to wait for tokens that are expected to bring drafts. What a policy plans beside the
+    decodes may leave no time for any, so after each wait in vain that many more chances are left
+    out, up to LEFT_OUT in a row."""
+
+    def __init__(self) -> None:
+        self._to_leave = self._left = 0
+        self._waited = False
+
+    def waits(self) -> bool:
+        """Drafts are expected: whether to wait for the tokens in flight."""
+        self._waited = self._left >= self._to_leave
+        self._left += 1
+        return self._waited
+
+    def planned(self, drafts: bool) -> None:
+        """A plan was made. drafts: whether it has any."""
+        if self._waited:
+            self._to_leave = 0 if drafts else min(2 * self._to_leave + 1, LEFT_OUT)
+            self._left, self._waited = 0, False
+
+
 def _most(view: View, rows: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Drafts that each row may have at most, int64 [n]. end: its cached tokens without any."""
     table, pool = view.table, view.pool
@@ -144,7 +167,10 @@ def _choose(
         return none
     times = _Times(batch, view, min(room, int(most.sum())))
     plain = float(times.seconds[0])
-    slack = table.last_token + table.tbt - view.step_end(now)
+    # Who has a token in flight gets it when this step begins.
+    begin = view.step_end(now)
+    came = np.where(table.generated > table.received, begin, table.last_token)
+    slack = came + table.tbt - begin
     late = slack[rows] < plain * view.device.overrun
     chance = np.minimum(table.acceptance[rows], 1.0)
     if np.count_nonzero(late):

@@ -309,7 +309,8 @@ class Replica:
         if self._drafter is not None and self._setting.overlap:
             self._host_times[1] = self._clock.now - now
             device = self.scheduler.view.device
-            device.exposed += EXPOSED_RATE * (sum(self._host_times) - device.exposed)
+            rate = EXPOSED_RATE if device.exposed else 1.0
+            device.exposed += rate * (sum(self._host_times) - device.exposed)
 
     def _take_in(self, step: _Step, now: float) -> None:
         table, outputs = self.scheduler.table, self._outputs

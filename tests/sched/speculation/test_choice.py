@@ -10,7 +10,7 @@ from jaxserve.sched.speculation.acceptance import (
     TENANTS,
     AcceptanceRates,
 )
-from jaxserve.sched.speculation.choice import MOST
+from jaxserve.sched.speculation.choice import MOST, Patience
 from tests.sched.driver import Drive
 
 
@@ -86,14 +86,16 @@ def test_a_draft_of_which_nothing_is_known_begins_with_what_its_tenant_had() -> 
     for _ in range(50):
         first.note("lookup", 0, right=True)
     assert first.estimate("lookup") > 0.95
-    assert first.estimate("lookup", 1) == PRIOR, "each strength has a rate of its own"
+    assert first.estimate("lookup", 1) == first.estimate("lookup"), "more speaks for it"
+    first.note("lookup", 1, right=False)
+    assert first.estimate("lookup", 1) < first.estimate("lookup")
     assert rates.of("a").estimate("lookup") > 0.95
     assert rates.of("b").estimate("lookup") == PRIOR
     second = rates.of("a")
     for _ in range(20):
         second.note("lookup", 0, right=False)
     assert second.estimate("lookup") < 0.3 < first.estimate("lookup")
-    assert (first.guessed, first.right, second.guessed, second.right) == (50, 50, 20, 0)
+    assert (first.guessed, first.right, second.guessed, second.right) == (51, 50, 20, 0)
 
 
 def test_only_so_many_tenants_are_remembered() -> None:
@@ -102,6 +104,21 @@ def test_only_so_many_tenants_are_remembered() -> None:
     for number in range(TENANTS):
         rates.of(str(number))
     assert rates.of("first").estimate("lookup") == PRIOR
+
+
+def test_who_waits_in_vain_waits_less_often() -> None:
+    patience = Patience()
+    assert patience.waits()
+    patience.planned(drafts=True)
+    waits = []
+    for _ in range(40):
+        waits.append(patience.waits())
+        patience.planned(drafts=False)
+    assert [i for i, waited in enumerate(waits) if waited] == [0, 2, 6, 14, 30]
+    while not patience.waits():
+        patience.planned(drafts=False)
+    patience.planned(drafts=True)
+    assert patience.waits(), "as soon as there are drafts again"
 
 
 @pytest.mark.parametrize("rows", [1, 7])
