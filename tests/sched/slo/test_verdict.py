@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.request import NO_CLASS, SLO, Request, Tier
@@ -116,6 +116,7 @@ _target = st.sampled_from([0.25, 0.5, 1.0, 4.0, 30.0, None])
     after=st.sampled_from([0.0, 0.25, 2.0]),
     complete=st.booleans(),
 )
+@example(arrival=0, gaps=[0.25, 1.0, 0.0], slo=SLO(tbt=0.5), after=0.0, complete=True)
 @settings(deadline=None, max_examples=300)
 def test_what_is_told_is_what_load_tests_and_simulations_count(
     arrival: int, gaps: list[float], slo: SLO, after: float, complete: bool
