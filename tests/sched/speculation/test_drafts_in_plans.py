@@ -129,20 +129,6 @@ def test_blocks_that_accepted_drafts_fill_are_found() -> None:
     assert drive.table.found[other] == computed // BLOCK_SIZE * BLOCK_SIZE
 
 
-def test_keys_that_are_known_before_their_tokens_register_what_is_accepted() -> None:
-    """Those of the last prompt's blocks may be known while drafts fill the next."""
-    drive = Drive("sarathi+spec", prefix_caching=True, guessable=(1.0, 1.0))
-    keys = tuple(b"key %d" % i for i in range(6))
-    row = drive.add(2 * BLOCK_SIZE, 3 * BLOCK_SIZE, keys=keys[:2])
-    drive.step()
-    drive.scheduler.know(row, keys[2:])
-    drive.step()
-    computed = int(drive.table.computed[row])
-    other = drive.add(4 * BLOCK_SIZE, 1, keys=keys[:4])
-    drive.step()
-    assert drive.table.found[other] == min(computed // BLOCK_SIZE, 3) * BLOCK_SIZE
-
-
 @settings(deadline=None, max_examples=100)
 @given(
     offered=st.lists(st.integers(0, 9), min_size=1, max_size=8),
