@@ -19,6 +19,7 @@ POOL_DTYPES = (*WIDE_DTYPES, FLOAT8, "int8")
 _NAMED = {"fp8": FLOAT8}  # dtypes that have another name in configurations
 # Of a vector of int8: its scale, a float32.
 SCALE_BYTES = 4
+MOST_NARROW = 1 << 31  # see `unreachable`
 # Tokens of a block unless told otherwise. A TPU's program starts the transfer of each block, and
 # waits for it, one after another: over small ones it would do little else.
 BLOCK_SIZE = 16
@@ -229,6 +230,12 @@ def block_bytes(
         block_size, head_dim = _up(block_size, slots), _up(head_dim, lanes)
     values = kv_heads * block_size * head_dim * jnp.dtype(dtype).itemsize
     return num_layers * (values + scales)
+
+
+def unreachable(size: int, dtype: DTypeLike) -> bool:
+    """Whether Pallas-Triton cannot count the numbers of a pool (of a shard): of 8 bits, between 2
+    and 4 GiB."""
+    return jnp.dtype(dtype).itemsize == 1 and MOST_NARROW < size <= 2 * MOST_NARROW
 
 
 def _up(number: int, multiple: int) -> int:

@@ -11,13 +11,34 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.hidden import HiddenProjection
+from jaxserve.pallas_kernels.pool import ScaledPool
 
 Array = np.ndarray | jax.Array
+
+
+def as_cached(values: np.ndarray, cached: DTypeLike) -> np.ndarray | ScaledPool:
+    """Vectors [..., D] of float32 as they would be in a pool of another dtype. What is not finite
+    stays so: of int8 vectors in their scales."""
+    if jnp.dtype(cached) != jnp.int8:
+        with np.errstate(invalid="ignore"):
+            return values.astype(jnp.dtype(cached))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        scales = np.abs(values).max(axis=-1) / np.float32(127)
+        rounded = np.nan_to_num(np.round(values / scales[..., None]), posinf=77, neginf=-77)
+    return ScaledPool(rounded.astype(np.int8), np.where(np.isfinite(scales), scales, np.nan))
+
+
+def as_numbers(pool: Array | ScaledPool) -> np.ndarray:
+    """What is cached, in float64."""
+    if isinstance(pool, ScaledPool):
+        return np.asarray(pool.values).astype(np.float64) * np.asarray(pool.scales)[..., None]
+    return np.asarray(pool).astype(np.float64)
 
 
 def _on_host(batch: AttentionBatch) -> AttentionBatch:

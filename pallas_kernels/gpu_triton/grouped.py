@@ -1,14 +1,14 @@
 """Products with weights in groups, see `quantized_matmul`, on Pallas-Triton.
 
-A program makes a tile of the result. It reads each group's numbers once, as they are stored, and
-multiplies them as whole numbers (which x's dtype holds); the group's scale goes onto the sum.
+A program makes a tile of the result, or of one of several sums that make it. It reads the numbers
+once, as they are stored, and multiplies x by what they stand for in x's dtype.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,61 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
-from jaxserve.pallas_kernels.gpu_triton import common
+from jaxserve.pallas_kernels.gpu_triton import common, tuning
 
 _LEAST = 16  # of each side of a tensor core's product
-_COLUMNS = (64, 32, 16)
-_PROGRAMS = 128  # as many as a large GPU has multiprocessors, about
-_ROWS = 64
-_UNROLLED = 128  # inputs that one turn of the loop takes, at least
+_PROGRAMS = 512  # some for each multiprocessor of a large GPU
+_TURNS = (128, 64, 32)  # inputs that one turn of the loop takes
+# Bits of 2^k, in which a whole number below 16 can be the last bits of the fraction; 2^k + 8.
+_WHOLE = {"bfloat16": (0x4300, 136.0), "float16": (0x6400, 1032.0)}
+
+
+class Sizes(NamedTuple):
+    """How a product is cut.
+
+    Attributes:
+        rows, columns: of a program's part of the result.
+        turn: inputs of a turn of the loop: whole groups, or part of one.
+        splits: programs that share the inputs of one such part; their sums are added.
+        warps, stages: num_warps and num_stages.
+    """
+
+    rows: int
+    columns: int
+    turn: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+# (rows of x at most, rows, columns and stages), as measured on an H200; columns are halved until
+# they divide the outputs.
+_TABLE = ((16, 16, 128, 3), (32, 32, 64, 2), (64, 64, 64, 2), (None, 128, 64, 3))
+
+
+def sizes_for(count: int, inputs: int, outputs: int, group: int, itemsize: int = 2) -> Sizes:
+    """The sizes of one product.
+
+    Args:
+        count: rows of x.
+        inputs, outputs: of the weights.
+        group: inputs that share a scale.
+        itemsize: bytes of a number of x.
+    """
+    rows, columns, stages = next(sizes for most, *sizes in _TABLE if most is None or count <= most)
+    if itemsize > 2:
+        rows, stages = min(rows, 32), 2
+    if tuning.target().capability in tuning.SMALL_SHARED_MEMORY:
+        stages = 2
+    while outputs % columns:
+        columns //= 2
+    fitting = [turn for turn in _TURNS if inputs % turn == 0]
+    turn = next(turn for turn in fitting if turn % group == 0 or group % turn == 0)
+    programs, turns = common.cdiv(count, rows) * (outputs // columns), inputs // turn
+    splits = 1
+    while programs * splits < _PROGRAMS and turns % (2 * splits) == 0 and turns > 4 * splits:
+        splits *= 2
+    return Sizes(rows, columns, turn, splits, stages=stages)
 
 
 def choose(
@@ -41,7 +89,7 @@ def choose(
     if transposed or (q.shape[0] == x.shape[1] and scale.shape[0] == 1 and zero is None):
         return None
     inputs, group = x.shape[1], x.shape[1] // scale.shape[0]
-    whole = group in (2 * _LEAST, 4 * _LEAST) or group % _UNROLLED == 0
+    whole = group in _TURNS or group % _TURNS[0] == 0
     if inputs % group or not whole or q.shape[1] % _LEAST:
         return None
     return functools.partial(_matmul, dtype=dtype, interpret=interpret)
@@ -61,72 +109,74 @@ def _matmul(
     halves = inputs // q.shape[0]
     # The inputs of the low halves, then those of the high ones.
     x = jnp.moveaxis(x.reshape(count, q.shape[0], halves), 2, 0)
-    rows = min(_ROWS, max(_LEAST, common.power_of_two(count)))
+    group = inputs // scale.shape[0]
+    sizes = sizes_for(count, inputs, outputs, group, x.dtype.itemsize)
+    rows, columns, splits = sizes.rows, sizes.columns, sizes.splits
     padded = common.cdiv(count, rows) * rows
     x = jnp.pad(x, ((0, 0), (0, padded - count), (0, 0)))
-    fitting = [columns for columns in _COLUMNS if outputs % columns == 0]
-    columns = next(
-        (one for one in fitting if padded // rows * (outputs // one) >= _PROGRAMS), fitting[-1]
-    )
-    group = inputs // scale.shape[0]
-    kernel = functools.partial(
-        _kernel,
-        group=min(group, _UNROLLED),
-        every=max(1, group // _UNROLLED),
-        tile=(rows, columns),
-        zeros=zero is not None,
-    )
+    kernel = functools.partial(_kernel, group=group, sizes=sizes, zeros=zero is not None)
     operands = [x, q, scale] if zero is None else [x, q, scale, zero]
     call = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((padded, outputs), dtype),
-        grid=(padded // rows, outputs // columns),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=4),
+        out_shape=jax.ShapeDtypeStruct(
+            (splits, padded, outputs), dtype if splits == 1 else jnp.float32
+        ),
+        grid=(padded // rows, outputs // columns, splits),
+        compiler_params=plgpu.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
         interpret=interpret,
         name="grouped_matmul",
     )
     y: jax.Array = call(*operands)
+    y = y[0] if splits == 1 else y.sum(axis=0).astype(dtype)
     return y[:count]
 
 
-def _kernel(*refs: Any, group: int, every: int, tile: tuple[int, int], zeros: bool) -> None:
-    """refs: x [halves, T, in / halves], q, scale, zero if there is one, the result. group: inputs
-    of one product; every: products that share a scale."""
+def _kernel(*refs: Any, group: int, sizes: Sizes, zeros: bool) -> None:
+    """refs: x [halves, T, in / halves], q, scale, zero if there is one, the sums [splits, T,
+    out]."""
     x_ref, q_ref, scale_ref, *rest = refs
     out_ref = rest[-1]
-    rows, columns = tile
-    halves = x_ref.shape[0]
+    rows, columns, turn = tile = sizes[:3]
+    split = pl.program_id(2)
     at = pl.ds(pl.program_id(0) * rows, rows)
     mine = pl.ds(pl.program_id(1) * columns, columns)
-    depth = group // halves
-    products = q_ref.shape[0] // depth
-    together = max(1, _UNROLLED // group)
-    together = together if products % together == 0 else 1
+    halves = x_ref.shape[0]
+    depth, groups = turn // halves, max(1, turn // group)
+
+    def of_groups(ref: Any, index: jax.Array) -> jax.Array:
+        """What each number's group has, in x's dtype: [depth, columns] or [1, columns]."""
+        first = index * groups if turn >= group else lax.div(index, jnp.int32(group // turn))
+        found = ref[pl.ds(first, groups), mine].astype(x_ref.dtype)
+        if groups == 1:
+            return found
+        spread = jnp.broadcast_to(found[:, None, :], (groups, depth // groups, columns))
+        return spread.reshape(depth, columns)
 
     def one(index: jax.Array, total: jax.Array) -> jax.Array:
         where = pl.ds(index * depth, depth)
         numbers = q_ref[where, mine]
-        of_group = lax.div(index, jnp.int32(every)) if every > 1 else index
-        zero = rest[0][pl.ds(of_group, 1), mine].astype(x_ref.dtype) if zeros else None
-        parts = [numbers] if halves == 1 else _halves(numbers)
-        summed = jnp.zeros(tile, jnp.float32)
-        for half, part in enumerate(parts):
-            wide = part.astype(x_ref.dtype)
-            if zero is not None:
-                wide = wide - zero
-            summed += plgpu.dot(x_ref[half, at, where], wide)
-        return total + summed * scale_ref[pl.ds(of_group, 1), mine].astype(jnp.float32)
-
-    def several(turn: jax.Array, total: jax.Array) -> jax.Array:
-        for index in range(together):
-            total = one(turn * together + index, total)
+        scale = of_groups(scale_ref, index)
+        zero = of_groups(rest[0], index) if zeros else None
+        parts = [numbers.astype(x_ref.dtype)] if halves == 1 else _halves(numbers, x_ref.dtype)
+        for half, wide in enumerate(parts):
+            wide = wide if zero is None else wide - zero
+            total += plgpu.dot(x_ref[half, at, where], wide * scale)
         return total
 
-    turns = products // together
-    total = lax.fori_loop(0, turns, several, jnp.zeros(tile, jnp.float32))
-    out_ref[at, mine] = total.astype(out_ref.dtype)
+    turns = q_ref.shape[0] // (depth * sizes.splits)
+    first = split * turns
+    total = lax.fori_loop(first, first + turns, one, jnp.zeros(tile[:2], jnp.float32))
+    out_ref[split, at, mine] = total.astype(out_ref.dtype)
 
 
-def _halves(numbers: jax.Array) -> list[jax.Array]:
-    wide = numbers.astype(jnp.int32)
-    return [(wide << 28) >> 28, wide >> 4]
+def _halves(numbers: jax.Array, dtype: DTypeLike) -> list[jax.Array]:
+    """The low and the high halves of int8, in a float dtype. For one of 16 bits they are put into
+    the fraction of a power of two: conversions of whole numbers take longer."""
+    name = jnp.dtype(dtype).name
+    if name not in _WHOLE:
+        wide = numbers.astype(jnp.int32)
+        return [((wide << 28) >> 28).astype(dtype), (wide >> 4).astype(dtype)]
+    bits, offset = _WHOLE[name]
+    wide = numbers.astype(jnp.int16)
+    found = [((half & 15) ^ 8) | jnp.int16(bits) for half in (wide, wide >> 4)]
+    return [lax.bitcast_convert_type(half, dtype) - jnp.asarray(offset, dtype) for half in found]

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels import HIDDEN, KV, LEFT, RIGHT, AttentionBatch, HiddenProjection
-from jaxserve.pallas_kernels.pool import ScaledPool
 
 POISON = np.array([np.nan, np.inf, -np.inf], np.float32)
 
@@ -127,25 +126,6 @@ def make_pool(
             new = rng.standard_normal((len(slot), shape.layers, shape.kv_heads, shape.head_dim))
             pool[:, block, :, slot] = new
     return pool.astype(dtype)
-
-
-def as_cached(pool: np.ndarray, cache: str) -> np.ndarray | ScaledPool:
-    """A pool of float32 as it would be in one of another dtype. What is poisoned stays so: of int8
-    vectors in their scales."""
-    if cache != "int8":
-        with np.errstate(invalid="ignore"):
-            return pool.astype(jnp.dtype(cache))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        scales = np.abs(pool).max(axis=-1) / np.float32(127)
-        values = np.nan_to_num(np.round(pool / scales[..., None]), posinf=77, neginf=-77)
-    return ScaledPool(values.astype(np.int8), np.where(np.isfinite(scales), scales, np.nan))
-
-
-def as_numbers(pool: np.ndarray | jax.Array | ScaledPool) -> np.ndarray:
-    """What is cached, in a dtype that NumPy computes with."""
-    if isinstance(pool, ScaledPool):
-        return np.asarray(pool.values).astype(np.float64) * np.asarray(pool.scales)[..., None]
-    return np.asarray(pool).astype(np.float64)
 
 
 def vectors(

@@ -27,10 +27,9 @@ from jaxserve.pallas_kernels import (
     write,
 )
 from jaxserve.pallas_kernels.pool import ScaledPool
+from jaxserve.pallas_kernels.reference import as_cached, as_numbers
 from tests.pallas_kernels.batches import (
     Shape,
-    as_cached,
-    as_numbers,
     make_pool,
     make_projection,
     tokens_of,

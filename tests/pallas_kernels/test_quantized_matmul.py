@@ -34,6 +34,24 @@ KERNELS = {"gpu": gpu, "tpu": tpu}
     ids=lambda one: f"{one.kind}-{one.group}" if isinstance(one, Scheme) else str(one),
 )
 def test_against_wide_weights(where, scheme, inputs, rows):
+    check(where, scheme, inputs, rows)
+
+
+def test_inputs_that_few_turns_divide():
+    """33 groups: a turn of GPUs' kernel takes one."""
+    check("gpu", Scheme("int4", 32), 1056, 2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_halves_become_floats_by_their_bits(dtype):
+    numbers = np.arange(-128, 128, dtype=np.int8)
+    low, high = gpu._halves(jnp.asarray(numbers), dtype)
+    assert low.dtype == high.dtype == dtype
+    np.testing.assert_array_equal(low.astype(jnp.float32), (numbers << 4) >> 4)
+    np.testing.assert_array_equal(high.astype(jnp.float32), numbers >> 4)
+
+
+def check(where, scheme, inputs, rows):
     weights = jax.random.normal(jax.random.key(0), (inputs, 128))
     small = quantize(weights, scheme)
     x = jax.random.normal(jax.random.key(1), (rows, inputs))
@@ -42,6 +60,20 @@ def test_against_wide_weights(where, scheme, inputs, rows):
     assert kernel is not None
     want = x @ dequantize(small, jnp.float32)
     np.testing.assert_allclose(kernel(*given), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("count", "inputs", "outputs", "group", "want"),
+    [
+        (1, 4096, 14336, 32, (16, 128, 128, 8)),
+        (64, 14336, 4096, 128, (64, 64, 128, 8)),
+        (2048, 4096, 14336, 32, (128, 64, 128, 1)),
+        (20, 1056, 96, 32, (32, 32, 32, 1)),
+        (1, 1024, 128, 64, (16, 128, 128, 2)),
+    ],
+)
+def test_few_programs_share_the_inputs(count, inputs, outputs, group, want):
+    assert gpu.sizes_for(count, inputs, outputs, group)[:4] == want
 
 
 def test_scales_of_float16_are_read_by_their_bits_on_tpus():

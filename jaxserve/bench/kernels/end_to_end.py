@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Format
 
 from jaxserve.bench import runs
 from jaxserve.bench.kernels import kernel_inputs as inputs
@@ -25,14 +24,15 @@ from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.engine.startup.build import build_engine
 from jaxserve.engine.startup.pool_size import choose_block_size
-from jaxserve.models.base import Family, ModelConfig, Params
+from jaxserve.models.base import Family, ModelConfig, Params, with_quantization
 from jaxserve.models.registry import get_family
 from jaxserve.pallas_kernels import HIDDEN, KV, pool_format
+from jaxserve.pallas_kernels.pool import Pool
 from jaxserve.sched.cache.block_sizes import blocks_for
 from jaxserve.sched.cache.cache_kinds import ABSORBED
 from jaxserve.weights import fuse_loaded, load_params, transpose_loaded
 
-Step = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+Step = Callable[[Params, Pool, jax.Array], tuple[Pool, jax.Array]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class StepSize:
         rows: requests.
         context: cached tokens of each request, this step's included.
         block_size: tokens of a block.
-        dtype: of weights and pool.
+        dtype: of weights and pool, where these do not say otherwise:
+        quantization: of the weights, as `model.quantization` has it.
+        cache: dtype of the pool.
     """
 
     model: str
@@ -52,6 +54,18 @@ class StepSize:
     context: int = 512
     block_size: int = 16
     dtype: str = "bfloat16"
+    quantization: str = ""
+    cache: str = ""
+
+    @property
+    def weights(self) -> str:
+        """How the weights are stored."""
+        return self.quantization or self.dtype
+
+    @property
+    def cached(self) -> str:
+        """The pool's dtype."""
+        return self.cache or self.dtype
 
 
 @dataclass(frozen=True)
@@ -59,14 +73,15 @@ class StepTime:
     """A decode step's time beside its floor.
 
     Attributes:
-        model, rows, context: as in `StepSize`.
-        cache: its kind, in words.
+        model, weights, rows, context: as in `StepSize`.
+        cache: its kind and dtype, in words.
         seconds: of one step, the median.
         floor_bytes: the least that a step must read: every weight once, and the cache once.
         floor_seconds: floor_bytes at the measured copy rate.
     """
 
     model: str
+    weights: str
     cache: str
     rows: int
     context: int
@@ -81,27 +96,30 @@ class StepTime:
 
 
 def decode_steps(size: StepSize, backend: str, copy_rate: float) -> list[StepTime]:
-    """Times decode steps with a KV cache and, where the model can have one that absorbs, with a
-    hidden cache (Apt-Serve section 4.2). copy_rate: bytes/s. ValueError for an unknown model."""
+    """Times decode steps with a KV cache and, where the model can have one that absorbs, and is all
+    of one dtype, with a hidden cache (Apt-Serve section 4.2). copy_rate: bytes/s. ValueError for an
+    unknown model."""
     config = inputs.model_config(size.model)
     family = get_family(config.family)
+    config = with_quantization(family, config, size.quantization)
     heads = inputs.model_heads(size.model)
     dtype = jnp.dtype(size.dtype)
     params = load_params(None, family, config, dtype=dtype, load_format="random")
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    vector = size.rows * size.context * heads.width * config.num_layers * dtype.itemsize
-    cases = [("KV", KV, 2 * vector)]
-    if heads.offers_hidden and not heads.rotary:
-        cases.append(("hidden, absorbed", HIDDEN, vector))
+    if params.lm_head is not None:  # else a step reads the whole table
+        weights -= sum(leaf.nbytes for leaf in jax.tree.leaves(params.embed_tokens))
+    vectors = size.rows * size.context * config.num_layers * heads.vector_bytes(size.cached)
+    cases = [("KV", KV, 2 * vectors)]
+    alike = size.weights == size.cached == size.dtype
+    if heads.offers_hidden and not heads.rotary and alike:
+        cases.append(("hidden, absorbed", HIDDEN, vectors))
     found = []
     for name, kind, cached in reversed(cases):
         if kind == KV:  # as an engine without hidden caches has them
-            params = transpose_loaded(
-                fuse_loaded(params, family, config), params.embed_tokens.dtype
-            )
+            params = transpose_loaded(fuse_loaded(params, family, config), dtype)
         floor = weights + cached
         seconds = _step_seconds(size, kind, family, config, heads, params, backend)
-        about = (size.model, name, size.rows, size.context)
+        about = (size.model, size.weights, f"{name}, {size.cached}", size.rows, size.context)
         found.append(StepTime(*about, seconds, floor, floor / copy_rate))
     return found[::-1]
 
@@ -116,16 +134,16 @@ def _step_seconds(
     backend: str,
 ) -> float:
     blocks = size.rows * int(blocks_for(size.context, size.block_size))
-    dtype = jnp.dtype(size.dtype)
+    dtype = jnp.dtype(size.cached)
     pool = inputs.random_pool(heads, config.num_layers, blocks, size.block_size, dtype)
     rows = _decodes(size, kind, np.random.default_rng(0).permutation(blocks))
     placed = pool_format(pool)
-    step = _engine_step(family, config, rows, backend, placed)
+    step = _engine_step(family, config, rows, backend, placed, jnp.dtype(size.dtype))
     # Where the step puts its results, lest it be compiled once for these and once for those.
     pool = jax.device_put(pool, placed)
-    tokens = jax.device_put(jnp.ones(size.rows, jnp.int32), placed.sharding)
+    tokens = jax.device_put(jnp.ones(size.rows, jnp.int32), pool.sharding)
 
-    def run(pool: jax.Array, tokens: jax.Array, count: int) -> tuple[Any, Any, float]:
+    def run(pool: Pool, tokens: jax.Array, count: int) -> tuple[Any, Any, float]:
         begin = time.perf_counter()
         for _ in range(count):
             pool, logits = step(params, pool, tokens)
@@ -161,16 +179,22 @@ def _decodes(size: StepSize, kind: int, blocks: np.ndarray) -> Rows:
 
 
 def _engine_step(
-    family: Family, config: ModelConfig, rows: Rows, backend: str, pool_format: Format
+    family: Family,
+    config: ModelConfig,
+    rows: Rows,
+    backend: str,
+    pool_format: Any,
+    dtype: jnp.dtype,
 ) -> Step:
     """The engine's own step over these rows, and no padding."""
     hidden, (count, _, width) = rows.kind == HIDDEN, rows.tables.shape
     layout = Layout(count, count, width, count, True, count if hidden else 0, not hidden)
     placed = jnp.asarray(layout.pack(rows).buffer)
     read = ABSORBED if hidden else None
-    step = make_model_step(StepModel(family, config, backend, None, read), pool_format)
+    model = StepModel(family, config, backend, None, read, activations=dtype)
+    step = make_model_step(model, pool_format)
 
-    def run(params: Params, pool: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(params: Params, pool: Pool, tokens: jax.Array) -> tuple[Pool, jax.Array]:
         done = step(params, pool, Newest(tokens, tokens), placed, layout=layout)
         return done.pool, done.logits
 

@@ -3,9 +3,10 @@
     jaxserve bench gpu
     jaxserve bench gpu --json_file=gpu.json --markdown=gpu.md
 
-Checks every kernel against its reference, times them, tries decode attention by other backends,
-which none but whoever reads here may choose, then runs OPT-13B with random weights: a
-decode step against its byte floor with either kind of cache, and the engine's throughput. Sections
+Checks every kernel against its reference, times them, and products with weights in few bits, tries
+decode attention by other backends, which none but whoever reads here may choose, then runs OPT-13B
+and Llama-3-8B with random weights: decode steps against their byte floors with either kind of
+cache, and in few bits, and the engine's throughput. --sections names some of these. Sections
 that would start too late are left out, and said to be; one that fails does not stop the others.
 With 80 GB, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95. Exit codes: 0, 1 where a check or a section
 failed or there is no GPU, 2 for a wrong command line.
@@ -19,7 +20,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,12 @@ import jax
 
 from jaxserve.bench.command import BenchParser
 from jaxserve.bench.kernels import kernels
-from jaxserve.bench.kernels.end_to_end import decode_steps, throughput
+from jaxserve.bench.kernels.end_to_end import StepSize, decode_steps, throughput
 from jaxserve.bench.kernels.gpu_outcome import MINUTES, Outcome, Plan
 from jaxserve.bench.kernels.gpu_report import page
 from jaxserve.bench.kernels.gpu_rivals import run_trials
 from jaxserve.bench.kernels.kernel_checks import check_kernels
+from jaxserve.bench.kernels.products import check_products, time_products
 from jaxserve.machine import machine, versions
 from jaxserve.writable import check_file
 
@@ -46,7 +50,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json_file", help="write everything here")
     parser.add_argument("--markdown", help="write the tables here, as a page")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="at most (%(default)s)")
+    parser.add_argument("--sections", help="names of some, with commas (all)")
     args = parser.parse_args(argv)
+    names, known = (args.sections or "").split(","), _sections(Plan())
+    if args.sections and not set(names) <= set(known):
+        parser.error(f"--sections: known are {', '.join(known)}, got {args.sections}")
     if not args.minutes > 0:
         parser.error(f"--minutes must be positive, got {args.minutes}")
     try:
@@ -72,7 +80,8 @@ def show(args: argparse.Namespace) -> int:
         "versions": versions(),
     }
     plan = Plan(minutes=args.minutes)
-    outcome = run(plan, lambda text: print(text, flush=True))
+    only = args.sections.split(",") if args.sections else ()
+    outcome = run(plan, lambda text: print(text, flush=True), only)
     if args.json_file:
         text = json.dumps({"command": "gpu", **about, **as_json(plan, outcome)}, indent=2)
         Path(args.json_file).write_text(text + "\n", encoding="utf-8")
@@ -81,18 +90,28 @@ def show(args: argparse.Namespace) -> int:
     return 1 if outcome.failed or outcome.broken else 0
 
 
-def run(plan: Plan, tell: Tell) -> Outcome:
-    """Runs the sections in order, as far as time lasts."""
-    begin = time.monotonic()
-    outcome = Outcome(kernels.device_name())
-    sections: dict[str, Callable[[Plan, Outcome, Tell], None]] = {
+Section = Callable[[Plan, Outcome, Tell], None]
+
+
+def _sections(plan: Plan) -> dict[str, Section]:
+    steps = {f"step {i + 1}": partial(_step, size) for i, size in enumerate(plan.steps)}
+    return {
         "checks": _checks,
         "kernels": _kernels,
+        "products": _products,
         "decodes by others": _trials,
-        "decode step": _steps,
+        **steps,
         "throughput": _throughput,
     }
-    for name, section in sections.items():
+
+
+def run(plan: Plan, tell: Tell, only: Sequence[str] = ()) -> Outcome:
+    """Runs the sections, or only those, in order, as far as time lasts."""
+    begin = time.monotonic()
+    outcome = Outcome(kernels.device_name())
+    for name, section in _sections(plan).items():
+        if only and name not in only:
+            continue
         start = time.monotonic()
         if start - begin > LAST_START * plan.minutes * 60:
             outcome.left_out.append(name)
@@ -109,7 +128,8 @@ def run(plan: Plan, tell: Tell) -> Outcome:
 
 
 def _checks(plan: Plan, outcome: Outcome, tell: Tell) -> None:
-    for check in check_kernels(plan.backend, plan.dtypes, plan.shapes):
+    found = check_kernels(plan.backend, plan.dtypes, plan.shapes)
+    for check in chain(found, check_products(plan.formats)):
         outcome.checks.append(check)
         verdict = check.why or ("right" if check.passed else "WRONG")
         about = f"{check.kernel:<30}{check.shape:<22}{check.dtype:<10}"
@@ -117,8 +137,32 @@ def _checks(plan: Plan, outcome: Outcome, tell: Tell) -> None:
 
 
 def _kernels(plan: Plan, outcome: Outcome, tell: Tell) -> None:
-    found = kernels.run(plan.models, plan.workload, plan.backend, plan.matrix, tell)
-    outcome.ceilings, outcome.kernels = found
+    given = plan.backend, plan.matrix, tell
+    outcome.ceilings, outcome.kernels = kernels.run(plan.models, plan.workload, *given)
+    for dtype in plan.caches:
+        # Pools of as many bytes: Pallas-Triton reaches none of 8 bits between 2 and 4 GiB.
+        work = replace(plan.workload, dtype=dtype, layers=2 * plan.workload.layers)
+        names = ("decode attention", "prefill attention")
+        run = partial(kernels.run, ceilings=outcome.ceilings, only=names)
+        outcome.kernels += run(plan.models, work, *given)[1]
+
+
+def _ceilings(plan: Plan, outcome: Outcome) -> kernels.Ceilings:
+    """As measured before, or now if the kernels' section was left out."""
+    if outcome.ceilings is None:
+        dtype = jax.numpy.dtype(plan.workload.dtype)
+        outcome.ceilings = kernels.measure_ceilings(plan.matrix, dtype)
+    return outcome.ceilings
+
+
+def _products(plan: Plan, outcome: Outcome, tell: Tell) -> None:
+    def found(one: kernels.Measured) -> None:
+        outcome.products.append(one)
+        tell(kernels.line(one))
+
+    given = plan.formats, plan.rows, plan.workload.dtype, _ceilings(plan, outcome)
+    for model in plan.models:
+        time_products(model, *given, found)
 
 
 def _trials(plan: Plan, outcome: Outcome, tell: Tell) -> None:
@@ -126,14 +170,13 @@ def _trials(plan: Plan, outcome: Outcome, tell: Tell) -> None:
     outcome.trials += run_trials(*given, dtypes=plan.dtypes, shapes=plan.shapes, tell=tell)
 
 
-def _steps(plan: Plan, outcome: Outcome, tell: Tell) -> None:
-    if outcome.ceilings is None:  # the kernels' section was left out, but not this one
-        outcome.ceilings = kernels.measure_ceilings(plan.matrix, jax.numpy.dtype(plan.step.dtype))
-    outcome.steps = decode_steps(plan.step, plan.backend, outcome.ceilings.copy)
-    for step in outcome.steps:
+def _step(size: StepSize, plan: Plan, outcome: Outcome, tell: Tell) -> None:
+    found = decode_steps(size, plan.backend, _ceilings(plan, outcome).copy)
+    outcome.steps += found
+    for step in found:
         tell(
-            f"{step.model}, decode step of {step.rows} x {step.context}, {step.cache} cache: "
-            f"{step.seconds * 1e3:.2f} ms, {step.times_floor:.2f} x its byte floor"
+            f"{step.model}, decode step of {step.rows} x {step.context}, {step.weights}, "
+            f"{step.cache}: {step.seconds * 1e3:.2f} ms, {step.times_floor:.2f} x its byte floor"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxserve.bench.kernels.end_to_end import Load, StepSize, StepTime
@@ -11,8 +11,19 @@ from jaxserve.bench.kernels.kernel_cases import Workload
 from jaxserve.bench.kernels.kernel_checks import HEADS, LIMITS, Check
 from jaxserve.bench.kernels.kernel_inputs import Heads
 from jaxserve.bench.kernels.kernels import Ceilings, Measured
+from jaxserve.bench.kernels.products import FORMATS
+from jaxserve.pallas_kernels.pool import FLOAT8
 
 MINUTES = 9.0
+_LLAMA = StepSize("llama-3-8b", context=2048)
+STEPS = (
+    StepSize("opt-13b"),
+    _LLAMA,
+    replace(_LLAMA, cache="int8"),
+    replace(_LLAMA, quantization="int8"),
+    replace(_LLAMA, quantization="int4"),
+    replace(_LLAMA, quantization="int4", cache="int8"),
+)
 
 
 @dataclass(frozen=True)
@@ -25,8 +36,11 @@ class Plan:
         shapes: heads of the checks.
         models: presets at whose shapes the kernels are timed.
         workload: with which they are timed.
+        caches: dtypes of other pools with which attention over K and V is timed.
+        formats: of weights in few bits: their products are checked, and timed with `rows` rows.
+        rows: of the products that are timed.
         matrix: side of the square matrices for the ceilings.
-        step: the decode step that is timed.
+        steps: the decode steps that are timed.
         load: of the throughput run.
         rivals: other backends whose decode attention is tried.
         minutes: that all of it may take.
@@ -37,8 +51,11 @@ class Plan:
     shapes: tuple[Heads, ...] = HEADS
     models: tuple[str, ...] = ("opt-13b", "llama-3-8b")
     workload: Workload = field(default_factory=Workload)
+    caches: tuple[str, ...] = ("int8", FLOAT8)
+    formats: tuple[str, ...] = FORMATS
+    rows: tuple[int, ...] = (1, 64, 2048)
     matrix: int = 8192
-    step: StepSize = field(default_factory=lambda: StepSize("opt-13b"))
+    steps: tuple[StepSize, ...] = STEPS
     load: Load = field(default_factory=lambda: Load("opt-13b"))
     rivals: tuple[str, ...] = ("mosaic-gpu",)
     minutes: float = MINUTES
@@ -53,6 +70,7 @@ class Outcome:
         checks: whether the kernels are right.
         ceilings: what the device does at best; None until measured.
         kernels: their times.
+        products: times of products with weights in few bits, whose format is the dtype.
         trials: of other backends.
         steps: times of decode steps.
         load: what `runs.throughput` returned.
@@ -65,6 +83,7 @@ class Outcome:
     checks: list[Check] = field(default_factory=list)
     ceilings: Ceilings | None = None
     kernels: list[Measured] = field(default_factory=list)
+    products: list[Measured] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     steps: list[StepTime] = field(default_factory=list)
     load: dict[str, Any] = field(default_factory=dict)

@@ -75,7 +75,11 @@ def run_trials(
         shapes: heads of the checks.
         tell: prints a line of progress.
     """
-    own = {one.model: one.seconds for one in measured if one.kernel == "decode attention"}
+    own = {
+        one.model: one.seconds
+        for one in measured
+        if one.kernel == "decode attention" and one.dtype == work.dtype
+    }
     for backend in backends:
         checks: list[Check] | None = None
         for model in models:

@@ -19,6 +19,7 @@ from jaxserve.bench.kernels.kernel_inputs import Heads, Row
 from jaxserve.pallas_kernels import HIDDEN
 from jaxserve.pallas_kernels import attention as attend
 from jaxserve.pallas_kernels import move as moving
+from jaxserve.pallas_kernels.pool import Pool
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Workload:
         moves: slots that are moved or staged.
         layers: of the pool; calls rotate through them.
         block_size: tokens of a block.
-        dtype: of the pool.
+        dtype: of the pool. Beside 8 bits all else is bfloat16.
     """
 
     rows: int = 32
@@ -61,14 +62,14 @@ class Case:
         shape: in words.
         moved: bytes that must be read and written.
         operations: multiplies and adds; 0 for a kernel that only copies.
-        make: builds its loop over a pool.
+        make: builds its loop over a pool, or what else it reads.
     """
 
     name: str
     shape: str
     moved: int
     operations: int
-    make: Callable[[jax.Array], Loop]
+    make: Callable[[Any], Loop]
 
 
 def cases(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
@@ -79,10 +80,6 @@ def cases(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
         yield from _hidden(heads, work, backend)
     yield _write(heads, work, backend)
     yield from _moves(heads, work, backend)
-
-
-def _item(work: Workload) -> int:
-    return jnp.dtype(work.dtype).itemsize
 
 
 def _layer(i: jax.Array, work: Workload) -> jax.Array:
@@ -96,17 +93,19 @@ def _attention(
     heads: Heads,
     work: Workload,
     *,
-    read: int,
+    vectors: int,
     operations: int,
+    weights: int = 0,
     width: int = 0,
     **options: Any,
 ) -> Case:
-    """A kernel whose output is the next call's query: each waits for the one before. read: elements
-    that must be read beside the queries. width: of a query; 0 is a head's."""
+    """A kernel whose output is the next call's query: each waits for the one before. vectors: of
+    the pool, that must be read. weights: numbers that must be. width: of a query; 0 is a head's."""
+    dtype = inputs.activations(work.dtype)
     tokens = sum(row.query for row in rows)
     q_shape = (tokens, heads.num_heads, width or heads.head_dim)
 
-    def make(pool: jax.Array) -> Loop:
+    def make(pool: Pool) -> Loop:
         rng = np.random.default_rng(0)
         batch = inputs.make_batch(rows, work.block_size, work.blocks, rng)
         bound = functools.partial(function, scale=heads.head_dim**-0.5, **options)
@@ -118,12 +117,14 @@ def _attention(
         extra: tuple[Any, ...] = ()
         if function is attend.projected_attention:
             longest = max(row.context for row in rows)
-            extra = (inputs.make_projection(heads, longest, jnp.dtype(work.dtype)),)
-        q = inputs.vectors(q_shape, jnp.dtype(work.dtype), 1)
+            extra = (inputs.make_projection(heads, longest, dtype),)
+        q = inputs.vectors(q_shape, dtype, 1)
         return Loop(step, q, (pool, batch, *extra))
 
     shape = f"{len(rows)} x {rows[0].context}"
-    return Case(name, shape, (read + 2 * math.prod(q_shape)) * _item(work), operations, make)
+    moved = vectors * heads.vector_bytes(work.dtype)
+    moved += (weights + 2 * math.prod(q_shape)) * dtype.itemsize
+    return Case(name, shape, moved, operations, make)
 
 
 def decode_case(heads: Heads, work: Workload, backend: str) -> Case:
@@ -135,7 +136,7 @@ def decode_case(heads: Heads, work: Workload, backend: str) -> Case:
         rows,
         heads,
         work,
-        read=2 * cached * heads.width,
+        vectors=2 * cached,
         operations=4 * cached * heads.num_heads * heads.head_dim,
         decode_only=True,
         backend=backend,
@@ -150,7 +151,7 @@ def _prefill(heads: Heads, work: Workload, backend: str) -> Case:
         [Row(tokens, tokens)],
         heads,
         work,
-        read=2 * tokens * heads.width,
+        vectors=2 * tokens,
         operations=2 * tokens * (tokens + 1) * heads.num_heads * heads.head_dim,
         decode_only=False,
         backend=backend,
@@ -168,7 +169,7 @@ def _hidden(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
             rows,
             heads,
             work,
-            read=cached * width,
+            vectors=cached,
             operations=4 * cached * heads.num_heads * width,
             width=width,
             backend=backend,
@@ -179,7 +180,8 @@ def _hidden(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
         rows,
         heads,
         work,
-        read=cached * width + 2 * width * width,
+        vectors=cached,
+        weights=2 * width * width,
         operations=4 * cached * width * (width + 1),
         decode_only=True,
         backend=backend,
@@ -187,29 +189,29 @@ def _hidden(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
 
 
 def _write(heads: Heads, work: Workload, backend: str) -> Case:
-    tokens = work.prefill
+    tokens, dtype = work.prefill, inputs.activations(work.dtype)
 
-    def make(pool: jax.Array) -> Loop:
+    def make(pool: Pool) -> Loop:
         rng = np.random.default_rng(0)
         rows = [Row(tokens, tokens)]
         batch = inputs.make_batch(rows, work.block_size, work.blocks, rng)
-        new = inputs.vectors((tokens, heads.kv_heads, heads.head_dim), jnp.dtype(work.dtype), 2)
+        new = inputs.vectors((tokens, heads.kv_heads, heads.head_dim), dtype, 2)
 
-        def step(i: jax.Array, pool: jax.Array, given: Any) -> jax.Array:
+        def step(i: jax.Array, pool: Pool, given: Any) -> Pool:
             batch, new = given
             return attend.write(pool, _layer(i, work), new, new, batch, backend=backend)
 
         return Loop(step, pool, (batch, new))
 
-    moved = 4 * tokens * heads.width * _item(work)
+    moved = 2 * tokens * (heads.width * dtype.itemsize + heads.vector_bytes(work.dtype))
     return Case("write", f"{tokens} tokens", moved, 0, make)
 
 
 def _moves(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
     count = work.moves
-    moved = 2 * count * work.layers * heads.width * _item(work)
+    moved = 2 * count * work.layers * heads.vector_bytes(work.dtype)
 
-    def places(pool: jax.Array, sets: int) -> jax.Array:
+    def places(pool: Pool, sets: int) -> jax.Array:
         """[sets, 2 * count, 2]: (block, slot), none twice in a set."""
         rng = np.random.default_rng(3)
         slots = [rng.permutation(pool.shape[1] * work.block_size) for _ in range(sets)]
@@ -217,28 +219,29 @@ def _moves(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
         both = np.stack(np.divmod(flat, work.block_size), axis=-1)
         return jnp.asarray(both, jnp.int32)
 
-    def make(pool: jax.Array, run: Callable[..., Any], staging: bool) -> Loop:
+    def make(pool: Pool, run: Callable[..., Any], staging: bool) -> Loop:
         sets = 4
         found = places(pool, sets)
-        shape = (count, work.layers, heads.kv_heads, heads.head_dim)
-        buffer = inputs.vectors(shape, pool.dtype, 4) if staging else None
+        buffer = None
+        if staging:
+            buffer = moving.stage_out(pool, found[0, :count], count, backend=backend)
 
-        def step(i: jax.Array, pool: jax.Array, given: Any) -> jax.Array:
+        def step(i: jax.Array, pool: Pool, given: Any) -> Pool:
             found, buffer = given
             chosen = found[jax.lax.rem(i, jnp.int32(sets))]
-            changed: jax.Array = run(pool, chosen, buffer)
+            changed: Pool = run(pool, chosen, buffer)
             return changed
 
         return Loop(step, pool, (found, buffer))
 
-    def move(pool: jax.Array, chosen: jax.Array, _: None) -> jax.Array:
+    def move(pool: Pool, chosen: jax.Array, _: None) -> Pool:
         pairs = jnp.concatenate([chosen[:count], chosen[count:]], axis=1)
         return moving.move_slots(pool, pairs, count, backend=backend)
 
-    def stage_in(pool: jax.Array, chosen: jax.Array, buffer: jax.Array) -> jax.Array:
+    def stage_in(pool: Pool, chosen: jax.Array, buffer: jax.Array) -> Pool:
         return moving.stage_in(pool, buffer, chosen[:count], count, backend=backend)
 
-    def out_loop(pool: jax.Array) -> Loop:
+    def out_loop(pool: Pool) -> Loop:
         base = make(pool, stage_in, True)
         found, buffer = base.inputs
 

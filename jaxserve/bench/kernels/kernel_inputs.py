@@ -13,6 +13,16 @@ import numpy as np
 import jaxserve
 from jaxserve import pallas_kernels
 from jaxserve.models.base import ModelConfig
+from jaxserve.pallas_kernels import reference
+from jaxserve.pallas_kernels.pool import (
+    Pool,
+    ScaledPool,
+    fit,
+    make_pool,
+    quantize_vectors,
+    read_as,
+    slot_bytes,
+)
 from jaxserve.sched.cache.cache_kinds import why_no_hidden_caches
 from jaxserve.weights import load_config, load_preset
 
@@ -46,6 +56,10 @@ class Heads:
         return pallas_kernels.KernelShape(
             self.num_heads, self.kv_heads, self.head_dim, block_size, jnp.dtype(dtype)
         )
+
+    def vector_bytes(self, dtype: str) -> int:
+        """Bytes of K, or of a hidden vector, of one token in a pool of this dtype."""
+        return slot_bytes(1, self.kv_heads, self.head_dim, jnp.dtype(dtype))
 
     @property
     def offers_hidden(self) -> bool:
@@ -127,9 +141,12 @@ def _leading_decodes(rows: Sequence[Row]) -> int:
     return next((i for i, row in enumerate(rows) if row.query != 1), len(rows))
 
 
-def random_pool(
-    heads: Heads, layers: int, blocks: int, block_size: int, dtype: jnp.dtype
-) -> jax.Array:
+def activations(dtype: str) -> jnp.dtype:
+    """The dtype of queries and new vectors beside a pool of this one: bfloat16 beside 8 bits."""
+    return read_as(dtype, "bfloat16")
+
+
+def random_pool(heads: Heads, layers: int, blocks: int, block_size: int, dtype: jnp.dtype) -> Pool:
     """A pool of standard normal values, made on the device one layer at a time: a large one would
     not fit twice.
 
@@ -145,11 +162,14 @@ def random_pool(
     """
     shape = (blocks, heads.kv_heads, block_size, heads.head_dim)
 
-    def fill(layer: jax.Array, pool: jax.Array) -> jax.Array:
-        values = jax.random.normal(jax.random.key(layer), shape, dtype)
-        return jax.lax.dynamic_update_index_in_dim(pool, values, layer, 0)
+    def fill(layer: jax.Array, pool: Pool) -> Pool:
+        values = jax.random.normal(jax.random.key(layer), shape, activations(dtype.name))
+        new = fit(values, dtype) if dtype != jnp.int8 else ScaledPool(*quantize_vectors(values))
+        return jax.tree.map(
+            lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, layer, 0), pool, new
+        )
 
-    empty = jnp.zeros((layers, *shape), dtype)
+    empty = make_pool(layers, blocks, heads.kv_heads, block_size, heads.head_dim, dtype)
     return jax.jit(lambda pool: jax.lax.fori_loop(0, layers, fill, pool), donate_argnums=0)(empty)
 
 
@@ -161,8 +181,9 @@ def poisoned_pool(
     dtype: jnp.dtype,
     batch: pallas_kernels.AttentionBatch,
     rng: np.random.Generator,
-) -> jax.Array:
-    """A pool with random values in the slots that the batch's rows own, and NaN in all others.
+) -> Pool:
+    """A pool with random values in the slots that the batch's rows own, and NaN in all others; of
+    int8 it is their scales that are NaN.
 
     Args:
         heads, layers, blocks, block_size, dtype: as for `random_pool`.
@@ -184,7 +205,8 @@ def poisoned_pool(
             block = tables[row, plane, position // block_size]
             size = (context, layers, heads.kv_heads, heads.head_dim)
             pool[:, block, :, slot] = rng.standard_normal(size, dtype=np.float32)
-    return jnp.asarray(pool).astype(dtype)
+    cached: Pool = jax.tree.map(jnp.asarray, reference.as_cached(pool, dtype))
+    return cached
 
 
 def vectors(shape: Sequence[int], dtype: jnp.dtype, seed: int) -> jax.Array:

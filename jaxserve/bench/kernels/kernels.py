@@ -30,7 +30,7 @@ from jaxserve.bench.kernels.kernel_cases import Case, Workload, cases
 from jaxserve.machine import machine, versions
 from jaxserve.pallas_kernels import HIDDEN, KV
 from jaxserve.pallas_kernels.backends import select_backend
-from jaxserve.pallas_kernels.pool import WIDE_DTYPES
+from jaxserve.pallas_kernels.pool import POOL_DTYPES
 
 MODELS = "opt-13b,llama-3-8b"
 Tell = Callable[[str], None]
@@ -58,6 +58,7 @@ class Measured:
         model: whose shape it is.
         kernel: its name.
         shape: in words.
+        dtype: of the pool.
         backend: that ran it.
         seconds, clock, host_seconds: as in `Timing`.
         bytes_per_s: of the bytes that must be moved.
@@ -69,6 +70,7 @@ class Measured:
     model: str
     kernel: str
     shape: str
+    dtype: str
     backend: str
     seconds: float
     clock: str
@@ -84,7 +86,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = BenchParser("kernels", description=__doc__)
     parser.add_argument("--model", default=MODELS, help="presets, or tiny (%(default)s)")
     parser.add_argument("--backend", default="auto", help="attention backend (%(default)s)")
-    parser.add_argument("--dtype", choices=WIDE_DTYPES, default=Workload.dtype, help="%(default)s")
+    parser.add_argument("--dtype", choices=POOL_DTYPES, default=Workload.dtype, help="%(default)s")
     for name, default in asdict(Workload()).items():
         if name != "dtype":
             parser.number(name, default, "")
@@ -140,6 +142,9 @@ def run(
     matrix: int,
     tell: Tell,
     progress: Progress = iter,
+    *,
+    ceilings: Ceilings | None = None,
+    only: Sequence[str] = (),
 ) -> tuple[Ceilings, list[Measured]]:
     """Measures the ceilings, then every kernel of every model.
 
@@ -150,28 +155,31 @@ def run(
         matrix: side of the square matrices for the ceilings.
         tell: prints a line.
         progress: wraps the list of kernels, as tqdm does.
+        ceilings: as measured before; None to measure them.
+        only: names of the kernels; none for all.
 
     Raises:
         ValueError: a named backend does not take a model's shape.
     """
-    dtype = jnp.dtype(work.dtype)
-    planned = [one for model in models for one in _planned(model, work, backend, tell)]
-    ceilings = measure_ceilings(matrix, dtype)
+    dtype, wide = jnp.dtype(work.dtype), inputs.activations(work.dtype)
+    planned = [one for model in models for one in _planned(model, work, backend, tell, only)]
+    ceilings = ceilings or measure_ceilings(matrix, wide)
     tell(
-        f"{device_name()}: copy {ceilings.copy / 1e9:,.1f} GB/s, {dtype.name} matrix product "
+        f"{device_name()}: copy {ceilings.copy / 1e9:,.1f} GB/s, {wide.name} matrix product "
         f"{ceilings.matmul / 1e12:,.3f} TFLOP/s"
     )
     tell(HEAD)
     found = []
     for model, heads, chosen, case in progress(planned):
         pool = inputs.random_pool(heads, work.layers, work.blocks, work.block_size, dtype)
-        found.append(_result(model, case, chosen, measure(case.make(pool)), ceilings))
+        timing = measure(case.make(pool))
+        found.append(measured(model, case, work.dtype, chosen, timing, ceilings))
         tell(line(found[-1]))
     return ceilings, found
 
 
 def _planned(
-    model: str, work: Workload, backend: str, tell: Tell
+    model: str, work: Workload, backend: str, tell: Tell, only: Sequence[str]
 ) -> list[tuple[str, inputs.Heads, str, Case]]:
     """What is measured of a model, with the backend that it is measured on."""
     heads = inputs.model_heads(model)
@@ -179,7 +187,8 @@ def _planned(
     chosen, reason = select_backend(backend, kinds, heads.shape(work.block_size, work.dtype))
     if reason:
         tell(f"{model}: {reason}; measuring {chosen}")
-    return [(model, heads, chosen, case) for case in cases(heads, work, chosen)]
+    found = cases(heads, work, chosen)
+    return [(model, heads, chosen, case) for case in found if not only or case.name in only]
 
 
 def measure_ceilings(matrix: int, dtype: jnp.dtype) -> Ceilings:
@@ -206,13 +215,26 @@ def _positive(timing: Timing) -> float:
     return max(timing.seconds, 1e-9)
 
 
-def _result(model: str, case: Case, backend: str, timing: Timing, ceilings: Ceilings) -> Measured:
+def measured(
+    model: str, case: Case, dtype: str, backend: str, timing: Timing, ceilings: Ceilings
+) -> Measured:
+    """A case's time beside what the device can do.
+
+    Args:
+        model: whose shape it is.
+        case: what was timed.
+        dtype: of the pool, or the format of weights.
+        backend: that ran it; "" for none.
+        timing: what was measured.
+        ceilings: what the device does at best.
+    """
     seconds = _positive(timing)
     moved, done = case.moved / seconds, case.operations / seconds
     return Measured(
         model=model,
         kernel=case.name,
         shape=case.shape,
+        dtype=dtype,
         backend=backend,
         seconds=timing.seconds,
         clock=timing.clock,
@@ -230,8 +252,8 @@ def device_name() -> str:
 
 
 HEAD = (
-    f"{'model':<12}{'kernel':<26}{'shape':<24}{'us':>10}{'GB/s':>9}{'of copy':>9}{'TFLOP/s':>9}"
-    f"{'of matmul':>11}"
+    f"{'model':<12}{'kernel':<26}{'shape':<24}{'dtype':<20}{'us':>10}{'GB/s':>9}{'of copy':>9}"
+    f"{'TFLOP/s':>9}{'of matmul':>11}"
 )
 
 
@@ -239,7 +261,7 @@ def line(one: Measured) -> str:
     """One kernel's line of the table under `HEAD`."""
     done = f"{one.flop_per_s / 1e12:>9.3f}{one.matmul_share:>11.1%}" if one.flop_per_s else ""
     return (
-        f"{one.model:<12}{one.kernel:<26}{one.shape:<24}{one.seconds * 1e6:>10.1f}"
+        f"{one.model:<12}{one.kernel:<26}{one.shape:<24}{one.dtype:<20}{one.seconds * 1e6:>10.1f}"
         f"{one.bytes_per_s / 1e9:>9.1f}{one.copy_share:>9.1%}{done}"
     )
 

@@ -10,9 +10,11 @@ from jax.typing import DTypeLike
 
 from jaxserve.config import ConfigError
 from jaxserve.engine.device.cache_moves import STAGED_SLOTS
+from jaxserve.engine.device.step_model import GPUS
 from jaxserve.engine.startup.device_memory import free_memory
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import block_bytes, default_block_size, slot_bytes
+from jaxserve.pallas_kernels.pool import MOST_NARROW
 from jaxserve.sched.cache.block_sizes import blocks_for
 
 GIB = 1 << 30
@@ -53,10 +55,13 @@ class Room:
     Attributes:
         allowed: blocks that the pool may have, at least a pair.
         free: blocks that the device has memory for.
+        gap: the pool's array has as many blocks as the first number, or more than the second; see
+            `pallas_kernels.pool.unreachable`.
     """
 
     allowed: int
     free: int
+    gap: tuple[int, int] = (0, 0)
 
 
 def choose_block_size(wanted: int) -> int:
@@ -128,7 +133,11 @@ def pool_room(
             f"{_gib(budget)} are left on {name}; at most {fits} blocks of {demand.block_size} "
             "tokens fit"
         )
-    return Room(fits, left // block)
+    gap = (0, 0)
+    if (platform or jax.default_backend()) in GPUS and jnp.dtype(dtype).itemsize == 1:
+        numbers = config.num_layers * pool_heads // shards * demand.block_size * config.head_dim
+        gap = (MOST_NARROW // numbers, 2 * MOST_NARROW // numbers)
+    return Room(fits, left // block, gap)
 
 
 def pool_blocks(demand: Demand, room: Room) -> int:
@@ -163,6 +172,12 @@ def array_blocks(demand: Demand, room: Room) -> int:
 
     Powers of two as long as that is little of the memory; beyond, 16 sizes from one to the next.
     """
+    found = _few_sizes(demand, room)
+    least, most = room.gap
+    return least if demand.num_blocks <= least < found <= most else found
+
+
+def _few_sizes(demand: Demand, room: Room) -> int:
     blocks = pool_blocks(demand, room)
     power = 1 << (blocks - 1).bit_length()
     if power <= min(room.allowed, room.free // _LITTLE):

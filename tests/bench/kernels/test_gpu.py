@@ -26,11 +26,16 @@ from jaxserve.bench.kernels.kernel_checks import (
 )
 from jaxserve.bench.kernels.kernel_inputs import Heads
 from jaxserve.bench.kernels.kernels import Ceilings, Measured
+from jaxserve.bench.kernels.products import check_products
+from jaxserve.models.quantized import quantized_dot
 from jaxserve.pallas_kernels import backends
 
 SMALL, GROUPED = Heads(2, 2, 16), Heads(4, 2, 16)
 ABOUT: dict[str, Any] = {"date": "2000-01-01", "versions": {"jax": "0"}, "machine": {}}
-SECTIONS = ("checks", "kernels", "decodes by others", "decode step", "throughput")
+SECTIONS = (
+    *("checks", "kernels", "products", "decodes by others", "step 1", "step 2"),
+    "throughput",
+)
 TOY = Plan(
     backend="xla",
     dtypes=("float32",),
@@ -40,7 +45,13 @@ TOY = Plan(
         rows=2, context=20, prefill=24, moves=6, layers=2, block_size=16, dtype="float32"
     ),
     matrix=64,
-    step=StepSize("tiny", rows=2, context=16, dtype="float32"),
+    caches=("int8",),
+    formats=("int8", "int4", "Q4_1"),
+    rows=(2,),
+    steps=(
+        StepSize("tiny", rows=2, context=16, dtype="float32"),
+        StepSize("tiny", rows=2, context=16, quantization="int8", cache="int8"),
+    ),
     rivals=("xla", "mosaic-gpu"),
     load=Load("tiny", requests=2, input_len=8, output_len=4, dtype="float32", batch_tokens=16),
 )
@@ -57,6 +68,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     ("flag", "said"),
     [
         ("--minutes=0", "--minutes must be positive, got 0.0"),
+        ("--sections=checks,speed", "--sections: known are checks, kernels, products"),
         ("--markdown=/no/such/gpu.md", "--markdown: there is no folder /no/such"),
         ("--json_file=/no/such/gpu.json", "--json_file: there is no folder /no/such"),
     ],
@@ -81,7 +93,8 @@ def outcome() -> Outcome:
 def test_every_section_runs(outcome: Outcome) -> None:
     assert list(outcome.seconds) == list(SECTIONS)
     assert outcome.failed == [] and outcome.left_out == [] and outcome.broken == {}
-    assert {check.kernel for check in outcome.checks} == {
+    formats = {f"product, {name}" for name in TOY.formats}
+    assert {check.kernel for check in outcome.checks} == formats | {
         "decode attention",
         "decode attention, window and cap",
         "prefill attention",
@@ -93,8 +106,13 @@ def test_every_section_runs(outcome: Outcome) -> None:
         "stage out",
         "stage in",
     }
-    assert [step.cache for step in outcome.steps] == ["KV", "hidden, absorbed"]
-    assert outcome.steps[0].floor_bytes > outcome.steps[1].floor_bytes > 0
+    kv, hidden, small = outcome.steps
+    assert (kv.cache, hidden.cache) == ("KV, float32", "hidden, absorbed, float32")
+    assert (small.weights, small.cache) == ("int8", "KV, int8")
+    assert kv.floor_bytes > hidden.floor_bytes > small.floor_bytes > 0
+    assert kv.floor_bytes > 3 * small.floor_bytes
+    assert [one.dtype for one in outcome.products] == ["float32", *TOY.formats]
+    assert [one.dtype for one in outcome.kernels][-3:] == ["float32", "int8", "int8"]
     assert outcome.load["output_tokens_per_s"]["median"] > 0
     assert json.loads(json.dumps(gpu.as_json(TOY, outcome)))["outcome"]["device"] == "cpu"
 
@@ -102,7 +120,8 @@ def test_every_section_runs(outcome: Outcome) -> None:
 @pytest.mark.slow
 def test_the_page_has_what_was_measured(outcome: Outcome) -> None:
     page = gpu_report.page(TOY, outcome, ABOUT)
-    for part in ("on cpu, 2000-01-01, jax 0", "| tiny | absorbed hidden decode |", "2 x 20"):
+    parts = ("| tiny | absorbed hidden decode |", "2 x 20", "| Q4_1 |", "| int8 | KV, int8 |")
+    for part in ("on cpu, 2000-01-01, jax 0", *parts):
         assert part in page
     assert f"{len(outcome.checks)} checks" in page
 
@@ -139,29 +158,40 @@ def test_a_kernel_that_the_clock_did_not_see_meets_no_target(outcome: Outcome) -
     """Differences of two noisy times may be 0."""
     unseen = [dataclasses.replace(one, seconds=0.0) for one in outcome.kernels]
     targets = gpu_report.targets(dataclasses.replace(outcome, kernels=unseen))
-    assert [text for text, _, _ in targets] == [
-        "tiny: decode step of 2 within 1.25 of its byte floor"
+    assert [text for text, _, _ in targets if "products" not in text] == [
+        "tiny, float32, KV, float32: decode step of 2 within 1.25 of its byte floor",
+        "tiny, int8, KV, int8: decode step of 2 within 1.25 of its byte floor",
     ]
     seen = [dataclasses.replace(one, seconds=1.0) for one in outcome.kernels]
-    assert len(gpu_report.targets(dataclasses.replace(outcome, kernels=seen))) == 4
+    assert len(gpu_report.targets(dataclasses.replace(outcome, kernels=seen, products=[]))) == 7
 
 
 def test_sections_without_time_are_left_out() -> None:
-    late = gpu.run(Plan(minutes=-1.0), lambda text: None)
+    late = gpu.run(Plan(minutes=-1.0, steps=TOY.steps), lambda text: None)
     assert late.left_out == list(SECTIONS)
     page = gpu_report.page(Plan(), late, ABOUT)
-    assert page.count("Not run.") == 2 and "Left out for lack of time: checks" in page
+    assert page.count("Not run.") == 3 and "Left out for lack of time: checks" in page
+
+
+def test_sections_can_be_named() -> None:
+    late = gpu.run(Plan(minutes=-1.0), lambda text: None, ["throughput", "step 3"])
+    assert late.left_out == ["step 3", "throughput"]
 
 
 def test_a_section_that_fails_does_not_take_the_others_along() -> None:
     missing = dataclasses.replace(
-        TOY, dtypes=(), models=(), step=StepSize("opt-14b"), load=Load("tiny", requests=0)
+        TOY,
+        dtypes=(),
+        formats=(),
+        models=(),
+        steps=(StepSize("opt-14b"),),
+        load=Load("tiny", requests=0),
     )
     found = gpu.run(missing, lambda text: None)
     assert found.ceilings is not None
-    assert "'opt-14b' is not known" in found.broken["decode step"]
-    assert list(found.broken) == ["decode step", "throughput"]
-    assert "**decode step** ended early: ValueError" in gpu_report.page(missing, found, ABOUT)
+    assert "'opt-14b' is not known" in found.broken["step 1"]
+    assert list(found.broken) == ["step 1", "throughput"]
+    assert "**step 1** ended early: ValueError" in gpu_report.page(missing, found, ABOUT)
 
 
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,10 +215,44 @@ def test_bfloat16_is_held_to_its_own_limit() -> None:
     assert max(check.error for check in found) > 1e-5
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_pools_of_8_bits_are_checked(dtype: str) -> None:
+    found = list(check_kernels("xla", (dtype,), (GROUPED,)))
+    assert len(found) == 7 and all(check.passed for check in found)
+
+
+def test_scales_that_are_lost_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a slot that moves, or is written."""
+    right = backends.get_backend("xla")
+
+    def keep(scales: jax.Array, *given: Any) -> jax.Array:
+        return scales
+
+    stay = right.scales._replace(move=keep, write=keep)
+    broken = dataclasses.replace(right, scales=stay)
+    for module in ("attention", "move"):
+        monkeypatch.setattr(f"jaxserve.pallas_kernels.{module}.get_backend", lambda name: broken)
+    found = check_kernels("xla", ("int8",), (GROUPED,))
+    assert {check.kernel for check in found if not check.passed} == {"write", "move"}
+
+
+def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without the minimums of its groups."""
+
+    def wrong(x: jax.Array, weights: Any, **options: Any) -> jax.Array:
+        return quantized_dot(x, dataclasses.replace(weights, minimum=None), **options)
+
+    monkeypatch.setattr("jaxserve.bench.kernels.products.quantized_dot", wrong)
+    found = list(check_products(("int8", "Q4_1"), ("bfloat16",), (2,)))
+    assert [check.passed for check in found] == [True, False]
+
+
 def test_errors_are_counted() -> None:
     want = np.array([3.0, 4.0])
     assert relative_error(jnp.asarray([3.0, 4.5]), want) == pytest.approx(0.1)
     assert relative_error(jnp.asarray([3.0, jnp.nan]), want) == float("inf")
+    assert relative_error(jnp.asarray([3.0, 4.0]), np.array([3.0, np.nan])) == float("inf")
+    assert relative_error(jnp.asarray([3.0, jnp.nan]), np.array([2.0, np.nan])) == 0.5
     assert wrong_share(jnp.asarray([3.0, jnp.nan]), np.array([3.0, np.nan])) == 0
     assert wrong_share(jnp.asarray([3.0, 4.0]), np.array([3.0, np.nan])) == 0.5
 
@@ -209,7 +273,8 @@ def test_hidden_and_kv_steps_compute_the_same_model(monkeypatch: pytest.MonkeyPa
 
 def test_targets_are_judged() -> None:
     def kernel(name: str, seconds: float, copy: float, matmul: float) -> Measured:
-        return Measured("m", name, "s", "triton", seconds, "c", seconds, 1.0, 1.0, copy, matmul)
+        about = ("m", name, "s", "bfloat16", "triton")
+        return Measured(*about, seconds, "c", seconds, 1.0, 1.0, copy, matmul)
 
     found = Outcome("h200", ceilings=Ceilings(1.0, 1.0))
     found.kernels = [
@@ -217,11 +282,14 @@ def test_targets_are_judged() -> None:
         kernel("prefill attention", 1.0, 0.0, 0.4),
         kernel("absorbed hidden decode", 1.3, 0.5, 0.0),
     ]
+    found.products = [kernel("up and down", seconds, 0.5, 0.5) for seconds in (1.0, 1.5)]
+    found.products[1] = dataclasses.replace(found.products[1], dtype="int4")
     found.checks = [Check("write", "s", "float32", 0.5, 0.0), Check("hidden", "s", "f", 0, 0, "no")]
     assert [row[1:] for row in gpu_report.targets(found)] == [
         ("90.0%", "met"),
         ("40.0%", "**missed**"),
         ("1.30", "**missed**"),
+        ("1.50", "**missed**"),
     ]
     assert found.failed == found.checks[:1]
     assert "**wrong**: write" in gpu_report.page(Plan(), found, ABOUT)

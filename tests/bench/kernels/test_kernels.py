@@ -71,6 +71,8 @@ def test_what_must_be_moved_and_done_is_counted() -> None:
     kv = found["decode attention"]
     assert kv.moved == 2 * (2 * tokens * width + 2 * 32 * width)
     assert kv.operations == 4 * tokens * width
+    small = next(cases(inputs.model_heads("opt-13b"), Workload(dtype="int8"), "xla"))
+    assert small.moved == 2 * tokens * (width + 4 * 40) + 2 * 2 * 32 * width
     hidden = found["absorbed hidden decode"]
     assert hidden.moved == 2 * (tokens * width + 2 * 32 * 40 * width)
     assert hidden.operations == 40 * kv.operations

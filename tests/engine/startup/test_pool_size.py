@@ -14,7 +14,8 @@ from jaxserve.engine.device.executor import JaxExecutor
 from jaxserve.engine.startup.build import build_engine
 from jaxserve.engine.startup.cost_model_cache import POOLS, with_pool_as_before
 from jaxserve.engine.startup.engine_choices import choose
-from jaxserve.engine.startup.pool_size import Demand, Room, array_blocks, pool_blocks
+from jaxserve.engine.startup.pool_size import Demand, Room, array_blocks, pool_blocks, pool_room
+from jaxserve.weights import load_preset
 from tests.engine.harness import SAMPLING, engine, generate, prompts
 
 
@@ -34,6 +35,21 @@ def test_it_holds_what_was_asked_for_and_wastes_little(
     assert array_blocks(demand(blocks), exact) == pool_blocks(demand(blocks), exact) == blocks
     fitting = array_blocks(demand(), room)
     assert room.allowed * 15 / 16 - 1 <= fitting <= room.allowed
+
+
+def test_no_pool_of_8_bits_is_where_gpus_kernels_do_not_reach() -> None:
+    """Unless that number of blocks was asked for: then the kernels say what is wrong."""
+    model = load_preset("llama-3-8b")[1]
+    given: dict[str, Any] = {"weights": 0, "pool_heads": 8, "shards": 2, "device": ("gpu", 8 << 30)}
+    room = pool_room(demand(rows=8), model, "int8", platform="cuda", **given)
+    assert room.gap == (1 << 31 - 18, 1 << 32 - 18)  # 32 layers of 4 heads of 16 slots of 128
+    for dtype, platform in (("int8", "cpu"), ("bfloat16", "cuda")):
+        assert pool_room(demand(rows=8), model, dtype, platform=platform, **given).gap == (0, 0)
+    least, most = room.gap
+    found = {array_blocks(demand(), Room(n, n, room.gap)) for n in range(least, 2 * most, 64)}
+    assert min(found) == least and not any(least < one <= most for one in found)
+    assert array_blocks(demand(least - 1), Room(64 * most, 64 * most, room.gap)) == least
+    assert array_blocks(demand(least + 1), Room(most, most, room.gap)) > least
 
 
 @given(st.integers(16, 1 << 30))

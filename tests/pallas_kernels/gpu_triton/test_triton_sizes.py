@@ -206,6 +206,21 @@ def test_an_index_of_32_bits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pool_stage_out: operand 2" in narrow_indices(lowered)  # the pool's
 
 
+def test_pools_of_8_bits_are_reached_to_their_ends_or_refused() -> None:
+    skip_without_compiler()
+    slots = jax.ShapeDtypeStruct((8, 2), jnp.int32)
+
+    def indices(geometry: Geometry) -> list[str]:
+        pool = jax.ShapeDtypeStruct(geometry[:5], jnp.int8)
+        traced = jax.jit(BACKEND.stage_out).trace(pool, slots, LAYER)
+        return narrow_indices(traced.lower(lowering_platforms=("cuda",)))
+
+    assert indices(LLAMA_3_8B) == []  # beyond 4 GiB
+    assert indices(OPT_13B._replace(blocks=640)) == []  # below 2
+    with pytest.raises(ValueError, match="these kernels reach 2147483648, or more than 4294967296"):
+        indices(OPT_13B)
+
+
 def test_moves_lower_to_one_launch_in_place() -> None:
     skip_without_compiler()
     moves = jax.ShapeDtypeStruct((1024, 4), jnp.int32)
