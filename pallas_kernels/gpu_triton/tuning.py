@@ -67,6 +67,7 @@ _TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
         (80, 4, 256): Launch(16, warps=8, stages=2, resident=2),
         (90, 2, 0): Launch(64, warps=4, stages=5, resident=3),
         (90, 2, 256): Launch(32, warps=4, stages=4, resident=2),
+        (90, 1, 256): Launch(32, warps=4, stages=5, resident=2),
     },
     "prefill": {
         (80, 2, 0): Launch(64, queries=128, warps=8, stages=5),
@@ -77,6 +78,7 @@ _TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
         (80, 4, 256): Launch(16, queries=16, warps=8, stages=2),
         (90, 2, 0): Launch(128, queries=128, warps=8, stages=3),
         (90, 2, 256): Launch(64, queries=128, warps=8, stages=3),
+        (90, 1, 256): Launch(32, queries=64, warps=8, stages=3),
     },
     "absorbed_scores": {
         (80, 2, 0): Launch(64, warps=4, stages=3, resident=2),
