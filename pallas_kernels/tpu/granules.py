@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels.tpu import common, tuning
+from jaxserve.pallas_kernels.tpu.common import SMEM_LIMIT
 
 NOBODY = -1  # nothing goes to this slot
 PLANES = 3  # a source is an index into one of so many arrays, index * PLANES + array
@@ -158,10 +159,8 @@ def put_vectors(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """Puts vectors into slots of some layers, in place.
-
-    Each core takes as many items, one after another, but for the last. Of a single item the second
-    core, which has none, reads and writes back another granule.
+    """Puts vectors into slots of some layers, in place, as many granules at once as scalar memory
+    has room for.
 
     Args:
         pool: [layers, blocks, heads, block_size, head_dim].
@@ -170,6 +169,25 @@ def put_vectors(
         puts: Which vector goes where.
         interpret: Run in the interpreter.
     """
+    most = SMEM_LIMIT // (4 * (4 + puts.source.shape[1]))  # places, and the sources of its slots
+    for first in range(0, len(puts.target), most):
+        part = slice(first, first + most)
+        number = jnp.clip(puts.number - first, 0, most)
+        some = Puts(puts.target[part], puts.source[part], puts.span[:, part], number)
+        pool = _put(pool, layer, values, some, interpret=interpret)
+    return pool
+
+
+def _put(
+    pool: jax.Array,
+    layer: jax.Array | int,
+    values: list[jax.Array],
+    puts: Puts,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """Each core takes as many items, one after another, but for the last. Of a single item the
+    second core, which has none, reads and writes back another granule."""
     heads, block_size, head_dim = pool.shape[2:]
     size = puts.source.shape[1]
     layers, parts = values[0].shape[1], block_size // size

@@ -7,6 +7,7 @@ back, around every write.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -17,12 +18,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels.batch import AttentionBatch
 from jaxserve.pallas_kernels.tpu import common, tuning
-from jaxserve.pallas_kernels.tpu.granules import PLANES, Puts
+from jaxserve.pallas_kernels.tpu.granules import NOBODY, PLANES, Puts
 from jaxserve.pallas_kernels.tpu.move import by_target
 from jaxserve.pallas_kernels.tpu.write import WritePlan
 
 MOST_LAYERS = 64  # of a block that are changed at once
-TOGETHER = 256  # slots whose blocks are read at once
+MOST_BYTES = 32 << 20  # of blocks that are beside the array at once, in all their layers
 
 
 def _put_kernel(
@@ -36,6 +37,13 @@ def _put_kernel(
     new[:, 0] = jnp.where(wanted[0][None] > 0, brought[0], old[:, 0])
 
 
+def _together(scales: jax.Array, layers: int) -> int:
+    """Blocks that are beside the array at once, a power of two."""
+    heads, size = scales.shape[2:]
+    block = layers * -(-heads // 8) * 8 * common.padded(size) * scales.dtype.itemsize
+    return 1 << max(1, MOST_BYTES // block).bit_length() - 1
+
+
 def _put(
     scales: jax.Array,
     layer: jax.Array | int,
@@ -46,13 +54,43 @@ def _put(
 ) -> jax.Array:
     """As `granules.put_vectors`, of scales float32 [layers, blocks, kv_heads, block_size], with
     values [M, layers, kv_heads] and granules that are blocks."""
-    _, _, heads, size = scales.shape
-    layers = values[0].shape[1]
-    deep = common.most_a_program(layers, MOST_LAYERS, 1)
-    source = jnp.maximum(puts.source, 0)
-    index = source // PLANES * len(values) + source % PLANES
+    _, layers, heads = values[0].shape
+    source = puts.source // PLANES * len(values) + puts.source % PLANES
+    source = jnp.where(puts.source < 0, NOBODY, source)
     flat = jnp.stack(values, axis=1).reshape(-1, layers, heads)
-    brought = flat[index].transpose(0, 2, 3, 1)
+    some = _together(scales, layers)
+    put = functools.partial(_put_some, layer=layer, values=flat, interpret=interpret)
+    if len(source) <= some:
+        return put(scales, puts.target, source, puts.number)
+    spare = -len(source) % some
+    target = jnp.pad(puts.target, (0, spare))
+    source = jnp.pad(source, ((0, spare), (0, 0)), constant_values=NOBODY)
+
+    def put_next(n: jax.Array, scales: jax.Array) -> jax.Array:
+        part = functools.partial(lax.dynamic_slice_in_dim, start_index=n * some, slice_size=some)
+        number = jnp.minimum(puts.number - n * some, some)
+        return put(scales, part(target), part(source), number)
+
+    done: jax.Array = lax.fori_loop(0, -(-puts.number // some), put_next, scales)
+    return done
+
+
+def _put_some(
+    scales: jax.Array,
+    target: jax.Array,
+    source: jax.Array,
+    number: jax.Array,
+    *,
+    layer: jax.Array | int,
+    values: jax.Array,
+    interpret: bool,
+) -> jax.Array:
+    """The first `number` of the blocks target int32 [N], with values [any, layers, kv_heads] at
+    source int32 [N, block_size]."""
+    heads, size = scales.shape[2:]
+    layers = values.shape[1]
+    deep = common.most_a_program(layers, MOST_LAYERS, 1)
+    brought = values[jnp.maximum(source, 0)].transpose(0, 2, 3, 1)
     tile = pl.BlockSpec(
         (deep, 1, heads, size), lambda i, n, blocks, layer: (layer[0] + n, blocks[i], 0, 0)
     )
@@ -61,7 +99,7 @@ def _put(
         out_shape=jax.ShapeDtypeStruct(scales.shape, scales.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(puts.number, layers // deep),
+            grid=(number, layers // deep),
             in_specs=[
                 pl.BlockSpec((1, 1, size), lambda i, n, *_: (i, 0, 0)),
                 pl.BlockSpec((1, deep, heads, size), lambda i, n, *_: (i, n, 0, 0)),
@@ -74,9 +112,9 @@ def _put(
         interpret=common.interpreted(interpret),
         name="put_scales",
     )
-    wanted = (puts.source >= 0).astype(jnp.int32)[:, None]
+    wanted = (source >= 0).astype(jnp.int32)[:, None]
     first = jnp.asarray(layer, jnp.int32).reshape(1)
-    put: jax.Array = call(puts.target, first, wanted, brought, scales)
+    put: jax.Array = call(target, first, wanted, brought, scales)
     return put
 
 
@@ -117,7 +155,7 @@ def stage_out(scales: jax.Array, slots: jax.Array, count: jax.Array) -> jax.Arra
         return jnp.where(at == place[1], found, 0).sum(axis=-1)
 
     used = (jnp.arange(len(slots), dtype=jnp.int32) < count)[:, None]
-    found: jax.Array = lax.map(one, jnp.where(used, slots, 0), batch_size=TOGETHER)
+    found: jax.Array = lax.map(one, jnp.where(used, slots, 0), batch_size=_together(scales, layers))
     return jnp.where(used[..., None], found, 0)
 
 

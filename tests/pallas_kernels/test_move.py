@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from jaxserve.pallas_kernels import move_slots, reference, stage_in, stage_out
 from jaxserve.pallas_kernels.pool import FLOAT8, ScaledPool
+from jaxserve.pallas_kernels.tpu import granules, scales
 from tests.pallas_kernels.batches import POISON
 from tests.pallas_kernels.cases import BACKENDS, backends_with, compiled
 from tests.pallas_kernels.conformance import same
@@ -98,6 +99,17 @@ def test_moves_and_staging(backend: str, size: Size, dtype: str) -> None:
         check_moves(backend, drawn_pool(size, dtype, rng), moves, count)
 
     run()
+
+
+def test_moves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On TPUs, as there is scalar memory for granules and memory for blocks of scales."""
+    size = (2, 5, 2, 32, 128)  # that no other test has compiled
+    monkeypatch.setattr(granules, "SMEM_LIMIT", 2 * 4 * (4 + size[3]))
+    monkeypatch.setattr(scales, "MOST_BYTES", 2 * size[0] * 8 * 128 * 4)
+    rng = np.random.default_rng(0)
+    moves = drawn_slots(size, rng).reshape(2, MOST, 2).transpose(1, 0, 2).reshape(MOST, 4)
+    for count in (0, MOST - 1, MOST):
+        check_moves("tpu-interpret", drawn_pool(size, "int8", rng), moves, count)
 
 
 @pytest.mark.parametrize(("backend", "size", "dtype"), POOLS)

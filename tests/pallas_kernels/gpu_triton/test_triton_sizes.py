@@ -46,7 +46,7 @@ def test_sizes_by_capability() -> None:
     for gpu in (tuning.A100, tuning.H100, tuning.Gpu(86, 84), tuning.Gpu(100, 148)):
         with tuning.compiling_for(gpu):
             for kernel in tuning._TABLE:
-                for itemsize in (2, 4):
+                for itemsize in (1, 2, 4):
                     for head_dim in (64, 128, 256):
                         assert tuning.launch(kernel, itemsize, head_dim).tile
     table = tuning._TABLE["decode"]
@@ -55,6 +55,7 @@ def test_sizes_by_capability() -> None:
     with tuning.compiling_for(tuning.H100):
         assert tuning.launch("decode", 2, 128) == table[90, 2, 0]
         assert tuning.launch("decode", 4, 256) == table[80, 4, 256]
+        assert tuning.launch("decode", 1, 256) == table[90, 1, 256]
 
 
 def test_shares_fill_the_gpu() -> None:
