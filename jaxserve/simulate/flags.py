@@ -245,8 +245,8 @@ def _path(text: str) -> str:
 
 def specs(args: argparse.Namespace) -> list[WorkloadSpec]:
     """The workload at each rate."""
-    named = ("num_requests", "arrivals", "cv", "on_s", "off_s", "duration", "best_effort")
-    named += ("guessable",)
+    arrivals = ("num_requests", "arrivals", "cv", "on_s", "off_s", "duration")
+    named = (*arrivals, "best_effort", "guessable")
     given = {name: getattr(args, name) for name in named} | workload_flags.options(args)
     return [WorkloadSpec(args.workload, rate=rate, **given) for rate in args.rate or [None]]
 

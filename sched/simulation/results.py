@@ -64,9 +64,17 @@ class RequestRecords:
         if not wrote.all():
             tokens = np.add.reduceat(wrote, np.cumsum(tokens) - tokens, dtype=np.int64)
             times = times[wrote]
-        by = (served.preemptions, served.replica)
-        how = (served.failed, until, served.found, served.drafts)
-        return cls(served.workload, *by, times, tokens, *how)
+        return cls(
+            served.workload,
+            served.preemptions,
+            served.replica,
+            times,
+            tokens,
+            failed=served.failed,
+            end=until,
+            found=served.found,
+            drafts=served.drafts,
+        )
 
     def __len__(self) -> int:
         return len(self.workload)

@@ -210,8 +210,8 @@ class _Times:
         buckets = 2 ** np.arange(1, 12) if view.padding is None else np.array(view.padding.tokens)
         fill = buckets - tokens
         self.sizes = np.unique(np.concatenate([[0, most], fill[(fill > 0) & (fill < most)]]))
-        grown = tokens + self.sizes
-        grown = batch.features._replace(num_tokens=grown, padded_tokens=grown)
+        all_of_it = tokens + self.sizes
+        grown = batch.features._replace(num_tokens=all_of_it, padded_tokens=all_of_it)
         self.seconds = np.broadcast_to(view.step_time(grown), self.sizes.shape)
         decodes = len(batch.rows)
         alone = BatchFeatures.of_decodes(np.array(decodes), batch.features.decode_kv)

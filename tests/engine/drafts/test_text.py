@@ -30,7 +30,7 @@ from tests.engine.harness import (
     wait_until_idle,
 )
 
-BOX = Path(__file__).parents[2] / "jaxserve" / "assets" / "tiny-stories"
+BOX = Path(__file__).parents[3] / "jaxserve" / "assets" / "tiny-stories"
 SPEC = {"scheduler__policy": "sarathi+spec", "engine__token_buckets": (16, 64)}
 Known = dict[tuple[int, ...], list[int]]  # what prompts are continued with
 
