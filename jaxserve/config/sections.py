@@ -199,10 +199,11 @@ class ServedModelConfig:
             config.json under path gives the shape, or preset does.
         preset: A built-in shape for random weights, e.g. opt-125m.
         dtype: Of the weights: auto | float32 | bfloat16 | float16. auto: the checkpoint's; on TPUs
-            bfloat16 for float16; on CPUs float32, but bfloat16 for a checkpoint of bfloat16 where
-            the processor has instructions for it. All else is computed in the same, on CPUs in
-            float32; K and V are kept in the same, on CPUs of float16 and beside hidden caches in
-            float32.
+            bfloat16 for float16; on CPUs float32, but bfloat16 for a checkpoint of bfloat16, or
+            weights of 8 or 4 bits, where the processor has instructions for it. All else is
+            computed in the same, on CPUs in float32, but for what a product with bfloat16 or few
+            bits rounds; K and V are kept in the same, on CPUs of float16 and beside hidden caches
+            in float32.
         quantization: Of the weights, as they are loaded: int8 | int4 | fp8; int8:group=N and
             int4:group=N,zero have groups of N inputs (int4: 32), with zero points. Embeddings and
             the output table become int8. Empty: as the checkpoint has them. none: those of a GGUF

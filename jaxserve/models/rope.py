@@ -154,9 +154,24 @@ def angle_table(rope: Rope, head_dim: int, max_len: int) -> np.ndarray:
 
 
 def angles(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin for positions [T]: float32 [T, 1, head_dim // 2] each."""
-    phase = positions.astype(jnp.float32)[:, None, None] * inverse_frequencies(rope, head_dim)
-    return jnp.cos(phase) * rope.amplitude, jnp.sin(phase) * rope.amplitude
+    """cos and sin for positions [T]: float32 [T, 1, head_dim // 2] each.
+
+    On CPUs by a loop over two halves, which XLA does not fuse: otherwise it computes them anew
+    wherever they are read, in every layer and for every head.
+    """
+    frequencies = inverse_frequencies(rope, head_dim)
+
+    def both(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        phase = positions.astype(jnp.float32)[:, None, None] * frequencies
+        return jnp.cos(phase) * rope.amplitude, jnp.sin(phase) * rope.amplitude
+
+    def apart(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        halves = jax.lax.map(both, positions.reshape(2, -1))
+        return jax.tree.map(lambda half: half.reshape(-1, *half.shape[2:]), halves)
+
+    if len(positions) % 2:
+        return both(positions)
+    return jax.lax.platform_dependent(positions, cpu=apart, default=both)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -14,6 +15,7 @@ from jaxserve.models.dense import sequence_logits
 from jaxserve.models.forward import over_layers
 from jaxserve.models.presets import preset
 from jaxserve.models.registry import family_for
+from jaxserve.models.rope import Rope, angles, rotate
 from jaxserve.weights import load_config, load_params
 from jaxserve.weights.orbax_io import save_orbax
 from tests.models.fixtures import NAMES, hf_config, hf_tensors, load_reference, write_checkpoint
@@ -84,3 +86,23 @@ def test_orbax_keeps_layers_apart(tmp_path: Path, name):
     restored = load_params(tmp_path, family, config, dtype="float32", load_format="orbax")
     assert jax.tree.structure(restored) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, restored, params)
+
+
+def test_a_step_on_a_cpu_computes_each_angle_once():
+    """However many layers and heads read it; and as for a token alone."""
+    rope, positions = Rope(), 7 * jnp.arange(64)
+
+    def layers(positions, x):
+        rotation = angles(rope, 8, positions)
+        for _ in range(3):
+            x = rotate(x * x, *rotation)
+        return x, rotation
+
+    x = np.ones((64, 2, 8), np.float32)
+    compiled = jax.jit(layers).lower(positions, x).compile()
+    text = compiled.as_text()
+    assert (text.count(" cosine("), text.count(" sine(")) == (1, 1)
+    got = compiled(positions, x)[1]
+    for i in (0, 1, 37, 63):
+        for many, one in zip(got, angles(rope, 8, positions[i : i + 1]), strict=True):
+            np.testing.assert_array_equal(many[i], one[0])

@@ -3,8 +3,8 @@
     python tools/llama_cpp/quality.py --text=TEXT
 
 Of SmolLM2, with the same tokens in the same windows on both sides; each over itself in bfloat16.
-Quantised weights are those that `--config.model.quantization` makes. Activations are float32 in
-jaxserve, and in llama.cpp what it takes them for.
+Quantised weights are those that `--config.model.quantization` makes, multiplied as an engine does
+on a CPU with bfloat16: activations are rounded to it, in llama.cpp to 8 bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from side_by_side import HERE, add_places, files
 from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.models.base import with_quantization
 from jaxserve.models.perplexity import MOST_WINDOWS, WINDOW, perplexity
-from jaxserve.weights import load_config, load_params
+from jaxserve.weights import load_config, load_params, transpose_loaded
 
 BASE = "bfloat16"
 # Most that the perplexity may grow by, and what it may not exceed of llama.cpp's growth, by type.
@@ -37,8 +37,8 @@ def ours(wide: Path, type_: str, windows: np.ndarray) -> float:
     family, config, _ = load_config(wide)
     fields = TYPES[type_].fields
     config = with_quantization(family, config, fields.get("model__quantization", ""))
-    dtype = fields.get("model__dtype", "float32")
-    params = load_params(wide, family, config, dtype=dtype)
+    dtype = fields.get("model__dtype", BASE)
+    params = transpose_loaded(load_params(wide, family, config, dtype=dtype), dtype)
     return perplexity(family, params, config, windows.ravel(), dtype=jnp.float32, mesh=None)
 
 

@@ -168,7 +168,9 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
     if hidden:
         read = choose_read(config.cache.hidden_read, config.scheduler.policy, policy, model)
     given = given_rho(config.cache.rho, read)
-    dtype = choose_dtype(config.model.dtype, hf, hidden=read is not None)
+    dtype = choose_dtype(
+        config.model.dtype, hf, hidden=read is not None, quantization=model.quantization
+    )
     activations = activations_in(jax.default_backend(), dtype)
     backend, read = _backend(
         config.engine.attention_backend,

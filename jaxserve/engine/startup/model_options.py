@@ -15,6 +15,7 @@ from jaxserve.checkpoint_files import find_gguf
 from jaxserve.config import AUTO, ConfigError, ServedModelConfig
 from jaxserve.engine.text.detokenizer import FILE_NAME
 from jaxserve.models.base import Family, ModelConfig, with_quantization, with_wide_head
+from jaxserve.models.quantized import Quantization
 from jaxserve.sched.cache.cache_kinds import ABSORBED, default_hidden_read, why_no_hidden_caches
 from jaxserve.sched.policy import Policy
 from jaxserve.weights import checkpoint_dtype, load_config, load_preset
@@ -58,24 +59,45 @@ def tokenizer_path(served: ServedModelConfig) -> str | None:
     return path if there or served.load_format != "random" else None
 
 
-def choose_dtype(name: str, hf: dict[str, Any], *, hidden: bool = False) -> jnp.dtype:
-    """The dtype of parameters. name: `model.dtype`; hf: the checkpoint's config; hidden: whether
-    there are hidden caches.
+def choose_dtype(
+    name: str,
+    hf: dict[str, Any],
+    *,
+    hidden: bool = False,
+    quantization: Quantization | None = None,
+) -> jnp.dtype:
+    """The dtype of parameters.
 
     auto is the checkpoint's own dtype, with two exceptions. TPUs, which do not compute in float16,
-    use bfloat16 instead. CPUs use float32, unless the checkpoint is bfloat16 (so that nothing is
-    lost), the processor has instructions for it, and there are no hidden caches, whose reads would
-    convert parts of the weights at every call.
+    use bfloat16 instead. CPUs use float32, unless the processor has instructions for bfloat16,
+    there are no hidden caches, whose reads would convert parts of the weights at every call, and
+
+    - the checkpoint is bfloat16, so that nothing is lost, or
+    - its weights have 8 or 4 bits, whose kernels want rows of bfloat16: one of float32 counts as
+      two. It is logged, since such rows are rounded.
+
+    Args:
+        name: `model.dtype`.
+        hf: the checkpoint's config.
+        hidden: whether there are hidden caches.
+        quantization: which weights are stored in few bits; None for none.
     """
-    if name == "auto":
-        stored = checkpoint_dtype(hf)
-        if jax.default_backend() == "cpu":
-            narrow = stored == jnp.bfloat16 and not hidden and has_instructions()
-            return jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
-        stored = stored or jnp.dtype(jnp.bfloat16)
-        on_tpu = jax.default_backend() == "tpu"
-        return jnp.dtype(jnp.bfloat16) if on_tpu and stored == jnp.float16 else stored
-    return jnp.dtype(name)
+    if name != AUTO:
+        return jnp.dtype(name)
+    stored = checkpoint_dtype(hf)
+    if jax.default_backend() == "cpu":
+        few = quantization is not None and quantization.scheme.kind != "fp8"
+        if hidden or not (few or stored == jnp.bfloat16) or not has_instructions():
+            return jnp.dtype(jnp.float32)
+        if few and stored != jnp.bfloat16:
+            log.info(
+                "activations are rounded to bfloat16 for weights of 8 and 4 bits; "
+                "model.dtype=float32 multiplies them as they are, slower"
+            )
+        return jnp.dtype(jnp.bfloat16)
+    stored = stored or jnp.dtype(jnp.bfloat16)
+    on_tpu = jax.default_backend() == "tpu"
+    return jnp.dtype(jnp.bfloat16) if on_tpu and stored == jnp.float16 else stored
 
 
 def choose_max_len(wanted: int, model: ModelConfig) -> int:

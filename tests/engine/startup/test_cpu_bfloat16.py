@@ -21,6 +21,7 @@ from jaxserve.engine.startup.engine_choices import choose
 from jaxserve.engine.startup.model_options import has_instructions
 from jaxserve.models.base import ParamSpec
 from jaxserve.models.fused import fused_specs
+from jaxserve.models.quantized import parse_quantization
 from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import make_pool, pool_format
 from jaxserve.pallas_kernels.cpu.pairs import has_pairs
@@ -144,6 +145,31 @@ def test_auto_takes_bfloat16_only_where_it_loses_nothing_and_has_instructions(
     hf = {"torch_dtype": stored}
     assert model_options.choose_dtype("auto", hf, hidden=hidden).name == chosen
     assert model_options.choose_dtype("float32", hf, hidden=hidden).name == "float32"
+
+
+@pytest.mark.parametrize(
+    ("how", "there", "chosen"),
+    [
+        ("int8", True, "bfloat16"),
+        ("int4:group=32,zero", True, "bfloat16"),
+        ("int4", False, "float32"),
+        ("fp8", True, "float32"),  # CPUs have no kernel of it
+    ],
+)
+def test_auto_rounds_what_few_bits_multiply_and_says_so(
+    how: str,
+    there: bool,
+    chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(model_options, "has_instructions", lambda: there)
+    given = {"quantization": parse_quantization(how)}
+    with caplog.at_level("INFO"):
+        assert model_options.choose_dtype("float32", {}, **given).name == "float32"
+        assert not caplog.records
+        assert model_options.choose_dtype("auto", {}, **given).name == chosen
+    assert ("model.dtype=float32" in caplog.text) is (chosen == "bfloat16")
 
 
 @pytest.mark.parametrize(
