@@ -107,6 +107,7 @@ class FakeEngine:
         self.steps = 0
         self.served = INFO
         self.cached_tokens = 0  # of every prompt, as far as it has so many
+        self.drafts = 0, 0  # of every continuation: right, and wrong
         self.resets = 0
         self.problems: tuple[SloProblem, ...] = ()
         self.gives_up = False  # whoever comes
@@ -380,6 +381,8 @@ class FakeEngine:
                     produced,
                     preemptions=1,
                     cached_tokens=min(self.cached_tokens, len(request.prompt) - 1),
+                    accepted_draft_tokens=self.drafts[0],
+                    rejected_draft_tokens=self.drafts[1],
                 ),
                 timings=timings,
                 verdict=verdict,

@@ -83,7 +83,7 @@ def test_every_flag_reaches_the_engine(
     flags = [f"--{name}={number}" for name, number in sampling.items()]
     flags += ["--stop=a", "--stop=b", "--stop_token_id=5", "--ignore_eos", "--logit_bias=9:-1.5"]
     flags += ["--tier=best_effort", "--ttft_ms=100", "--tbt_ms=10", "--jct_ms=1000"]
-    flags += ["--max_tbt_ms=700", "--cache_salt=me", "--prompt_cache_key=k"]
+    flags += ["--max_tbt_ms=700", "--cache_salt=me", "--prompt_cache_key=k", "--prediction=so"]
     assert complete([f"--address={server.address}", "hi", *flags]) == 0
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2 * (1 + 4 + 1), "log-probabilities, one a token, and a verdict"
@@ -98,6 +98,7 @@ def test_every_flag_reaches_the_engine(
     assert request.tier is Tier.BEST_EFFORT
     assert request.slo == SLO(0.1, 0.01, 1.0, 0.7)
     assert request.cache_salt == "me"
+    assert not request.prediction, "nobody drafts here, so it is not encoded"
     key = "--prompt_cache_key=" + "k" * 257  # which the server alone looks at
     assert complete([f"--address={server.address}", "hi", key]) == 1
     assert "prompt_cache_key: has 257 characters" in capsys.readouterr().err
@@ -161,7 +162,8 @@ def test_a_file_of_prompts_gives_json_lines_in_its_order(
     assert completion["token_ids"] == [100, 101]
     assert completion["finish_reason"] == "length"
     counts = {"prompt_tokens": 8, "output_tokens": 2, "preemptions": 1, "cached_tokens": 0}
-    assert completion["usage"] == counts
+    drafts = {"accepted_draft_tokens": 0, "rejected_draft_tokens": 0}
+    assert completion["usage"] == counts | drafts
     assert completion["timings"]["ttft_ms"] == 200
     assert completion["logprobs"][0] == {"token_id": 100, "logprob": -0.5, "top": [[100, -0.5]]}
     assert [entry["token_id"] for entry in completion["prompt_logprobs"]] == [*map(ord, "rompt 7")]

@@ -129,6 +129,17 @@ def test_a_salt_arrives_and_what_was_found_is_told(client: Client, engine: FakeE
         assert found.usage.cached_tokens == 3
 
 
+def test_a_prediction_arrives_and_what_was_drafted_is_told(
+    client: Client, engine: FakeEngine
+) -> None:
+    engine.served = dataclasses.replace(INFO, speculates=True)
+    engine.drafts = 5, 2
+    engine.run()
+    (found,) = client.complete("hello", max_tokens=1, prediction="as ever")
+    assert engine.requests[-1].prediction == tuple(map(ord, "as ever"))
+    assert (found.usage.accepted_draft_tokens, found.usage.rejected_draft_tokens) == (5, 2)
+
+
 def test_an_id_can_be_used_again_once_its_request_is_over(
     client: Client, engine: FakeEngine
 ) -> None:

@@ -141,6 +141,13 @@ def test_the_feed_keeps_the_last_steps_and_minutes() -> None:
     assert snapshot["tokens_per_s"] == pytest.approx(0.4)
 
 
+def test_the_last_step_says_how_many_drafts_it_had() -> None:
+    feed = LiveFeed(FakeEngine(), SchedulerConfig(max_rows=16))
+    accepted = {"prompt_lookup": 4, "grammar": 1}
+    feed.on_step(dataclasses.replace(step_stats(2), num_draft_tokens=7, accepted=accepted))
+    assert "2 decodes + 7 drafts, 5 right" in feed.snapshot()["decision"]
+
+
 def ended(prompt_tokens: int, met: bool | None = None) -> RequestStats:
     verdict = None if met is None else Verdict(SLO(), "gold", Tier.REALTIME, met, None, None)
     length = FinishReason.LENGTH

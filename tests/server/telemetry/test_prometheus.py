@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import time
 import urllib.error
@@ -20,8 +21,8 @@ from jaxserve.server.http.metrics_server import MAX_CONNECTIONS, MetricsServer
 from jaxserve.server.http.transport import protocol
 from jaxserve.server.requests.call_outcome import CallOutcome, CallTracker
 from jaxserve.server.server import Server
-from jaxserve.server.telemetry.metrics import Histogram, MetricsRegistry
-from tests.server.fake_engine import PATIENCE, FakeEngine
+from jaxserve.server.telemetry.metrics import EngineMetrics, Histogram, MetricsRegistry
+from tests.server.fake_engine import PATIENCE, FakeEngine, step_stats
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -207,6 +208,29 @@ def test_gauges_are_a_snapshot_of_the_engine(metrics: Server, engine: FakeEngine
     after = scrape(metrics)
     assert value(after, "num_requests_running") == 0
     assert value(after, "request_success_total", finished_reason="abort") == 1
+
+
+def test_drafts_are_counted_by_who_drafts(engine: FakeEngine) -> None:
+    metrics = EngineMetrics(engine, CallTracker(()))
+    lookup, grammar = "prompt_lookup", "grammar"
+    right, wrong = {lookup: 3, grammar: 2}, {lookup: 4, grammar: 0}
+    for _ in range(2):
+        metrics.on_step(dataclasses.replace(step_stats(2), accepted=right, rejected=wrong))
+    found = {
+        (
+            sample.name.removeprefix("jaxserve:spec_decode_num_"),
+            sample.labels["drafter"],
+        ): sample.value
+        for family in metrics.collect()
+        for sample in family.samples
+        if "spec_decode" in sample.name
+    }
+    assert found == {
+        ("draft_tokens_total", lookup): 14,
+        ("accepted_tokens_total", lookup): 6,
+        ("draft_tokens_total", grammar): 4,
+        ("accepted_tokens_total", grammar): 4,
+    }
 
 
 def test_counters_and_only_they_end_in_total(engine: FakeEngine) -> None:

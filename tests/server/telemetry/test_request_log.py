@@ -60,6 +60,7 @@ def test_a_line_says_who_asked_for_what_and_what_came_of_it(
     engine: FakeEngine, lines: Lines
 ) -> None:
     engine.cached_tokens = 4
+    engine.drafts = 2, 0
     with Server(engine, grace_s=0.0, options=LOGGED, slo_classes=CLASSES) as server:
         engine.run()
         with Client(server.address) as client:
@@ -81,6 +82,7 @@ def test_a_line_says_who_asked_for_what_and_what_came_of_it(
         "slo_max_tbt_ms": 5000.0,
         "cached_tokens": 4,
         "preemptions": 1,
+        "accepted_draft_tokens": 2,
         "finish_reason": "length",
         "queue_ms": 100.0,
         "ttft_ms": 200.0,
@@ -293,5 +295,7 @@ def test_the_page_lists_the_fields() -> None:
     )
     record.outcome, record.requests = CallOutcome.SLOW_READER, (request,)
     record.x_request_id, record.given_up = "x", 1
-    record.last = [Output("r", 0, (), "", (), stop, Usage(1, 2, 3), timings, verdict=verdict)]
+    record.last = [
+        Output("r", 0, (), "", (), stop, Usage(1, 2, 3, 0, 4, 5), timings, verdict=verdict)
+    ]
     assert listed == {*log_fields(record), "prompt", "text"} - {"message"}
