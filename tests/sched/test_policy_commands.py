@@ -26,7 +26,7 @@ def test_says_what_a_server_takes(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [p["name"] for p in found["policies"] if not p["deployable"]] == ["oracle", "rank_o"]
-    assert [v["suffix"] for v in found["variants"]] == ["ef"]
+    assert [v["suffix"] for v in found["variants"]] == ["ef", "spec"]
     known = {p["name"]: p["parameters"] for p in found["policies"]}
     assert known["aptserve"]["slo_decay"] == "0.0"
     assert known["sarathi"]["reserve"] == "prompt" and "groups" not in known["sarathi"]

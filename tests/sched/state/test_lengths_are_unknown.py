@@ -18,7 +18,9 @@ from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.workloads.workload import Lengths, Workload
 
-NAMES = [name for name in policies() if not make_policy(name).hypothetical]
+_ALL = [*policies(), *(f"sarathi+{suffix}" for suffix in variants())]
+NAMES = [name for name in _ALL if not make_policy(name).hypothetical]
+KNOWING = [name for name in _ALL if name not in NAMES and name != "oracle"]
 OPT = system("opt-13b@a100-40g")
 COUNT, LIMIT = 12, 60
 ROUNDING = 1e-9  # seconds; of sums in another order
@@ -97,7 +99,7 @@ def long_outputs() -> Pair:
     return Pair(one, other, {"kv_tokens": 400, "limits": Limits(400, 64, 20)})
 
 
-@pytest.mark.parametrize("policy", ["rank_o", *(f"sarathi+{suffix}" for suffix in variants())])
+@pytest.mark.parametrize("policy", KNOWING)
 def test_hypothetical_policies_do_know(policy: str) -> None:
     """So the comparison can tell."""
     pair = long_outputs()
