@@ -31,7 +31,11 @@ from tests.engine.harness import (
 )
 
 BOX = Path(__file__).parents[3] / "jaxserve" / "assets" / "tiny-stories"
-SPEC = {"scheduler__policy": "sarathi+spec", "engine__token_buckets": (16, 64)}
+SPEC = {
+    "scheduler__policy": "sarathi+spec",
+    "scheduler__max_prefill_tokens": 24,  # so that prompts come beside decodes
+    "engine__token_buckets": (16, 64),
+}
 Known = dict[tuple[int, ...], list[int]]  # what prompts are continued with
 
 
