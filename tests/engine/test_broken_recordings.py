@@ -64,7 +64,11 @@ def test_a_value_that_is_none_is_no_part_of_a_recording(line: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("place", "value"), [(2, "null"), (2, '"x"'), (-2, "[1]"), (-1, '["x"]'), (-1, "[-1]"), (-1, 0)]
+    ("place", "value"),
+    [
+        *((2, "null"), (2, '"x"'), (-4, "[1]"), (-3, '["x"]'), (-3, "[-1]"), (-3, 0)),
+        *((-2, "-1"), (-1, "null")),
+    ],
 )
 def test_nor_is_a_step_with_such_a_value(place: int, value: Any, tmp_path: Path) -> None:
     path = tmp_path / "served.jsonl"
