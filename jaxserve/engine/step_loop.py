@@ -394,7 +394,7 @@ class StepLoop:
         if matcher is None or continuation.finished:
             return
         try:
-            mask, *behind = matcher.masks_along(one.draft)
+            mask, *behind = matcher.masks_along(one.draft) if one.draft else (matcher.mask(),)
             for row, allowed in zip(to[1:], behind, strict=False):
                 if allowed is not None:  # else what is drawn there is nobody's
                     row[:] = allowed
