@@ -115,7 +115,8 @@ class Drive:
         self._check(plan, prefill)
         seq = np.sort(table.seq[plan.rows])  # those of one step start together
         done = self.scheduler.release_finished(booked)
-        done = np.union1d(done, self._receive(booked, now))
+        more = self._receive(booked, now)
+        done = np.concatenate([done, more[~np.isin(more, done)]])
         for row in done.tolist():
             self.scheduler.finish(row)
         check_pool(pool)
