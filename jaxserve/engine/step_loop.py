@@ -208,7 +208,12 @@ class StepLoop:
     def waits_for(self, pending: InFlight) -> bool:
         """Whether the next plan has to wait for the tokens of the step in flight: because nobody
         knows how many they are, or because drafts are expected to pay behind them."""
-        return pending.drafts or self._scheduler.would_draft(self._clock())
+        if pending.drafts:
+            return True
+        try:
+            return self._scheduler.would_draft(self._clock())
+        except BaseException:  # it is raised again by the plan, where it is somebody's
+            return True
 
     def launch(self, pending: InFlight | None) -> InFlight | None:
         """Plans and launches the next step. pending: the one in flight, if any, for which it does

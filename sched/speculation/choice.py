@@ -111,7 +111,7 @@ def expects_drafts(view: View, now: float) -> bool:
         sampling=table.num_sampling > 0,
     )
     able = rows[mine]
-    most = _most(view, able, computed[mine] + 1) - flying[mine]
+    most = np.maximum(_most(view, able, computed[mine] + 1) - flying[mine], 0)
     return bool(_choose(_Batch(features, rows, len(rows)), able, most, view, now).any())
 
 

@@ -130,3 +130,15 @@ def test_drafts_take_no_more_than_the_logits_there_are(rows: int) -> None:
     for row in range(rows):
         drive.scheduler.offer(row, 8, 1.0)
     assert sum(drafted(drive)) == min(MOST * rows, 8 - rows)
+
+
+@pytest.mark.parametrize("left", [1, 2, 3])
+def test_whose_last_token_is_in_flight_has_no_drafts_to_wait_for(left: int) -> None:
+    """The tokens in flight are the first of what is offered, and of what may still be written."""
+    drive = Drive("sarathi+spec", c=2048, p=2048, rows=512, blocks=4096)
+    drive.add(1, 1 + left)
+    drive.step()
+    drive.scheduler.offer(0, 8, 1.0)
+    table = drive.table
+    table.generated[0], table.computed[0] = 2, 2  # another step is in flight
+    assert drive.scheduler.would_draft(0.0) == (left > 2)
