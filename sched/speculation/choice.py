@@ -74,7 +74,7 @@ def with_drafts(plan: BatchPlan, view: View, now: float) -> BatchPlan:
     batch = _Batch(features, rows[decodes], len(rows))
     mine = rows[at]
     end = start[at] + 1
-    counts = _choose(batch, mine, _most(view, mine, end), view, now)
+    counts = _choose(batch, mine, _most(view, mine, table.offered[mine], end), view, now)
     if not np.count_nonzero(counts):
         return plan
     reserve = plan.reserve.copy()
@@ -111,7 +111,7 @@ def expects_drafts(view: View, now: float) -> bool:
         sampling=table.num_sampling > 0,
     )
     able = rows[mine]
-    most = np.maximum(_most(view, able, computed[mine] + 1) - flying[mine], 0)
+    most = _most(view, able, table.offered[able] - flying[mine], computed[mine] + 1)
     return bool(_choose(_Batch(features, rows, len(rows)), able, most, view, now).any())
 
 
@@ -137,11 +137,12 @@ class Patience:
             self._left, self._waited = 0, False
 
 
-def _most(view: View, rows: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Drafts that each row may have at most, int64 [n]. end: its cached tokens without any."""
+def _most(view: View, rows: np.ndarray, offered: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Drafts that each row may have at most, int64 [n], of those that are offered. end: its cached
+    tokens without any."""
     table, pool = view.table, view.pool
     left = table.max_tokens[rows] - table.generated[rows] - 1
-    most = np.minimum(np.minimum(table.offered[rows], MOST), left)
+    most = np.minimum(np.minimum(offered, MOST), left)
     both = pool.both_ends()
     if len(both):  # where somebody comes from the other end there may be no room for what is wrong
         most[np.isin(rows, pool.owners[both])] = 0
