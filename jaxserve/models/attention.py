@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxserve.models.base import AttentionInput, KVProjection, KVWeights, ModelConfig, Params
+from jaxserve.models.base import (
+    AttentionInput,
+    KVProjection,
+    KVWeights,
+    LayerKind,
+    ModelConfig,
+    Params,
+)
 from jaxserve.models.layers import Linear, Norm, linear, linear_leaves, norm_leaves, rms_norm
 from jaxserve.models.rope import angle_table, rotate
 from jaxserve.models.sharding import TENSOR, constrain, heads_a_shard, pool_kv_heads
@@ -103,6 +110,7 @@ def attention_input(
     weights: AttentionParams | FusedAttention,
     config: ModelConfig,
     x: jax.Array,
+    kind: LayerKind,
     rotation: Rotation | None,
     mesh: Mesh | None,
 ) -> AttentionInput:
@@ -112,7 +120,8 @@ def attention_input(
         weights: the layer's attention parameters.
         config: the model's.
         x: [T, d_model], normalised.
-        rotation: see `rope.angles`; None if positions are not rotated.
+        kind: the layer's.
+        rotation: of its rope, see `rope.angles`; None if positions are not rotated.
         mesh: the devices that the parameters are sharded over; None for one.
     """
     if isinstance(weights, FusedAttention):
@@ -130,7 +139,7 @@ def attention_input(
         k = rms_norm(k, weights.k_norm.scale, config.norm_eps)
     if rotation is not None:
         q, k = rotate(q, *rotation), rotate(k, *rotation)
-    return AttentionInput(q, k, v, x, apart)
+    return AttentionInput(q, k, v, x, apart, kind)
 
 
 def _project_fused(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -28,6 +28,19 @@ DEVIATIONS = {"int8": 32.0, "int4": (56 / 3) ** 0.5, "fp8": 64.0}
 Carry = Any
 Params = Any
 LayerIndex = jax.Array | int
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """What may differ from layer to layer of a model beside its weights. Hashable, as `ModelConfig`.
+
+    Attributes:
+        rope: how queries and keys are rotated by position; None where they are not.
+        sliding_window: a token sees this many tokens, itself included; None for all before it.
+    """
+
+    rope: Rope | None = None
+    sliding_window: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +60,9 @@ class ModelConfig:
         sliding_window: a token sees this many tokens, itself included; None for all before it.
         eos_token_ids: ids that end a generation; may be empty.
         quantization: which weights are stored in few bits; None for none.
+        kinds: of each layer, where `rope` and `sliding_window` are not those of all; else empty.
+        soft_cap: bound of attention's scores, by tanh; None for none.
+        logit_cap: likewise of the logits.
     """
 
     family: str
@@ -67,6 +83,32 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     quantization: Quantization | None = None
+    kinds: tuple[LayerKind, ...] = ()
+    soft_cap: float | None = None
+    logit_cap: float | None = None
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Of each layer, in order."""
+        return self.kinds or (LayerKind(self.rope, self.sliding_window),) * self.num_layers
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows of its layers."""
+        return tuple(dict.fromkeys(kind.sliding_window for kind in self.layer_kinds))
+
+
+def layer_kinds(
+    ropes: Sequence[Rope | None], windows: Sequence[int | None]
+) -> tuple[LayerKind, ...]:
+    """`ModelConfig.kinds`: empty where all layers are alike.
+
+    Args:
+        ropes: of each layer.
+        windows: of each layer, tokens.
+    """
+    kinds = tuple(map(LayerKind, ropes, windows))
+    return kinds if len(set(kinds)) > 1 else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +259,7 @@ class AttentionInput(NamedTuple):
         v: [T, kv_heads, head_dim].
         x: [T, d_model], the input of the QKV projection (what a hidden cache stores).
         weights: how k and v were made of x; None where the layer has q, k and v fused.
+        kind: the layer's.
     """
 
     q: jax.Array
@@ -224,6 +267,7 @@ class AttentionInput(NamedTuple):
     v: jax.Array
     x: jax.Array
     weights: KVWeights | None
+    kind: LayerKind
 
 
 class KVProjection(NamedTuple):

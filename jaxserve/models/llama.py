@@ -18,7 +18,15 @@ from jax.typing import DTypeLike
 
 from jaxserve.models import hf as fields
 from jaxserve.models.attention import AttentionParams, FusedAttention, attention_leaves
-from jaxserve.models.base import Attention, Carry, Family, ModelConfig, Params, StepInputs
+from jaxserve.models.base import (
+    Attention,
+    Carry,
+    Family,
+    ModelConfig,
+    Params,
+    StepInputs,
+    layer_kinds,
+)
 from jaxserve.models.layers import (
     Linear,
     Norm,
@@ -108,6 +116,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     if head_dim % 2:
         raise ValueError(f"config.json: head_dim {head_dim} must be even for rotary positions")
     rope = rope_from_hf(hf)
+    windows = _windows(hf, model_type)
     max_position = fields.positive_int(hf, "max_position_embeddings")
     bias = model_type != "qwen2" and fields.flag(hf, "attention_bias", False)
     return LlamaConfig(
@@ -121,7 +130,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
         head_dim=head_dim,
         max_position=stretched_max_position(rope, max_position),
         attn_scale=head_dim**-0.5,
-        sliding_window=_sliding_window(hf, model_type),
+        sliding_window=windows[0],
+        kinds=layer_kinds([rope] * len(windows), windows),
         eos_token_ids=fields.token_ids(hf, "eos_token_id"),
         bos_token_id=fields.bos_token_id(hf),
         norm_eps=fields.number(hf, "rms_norm_eps", 1e-6),
@@ -218,38 +228,31 @@ def finish(
     return rms_norm(x, params.final_norm.scale, config.norm_eps)
 
 
-def _sliding_window(hf: Mapping[str, Any], model_type: str) -> int | None:
-    """The window of all layers in tokens, or None; ValueError when layers differ."""
+def _windows(hf: Mapping[str, Any], model_type: str) -> tuple[int | None, ...]:
+    """The window of each layer in tokens; None where it has none."""
+    num_layers = fields.positive_int(hf, "num_hidden_layers")
     if model_type == "llama":
-        return None
+        return (None,) * num_layers
     if model_type == "mistral":
-        window = hf.get("sliding_window", MISTRAL_WINDOW)
-        windowed = [window is not None]
+        given = hf.get("sliding_window", MISTRAL_WINDOW) is not None
+        default = ["sliding_attention" if given else "full_attention"] * num_layers
     elif not fields.flag(hf, "use_sliding_window", False):
-        return None
+        return (None,) * num_layers
     else:
-        num_layers = fields.positive_int(hf, "num_hidden_layers")
         full = hf.get("max_window_layers", QWEN_WINDOW_LAYERS)
-        kinds = hf.get("layer_types")
-        for field, value, kind in (("max_window_layers", full, int), ("layer_types", kinds, list)):
-            if value is not None and not isinstance(value, kind):
-                what = f"must be {kind.__name__}, got {fields.shown(value)}"
-                raise ValueError(f"config.json: {field} {what}")
+        if full is not None and not isinstance(full, int):
+            what = f"must be int, got {fields.shown(full)}"
+            raise ValueError(f"config.json: max_window_layers {what}")
         full = QWEN_WINDOW_LAYERS if full is None else full
-        windowed = (
-            [kind == "sliding_attention" for kind in kinds]
-            if kinds is not None
-            else [layer >= full for layer in range(num_layers)]
-        )
-    if not any(windowed):
-        return None
-    if not all(windowed):
-        field = "layer_types" if hf.get("layer_types") is not None else "max_window_layers"
-        raise ValueError(
-            f"config.json: {field} gives some layers a sliding window and others none; "
-            "only the same for all layers is supported"
-        )
-    return fields.positive_int(hf, "sliding_window", MISTRAL_WINDOW)
+        default = [
+            "sliding_attention" if layer >= full else "full_attention"
+            for layer in range(num_layers)
+        ]
+    kinds = fields.layer_types(hf, num_layers, default)
+    if "sliding_attention" not in kinds:
+        return (None,) * num_layers
+    window = fields.positive_int(hf, "sliding_window", MISTRAL_WINDOW)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _layer_leaves(config: LlamaConfig, name: str) -> LlamaLayer:

@@ -60,14 +60,16 @@ BAD = [
     ("llama3", {"rope_scaling": {"type": "linear"}}, "factor is missing"),
     ("llama3", {"rope_scaling": {**YARN, "attn_factor": 1}}, r"rope_scaling\.attn_factor"),
     ("llama3", {"rope_parameters": {"rope_type": "ntk"}}, "rope_parameters.rope_type 'ntk'"),
-    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, "max_window_layers"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": "2"}, "max_window_layers"),
     (
         "qwen2",
-        {
-            "use_sliding_window": True,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-        },
-        "layer_types",
+        {"use_sliding_window": True, "layer_types": ["full_attention"]},
+        "layer_types must be a list of",
+    ),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "num_hidden_layers": 1, "layer_types": ["linear_attention"]},
+        "layer_types has 'linear_attention'",
     ),
 ]
 

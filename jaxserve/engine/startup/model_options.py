@@ -125,6 +125,8 @@ def choose_read(wanted: str, policy_name: str, policy: Policy, config: ModelConf
     )
     if config.quantization is not None:
         reason = "its weights are quantised, and hidden caches read those of K and V as they are"
+    if config.kinds or config.soft_cap is not None:
+        reason = "its layers differ in rotation or window, or its scores are capped"
     if reason is not None:
         if wanted != AUTO:
             raise ConfigError(f"{field}: {reason}")
