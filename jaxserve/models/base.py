@@ -32,7 +32,7 @@ LayerIndex = jax.Array | int
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """What may differ from layer to layer of a model beside its weights. Hashable, as `ModelConfig`.
+    """What may differ from layer to layer beside weights. Hashable, as `ModelConfig`.
 
     Attributes:
         rope: how queries and keys are rotated by position; None where they are not.
