@@ -121,7 +121,7 @@ class Case:
         """Whether the model can have hidden caches."""
         config = self.config
         shape = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
-        plain = config.quantization is None and not config.kinds and config.soft_cap is None
+        plain = config.quantization is None and config.plain_keys
         return plain and why_no_hidden_caches(*shape) is None
 
     @functools.cached_property

@@ -63,6 +63,9 @@ class ModelConfig:
         kinds: of each layer, where `rope` and `sliding_window` are not those of all; else empty.
         soft_cap: bound of attention's scores, by tanh; None for none.
         logit_cap: likewise of the logits.
+        logit_scale: factor on the logits, before their bound.
+        norm_offset: added to the scales of RMS norms.
+        whole_norms: q and k are normalised over all heads together, not over each.
     """
 
     family: str
@@ -86,6 +89,9 @@ class ModelConfig:
     kinds: tuple[LayerKind, ...] = ()
     soft_cap: float | None = None
     logit_cap: float | None = None
+    logit_scale: float = 1.0
+    norm_offset: float = 0.0
+    whole_norms: bool = False
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -96,6 +102,13 @@ class ModelConfig:
     def windows(self) -> tuple[int | None, ...]:
         """The different windows of its layers."""
         return tuple(dict.fromkeys(kind.sliding_window for kind in self.layer_kinds))
+
+    @property
+    def plain_keys(self) -> bool:
+        """Whether all layers make K of x as `KVProjection` says, and their scores have no bound."""
+        partial = self.rope is not None and self.rope.partial != 1
+        other = self.kinds or self.soft_cap is not None or self.norm_offset or self.whole_norms
+        return not (other or partial)
 
 
 def layer_kinds(
@@ -143,10 +156,18 @@ class HFTensor:
     Attributes:
         name: the tensor's name, such as "model.decoder.layers.3.fc1.weight".
         transpose: the checkpoint stores [out, in], the parameter is [in, out].
+        rows: where the parameter is but some rows of the tensor: the first of them, and how many
+            the tensor has.
     """
 
     name: str
     transpose: bool = False
+    rows: tuple[int, int] | None = None
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The whole tensor's, by that of the parameter."""
+        stored = shape[::-1] if self.transpose else shape
+        return stored if self.rows is None else (self.rows[1], *stored[1:])
 
 
 @dataclasses.dataclass(frozen=True)

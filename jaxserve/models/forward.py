@@ -97,6 +97,8 @@ def logits(
     table = params.embed_tokens if params.lm_head is None else params.lm_head
     hidden = family.finish(params, config, x, mesh=mesh)
     found = vocab_logits(hidden, table, config.vocab_size, mesh)
+    if config.logit_scale != 1:
+        found = found * config.logit_scale
     if config.logit_cap is None:
         return found
     return config.logit_cap * jnp.tanh(found / config.logit_cap)

@@ -125,8 +125,11 @@ def choose_read(wanted: str, policy_name: str, policy: Policy, config: ModelConf
     )
     if config.quantization is not None:
         reason = "its weights are quantised, and hidden caches read those of K and V as they are"
-    if config.kinds or config.soft_cap is not None:
-        reason = "its layers differ in rotation or window, or its scores are capped"
+    if not config.plain_keys:
+        reason = (
+            "its layers differ in rotation or window, its scores are capped, or its keys are "
+            "normalised or rotated as hidden caches do not"
+        )
     if reason is not None:
         if wanted != AUTO:
             raise ConfigError(f"{field}: {reason}")
