@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.models.quantized import NONE, Quantization, Quantized, Scheme, parse_quantization
-from jaxserve.models.rope import Rope
+from jaxserve.models.rope import Rope, for_length
 from jaxserve.models.sharding import RULES
 
 # Of random numbers of each kind: some in 10,000 would be beyond the largest; -7 to 7 are alike.
@@ -102,6 +102,15 @@ class ModelConfig:
     def windows(self) -> tuple[int | None, ...]:
         """The different windows of its layers."""
         return tuple(dict.fromkeys(kind.sliding_window for kind in self.layer_kinds))
+
+    def for_length(self, longest: int) -> ModelConfig:
+        """The model where no context is longer than this, in tokens: see `rope.for_length`."""
+
+        def shorter(rope: Rope | None) -> Rope | None:
+            return None if rope is None else for_length(rope, longest)
+
+        kinds = tuple(dataclasses.replace(kind, rope=shorter(kind.rope)) for kind in self.kinds)
+        return dataclasses.replace(self, rope=shorter(self.rope), kinds=kinds)
 
     @property
     def plain_keys(self) -> bool:

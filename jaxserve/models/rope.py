@@ -199,8 +199,8 @@ def longest_context(rope: Rope, hf: Mapping[str, Any]) -> int:
 
     `max_position_embeddings` is what transformers warns beyond, whatever the scaling. It may state
     the context before or after it was stretched: YaRN's configs say the former. With linear scaling
-    it is taken as it is, since a longer context than the model's is worse than a shorter one, unless
-    `max_sequence_length` (Vicuna) says more.
+    it is taken as it is, since a context longer than the model's is worse than a shorter one,
+    unless `max_sequence_length` (Vicuna) says more.
     """
     stretched = fields.positive_int(hf, "max_position_embeddings")
     if rope.kind == "linear":
