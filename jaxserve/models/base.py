@@ -406,6 +406,11 @@ class Family:
         they are where nothing is quantised."""
         return jax.tree.map(lambda leaf: leaf.source, self.leaves(config))
 
+    def joined_tensor(self, config: ModelConfig) -> str | None:
+        """A tensor of its checkpoints that several parameters are rows of; None if none is."""
+        sources: list[HFTensor] = jax.tree.leaves(self.hf_layout(config))
+        return next((source.name for source in sources if source.rows is not None), None)
+
     def num_params(self, config: ModelConfig) -> int:
         """Number of parameters, tied ones counted once."""
         return sum(leaf.spec.size for leaf in jax.tree.leaves(self.leaves(config)))

@@ -85,7 +85,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
 
 def _cap(hf: Mapping[str, Any], field: str, default: float | None) -> float | None:
     """A bound; null means none, other than a field that is missing."""
-    return fields.number(hf, field) if hf.get(field, default) is not None else None
+    return None if hf.get(field, default) is None else fields.number(hf, field, default)
 
 
 def _of_kind(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:

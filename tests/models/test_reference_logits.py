@@ -34,7 +34,7 @@ def test_dense_logits(name):
     np.testing.assert_allclose(got, case.logits, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["opt_post_norm", "llama2", "qwen3"])
+@pytest.mark.parametrize("name", ["opt_post_norm", "llama2", "qwen3", "gemma2"])
 def test_dense_logits_of_bfloat16_weights_are_as_near_as_that_allows(name):
     """Weights of bfloat16 under float32 activations, as CPUs have it: off by some of bfloat16's
     roundings of 2**-8 of the largest logit, and by more than float32 would be."""
@@ -103,6 +103,7 @@ def _prefill_then_decode(
 SMALL, PADDED = (4, 2, 16), (8, 4, 24)
 PAGED = [(name, *SMALL) for name in ("opt_post_norm", "llama2", "yi", "qwen2", "qwen3")]
 PAGED += [(name, *PADDED) for name in ("opt", "mistral", "qwen2_yarn")]
+PAGED += [("gemma2", *SMALL), ("gemma3", *PADDED), ("smollm3", *SMALL), ("phi4_mini", *PADDED)]
 
 
 @pytest.mark.parametrize(("name", "block_size", "rows", "tokens"), PAGED)
