@@ -99,8 +99,15 @@ def layer_norm(x: jax.Array, weights: Norm, eps: float) -> jax.Array:
 def rms_norm(
     x: jax.Array, scale: jax.Array, eps: float, offset: float = 0.0, axes: int = 1
 ) -> jax.Array:
-    """Root-mean-square normalisation over the last axes (Zhang & Sennrich 2019, section 3). offset:
-    added to the scale, which has the shape of those axes."""
+    """Root-mean-square normalisation over the last axes (Zhang & Sennrich 2019, section 3).
+
+    Args:
+        x: what to normalise.
+        scale: of the shape of those axes.
+        eps: added to the mean square.
+        offset: added to the scale.
+        axes: how many.
+    """
     x32 = x.astype(jnp.float32)
     over = tuple(range(-axes, 0))
     y = x32 * jax.lax.rsqrt((x32 * x32).mean(axis=over, keepdims=True) + eps)

@@ -34,8 +34,12 @@ def test_dense_logits(name):
     np.testing.assert_allclose(got, case.logits, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["opt_post_norm", "llama2", "qwen3", "gemma2"])
-def test_dense_logits_of_bfloat16_weights_are_as_near_as_that_allows(name):
+# Rounding Gemma's weights moves transformers' own logits by 14 roundings.
+@pytest.mark.parametrize(
+    ("name", "roundings"),
+    [("opt_post_norm", 12), ("llama2", 12), ("qwen3", 12), ("granite", 12), ("gemma2", 20)],
+)
+def test_dense_logits_of_bfloat16_weights_are_as_near_as_that_allows(name, roundings):
     """Weights of bfloat16 under float32 activations, as CPUs have it: off by some of bfloat16's
     roundings of 2**-8 of the largest logit, and by more than float32 would be."""
     case = load_reference(name)
@@ -51,7 +55,7 @@ def test_dense_logits_of_bfloat16_weights_are_as_near_as_that_allows(name):
     )
     got = run(rounded, case.tokens)
     error = np.abs(got - case.logits).max() / np.abs(case.logits).max()
-    assert TOLERANCE < error < BFLOAT16_TOLERANCE
+    assert TOLERANCE < error < roundings * 2**-8
 
 
 @pytest.mark.parametrize("name", NAMES)
