@@ -80,6 +80,11 @@ def convert(
     except ValueError as error:
         raise CheckpointError(str(error).removeprefix("--")) from None  # it is no flag
     family, config, hf = load_config(source)
+    if into == SAFETENSORS and (joined := family.joined_tensor(config)) is not None:
+        raise CheckpointError(
+            f"--format={SAFETENSORS}: {joined} would have to be joined again, which is not "
+            f"supported; use {ORBAX}"
+        )
     if into == SAFETENSORS and config.quantization is not None:
         # compressed-tensors has no minimums, and all weights are alike.
         quantize = quantize or (NONE if config.quantization.dequantizable else "")

@@ -121,7 +121,8 @@ class Case:
         """Whether the model can have hidden caches."""
         config = self.config
         shape = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
-        return config.quantization is None and why_no_hidden_caches(*shape) is None
+        plain = config.quantization is None and config.plain_keys
+        return plain and why_no_hidden_caches(*shape) is None
 
     @functools.cached_property
     def buckets(self) -> Buckets:

@@ -204,7 +204,12 @@ def _write(case: Case, *, hidden: bool) -> jax.stages.Lowered:
 
 
 def _options(case: Case) -> dict[str, Any]:
-    return {"scale": case.config.attn_scale, "sliding_window": case.config.sliding_window}
+    config = case.config
+    return {
+        "scale": config.attn_scale,
+        "sliding_window": config.layer_kinds[0].sliding_window,
+        "soft_cap": config.soft_cap,
+    }
 
 
 def _attention(case: Case, *, decode: bool) -> jax.stages.Lowered:

@@ -16,7 +16,7 @@ from jaxserve.models import hf as fields
 
 log = logging.getLogger(__name__)
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 """Those that are served. GGUF's llama is Mistral, too."""
 
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -37,6 +37,12 @@ _YARN = {
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
+_GEMMA_3 = {
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
+}
+_GEMMA_3_27B_LAYERS = 62
 _ONLY = {"expert_count": 0, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_attn_factor": 1}
 # Said twice, or of no account for what is computed.
 _UNREAD = {"vocab_size", "rope.dimension_count", "attention.value_length",
@@ -83,7 +89,9 @@ def config_json(header: Header) -> dict[str, Any]:
         **{name: token for name, token in special_ids(header).items() if name != "eos_token_id"},
         "eos_token_id": list(end_ids(header)),
     }
-    if not hf.get("sliding_window"):
+    if architecture == "gemma3":
+        hf |= _gemma_3(header, hf)
+    elif not hf.get("sliding_window"):
         hf.pop("sliding_window", None)
     elif architecture == "llama":
         hf["model_type"] = "mistral"
@@ -102,6 +110,17 @@ def in_its_terms(header: Header, problem: str) -> str:
         return found[1] if name is None else f"{header.metadata['general.architecture']}.{name}"
 
     return _FIELD.sub(key, problem)
+
+
+def _gemma_3(header: Header, hf: dict[str, Any]) -> dict[str, Any]:
+    """What else config.json says. Files do not have what the product of q and k is scaled by;
+    llama.cpp, too, goes by the number of layers."""
+    given = {field: _scalar(header, f"gemma3.{name}") for field, name in _GEMMA_3.items()}
+    scalar = fields.positive_int(hf, "head_dim", 256)
+    if hf["num_hidden_layers"] == _GEMMA_3_27B_LAYERS:
+        heads = fields.positive_int(hf, "num_attention_heads")
+        scalar = fields.positive_int(hf, "hidden_size") // heads
+    return {**given, "model_type": "gemma3_text", "query_pre_attn_scalar": scalar}
 
 
 def _scalar(header: Header, key: str, default: Any = None) -> Any:
@@ -203,6 +222,8 @@ def _check_rest(header: Header, architecture: str) -> None:
     """What is said of the model, and not used."""
     prefix = f"{architecture}."
     known = {*_FIELDS.values(), *_YARN.values(), *_ONLY, *_UNREAD}
+    if architecture == "gemma3":
+        known |= set(_GEMMA_3.values())
     rest = sorted(
         key for key in header.metadata if key.startswith(prefix) and key[len(prefix) :] not in known
     )

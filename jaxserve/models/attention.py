@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxserve.models.base import AttentionInput, KVProjection, KVWeights, ModelConfig, Params
+from jaxserve.models.base import (
+    AttentionInput,
+    KVProjection,
+    KVWeights,
+    LayerKind,
+    ModelConfig,
+    Params,
+)
 from jaxserve.models.layers import Linear, Norm, linear, linear_leaves, norm_leaves, rms_norm
 from jaxserve.models.rope import angle_table, rotate
 from jaxserve.models.sharding import TENSOR, constrain, heads_a_shard, pool_kv_heads
@@ -25,7 +32,8 @@ class AttentionParams:
         q: [d_model, num_heads * head_dim].
         k, v: [d_model, num_kv_heads * head_dim].
         o: [num_heads * head_dim, d_model].
-        q_norm, k_norm: scales [head_dim] of the RMS norms over each head (Qwen3), or None.
+        q_norm, k_norm: scales [head_dim] of the RMS norms over each head (Qwen3), or [heads *
+            head_dim] of those over all (`ModelConfig.whole_norms`), or None.
     """
 
     q: Linear
@@ -59,6 +67,7 @@ def attention_leaves(
     bias: bool,
     out_bias: bool,
     head_norms: bool = False,
+    joined: str | None = None,
 ) -> AttentionParams:
     """The leaves of one attention, see `Family.leaves`.
 
@@ -68,24 +77,34 @@ def attention_leaves(
         out: name of its output projection.
         bias: whether q, k and v have biases.
         out_bias: whether the output projection has one.
-        head_norms: whether q and k have norms over each head.
+        head_norms: whether q and k have norms.
+        joined: name of the one tensor that q, k and v are rows of; None where they are apart.
     """
     head_dim = config.head_dim
 
-    def projection(part: str, heads: int, axis: str) -> Linear:
+    def norm(part: str, heads: int) -> Norm | None:
+        width = (heads if config.whole_norms else 1) * head_dim
+        whole = norm_leaves(f"{name}.{part}", width, offset=config.norm_offset)
+        return whole if head_norms else None
+
+    def projection(part: str, heads: int, axis: str, first: int) -> Linear:
+        rows = first * head_dim, (config.num_heads + 2 * config.num_kv_heads) * head_dim
         return linear_leaves(
-            f"{name}.{part}",
+            f"{name}.{joined or part}",
             (config.d_model, heads * head_dim),
             ("embed", axis),
             bias=bias,
             std=config.init_std,
             granule=head_dim,
+            rows=rows if joined else None,
         )
 
+    queries, kv = config.num_heads, config.num_kv_heads
+
     return AttentionParams(
-        q=projection("q_proj", config.num_heads, "heads"),
-        k=projection("k_proj", config.num_kv_heads, "kv_heads"),
-        v=projection("v_proj", config.num_kv_heads, "kv_heads"),
+        q=projection("q_proj", queries, "heads", 0),
+        k=projection("k_proj", kv, "kv_heads", queries),
+        v=projection("v_proj", kv, "kv_heads", queries + kv),
         o=linear_leaves(
             f"{name}.{out}",
             (config.num_heads * head_dim, config.d_model),
@@ -94,8 +113,8 @@ def attention_leaves(
             std=config.init_std,
             granule=head_dim,
         ),
-        q_norm=norm_leaves(f"{name}.q_norm", head_dim) if head_norms else None,
-        k_norm=norm_leaves(f"{name}.k_norm", head_dim) if head_norms else None,
+        q_norm=norm("q_norm", config.num_heads),
+        k_norm=norm("k_norm", config.num_kv_heads),
     )
 
 
@@ -103,6 +122,7 @@ def attention_input(
     weights: AttentionParams | FusedAttention,
     config: ModelConfig,
     x: jax.Array,
+    kind: LayerKind,
     rotation: Rotation | None,
     mesh: Mesh | None,
 ) -> AttentionInput:
@@ -112,7 +132,8 @@ def attention_input(
         weights: the layer's attention parameters.
         config: the model's.
         x: [T, d_model], normalised.
-        rotation: see `rope.angles`; None if positions are not rotated.
+        kind: the layer's.
+        rotation: of its rope, see `rope.angles`; None if positions are not rotated.
         mesh: the devices that the parameters are sharded over; None for one.
     """
     if isinstance(weights, FusedAttention):
@@ -124,13 +145,22 @@ def attention_input(
         # gather the parts for q, k and v.
         x = constrain(x, mesh, None, None)
         q, k, v = _project_apart(weights, config, x, mesh)
-    if weights.q_norm is not None:
-        q = rms_norm(q, weights.q_norm.scale, config.norm_eps)
-    if weights.k_norm is not None:
-        k = rms_norm(k, weights.k_norm.scale, config.norm_eps)
+    q, k = _head_norm(q, weights.q_norm, config), _head_norm(k, weights.k_norm, config)
     if rotation is not None:
         q, k = rotate(q, *rotation), rotate(k, *rotation)
-    return AttentionInput(q, k, v, x, apart)
+    return AttentionInput(q, k, v, x, apart, kind)
+
+
+def _head_norm(x: jax.Array, norm: Norm | None, config: ModelConfig) -> jax.Array:
+    """q or k [T, heads, head_dim], normalised as the model does."""
+    if norm is None:
+        return x
+    if not config.whole_norms:
+        return rms_norm(x, norm.scale, config.norm_eps, config.norm_offset)
+    # A head that is there once for each of several shards leaves the mean as it is.
+    scale = norm.scale.reshape(-1, config.head_dim)
+    scale = jnp.repeat(scale, x.shape[1] // len(scale), axis=0)
+    return rms_norm(x, scale, config.norm_eps, config.norm_offset, axes=2)
 
 
 def _project_fused(

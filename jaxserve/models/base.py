@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.models.quantized import NONE, Quantization, Quantized, Scheme, parse_quantization
-from jaxserve.models.rope import Rope
+from jaxserve.models.rope import Rope, for_length
 from jaxserve.models.sharding import RULES
 
 # Of random numbers of each kind: some in 10,000 would be beyond the largest; -7 to 7 are alike.
@@ -28,6 +28,19 @@ DEVIATIONS = {"int8": 32.0, "int4": (56 / 3) ** 0.5, "fp8": 64.0}
 Carry = Any
 Params = Any
 LayerIndex = jax.Array | int
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """What may differ from layer to layer beside weights. Hashable, as `ModelConfig`.
+
+    Attributes:
+        rope: how queries and keys are rotated by position; None where they are not.
+        sliding_window: a token sees this many tokens, itself included; None for all before it.
+    """
+
+    rope: Rope | None = None
+    sliding_window: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +60,12 @@ class ModelConfig:
         sliding_window: a token sees this many tokens, itself included; None for all before it.
         eos_token_ids: ids that end a generation; may be empty.
         quantization: which weights are stored in few bits; None for none.
+        kinds: of each layer, where `rope` and `sliding_window` are not those of all; else empty.
+        soft_cap: bound of attention's scores, by tanh; None for none.
+        logit_cap: likewise of the logits.
+        logit_scale: factor on the logits, before their bound.
+        norm_offset: added to the scales of RMS norms.
+        whole_norms: q and k are normalised over all heads together, not over each.
     """
 
     family: str
@@ -67,6 +86,51 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     quantization: Quantization | None = None
+    kinds: tuple[LayerKind, ...] = ()
+    soft_cap: float | None = None
+    logit_cap: float | None = None
+    logit_scale: float = 1.0
+    norm_offset: float = 0.0
+    whole_norms: bool = False
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Of each layer, in order."""
+        return self.kinds or (LayerKind(self.rope, self.sliding_window),) * self.num_layers
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows of its layers."""
+        return tuple(dict.fromkeys(kind.sliding_window for kind in self.layer_kinds))
+
+    def for_length(self, longest: int) -> ModelConfig:
+        """The model where no context is longer than this, in tokens: see `rope.for_length`."""
+
+        def shorter(rope: Rope | None) -> Rope | None:
+            return None if rope is None else for_length(rope, longest)
+
+        kinds = tuple(dataclasses.replace(kind, rope=shorter(kind.rope)) for kind in self.kinds)
+        return dataclasses.replace(self, rope=shorter(self.rope), kinds=kinds)
+
+    @property
+    def plain_keys(self) -> bool:
+        """Whether all layers make K of x as `KVProjection` says, and their scores have no bound."""
+        partial = self.rope is not None and self.rope.partial != 1
+        other = self.kinds or self.soft_cap is not None or self.norm_offset or self.whole_norms
+        return not (other or partial)
+
+
+def layer_kinds(
+    ropes: Sequence[Rope | None], windows: Sequence[int | None]
+) -> tuple[LayerKind, ...]:
+    """`ModelConfig.kinds`: empty where all layers are alike.
+
+    Args:
+        ropes: of each layer.
+        windows: of each layer, tokens.
+    """
+    kinds = tuple(map(LayerKind, ropes, windows))
+    return kinds if len(set(kinds)) > 1 else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +165,18 @@ class HFTensor:
     Attributes:
         name: the tensor's name, such as "model.decoder.layers.3.fc1.weight".
         transpose: the checkpoint stores [out, in], the parameter is [in, out].
+        rows: where the parameter is but some rows of the tensor: the first of them, and how many
+            the tensor has.
     """
 
     name: str
     transpose: bool = False
+    rows: tuple[int, int] | None = None
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The whole tensor's, by that of the parameter."""
+        stored = shape[::-1] if self.transpose else shape
+        return stored if self.rows is None else (self.rows[1], *stored[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +289,7 @@ class AttentionInput(NamedTuple):
         v: [T, kv_heads, head_dim].
         x: [T, d_model], the input of the QKV projection (what a hidden cache stores).
         weights: how k and v were made of x; None where the layer has q, k and v fused.
+        kind: the layer's.
     """
 
     q: jax.Array
@@ -224,6 +297,7 @@ class AttentionInput(NamedTuple):
     v: jax.Array
     x: jax.Array
     weights: KVWeights | None
+    kind: LayerKind
 
 
 class KVProjection(NamedTuple):
@@ -331,6 +405,11 @@ class Family:
         """The parameters' places in a Hugging Face checkpoint: a tree of `HFTensor`, structured as
         they are where nothing is quantised."""
         return jax.tree.map(lambda leaf: leaf.source, self.leaves(config))
+
+    def joined_tensor(self, config: ModelConfig) -> str | None:
+        """A tensor of its checkpoints that several parameters are rows of; None if none is."""
+        sources: list[HFTensor] = jax.tree.leaves(self.hf_layout(config))
+        return next((source.name for source in sources if source.rows is not None), None)
 
     def num_params(self, config: ModelConfig) -> int:
         """Number of parameters, tied ones counted once."""

@@ -16,7 +16,7 @@ _MASKED = -1e30  # finite, so that a fully masked row gives no NaN
 def causal_attend(config: base.ModelConfig) -> base.Attend:
     """An `Attend` for tokens 0..T-1 of one sequence, in order; the carry passes through.
 
-    Scores and softmax are in float32. Keys further back than `config.sliding_window` are masked.
+    Scores and softmax are in float32. Keys further back than the layer's window are masked.
     """
 
     def attend(
@@ -26,7 +26,11 @@ def causal_attend(config: base.ModelConfig) -> base.Attend:
         num_kv_heads = inputs.k.shape[1]
         q = inputs.q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
         scores = jnp.einsum("tkgd,skd->kgts", q, inputs.k, preferred_element_type=jnp.float32)
-        scores = jnp.where(_mask(config, num_tokens), scores * config.attn_scale, _MASKED)
+        scores = scores * config.attn_scale
+        if config.soft_cap is not None:
+            scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
+        window = inputs.kind.sliding_window
+        scores = jnp.where(_mask(window, num_tokens), scores, _MASKED)
         weights = jax.nn.softmax(scores, axis=-1).astype(inputs.v.dtype)
         mixed = jnp.einsum("kgts,skd->tkgd", weights, inputs.v)
         return carry, mixed.reshape(num_tokens, num_heads, head_dim)
@@ -63,10 +67,10 @@ def sequence_logits(
     return logits(family, params, config, x, mesh=mesh)
 
 
-def _mask(config: base.ModelConfig, num_tokens: int) -> jax.Array:
+def _mask(window: int | None, num_tokens: int) -> jax.Array:
     """bool [T, T]: query t may see key s."""
     behind = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)[None, :]
     visible = behind >= 0
-    if config.sliding_window is not None:
-        visible &= behind < config.sliding_window
+    if window is not None:
+        visible &= behind < window
     return visible

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -45,17 +46,23 @@ def forward(
     Returns:
         The carry, and the last layer's output [T, d_model] in the dtype of the activations.
     """
-    rotation = None
-    if config.rope is not None:
-        rotation = angles(config.rope, config.head_dim, inputs.positions)
+    kinds = config.layer_kinds
+    rotations = {
+        rope: None if rope is None else angles(rope, config.head_dim, inputs.positions)
+        for rope in dict.fromkeys(kind.rope for kind in kinds)
+    }
 
     def one_layer(
-        state: tuple[base.Carry, jax.Array], weights: base.Params, index: base.LayerIndex
+        state: tuple[base.Carry, jax.Array],
+        weights: base.Params,
+        index: base.LayerIndex,
+        kind: base.LayerKind,
     ) -> tuple[base.Carry, jax.Array]:
         carry, x = state
 
         def attention(h: jax.Array) -> tuple[base.Carry, jax.Array]:
-            given = attention_input(weights.attn, config, h, rotation, mesh)
+            rotation = rotations[kind.rope]
+            given = attention_input(weights.attn, config, h, kind, rotation, mesh)
             after, mixed = attend(carry, index, given)
             mixed = mixed.astype(h.dtype).reshape(len(mixed), -1)
             return after, linear(mixed, weights.attn.o, mesh)
@@ -64,7 +71,7 @@ def forward(
 
     dtype = dtype or params.embed_tokens.dtype
     x = family.embed(params, config, inputs, dtype=dtype, mesh=mesh)
-    return over_layers(one_layer, (carry, x), params.layers)
+    return over_layers(one_layer, (carry, x), params.layers, kinds)
 
 
 def logits(
@@ -89,19 +96,26 @@ def logits(
     """
     table = params.embed_tokens if params.lm_head is None else params.lm_head
     hidden = family.finish(params, config, x, mesh=mesh)
-    return vocab_logits(hidden, table, config.vocab_size, mesh)
+    found = vocab_logits(hidden, table, config.vocab_size, mesh)
+    if config.logit_scale != 1:
+        found = found * config.logit_scale
+    if config.logit_cap is None:
+        return found
+    return config.logit_cap * jnp.tanh(found / config.logit_cap)
 
 
 def over_layers(
-    step: Callable[[State, Any, base.LayerIndex], State],
+    step: Callable[..., State],
     state: State,
     layers: tuple[Any, ...],
+    kinds: tuple[base.LayerKind, ...] | None = None,
 ) -> State:
     """The state after step(state, layer's tree, layer's index) for each layer in turn.
 
     Args:
         state: a tree of arrays whose shapes the step keeps.
-        layers: one tree of arrays each, alike in structure and shapes.
+        layers: one tree of arrays each; those of a kind mostly alike in structure and shapes.
+        kinds: one each, which the step takes as a fourth; None where it does not.
 
     The program has every layer in it, and so reads each layer's arrays where they are. A scan over
     layers wants them stacked, and copies every weight in each step: a decode step of OPT-125M on
@@ -109,7 +123,9 @@ def over_layers(
     that are stored stacked do not help: XLA slices each layer's out of the stack into temporaries.
     The price is compile time on TPUs: 13 s instead of 10 for OPT-13B's decode step on v5e.
     """
-    once = jax.jit(step)  # traced for the first layer only; XLA inlines the calls
+    # Traced for the first layer of each kind only; XLA inlines the calls.
+    once = jax.jit(step, static_argnums=() if kinds is None else 3)
     for index, layer in enumerate(layers):
-        state = once(state, layer, np.int32(index))
+        kind = () if kinds is None else (kinds[index],)
+        state = once(state, layer, np.int32(index), *kind)
     return state

@@ -94,3 +94,23 @@ def bos_token_id(hf: Mapping[str, Any]) -> int | None:
     """The first of the ids that `bos_token_id` gives; None where it gives none."""
     ids = token_ids(hf, "bos_token_id")
     return ids[0] if ids else None
+
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def layer_types(hf: Mapping[str, Any], num_layers: int, default: list[str]) -> list[str]:
+    """What each layer attends to, of `LAYER_TYPES`; ValueError naming the field when something
+    else. default: where it is missing."""
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        return default
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        what = f"must be a list of {num_layers}, got {shown(kinds)}"
+        raise ValueError(f"config.json: layer_types {what}")
+    for kind in kinds:
+        if kind not in LAYER_TYPES:
+            known = ", ".join(LAYER_TYPES)
+            what = f"{shown(kind)}, which is not supported (known: {known})"
+            raise ValueError(f"config.json: layer_types has {what}")
+    return kinds

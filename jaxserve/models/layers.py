@@ -96,11 +96,22 @@ def layer_norm(x: jax.Array, weights: Norm, eps: float) -> jax.Array:
     return y.astype(x.dtype)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square normalisation over the last axis (Zhang & Sennrich 2019, section 3)."""
+def rms_norm(
+    x: jax.Array, scale: jax.Array, eps: float, offset: float = 0.0, axes: int = 1
+) -> jax.Array:
+    """Root-mean-square normalisation over the last axes (Zhang & Sennrich 2019, section 3).
+
+    Args:
+        x: what to normalise.
+        scale: of the shape of those axes.
+        eps: added to the mean square.
+        offset: added to the scale.
+        axes: how many.
+    """
     x32 = x.astype(jnp.float32)
-    y = x32 * jax.lax.rsqrt((x32 * x32).mean(axis=-1, keepdims=True) + eps)
-    return (y * scale.astype(jnp.float32)).astype(x.dtype)
+    over = tuple(range(-axes, 0))
+    y = x32 * jax.lax.rsqrt((x32 * x32).mean(axis=over, keepdims=True) + eps)
+    return (y * (scale.astype(jnp.float32) + offset)).astype(x.dtype)
 
 
 def embed_rows(table: jax.Array | Quantized, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -138,6 +149,7 @@ def linear_leaves(
     bias: bool,
     std: float,
     granule: int = 1,
+    rows: tuple[int, int] | None = None,
 ) -> Linear:
     """The leaves of one projection.
 
@@ -148,16 +160,19 @@ def linear_leaves(
         bias: whether it has one.
         std: see `ParamSpec`.
         granule: see `ParamSpec`.
+        rows: see `HFTensor`.
     """
     spec = ParamSpec(shape, axes, std=std, granule=granule)
-    kernel = Leaf(spec, HFTensor(f"{name}.weight", transpose=True))
+    kernel = Leaf(spec, HFTensor(f"{name}.weight", transpose=True, rows=rows))
     if not bias:
         return Linear(kernel=kernel)
     spec = ParamSpec(shape[1:], axes[1:], "zeros", granule=granule)
-    return Linear(kernel=kernel, bias=Leaf(spec, HFTensor(f"{name}.bias")))
+    return Linear(kernel=kernel, bias=Leaf(spec, HFTensor(f"{name}.bias", rows=rows)))
 
 
-def norm_leaves(name: str, width: int, *, scale: bool = True, bias: bool = False) -> Norm:
+def norm_leaves(
+    name: str, width: int, *, scale: bool = True, bias: bool = False, offset: float = 0.0
+) -> Norm:
     """The leaves of one norm.
 
     Args:
@@ -165,13 +180,14 @@ def norm_leaves(name: str, width: int, *, scale: bool = True, bias: bool = False
         width: elements that it normalises over.
         scale: whether it has one.
         bias: whether it has one.
+        offset: that is added to the scale.
     """
 
     def leaf(init: str, part: str) -> Leaf:
         return Leaf(ParamSpec((width,), ("norm",), init), HFTensor(f"{name}.{part}"))
 
     return Norm(
-        scale=leaf("ones", "weight") if scale else None,
+        scale=leaf("zeros" if offset else "ones", "weight") if scale else None,
         bias=leaf("zeros", "bias") if bias else None,
     )
 

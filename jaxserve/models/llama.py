@@ -1,24 +1,35 @@
-"""Llama-style decoders: Llama 2 and 3, Yi, Mistral, Qwen2, Qwen2.5 and Qwen3.
+"""Llama-style decoders: Llama 2 and 3, Yi, Mistral, Ministral, Qwen2, Qwen2.5, Qwen3, SmolLM3,
+Granite 3, OLMo-2, Phi-3 and Phi-4-mini; Gemma 2 and 3 by `jaxserve.models.gemma`.
 
-RMSNorm before each sub-layer, rotary positions, gated SiLU feed-forward, grouped-query attention
-(Touvron et al. 2023, section 2.2). Members differ by biases, per-head q/k norms (Qwen3), tied
-embeddings, rope scaling and sliding windows.
+RMS norms around sub-layers, rotary positions, gated feed-forward, grouped-query attention (Touvron
+et al. 2023, section 2.2). Members differ by biases, where norms are, q/k norms, multipliers, tied
+embeddings, rope scaling, and by which layers have a window or no rotation.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.models import hf as fields
 from jaxserve.models.attention import AttentionParams, FusedAttention, attention_leaves
-from jaxserve.models.base import Attention, Carry, Family, ModelConfig, Params, StepInputs
+from jaxserve.models.base import (
+    Attention,
+    Carry,
+    Family,
+    ModelConfig,
+    Params,
+    StepInputs,
+    layer_kinds,
+)
 from jaxserve.models.layers import (
     Linear,
     Norm,
@@ -29,11 +40,43 @@ from jaxserve.models.layers import (
     rms_norm,
     table_leaf,
 )
-from jaxserve.models.rope import rope_from_hf, stretched_max_position
+from jaxserve.models.rope import check_width, longest_context, rope_from_hf
 from jaxserve.models.sharding import constrain
 
 PREFIX = "model."
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = (
+    "llama",
+    "mistral",
+    "ministral",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "phi3",
+)
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+# By `LlamaConfig.norms`: in checkpoints, the norms before and after attention, and before and after
+# the feed-forward layer.
+NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
+    "before": ("input_layernorm", None, "post_attention_layernorm", None),
+    "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "around": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+# What a config without the field means.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "smollm3": {"rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "phi3": {"rms_norm_eps": 1e-5},
+}
 MISTRAL_WINDOW = 4096  # what a Mistral config without the field means
 QWEN_WINDOW_LAYERS = 28  # likewise Qwen's max_window_layers
 
@@ -46,13 +89,24 @@ class LlamaConfig(ModelConfig):
         qkv_bias: q, k and v have biases.
         out_bias: the attention's output projection has one.
         mlp_bias: the feed-forward projections have biases.
-        qk_norm: q and k have RMS norms over each head.
+        qk_norm: q and k have RMS norms.
+        norms: where a layer has norms, of `NORMS`.
+        activation: of the feed-forward layer, of `ACTIVATIONS`.
+        embed_scale: factor on the embeddings, rounded to their dtype.
+        residual_scale: factor on what a sub-layer adds.
+        joined: checkpoints have q, k and v as one tensor, and so the feed-forward layer's first
+            two.
     """
 
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    norms: str = "before"
+    activation: str = "silu"
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    joined: bool = False
 
 
 @flax.struct.dataclass
@@ -60,16 +114,18 @@ class LlamaLayer:
     """One layer's parameters.
 
     Attributes:
-        attn_norm: [d_model], before attention.
+        attn_norm, attn_out_norm: [d_model], before and after attention; None where there is none.
         attn: the attention's parameters.
-        mlp_norm: [d_model], before the feed-forward layer.
+        mlp_norm, mlp_out_norm: likewise of the feed-forward layer.
         gate, up: [d_model, d_ff].
         down: [d_ff, d_model].
     """
 
-    attn_norm: Norm
+    attn_norm: Norm | None
+    attn_out_norm: Norm | None
     attn: AttentionParams | FusedAttention
-    mlp_norm: Norm
+    mlp_norm: Norm | None
+    mlp_out_norm: Norm | None
     gate: Linear
     up: Linear
     down: Linear
@@ -96,6 +152,49 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     """The config of a Hugging Face config.json; ValueError names an unsupported field."""
     fields.one_of(hf, "hidden_act", ("silu",))
     model_type = fields.one_of(hf, "model_type", MODEL_TYPES)
+    hf = with_defaults(hf, DEFAULTS.get(model_type, {}))
+    shape = common_fields(hf)
+    rope = rope_from_hf(hf, partial=model_type == "phi3")
+    check_width(rope, shape["head_dim"])
+    rotated = _rotated(hf) if model_type == "smollm3" else [True] * shape["num_layers"]
+    ropes = [rope if one else None for one in rotated]
+    windows = _windows(hf, model_type, rotated)
+    bias = model_type not in ("qwen2", "phi3") and fields.flag(hf, "attention_bias", False)
+    more: dict[str, Any] = {"attn_scale": shape["head_dim"] ** -0.5}
+    if model_type == "granite":
+        more = {
+            "attn_scale": fields.number(hf, "attention_multiplier", 1.0),
+            "embed_scale": fields.number(hf, "embedding_multiplier", 1.0),
+            "residual_scale": fields.number(hf, "residual_multiplier", 1.0),
+            "logit_scale": 1 / fields.number(hf, "logits_scaling", 1.0),
+        }
+    elif model_type == "olmo2":
+        more |= {"norms": "after", "whole_norms": True}
+    return LlamaConfig(
+        family="llama",
+        **shape,
+        **more,
+        max_position=longest_context(rope, hf),
+        rope=next(filter(None, ropes), None),
+        sliding_window=windows[0],
+        kinds=layer_kinds(ropes, windows),
+        tied=fields.flag(hf, "tie_word_embeddings", False),
+        qkv_bias=bias or model_type == "qwen2",
+        out_bias=bias,
+        mlp_bias=model_type in ("llama", "smollm3", "granite")
+        and fields.flag(hf, "mlp_bias", False),
+        qk_norm=model_type in ("qwen3", "olmo2"),
+        joined=model_type == "phi3",
+    )
+
+
+def with_defaults(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with defaults for what is missing or null."""
+    return {**hf, **{field: value for field, value in defaults.items() if hf.get(field) is None}}
+
+
+def common_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `ModelConfig` that all members have alike; ValueError names an unsupported one."""
     d_model = fields.positive_int(hf, "hidden_size")
     num_heads = fields.positive_int(hf, "num_attention_heads")
     num_kv_heads = fields.positive_int(hf, "num_key_value_heads", num_heads)
@@ -107,32 +206,19 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     head_dim = fields.positive_int(hf, "head_dim", max(d_model // num_heads, 1))
     if head_dim % 2:
         raise ValueError(f"config.json: head_dim {head_dim} must be even for rotary positions")
-    rope = rope_from_hf(hf)
-    max_position = fields.positive_int(hf, "max_position_embeddings")
-    bias = model_type != "qwen2" and fields.flag(hf, "attention_bias", False)
-    return LlamaConfig(
-        family="llama",
-        vocab_size=fields.positive_int(hf, "vocab_size"),
-        num_layers=fields.positive_int(hf, "num_hidden_layers"),
-        d_model=d_model,
-        d_ff=fields.positive_int(hf, "intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_position=stretched_max_position(rope, max_position),
-        attn_scale=head_dim**-0.5,
-        sliding_window=_sliding_window(hf, model_type),
-        eos_token_ids=fields.token_ids(hf, "eos_token_id"),
-        bos_token_id=fields.bos_token_id(hf),
-        norm_eps=fields.number(hf, "rms_norm_eps", 1e-6),
-        tied=fields.flag(hf, "tie_word_embeddings", False),
-        init_std=fields.number(hf, "initializer_range", 0.02),
-        rope=rope,
-        qkv_bias=bias or model_type == "qwen2",
-        out_bias=bias,
-        mlp_bias=model_type == "llama" and fields.flag(hf, "mlp_bias", False),
-        qk_norm=model_type == "qwen3",
-    )
+    return {
+        "vocab_size": fields.positive_int(hf, "vocab_size"),
+        "num_layers": fields.positive_int(hf, "num_hidden_layers"),
+        "d_model": d_model,
+        "d_ff": fields.positive_int(hf, "intermediate_size"),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "eos_token_ids": fields.token_ids(hf, "eos_token_id"),
+        "bos_token_id": fields.bos_token_id(hf),
+        "norm_eps": fields.number(hf, "rms_norm_eps", 1e-6),
+        "init_std": fields.number(hf, "initializer_range", 0.02),
+    }
 
 
 def leaves(config: ModelConfig) -> LlamaParams:
@@ -144,7 +230,7 @@ def leaves(config: ModelConfig) -> LlamaParams:
         layers=tuple(
             _layer_leaves(config, f"{PREFIX}layers.{i}") for i in range(config.num_layers)
         ),
-        final_norm=norm_leaves(f"{PREFIX}norm", d),
+        final_norm=norm_leaves(f"{PREFIX}norm", d, offset=config.norm_offset),
         lm_head=None if config.tied else table_leaf("lm_head", vocab, d, "vocab", std),
     )
 
@@ -170,6 +256,8 @@ def embed(
         [T, d_model].
     """
     x = embed_rows(params.embed_tokens, inputs.tokens, dtype)
+    if _llama(config).embed_scale != 1:
+        x = x * jnp.asarray(_llama(config).embed_scale, x.dtype)
     return constrain(x, mesh, None, None)
 
 
@@ -187,18 +275,30 @@ def layer(
         weights: the layer's parameters.
         config: the model's shape.
         x: [T, d_model].
-        attention: called once, with the normalised input.
+        attention: called once, with the normalised input where the model has norms before it.
         mesh: the devices that the parameters are sharded over; None for one.
 
     Returns:
         The carry, and the output [T, d_model].
     """
-    carry, mixed = attention(rms_norm(x, weights.attn_norm.scale, config.norm_eps))
-    x = constrain(x + mixed, mesh, None, None)
-    h = rms_norm(x, weights.mlp_norm.scale, config.norm_eps)
-    gate = jax.nn.silu(constrain(linear(h, weights.gate, mesh), mesh, None, "mlp"))
+    config = _llama(config)
+
+    def norm(y: jax.Array, one: Norm | None) -> jax.Array:
+        if one is None:
+            return y
+        return rms_norm(y, one.scale, config.norm_eps, config.norm_offset)
+
+    def added(x: jax.Array, y: jax.Array) -> jax.Array:
+        y = y if config.residual_scale == 1 else y * config.residual_scale
+        return constrain(x + y, mesh, None, None)
+
+    carry, mixed = attention(norm(x, weights.attn_norm))
+    x = added(x, norm(mixed, weights.attn_out_norm))
+    h = norm(x, weights.mlp_norm)
+    activation = ACTIVATIONS[config.activation]
+    gate = activation(constrain(linear(h, weights.gate, mesh), mesh, None, "mlp"))
     h = gate * constrain(linear(h, weights.up, mesh), mesh, None, "mlp")
-    return carry, constrain(x + linear(h, weights.down, mesh), mesh, None, None)
+    return carry, added(x, norm(linear(h, weights.down, mesh), weights.mlp_out_norm))
 
 
 def finish(
@@ -215,51 +315,91 @@ def finish(
     Returns:
         [R, d_model].
     """
-    return rms_norm(x, params.final_norm.scale, config.norm_eps)
+    return rms_norm(x, params.final_norm.scale, config.norm_eps, config.norm_offset)
 
 
-def _sliding_window(hf: Mapping[str, Any], model_type: str) -> int | None:
-    """The window of all layers in tokens, or None; ValueError when layers differ."""
-    if model_type == "llama":
-        return None
-    if model_type == "mistral":
-        window = hf.get("sliding_window", MISTRAL_WINDOW)
-        windowed = [window is not None]
+def _llama(config: ModelConfig) -> LlamaConfig:
+    assert isinstance(config, LlamaConfig)
+    return config
+
+
+def _rotated(hf: Mapping[str, Any]) -> list[bool]:
+    """Of each layer of SmolLM3, whether it rotates."""
+    num_layers = fields.positive_int(hf, "num_hidden_layers")
+    given = hf.get("no_rope_layers")  # the ones in it are those that do
+    if given is None:
+        interval = fields.positive_int(hf, "no_rope_layer_interval")
+        return [bool((layer + 1) % interval) for layer in range(num_layers)]
+    if not isinstance(given, list) or len(given) != num_layers or not set(given) <= {0, 1}:
+        what = f"must be a list of {num_layers} zeros and ones, got {fields.shown(given)}"
+        raise ValueError(f"config.json: no_rope_layers {what}")
+    return [bool(one) for one in given]
+
+
+def _windows(
+    hf: Mapping[str, Any], model_type: str, rotated: Sequence[bool]
+) -> tuple[int | None, ...]:
+    """The window of each layer in tokens; None where it has none."""
+    num_layers = fields.positive_int(hf, "num_hidden_layers")
+    if model_type in ("mistral", "ministral", "phi3"):
+        missing = None if model_type == "phi3" else MISTRAL_WINDOW
+        given = hf.get("sliding_window", missing) is not None
+        default = ["sliding_attention" if given else "full_attention"] * num_layers
+    elif model_type not in ("qwen2", "qwen3", "smollm3"):
+        default = ["full_attention"] * num_layers
     elif not fields.flag(hf, "use_sliding_window", False):
-        return None
+        return (None,) * num_layers
+    elif model_type == "smollm3":
+        given = hf.get("sliding_window") is not None
+        default = [
+            "sliding_attention" if given and not one else "full_attention" for one in rotated
+        ]
     else:
-        num_layers = fields.positive_int(hf, "num_hidden_layers")
         full = hf.get("max_window_layers", QWEN_WINDOW_LAYERS)
-        kinds = hf.get("layer_types")
-        for field, value, kind in (("max_window_layers", full, int), ("layer_types", kinds, list)):
-            if value is not None and not isinstance(value, kind):
-                what = f"must be {kind.__name__}, got {fields.shown(value)}"
-                raise ValueError(f"config.json: {field} {what}")
+        if full is not None and not isinstance(full, int):
+            what = f"must be int, got {fields.shown(full)}"
+            raise ValueError(f"config.json: max_window_layers {what}")
         full = QWEN_WINDOW_LAYERS if full is None else full
-        windowed = (
-            [kind == "sliding_attention" for kind in kinds]
-            if kinds is not None
-            else [layer >= full for layer in range(num_layers)]
-        )
-    if not any(windowed):
-        return None
-    if not all(windowed):
-        field = "layer_types" if hf.get("layer_types") is not None else "max_window_layers"
+        default = [
+            "sliding_attention" if layer >= full else "full_attention"
+            for layer in range(num_layers)
+        ]
+    kinds = fields.layer_types(hf, num_layers, default)
+    if kinds != default and model_type not in ("qwen2", "qwen3", "smollm3", "ministral"):
         raise ValueError(
-            f"config.json: {field} gives some layers a sliding window and others none; "
-            "only the same for all layers is supported"
+            f"config.json: layer_types is not supported with model_type {model_type!r}, whose "
+            "layers are alike"
         )
-    return fields.positive_int(hf, "sliding_window", MISTRAL_WINDOW)
+    if "sliding_attention" not in kinds:
+        return (None,) * num_layers
+    window = fields.positive_int(hf, "sliding_window", MISTRAL_WINDOW)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _layer_leaves(config: LlamaConfig, name: str) -> LlamaLayer:
-    def projection(part: str, shape: tuple[int, int], axes: tuple[str, str]) -> Linear:
+    def projection(
+        part: str,
+        shape: tuple[int, int],
+        axes: tuple[str, str],
+        rows: tuple[int, int] | None = None,
+    ) -> Linear:
         full = f"{name}.{part}"
-        return linear_leaves(full, shape, axes, bias=config.mlp_bias, std=config.init_std)
+        return linear_leaves(
+            full, shape, axes, bias=config.mlp_bias, std=config.init_std, rows=rows
+        )
 
     d, d_ff = config.d_model, config.d_ff
+    attn_norm, attn_out_norm, mlp_norm, mlp_out_norm = (
+        None if part is None else norm_leaves(f"{name}.{part}", d, offset=config.norm_offset)
+        for part in NORMS[config.norms]
+    )
+    gate, up, gate_rows, up_rows = "mlp.gate_proj", "mlp.up_proj", None, None
+    if config.joined:
+        gate = up = "mlp.gate_up_proj"
+        gate_rows, up_rows = (0, 2 * d_ff), (d_ff, 2 * d_ff)
     return LlamaLayer(
-        attn_norm=norm_leaves(f"{name}.input_layernorm", d),
+        attn_norm=attn_norm,
+        attn_out_norm=attn_out_norm,
         attn=attention_leaves(
             config,
             f"{name}.self_attn",
@@ -267,10 +407,12 @@ def _layer_leaves(config: LlamaConfig, name: str) -> LlamaLayer:
             bias=config.qkv_bias,
             out_bias=config.out_bias,
             head_norms=config.qk_norm,
+            joined="qkv_proj" if config.joined else None,
         ),
-        mlp_norm=norm_leaves(f"{name}.post_attention_layernorm", d),
-        gate=projection("mlp.gate_proj", (d, d_ff), ("embed", "mlp")),
-        up=projection("mlp.up_proj", (d, d_ff), ("embed", "mlp")),
+        mlp_norm=mlp_norm,
+        mlp_out_norm=mlp_out_norm,
+        gate=projection(gate, (d, d_ff), ("embed", "mlp"), gate_rows),
+        up=projection(up, (d, d_ff), ("embed", "mlp"), up_rows),
         down=projection("mlp.down_proj", (d_ff, d), ("mlp", "embed")),
     )
 

@@ -1,7 +1,8 @@
 """Rotary position embedding (Su et al. 2021, section 3.4) and the scalings of known checkpoints.
 
 Scalings: linear position interpolation (Chen et al. 2023), the by-parts rule of Llama 3.1
-(Grattafiori et al. 2024, and its released config), YaRN (Peng et al. 2023, sections 3.2 to 3.4).
+(Grattafiori et al. 2024, and its released config), YaRN (Peng et al. 2023, sections 3.2 to 3.4),
+LongRoPE (Ding et al. 2024, section 3.2).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 
 from jaxserve.models import hf as fields
 
+_MOST_FACTORS = 1024
 _COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 _KNOWN: dict[str, set[str]] = {
     "default": set(),
@@ -26,6 +28,13 @@ _KNOWN: dict[str, set[str]] = {
         "low_freq_factor",
         "high_freq_factor",
         "original_max_position_embeddings",
+    },
+    "longrope": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "long_factor",
+        "short_factor",
     },
     "yarn": {
         "factor",
@@ -45,7 +54,7 @@ class Rope:
     """How positions turn into angles.
 
     Attributes:
-        kind: "default", "linear", "llama3" or "yarn".
+        kind: "default", "linear", "llama3", "yarn" or "longrope".
         theta: base of the frequencies.
         factor: how many times the context was stretched.
         original_max: context length before that, in tokens.
@@ -53,6 +62,9 @@ class Rope:
             yarn: beta_slow and beta_fast, in rotations over original_max.
         truncate: yarn: whole dimensions as the blend's bounds.
         amplitude: factor on cos and sin (yarn's attention temperature).
+        partial: this share of a head's elements is rotated, the first ones.
+        factors: longrope: what the frequencies are divided by, one each.
+        short_factors: likewise where no context is longer than original_max.
     """
 
     kind: str = "default"
@@ -63,10 +75,17 @@ class Rope:
     high: float = 1.0
     truncate: bool = True
     amplitude: float = 1.0
+    partial: float = 1.0
+    factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
 
 
-def rope_from_hf(hf: Mapping[str, Any]) -> Rope:
+def rope_from_hf(hf: Mapping[str, Any], *, partial: bool = False) -> Rope:
     """Reads `rope_parameters`, or the older `rope_theta` and `rope_scaling`, of a config.json.
+
+    Args:
+        hf: the config.
+        partial: whether models of its kind may rotate a part of each head.
 
     Raises:
         ValueError: names the field of a scaling that is not supported.
@@ -77,6 +96,7 @@ def rope_from_hf(hf: Mapping[str, Any]) -> Rope:
     if theta <= 1:
         raise ValueError(f"config.json: rope_theta must be above 1, got {theta:g}")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # its name in the first of Phi-3's configs
     if not isinstance(kind, str) or kind not in _KNOWN:
         raise ValueError(
             f"config.json: {field}.rope_type {fields.shown(kind)} is not supported "
@@ -86,10 +106,16 @@ def rope_from_hf(hf: Mapping[str, Any]) -> Rope:
     if unknown:
         name = unknown[0][:80]
         raise ValueError(f"config.json: {field}.{name} is not supported with {kind!r} rope")
-    if fields.number({**hf, **scaling}, "partial_rotary_factor", 1.0) != 1.0:
+    share = fields.number({**hf, **scaling}, "partial_rotary_factor", 1.0)
+    if share != 1 and not partial:
         raise ValueError("config.json: partial_rotary_factor other than 1 is not supported")
     if kind == "default":
-        return Rope(theta=theta)
+        return Rope(theta=theta, partial=share)
+    if share != 1 and kind != "longrope":
+        what = f"{field}.rope_type {kind!r} with a partial_rotary_factor"
+        raise ValueError(f"config.json: {what} is not supported")
+    if kind == "longrope":
+        return _longrope(hf, scaling, field, Rope(kind=kind, theta=theta, partial=share))
     factor = fields.number(scaling, "factor")
     if kind == "linear":
         return Rope(kind=kind, theta=theta, factor=factor)
@@ -116,14 +142,72 @@ def rope_from_hf(hf: Mapping[str, Any]) -> Rope:
     )
 
 
-def stretched_max_position(rope: Rope, max_position: int) -> int:
-    """The longest context, in tokens: configs state it before linear and yarn stretching.
-    ValueError where that is absurd."""
-    stretched = max_position
+def _longrope(hf: Mapping[str, Any], scaling: Mapping[str, Any], field: str, rope: Rope) -> Rope:
+    max_position = fields.positive_int(hf, "max_position_embeddings")
+    original = fields.positive_int(
+        {**scaling, **hf}, "original_max_position_embeddings", max_position
+    )
+    factor = fields.number(scaling, "factor", max_position / original)
+    amplitude = 1.0
+    if factor > 1 and original > 1:
+        amplitude = math.sqrt(1 + math.log(factor) / math.log(original))
+    long, short = (_factors(scaling, f"{end}_factor", field) for end in ("long", "short"))
+    return dataclasses.replace(
+        rope,
+        factor=factor,
+        original_max=original,
+        amplitude=fields.number(scaling, "attention_factor", amplitude),
+        factors=long if max_position > original else short,
+        short_factors=short,
+    )
+
+
+def _factors(scaling: Mapping[str, Any], name: str, field: str) -> tuple[float, ...]:
+    given = scaling.get(name)
+    if not isinstance(given, list) or len(given) > _MOST_FACTORS:
+        what = f"must be a list of numbers, got {fields.shown(given)}"
+        raise ValueError(f"config.json: {field}.{name} {what}")
+    return tuple(fields.number({name: one or 0}, name) for one in given)
+
+
+def for_length(rope: Rope, longest: int) -> Rope:
+    """The rotation where no context is longer than this, in tokens: longrope has another for what
+    the model was first trained with. One rotation for all, since keys are cached rotated."""
+    if rope.kind == "longrope" and longest <= rope.original_max:
+        return dataclasses.replace(rope, factors=rope.short_factors)
+    return rope
+
+
+def check_width(rope: Rope, head_dim: int) -> None:
+    """ValueError where the rotation does not fit heads of this width."""
+    rotated = int(head_dim * rope.partial)
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise ValueError(
+            f"config.json: partial_rotary_factor {rope.partial:g} of head_dim {head_dim} is not "
+            "an even number of elements"
+        )
+    lengths = {len(rope.factors), len(rope.short_factors)}
+    if rope.kind == "longrope" and lengths != {rotated // 2}:
+        raise ValueError(
+            f"config.json: long_factor and short_factor must have {rotated // 2} numbers each, got "
+            f"{len(rope.factors)} and {len(rope.short_factors)}"
+        )
+
+
+def longest_context(rope: Rope, hf: Mapping[str, Any]) -> int:
+    """The longest context of a config.json, in tokens; ValueError where that is absurd.
+
+    `max_position_embeddings` is what transformers warns beyond, whatever the scaling. It may state
+    the context before or after it was stretched: YaRN's configs say the former. With linear scaling
+    it is taken as it is, since a context longer than the model's is worse than a shorter one,
+    unless `max_sequence_length` (Vicuna) says more.
+    """
+    stretched = fields.positive_int(hf, "max_position_embeddings")
     if rope.kind == "linear":
-        stretched = int(max_position * rope.factor)
+        stated = fields.positive_int(hf, "max_sequence_length", stretched)
+        stretched = max(stretched, int(min(stated, stretched * rope.factor)))
     elif rope.kind == "yarn":
-        stretched = max(max_position, int(rope.original_max * rope.factor))
+        stretched = max(stretched, int(rope.original_max * rope.factor))
     if not 1 <= stretched <= fields.MAX_POSITION:
         raise ValueError(
             f"config.json: factor {rope.factor:g} gives {stretched:g} positions; 1 to "
@@ -133,11 +217,14 @@ def stretched_max_position(rope: Rope, max_position: int) -> int:
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Radians per token of each pair of elements: float32 [head_dim // 2]."""
+    """Radians per token of each pair of elements: float32 [half of those that are rotated]."""
+    head_dim = int(head_dim * rope.partial)
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     base = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
     if rope.kind == "default":
         return base
+    if rope.kind == "longrope":
+        return base / np.asarray(rope.factors, np.float32)
     stretched = base / np.float32(rope.factor)
     if rope.kind == "linear":
         return stretched
@@ -175,10 +262,12 @@ def angles(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, 
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates x [T, heads, head_dim]; element i pairs with i + head_dim // 2, as in Llama."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    """Rotates x [T, heads, head_dim] by cos and sin [T, 1, n]: of its first 2 n elements, i pairs
+    with i + n, as in Llama."""
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin, rest]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def _llama3_keep(rope: Rope, base: np.ndarray) -> np.ndarray:

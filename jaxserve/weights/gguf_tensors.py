@@ -36,6 +36,11 @@ _LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_GEMMA_NAMES = _LAYER_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _LONG_ROWS = 1024  # that a tensor is made of at most, to dequantize it
 _BEFORE_ROWS = re.compile(r"blk\.\d+\.attn_(q|k)\.")
 
@@ -68,6 +73,8 @@ class GGUFTensors:
         # llama.cpp rotates neighbours, and its converter has the rows of llama's q and k in that
         # order; here, as in transformers, elements of two halves are rotated.
         interleaved = header.metadata.get("general.architecture") == "llama"
+        self._layer_names = _GEMMA_NAMES if config.norm_offset else _LAYER_NAMES
+        self._norm_offset = config.norm_offset  # which the files' scales have in them
         self._heads = {"q": config.num_heads, "k": config.num_kv_heads} if interleaved else {}
         self._data = np.asarray(np.memmap(path, np.uint8, "r"))  # its slices are plain: cheaper
 
@@ -89,7 +96,7 @@ class GGUFTensors:
         if layer is None:
             found = _NAMES.get(module)
         else:
-            part = _LAYER_NAMES.get(layer[2])
+            part = self._layer_names.get(layer[2])
             found = None if part is None else f"blk.{layer[1]}.{part}"
         full = f"{found}.{kind}"
         return full if full in self._tensors else None
@@ -133,6 +140,8 @@ class GGUFTensors:
         alone = len(found.shape) == 1
         stored = self.blocks(name, slice(None) if alone else index[0])
         values = _values(found, stored)
+        if alone and found.name.endswith("norm.weight"):
+            values = values - np.asarray(self._norm_offset, values.dtype)
         return values.reshape(-1)[index] if alone else values[:, index[1]]
 
 

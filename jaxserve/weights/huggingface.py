@@ -120,7 +120,7 @@ def _check(files: Tensors, spec: ParamSpec, source: HFTensor) -> None:
             "the checkpoint has no tensor 'lm_head.weight' "
             "(config.json: set tie_word_embeddings to true if it is tied to the embedding)"
         )
-    files.check(source.name, spec.shape[::-1] if source.transpose else spec.shape)
+    files.check(source.name, source.stored_shape(spec.shape))
 
 
 def _is_zero(files: Tensors, name: str) -> bool:
@@ -181,7 +181,11 @@ def _load_leaf(
         )
         if math.prod(part.stop - part.start for part in stored) == 0:
             return block
-        part = files.read(source.name, stored[::-1] if source.transpose else stored)
+        stored = stored[::-1] if source.transpose else stored
+        if source.rows is not None:
+            first = source.rows[0]
+            stored = (slice(stored[0].start + first, stored[0].stop + first), *stored[1:])
+        part = files.read(source.name, stored)
         part = part.T if source.transpose else part
         block[tuple(slice(size) for size in part.shape)] = part
         return block

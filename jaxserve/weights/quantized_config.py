@@ -100,6 +100,11 @@ def find_quantization(
         CheckpointError: a weight is stored in a way that is not supported, none is quantised, or
             not all of them alike.
     """
+    if (joined := family.joined_tensor(config)) is not None:
+        raise CheckpointError(
+            f"its config says that weights are quantized; {joined}, of which several are made, is "
+            "only read wide"
+        )
     leaves: list[Leaf] = jax.tree.leaves(family.leaves(config))
     wide: list[str] = []
     found: dict[str, tuple[str, Scheme]] = {}  # "table" or "scheme" -> the first that has it

@@ -70,8 +70,7 @@ def hf_tensors(hf: dict[str, Any]) -> dict[str, np.ndarray]:
     values = _reference_tensor()
     tensors = {}
     for spec, source in zip(specs, sources, strict=True):
-        stored = spec.shape[::-1] if source.transpose else spec.shape
-        tensors[source.name] = values(source.name, stored)
+        tensors[source.name] = values(source.name, source.stored_shape(spec.shape))
     return tensors
 
 

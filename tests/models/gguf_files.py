@@ -30,6 +30,13 @@ PARTS = {
     "model.norm": "output_norm",
     "lm_head": "output",
 }
+GEMMA_PARTS = PARTS | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+"""By model_type, where they differ."""
 WRITTEN = (Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1)
 """The types that the library writes."""
 TOKENIZER = {
@@ -42,19 +49,19 @@ TOKENIZER = {
 """Of a vocabulary of 61, as the reference cases have."""
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, parts: Mapping[str, str] = PARTS) -> str:
     """A tensor's name in GGUF, of that in Hugging Face's."""
     layer = ""
     if name.startswith("model.layers."):
         _, _, number, name = name.split(".", 3)
         layer = f"blk.{number}."
     module, _, kind = name.rpartition(".")
-    return f"{layer}{PARTS[module]}.{kind}"
+    return f"{layer}{parts[module]}.{kind}"
 
 
 def metadata_of(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config.json."""
-    arch = "llama" if hf["model_type"] == "mistral" else hf["model_type"]
+    arch = ARCHITECTURES.get(hf["model_type"], hf["model_type"])
     found = {"general.architecture": arch, **TOKENIZER}
     heads = hf["num_attention_heads"]
     named = {
@@ -72,7 +79,7 @@ def metadata_of(hf: Mapping[str, Any]) -> dict[str, Any]:
         named["rope.dimension_count"] = head_dim
     else:
         named |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    if hf["model_type"] == "mistral":
+    if hf["model_type"] in ARCHITECTURES:
         named["attention.sliding_window"] = hf["sliding_window"]
     rope = rope_from_hf(hf)
     if rope.kind in ("linear", "yarn"):
@@ -92,7 +99,10 @@ def tensors_of(hf: Mapping[str, Any]) -> dict[str, np.ndarray]:
             if interleaved and part in name:
                 halves = tensor.reshape(hf[field], 2, -1, *tensor.shape[1:])
                 tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
-        found[gguf_name(name)] = tensor
+        gemma = hf["model_type"] == "gemma3_text"
+        if gemma and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        found[gguf_name(name, GEMMA_PARTS if gemma else PARTS)] = tensor
     rope = rope_from_hf(hf)
     if rope.kind == "llama3":
         head_dim = family_for(hf).config_from_hf(hf).head_dim

@@ -134,7 +134,8 @@ class PagedRun:
                 layer,
                 batch,
                 scale=config.attn_scale,
-                sliding_window=config.sliding_window,
+                sliding_window=inputs.kind.sliding_window,
+                soft_cap=config.soft_cap,
                 decode_only=decode_only,
                 **where,
             )

@@ -117,6 +117,23 @@ def test_missing_lm_head_says_what_to_do(tmp_path):
         load(tmp_path)
 
 
+def test_rows_of_a_joined_tensor(tmp_path):
+    tensors = hf_tensors(hf_config("phi3"))
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    tensors[name] = tensors[name][:-1]
+    write_checkpoint(tmp_path, hf_config("phi3"), tensors)
+    with pytest.raises(
+        CheckpointError, match=r"qkv_proj\.weight': expected shape \[64, 32\], found \[63, 32\]"
+    ):
+        load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"qkv_proj\.weight would have to be joined"):
+        convert.convert(tmp_path, tmp_path / "out", into=convert.SAFETENSORS)
+    quantized = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    write_checkpoint(tmp_path, hf_config("phi3") | {"quantization_config": quantized}, tensors)
+    with pytest.raises(CheckpointError, match=r"qkv_proj\.weight, of which several are made"):
+        load_config(tmp_path)
+
+
 def test_wrong_shape(tmp_path):
     tensors = hf_tensors(hf_config("opt"))
     tensors["model.decoder.layers.0.fc1.weight"] = np.zeros((64, 31), np.float32)
@@ -200,7 +217,7 @@ def test_random_params():
     assert nbytes == param_bytes(config, "float32") == 4 * family.num_params(config)
 
 
-@pytest.mark.parametrize("name", ["opt", "qwen3"])
+@pytest.mark.parametrize("name", ["opt", "qwen3", "phi3"])
 def test_convert_and_restore(tmp_path, name, capsys):
     source, target = tmp_path / "hf", tmp_path / "orbax"
     source.mkdir()

@@ -22,6 +22,7 @@ from jaxserve.checkpoint_files import check_folder, find_gguf
 from jaxserve.config import ConfigError
 from jaxserve.convert import convert
 from jaxserve.engine.text.detokenizer import load_tokenizer
+from jaxserve.gguf.config import config_json
 from jaxserve.gguf.header import GGUFError, read_header
 from jaxserve.gguf.tokenizer import tokenizer_config_json
 from jaxserve.models.base import Params, with_quantization
@@ -39,7 +40,7 @@ from tests.models.gguf_files import (
 )
 
 CASES = ("llama2", "llama3", "llama_yarn", "llama_linear", "llama_bias", "mistral", "yi",
-         "qwen2", "qwen2_yarn", "qwen3")  # fmt: skip
+         "qwen2", "qwen2_yarn", "qwen3", "gemma3")  # fmt: skip
 WIDE: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 256,
@@ -68,6 +69,8 @@ def test_a_file_is_the_checkpoint_it_was_made_of(name: str, tmp_path: Path) -> N
     hf = hf_config(name)
     if name == "llama_yarn":  # GGUF has no place for these
         hf["rope_parameters"] = {**hf["rope_parameters"], "mscale": None, "truncate": True}
+    if name == "gemma3":  # nor for this, which goes by the number of layers
+        hf["query_pre_attn_scalar"] = hf["head_dim"]
     path = write_reference(tmp_path / "model.gguf", hf)
     _, config, found = load_config(tmp_path)
     expected = family_for(hf).config_from_hf(hf)
@@ -82,7 +85,22 @@ def test_a_file_is_the_checkpoint_it_was_made_of(name: str, tmp_path: Path) -> N
         expected, norm_eps=eps, init_std=config.init_std
     )
     assert checkpoint_dtype(found) == np.float32
-    same(load(path), load_reference(name).stored)
+    # Gemma's scales have 1 in them, which rounds.
+    off = 2**-22 if name == "gemma3" else 0
+    stored = load_reference(name).stored
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=off), load(path), stored
+    )
+
+
+def test_the_largest_gemma_scales_scores_by_its_width(tmp_path: Path) -> None:
+    """As its config.json says: 168 where heads have 128 elements."""
+    hf = hf_config("gemma3")
+    given = metadata_of({**hf, "hidden_size": 5376, "num_attention_heads": 32})
+    for layers, scalar in ((62, 168), (48, 16)):
+        metadata = given | {"gemma3.block_count": layers}
+        path = write_gguf(tmp_path / f"{layers}.gguf", metadata, tensors_of(hf))
+        assert config_json(read_header(path))["query_pre_attn_scalar"] == scalar
 
 
 @pytest.mark.parametrize("kind", WRITTEN)

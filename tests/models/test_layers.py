@@ -25,11 +25,19 @@ FAMILIES = ("opt", "opt_post_norm", "llama3", "qwen3")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layers_arrays_are_its_own(name):
-    """As many elements a layer as its tensors in the checkpoint have, in each way to load."""
+    """As many elements as its parts of the checkpoint's tensors have, in each way to load."""
     hf = hf_config(name)
     case = load_reference(name)
     drawn = load_params(None, case.family, case.config, dtype="float32", load_format="random")
+    # Of 4 heads and 2 KV heads.
+    split = {"qkv_proj": ((0, 4), (4, 6), (6, 8)), "gate_up_proj": ((0, 1), (1, 2))}
     stored = hf_tensors(hf)
+    for tensor in list(stored):
+        parts = split.get(tensor.split(".")[-2], ())
+        whole = stored.pop(tensor)
+        rows = len(whole) // max((end for _, end in parts), default=1)
+        for begin, end in parts or ((0, 1),):
+            stored[f"{tensor} {begin}"] = whole[begin * rows : end * rows]
     for params in (case.stored, drawn, case.family.param_specs(case.config)):
         assert isinstance(params.layers, tuple)
         assert len(params.layers) == case.config.num_layers

@@ -41,7 +41,7 @@ def test_presets_are_copies():
 YARN = {"type": "yarn", "factor": 4.0}
 
 BAD = [
-    ("opt", {"model_type": "gpt2"}, "model_type 'gpt2' is not supported.*llama, mistral, opt"),
+    ("opt", {"model_type": "gpt2"}, "model_type 'gpt2' is not supported.*llama, ministral, "),
     ("opt", {"model_type": None}, "model_type is missing"),
     ("opt", {"hidden_size": None}, "hidden_size is missing"),
     ("opt", {"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, got 0"),
@@ -55,19 +55,45 @@ BAD = [
     ("llama3", {"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0"),
     ("llama3", {"rope_theta": -1.0}, "rope_theta must be a number above 0"),
     ("llama3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ("llama3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling.rope_type 'longrope'"),
+    ("llama3", {"rope_scaling": {"type": "longrope"}}, r"rope_scaling\.long_factor must be a list"),
+    ("phi4_mini", {"head_dim": 8}, "long_factor and short_factor must have 3 numbers each, got 6"),
+    (
+        "phi4_mini",
+        {"partial_rotary_factor": 0.7},
+        "partial_rotary_factor 0.7 of head_dim 16 is",
+    ),
+    ("phi4_mini", {"partial_rotary_factor": 2.0}, "partial_rotary_factor 2 of head_dim 16 is not"),
+    (
+        "phi3",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5},
+        "'linear' with a partial_rotary_factor",
+    ),
+    ("phi3", {"layer_types": ["full_attention"] * 3}, "layer_types .* model_type 'phi3'"),
+    (
+        "mistral",
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "layer_types is not supported with model_type 'mistral'",
+    ),
+    ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers must be a list of 3 zeros and ones"),
+    ("granite", {"logits_scaling": 0}, "logits_scaling must be a number above 0"),
+    ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3", {"model_type": "gemma3"}, "model_type 'gemma3' is not supported.*gemma3_text"),
     ("llama3", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
     ("llama3", {"rope_scaling": {"type": "linear"}}, "factor is missing"),
     ("llama3", {"rope_scaling": {**YARN, "attn_factor": 1}}, r"rope_scaling\.attn_factor"),
     ("llama3", {"rope_parameters": {"rope_type": "ntk"}}, "rope_parameters.rope_type 'ntk'"),
-    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, "max_window_layers"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": "2"}, "max_window_layers"),
     (
         "qwen2",
-        {
-            "use_sliding_window": True,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-        },
-        "layer_types",
+        {"use_sliding_window": True, "layer_types": ["full_attention"]},
+        "layer_types must be a list of",
+    ),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "num_hidden_layers": 1, "layer_types": ["linear_attention"]},
+        "layer_types has 'linear_attention'",
     ),
 ]
 
@@ -102,7 +128,7 @@ def test_sliding_window(base, change, window):
     ("scaling", "longest"),
     [
         (None, 64),
-        ({"type": "linear", "factor": 4.0}, 256),
+        ({"type": "linear", "factor": 4.0}, 64),  # as transformers warns beyond
         ({**YARN, "original_max_position_embeddings": 32}, 128),
         ({**YARN, "original_max_position_embeddings": 8}, 64),
         (hf_config("llama3")["rope_scaling"], 64),
@@ -110,6 +136,54 @@ def test_sliding_window(base, change, window):
 )
 def test_longest_context(scaling, longest):
     assert parse({**hf_config("llama2"), "rope_scaling": scaling}).max_position == longest
+
+
+def test_a_linear_scaling_may_say_what_it_stretches_to():
+    """As Vicuna's configs do; no further than the factor goes."""
+    hf = {**hf_config("llama2"), "rope_scaling": {"type": "linear", "factor": 4.0}}
+    for stated, longest in ((16, 64), (200, 200), (1000, 256)):
+        assert parse({**hf, "max_sequence_length": stated}).max_position == longest
+
+
+def test_layers_of_two_kinds():
+    gemma = parse(hf_config("gemma3"))
+    assert [kind.sliding_window for kind in gemma.layer_kinds] == [9] * 5 + [None]
+    near, far = gemma.layer_kinds[0].rope, gemma.layer_kinds[5].rope
+    assert (near, far) == (Rope(theta=1e4), Rope(kind="linear", theta=1e6, factor=8.0))
+    smollm = parse({**hf_config("smollm3"), "no_rope_layers": None})
+    assert [kind.rope is None for kind in smollm.layer_kinds] == [False, True, False]
+    assert parse({**hf_config("smollm3"), "no_rope_layers": [0] * 3}).rope is None
+    capless = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    assert parse({**hf_config("gemma2"), **capless}).soft_cap is None
+    for name in ("gemma2", "gemma3", "smollm3", "olmo2", "phi4_mini"):
+        assert not parse(hf_config(name)).plain_keys
+    for name in ("llama3", "mistral", "qwen3", "granite", "phi3"):
+        assert parse(hf_config(name)).plain_keys
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+def test_gemma_without_fields_has_the_shape_of_its_name(model_type):
+    """Multimodal configs leave out what is as usual."""
+    hf = {"model_type": model_type}
+    config = parse(hf)
+    assert family_for(hf).num_params(config) == pytest.approx(2.6e9, rel=0.05)
+    assert (config.num_heads, config.head_dim, config.tied) == (8, 256, True)
+
+
+def test_longrope_rotates_by_the_longest_context_served():
+    hf = hf_config("phi4_mini")
+    config = parse(hf)
+    scaling = hf["rope_scaling"]
+    base = 1e4 ** (-np.arange(0, 12, 2) / 12)
+    for longest, factors in ((32, "short_factor"), (33, "long_factor"), (128, "long_factor")):
+        rope = config.for_length(longest).rope
+        want = base / np.asarray(scaling[factors])
+        np.testing.assert_allclose(inverse_frequencies(rope, 16), want, rtol=1e-5)
+    assert config.rope.amplitude == pytest.approx((1 + np.log(4) / np.log(32)) ** 0.5)
+    short = parse({**hf, "max_position_embeddings": 32})
+    assert short.rope.factors == tuple(scaling["short_factor"])
+    llama = parse(hf_config("llama3"))
+    assert llama.for_length(2) == llama
 
 
 def test_llama3_frequencies_keep_short_waves_and_stretch_long_ones():

@@ -43,7 +43,8 @@ def run_checks():
 def test_on_four_devices():
     """One test, so that the process runs once however the tests are spread over workers."""
     results = run_checks()
-    check_errors(results["dense"], {"opt": {"4"}, "llama3": {"2"}})
+    dense = {"opt": {"4"}, "llama3": {"2"}, "gemma3": {"2"}, "olmo2": {"4"}, "phi4_mini": {"2"}}
+    check_errors(results["dense"], dense)
     check_errors(results["paged"], {"opt": {"2"}, "llama3": {"4"}})
     quantized = ("int8", "int4:group=32,zero", "fp8", "Q4_K")
     check_errors(results["quantized"], {how: {"2"} for how in quantized})

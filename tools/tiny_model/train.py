@@ -108,7 +108,7 @@ def loss_fn(
 
     def attend(carry: Carry, layer: LayerIndex, inputs: AttentionInput) -> tuple[Carry, jax.Array]:
         def one(*row: jax.Array) -> jax.Array:
-            return one_row(carry, layer, AttentionInput(*row, inputs.weights))[1]
+            return one_row(carry, layer, AttentionInput(*row, inputs.weights, inputs.kind))[1]
 
         of_tokens = (inputs.q, inputs.k, inputs.v, inputs.x)
         mixed = jax.vmap(one)(*(a.reshape(rows, length, *a.shape[1:]) for a in of_tokens))

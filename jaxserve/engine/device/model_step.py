@@ -85,12 +85,15 @@ def _model_step(
     config, mesh = model.config, model.mesh
     how = kv_projection(params, config, model.max_len) if layout.hidden else None
     options: dict[str, Any] = {
-        "sliding_window": config.sliding_window,
         "decode_only": layout.decode_only,
         "backend": model.backend,
         "mesh": mesh,
     }
-    plan = plan_attention(pool, batch, config.num_heads, **options) if layout.kv else None
+    plans = {
+        window: plan_attention(pool, batch, config.num_heads, sliding_window=window, **options)
+        for window in (config.windows if layout.kv else ())
+    }
+    scoring = {"scale": config.attn_scale, "soft_cap": config.soft_cap}
     puts = plan_write(pool, batch, hidden=how is not None, backend=model.backend)
     rows = hidden_rows(pool, batch, model, layout) if layout.hidden else None
 
@@ -102,9 +105,9 @@ def _model_step(
         pool = write(pool, layer, k, v, batch, x=x, plan=puts, backend=model.backend, mesh=mesh)
         out = jnp.zeros_like(inputs.q)
         if layout.kv:
-            out = paged_attention(
-                inputs.q, pool, layer, batch, scale=config.attn_scale, plan=plan, **options
-            )
+            window = inputs.kind.sliding_window
+            masks = {"sliding_window": window, "plan": plans[window], **scoring}
+            out = paged_attention(inputs.q, pool, layer, batch, **masks, **options)
         if rows is not None and how is not None:
             out = attend_hidden(out, inputs, pool, layer, rows, how, model)
         return pool, out

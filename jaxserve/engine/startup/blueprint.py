@@ -159,6 +159,7 @@ def build_executor(
 
 def _step_model(served: ServedModelConfig, tensor: int, blueprint: Blueprint) -> StepModel:
     family, model, _ = load_shape(served)
+    model = model.for_length(blueprint.max_len)
     own = _shape(model)
     for name, value in blueprint.shape.items():
         if own.get(name) != value:

@@ -18,6 +18,7 @@ from jaxserve.engine.startup.model_options import (
     choose_max_len,
     choose_read,
     given_rho,
+    kept_behind_windows,
     load_shape,
 )
 from jaxserve.engine.startup.pool_size import (
@@ -159,6 +160,10 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
     sharding.check_tensor(model, tensor)
     mesh = sharding.make_mesh(tensor) if tensor > 1 else None
     max_model_len = choose_max_len(config.engine.max_model_len, model)
+    model = model.for_length(max_model_len)
+    kept = kept_behind_windows(model, max_model_len)
+    if kept is not None:
+        log.info("%s", kept)
     policy = _policy(config.scheduler)
     limits = _limits(config.scheduler, policy, max_model_len)
     demand = _demand(config.cache, limits, max_model_len)

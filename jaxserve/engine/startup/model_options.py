@@ -111,6 +111,24 @@ def choose_max_len(wanted: int, model: ModelConfig) -> int:
     return wanted or model.max_position
 
 
+def kept_behind_windows(model: ModelConfig, max_len: int) -> str | None:
+    """What it costs that all layers share a block table, so that blocks behind a layer's window are
+    kept. None where no layer has a window that is shorter than the longest request, max_len."""
+    behind = [
+        max_len - kind.sliding_window
+        for kind in model.layer_kinds
+        if kind.sliding_window is not None and kind.sliding_window < max_len
+    ]
+    if not behind:
+        return None
+    share = sum(behind) / (max_len * model.num_layers)
+    return (
+        f"{len(behind)} of {model.num_layers} layers have a window; blocks behind it are kept: of "
+        f"a request of {max_len:,} tokens K and V of up to {max(behind):,} a layer, which no later "
+        f"token reads, {share:.0%} of its cache"
+    )
+
+
 def has_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether the processor has bfloat16 products, by its instruction set. Not by timing, which
     depends on what else the machine does: the dtype decides outputs, step times and which steps are
@@ -147,6 +165,11 @@ def choose_read(wanted: str, policy_name: str, policy: Policy, config: ModelConf
     )
     if config.quantization is not None:
         reason = "its weights are quantised, and hidden caches read those of K and V as they are"
+    if not config.plain_keys:
+        reason = (
+            "its layers differ in rotation or window, its scores are capped, or its keys are "
+            "normalised or rotated as hidden caches do not"
+        )
     if reason is not None:
         if wanted != AUTO:
             raise ConfigError(f"{field}: {reason}")

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxserve.models.dense import sequence_logits
+from jaxserve.weights import load_config, load_params
 from tests.engine.harness import SHAPES, engine, generate, write_shape
 
 # The narrowest heads that every backend takes; other tests compile numba kernels for them, too.
 SHAPE = {**SHAPES["llama"], "head_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 SHAPE["num_key_value_heads"] = 1
+# Windows in every second layer, which some prompts and texts leave; scores and logits are capped.
+GEMMA = {**SHAPE, "model_type": "gemma2", "num_hidden_layers": 2, "sliding_window": 6}
+GEMMA |= {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}
+GEMMA |= {"query_pre_attn_scalar": 1, "tie_word_embeddings": False}  # attention shows in the text
 PROMPTS = [[5, 9, 4], [7] * 9 + [3] * 9]  # one in a block, one in two and in three chunks
 SMALL = {
     "cache__block_size": 16,
@@ -31,10 +40,11 @@ SMALL = {
         *(pytest.param(f"{name}-interpret", marks=pytest.mark.slow) for name in ("triton", "tpu")),
     ],
 )
+@pytest.mark.parametrize("shape", [SHAPE, GEMMA], ids=lambda shape: shape["model_type"])
 def test_greedy_text_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, shape: dict[str, Any]
 ) -> None:
-    monkeypatch.setitem(SHAPES, "wide", SHAPE)
+    monkeypatch.setitem(SHAPES, "wide", shape)
     path = write_shape(tmp_path, "wide")
     texts = {}
     for name in ("xla", backend):
@@ -42,6 +52,20 @@ def test_greedy_text_is_the_same(
         small = {**SMALL, "engine__forbid_compile": name != "tpu-interpret"}
         with engine(path, engine__attention_backend=name, **small) as running:
             assert running.info().attention_backend == name
-            texts[name] = generate(running, PROMPTS, max_tokens=3, ignore_eos=True)
+            texts[name] = generate(running, PROMPTS, max_tokens=5, ignore_eos=True)
     assert texts[backend] == texts["xla"]
     assert texts["xla"][0] != texts["xla"][1]
+    assert texts["xla"] == [_dense_text(path, prompt, 5) for prompt in PROMPTS]
+
+
+def _dense_text(path: Path, prompt: list[int], count: int) -> list[int]:
+    """What follows a prompt without a cache."""
+    family, config, _ = load_config(str(path))
+    params = load_params(None, family, config, dtype="float32", load_format="random")
+    tokens = list(prompt)
+    for _ in range(count):
+        # Of one shape, so that all is compiled once; what comes behind a token is not seen.
+        padded = np.pad(tokens, (0, 32 - len(tokens)))
+        logits = sequence_logits(family, params, config, jnp.asarray(padded))
+        tokens.append(int(logits[len(tokens) - 1].argmax()))
+    return tokens[len(prompt) :]

@@ -15,9 +15,11 @@ from jaxserve.engine.device import buckets
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.startup import engine_choices
 from jaxserve.engine.startup.model_options import choose_read
+from jaxserve.models.registry import family_for
 from jaxserve.weights import load_config
 from tests.engine import mixed_caches
 from tests.engine.harness import SAMPLING, SCARCE, SHAPES, engine, generate, prompts, send
+from tests.models.fixtures import hf_config
 
 CHUNKS, WHOLE = "mixed_chunks", "mixed_whole"
 MHA = {"num_key_value_heads": 4}
@@ -167,6 +169,17 @@ def test_what_cannot_be_had_is_refused(
         engine(folders[model], **{"scheduler__policy": CHUNKS, **fields}),
     ):
         pass
+
+
+def test_models_whose_keys_are_made_otherwise_keep_kv(caplog: pytest.LogCaptureFixture) -> None:
+    hf = hf_config("gemma3") | {"num_key_value_heads": 4}
+    config = family_for(hf).config_from_hf(hf)
+    policy = mixed_caches.make(CHUNKS)
+    with caplog.at_level(logging.INFO):
+        assert choose_read("auto", CHUNKS, policy, config) is None
+    assert "its layers differ in rotation or window" in caplog.text
+    with pytest.raises(ConfigError, match="hidden_read=projected: its layers differ"):
+        choose_read("projected", CHUNKS, policy, config)
 
 
 def test_grouped_queries_refuse_what_is_asked_for(shapes: dict[str, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from jaxserve.progress import Show
 from jaxserve.sched.simulation.systems.profiles import System
 from tests.cost_models import FLAT
 from tests.engine.harness import SHAPES, engine, write_shape
+from tests.models.fixtures import hf_config
 
 
 @pytest.mark.parametrize(
@@ -274,6 +276,40 @@ def test_a_profile_is_of_such_an_engine(
         return
     with pytest.raises(ConfigError, match=f"scheduler.profile: {path}: {message}"):
         engine_choices.choose(config)
+
+
+def test_what_windows_keep_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mixed = {"model_type": "gemma2", "sliding_window": 16, "head_dim": 8}
+    monkeypatch.setitem(SHAPES, "gemma", SHAPES["llama"] | mixed)
+    path = str(write_shape(tmp_path, "gemma"))
+    for longest, said in ((64, True), (16, False)):
+        config = Config().with_fields(
+            model__path=path,
+            model__load_format="random",
+            cache__num_blocks=100,
+            engine__max_model_len=longest,
+        )
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            engine_choices.choose(config)
+        text = "1 of 2 layers have a window; .* 64 tokens K and V of up to 48 a layer, .* 38%"
+        assert bool(re.search(text, caplog.text)) == said
+
+
+def test_rotations_are_for_the_longest_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = hf_config("phi4_mini")
+    monkeypatch.setitem(SHAPES, "phi", hf)
+    path = str(write_shape(tmp_path, "phi"))
+    for longest, factors in ((32, "short_factor"), (64, "long_factor")):
+        config = Config().with_fields(
+            model__path=path, model__load_format="random", engine__max_model_len=longest
+        )
+        rope = engine_choices.choose(config).model.config.rope
+        assert rope is not None and list(rope.factors) == hf["rope_scaling"][factors]
 
 
 def test_the_policy_has_the_parameters_of_its_name_and_of_the_config() -> None:

@@ -109,7 +109,7 @@ def test_unknown_ways(text):
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", ["opt", "llama3", "qwen3"])
+@pytest.mark.parametrize("name", ["opt", "llama3", "qwen3", "gemma2"])
 def test_logits_are_those_of_its_own_wide_weights(tmp_path, name, how):
     write_checkpoint(tmp_path, in_groups(name))
     family, plain, _ = load_config(tmp_path)
