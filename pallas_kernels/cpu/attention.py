@@ -28,7 +28,9 @@ from jaxserve.pallas_kernels.cpu.queries import many_queries, one_query
 from jaxserve.pallas_kernels.pool import FLOAT8
 
 TILE = 64  # queries, heads of a group times tokens, that are multiplied at once
-FEW = 8  # queries that are not worth putting the context in order for
+# Tokens of a row that are not worth putting the context in order for. A decode with as many drafts as
+# there may be is no more, so that a token's numbers are the same with and without.
+FEW = 8
 ALONE = 1 << 17  # numbers of context: below, other threads come too late to help
 ENOUGH = 8  # shares that a call should have, else heads are cut too
 SHARES = 64  # at most, about
@@ -150,7 +152,7 @@ def _share(
         position = lens[row] - many[row] + first
         token = start[row] + first
         for h in range(head, head + count_heads):
-            if count * group > FEW:
+            if count > FEW:
                 many_queries(
                     out, q, layer, layer_scales, tables[row], h, sides[row], token, count, position,
                     scale, window, cap, head_dim,
