@@ -31,7 +31,7 @@ from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, Proj
 from jaxserve.sched.policy import Limits, Oracle, Policy, View
 from jaxserve.sched.progress import Progress
 from jaxserve.sched.request import Request
-from jaxserve.sched.speculation.choice import Patience, expects_drafts, with_drafts
+from jaxserve.sched.speculation.choice import Patience, Trials, expects_drafts, with_drafts
 from jaxserve.sched.state.request_table import (
     DRAINING,
     HELD,
@@ -118,7 +118,7 @@ class Scheduler:
             self.cache.retention.seconds = self._page_seconds
         self.preemptions = 0
         self.shares = FairShares()
-        self._patience = Patience()
+        self._patience, self._trials, self._trial = Patience(), Trials(), False
         self._progress = Progress(capacity)
         self._known_twice: list[tuple[int, int, int]] = []  # row, seq and number of its block
         self._firsts: dict[int, tuple[int, int]] = {}  # of rows that wait for one: row and seq
@@ -288,7 +288,8 @@ class Scheduler:
             hold_back(self.policy, self.view, self.shares, now, apart)
         plan = self.policy.plan(self.view, now)
         if self.policy.speculates:
-            plan = with_drafts(plan, self.view, now)
+            plan = with_drafts(plan, self.view, now, trial=self._trial)
+            self._trial = False
             self._patience.planned(plan.drafts is not None)
         if self.checked:
             check_plan(plan, self.view, moves_cache=self.policy.moves_cache)
@@ -536,8 +537,11 @@ class Scheduler:
     def would_draft(self, now: float) -> bool:
         """Whether the next plan is expected to draft, if it waits for the tokens in flight. The
         caller then waits."""
-        if not (self.policy.speculates and expects_drafts(self.view, now)):
+        if not self.policy.speculates:
             return False
+        if not expects_drafts(self.view, now):
+            self._trial = self._trials.due(self.view)
+            return self._trial
         return self._patience.waits()
 
     def finish(self, row: int, *, complete: bool = True, length: int | None = None) -> None:

@@ -14,6 +14,7 @@ from jaxserve.sched.step import Move, Step
 
 RECENT = 128  # steps that `StepWatch.overrun` is of
 WITHIN = 0.8  # share of them that it bounds
+HOST_STEPS = 15  # that `HostTimes` is of
 EVERY = 16  # steps from one look at them to the next
 
 
@@ -33,6 +34,19 @@ class Watched:
     predicted: float
     submitted: float
     usual: bool = True
+
+
+class HostTimes:
+    """The host's time for a step, which the device waits for if the next plan waits for its tokens
+    (`Device.exposed`): the median of the last ones. The first takes longer than all others."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=HOST_STEPS)
+
+    def note(self, seconds: float) -> float:
+        """Another step's. Returns what one takes."""
+        self._last.append(seconds)
+        return sorted(self._last)[(len(self._last) - 1) // 2]
 
 
 class StepWatch:

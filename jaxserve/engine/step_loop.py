@@ -42,7 +42,7 @@ from jaxserve.sched.slo.tiers import lengthening
 from jaxserve.sched.speculation.acceptance import AcceptanceRates
 from jaxserve.sched.speculation.choice import MOST
 from jaxserve.sched.step import Discard, Step
-from jaxserve.sched.step_timing import StepWatch
+from jaxserve.sched.step_timing import HostTimes, StepWatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,6 @@ class _Got(NamedTuple):
     accepted: int
 
 
-EXPOSED_RATE = 0.05  # of a step in the average of the host's time
 MOST_COUNTED = int(COUNT_MASK) - MOST  # output tokens, whose counts cannot overflow with drafts
 
 
@@ -130,6 +129,7 @@ class StepLoop:
         self._free_slots = list(range(scheduler.view.limits.max_rows - 1, -1, -1))
         self._plain = plain_slot(info.vocab_size)
         self._overlap, self._rates = overlap, AcceptanceRates()
+        self._host_times = HostTimes()
         self._newcomers: list[Continuation] = []  # since the last plan
         # Members that failed while their step was built. They end after its launch.
         self._failed: list[tuple[Continuation, BaseException]] = []
@@ -513,9 +513,7 @@ class StepLoop:
             finish_time=self._since - now,
         )
         if self._overlap:
-            device = self._scheduler.view.device
-            rate = EXPOSED_RATE if device.exposed else 1.0
-            device.exposed += rate * (stats.host_time - device.exposed)
+            self._scheduler.view.device.exposed = self._host_times.note(stats.host_time)
         self.observers.notify(lambda observer: observer.on_step(stats))
 
     def _observe_tokens(self, request: Request, last: float | None, count: int, now: float) -> None:

@@ -28,8 +28,8 @@ from jaxserve.pallas_kernels.cpu.queries import many_queries, one_query
 from jaxserve.pallas_kernels.pool import FLOAT8
 
 TILE = 64  # queries, heads of a group times tokens, that are multiplied at once
-# Tokens of a row that are not worth putting the context in order for. A decode with as many drafts as
-# there may be is no more, so that a token's numbers are the same with and without.
+# Tokens of a row that are not worth putting the context in order for. A decode with all the drafts
+# that it may have is no more, so that a token's numbers are the same with and without.
 FEW = 8
 ALONE = 1 << 17  # numbers of context: below, other threads come too late to help
 ENOUGH = 8  # shares that a call should have, else heads are cut too

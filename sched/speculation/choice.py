@@ -21,12 +21,15 @@ import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV
 from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import RUNNING
 
 MOST = 7  # drafts of a row in a step
 MARGIN = 0.02  # of the step's time, which drafts have to save at least
+FIRST_TRIAL = 8  # steps that could have drafted, before one does against the model's advice
+LIKELY = 0.8  # how likely its first token is right, of a draft that is tried
 LEFT_OUT = 63  # chances to wait, at most, for tokens in flight that brought no drafts before
 URGENT = 2.0  # what a token counts for of a row that is about to miss its target
 
@@ -45,7 +48,7 @@ class _Batch(NamedTuple):
     num_rows: int
 
 
-def with_drafts(plan: BatchPlan, view: View, now: float) -> BatchPlan:
+def with_drafts(plan: BatchPlan, view: View, now: float, *, trial: bool = False) -> BatchPlan:
     """The plan, with drafts behind those of its decodes for which they pay. Plans that move or
     preempt caches stay as they are: memory is short then.
 
@@ -53,6 +56,7 @@ def with_drafts(plan: BatchPlan, view: View, now: float) -> BatchPlan:
         plan: Of the policy.
         view: What it was made from.
         now: Seconds.
+        trial: Whether they are taken even if they do not pay (`Trials`).
     """
     table, pool, rows = view.table, view.pool, plan.rows
     if not len(rows) or plan.operations or not np.count_nonzero(table.offered[rows]):
@@ -74,7 +78,8 @@ def with_drafts(plan: BatchPlan, view: View, now: float) -> BatchPlan:
     batch = _Batch(features, rows[decodes], len(rows))
     mine = rows[at]
     end = start[at] + 1
-    counts = _choose(batch, mine, _most(view, mine, table.offered[mine], end), view, now)
+    most = _most(view, mine, table.offered[mine], end)
+    counts = _choose(batch, mine, most, view, now, trial=trial)
     if not np.count_nonzero(counts):
         return plan
     reserve = plan.reserve.copy()
@@ -115,6 +120,26 @@ def expects_drafts(view: View, now: float) -> bool:
     return bool(_choose(_Batch(features, rows, len(rows)), able, most, view, now).any())
 
 
+class Trials:
+    """Drafts that are most likely right, and do not pay by the step-time model, are tried all the
+    same now and then, ever more seldom: a model that learns has to see such steps to know them."""
+
+    def __init__(self) -> None:
+        self._left_out, self._wait = 0, FIRST_TRIAL
+
+    def due(self, view: View) -> bool:
+        """Drafts do not pay now: whether to try some."""
+        if not isinstance(view.cost_model, OnlineCostModel):
+            return False
+        rows = view.table.in_state(RUNNING)
+        likely = (view.table.acceptance[rows] >= LIKELY) & (view.table.offered[rows] > MOST // 2)
+        self._left_out += bool(np.count_nonzero(likely))
+        if self._left_out < self._wait:
+            return False
+        self._left_out, self._wait = 0, 2 * self._wait
+        return True
+
+
 class Patience:
     """Whether to wait for tokens that are expected to bring drafts. What a policy plans beside the
     decodes may leave no time for any, so after each wait in vain that many more chances are left
@@ -150,7 +175,13 @@ def _most(view: View, rows: np.ndarray, offered: np.ndarray, end: np.ndarray) ->
 
 
 def _choose(
-    batch: _Batch, rows: np.ndarray, most: np.ndarray, view: View, now: float
+    batch: _Batch,
+    rows: np.ndarray,
+    most: np.ndarray,
+    view: View,
+    now: float,
+    *,
+    trial: bool = False,
 ) -> np.ndarray:
     """How many drafts each row computes, int64 [n].
 
@@ -160,6 +191,7 @@ def _choose(
         most: int64 [n], drafts that each may have.
         view: The step-time model and the limits.
         now: Seconds.
+        trial: As in `with_drafts`.
     """
     table, limits, none = view.table, view.limits, np.zeros(len(rows), np.int64)
     widest = limits.max_rows if view.padding is None else view.padding.rows[-1]
@@ -191,8 +223,10 @@ def _choose(
     in_time = mine[mine >= plain * view.device.overrun]
     if len(in_time):
         pays[(plain + longer) * view.device.overrun > in_time.min()] = -np.inf
+    if trial:
+        pays[sizes == 0] = -np.inf
     best = int(np.argmax(pays))
-    if pays[best] <= MARGIN * plain:
+    if pays[best] <= (-np.inf if trial else MARGIN * plain):
         return none
     return np.bincount(order[: sizes[best]] // MOST, minlength=len(rows))
 

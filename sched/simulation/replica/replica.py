@@ -32,10 +32,8 @@ from jaxserve.sched.simulation.settings import BATCH, BatchRows, Setting
 from jaxserve.sched.slo.tiers import lengthening
 from jaxserve.sched.state.request_table import DRAINING, FREE
 from jaxserve.sched.step import Discard, Step
-from jaxserve.sched.step_timing import StepWatch, Watched
+from jaxserve.sched.step_timing import HostTimes, StepWatch, Watched
 from jaxserve.sched.workloads.shared_prefixes import BlockKeys
-
-EXPOSED_RATE = 0.05  # of a step in the average of the host's time, as the engine has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ class Replica:
         self.rows_log: list[BatchRows] = []
         self._block_keys = block_keys
         self._drafter = None if guesses is None else Drafter(scheduler, guesses, outputs)
-        self._host_times = [0.0, 0.0]  # around the last step: until its launch, and after its end
+        self._host_times, self._launching = HostTimes(), 0.0  # the latter: of the last step
         self._setting, self._cost = setting, setting.cost_model
         self._outputs = outputs
         self._came = 0  # requests that the host has not taken in
@@ -242,7 +240,7 @@ class Replica:
         self.lately.stepped(self.slowdown)
         admitted, idle = self._admit(step.rows), self._pending is None
         start, end = clock.launch(len(step), admitted, moves, duration, idle=idle)
-        self._host_times[0] = clock.now - began
+        self._launching = clock.now - began
         self._log.append(
             (
                 start,
@@ -307,10 +305,8 @@ class Replica:
         self._take_in(step, now)
         self._clock.finish(len(step.emitting))
         if self._drafter is not None and self._setting.overlap:
-            self._host_times[1] = self._clock.now - now
-            device = self.scheduler.view.device
-            rate = EXPOSED_RATE if device.exposed else 1.0
-            device.exposed += rate * (sum(self._host_times) - device.exposed)
+            took = self._launching + self._clock.now - now
+            self.scheduler.view.device.exposed = self._host_times.note(took)
 
     def _take_in(self, step: _Step, now: float) -> None:
         table, outputs = self.scheduler.table, self._outputs

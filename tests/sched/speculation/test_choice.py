@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.speculation.acceptance import (
     PRIOR,
     TENANTS,
     AcceptanceRates,
 )
-from jaxserve.sched.speculation.choice import MOST, Patience
+from jaxserve.sched.speculation.choice import FIRST_TRIAL, MOST, Patience
+from jaxserve.sched.step_timing import HostTimes
+from tests.cost_models import FLAT
 from tests.sched.driver import Drive
 
 
@@ -142,3 +147,28 @@ def test_whose_last_token_is_in_flight_has_no_drafts_to_wait_for(left: int) -> N
     table = drive.table
     table.generated[0], table.computed[0] = 2, 2  # another step is in flight
     assert drive.scheduler.would_draft(0.0) == (left > 2)
+
+
+def test_a_model_that_learns_is_shown_steps_that_it_advises_against() -> None:
+    drive = decoding(1, acceptance=0.95)
+    view = drive.scheduler.view
+    view.device.exposed = 1.0  # so nothing pays
+    assert not any(drive.scheduler.would_draft(0.0) for _ in range(100)), "it knows, and learns not"
+    learning = dataclasses.replace(view, cost_model=OnlineCostModel(FLAT))
+    drive.scheduler.view = learning
+    found = []
+    for _ in range(100):
+        found.append(drive.scheduler.would_draft(0.0))
+        assert any(drafted(drive)) == found[-1]
+    tried = np.flatnonzero(found)
+    assert tried[0] == FIRST_TRIAL - 1
+    assert (np.diff(tried, n=2) > 0).all() and len(tried) == 3, "ever more seldom"
+    drive.scheduler.offer(0, 8, 0.5)
+    assert not any(drive.scheduler.would_draft(0.0) for _ in range(1000)), "not what is unlikely"
+
+
+def test_what_a_step_exposes_is_what_most_do() -> None:
+    times = HostTimes()
+    assert times.note(1.0) == 1.0
+    assert [times.note(0.002 + 0.001 * (i % 2)) for i in range(4)][-1] == 0.003
+    assert times.note(5.0) == 0.003
