@@ -198,7 +198,9 @@ def make_policy(name: str, **params: Any) -> Policy:
         what = f"{type(policy).__name__} is not derived from jaxserve.sched.policy.Policy"
         raise ValueError(f"policy {base!r}: {what}")
     for suffix in said.suffixes:
-        policy = _known("policy variant", suffix, _VARIANTS).of(policy)
+        before, policy = policy, _known("policy variant", suffix, _VARIANTS).of(policy)
+        if before.speculates:  # no field, so it would be lost
+            object.__setattr__(policy, "speculates", True)
     shown = "+".join([base, *said.suffixes])
     return with_parameters(shown, policy, {**said.params, **params})
 

@@ -324,6 +324,7 @@ def validate(request: Request, *, max_model_len: int, vocab_size: int, pool_toke
         ("prompt", request.prompt),
         ("logit_bias", tuple(token for token, _ in request.sampling.logit_bias)),
         ("stop_token_ids", request.sampling.stop_token_ids),
+        ("prediction", request.prediction),
     )
     for name, tokens in named:
         for kind in set(map(type, tokens)):

@@ -287,13 +287,17 @@ class Scheduler:
         if len(self.shares) > 1:
             hold_back(self.policy, self.view, self.shares, now, apart)
         plan = self.policy.plan(self.view, now)
-        if self.policy.speculates:
-            plan = with_drafts(plan, self.view, now, trial=self._trial)
-            self._trial = False
-            self._patience.planned(plan.drafts is not None)
         if self.checked:
             check_plan(plan, self.view, moves_cache=self.policy.moves_cache)
-        return plan
+        return self._with_drafts(plan, now) if self.policy.speculates else plan
+
+    def _with_drafts(self, plan: BatchPlan, now: float) -> BatchPlan:
+        drafting = with_drafts(plan, self.view, now, trial=self._trial)
+        self._trial = False
+        self._patience.planned(drafting.drafts is not None)
+        if self.checked and drafting.drafts is not None:
+            check_plan(drafting, self.view, moves_cache=self.policy.moves_cache)
+        return drafting
 
     def _page_seconds(self, before: np.ndarray) -> np.ndarray:
         """What computing a page after so many others takes, with a prompt that fills a batch."""

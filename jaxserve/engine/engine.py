@@ -50,6 +50,9 @@ from jaxserve.sched.step_timing import StepWatch
 log = logging.getLogger(__name__)
 
 
+MOST_DRAFTING = 8  # continuations of a request: each indexes its prompt, on the caller's thread
+
+
 class _Command(enum.Enum):
     """What may be asked of the engine's thread, beside requests and their ends."""
 
@@ -236,7 +239,7 @@ class Engine:
         if self._drafts is None:
             return []
         known = request.prompt, request.tenant, request.cache_salt, request.prediction
-        return [self._drafts.of(*known, text.matcher) for text in texts]
+        return [self._drafts.of(*known, text.matcher) for text in texts[:MOST_DRAFTING]]
 
     def _texts(self, request: Request) -> list[ContinuationText]:
         """Fresh text state for each continuation of the request."""
@@ -412,6 +415,8 @@ class Engine:
             if pending is not None and self._step_loop.waits_for(pending):
                 self._step_loop.finish(pending)
                 pending = None
+                if not self._receive(wait=False):  # who came meanwhile is in the next plan
+                    break
             launched = self._step_loop.launch(pending)
             self._ttft_estimator.publish(pending, launched)  # newcomers queue behind it
             if pending is not None:

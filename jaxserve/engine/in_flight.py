@@ -21,17 +21,21 @@ class Emitting(NamedTuple):
         continuation: whose it is.
         draft: the drafted tokens behind which it samples, too, each at the next place.
         source: who drafted them.
+        masked: at how many of these places a grammar says what may come; None without a grammar.
+            What is sampled at the others is nobody's.
     """
 
     at: int
     continuation: Continuation
     draft: tuple[int, ...] = ()
     source: str = ""
+    masked: int | None = None
 
     def tokens(self, sampled: Sequence[int]) -> Sequence[int]:
         """Its tokens, of those that the step has sampled: as far as drafts are right, and one."""
+        most = len(self.draft) if self.masked is None else min(len(self.draft), self.masked - 1)
         count = 1
-        while count <= len(self.draft) and sampled[self.at + count - 1] == self.draft[count - 1]:
+        while count <= most and sampled[self.at + count - 1] == self.draft[count - 1]:
             count += 1
         return sampled[self.at : self.at + count]
 

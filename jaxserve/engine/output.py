@@ -70,7 +70,7 @@ class Usage:
         preemptions: how often it lost its cache.
         cached_tokens: of the prompt, found in the cache when it was first scheduled.
         accepted_draft_tokens: output tokens that had been drafted.
-        rejected_draft_tokens: drafted tokens that were computed and turned out wrong.
+        rejected_draft_tokens: drafted tokens that were computed and are not in the output.
     """
 
     prompt_tokens: int

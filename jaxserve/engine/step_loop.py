@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -57,7 +58,7 @@ class Submit:
         alone: latencies that an idle engine would reach.
         problems: what is wrong with its latency targets.
         block_keys: of its prompt; None where nothing is to be found.
-        drafting: draft what comes next, one for each of its continuations; none where nobody does.
+        drafting: draft what comes next, one for each of its first continuations.
     """
 
     request: Request
@@ -168,7 +169,7 @@ class StepLoop:
             self._refuse(command, mine, error)
 
     def _speculator(self, command: Submit, index: int) -> Speculator | None:
-        if not command.drafting:
+        if index >= len(command.drafting):
             return None
         request = command.request
         sampling = request.sampling
@@ -380,8 +381,9 @@ class StepLoop:
         try:
             masks = np.full((step.handle.rows, mask_words(self._info.vocab_size)), -1, np.int32)
             masks = masks.view(np.uint32)
-            for one in step.emitting:
-                self._mask(one, masks[one.at :])
+            emitting = [
+                one._replace(masked=self._mask(one, masks[one.at :])) for one in step.emitting
+            ]
             handle = self._executor.sample(step.handle, masks)
         except BaseException as error:
             self._fail_step(error, step.recipients)
@@ -389,28 +391,29 @@ class StepLoop:
         self._since = self._clock()
         took = step.stats.launch_time + self._since - begin
         stats = dataclasses.replace(step.stats, launch_time=took)
-        return dataclasses.replace(step, handle=handle, stats=stats)
+        return dataclasses.replace(step, handle=handle, stats=stats, emitting=emitting)
 
-    def _mask(self, one: Emitting, to: np.ndarray) -> None:
+    def _mask(self, one: Emitting, to: np.ndarray) -> int | None:
         """Writes the tokens that its grammar allows next to `to`, and those behind its drafts to
-        the rows that follow. Ends the continuation if there are none."""
+        the rows that follow. Ends the continuation if there are none. Returns `Emitting.masked`."""
         continuation = one.continuation
         matcher = continuation.matcher
         if matcher is None or continuation.finished:
-            return
+            return None
         try:
-            mask, *behind = matcher.masks_along(one.draft) if one.draft else (matcher.mask(),)
-            for row, allowed in zip(to[1:], behind, strict=False):
-                if allowed is not None:  # else what is drawn there is nobody's
-                    row[:] = allowed
-            if mask is not None:
-                to[0] = mask
-            elif problem := matcher.problem:
+            masks = matcher.masks_along(one.draft) if one.draft else [matcher.mask()]
+            known = list(itertools.takewhile(lambda mask: mask is not None, masks))
+            for row, allowed in zip(to, known, strict=False):
+                row[:] = allowed
+            if known:
+                return len(known)
+            if problem := matcher.problem:
                 self._end(continuation, FinishReason.ERROR, problem)
             else:
                 self._end(continuation, FinishReason.STOP)
         except BaseException as error:
             self._fail(continuation, error)
+        return 1
 
     def finish(self, step: InFlight) -> None:
         """Takes in a step's tokens. Those of continuations that have ended are dropped."""
@@ -439,7 +442,9 @@ class StepLoop:
             (one, one.tokens(sampled)) for one in step.emitting if not one.continuation.finished
         ]
         rows = np.array([one.continuation.row for one, _ in mine], np.int64)
-        counts = np.array([len(tokens) for _, tokens in mine]) if step.drafts else None
+        counts = None
+        if step.drafts:
+            counts = np.array([len(tokens) for _, tokens in mine], np.int64)
         self._scheduler.receive(rows, now, counts)
         got: list[_Got] = []
         for one, tokens in mine:
@@ -512,7 +517,7 @@ class StepLoop:
             device_time=device_time,
             finish_time=self._since - now,
         )
-        if self._overlap:
+        if self._overlap and self._scheduler.policy.speculates:
             self._scheduler.view.device.exposed = self._host_times.note(stats.host_time)
         self.observers.notify(lambda observer: observer.on_step(stats))
 

@@ -66,7 +66,7 @@ def make_model_step(model: StepModel, pool_format: Any) -> ModelStep:
         partial(_model_step, model),
         donate_argnames=("pool",),
         static_argnames=("layout",),
-        out_shardings=StepOutput(pool_format, whole, whole, None, None, None, None, whole),
+        out_shardings=StepOutput(pool_format, whole, whole, None, None, None, whole, whole),
         compiler_options=compiler_options(pool_format),
     )
 

@@ -41,8 +41,7 @@ class Speculator:
 
     @property
     def guesses(self) -> tuple[int, int]:
-        """Tokens of which there was a draft, taken or not, and those that were as drafted; without
-        what is certain."""
+        """Tokens of which there was a draft, taken or not, and those that were as drafted."""
         return self._rates.guessed, self._rates.right
 
     def checked(self, drafted: int, accepted: int) -> None:
@@ -52,11 +51,12 @@ class Speculator:
 
     def receive(self, tokens: Sequence[int]) -> None:
         """The next tokens of the output are known: learns from them, and proposes what follows."""
-        if self.draft is not None and not self.draft.certain:
-            for guess, token in zip(self.draft.tokens, tokens, strict=False):
-                self._rates.note(self.draft.source, self.draft.strength, guess == token)
-                if guess != token:
-                    break
+        draft = self.draft
+        for guess, token in zip(() if draft is None else draft.tokens, tokens, strict=False):
+            assert draft is not None
+            self._rates.note(draft.source, draft.strength, guess == token)
+            if guess != token:
+                break
         for token in tokens:
             self._drafting.append(token)
         self._left -= len(tokens)

@@ -244,15 +244,16 @@ class EngineRequests:
         return tuple(prompt)
 
     def _prediction(self, text: str) -> tuple[int, ...]:
-        """Raises InvalidRequest for a text that no output can be."""
+        """The tokens of a text; none of one that is longer than a prompt may be. Raises
+        InvalidRequest for half a character."""
         if not (text and self._engine.info().speculates):
             return ()
         try:
             return tuple(self._engine.encode(text, special=False))
         except UnicodeEncodeError as error:
             raise InvalidRequest("prediction", half_surrogate(error)) from None
-        except InvalidRequest as error:
-            raise InvalidRequest("prediction", error.problem) from None
+        except InvalidRequest:
+            return ()
 
     def _check_prompt_logprobs(self, params: SamplingParams, tokens: int) -> None:
         """Raises InvalidRequest if the prompt's log-probabilities would fill more than half of a

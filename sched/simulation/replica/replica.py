@@ -304,7 +304,7 @@ class Replica:
         self._watch.finished(step.watched, now)
         self._take_in(step, now)
         self._clock.finish(len(step.emitting))
-        if self._drafter is not None and self._setting.overlap:
+        if self.scheduler.policy.speculates and self._setting.overlap:
             took = self._launching + self._clock.now - now
             self.scheduler.view.device.exposed = self._host_times.note(took)
 
