@@ -13,7 +13,7 @@ import pytest
 from jaxserve.engine.drafts.draft import Draft
 from jaxserve.engine.drafts.drafting import Drafting
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.output import FinishReason
+from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import StepRecorder, StepStats
 from jaxserve.sched.request import Grammar, GrammarKind, Request, SamplingParams, Tier
 from jaxserve.sched.speculation import choice
@@ -44,7 +44,15 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are taken as far as they fit, whether they pay or not; how many varies."""
     rng = np.random.default_rng(5)
 
-    def choose(batch: Any, rows: np.ndarray, most: np.ndarray, view: Any, now: float) -> np.ndarray:
+    def choose(
+        batch: Any,
+        rows: np.ndarray,
+        most: np.ndarray,
+        view: Any,
+        now: float,
+        *,
+        trial: bool = False,
+    ) -> np.ndarray:
         tokens = int(batch.features.num_tokens)
         room = min(view.padding.rows[-1] - batch.num_rows, view.limits.max_batch_tokens - tokens)
         wanted = np.minimum(rng.integers(0, MOST + 1, len(rows)), most)
@@ -182,6 +190,28 @@ def test_an_end_inside_a_draft_is_an_end(
     for count in range(1, 9):
         sampling: dict[str, Any] = {**SAMPLING, "max_tokens": count}
         assert send(shared, asked[0], **sampling)[1].wait().tokens() == full[0][:count]
+
+
+@pytest.mark.usefixtures("eager", "steps")
+def test_who_leaves_a_drafted_step_leaves_it_whole(
+    roomy: Engine, shared: Engine, proposing: Callable[[Known], None]
+) -> None:
+    """With all of a drafted step gone before its tokens come, nothing has failed."""
+    asked = prompts(8)
+    full = generate(roomy, asked, **SAMPLING)
+    proposing({tuple(a): text for a, text in zip(asked, full, strict=True)})
+    for prompt in asked:
+        names: list[str] = []
+
+        def leave(output: Output, names: list[str] = names) -> None:
+            if output.finish_reason is None and names:
+                shared.cancel(names[0])
+
+        name, stream = send(shared, prompt, leave, **SAMPLING)
+        names.append(name)
+        assert stream.wait().reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
+    wait_until_idle(shared)
+    assert shared.stats().step_failures == 0
 
 
 @pytest.mark.usefixtures("eager", "steps")

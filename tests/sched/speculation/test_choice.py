@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
+from jaxserve.sched.registry import make_policy
 from jaxserve.sched.speculation.acceptance import (
     PRIOR,
     TENANTS,
@@ -172,3 +173,9 @@ def test_what_a_step_exposes_is_what_most_do() -> None:
     assert times.note(1.0) == 1.0
     assert [times.note(0.002 + 0.001 * (i % 2)) for i in range(4)][-1] == 0.003
     assert times.note(5.0) == 0.003
+
+
+def test_a_variant_of_a_variant_still_drafts() -> None:
+    for name in ("sarathi+spec+ef", "sarathi+ef+spec", "sarathi+spec:watermark=0.1"):
+        assert make_policy(name).speculates
+    assert not make_policy("sarathi+ef").speculates

@@ -60,9 +60,9 @@ def test_the_cases_draft(policy: str) -> None:
 def test_the_policys_plan_stays_as_it_is(policy: str, case: Case) -> None:
     drafted = False
 
-    def watched(plan: BatchPlan, view: View, now: float) -> BatchPlan:
+    def watched(plan: BatchPlan, view: View, now: float, *, trial: bool) -> BatchPlan:
         nonlocal drafted
-        found = choice.with_drafts(plan, view, now)
+        found = choice.with_drafts(plan, view, now, trial=trial)
         if found.drafts is None:
             assert found is plan
             return found
