@@ -96,7 +96,7 @@ def test_grouped_and_rotary_models_have_fewer_kernels() -> None:
         ("--rows=0", "--rows must be at least 1, got 0"),
         ("--matrix=-3", "--matrix must be at least 1, got -3"),
         ("--model=opt-14b", "'opt-14b' is not known"),
-        ("--dtype=int8", "invalid choice: 'int8'"),
+        ("--dtype=int7", "invalid choice: 'int7'"),
     ],
 )
 def test_a_wrong_flag_is_explained(
