@@ -44,12 +44,34 @@ class LayerKind:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts, which layers have in place of one feed-forward. Hashable, as
+    `ModelConfig`.
+
+    Attributes:
+        num_experts: of a layer.
+        experts_per_token: how many of them a token goes to.
+        d_ff: width of one.
+        shared_d_ff: width of one more that each token goes to; 0 for none.
+        normalised: the weights of a token's experts are scaled to a sum of 1.
+        dense_layers: layers that have a feed-forward of `ModelConfig.d_ff` instead, ascending.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    d_ff: int
+    shared_d_ff: int = 0
+    normalised: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of a model, common to all families. Hashable, so it can be a static argument.
 
     Attributes:
         family: name of the family that runs it.
-        d_ff: width of the feed-forward layer.
+        d_ff: width of the feed-forward layer, where a layer has no experts.
         head_dim: elements of one attention head; `num_heads * head_dim` may differ from `d_model`.
         max_position: longest sequence, in tokens.
         attn_scale: factor on q.k before the softmax.
@@ -66,6 +88,7 @@ class ModelConfig:
         logit_scale: factor on the logits, before their bound.
         norm_offset: added to the scales of RMS norms.
         whole_norms: q and k are normalised over all heads together, not over each.
+        experts: of the layers that have some; None where no layer has.
     """
 
     family: str
@@ -92,11 +115,18 @@ class ModelConfig:
     logit_scale: float = 1.0
     norm_offset: float = 0.0
     whole_norms: bool = False
+    experts: Experts | None = None
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Of each layer, in order."""
         return self.kinds or (LayerKind(self.rope, self.sliding_window),) * self.num_layers
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """The mixture that this layer has; None where it has a feed-forward of `d_ff`."""
+        if self.experts is None or layer in self.experts.dense_layers:
+            return None
+        return self.experts
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -24,6 +24,7 @@ from jaxserve.models.attention import AttentionParams, FusedAttention, attention
 from jaxserve.models.base import (
     Attention,
     Carry,
+    Experts,
     Family,
     ModelConfig,
     Params,
@@ -55,6 +56,7 @@ MODEL_TYPES = (
     "olmo2",
     "phi3",
 )
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
@@ -76,6 +78,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "smollm3": {"rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
     "olmo2": {"rms_norm_eps": 1e-5},
     "phi3": {"rms_norm_eps": 1e-5},
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
 }
 MISTRAL_WINDOW = 4096  # what a Mistral config without the field means
 QWEN_WINDOW_LAYERS = 28  # likewise Qwen's max_window_layers
@@ -151,7 +154,7 @@ class LlamaParams:
 def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     """The config of a Hugging Face config.json; ValueError names an unsupported field."""
     fields.one_of(hf, "hidden_act", ("silu",))
-    model_type = fields.one_of(hf, "model_type", MODEL_TYPES)
+    model_type = fields.one_of(hf, "model_type", MODEL_TYPES + MIXTURES)
     hf = with_defaults(hf, DEFAULTS.get(model_type, {}))
     shape = common_fields(hf)
     rope = rope_from_hf(hf, partial=model_type == "phi3")
@@ -159,7 +162,11 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     rotated = _rotated(hf) if model_type == "smollm3" else [True] * shape["num_layers"]
     ropes = [rope if one else None for one in rotated]
     windows = _windows(hf, model_type, rotated)
-    bias = model_type not in ("qwen2", "phi3") and fields.flag(hf, "attention_bias", False)
+    biased = model_type not in ("qwen2", "qwen2_moe", "phi3", "mixtral")
+    bias = biased and fields.flag(hf, "attention_bias", False)
+    qkv_bias = model_type == "qwen2" or (
+        model_type == "qwen2_moe" and fields.flag(hf, "qkv_bias", True)
+    )
     more: dict[str, Any] = {"attn_scale": shape["head_dim"] ** -0.5}
     if model_type == "granite":
         more = {
@@ -179,13 +186,62 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
         sliding_window=windows[0],
         kinds=layer_kinds(ropes, windows),
         tied=fields.flag(hf, "tie_word_embeddings", False),
-        qkv_bias=bias or model_type == "qwen2",
+        experts=experts_from_hf(hf),
+        qkv_bias=bias or qkv_bias,
         out_bias=bias,
         mlp_bias=model_type in ("llama", "smollm3", "granite")
         and fields.flag(hf, "mlp_bias", False),
-        qk_norm=model_type in ("qwen3", "olmo2"),
+        qk_norm=model_type in ("qwen3", "qwen3_moe", "olmo2"),
         joined=model_type == "phi3",
     )
+
+
+def experts_from_hf(hf: Mapping[str, Any]) -> Experts | None:
+    """The mixture of a Mixtral's or Qwen's config.json, None of other models and where no layer has
+    one; ValueError names an unsupported field. Noise of routers and what balances them are for
+    training only."""
+    model_type = hf.get("model_type")
+    if model_type == "mixtral":
+        count, width, shared, normalised = "num_local_experts", "intermediate_size", 0, True
+    elif model_type in ("qwen2_moe", "qwen3_moe"):
+        count, width = "num_experts", "moe_intermediate_size"
+        if hf.get(count) is None and hf.get("num_local_experts") is not None:
+            count = "num_local_experts"  # as transformers may save it
+        second = model_type == "qwen2_moe"
+        shared = fields.positive_int(hf, "shared_expert_intermediate_size") if second else 0
+        normalised = fields.flag(hf, "norm_topk_prob", False)
+    else:
+        return None
+    num_experts = fields.positive_int(hf, count)
+    each = fields.positive_int(hf, "num_experts_per_tok")
+    if each > num_experts:
+        raise ValueError(
+            f"config.json: num_experts_per_tok must be at most {count} ({num_experts}), got {each}"
+        )
+    num_layers = fields.positive_int(hf, "num_hidden_layers")
+    dense = () if model_type == "mixtral" else _dense_layers(hf, num_layers)
+    if len(dense) == num_layers:
+        return None
+    return Experts(
+        num_experts=num_experts,
+        experts_per_token=each,
+        d_ff=fields.positive_int(hf, width),
+        shared_d_ff=shared,
+        normalised=normalised,
+        dense_layers=dense,
+    )
+
+
+def _dense_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """A Qwen's layers without experts."""
+    step = fields.positive_int(hf, "decoder_sparse_step", 1)
+    named = hf.get("mlp_only_layers") or []
+    if not isinstance(named, list) or not all(
+        type(layer) is int and 0 <= layer < num_layers for layer in named
+    ):
+        what = f"must be a list of layers, 0 to {num_layers - 1}, got {fields.shown(named)}"
+        raise ValueError(f"config.json: mlp_only_layers {what}")
+    return tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
 
 
 def with_defaults(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,11 +397,11 @@ def _windows(
 ) -> tuple[int | None, ...]:
     """The window of each layer in tokens; None where it has none."""
     num_layers = fields.positive_int(hf, "num_hidden_layers")
-    if model_type in ("mistral", "ministral", "phi3"):
-        missing = None if model_type == "phi3" else MISTRAL_WINDOW
+    if model_type in ("mistral", "ministral", "phi3", "mixtral"):
+        missing = None if model_type in ("phi3", "mixtral") else MISTRAL_WINDOW
         given = hf.get("sliding_window", missing) is not None
         default = ["sliding_attention" if given else "full_attention"] * num_layers
-    elif model_type not in ("qwen2", "qwen3", "smollm3"):
+    elif model_type not in ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe"):
         default = ["full_attention"] * num_layers
     elif not fields.flag(hf, "use_sliding_window", False):
         return (None,) * num_layers
@@ -354,18 +410,22 @@ def _windows(
         default = [
             "sliding_attention" if given and not one else "full_attention" for one in rotated
         ]
+    elif model_type == "qwen3_moe":
+        default = ["sliding_attention"] * num_layers
     else:
         full = hf.get("max_window_layers", QWEN_WINDOW_LAYERS)
         if full is not None and not isinstance(full, int):
             what = f"must be int, got {fields.shown(full)}"
             raise ValueError(f"config.json: max_window_layers {what}")
         full = QWEN_WINDOW_LAYERS if full is None else full
-        default = [
-            "sliding_attention" if layer >= full else "full_attention"
+        has_window = [
+            layer < full and layer % 2 == 0 if model_type == "qwen2_moe" else layer >= full
             for layer in range(num_layers)
         ]
+        default = ["sliding_attention" if one else "full_attention" for one in has_window]
     kinds = fields.layer_types(hf, num_layers, default)
-    if kinds != default and model_type not in ("qwen2", "qwen3", "smollm3", "ministral"):
+    own_kinds = ("qwen2", "qwen3", "smollm3", "ministral", "qwen2_moe")
+    if kinds != default and model_type not in own_kinds:
         raise ValueError(
             f"config.json: layer_types is not supported with model_type {model_type!r}, whose "
             "layers are alike"
