@@ -24,6 +24,7 @@ from jaxserve.pallas_kernels.backends import (
     select_backend,
 )
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, LEFT, RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
 from jaxserve.pallas_kernels.hidden import HiddenProjection, project
 from jaxserve.pallas_kernels.move import (
     move_slots,
@@ -66,6 +67,7 @@ __all__ = [
     "dtype_named",
     "format_of",
     "get_backend",
+    "grouped_matmul",
     "has_skinny_matmul",
     "make_pool",
     "move_slots",

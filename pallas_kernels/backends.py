@@ -108,6 +108,10 @@ class Backend:
             are asked -> the kernel of such a product on one device, which takes (x, q, scale, zero)
             as `quantized_matmul.quantized_matmul` and returns [T, out] in this dtype or float32, or
             None if it has none. None: the backend has no such kernels.
+        grouped_matmul: (weights, *, transposed) -> the kernel of products with these, which takes
+            (x, weights, group_sizes) as `grouped_matmul.grouped_matmul`, x in the weights' dtype,
+            and returns float32 [T, out], or None if it has none. None: the backend has no such
+            kernels.
         decode_group: Rows that decodes read together, sorted by length: each costs what the longest
             does.
         decode_chunk: Tokens of K and V that such a group reads at once, about.
@@ -129,6 +133,7 @@ class Backend:
     skinny_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
     by_columns: Callable[[jax.Array], bool] | None = None
     quantized_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
+    grouped_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
     decode_group: int = 1
     decode_chunk: int = 1
 

@@ -1,0 +1,1 @@
+"""Tests of products with weights."""

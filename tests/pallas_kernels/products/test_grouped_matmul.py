@@ -1,0 +1,68 @@
+"""Products of rows with the weights of their group: as float64 has them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.pallas_kernels import grouped_matmul
+
+TOLERANCE = 1e-6
+
+
+def _expected(x, weights, sizes):
+    """One product a group; zeros behind the last."""
+    x, weights = np.asarray(x, np.float64), np.asarray(weights, np.float64)
+    out, first = np.zeros((len(x), weights.shape[2])), 0
+    for size, own in zip(sizes, weights, strict=True):
+        out[first : first + size] = x[first : first + size] @ own
+        first += size
+    return out
+
+
+def _compared(x, weights, sizes, *, transposed):
+    product = jax.jit(lambda *given: grouped_matmul(*given, transposed=transposed))
+    stored = jnp.swapaxes(weights, 1, 2) if transposed else weights
+    want = _expected(x.astype(weights.dtype), weights, sizes)
+    most = np.abs(x).max() * np.abs(np.asarray(weights, np.float64)).sum(1).max()
+    got = product(x, stored, jnp.asarray(sizes, jnp.int32))
+    assert got.dtype == x.dtype
+    np.testing.assert_allclose(got, want, atol=TOLERANCE * most)
+    return product, stored, got
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    behind=st.integers(0, 3),
+    outputs=st.sampled_from([4, 24, 70]),
+    wide=st.booleans(),
+    transposed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_each_group_has_its_own_weights(sizes, behind, outputs, wide, transposed, seed):
+    """With groups without rows, and rows of no group."""
+    rng, dtype = np.random.default_rng(seed), jnp.float32 if wide else jnp.bfloat16
+    rows = max(1, sum(sizes) + behind)
+    x = jnp.asarray(rng.normal(size=(rows, 64)), jnp.float32)
+    weights = jnp.asarray(rng.normal(size=(len(sizes), 64, outputs)), dtype)
+    _compared(x, weights, sizes, transposed=transposed)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_inputs_of_any_width(transposed):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(7, 9)), jnp.float32)
+    weights = jnp.asarray(rng.normal(size=(3, 9, 5)), jnp.float32)
+    _compared(x, weights, [4, 0, 2], transposed=transposed)
+
+
+def test_result_of_another_dtype():
+    x, weights = jnp.ones((2, 8), jnp.bfloat16), jnp.ones((1, 8, 4), jnp.bfloat16)
+    got = grouped_matmul(x, weights, jnp.array([1]), dtype=jnp.float32)
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, [[8] * 4, [0] * 4])
