@@ -18,8 +18,8 @@ def has_skinny_matmul(rows: int, weights: jax.Array, *, transposed: bool) -> boo
 
 
 def by_columns(weights: jax.Array) -> bool:
-    """Whether the first device multiplies few rows by weights [in, out] faster, and many as fast,
-    if they are kept as [out, in]."""
+    """Whether the first device multiplies few rows by weights [..., in, out] faster, and many as
+    fast, if they are kept as [..., out, in]."""
     chosen = platform_backend().by_columns
     return chosen is not None and chosen(weights)
 

@@ -195,6 +195,8 @@ class HFTensor:
     Attributes:
         name: the tensor's name, such as "model.decoder.layers.3.fc1.weight".
         transpose: the checkpoint stores [out, in], the parameter is [in, out].
+        stacked: the parameter's first axis is so many tensors, whose names have its index in place
+            of *; 0 where it is one tensor.
         rows: where the parameter is but some rows of the tensor: the first of them, and how many
             the tensor has.
     """
@@ -202,19 +204,35 @@ class HFTensor:
     name: str
     transpose: bool = False
     rows: tuple[int, int] | None = None
+    stacked: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all tensors that it is made of."""
+        if not self.stacked:
+            return (self.name,)
+        return tuple(self.name.replace("*", str(index)) for index in range(self.stacked))
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The whole tensor's, by that of the parameter."""
+        """A whole tensor's, by that of the parameter."""
+        shape = shape[1:] if self.stacked else shape
         stored = shape[::-1] if self.transpose else shape
         return stored if self.rows is None else (self.rows[1], *stored[1:])
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A parameter's spec and its place in a checkpoint; families build one tree of these."""
+    """A parameter's spec and its place in a checkpoint; families build one tree of these.
+
+    Attributes:
+        spec: the parameter's.
+        source: its place.
+        wide: it is never made of few bits here.
+    """
 
     spec: ParamSpec
     source: HFTensor
+    wide: bool = False
 
     @property
     def name(self) -> str:
@@ -235,7 +253,7 @@ class Leaf:
             return other
         if self.is_table:
             return quantization.table
-        return quantization.scheme if self.source.transpose else None
+        return quantization.scheme if self.source.transpose and not self.wide else None
 
     def stored(self, quantization: Quantization | None) -> ParamSpec | Quantized:
         """What is kept of it: its spec, or a `Quantized` of specs. ValueError if its groups do not
@@ -303,11 +321,13 @@ class StepInputs(NamedTuple):
         positions: int32 [T], each token's place in its sequence, from 0.
         token_row: int32 [T], the batch row that each token belongs to; the number of rows, or
             more, for padding tokens.
+        real: bool [T], False for padding tokens; None where there are none.
     """
 
     tokens: jax.Array
     positions: jax.Array
     token_row: jax.Array
+    real: jax.Array | None = None
 
 
 class AttentionInput(NamedTuple):
@@ -383,10 +403,12 @@ class Layer(Protocol):
         x: jax.Array,
         attention: Attention,
         *,
+        real: jax.Array | None,
         mesh: Mesh | None,
     ) -> tuple[Carry, jax.Array]:
         """Returns the carry of attention, and x [T, d_model] after the layer. weights: the layer's
-        own tree. `attention` must be called once. mesh: as in `Embed`."""
+        own tree. `attention` must be called once. real: as in `StepInputs`; what becomes of padding
+        is nobody's concern. mesh: as in `Embed`."""
         ...
 
 
@@ -441,6 +463,12 @@ class Family:
         sources: list[HFTensor] = jax.tree.leaves(self.hf_layout(config))
         return next((source.name for source in sources if source.rows is not None), None)
 
+    def stacked_tensor(self, config: ModelConfig) -> str | None:
+        """The tensors of its checkpoints, by one name, that are one parameter together; None if
+        none are."""
+        sources: list[HFTensor] = jax.tree.leaves(self.hf_layout(config))
+        return next((source.name for source in sources if source.stacked), None)
+
     def num_params(self, config: ModelConfig) -> int:
         """Number of parameters, tied ones counted once."""
         return sum(leaf.spec.size for leaf in jax.tree.leaves(self.leaves(config)))
@@ -463,13 +491,15 @@ def with_quantization(family: Family, config: ModelConfig, text: str) -> ModelCo
 
     Raises:
         ValueError: it means nothing, the model's are quantised already in a way that is only read
-            as it is, or groups do not divide a weight.
+            as it is, groups do not divide a weight, or the model has experts.
     """
     if not text:
         return config
     quantization = None if text == NONE else parse_quantization(text)
     if config.quantization is not None and not config.quantization.dequantizable:
         raise ValueError(f"the checkpoint's weights are quantised already, not to be made {text!r}")
+    if quantization is not None and (stacked := family.stacked_tensor(config)) is not None:
+        raise ValueError(f"{stacked}: experts are served wide only, not as {text!r}")
     config = dataclasses.replace(config, quantization=quantization)
     family.param_specs(config)
     return config

@@ -67,7 +67,7 @@ def forward(
             mixed = mixed.astype(h.dtype).reshape(len(mixed), -1)
             return after, linear(mixed, weights.attn.o, mesh)
 
-        return family.layer(weights, config, x, attention, mesh=mesh)
+        return family.layer(weights, config, x, attention, real=inputs.real, mesh=mesh)
 
     dtype = dtype or params.embed_tokens.dtype
     x = family.embed(params, config, inputs, dtype=dtype, mesh=mesh)

@@ -19,9 +19,9 @@ class Linear:
     """A projection.
 
     Attributes:
-        kernel: [in, out], may be `Quantized`.
+        kernel: [in, out], of experts [experts, in, out]; may be `Quantized`.
         bias: [out], or None.
-        transposed: the kernel is [out, in], see `jaxserve.weights.transpose_loaded`.
+        transposed: the kernel is [..., out, in], see `jaxserve.weights.transpose_loaded`.
     """
 
     kernel: Params

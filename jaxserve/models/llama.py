@@ -31,6 +31,7 @@ from jaxserve.models.base import (
     StepInputs,
     layer_kinds,
 )
+from jaxserve.models.experts import ExpertParams, expert_leaves, mixture
 from jaxserve.models.layers import (
     Linear,
     Norm,
@@ -55,8 +56,10 @@ MODEL_TYPES = (
     "granite",
     "olmo2",
     "phi3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
 )
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
@@ -72,6 +75,11 @@ NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ),
+}
+# By `LlamaConfig.expert_names`: in checkpoints, a layer's experts; the gate, up and down of one.
+EXPERT_NAMES: dict[str, tuple[str, tuple[str, str, str]]] = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen": ("mlp", ("gate_proj", "up_proj", "down_proj")),
 }
 # What a config without the field means.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -99,6 +107,7 @@ class LlamaConfig(ModelConfig):
         residual_scale: factor on what a sub-layer adds.
         joined: checkpoints have q, k and v as one tensor, and so the feed-forward layer's first
             two.
+        expert_names: what checkpoints call experts, of `EXPERT_NAMES`.
     """
 
     qkv_bias: bool
@@ -110,6 +119,7 @@ class LlamaConfig(ModelConfig):
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     joined: bool = False
+    expert_names: str = "qwen"
 
 
 @flax.struct.dataclass
@@ -120,8 +130,10 @@ class LlamaLayer:
         attn_norm, attn_out_norm: [d_model], before and after attention; None where there is none.
         attn: the attention's parameters.
         mlp_norm, mlp_out_norm: likewise of the feed-forward layer.
-        gate, up: [d_model, d_ff].
-        down: [d_ff, d_model].
+        gate, up: [d_model, d_ff], of the feed-forward layer or of the expert that all tokens go to;
+            None where it has experts only.
+        down: [d_ff, d_model], likewise.
+        experts: None where it has none.
     """
 
     attn_norm: Norm | None
@@ -129,9 +141,10 @@ class LlamaLayer:
     attn: AttentionParams | FusedAttention
     mlp_norm: Norm | None
     mlp_out_norm: Norm | None
-    gate: Linear
-    up: Linear
-    down: Linear
+    gate: Linear | None
+    up: Linear | None
+    down: Linear | None
+    experts: ExpertParams | None = None
 
 
 @flax.struct.dataclass
@@ -154,7 +167,7 @@ class LlamaParams:
 def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     """The config of a Hugging Face config.json; ValueError names an unsupported field."""
     fields.one_of(hf, "hidden_act", ("silu",))
-    model_type = fields.one_of(hf, "model_type", MODEL_TYPES + MIXTURES)
+    model_type = fields.one_of(hf, "model_type", MODEL_TYPES)
     hf = with_defaults(hf, DEFAULTS.get(model_type, {}))
     shape = common_fields(hf)
     rope = rope_from_hf(hf, partial=model_type == "phi3")
@@ -175,6 +188,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
             "residual_scale": fields.number(hf, "residual_multiplier", 1.0),
             "logit_scale": 1 / fields.number(hf, "logits_scaling", 1.0),
         }
+    elif model_type == "mixtral":
+        more |= {"expert_names": "mixtral"}
     elif model_type == "olmo2":
         more |= {"norms": "after", "whole_norms": True}
     return LlamaConfig(
@@ -284,7 +299,8 @@ def leaves(config: ModelConfig) -> LlamaParams:
     return LlamaParams(
         embed_tokens=table_leaf(f"{PREFIX}embed_tokens", vocab, d, "vocab", std),
         layers=tuple(
-            _layer_leaves(config, f"{PREFIX}layers.{i}") for i in range(config.num_layers)
+            _layer_leaves(config, f"{PREFIX}layers.{i}", config.experts_of(i))
+            for i in range(config.num_layers)
         ),
         final_norm=norm_leaves(f"{PREFIX}norm", d, offset=config.norm_offset),
         lm_head=None if config.tied else table_leaf("lm_head", vocab, d, "vocab", std),
@@ -323,6 +339,7 @@ def layer(
     x: jax.Array,
     attention: Attention,
     *,
+    real: jax.Array | None,
     mesh: Mesh | None,
 ) -> tuple[Carry, jax.Array]:
     """One layer, see `jaxserve.models.base.Layer`.
@@ -332,6 +349,7 @@ def layer(
         config: the model's shape.
         x: [T, d_model].
         attention: called once, with the normalised input where the model has norms before it.
+        real: bool [T], False for padding tokens, which go to no expert; None where there are none.
         mesh: the devices that the parameters are sharded over; None for one.
 
     Returns:
@@ -352,9 +370,16 @@ def layer(
     x = added(x, norm(mixed, weights.attn_out_norm))
     h = norm(x, weights.mlp_norm)
     activation = ACTIVATIONS[config.activation]
-    gate = activation(constrain(linear(h, weights.gate, mesh), mesh, None, "mlp"))
-    h = gate * constrain(linear(h, weights.up, mesh), mesh, None, "mlp")
-    return carry, added(x, norm(linear(h, weights.down, mesh), weights.mlp_out_norm))
+    y = None
+    if weights.gate is not None and weights.up is not None and weights.down is not None:
+        gate = activation(constrain(linear(h, weights.gate, mesh), mesh, None, "mlp"))
+        up = constrain(linear(h, weights.up, mesh), mesh, None, "mlp")
+        y = linear(gate * up, weights.down, mesh)
+    if weights.experts is not None:
+        assert config.experts is not None
+        y = mixture(h, weights.experts, config.experts, activation, y, real=real, mesh=mesh)
+    assert y is not None
+    return carry, added(x, norm(y, weights.mlp_out_norm))
 
 
 def finish(
@@ -436,7 +461,7 @@ def _windows(
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _layer_leaves(config: LlamaConfig, name: str) -> LlamaLayer:
+def _layer_leaves(config: LlamaConfig, name: str, experts: Experts | None) -> LlamaLayer:
     def projection(
         part: str,
         shape: tuple[int, int],
@@ -448,12 +473,14 @@ def _layer_leaves(config: LlamaConfig, name: str) -> LlamaLayer:
             full, shape, axes, bias=config.mlp_bias, std=config.init_std, rows=rows
         )
 
-    d, d_ff = config.d_model, config.d_ff
+    d, d_ff, mlp = config.d_model, config.d_ff, "mlp"
+    if experts is not None:
+        d_ff, mlp = experts.shared_d_ff, "mlp.shared_expert"
     attn_norm, attn_out_norm, mlp_norm, mlp_out_norm = (
         None if part is None else norm_leaves(f"{name}.{part}", d, offset=config.norm_offset)
         for part in NORMS[config.norms]
     )
-    gate, up, gate_rows, up_rows = "mlp.gate_proj", "mlp.up_proj", None, None
+    gate, up, gate_rows, up_rows = f"{mlp}.gate_proj", f"{mlp}.up_proj", None, None
     if config.joined:
         gate = up = "mlp.gate_up_proj"
         gate_rows, up_rows = (0, 2 * d_ff), (d_ff, 2 * d_ff)
@@ -471,9 +498,23 @@ def _layer_leaves(config: LlamaConfig, name: str) -> LlamaLayer:
         ),
         mlp_norm=mlp_norm,
         mlp_out_norm=mlp_out_norm,
-        gate=projection(gate, (d, d_ff), ("embed", "mlp"), gate_rows),
-        up=projection(up, (d, d_ff), ("embed", "mlp"), up_rows),
-        down=projection("mlp.down_proj", (d_ff, d), ("mlp", "embed")),
+        gate=projection(gate, (d, d_ff), ("embed", "mlp"), gate_rows) if d_ff else None,
+        up=projection(up, (d, d_ff), ("embed", "mlp"), up_rows) if d_ff else None,
+        down=projection(f"{mlp}.down_proj", (d_ff, d), ("mlp", "embed")) if d_ff else None,
+        experts=None if experts is None else _expert_leaves(config, name, experts),
+    )
+
+
+def _expert_leaves(config: LlamaConfig, name: str, experts: Experts) -> ExpertParams:
+    block, parts = EXPERT_NAMES[config.expert_names]
+    gate, up, down = (f"{name}.{block}.experts.*.{part}" for part in parts)
+    return expert_leaves(
+        experts,
+        config.d_model,
+        router=f"{name}.{block}.gate",
+        names=(gate, up, down),
+        shared_gate=f"{name}.{block}.shared_expert_gate",
+        std=config.init_std,
     )
 
 

@@ -192,7 +192,13 @@ def embed(
 
 
 def layer(
-    weights: OPTLayer, config: ModelConfig, x: jax.Array, attention: Attention, *, mesh: Mesh | None
+    weights: OPTLayer,
+    config: ModelConfig,
+    x: jax.Array,
+    attention: Attention,
+    *,
+    real: jax.Array | None,
+    mesh: Mesh | None,
 ) -> tuple[Carry, jax.Array]:
     """One layer, see `jaxserve.models.base.Layer`.
 
@@ -201,6 +207,7 @@ def layer(
         config: the model's shape.
         x: [T, d_model].
         attention: called once, with the sub-layer's input.
+        real: all tokens cost the same.
         mesh: the devices that the parameters are sharded over; None for one.
 
     Returns:

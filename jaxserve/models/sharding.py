@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 TENSOR = "tensor"
 
 RULES: dict[str, str | None] = {
+    "experts": TENSOR,  # where their width does not divide
     "heads": TENSOR,
     "kv_heads": TENSOR,
     "mlp": TENSOR,
@@ -106,6 +107,11 @@ def param_sharding(mesh: Mesh | None, param: ParamSpec) -> jax.sharding.Sharding
     return named(mesh, _fitting(mesh, units, param.axes))
 
 
+def cut_axes(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> list[str | None]:
+    """The mesh axes over which an array of this shape is cut, whose axes have these names."""
+    return [None if a is None else RULES[a] for a in _fitting(mesh, shape, axes)]
+
+
 def pool_kv_heads(config: ModelConfig, tensor: int) -> int:
     """KV heads in the pool: `num_kv_heads`, each repeated until the shards divide them. So the
     projections make them (`jaxserve.models.fused`).
@@ -132,9 +138,20 @@ def check_tensor(config: ModelConfig, tensor: int) -> None:
     """ValueError when the model cannot be cut into `tensor` shards."""
     if tensor < 1:
         raise ValueError(f"mesh.tensor must be at least 1, got {tensor}")
-    for name, size in (("attention heads", config.num_heads), ("feed-forward width", config.d_ff)):
+    experts = config.experts
+    cut = [("attention heads", config.num_heads)]
+    if experts is None or experts.dense_layers:
+        cut.append(("feed-forward width", config.d_ff))
+    if experts is not None:
+        cut.append(("shared expert's width", experts.shared_d_ff))
+    for name, size in cut:
         if size % tensor:
             raise ValueError(f"mesh.tensor={tensor} does not divide the model's {name} ({size})")
+    if experts is not None and experts.d_ff % tensor and experts.num_experts % tensor:
+        raise ValueError(
+            f"mesh.tensor={tensor} divides neither the width of the model's experts "
+            f"({experts.d_ff}) nor their number ({experts.num_experts})"
+        )
     pool_kv_heads(config, tensor)
     group = 0 if config.quantization is None else config.quantization.scheme.group
     inputs = (
@@ -152,10 +169,19 @@ def check_tensor(config: ModelConfig, tensor: int) -> None:
 def _fitting(
     mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]
 ) -> tuple[str | None, ...]:
-    """The axes, with None for those whose size the mesh does not divide."""
+    """The axes, with None for those whose size the mesh does not divide. Of several that the same
+    devices would cut, the last is."""
+    used: set[str] = set()
 
     def fits(size: int, axis: str | None) -> bool:
         target = None if axis is None else RULES[axis]
-        return target is None or size % mesh.shape[target] == 0
+        if target is None:
+            return True
+        fit = target not in used and size % mesh.shape[target] == 0
+        used.update({target} if fit else ())
+        return fit
 
-    return tuple(a if fits(s, a) else None for s, a in zip(shape, axes, strict=True))
+    last_first = [
+        a if fits(s, a) else None for s, a in reversed(list(zip(shape, axes, strict=True)))
+    ]
+    return tuple(reversed(last_first))

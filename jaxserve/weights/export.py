@@ -84,8 +84,10 @@ def _tensors(
     if leaf.is_table and isinstance(one, Quantized):
         one = dequantize(one, dtype, transposed=True)  # the format has none of embeddings
     if not isinstance(one, Quantized):
-        value = np.asarray(one)
-        yield leaf.source.name, np.ascontiguousarray(value.T if leaf.source.transpose else value)
+        value, source = np.asarray(one), leaf.source
+        values = value if source.stacked else value[None]
+        for name, each in zip(source.names, values, strict=True):
+            yield name, np.ascontiguousarray(each.T if source.transpose else each)
         return
     assert scheme is not None
     q = np.asarray(one.q)

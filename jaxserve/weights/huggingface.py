@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 Index = tuple[slice, ...]
 Tensors = TensorFiles | GGUFTensors
+_EXPERT = re.compile(r"\bexperts\.([0-9]{1,9})\.")
 _LAYER = re.compile(r"\b(?:layers|blk)\.([0-9]{1,9})\.")
 _WEIGHTS = ("weight", "qweight", "weight_packed")
 _CACHE_SCALE = re.compile(r"self_attn(\.attn)?\.[qkv]_scale$")  # of K and V in 8 bits
@@ -83,7 +84,7 @@ def load_safetensors(
                 used.update(stored.tensors(files, leaf.name))
             else:
                 _check(files, leaf.spec, leaf.source)
-                used.add(files.stored(leaf.source.name))
+                used.update(map(files.stored, leaf.source.names))
         _check_rest(files, used, config, folder, stored)
         with shown(progress, "weights", "B", total=total) as bar:
             for leaf in leaves:
@@ -120,7 +121,8 @@ def _check(files: Tensors, spec: ParamSpec, source: HFTensor) -> None:
             "the checkpoint has no tensor 'lm_head.weight' "
             "(config.json: set tie_word_embeddings to true if it is tied to the embedding)"
         )
-    files.check(source.name, source.stored_shape(spec.shape))
+    for name in source.names:
+        files.check(name, source.stored_shape(spec.shape))
 
 
 def _is_zero(files: Tensors, name: str) -> bool:
@@ -153,6 +155,12 @@ def _check_rest(
                 f"config.json: num_hidden_layers is {config.num_layers}, but the checkpoint has a "
                 f"tensor {name!r}"
             )
+        expert, experts = _EXPERT.search(name), config.experts
+        if expert is not None and (experts is None or int(expert[1]) >= experts.num_experts):
+            raise CheckpointError(
+                f"by its config.json layers have {experts.num_experts if experts else 'no'} "
+                f"experts, but the checkpoint has a tensor {name!r}"
+            )
         module = name.removesuffix("bias")
         if name.endswith(".bias") and any(f"{module}{weight}" in used for weight in _WEIGHTS):
             raise CheckpointError(
@@ -181,16 +189,25 @@ def _load_leaf(
         )
         if math.prod(part.stop - part.start for part in stored) == 0:
             return block
-        stored = stored[::-1] if source.transpose else stored
-        if source.rows is not None:
-            first = source.rows[0]
-            stored = (slice(stored[0].start + first, stored[0].stop + first), *stored[1:])
-        part = files.read(source.name, stored)
-        part = part.T if source.transpose else part
-        block[tuple(slice(size) for size in part.shape)] = part
+        if not source.stacked:
+            part = _read(files, source, source.name, stored)
+            block[tuple(slice(size) for size in part.shape)] = part
+            return block
+        for place, name in enumerate(source.names[stored[0]]):
+            block[place] = _read(files, source, name, stored[1:])
         return block
 
     return place(padded_shape(mesh, spec), param_sharding(mesh, spec), read)
+
+
+def _read(files: Tensors, source: HFTensor, name: str, index: Index) -> np.ndarray:
+    """Part of a tensor, by the index of what it makes."""
+    index = index[::-1] if source.transpose else index
+    if source.rows is not None:
+        first = source.rows[0]
+        index = (slice(index[0].start + first, index[0].stop + first), *index[1:])
+    part = files.read(name, index)
+    return part.T if source.transpose else part
 
 
 def _load_packed(

@@ -192,7 +192,7 @@ def transpose_loaded(params: Params, dtype: DTypeLike) -> Params:
         stored = node.kernel.q if isinstance(node.kernel, Quantized) else node.kernel
         if not by_columns(stored):
             return node
-        kernel = jax.tree.map(jnp.transpose, node.kernel)
+        kernel = jax.tree.map(lambda part: jnp.swapaxes(part, -1, -2), node.kernel)
         jax.tree.map(lambda part: part.delete(), node.kernel)
         kernel = for_kernels(kernel) if isinstance(kernel, Quantized) else kernel
         return dataclasses.replace(node, kernel=kernel, transposed=True)

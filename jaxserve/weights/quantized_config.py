@@ -105,6 +105,11 @@ def find_quantization(
             f"its config says that weights are quantized; {joined}, of which several are made, is "
             "only read wide"
         )
+    if (stacked := family.stacked_tensor(config)) is not None:
+        raise CheckpointError(
+            f"its config says that weights are quantized; {stacked} and all weights beside experts "
+            "are only read wide"
+        )
     leaves: list[Leaf] = jax.tree.leaves(family.leaves(config))
     wide: list[str] = []
     found: dict[str, tuple[str, Scheme]] = {}  # "table" or "scheme" -> the first that has it

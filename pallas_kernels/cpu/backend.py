@@ -79,12 +79,16 @@ def _quantized_matmul(
     return dots.few_bits_matmul if taken else None
 
 
+def _grouped_matmul(weights: Any, *, transposed: bool) -> Callable[..., jax.Array] | None:
+    return dots.grouped_matmul if dots.takes_groups(weights, transposed=transposed) else None
+
+
 def _by_columns(weights: jax.Array) -> bool:
     """As one stream of memory, weights come up to twice as fast; of few bits there is no other
     kernel."""
     if weights.dtype == jnp.int8:
         return True
-    turned = jax.ShapeDtypeStruct(weights.shape[::-1], weights.dtype)
+    turned = jax.ShapeDtypeStruct(weights.shape[:-3:-1], weights.dtype)
     return dots.takes(1, turned, transposed=True)
 
 
@@ -101,4 +105,5 @@ BACKEND = dataclasses.replace(
     skinny_matmul=_skinny_matmul,
     by_columns=_by_columns,
     quantized_matmul=_quantized_matmul,
+    grouped_matmul=_grouped_matmul,
 )

@@ -3,6 +3,7 @@ they are stored, an output's one behind the other, by all cores.
 
 A tile is some rows by OUTPUTS outputs, a vector of sums each, along the inputs. What a row's sums
 add up to does not depend on how many rows there are: each has the same additions in the same order.
+Of groups of rows with weights of their own, [groups, out, in], those without rows are not read.
 
 Weights of bfloat16, and those of 8 and 4 bits, are multiplied as bfloat16, which holds them as they
 are, and so are the rows; sums and scales are float32. Of few bits, a vector of stored words is
@@ -15,7 +16,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from numba import njit
+import numpy as np
+from numba import carray, njit
 
 from jaxserve.pallas_kernels.cpu import dot_tiles, numba_ffi, pairs, tiles
 from jaxserve.pallas_kernels.cpu.pairs import LINE
@@ -23,9 +25,11 @@ from jaxserve.pallas_kernels.cpu.pairs import LINE
 MOST_ROWS = 128  # of floats: XLA's library is as fast with more
 MOST_ROWS_SLOWLY = 4  # where the processor has no vectors for tiles of several rows
 OUTPUTS = 4  # of a tile of several rows
+TAIL = 64  # rows of no group that a share fills with zeros
 FEW = 8  # rows: their time is that of memory
 SHARE, LARGE_SHARE = 1 << 17, 1 << 19  # bytes of weights of a share, of few rows or more, about
 _FILES = (dot_tiles.__file__, pairs.__file__, tiles.__file__)
+_GROUPS = 4  # words before the groups in what `_plan_groups` leaves
 INPUTS = 32  # that weights of few bits have a multiple of
 
 
@@ -44,6 +48,26 @@ def skinny_matmul(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.
     on one CPU device. Sums are in float32."""
     assert transposed
     return _dots(x, weights, bits=8 * weights.dtype.itemsize)
+
+
+def takes_groups(weights: jax.Array | jax.ShapeDtypeStruct, *, transposed: bool) -> bool:
+    """Whether `grouped_matmul` supports products with these weights."""
+    one = jax.ShapeDtypeStruct(weights.shape[1:], weights.dtype)
+    return takes(1, one, transposed=transposed)
+
+
+def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Each group of rows with its own weights, on one CPU device, if `takes_groups`.
+
+    Args:
+        x: [T, in], in the weights' dtype; rows by group.
+        weights: [groups, out, in].
+        sizes: int32 [groups], rows of each; together at most T.
+
+    Returns:
+        float32 [T, out]; zeros behind the last group.
+    """
+    return _dots(x, weights, sizes, bits=8 * weights.dtype.itemsize, grouped=True)
 
 
 def takes_few_bits(
@@ -97,9 +121,11 @@ def few_bits_matmul(
     return y[: len(x)] + y[len(x) :]
 
 
-def _dots(x: jax.Array, *given: jax.Array, bits: int, parts: int = 0) -> jax.Array:
-    result = jax.ShapeDtypeStruct((x.shape[0], given[0].shape[0]), jnp.float32)
-    name = target(bits=bits, parts=parts, zeros=len(given) == 3)
+def _dots(
+    x: jax.Array, *given: jax.Array, bits: int, parts: int = 0, grouped: bool = False
+) -> jax.Array:
+    result = jax.ShapeDtypeStruct((x.shape[0], given[0].shape[-2]), jnp.float32)
+    name = target(bits=bits, parts=parts, zeros=len(given) - grouped == 3, grouped=grouped)
     return jax.ffi.ffi_call(name, result, vmap_method="sequential")(x, *given)
 
 
@@ -118,17 +144,19 @@ def _parts(group: int, bits: int) -> int:
 
 
 @numba_ffi.compiled_once
-def target(*, bits: int, parts: int, zeros: bool) -> str:
+def target(*, bits: int, parts: int, zeros: bool, grouped: bool = False) -> str:
     """The name of the kernel, compiled if it is the first time. Operands: x [T, in] of
     bfloat16, or float32 as the weights are; the weights [out, ...], their scales in float32 and
-    zero points, if they have any; result: [T, out], float32.
+    zero points, if they have any, all three of each group where there are some; the groups' sizes,
+    int32; result: [T, out], float32.
 
     Args:
         bits: Of a weight.
         parts: Groups in a vector of weights, see `_parts`; 0: an output has one scale or none.
         zeros: Whether there are zero points.
+        grouped: Whether groups of rows have their own.
     """
-    numbers, few, sums = _numbers(bits), int(bits < 16), int(zeros)
+    numbers, few, sums, lead = _numbers(bits), int(bits < 16), int(zeros), int(grouped)
     streams = numbers // (2 * tiles.LANES) if few else 1
     # Rows of a tile: its sums must fit the registers.
     tall = (3 if parts else 6) if pairs.has_vectors() else 1
@@ -136,17 +164,20 @@ def target(*, bits: int, parts: int, zeros: bool) -> str:
 
     @njit(**numba_ffi.OPTIONS)
     def plan(given: Any) -> Any:
+        if lead:
+            return _plan_groups(given, bits)
         each = _each(given, bits)
         return (numba_ffi.dims(given[1], 2)[0] + each - 1) // each, 0
 
     @njit(**numba_ffi.FAST)
-    def share(given: Any, _: int, i: int) -> None:
-        count, depth, outputs, groups, x_at, at, scale_at, zero_at, out_at = _addresses(given)
-        each, alone = _each(given, bits), count == 1 or (few and count == 2)
-        first = min(i * each, outputs - each)  # the last share repeats some of the one before
+    def share(given: Any, about: int, i: int) -> None:
+        each, count, depth, outputs, groups, x_at, at, scale_at, zero_at, out_at = _part(
+            given, bits, lead, about, i
+        )
+        if count == 0:
+            return
         x_row, row = depth * (4 if bits == 32 else 2), depth * bits // 8
-        at, out_at = at + first * row, out_at + 4 * first
-        scale_at, zero_at = scale_at + 4 * first * groups, zero_at + first * groups
+        alone = count == 1 or (few and count == 2)
         steps, tail = depth // numbers, depth % numbers * bits // 32
         whole = steps + (1 if tail > 0 else 0)
         a_group = (depth // groups + numbers - 1) // numbers  # vectors
@@ -203,24 +234,54 @@ def target(*, bits: int, parts: int, zeros: bool) -> str:
         if few:
             numba_ffi.free(memory)
 
-    name = f"jaxserve_dots_{bits}_{parts}{'_zeros' if zeros else ''}"
+    name = f"jaxserve_dots_{bits}_{parts}{'_zeros' if zeros else ''}{'_grouped' if grouped else ''}"
     return numba_ffi.register(name, plan, share, __file__, *_FILES)
 
 
 @njit(**numba_ffi.OPTIONS)
-def _addresses(given: Any) -> Any:
+def _addresses(given: Any, lead: int) -> Any:
     """Rows, inputs, outputs, scales of an output, and the addresses of x, weights, scales, zero
-    points (0: there are none) and the result."""
+    points (0: there are none) and the result. lead: 1 where groups of rows have their own."""
     count, depth = numba_ffi.dims(given[0], 2)
-    outputs, groups, scale_at, zero_at = numba_ffi.dims(given[1], 2)[0], 1, 0, 0
-    if len(given) > 3:
-        groups = numba_ffi.dims(given[2], 2)[1]
+    outputs, groups, scale_at, zero_at = numba_ffi.dims(given[1], 2 + lead)[lead], 1, 0, 0
+    if len(given) - lead > 3:
+        groups = numba_ffi.dims(given[2], 2 + lead)[1 + lead]
         scale_at = numba_ffi.data_address(given[2])
-    if len(given) > 4:
+    if len(given) - lead > 4:
         zero_at = numba_ffi.data_address(given[3])
     x_at, at = numba_ffi.data_address(given[0]), numba_ffi.data_address(given[1])
     out_at = numba_ffi.data_address(given[len(given) - 1])
     return count, depth, outputs, groups, x_at, at, scale_at, zero_at, out_at
+
+
+@njit(**numba_ffi.OPTIONS)
+def _part(given: Any, bits: int, lead: int, about: int, i: int) -> Any:
+    """Outputs of a share, and the rest as `_addresses` has it, of this share alone. No rows: it has
+    none of a group, and their results are filled with zeros here. about: from `_plan_groups`."""
+    count, depth, outputs, groups, x_at, at, scale_at, zero_at, out_at = _addresses(given, lead)
+    if lead:
+        each, shares, used, start = numba_ffi.words(about, _GROUPS)
+        group, behind = 0, i - used * shares
+        if behind >= 0:
+            start += behind * TAIL
+            size = min(TAIL, count - start) * outputs
+            carray(numba_ffi.pointer(out_at + 4 * start * outputs), (size,), np.float32)[:] = 0
+            count = 0
+        else:
+            group, start, count = numba_ffi.words(about + 8 * (_GROUPS + i // shares * 3), 3)
+            i = i % shares
+        x_at, out_at = x_at + start * depth * max(2, bits // 8), out_at + 4 * start * outputs
+        at += group * outputs * depth * bits // 8
+        scale_at, zero_at = (
+            scale_at + 4 * group * outputs * groups,
+            zero_at + group * outputs * groups,
+        )
+    else:
+        each = _each(given, bits)
+    first = min(i * each, outputs - each)  # the last share repeats some of the one before
+    at, out_at = at + first * depth * bits // 8, out_at + 4 * first
+    scale_at, zero_at = scale_at + 4 * first * groups, zero_at + first * groups
+    return each, count, depth, outputs, groups, x_at, at, scale_at, zero_at, out_at
 
 
 @njit(**numba_ffi.OPTIONS)
@@ -235,3 +296,31 @@ def _each(given: Any, bits: int) -> int:
     shares = threads * max(2, outputs * depth * bits // 8 // (size * threads))
     each = (outputs + shares - 1) // shares
     return min(outputs, (each + OUTPUTS - 1) // OUTPUTS * OUTPUTS)
+
+
+@njit(**numba_ffi.OPTIONS)
+def _plan_groups(given: Any, bits: int) -> Any:
+    """The number of shares, and the address of what they need to know: outputs of a share, shares
+    of a group, groups with rows, the first row of none; then of each such group which it is, its
+    first row and how many it has. Shares behind theirs are of rows of no group."""
+    count, depth = numba_ffi.dims(given[0], 2)
+    number, outputs, _ = numba_ffi.dims(given[1], 3)
+    sizes = numba_ffi.int32s(given[len(given) - 2])
+    address = numba_ffi.allocate(_GROUPS + 3 * number)
+    used, start = 0, 0
+    for group in range(number):
+        if sizes[group] > 0:
+            about = numba_ffi.words(address + 8 * (_GROUPS + 3 * used), 3)
+            about[0], about[1], about[2] = group, start, sizes[group]
+            used, start = used + 1, start + sizes[group]
+    size = SHARE
+    if start > FEW * used:
+        size, bits = LARGE_SHARE, max(bits, 16)  # as they are widened
+    wanted = (2 * numba_ffi.threads() + used - 1) // max(used, 1)
+    shares = max(wanted, outputs * depth * bits // 8 // size)
+    each = (outputs + shares - 1) // shares
+    each = min(outputs, (each + OUTPUTS - 1) // OUTPUTS * OUTPUTS)
+    shares = (outputs + each - 1) // each
+    head = numba_ffi.words(address, _GROUPS)
+    head[0], head[1], head[2], head[3] = each, shares, used, start
+    return used * shares + (count - start + TAIL - 1) // TAIL, address

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.backends import Backend, KernelShape
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
-from jaxserve.pallas_kernels.gpu_triton import absorbed, grouped, projected, write
+from jaxserve.pallas_kernels.gpu_triton import absorbed, by_group, grouped, projected, write
 from jaxserve.pallas_kernels.gpu_triton import decode as triton_decode
 from jaxserve.pallas_kernels.gpu_triton import prefill as triton_prefill
 from jaxserve.pallas_kernels.gpu_triton.common import Geometry
@@ -117,6 +117,7 @@ def _backend(interpret: bool) -> Backend:
         plan=plan,
         plan_absorbed=plan_absorbed,
         quantized_matmul=with_mode(grouped.choose),
+        grouped_matmul=with_mode(by_group.choose),
     )
 
 

@@ -17,7 +17,7 @@ Texts = Callable[[str], list[list[int]]]
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("shapes")
-    return {family: write_shape(folder, family) for family in ("opt", "llama")}
+    return {family: write_shape(folder, family) for family in ("opt", "llama", "moe")}
 
 
 @pytest.fixture(scope="session")

@@ -54,6 +54,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "initializer_range": 0.3,
         "eos_token_id": 2,
     },
+    "moe": {  # a layer with experts, one of which all tokens go to, and one without
+        "model_type": "qwen2_moe",
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.3,
+        "eos_token_id": 2,
+    },
 }
 
 

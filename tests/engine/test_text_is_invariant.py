@@ -21,7 +21,7 @@ from jaxserve.sched.unified.unified_policy import UnifiedPolicy
 from tests.engine.conftest import Engines, Texts
 from tests.engine.harness import SAMPLING, SCARCE, engine, generate, prompts, send, wait_until_idle
 
-FAMILIES = ("opt", "llama")
+FAMILIES = ("opt", "llama", "moe")
 # What is done to the requests; "alone" is what the others must equal.
 TREATMENTS: dict[str, dict[str, Any]] = {
     "vllm": {"scheduler__policy": "vllm"},
@@ -66,6 +66,7 @@ def test_batch_size(engines: Engines, alone: Texts, family: str, count: int) -> 
     [
         *(("opt", treatment) for treatment in TREATMENTS),
         *(("llama", treatment) for treatment in ("preempted in chunks", "blocks of 16")),
+        ("moe", "preempted in chunks"),
     ],
 )
 def test_treatment(shapes: dict[str, Path], alone: Texts, family: str, treatment: str) -> None:

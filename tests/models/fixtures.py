@@ -70,7 +70,8 @@ def hf_tensors(hf: dict[str, Any]) -> dict[str, np.ndarray]:
     values = _reference_tensor()
     tensors = {}
     for spec, source in zip(specs, sources, strict=True):
-        tensors[source.name] = values(source.name, source.stored_shape(spec.shape))
+        for name in source.names:
+            tensors[name] = values(name, source.stored_shape(spec.shape))
     return tensors
 
 

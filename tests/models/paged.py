@@ -141,7 +141,7 @@ class PagedRun:
             )
             return pool, mixed
 
-        inputs = StepInputs(tokens, positions, batch.token_row)
+        inputs = StepInputs(tokens, positions, batch.token_row, batch.token_row < batch.max_rows)
         pool, x = forward(
             self.family,
             params,

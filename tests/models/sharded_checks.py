@@ -25,8 +25,10 @@ from tests.models.quantized.test_gguf_blocks import written
 
 # 4 heads each, of opt 4 KV heads, of all others 2; a vocabulary of 61.
 DENSE_SHARDS = {"opt": (4,), "llama3": (2,), "gemma3": (2,), "olmo2": (4,), "phi4_mini": (2,)}
+# Experts' width is cut over 4 devices; where that is odd, their number over 2.
+DENSE_SHARDS |= {"mixtral": (4,), "qwen2_moe": (2,)}
 QUANTIZED = ("int8", "int4:group=32,zero", "fp8")
-PAGED_SHARDS = {"opt": (2,), "llama3": (4,)}
+PAGED_SHARDS = {"opt": (2,), "llama3": (4,), "mixtral": (4,)}
 
 
 def dense_error(name: str, folder: Path, tensor: int) -> float:
@@ -66,10 +68,11 @@ def layout(name: str, folder: Path, tensor: int) -> dict[str, Any]:
     same = _same(params, restored)
     params = fuse_loaded(params, case.family, case.config, mesh)
     shard = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, params)
+    mlp = getattr(shard.layers[2], "experts", None) or shard.layers[2]
     return {
         "qkv": shard.layers[2].attn.qkv.kernel.shape,
         "o": shard.layers[2].attn.o.kernel.shape,
-        "down": shard.layers[2].down.kernel.shape,
+        "down": mlp.down.kernel.shape,
         "embed": shard.embed_tokens.shape,
         "padding": float(np.abs(np.asarray(params.embed_tokens)[61:]).sum()),
         "orbax_same": same,

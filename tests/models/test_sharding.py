@@ -44,11 +44,12 @@ def test_on_four_devices():
     """One test, so that the process runs once however the tests are spread over workers."""
     results = run_checks()
     dense = {"opt": {"4"}, "llama3": {"2"}, "gemma3": {"2"}, "olmo2": {"4"}, "phi4_mini": {"2"}}
+    dense |= {"mixtral": {"4"}, "qwen2_moe": {"2"}}
     check_errors(results["dense"], dense)
-    check_errors(results["paged"], {"opt": {"2"}, "llama3": {"4"}})
+    check_errors(results["paged"], {"opt": {"2"}, "llama3": {"4"}, "mixtral": {"4"}})
     quantized = ("int8", "int4:group=32,zero", "fp8", "Q4_K")
     check_errors(results["quantized"], {how: {"2"} for how in quantized})
-    for name in ("opt", "llama3"):
+    for name in ("opt", "llama3", "mixtral"):
         check_layout(parse(name), results["layout"][name]["4"])
 
 
@@ -64,7 +65,8 @@ def check_layout(config, found):
     # A head each of q, k and v: llama3's two KV heads are there twice.
     assert found["qkv"] == [32, 3 * config.head_dim]
     assert found["o"] == [8, 32]
-    assert found["down"] == [config.d_ff // 4, 32]
+    experts = [config.experts.num_experts] if config.experts else []
+    assert found["down"] == [*experts, config.d_ff // 4, 32]
     assert found["embed"] == [16, 32]  # 61 rows padded to 64
     assert found["padding"] == 0.0
     assert found["orbax_same"]
@@ -100,6 +102,10 @@ def test_models_that_do_not_fit_the_mesh():
         check_tensor(parse("opt"), 3)
     with pytest.raises(ValueError, match=r"feed-forward width \(50\)"):
         check_tensor(parse("llama3", intermediate_size=50), 4)
+    with pytest.raises(ValueError, match=r"neither the width .* \(25\) nor their number \(6\)"):
+        check_tensor(parse("qwen2_moe", intermediate_size=60), 4)
+    with pytest.raises(ValueError, match=r"shared expert's width \(50\)"):
+        check_tensor(parse("qwen2_moe", shared_expert_intermediate_size=50), 4)
     odd = parse("llama3", num_attention_heads=12, num_key_value_heads=6)
     assert pool_kv_heads(odd, 4) == 12
     with pytest.raises(ValueError, match="6 KV heads repeated to 24"):

@@ -15,12 +15,14 @@ import argparse
 import copy
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from weights import tensor
 
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "reference"
@@ -34,15 +36,30 @@ def run_case(given: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray, np.ndar
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    )
+    saved = json.loads(config.to_json_string(use_diff=False))
+    model = with_weights(model)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(tensor(name, tuple(parameter.shape))))
         draw = np.random.RandomState(0)
         size = (NUM_SEQUENCES, SEQUENCE_LENGTH)
         tokens = draw.randint(0, given["vocab_size"], size).astype(np.int32)
         logits = model(torch.from_numpy(tokens.astype(np.int64)), use_cache=False).logits
-    return json.loads(config.to_json_string(use_diff=False)), tokens, logits.numpy()
+    return saved, tokens, logits.numpy()
+
+
+def with_weights(model: Any) -> Any:
+    """The model with the weights of `tensor`, by the names that its checkpoints have: experts are
+    apart there, which transformers joins as it loads them."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        file = Path(folder) / "model.safetensors"
+        values = {
+            name: torch.from_numpy(tensor(name, tuple(stored.shape)))
+            for name, stored in load_file(file).items()
+        }
+        save_file(values, file, metadata={"format": "pt"})
+        plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        return type(model).from_pretrained(folder, dtype=torch.float32, **plainly).eval()
 
 
 def check(
@@ -83,6 +100,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     checking = parser.parse_args().check
     torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
     names = sorted(path.stem for path in FOLDER.glob("*.json"))
     problems = [f"{p.stem}: no such case" for p in FOLDER.glob("*.npz") if p.stem not in names]
     for name in names:

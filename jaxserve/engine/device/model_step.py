@@ -113,7 +113,8 @@ def _model_step(
         return pool, out
 
     tokens = _feed(fields, newest.last_token)
-    inputs = StepInputs(tokens, positions(fields), fields["token_row"])
+    rows_of = fields["token_row"]
+    inputs = StepInputs(tokens, positions(fields), rows_of, rows_of < fields["slots"].shape[0])
     pool, x = forward(
         model.family,
         params,

@@ -246,6 +246,9 @@ def host_slots(gib: float, used: bool, config: ModelConfig, dtype: DTypeLike, he
 def _workspace(demand: Demand, config: ModelConfig, shards: int, item: int) -> int:
     """Activations and logits of the largest step, in bytes: a generous estimate."""
     width = 4 * config.d_model + (2 * config.d_ff + 4 * config.d_model) // shards
+    if (experts := config.experts) is not None:  # a row of its own for each expert that it goes to
+        each = 5 * config.d_model + 2 * -(-experts.d_ff // shards)
+        width += experts.experts_per_token * each
     logits = demand.max_rows * config.vocab_size * 4 * 4
     return demand.max_batch_tokens * width * item + logits
 

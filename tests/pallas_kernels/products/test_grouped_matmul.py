@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.pallas_kernels import grouped_matmul
+from jaxserve.pallas_kernels.cpu import dots
+from jaxserve.pallas_kernels.gpu_triton import by_group
 
 TOLERANCE = 1e-6
 
@@ -66,3 +68,57 @@ def test_result_of_another_dtype():
     got = grouped_matmul(x, weights, jnp.array([1]), dtype=jnp.float32)
     assert got.dtype == jnp.float32
     np.testing.assert_array_equal(got, [[8] * 4, [0] * 4])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("outputs", [40, 2055])
+def test_a_row_is_the_same_whatever_rows_are_beside_it(dtype, outputs):
+    """By the kernel of CPUs, in several shares, the last of which overlaps; with more rows of no
+    group than a share has."""
+    rng, sizes = np.random.default_rng(outputs), [1, 0, 13, 2]
+    x = jnp.asarray(rng.normal(size=(sum(sizes) + 2 * dots.TAIL + 3, 96)), jnp.float32)
+    weights = jnp.asarray(rng.normal(size=(len(sizes), 96, outputs)), dtype)
+    assert dots.takes_groups(jnp.swapaxes(weights, 1, 2), transposed=True)
+    product, stored, got = _compared(x, weights, sizes, transposed=True)
+    group_of = np.repeat(np.arange(len(sizes)), sizes)
+    for row, group in enumerate(group_of):
+        alone = product(
+            x[row : row + 1], stored, (jnp.arange(len(sizes)) == group).astype(jnp.int32)
+        )
+        np.testing.assert_array_equal(got[row], alone[0])
+
+
+@pytest.mark.parametrize(
+    "sizes", [[1, 0, 40, 0, 2], [0, 0, 0], [16, 32], [0, 5]], ids=lambda sizes: str(sizes)
+)
+def test_kernel_of_gpus(sizes):
+    """Interpreted: with groups of several tiles and of none, and rows of no group."""
+    rng = np.random.default_rng(0)
+    count = sum(sizes) + 3
+    x = jnp.asarray(rng.normal(size=(count, 128)), jnp.bfloat16)
+    weights = jnp.asarray(rng.normal(size=(len(sizes), 128, 48)), jnp.bfloat16)
+    kernel = by_group.choose(weights, transposed=False, interpret=True)
+    got = kernel(x, weights, jnp.asarray(sizes, jnp.int32))
+    want = _expected(x, weights, sizes)
+    np.testing.assert_allclose(got, want, atol=1e-5 * max(1, np.abs(want).max()))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    behind=st.integers(0, 20),
+    rows=st.sampled_from([16, 32]),
+)
+def test_tiles_have_each_row_once(sizes, behind, rows):
+    tiles = by_group.tiles_of(jnp.asarray(sizes, jnp.int32), rows, max(1, sum(sizes) + behind))
+    found = [
+        (group, row)
+        for group, start, stop in zip(*(np.asarray(one).tolist() for one in tiles), strict=True)
+        for row in range(start, stop)
+    ]
+    assert found == list(enumerate_rows(sizes))
+    assert all(stop - start <= rows for start, stop in zip(tiles.start, tiles.stop, strict=True))
+
+
+def enumerate_rows(sizes):
+    """(group, row) of all rows that have a group."""
+    return ((int(group), row) for row, group in enumerate(np.repeat(np.arange(len(sizes)), sizes)))

@@ -1,0 +1,242 @@
+"""Mixtures of experts in place of a feed-forward layer: a router sends each token to some of many
+small ones, and adds up what they say by its weights (Shazeer et al. 2017, section 2; Jiang et al.
+2024, section 2.1).
+
+No token is dropped, and none has room set aside: rows are put in order by expert, and each expert
+multiplies its own (`grouped_matmul`). What a token gets is summed over its experts in the order of
+their weights, so that it does not depend on who else is there. Padding tokens go to no expert.
+
+Over several devices each has a part of every expert's width; where that does not divide, some of
+the experts. What they make is summed as that of any feed-forward layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxserve.models.base import Experts, HFTensor, Leaf, ParamSpec
+from jaxserve.models.layers import Linear, matmul
+from jaxserve.models.sharding import TENSOR, cut_axes
+from jaxserve.pallas_kernels import grouped_matmul
+
+_GATE_AXES = ("experts", "embed", "mlp")
+_DOWN_AXES = ("experts", "mlp", "embed")
+
+
+@flax.struct.dataclass
+class ExpertParams:
+    """One layer's experts.
+
+    Attributes:
+        router: [d_model, experts].
+        gate, up: [experts, d_model, width of one].
+        down: [experts, width of one, d_model].
+        shared_gate: [d_model, 1], how much a token takes of the expert that all go to; None where
+            the layer has no such.
+    """
+
+    router: Linear
+    gate: Linear
+    up: Linear
+    down: Linear
+    shared_gate: Linear | None
+
+
+def expert_leaves(
+    experts: Experts,
+    d_model: int,
+    *,
+    router: str,
+    names: tuple[str, str, str],
+    shared_gate: str,
+    std: float,
+) -> ExpertParams:
+    """The leaves of one layer's experts.
+
+    Args:
+        experts: their shape.
+        d_model: width of their inputs.
+        router: its name in checkpoints, without ".weight".
+        names: likewise those of gate, up and down, with * in place of an expert's number.
+        shared_gate: likewise, where there is one.
+        std: see `ParamSpec`.
+    """
+
+    def stacked(name: str, shape: tuple[int, int], axes: tuple[str, str, str]) -> Linear:
+        spec = ParamSpec((experts.num_experts, *shape), axes, std=std)
+        source = HFTensor(f"{name}.weight", transpose=True, stacked=experts.num_experts)
+        return Linear(kernel=Leaf(spec, source))
+
+    def scores(name: str, outputs: int) -> Linear:
+        """A few outputs, of which a little decides much: never in few bits."""
+        spec = ParamSpec((d_model, outputs), ("embed", None), std=std)
+        return Linear(kernel=Leaf(spec, HFTensor(f"{name}.weight", transpose=True), wide=True))
+
+    gate, up, down = names
+    return ExpertParams(
+        router=scores(router, experts.num_experts),
+        gate=stacked(gate, (d_model, experts.d_ff), _GATE_AXES),
+        up=stacked(up, (d_model, experts.d_ff), _GATE_AXES),
+        down=stacked(down, (experts.d_ff, d_model), _DOWN_AXES),
+        shared_gate=scores(shared_gate, 1) if experts.shared_d_ff else None,
+    )
+
+
+def mixture(
+    h: jax.Array,
+    weights: ExpertParams,
+    experts: Experts,
+    activation: Callable[[jax.Array], jax.Array],
+    shared: jax.Array | None,
+    *,
+    real: jax.Array | None,
+    mesh: Mesh | None,
+) -> jax.Array:
+    """What a layer's experts make of their inputs.
+
+    Args:
+        h: [T, d_model], the layer's normalised input.
+        weights: the layer's.
+        experts: their shape.
+        activation: of the gate.
+        shared: [T, d_model], what the expert that all go to makes; None where there is none.
+        real: bool [T], False for padding; None where there is none.
+        mesh: the devices that the parameters are sharded over; None for one.
+
+    Returns:
+        [T, d_model], in the dtype of h.
+    """
+    parts, chosen = route(h, weights.router, experts, mesh)
+    if real is not None:
+        chosen = jnp.where(real[:, None], chosen, experts.num_experts)
+    y = _sharded(h, weights, chosen, parts, activation, mesh)
+    if shared is not None:
+        assert weights.shared_gate is not None
+        y = y + jax.nn.sigmoid(_scores(h, weights.shared_gate, mesh)) * shared
+    return y.astype(h.dtype)
+
+
+def route(
+    h: jax.Array, router: Linear, experts: Experts, mesh: Mesh | None
+) -> tuple[jax.Array, jax.Array]:
+    """To which experts each token goes, and what part of each it takes.
+
+    Args:
+        h: [T, d_model].
+        router: the layer's.
+        experts: their shape.
+        mesh: the devices that the parameters are sharded over; None for one.
+
+    Returns:
+        float32 and int32 [T, experts_per_token], the largest part first.
+    """
+    chances = jax.nn.softmax(_scores(h, router, mesh), axis=-1)
+    parts, chosen = jax.lax.top_k(chances, experts.experts_per_token)
+    if experts.normalised:
+        parts = parts / parts.sum(axis=-1, keepdims=True)
+    return parts, chosen
+
+
+def _scores(h: jax.Array, weights: Linear, mesh: Mesh | None) -> jax.Array:
+    """float32 [T, outputs]: rounded to 16 bits, tokens between two experts would change sides."""
+    return matmul(h, weights.kernel, transposed=weights.transposed, dtype=jnp.float32, mesh=mesh)
+
+
+def _sharded(
+    h: jax.Array,
+    weights: ExpertParams,
+    chosen: jax.Array,
+    parts: jax.Array,
+    activation: Callable[[jax.Array], jax.Array],
+    mesh: Mesh | None,
+) -> jax.Array:
+    """`_summed` over all devices: float32 [T, d_model]."""
+    products = (weights.gate, weights.up, weights.down)
+    if mesh is None:
+        return _summed(h, chosen, parts, *products, activation=activation)
+    axes = (_GATE_AXES, _GATE_AXES, _DOWN_AXES)
+
+    def cut(one: Linear, names: tuple[str, str, str]) -> PartitionSpec:
+        shape = one.kernel.shape
+        if one.transposed:
+            shape = (shape[0], shape[2], shape[1])
+        experts, inputs, outputs = cut_axes(mesh, shape, names)
+        return PartitionSpec(experts, *((outputs, inputs) if one.transposed else (inputs, outputs)))
+
+    specs = tuple(
+        dataclasses.replace(one, kernel=cut(one, names))
+        for one, names in zip(products, axes, strict=True)
+    )
+    by_expert = specs[0].kernel[0] is not None
+
+    def one_device(h: jax.Array, chosen: jax.Array, parts: jax.Array, *own: Linear) -> jax.Array:
+        if by_expert:
+            count = own[0].kernel.shape[0]
+            chosen = chosen - count * jax.lax.axis_index(TENSOR)
+            chosen = jnp.where((chosen >= 0) & (chosen < count), chosen, count)
+        return jax.lax.psum(_summed(h, chosen, parts, *own, activation=activation), TENSOR)
+
+    whole = PartitionSpec()
+    return jax.shard_map(
+        one_device,
+        mesh=mesh,
+        in_specs=(whole, whole, whole, *specs),
+        out_specs=whole,
+        check_vma=False,
+    )(h, chosen, parts, *products)
+
+
+def _summed(
+    h: jax.Array,
+    chosen: jax.Array,
+    parts: jax.Array,
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+    *,
+    activation: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """What one device's experts make of all tokens: float32 [T, d_model].
+
+    Args:
+        h: [T, d_model].
+        chosen: int32 [T, K], each token's experts; their number for one that is not here.
+        parts: float32 [T, K], what of each a token takes.
+        gate, up, down: see `ExpertParams`.
+        activation: of the gate.
+    """
+    tokens, each = chosen.shape
+    count = gate.kernel.shape[0]
+    order, place, sizes = _by_expert(chosen.reshape(-1), count)
+
+    def product(x: jax.Array, weights: Linear, dtype: jnp.dtype) -> jax.Array:
+        return grouped_matmul(x, weights.kernel, sizes, transposed=weights.transposed, dtype=dtype)
+
+    x = h[order // each]
+    x = activation(product(x, gate, h.dtype)) * product(x, up, h.dtype)
+    y = product(x, down, jnp.dtype(jnp.float32))[place].reshape(tokens, each, -1)
+    return (y * parts[..., None]).sum(axis=1)
+
+
+def _by_expert(chosen: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Puts rows in order.
+
+    Args:
+        chosen: int32 [rows], each one's expert; `count` for none.
+        count: experts.
+
+    Returns:
+        int32 [rows], which row comes first, second, ...; int32 [rows], the place of each row in
+        that order; int32 [count], rows of each expert.
+    """
+    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
+    numbers = jnp.arange(len(chosen), dtype=jnp.int32)
+    place = jnp.zeros_like(numbers).at[order].set(numbers, unique_indices=True)
+    sizes = (chosen[:, None] == jnp.arange(count)).sum(axis=0, dtype=jnp.int32)
+    return order, place, sizes

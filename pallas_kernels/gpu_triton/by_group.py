@@ -1,0 +1,117 @@
+"""Products of rows with the weights of their group, see `grouped_matmul`, on Pallas-Triton. XLA for
+GPUs would multiply all rows with the weights of every group.
+
+A program makes a tile of the result, whose rows are of one group. It reads that group's weights
+alone; groups without rows are not read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jaxserve.pallas_kernels.gpu_triton import common
+
+_LEAST = 16  # of each side of a tensor core's product
+_COLUMNS, _TURN = 128, 64  # of a tile at most, and inputs that one turn of the loop takes
+_ROWS = (16, 32, 64, 128)  # of a tile: the least that has a group's rows, were all alike
+
+
+class Tiles(NamedTuple):
+    """Which rows each tile has.
+
+    Attributes:
+        group: int32 [tiles], whose.
+        start: int32 [tiles], its first.
+        stop: int32 [tiles], the first behind them.
+    """
+
+    group: jax.Array
+    start: jax.Array
+    stop: jax.Array
+
+
+def choose(
+    weights: Any, *, transposed: bool, interpret: bool = False
+) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None:
+    """The kernel for weights of this shape; None if there is none. Those of float32 are XLA's."""
+    _, inputs, outputs = weights.shape
+    whole = inputs % _TURN == 0 and outputs % _LEAST == 0
+    if transposed or weights.dtype not in (jnp.bfloat16, jnp.float16) or not whole:
+        return None
+    return functools.partial(_matmul, interpret=interpret)
+
+
+def tiles_of(sizes: jax.Array, rows: int, count: int) -> Tiles:
+    """Cuts groups of these sizes, int32 [groups], into tiles.
+
+    Args:
+        sizes: rows of each group, one group behind the other.
+        rows: of a tile.
+        count: of all rows.
+
+    Returns:
+        As many as there may be. Those that are too many have no rows.
+    """
+    most = count // rows + min(count, len(sizes))
+    each = (sizes + rows - 1) // rows
+    last, begin = jnp.cumsum(each), jnp.cumsum(sizes) - sizes
+    index = jnp.arange(most, dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(last, index, side="right"), len(sizes) - 1)
+    start = begin[group] + rows * (index - (last - each)[group])
+    stop = jnp.minimum(start + rows, (begin + sizes)[group])
+    used = index < last[-1]
+    found = (group, jnp.where(used, start, 0), jnp.where(used, stop, 0))
+    return Tiles(*(one.astype(jnp.int32) for one in found))
+
+
+def _matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array, *, interpret: bool) -> jax.Array:
+    """x [T, in] by group, weights [groups, in, out] -> float32 [T, out]."""
+    count, (groups, _, outputs) = len(x), weights.shape
+    each = common.cdiv(count, groups)
+    rows = next((rows for rows in _ROWS if each <= rows), _ROWS[-1])
+    columns = _COLUMNS
+    while outputs % columns:
+        columns //= 2
+    tiles = tiles_of(sizes, rows, count)
+    call = pl.pallas_call(
+        functools.partial(_kernel, rows=rows, columns=columns),
+        out_shape=jax.ShapeDtypeStruct((count, outputs), jnp.float32),
+        grid=(outputs // columns, len(tiles.group)),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="by_group",
+    )
+    y: jax.Array = call(x, weights, *tiles)
+    # Nobody writes what is behind the last group.
+    return jnp.where(jnp.arange(count)[:, None] < sizes.sum(), y, 0)
+
+
+def _kernel(
+    x_ref: Any, w_ref: Any, group_ref: Any, start_ref: Any, stop_ref: Any, out_ref: Any,
+    *, rows: int, columns: int,
+) -> None:  # fmt: skip
+    tile = pl.program_id(1)
+    group, start, stop = group_ref[tile], start_ref[tile], stop_ref[tile]
+    row = start + jnp.arange(rows)
+    inside = row < stop
+    mine = pl.ds(pl.program_id(0) * columns, columns)
+
+    def one(index: jax.Array, total: jax.Array) -> jax.Array:
+        depth = index * _TURN + jnp.arange(_TURN)
+        at = x_ref.at[row[:, None], depth[None, :]]
+        x = plgpu.load(at, mask=jnp.broadcast_to(inside[:, None], (rows, _TURN)), other=0)
+        return total + plgpu.dot(x, w_ref[group, pl.ds(index * _TURN, _TURN), mine])
+
+    turns = jnp.where(start < stop, x_ref.shape[1] // _TURN, 0)
+    total = lax.fori_loop(0, turns, one, jnp.zeros((rows, columns), jnp.float32))
+    column = pl.program_id(0) * columns + jnp.arange(columns)
+    at = out_ref.at[row[:, None], column[None, :]]
+    plgpu.store(at, total, mask=jnp.broadcast_to(inside[:, None], total.shape))
