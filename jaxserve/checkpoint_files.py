@@ -109,8 +109,8 @@ def _without_config(folder: Path) -> str:
         return f"; it has {len(gguf)} GGUF files: give one of them, such as {folder / gguf[0]}"
     if "adapter_config.json" in names:
         return (
-            "; adapter_config.json: an adapter (LoRA) is no model by itself; merge it into its "
-            "base model first: peft's merge_and_unload(), then save_pretrained(NEW)"
+            "; adapter_config.json: an adapter (LoRA) is no model by itself; give its base model, "
+            f"and --lora=NAME={folder}"
         )
     if snapshots.is_dir() and (inside := sorted(os.listdir(snapshots))):
         return f"; it is a folder of the Hub's cache: give {snapshots / inside[-1]}"
@@ -146,9 +146,9 @@ def regular_file(path: Path) -> int:
     return found.st_size
 
 
-def read_text(path: Path, most: int = MAX_JSON) -> str:
-    """The UTF-8 text of a regular file of at most `most` bytes. Raises as `regular_file`, and
-    ValueError for more bytes, or others than UTF-8."""
+def read_bytes(path: Path, most: int) -> bytes:
+    """The bytes of a regular file, at most `most`. Raises as `regular_file`, and ValueError for
+    more."""
     size = regular_file(path)
     if size > most:
         raise ValueError(f"it has {size:,} bytes, and {most:,} are allowed")
@@ -156,7 +156,13 @@ def read_text(path: Path, most: int = MAX_JSON) -> str:
         content = file.read(most + 1)  # it may grow meanwhile
     if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
-    return content.decode()
+    return content
+
+
+def read_text(path: Path, most: int = MAX_JSON) -> str:
+    """The UTF-8 text of a regular file. Raises as `read_bytes`, and ValueError for other bytes than
+    UTF-8."""
+    return read_bytes(path, most).decode()
 
 
 def read_json(path: Path, most: int = MAX_JSON) -> Any:

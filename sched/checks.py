@@ -60,6 +60,8 @@ def check_plan(plan: BatchPlan, view: View, *, moves_cache: bool) -> None:
     _demand(needed.sum() <= after.free, "more blocks than are free")
     offered = view.rho is not None or not hidden.any()
     _demand(offered, "hidden caches are planned where there are none")
+    adapted = table.adapter[rows] > 0
+    _demand(not (hidden & adapted).any(), "a hidden cache is planned for a row with an adapter")
     kind = after.kind[rows]
     stays_hidden = running & ~hidden & (kind == HIDDEN)
     _demand(not stays_hidden.any(), "a hidden cache is planned as KV without ProjectToKV")

@@ -269,6 +269,7 @@ class Request:
             the block, and for who may see them. None where nothing is to be found.
         value: What it is worth to the operator that its targets are met, beside other requests. No
             client says that of itself: it is its class's.
+        adapter: Name of the adapter (LoRA) that computes it; empty for the model as it is.
         prediction: Token ids of what the output is likely to be, drafts of which are checked where
             the policy speculates. It changes no text.
 
@@ -290,6 +291,7 @@ class Request:
     cache_salt: str = ""
     block_keys: tuple[bytes, ...] | None = None
     prediction: tuple[int, ...] = ()
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if not self.prompt:

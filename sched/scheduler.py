@@ -154,6 +154,7 @@ class Scheduler:
         number: int = 0,
         alone: Alone | None = None,
         first: int | None = None,
+        adapter: int = 0,
     ) -> int:
         """Adds a request, which waits at first.
 
@@ -165,6 +166,7 @@ class Scheduler:
             alone: Its latency on an idle engine, if the caller has it from `alone`.
             first: Row of another continuation of the same prompt, which has just come. Where what
                 that computes is found, this one waits for it.
+            adapter: Number of its adapter; 0 for none.
 
         Returns:
             Its row.
@@ -177,6 +179,7 @@ class Scheduler:
         alone = self.alone(request) if alone is None else alone
         row = self.table.add(request, alone, self.reachable(request, alone))
         self.table.tenant[row], self.table.weight[row] = tenant, self.shares.weight(tenant)
+        self.table.adapter[row] = adapter
         if len(self.pool.held) < (capacity := self.table.capacity):
             for owner in (self.pool, self.host, self._progress, self._lengths, self.cache):
                 if owner is not None:

@@ -241,6 +241,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     service = {"tier": args.tier, "slo_class": args.slo_class, "slo": slo}
     service |= {"serve_late": args.serve_late, "cache_salt": args.cache_salt}
     service |= {"prompt_cache_key": args.prompt_cache_key, "prediction": args.prediction}
+    service |= {"model": args.model}
     return {**_sampling(args), "timeout": args.timeout, **service}
 
 
@@ -297,6 +298,7 @@ def _complete_parser() -> Parser:
         help="go to the replica that calls with this key go to",
     )
     add("--prediction", default="", help="what the answer is likely to be, to draft from")
+    add("--model", default="", help="an adapter of the server's, by name")
     return parser
 
 

@@ -26,6 +26,7 @@ def make_request(
     cache_salt: str = "",
     prompt_cache_key: str = "",
     prediction: str = "",
+    model: str = "",
     **sampling: Any,
 ) -> pb.GenerateRequest:
     """The message for one prompt. The server checks limits, not this.
@@ -40,6 +41,7 @@ def make_request(
         cache_salt: only requests with the same one find in the cache what this one computes.
         prompt_cache_key: before several replicas, requests with the same one go to the same.
         prediction: what the output is likely to be, to draft from; it changes no text.
+        model: name of an adapter; empty for the model itself.
         sampling: fields of jaxserve.sched.request.SamplingParams; None leaves the server's default.
 
     Raises:
@@ -56,6 +58,7 @@ def make_request(
         cache_salt=cache_salt,
         prompt_cache_key=prompt_cache_key,
         prediction=prediction,
+        model=model,
     )
     if tier is not None:
         message.tier = TIERS[tier]

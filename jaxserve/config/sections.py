@@ -24,6 +24,9 @@ SMALL_CACHES = ("fp8", "int8")
 CACHE_DTYPES = (AUTO, *DTYPES, *SMALL_CACHES)
 TEXT, JSON = "text", "json"  # what logs can be
 MAX_SEED = 2**31 - 1
+MAX_LORAS = 256
+LORA_RANKS = (8, 16, 32, 64, 128, 256)
+LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}")
 _MAX_S = 86_400
 _MAX_SHARE = 1000
 _MAX_KIB = 1 << 20
@@ -165,6 +168,54 @@ class EngineConfig:
         _check(self, "engine.stall_s", 0 <= self.stall_s <= _MAX_S, f": must be 0 to {_MAX_S}")
         fine = not self.record or self.record_mib >= 1
         _check(self, "engine.record_mib", fine, " must be at least 1")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters (LoRA) beside the model, which requests name as their model, see docs/lora.md.
+
+    Attributes:
+        max_loras: Adapters that may be loaded at once; 0: those of `adapters`. With any, each step
+            is compiled once more, for batches in which some row has one.
+        max_rank: Largest rank of an adapter; each takes that much room: 8, 16, 32, 64, 128 or 256.
+        target_modules: Names of the projections that adapters may change, separated by commas:
+            q_proj,v_proj. Empty: all of the layers'. Fewer make steps with adapters faster.
+        adapters: Those loaded at the start: a name, and its folder as PEFT saves it
+            (adapter_config.json, adapter_model.safetensors). --lora=NAME=FOLDER is the same.
+        root: Folder under which those lie that may be loaded over HTTP, /v1/load_lora_adapter;
+            empty: none may.
+    """
+
+    max_loras: int = 0
+    max_rank: int = 16
+    target_modules: str = ""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    root: str = ""
+
+    def __post_init__(self) -> None:
+        fine = 0 <= self.max_loras <= MAX_LORAS
+        _check(self, "lora.max_loras", fine, f" must be 0 to {MAX_LORAS}")
+        ranks = f" must be one of {', '.join(map(str, LORA_RANKS))}"
+        _check(self, "lora.max_rank", self.max_rank in LORA_RANKS, ranks)
+        given = len(self.adapters)
+        most = self.max_loras or MAX_LORAS
+        _require(given <= most, f"lora.adapters: {given} are more than lora.max_loras ({most})")
+        for name, path in self.adapters.items():
+            like = "has 1 to 128 of A-Z a-z 0-9 . _ : @ + -"
+            _require(
+                bool(LORA_NAME.fullmatch(name)), f"lora.adapters: a name {like}; got {name!r:.80}"
+            )
+            _require(bool(path), f"lora.adapters: {name} has no folder")
+
+    @property
+    def slots(self) -> int:
+        """How many may be loaded at once."""
+        return self.max_loras or len(self.adapters)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """`target_modules`, one by one."""
+        return _listed(self.target_modules)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from jaxserve.config.errors import ConfigError
 from jaxserve.config.sections import (
     CacheConfig,
     EngineConfig,
+    LoraConfig,
     MeshConfig,
     SchedulerConfig,
     ServedModelConfig,
@@ -21,6 +22,7 @@ from jaxserve.config.sections import (
 )
 
 OPEN_FIELDS = {  # fields with names of the user's own in them, and what one is called
+    "lora.adapters": "adapter",
     "scheduler.params": "parameter",
     "server.slo_classes": "class",
 }
@@ -33,6 +35,7 @@ class Config:
     Attributes:
         cache: The pool of blocks.
         engine: How steps are run.
+        lora: Adapters beside the model.
         mesh: The devices.
         model: What is served.
         scheduler: Who is served next.
@@ -42,6 +45,7 @@ class Config:
 
     cache: CacheConfig = field(default_factory=CacheConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: ServedModelConfig = field(default_factory=ServedModelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

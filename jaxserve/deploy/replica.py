@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -70,6 +71,8 @@ class EngineReplica:
         self._name = name()
         log_to_stderr(config.telemetry.log_format)
         options, access = server_options(config), access_settings(config.server)
+        # Another replica would not have it.
+        options = dataclasses.replace(options, lora_root="")
         path = find_checkpoint(config).model.path
         self._template = template = load_chat_template(path)
         self._grace_s = config.server.grace_s

@@ -94,6 +94,7 @@ class BlockKeys:
         tenant: str = "",
         salt: str = "",
         known: Sequence[bytes] = (),
+        adapter: bytes = b"",
     ) -> KeyChain:
         """The keys of a prompt's blocks. Any thread may ask.
 
@@ -102,8 +103,15 @@ class BlockKeys:
             tenant: Whose requests find it.
             salt: Of those, that they have.
             known: The keys of its first blocks.
+            adapter: Digest of the adapter that computes it; empty for the base model.
         """
-        return KeyChain(self._secret, self._root(tenant, salt), self._block_size, tokens, known)
+        root = self._root(tenant, salt, *(("adapter", adapter.hex()) if adapter else ()))
+        size = self._block_size
+        if adapter and known and len(tokens) >= size:
+            # It may have been loaded anew, from other files, since they were made.
+            first = KeyChain(self._secret, root, size, tokens[:size]).keys
+            known = known if first == list(known[:1]) else ()
+        return KeyChain(self._secret, root, size, tokens, known)
 
     def hint(self, text: str, tenant: str = "", salt: str = "") -> bytes:
         """The same for a text by which a tenant says that requests begin alike, and nobody else's;

@@ -16,16 +16,19 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 
 import jax
 import numpy as np
 
+from jaxserve.engine.adapters import Adapter, AdapterSlots, UnknownAdapter
 from jaxserve.engine.block_keys import BlockKeys, KeyChain
 from jaxserve.engine.device.compile_counter import CompileCounter
 from jaxserve.engine.device.executor import Executor
 from jaxserve.engine.device.sampling_state import RequestRow
 from jaxserve.engine.drafts.drafting import Drafting, Drafts
-from jaxserve.engine.errors import EngineStopped, HostLost
+from jaxserve.engine.errors import AdapterError, EngineStopped, HostLost
 from jaxserve.engine.failures import attempt, describe, refuse, with_traceback
 from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.output import FinishReason, Output
@@ -46,6 +49,7 @@ from jaxserve.sched.slo.tiers import blocks_used
 from jaxserve.sched.slo.ttft_estimator import Wait
 from jaxserve.sched.state.request_table import DRAINING, HELD, RUNNING, WAITING
 from jaxserve.sched.step_timing import StepWatch
+from jaxserve.weights.lora import LoadedAdapter
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +61,15 @@ class _Command(enum.Enum):
     """What may be asked of the engine's thread, beside requests and their ends."""
 
     RESET_PREFIX_CACHE = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class _PutAdapter:
+    """Asks for an adapter in a slot. done: is told whether it is."""
+
+    slot: int
+    adapter: LoadedAdapter
+    done: Future[None]
 
 
 class Engine:
@@ -74,6 +87,7 @@ class Engine:
             device, is an engine failure.
         share_between_keys: whether tenants find what others have computed.
         block_secret: of the keys of blocks, as `BlockKeys` has it.
+        adapters: room for adapters; None for none.
         clock: seconds; `Request.arrival` is on it.
     """
 
@@ -90,6 +104,7 @@ class Engine:
         forbid_compile: bool = False,
         share_between_keys: bool = False,
         block_secret: bytes | None = None,
+        adapters: AdapterSlots | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokenizer = tokenizer
@@ -97,7 +112,7 @@ class Engine:
         self._scheduler = scheduler
         self._info, self._eos_ids = info, eos_ids
         self._overlap, self._forbid_compile = overlap, forbid_compile
-        self._clock = clock
+        self._clock, self._adapters = clock, adapters
         self._cost_model = cost_model
         self._compiles = CompileCounter()
         self._step_loop = StepLoop(
@@ -124,7 +139,9 @@ class Engine:
         self._thread: threading.Thread | None = None
         # Shared between threads, under the condition's lock.
         self._wake = threading.Condition()
-        self._inbox: deque[Submit | str | _Command] = deque()  # ids are of requests to cancel
+        # Ids are of requests to cancel.
+        self._inbox: deque[Submit | str | _Command | _PutAdapter] = deque()
+        self._using: dict[str, Adapter] = {}  # by id of a request
         self._places = RequestPlaces(scheduler.table.capacity)
         self._open, self._stop = True, False
         self._failure: BaseException | None = None
@@ -182,6 +199,7 @@ class Engine:
             pool_tokens=info.pool_tokens,
         )
         self._places.check(request)
+        self._adapter(request)
         if request.sampling.grammar is not None:
             self.check_grammar(request.sampling.grammar)
 
@@ -195,17 +213,30 @@ class Engine:
                 called if this raises.
 
         Raises:
-            InvalidRequest: the id is being served.
+            InvalidRequest: the id is being served, or its adapter is unloaded.
             QueueFull: the queue is full.
             EngineStopped: after `drain`, `stop` or a failure.
         """
+        if not request.adapter:
+            return self._submit(request, on_output, None)
+        slots = self._slots(request.adapter)
+        adapter = slots.acquire(request.adapter)
+        try:
+            self._submit(request, on_output, adapter)
+        except BaseException:
+            slots.release(adapter)
+            raise
+
+    def _submit(
+        self, request: Request, on_output: Callable[[Output], None], adapter: Adapter | None
+    ) -> None:
         info = self._info
         texts, row = self._texts(request), RequestRow(request, info.vocab_size, self._eos_ids)
         scheduler = self._scheduler
-        keys = self._keys(request)
+        keys = self._keys(request, adapter)
         if keys is not None:
             request = _known_by(request, keys)
-        drafting = self._drafting(request, texts)
+        drafting = self._drafting(request, texts, adapter)
         alone = scheduler.alone(request)
         problems = slo_problems(request, scheduler.reachable(request, alone))
         with self._wake:
@@ -215,31 +246,84 @@ class Engine:
                 raise EngineStopped("the engine is shutting down")
             self._places.reserve(request)
             stamped = dataclasses.replace(request, arrival=self._clock())
+            if adapter is not None:
+                self._using[request.id] = adapter
             self._inbox.append(
-                Submit(stamped, on_output, texts, row, alone, problems, keys, drafting)
+                Submit(stamped, on_output, texts, row, alone, problems, keys, drafting, adapter)
             )
             self._wake.notify()
         self._ttft_estimator.submitted(stamped)
 
     def with_keys(self, request: Request) -> Request:
         """The request with the keys of its prompt's blocks."""
-        keys = self._keys(request)
+        keys = self._keys(request, self._adapter(request))
         return request if keys is None else _known_by(request, keys)
 
-    def _keys(self, request: Request) -> KeyChain | None:
+    def _adapter(self, request: Request) -> Adapter | None:
+        """Its adapter as it is now. Raises UnknownAdapter."""
+        return self._slots(request.adapter).find(request.adapter) if request.adapter else None
+
+    def _slots(self, name: str) -> AdapterSlots:
+        if self._adapters is None:
+            raise UnknownAdapter(name)
+        return self._adapters
+
+    def adapters(self) -> list[Adapter]:
+        """Those that requests may name."""
+        return [] if self._adapters is None else self._adapters.all()
+
+    def load_adapter(self, name: str, path: str, root: Path | None = None) -> Adapter:
+        """Loads an adapter, on the calling thread and then the engine's. It waits for both.
+
+        Args:
+            name: its name, which none has.
+            path: its folder, as PEFT saves it.
+            root: folder that it has to be in; None for any.
+
+        Raises:
+            AdapterError: it cannot be used, or there is no room.
+            EngineStopped: after `drain`, `stop` or a failure.
+        """
+        if self._adapters is None:
+            raise AdapterError("there is no room for adapters here: lora.max_loras is 0")
+        made = self._adapters.load(name, path, root, self._put_adapter)
+        log.info("adapter %s, rank %d, is loaded from %s", name, made.rank, ascii(path))
+        return made
+
+    def _put_adapter(self, slot: int, adapter: LoadedAdapter) -> None:
+        done: Future[None] = Future()
+        with self._wake:
+            if self._failure is not None or not self._open:
+                raise EngineStopped("the engine is shutting down, or has failed")
+            if self._thread is None:
+                return self.executor.put_adapter(slot, adapter.arrays)
+            self._inbox.append(_PutAdapter(slot, adapter, done))
+            self._wake.notify()
+        done.result()
+
+    def unload_adapter(self, name: str) -> None:
+        """Has nobody name the adapter any more. Requests that do go on. Raises UnknownAdapter."""
+        self._slots(name).unload(name)
+        log.info("adapter %s is unloaded", name)
+
+    def _keys(self, request: Request, adapter: Adapter | None) -> KeyChain | None:
         """The keys of the prompt's blocks. None without reuse, and for who wants to know the
         log-probabilities of all prompt tokens: they have to be computed."""
         if self._block_keys is None or request.sampling.prompt_logprobs is not None:
             return None
-        known = request.block_keys or ()
-        return self._block_keys.of(request.prompt, request.tenant, request.cache_salt, known)
+        known, digest = request.block_keys or (), b"" if adapter is None else adapter.digest
+        whose = request.tenant, request.cache_salt
+        return self._block_keys.of(request.prompt, *whose, known, digest)
 
-    def _drafting(self, request: Request, texts: Sequence[ContinuationText]) -> list[Drafting]:
+    def _drafting(
+        self, request: Request, texts: Sequence[ContinuationText], adapter: Adapter | None
+    ) -> list[Drafting]:
         """What drafts for each continuation; none where nobody does."""
         if self._drafts is None:
             return []
         known = request.prompt, request.tenant, request.cache_salt, request.prediction
-        return [self._drafts.of(*known, text.matcher) for text in texts[:MOST_DRAFTING]]
+        digest = b"" if adapter is None else adapter.digest
+        return [self._drafts.of(*known, text.matcher, digest) for text in texts[:MOST_DRAFTING]]
 
     def _texts(self, request: Request) -> list[ContinuationText]:
         """Fresh text state for each continuation of the request."""
@@ -407,6 +491,14 @@ class Engine:
             self._fail(error)
         finally:
             self._step_loop.stop()
+            self._refuse_adapters()
+
+    def _refuse_adapters(self) -> None:
+        """Nobody waits for a slot that is not going to be filled."""
+        with self._wake:
+            left = [command for command in self._inbox if isinstance(command, _PutAdapter)]
+        for command in left:
+            command.done.set_exception(EngineStopped("the engine has ended"))
 
     def _loop(self) -> None:
         pending: InFlight | None = None
@@ -445,14 +537,31 @@ class Engine:
                 self._step_loop.admit(command)
             elif command is _Command.RESET_PREFIX_CACHE:
                 self._step_loop.reset_prefix_cache()
+            elif isinstance(command, _PutAdapter):
+                self._fill(command)
             else:
                 self._step_loop.cancel(command)
         return True
 
+    def _fill(self, command: _PutAdapter) -> None:
+        """Fills a slot. The engine fails with that only if it has lost something."""
+        try:
+            self.executor.put_adapter(command.slot, command.adapter.arrays)
+        except BaseException as error:
+            command.done.set_exception(error)
+            if not isinstance(error, Exception) or not self.executor.intact:
+                raise
+        else:
+            command.done.set_result(None)
+
     def _over(self, request_id: str) -> None:
+        used: Adapter | None = None
         with self._wake:
             if self._places.end(request_id):
+                used = self._using.pop(request_id, None)
                 self._wake.notify_all()
+        if used is not None and self._adapters is not None:
+            self._adapters.release(used)
 
     def _fail(self, error: BaseException) -> None:
         """Ends every request with the error, so that no caller is left waiting."""
@@ -473,6 +582,8 @@ class Engine:
             if isinstance(command, Submit):
                 request, last = command.request, FinishReason.ERROR
                 refuse(request, command.on_output, last, message, engine_failed=True)
+            elif isinstance(command, _PutAdapter):
+                command.done.set_exception(EngineStopped(message))
         with self._wake:
             self._places.clear()
             self._wake.notify_all()

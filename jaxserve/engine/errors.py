@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+class AdapterError(ValueError):
+    """An adapter cannot be loaded; the message names the file, tensor or field, in one line."""
+
+
 class QueueFull(RuntimeError):
     """The bounded queue (`scheduler.max_queue`) holds no more requests; try again later."""
 

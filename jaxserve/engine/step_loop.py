@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.engine import failures
+from jaxserve.engine.adapters import Adapter
 from jaxserve.engine.block_keys import KeyChain
 from jaxserve.engine.device.batch_layout import Layout, PackedBatch
 from jaxserve.engine.device.batching import build_batch, carry_out, sampling_rows
@@ -59,6 +60,7 @@ class Submit:
         problems: what is wrong with its latency targets.
         block_keys: of its prompt; None where nothing is to be found.
         drafting: draft what comes next, one for each of its first continuations.
+        adapter: that computes it; None for the model as it is.
     """
 
     request: Request
@@ -69,6 +71,7 @@ class Submit:
     problems: tuple[SloProblem, ...] = ()
     block_keys: KeyChain | None = None
     drafting: Sequence[Drafting] = ()
+    adapter: Adapter | None = None
 
 
 class _Got(NamedTuple):
@@ -148,11 +151,14 @@ class StepLoop:
     def admit(self, command: Submit) -> None:
         """Adds all continuations of the request to the waiting ones."""
         request, keys = command.request, command.block_keys
+        adapter = 0 if command.adapter is None else command.adapter.number
         mine = self._by_id[request.id] = []
         try:
             for index, text in enumerate(command.texts):
                 first = mine[0].row if mine else None
-                row = self._scheduler.add(request, alone=command.alone, first=first)
+                row = self._scheduler.add(
+                    request, alone=command.alone, first=first, adapter=adapter
+                )
                 number, self.arrivals = self.arrivals, self.arrivals + 1
                 self._received += 1
                 one = Continuation(
@@ -341,9 +347,11 @@ class StepLoop:
     ) -> tuple[Layout, PackedBatch, PromptLogprobs | None]:
         slots = np.array([member.slot for member in members], np.int32)
         buckets, pool, pieces = self._executor.buckets, self._scheduler.pool, untold(members, step)
+        adapters = self._scheduler.table.adapter[step.rows]
         layout, batch = build_batch(
             *(buckets, step, pool, slots, self._tokens_of),
             drafts_of=self._draft_of,
+            adapters=adapters if adapters.any() else None,
             mixed=bool(pieces),
         )
         return layout, batch, PromptLogprobs.of_step(pieces, step, layout, batch)

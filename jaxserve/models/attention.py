@@ -16,7 +16,16 @@ from jaxserve.models.base import (
     ModelConfig,
     Params,
 )
-from jaxserve.models.layers import Linear, Norm, linear, linear_leaves, norm_leaves, rms_norm
+from jaxserve.models.layers import (
+    Linear,
+    Norm,
+    linear,
+    linear_leaves,
+    lora_parts,
+    norm_leaves,
+    rms_norm,
+)
+from jaxserve.models.lora import Lora
 from jaxserve.models.rope import angle_table, rotate
 from jaxserve.models.sharding import TENSOR, constrain, heads_a_shard, pool_kv_heads
 
@@ -51,12 +60,15 @@ class FusedAttention:
     Attributes:
         qkv: [d_model, columns], in the order that `jaxserve.models.fused` says.
         o, q_norm, k_norm: as in `AttentionParams`.
+        lora: what adapters of the step's rows add to q, k and v, each with as many heads as in
+            checkpoints, see `jaxserve.models.lora`; None for nothing.
     """
 
     qkv: Linear
     o: Linear
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    lora: Lora | None = None
 
 
 def attention_leaves(
@@ -177,7 +189,17 @@ def _project_fused(
         return constrain(part, mesh, None, axis, None)
 
     k, v = heads(queries, kv, "kv_heads"), heads(queries + kv, kv, "kv_heads")
-    return heads(0, queries, "heads"), k, v
+    q = heads(0, queries, "heads")
+    if weights.lora is None:
+        return q, k, v
+    more = lora_parts(x, weights.lora, mesh)
+
+    def added(part: jax.Array, low_rank: jax.Array, axis: str) -> jax.Array:
+        low_rank = low_rank.reshape(len(low_rank), -1, config.head_dim)
+        low_rank = jnp.repeat(low_rank, part.shape[1] // low_rank.shape[1], axis=1)
+        return constrain(part + low_rank, mesh, None, axis, None)
+
+    return added(q, more[0], "heads"), added(k, more[1], "kv_heads"), added(v, more[2], "kv_heads")
 
 
 def _project_apart(

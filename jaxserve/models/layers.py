@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.models.base import HFTensor, Leaf, Params, ParamSpec
+from jaxserve.models.lora import Lora
 from jaxserve.models.quantized import Quantized, quantized_dot, take_rows
 from jaxserve.models.sharding import constrain
 from jaxserve.pallas_kernels import has_skinny_matmul, skinny_matmul
@@ -21,11 +22,13 @@ class Linear:
     Attributes:
         kernel: [in, out], of experts [experts, in, out]; may be `Quantized`.
         bias: [out], or None.
+        lora: what adapters of the step's rows add, see `jaxserve.models.lora`; None for nothing.
         transposed: the kernel is [..., out, in], see `jaxserve.weights.transpose_loaded`.
     """
 
     kernel: Params
     bias: Params = None
+    lora: Lora | None = None
     transposed: bool = flax.struct.field(pytree_node=False, default=False)
 
 
@@ -80,7 +83,26 @@ def matmul(
 def linear(x: jax.Array, weights: Linear, mesh: Mesh | None) -> jax.Array:
     """x [T, in] -> [T, out], in the dtype of x, see `matmul`."""
     y = matmul(x, weights.kernel, transposed=weights.transposed, mesh=mesh)
-    return y if weights.bias is None else y + weights.bias
+    y = y if weights.bias is None else y + weights.bias
+    return y if weights.lora is None else y + lora_parts(x, weights.lora, mesh)[0]
+
+
+def lora_parts(x: jax.Array, lora: Lora, mesh: Mesh | None) -> list[jax.Array]:
+    """What each token's adapter adds to each part of a projection.
+
+    Args:
+        x: [T, in].
+        lora: of all slots, and whose columns are whose.
+        mesh: the devices that they are sharded over; None for one.
+
+    Returns:
+        [T, out] of each part, in the dtype of x; zeros for tokens without an adapter.
+    """
+    assert lora.own is not None
+    low = matmul(x, lora.a, mesh=mesh).reshape(len(x), len(lora.b), -1)
+    # Not a product: what another adapter has made of x may be infinite.
+    low = jnp.where(lora.own[:, None], low, 0)
+    return [matmul(low[:, part], b, mesh=mesh) for part, b in enumerate(lora.b)]
 
 
 def layer_norm(x: jax.Array, weights: Norm, eps: float) -> jax.Array:

@@ -14,7 +14,7 @@ import dataclasses
 import math
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ml_collections import ConfigDict
 from tqdm import tqdm
@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Chat = Sequence[Mapping[str, str]]
+
+
+class _About(NamedTuple):
+    """What requests of a call have in common, as `RequestFields` has it."""
+
+    slo: SLO
+    tier: Tier
+    cache_salt: str
+    model: str
 
 
 class LLM:
@@ -89,6 +98,7 @@ class LLM:
         slo: SLO | None = None,
         tier: Tier = Tier.REALTIME,
         cache_salt: str = "",
+        adapter: str = "",
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Continues each prompt. There may be more of them than the engine can queue. Ctrl-C
@@ -100,6 +110,7 @@ class LLM:
             slo: the targets of each.
             tier: the tier of all.
             cache_salt: of all; only requests with the same one find in the cache what they compute.
+            adapter: name of the adapter that all have, see `load_adapter`; "" for none.
             progress: whether to show a bar.
 
         Returns:
@@ -109,8 +120,8 @@ class LLM:
             InvalidRequest: one of them cannot be served. Then none is.
             ValueError: there are not as many `sampling` as prompts.
         """
-        work = self._generate(_several(prompts), sampling, slo, tier, cache_salt, progress)
-        return self._loop.run(work)
+        about = _About(slo or SLO(), tier, cache_salt, adapter)
+        return self._loop.run(self._generate(_several(prompts), sampling, about, progress))
 
     def chat(
         self,
@@ -149,6 +160,7 @@ class LLM:
         slo: SLO | None = None,
         tier: Tier = Tier.REALTIME,
         cache_salt: str = "",
+        adapter: str = "",
     ) -> Iterator[Piece]:
         """Yields the output of one prompt as it is generated. Closing the iterator cancels the
         request.
@@ -159,8 +171,10 @@ class LLM:
             slo: the request's targets.
             tier: its tier.
             cache_salt: only requests with the same one find in the cache what it computes.
+            adapter: name of its adapter; "" for none.
         """
-        return self._loop.iterate(self._stream(prompt, sampling, slo, tier, cache_salt))
+        about = _About(slo or SLO(), tier, cache_salt, adapter)
+        return self._loop.iterate(self._stream(prompt, sampling, about))
 
     async def agenerate(
         self,
@@ -170,12 +184,27 @@ class LLM:
         slo: SLO | None = None,
         tier: Tier = Tier.REALTIME,
         cache_salt: str = "",
+        adapter: str = "",
         bar: bool = False,
     ) -> list[RequestOutput]:
         """`generate` for callers on an event loop of their own. See `generate` for the arguments;
         `bar` is its `progress`."""
-        work = self._generate(_several(prompts), sampling, slo, tier, cache_salt, bar)
+        about = _About(slo or SLO(), tier, cache_salt, adapter)
+        work = self._generate(_several(prompts), sampling, about, bar)
         return await asyncio.wrap_future(self._loop.submit(work))
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Loads an adapter (LoRA) from a folder as PEFT saves it, beside those of
+        `lora__adapters=`. There has to be room for it, `lora__max_loras=`.
+
+        Raises:
+            AdapterError: it cannot be used, or there is no room.
+        """
+        self.engine.load_adapter(name, str(path))
+
+    def unload_adapter(self, name: str) -> None:
+        """No request may have it any more; those that do go on. Raises UnknownAdapter."""
+        self.engine.unload_adapter(name)
 
     def close(self) -> None:
         """Cancels what runs and stops the engine. Idempotent."""
@@ -195,14 +224,12 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
-        slo: SLO | None,
-        tier: Tier,
-        cache_salt: str,
+        about: _About,
         bar: bool,
     ) -> list[RequestOutput]:
         chosen = _one_each(sampling, len(prompts))
         wanted = [
-            await self._make_request(prompt, params, slo, tier, cache_salt)
+            await self._make_request(prompt, params, about)
             for prompt, params in zip(prompts, chosen, strict=True)
         ]
         found = [_empty(p, request) for p, request in zip(prompts, wanted, strict=True)]
@@ -226,15 +253,10 @@ class LLM:
         return found
 
     async def _stream(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None,
-        slo: SLO | None,
-        tier: Tier,
-        cache_salt: str,
+        self, prompt: Prompt, sampling: SamplingParams | None, about: _About
     ) -> AsyncGenerator[Piece, None]:
         params = sampling or SamplingParams()
-        request = await self._make_request(prompt, params, slo, tier, cache_salt)
+        request = await self._make_request(prompt, params, about)
         stream = await self._open(request)
         try:
             while (delta := await stream.next()) is not None:
@@ -246,10 +268,10 @@ class LLM:
             self._end(stream)
 
     async def _make_request(
-        self, prompt: Prompt, sampling: SamplingParams, slo: SLO | None, tier: Tier, cache_salt: str
+        self, prompt: Prompt, sampling: SamplingParams, about: _About
     ) -> Request:
         params = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(sampling)}
-        fields = RequestFields(prompt, params, slo=slo or SLO(), tier=tier, cache_salt=cache_salt)
+        fields = RequestFields(prompt, params, **about._asdict())
         return await self._requests.make_request(fields)
 
     async def _open(self, request: Request) -> Stream:

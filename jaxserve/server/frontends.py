@@ -75,7 +75,7 @@ class Frontends:
         slo_classes: Mapping[str, ServiceLevel] | None = None,
         batches: BatchSettings | None = None,
     ) -> None:
-        self._engine = engine
+        self._engine, self._lora_root = engine, options.lora_root
         self.requests = EngineRequests(
             engine, options.stream_buffer_bytes, slo_classes, options.refuse_late
         )
@@ -100,7 +100,7 @@ class Frontends:
             metrics: of /metrics.
             feed: data for the console; None for no console.
         """
-        context = RouteContext(self._engine, self.requests, template)
+        context = RouteContext(self._engine, self.requests, template, self._lora_root)
         store, batches = None, self.batches
         if batches is not None:
             store = FileStore(batches.directory / "files", batches.max_bytes, batches.keep_s)

@@ -83,6 +83,7 @@ class RequestTable:
         value: float64, what it is worth that its targets are met (`Request.value`).
         tenant: int64, number in `FairShares`.
         weight: float64, of its tenant when it came.
+        adapter: int32, number of the adapter that computes it; 0 for the model as it is.
         output_lengths: Of finished outputs.
         num_sampling: Requests that are not greedy.
         num_timed: Requests with a TTFT or a TBT.
@@ -122,6 +123,7 @@ class RequestTable:
         self.value = np.ones(capacity)
         self.tenant = np.zeros(capacity, np.int64)  # as `FairShares` numbers them
         self.weight = np.ones(capacity)
+        self.adapter = np.zeros(capacity, np.int32)
         self.output_lengths = OutputLengths()
         self._free = list(range(capacity - 1, -1, -1))
         self._next_seq = 0
@@ -166,7 +168,7 @@ class RequestTable:
         self.late_gaps[row] = self.longest_gap[row] = 0
         self.preemptions[row] = self.lost_from[row] = self.outlook[row] = 0
         self.last_batch_order[row] = self.preempted_order[row] = 0
-        self.tier[row] = request.tier
+        self.tier[row], self.adapter[row] = request.tier, 0
         self.greedy[row] = request.sampling.is_plain_greedy
         self.alone[row], self.value[row] = alone.ttft, request.value
         targets = targets_that_count(request.slo, alone if reachable is None else reachable)

@@ -46,7 +46,7 @@ class MixedCaches(UnifiedPolicy):
         table = view.table
         waiting = table.state[rows] != RUNNING
         anew = waiting & (table.computed[rows] == 0)
-        start = (table.seq[rows] + table.preemptions[rows]) % 2
+        start = (table.seq[rows] + table.preemptions[rows]) % 2 * (table.adapter[rows] == 0)
         project_to_kv = (table.seq[rows] % 4 == 1) & (table.computed[rows] >= ENOUGH)
         project_to_kv &= ~waiting & ~view.pool.sharing(rows)
         stay = np.where(project_to_kv, KV, view.pool.kind[rows])

@@ -13,10 +13,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
-from jaxserve.engine.errors import EngineStopped, QueueFull
+from jaxserve.engine.adapters import Adapter, UnknownAdapter
+from jaxserve.engine.errors import AdapterError, EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer, RequestStats, StepStats
 from jaxserve.sched.cache.pool_map import BlockUse
@@ -109,6 +111,7 @@ class FakeEngine:
         self.cached_tokens = 0  # of every prompt, as far as it has so many
         self.drafts = 0, 0  # of every continuation: right, and wrong
         self.resets = 0
+        self.loaded: dict[str, Adapter] = {}
         self.problems: tuple[SloProblem, ...] = ()
         self.gives_up = False  # whoever comes
         self.wait_s = Wait(seconds=0.25, alone=0.125)
@@ -142,6 +145,19 @@ class FakeEngine:
 
     def info(self) -> EngineInfo:
         return self.served
+
+    def adapters(self) -> list[Adapter]:
+        return list(self.loaded.values())
+
+    def load_adapter(self, name: str, path: str, root: Path | None = None) -> Adapter:
+        if "bad" in path:
+            raise AdapterError("it is bad")
+        self.loaded[name] = Adapter(name, path, len(self.loaded))
+        return self.loaded[name]
+
+    def unload_adapter(self, name: str) -> None:
+        if self.loaded.pop(name, None) is None:
+            raise UnknownAdapter(name)
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1

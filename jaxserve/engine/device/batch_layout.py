@@ -47,6 +47,7 @@ class Rows:
         slots, emits: where it samples, and whether, [n].
         drafts: how many of a row's last tokens are drafts, [n]; None for none. All of these rows'
             tokens are known to the host.
+        adapters: number of each row's adapter, [n], or 0; see `jaxserve.models.lora`.
     """
 
     counts: np.ndarray
@@ -59,6 +60,7 @@ class Rows:
     slots: np.ndarray | None = None
     emits: np.ndarray | int = 0
     drafts: np.ndarray | None = None
+    adapters: np.ndarray | int = 0
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Layout:
         kv: some row may have a KV cache.
         block_size: tokens of a block; 0: not known, so that tables are always sent whole.
         drafts: whether rows may have drafts, so that logits are wanted of several tokens of a row.
+        lora: whether rows may have adapters.
     """
 
     tokens: int
@@ -101,6 +104,7 @@ class Layout:
     kv: bool = True
     block_size: int = 0
     drafts: bool = False
+    lora: bool = False
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         t, r = (self.tokens,), (self.rows,)
@@ -115,6 +119,7 @@ class Layout:
             "last": r,  # flat index of each token whose logits are wanted: a row's last, and drafts
             "slots": r,
             "emit": r,  # whether such a token is followed by a sampled one
+            **({"adapters": r} if self.lora else {}),
             "num_decodes": (),
             "num_rows": (),
             "greedy": (),  # whether the step itself draws the tokens, greedily
@@ -181,7 +186,7 @@ class Layout:
             last = (last - drafts)[several] + np.arange(len(several)) - begins[several]
             emits = emits[several]
         fields["last"][: len(last)], fields["emit"][: len(last)] = last, emits
-        for name in ("direction", "kind", "slots"):
+        for name in ("direction", "kind", "slots", *(("adapters",) if self.lora else ())):
             values = getattr(rows, name)
             if values is not None:
                 fields[name][:n] = values[order] if isinstance(values, np.ndarray) else values

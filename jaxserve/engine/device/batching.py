@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from jaxserve.engine.device.batch_layout import Layout, PackedBatch, Rows
-from jaxserve.engine.device.buckets import Buckets, hidden_decodes
+from jaxserve.engine.device.buckets import Buckets
 from jaxserve.engine.device.executor import Executor
 from jaxserve.sched.cache.block_pool import BlockPool
 from jaxserve.sched.step import CopySlots, Discard, Load, Move, ProjectSlots, Save, Step
@@ -22,6 +22,7 @@ def build_batch(
     tokens_of: Callable[[int, int, int], Sequence[int]],
     *,
     drafts_of: Callable[[int], Sequence[int]] = lambda row: (),
+    adapters: np.ndarray | None = None,
     mixed: bool = False,
 ) -> tuple[Layout, PackedBatch]:
     """Packs a step into the smallest layout that holds it.
@@ -34,6 +35,7 @@ def build_batch(
         tokens_of: (row, first, end) -> a request's known tokens. It is not asked for the newest
             generated one, which comes from the row's slot, unless drafts follow it.
         drafts_of: row -> its drafted tokens, of which the step has as many as are planned.
+        adapters: [n], number of each row's adapter; None where no row has one.
         mixed: whether to avoid decode layouts, even if every row has one token.
 
     Returns:
@@ -51,10 +53,7 @@ def build_batch(
         for i in np.flatnonzero(drafts).tolist():
             tokens[i] = (*tokens[i], *drafts_of(int(rows[i]))[: int(drafts[i])])
     kinds = step.plan.kinds
-    if mixed:
-        layout = buckets.mixed(int(counts.sum()), hidden=hidden_decodes(counts, kinds))
-    else:
-        layout = buckets.fitting(counts, kinds)
+    layout = buckets.fitting(counts, kinds, mixed=mixed, lora=adapters is not None)
     batch = Rows(
         counts=counts,
         contexts=step.start,
@@ -66,6 +65,7 @@ def build_batch(
         slots=slots,
         emits=step.emits,
         drafts=drafts,
+        adapters=0 if adapters is None else adapters,
     )
     return layout, layout.pack(batch)
 

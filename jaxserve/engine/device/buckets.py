@@ -13,6 +13,7 @@ compiled once more only, for any number of hidden rows.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +49,8 @@ class Buckets:
         decode_chunk: as in `Padding`.
         block_size: as in `Layout`.
         drafts: whether rows of the other steps may have drafts.
+        lora: whether each step is there once more for rows with adapters. Those without run as
+            they would without such steps.
     """
 
     rows: tuple[int, ...]
@@ -60,6 +63,7 @@ class Buckets:
     decode_chunk: int = 1
     block_size: int = 0
     drafts: bool = False
+    lora: bool = False
 
     @property
     def padding(self) -> Padding:
@@ -95,19 +99,33 @@ class Buckets:
             drafts=self.drafts and not decode_only,
         )
 
-    def fitting(self, counts: np.ndarray, kinds: np.ndarray) -> Layout:
-        """The smallest step for rows with these token counts and kinds of caches, both [n]."""
+    def fitting(
+        self, counts: np.ndarray, kinds: np.ndarray, *, mixed: bool = False, lora: bool = False
+    ) -> Layout:
+        """The smallest step for some rows.
+
+        Args:
+            counts: their tokens, [n].
+            kinds: of their caches, [n].
+            mixed: whether to avoid decode steps, even if every row has one token.
+            lora: whether any has an adapter.
+        """
         total, hidden = int(counts.sum()), hidden_decodes(counts, kinds)
-        if total == len(counts):
-            return self.decode(total, hidden=hidden)
-        return self.mixed(total, hidden=hidden)
+        alone = total == len(counts) and not mixed
+        found = self.decode(total, hidden=hidden) if alone else self.mixed(total, hidden=hidden)
+        return dataclasses.replace(found, lora=True) if lora else found
 
     def projection_layout(self) -> Layout:
         """The layout for projecting hidden caches to K and V: at most PROJECTED_TOKENS tokens."""
         return self.mixed(min(PROJECTED_TOKENS, self.tokens[-1]))
 
     def all(self) -> list[Layout]:
-        """Every layout, decode steps first."""
+        """Every layout, those without adapters and decode steps first."""
+        found = self._all()
+        more = [dataclasses.replace(each, lora=True) for each in found] if self.lora else []
+        return found + more
+
+    def _all(self) -> list[Layout]:
         decodes = [self.decode(rows) for rows in self.rows]
         mixed = [self.mixed(tokens) for tokens in self.tokens]
         if not self.hidden:
@@ -147,6 +165,7 @@ def make_buckets(
     decode_chunk: int = 1,
     block_size: int = 0,
     drafts: bool = False,
+    lora: bool = False,
 ) -> Buckets:
     """Buckets up to max_rows and max_tokens. Default sizes are powers of two up to 256, multiples
     of 256 above, and the maximum itself; steps that do more than decode have 16 tokens at least, or
@@ -164,6 +183,7 @@ def make_buckets(
         decode_chunk: as in `Padding`.
         block_size: as in `Layout`.
         drafts: as in `Buckets`.
+        lora: as in `Buckets`.
 
     Raises:
         ConfigError: given sizes are not ascending, or do not reach their maximum.
@@ -191,6 +211,7 @@ def make_buckets(
         decode_chunk,
         block_size,
         drafts,
+        lora,
     )
 
 

@@ -30,6 +30,7 @@ from jaxserve.engine.device.sampling_state import SlotParams, admit, init_state,
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.engine.device.verification import Checked
 from jaxserve.models.base import Params
+from jaxserve.models.lora import Adapters, empty_adapter, make_put
 from jaxserve.pallas_kernels import Pool, pool_format
 
 _SAMPLE_FULL = jax.jit(sample_full, donate_argnums=0)
@@ -144,6 +145,15 @@ class Executor(Protocol):
         """Frees what was saved under these keys. Unknown keys are ignored."""
         ...
 
+    def put_adapter(self, slot: int, adapter: Adapters) -> None:
+        """Fills a slot with an adapter, which rows of later steps may have.
+
+        Args:
+            slot: below `LoraSlots.count`. No row of a later step has what was there.
+            adapter: NumPy arrays, see `jaxserve.models.lora.put`.
+        """
+        ...
+
     def submit(
         self,
         layout: Layout,
@@ -211,6 +221,7 @@ class JaxExecutor:
         buckets: the layouts to compile.
         moves_cache: whether to compile what `copy_slots`, `save` and `load` need.
         masked_sampling: whether to compile what `sample` needs.
+        adapters: room for adapters, on the devices, zeros; None where `model.lora` is.
     """
 
     def __init__(
@@ -222,9 +233,13 @@ class JaxExecutor:
         *,
         moves_cache: bool = False,
         masked_sampling: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         self.buckets = buckets
         self.params = params
+        self._adapters, self._model_lora = adapters, model.lora
+        if adapters is not None and model.lora is not None:
+            self._put_adapter = make_put(adapters, model.lora.rank)
         self.pool = pool
         self._mesh = model.mesh
         self._place: Any = replicated(model.mesh)
@@ -253,7 +268,7 @@ class JaxExecutor:
     @property
     def intact(self) -> bool:
         """See `Executor`. False once a failed call has lost what was donated to it."""
-        held = jax.tree.leaves((self.pool, self._state))
+        held = jax.tree.leaves((self.pool, self._state, self._adapters))
         return not any(array.is_deleted() for array in held)
 
     @property
@@ -264,6 +279,13 @@ class JaxExecutor:
     def admit(self, slot: int, params: SlotParams) -> None:
         """See `Executor`."""
         self._state = admit(self._state, slot, params)
+
+    def put_adapter(self, slot: int, adapter: Adapters) -> None:
+        """See `Executor`."""
+        assert self._adapters is not None
+        with self._mesh or contextlib.nullcontext():
+            given = put_replicated((adapter, np.int32(slot)), self._place)
+            self._adapters = self._put_adapter(self._adapters, *given)
 
     def submit(
         self,
@@ -295,13 +317,18 @@ class JaxExecutor:
             self._mover.check()
         with self._mesh or contextlib.nullcontext():
             batch = self._put(layout, packed)
-            done = self._step(self.params, self.pool, self._state.newest, batch, layout=layout)
+            done = self._step(*self._arguments(layout, batch), layout=layout)
             self.pool, self._state = done.pool, self._state.after(done.newest)
             prompt = None
             if targets is not None:
                 wanted = put_replicated(targets, self._place)
                 prompt = self._score(self.params, done.hidden, wanted, rows=layout.rows)
         return done, prompt
+
+    def _arguments(self, layout: Layout, batch: jax.Array) -> tuple[Any, ...]:
+        """Of a model's step."""
+        usual = self.params, self.pool, self._state.newest, batch
+        return (*usual, self._adapters) if layout.lora else usual
 
     def _put(self, layout: Layout, packed: np.ndarray) -> jax.Array:
         """A packed batch on the device, whole."""
@@ -370,8 +397,7 @@ class JaxExecutor:
         step: Any = self._step
         with self._mesh or contextlib.nullcontext():
             batch = put_replicated(layout.empty(), self._place)
-            arguments = (self.params, self.pool, self._state.newest, batch)
-            step.lower(*arguments, layout=layout).compile()
+            step.lower(*self._arguments(layout, batch), layout=layout).compile()
 
     def _compile_projection(self) -> None:
         """Likewise what projects hidden caches."""
@@ -470,6 +496,8 @@ class JaxExecutor:
         if self._mover is not None:
             with self._mesh or contextlib.nullcontext():
                 self.pool = self._mover.warm_up(self.pool)
+        if self._model_lora is not None and self._adapters is not None:
+            self.put_adapter(0, empty_adapter(self._adapters, self._model_lora))
 
 
 def _scored(layout: Layout) -> bool:

@@ -21,6 +21,7 @@ from jaxserve.engine.errors import HostLost
 from jaxserve.hosts.group import Group
 from jaxserve.hosts.link import PATIENCE_S
 from jaxserve.hosts.messages import Message
+from jaxserve.models.lora import Adapters
 
 
 class Calls:
@@ -121,6 +122,10 @@ class LeaderExecutor:
         """See `Executor`."""
         with self._telling(Calls.DISCARD, keys=[int(key) for key in keys]):
             self._local.discard(keys)
+
+    def put_adapter(self, slot: int, adapter: Adapters) -> None:
+        """See `Executor`. Engines over several hosts have no adapters."""
+        raise NotImplementedError
 
     def submit(
         self,

@@ -27,6 +27,7 @@ from jaxserve.engine.device.verification import checked_tokens, slots_of
 from jaxserve.models.attention import kv_projection
 from jaxserve.models.base import AttentionInput, LayerIndex, Params, StepInputs
 from jaxserve.models.forward import forward, logits
+from jaxserve.models.lora import BASE, Adapters, with_adapters
 from jaxserve.pallas_kernels import Pool, paged_attention, plan_attention, plan_write, write
 
 
@@ -53,7 +54,7 @@ class StepOutput(NamedTuple):
     hidden: Any
 
 
-# (params, pool, newest of the sampling state [S], packed batch, *, layout)
+# (params, pool, newest of the sampling state [S], packed batch, adapters if any, *, layout)
 ModelStep = Callable[..., StepOutput]
 
 
@@ -77,11 +78,15 @@ def _model_step(
     pool: Pool,
     newest: Newest,
     packed: jax.Array,
+    adapters: Adapters | None = None,
     *,
     layout: Layout,
 ) -> StepOutput:
     fields = layout.unpack(packed)
     batch = attention_batch(fields)
+    if adapters is not None and model.lora is not None:
+        numbers = _of_tokens(fields["adapters"], fields["token_row"], layout)
+        params = with_adapters(params, adapters, numbers, model.lora.rank)
     config, mesh = model.config, model.mesh
     how = kv_projection(params, config, model.max_len) if layout.hidden else None
     options: dict[str, Any] = {
@@ -134,6 +139,13 @@ def _model_step(
     newest, sampled = sample_greedy(newest, found, slots, greedy, checked)
     hidden = None if layout.decode_only else x
     return StepOutput(pool, newest, sampled, found, slots, emit, checked, hidden)
+
+
+def _of_tokens(adapters: jax.Array, token_row: jax.Array, layout: Layout) -> jax.Array:
+    """Each token's adapter, int32 [T], by that of its row; none for padding."""
+    if layout.decode_only:
+        return adapters
+    return adapters.at[token_row].get(mode="fill", fill_value=BASE)
 
 
 def _feed(fields: dict[str, jax.Array], last_token: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.models.base import Family, ModelConfig
+from jaxserve.models.lora import LoraSlots
 
 GPUS = frozenset({"cuda", "gpu"})
 
@@ -27,6 +28,7 @@ class StepModel:
         max_len: tokens of the longest context.
         activations: what is computed in between the weights, see `activations_in`; None: the dtype
             of the weights.
+        lora: room for adapters; None for none.
     """
 
     family: Family
@@ -36,6 +38,7 @@ class StepModel:
     hidden_read: str | None = None
     max_len: int = 0
     activations: DTypeLike | None = None
+    lora: LoraSlots | None = None
 
     @property
     def fused(self) -> bool:

@@ -99,8 +99,8 @@ class Drafts:
     """Drafts for an engine's continuations.
 
     What a tenant's requests find of its earlier outputs is found by nobody else, and none can tell
-    by the time what others were given: as with the keys of blocks (`block_keys.py`), by tenant and
-    salt.
+    by the time what others were given: as with the keys of blocks (`block_keys.py`), by tenant,
+    salt and adapter.
 
     Args:
         shared: whether tenants find what others have.
@@ -108,7 +108,7 @@ class Drafts:
 
     def __init__(self, *, shared: bool = False) -> None:
         self._shared = shared
-        self._outputs: OrderedDict[tuple[str, str], TokenIndex] = OrderedDict()
+        self._outputs: OrderedDict[tuple[str, str, bytes], TokenIndex] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(
@@ -118,6 +118,7 @@ class Drafts:
         salt: str = "",
         prediction: Sequence[int] = (),
         matcher: Matcher | None = None,
+        adapter: bytes = b"",
     ) -> Drafting:
         """Drafts for a new continuation. Any thread may ask; it indexes the prompt.
 
@@ -127,11 +128,12 @@ class Drafts:
             salt: as `Request.cache_salt`.
             prediction: the likely output; empty without one.
             matcher: its state in the grammar; None without one.
+            adapter: digest of the adapter that writes it; empty for the base model.
         """
-        return Drafting(prompt, self._outputs_of(tenant, salt), prediction, matcher)
+        return Drafting(prompt, self._outputs_of(tenant, salt, adapter), prediction, matcher)
 
-    def _outputs_of(self, tenant: str, salt: str) -> TokenIndex:
-        whose = "" if self._shared else tenant, salt
+    def _outputs_of(self, tenant: str, salt: str, adapter: bytes) -> TokenIndex:
+        whose = "" if self._shared else tenant, salt, adapter
         with self._lock:
             found = self._outputs.get(whose)
             if found is None:

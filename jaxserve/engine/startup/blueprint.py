@@ -19,6 +19,7 @@ from jaxserve.engine.startup.engine_choices import Choices
 from jaxserve.engine.startup.model_options import load_shape
 from jaxserve.models import sharding
 from jaxserve.models.base import ModelConfig
+from jaxserve.models.lora import Adapters, LoraSlots, adapter_specs, make_adapters
 from jaxserve.pallas_kernels import make_pool
 from jaxserve.progress import Show
 from jaxserve.weights import advise_huge_pages, fuse_loaded, load_params, transpose_loaded
@@ -45,6 +46,7 @@ class Blueprint:
         block_size: tokens of a block.
         moves_cache: whether cached tokens are moved, see `Choices`.
         masked_sampling: whether to compile sampling with grammars' masks.
+        lora: room for adapters; None for none.
     """
 
     shape: Mapping[str, str]
@@ -59,6 +61,7 @@ class Blueprint:
     block_size: int
     moves_cache: bool
     masked_sampling: bool
+    lora: LoraSlots | None = None
 
     @classmethod
     def from_choices(cls, chosen: Choices, *, masked_sampling: bool) -> Blueprint:
@@ -78,6 +81,7 @@ class Blueprint:
             block_size=chosen.block_size,
             moves_cache=chosen.moves_cache,
             masked_sampling=masked_sampling,
+            lora=model.lora,
         )
 
     def plain(self) -> dict[str, Any]:
@@ -152,6 +156,7 @@ def build_executor(
         blueprint.buckets,
         moves_cache=blueprint.moves_cache,
         masked_sampling=blueprint.masked_sampling,
+        adapters=_adapters(step_model, blueprint),
     )
     executor.warmup(bar, barrier)
     return executor, pool.nbytes
@@ -174,7 +179,16 @@ def _step_model(served: ServedModelConfig, tensor: int, blueprint: Blueprint) ->
         blueprint.hidden_read,
         blueprint.max_len,
         jnp.dtype(blueprint.activations),
+        blueprint.lora,
     )
+
+
+def _adapters(model: StepModel, blueprint: Blueprint) -> Adapters | None:
+    """Empty slots on the devices; None without any."""
+    if model.lora is None:
+        return None
+    specs = adapter_specs(model.family, model.config, model.lora, fused=model.fused)
+    return make_adapters(specs, jnp.dtype(blueprint.dtype), model.mesh)
 
 
 def _shape(model: ModelConfig) -> dict[str, str]:

@@ -9,15 +9,18 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 
 from jaxserve import __version__
 from jaxserve.config import JSON, Config, ConfigError
+from jaxserve.engine.adapters import AdapterSlots
 from jaxserve.engine.device.executor import Executor
 from jaxserve.engine.device.leader_executor import LeaderExecutor
 from jaxserve.engine.drafts.drafting import DRAFTERS
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.errors import AdapterError
 from jaxserve.engine.recorder import MIB, Recorder, check_path
 from jaxserve.engine.startup import compilation_cache, cost_model_cache
 from jaxserve.engine.startup.blueprint import Blueprint, build_executor
@@ -38,6 +41,7 @@ from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.registry import full_name, make_retention
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.simulation.recording.recording import Header
+from jaxserve.weights.lora import LoadedAdapter, load_adapter
 
 
 def build_engine(
@@ -180,13 +184,33 @@ def assemble(
         forbid_compile=config.engine.forbid_compile,
         share_between_keys=config.cache.share_between_keys,
         block_secret=block_secret,
+        adapters=_adapter_slots(chosen, info.model),
         clock=clock,
     )
+    for name, path in config.lora.adapters.items():
+        try:
+            engine.load_adapter(name, path)
+        except AdapterError as error:
+            raise ConfigError(f"lora.adapters: {name}: {error}") from None
     if config.engine.record:
         header = _header(config, chosen, info, initial)
         limit = config.engine.record_mib * MIB
         engine.add_observer(Recorder(config.engine.record, header, limit, clock))
     return engine
+
+
+def _adapter_slots(chosen: Choices, base: str) -> AdapterSlots | None:
+    """Room for adapters to the base model of this name; None for none."""
+    model = chosen.model
+    slots = model.lora
+    if slots is None:
+        return None
+
+    def load(folder: Path, root: Path | None) -> LoadedAdapter:
+        what = folder, model.family, model.config, slots
+        return load_adapter(*what, fused=model.fused, dtype=chosen.dtype, root=root)
+
+    return AdapterSlots(slots.count, load, base)
 
 
 def _header(config: Config, chosen: Choices, info: EngineInfo, initial: InitialCostModel) -> Header:

@@ -20,6 +20,8 @@ from jaxserve.engine.startup.model_options import (
     given_rho,
     kept_behind_windows,
     load_shape,
+    lora_bytes,
+    lora_slots,
 )
 from jaxserve.engine.startup.pool_size import (
     GIB,
@@ -112,6 +114,8 @@ def choose(config: Config, memory: tuple[str, int] | None = None) -> Choices:
     Raises:
         ConfigError, ValueError, OSError: with one clear line.
     """
+    if config.lora.slots and jax.process_count() > 1:
+        raise ConfigError("lora: adapters are not served over several hosts (mesh.hosts)")
     if config.cache.hidden_read != AUTO or config.cache.rho != AUTO:
         return _choose(config, memory, hidden=True)
     try:
@@ -169,6 +173,7 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
     demand = _demand(config.cache, limits, max_model_len)
     _check_tables(config.scheduler.max_queue, demand)
     pool_heads = sharding.pool_kv_heads(model, tensor)
+    slots = lora_slots(config.lora, family, model)
     read = None
     if hidden:
         read = choose_read(config.cache.hidden_read, config.scheduler.policy, policy, model)
@@ -202,6 +207,7 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
         decode_chunk=kernels.chunk_tokens(demand.block_size, width),
         block_size=demand.block_size,
         drafts=policy.speculates,
+        lora=slots is not None,
     )
     moves, gib = policy.moves_cache, config.cache.host_gib
     goes_there = moves or (config.cache.prefix_caching and not policy.two_sided)
@@ -212,7 +218,7 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
         model,
         cached,
         activations=activations,
-        weights=param_bytes(model, dtype, mesh),
+        weights=param_bytes(model, dtype, mesh) + lora_bytes(family, model, slots, dtype, mesh),
         pool_heads=pool_heads,
         shards=tensor,
         other_work=_hidden_work(model, cached, buckets, demand, tensor) + moving,
@@ -229,7 +235,7 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
                 f"measure it with a policy that plans them and cache.hidden_read={read}"
             )
     return Choices(
-        StepModel(family, model, backend, mesh, read, max_model_len, activations),
+        StepModel(family, model, backend, mesh, read, max_model_len, activations, slots),
         dtype,
         cached,
         policy,

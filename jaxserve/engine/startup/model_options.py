@@ -10,11 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxserve.checkpoint_files import find_gguf
-from jaxserve.config import AUTO, ConfigError, ServedModelConfig
+from jaxserve.config import AUTO, ConfigError, LoraConfig, ServedModelConfig
 from jaxserve.engine.text.detokenizer import FILE_NAME
 from jaxserve.models.base import Family, ModelConfig, with_quantization, with_wide_head
+from jaxserve.models.lora import LoraSlots, adapter_bytes, adapter_specs, projections
 from jaxserve.models.quantized import Quantization
 from jaxserve.sched.cache.cache_kinds import ABSORBED, default_hidden_read, why_no_hidden_caches
 from jaxserve.sched.policy import Policy
@@ -194,3 +197,39 @@ def given_rho(text: str, read: str | None) -> float | None:
     if read is None:
         raise ConfigError(f"cache.rho={text}: there are no hidden caches here, only KV")
     return float(text)
+
+
+def lora_slots(lora: LoraConfig, family: Family, model: ModelConfig) -> LoraSlots | None:
+    """Room for adapters as configured; None for none. Raises ConfigError for a target that the
+    model does not have."""
+    if not lora.slots:
+        return None
+    known = dict.fromkeys(one.target for one in projections(family, model, fused=True))
+    for target in lora.targets:
+        if target not in known:
+            raise ConfigError(
+                f"lora.target_modules: {target!r:.80} is no projection of this model; it has "
+                f"{', '.join(known)}"
+            )
+    return LoraSlots(lora.slots, lora.max_rank, lora.targets)
+
+
+def lora_bytes(
+    family: Family,
+    model: ModelConfig,
+    slots: LoraSlots | None,
+    dtype: DTypeLike,
+    mesh: Mesh | None,
+) -> int:
+    """Bytes of all slots on each device.
+
+    Args:
+        family: the model's.
+        model: its shape.
+        slots: the room; None for none.
+        dtype: that adapters are kept in.
+        mesh: the devices that they are sharded over; None for one.
+    """
+    if slots is None:
+        return 0
+    return adapter_bytes(adapter_specs(family, model, slots, fused=True), dtype, mesh)

@@ -71,6 +71,10 @@ class Caller:
         """Whether it may act on the whole server: its key says so, or no keys are needed."""
         return not self.name or bool(self._limits.admin)
 
+    def may_use(self, adapter: str) -> bool:
+        """Whether its requests may name this adapter."""
+        return not self._limits.adapters or adapter in self._limits.adapters.split(",")
+
     def scoped(self, name: str) -> str:
         """The caller's id `name`, made distinct from other callers' ids: names of keys have no
         slash. It is unchanged where no keys are needed."""

@@ -14,6 +14,8 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.config import LORA_NAME
+
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 LIMITS = {
     "rate": "calls a minute at most (any number)",
@@ -26,11 +28,13 @@ LIMITS = {
     "min_ttft_ms": "ms to the first token, the tightest target that it may ask for (any)",
     "min_tbt_ms": "the same between two tokens, P99 or longest (any)",
     "min_jct_ms": "the same to the last one (any)",
-    "admin": "1: it may act on the whole server, as /reset_prefix_cache does (not)",
+    "adapters": "names of the adapters that it may use, by commas, or - for none (all)",
+    "admin": "1: it may act on the whole server: reset its cache, load adapters (not)",
 }
 """What a key may, and what that means where it says nothing, in parentheses."""
 REALTIME, BEST_EFFORT = TIERS = ("realtime", "best_effort")
 MAX_LIMIT = 1_000_000
+NO_ADAPTERS = "-"
 _PREFIX = "jx-"  # no flag begins so, and those who find one somewhere know what it is
 _KEY_BYTES = 32
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
@@ -55,6 +59,8 @@ class ApiKey:
         min_ttft_ms: tightest TTFT target that it may ask for, in ms; 0 is any.
         min_tbt_ms: the same for the time between tokens, the 99th percentile or the longest.
         min_jct_ms: the same for the last token.
+        adapters: names of the adapters that it may use, separated by commas; "" is all, NO_ADAPTERS
+            none.
         admin: 1 if it may act on the whole server; else 0.
     """
 
@@ -70,13 +76,14 @@ class ApiKey:
     min_ttft_ms: int = 0
     min_tbt_ms: int = 0
     min_jct_ms: int = 0
+    adapters: str = ""
     admin: int = 0
 
     @property
     def limits(self) -> dict[str, int | str]:
         """The limits that are not at their defaults, by name."""
         given = {name: getattr(self, name) for name in LIMITS}
-        return {name: limit for name, limit in given.items() if limit not in (0, REALTIME)}
+        return {name: limit for name, limit in given.items() if limit not in (0, "", REALTIME)}
 
     def line(self) -> str:
         """Its line in a key file; the inverse of `parse_line`."""
@@ -106,6 +113,10 @@ def check_limit(name: str, text: str) -> int | str:
     if name.endswith("tier"):
         if text not in TIERS:
             raise ValueError(f"{name}: must be {' or '.join(TIERS)}, got {text!r:.80}")
+        return text
+    if name.endswith("adapters"):
+        if text != NO_ADAPTERS and not all(map(LORA_NAME.fullmatch, text.split(","))):
+            raise ValueError(f"{name}: must be names separated by commas, or -, got {text!r:.80}")
         return text
     if name.endswith("admin"):
         if text != "1":

@@ -62,7 +62,8 @@ def fields_from_message(message: pb.GenerateRequest, caller: Caller) -> RequestF
     prompt, sampling = prompt_from_message(message), sampling_from_message(message.sampling)
     slo, tier = slo_from_message(message.slo), TIERS[message.tier]
     own = (message.slo_class, message.serve_late, message.cache_salt, caller, message.prediction)
-    return RequestFields(prompt, sampling, message.request_id, slo, tier, *own)
+    about = (message.request_id, slo, tier, *own, message.model)
+    return RequestFields(prompt, sampling, *about)
 
 
 def prompt_from_message(message: Any) -> str | Sequence[int]:

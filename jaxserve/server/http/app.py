@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -29,7 +30,9 @@ from jaxserve.server.http.openai.schema import (
     CompletionRequest,
     DetokenizeRequest,
     ErrorReply,
+    LoadAdapterRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 from jaxserve.server.http.web_console import add_console
 from jaxserve.server.requests.call_outcome import CallOutcome
@@ -99,30 +102,33 @@ def _add_generation(app: FastAPI, context: RouteContext) -> None:
 def _add_models(app: FastAPI, context: RouteContext) -> None:
     started = int(time.time())
 
-    def described() -> dict[str, Any]:
+    def described(http: Request) -> list[dict[str, Any]]:
         info = context.requests.info()
         limit = min(info.max_model_len, info.pool_tokens)
-        fields = {"id": info.model, "object": "model", "created": started, "owned_by": "jaxserve"}
+        usual = {"object": "model", "created": started, "owned_by": "jaxserve"}
         # vLLM has these, too, and its `bench serve` reads them.
-        return {**fields, "root": info.model, "parent": None, "max_model_len": limit}
+        found = [{"id": info.model, **usual, "root": info.model, "parent": None}]
+        for one in context.requests.adapters(record_of(http).caller):
+            found.append({"id": one.name, **usual, "root": one.path, "parent": info.model})
+        return [{**each, "max_model_len": limit} for each in found]
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The one that is served."""
-        return {"object": "list", "data": [described()]}
+    async def models(http: Request) -> dict[str, Any]:
+        """The one that is served, and the adapters that the key may use."""
+        return {"object": "list", "data": described(http)}
 
     @app.get("/v1/models/{model:path}")
-    async def model(model: str) -> dict[str, Any]:
-        """The same, by its name."""
-        context.check_model(model)
-        return described()
+    async def model(model: str, http: Request) -> dict[str, Any]:
+        """One of them, by its name."""
+        name = context.adapter_of(model, record_of(http).caller) or context.model
+        return next(each for each in described(http) if each["id"] == name)
 
 
 def _add_tokens(app: FastAPI, context: RouteContext) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
         """Token ids of a text, or of a chat's prompt."""
-        context.check_model(body.model)
+        context.adapter_of(body.model, record_of(http).caller)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("prompt", "either prompt or messages is needed")
         if body.prompt is not None:
@@ -136,9 +142,9 @@ def _add_tokens(app: FastAPI, context: RouteContext) -> None:
         return {"tokens": tokens, "count": len(tokens), "max_model_len": info.max_model_len}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(body: DetokenizeRequest, http: Request) -> dict[str, str]:
         """Their text, without special tokens."""
-        context.check_model(body.model)
+        context.adapter_of(body.model, record_of(http).caller)
         info, given = context.requests.info(), len(body.tokens)
         if given > info.max_model_len:
             limits = f"at most {info.max_model_len} are allowed"
@@ -170,11 +176,34 @@ def _add_state(app: FastAPI, context: RouteContext) -> None:
 
 
 def _add_admin(app: FastAPI, context: RouteContext) -> None:
+    def check_admin(http: Request) -> None:
+        if not record_of(http).caller.is_admin:
+            raise ApiError(403, "only a key with admin=1 may do this", code="admin_only")
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(body: LoadAdapterRequest, http: Request) -> Response:
+        """Requests may name the adapter as their model from now on."""
+        check_admin(http)
+        if not context.lora_root:
+            problem = "no adapters are loaded over HTTP here (lora.root); --lora loads some"
+            raise ApiError(403, problem, code="lora_root_missing")
+        context.requests.check_open()
+        root = Path(context.lora_root).expanduser()
+        where = str(root / body.lora_path)
+        await asyncio.to_thread(context.engine.load_adapter, body.lora_name, where, root)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(body: UnloadAdapterRequest, http: Request) -> Response:
+        """No request may name it any more. Those that run go on."""
+        check_admin(http)
+        context.engine.unload_adapter(body.lora_name)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache(http: Request) -> Response:
         """Calls that come after this find nothing of what was computed before."""
-        if not record_of(http).caller.is_admin:
-            raise ApiError(403, "only a key with admin=1 may do this", code="admin_only")
+        check_admin(http)
         if not context.requests.info().prefix_caching:
             problem = "prefix caching is off here (cache.prefix_caching)"
             raise ApiError(409, problem, code="prefix_caching_off")

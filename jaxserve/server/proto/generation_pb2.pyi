@@ -140,7 +140,7 @@ class JsonObject(_message.Message):
     def __init__(self) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "sampling", "slo", "tier", "slo_class", "serve_late", "cache_salt", "prompt_cache_key", "prediction")
+    __slots__ = ("request_id", "text", "token_ids", "sampling", "slo", "tier", "slo_class", "serve_late", "cache_salt", "prompt_cache_key", "prediction", "model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -163,7 +164,8 @@ class GenerateRequest(_message.Message):
     cache_salt: str
     prompt_cache_key: str
     prediction: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., tier: _Optional[_Union[Tier, str]] = ..., slo_class: _Optional[str] = ..., serve_late: bool = ..., cache_salt: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ..., prediction: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., tier: _Optional[_Union[Tier, str]] = ..., slo_class: _Optional[str] = ..., serve_late: bool = ..., cache_salt: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ..., prediction: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class TopLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")

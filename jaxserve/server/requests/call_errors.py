@@ -6,7 +6,8 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
-from jaxserve.engine.errors import EngineStopped, QueueFull
+from jaxserve.engine.adapters import UnknownAdapter
+from jaxserve.engine.errors import AdapterError, EngineStopped, QueueFull
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.access.api_keys import RateLimited, TooManyRequests, Unauthenticated
 from jaxserve.server.requests.admission import Overloaded, retry_s
@@ -57,6 +58,10 @@ def call_error_of(error: Exception) -> CallError | None:
     match error:
         case CallRefused():
             return error.call_error
+        case UnknownAdapter():
+            return CallError("model_not_found", 404, "NOT_FOUND", CallOutcome.INVALID, "model")
+        case AdapterError():
+            return CallError("invalid_adapter", 400, "INVALID_ARGUMENT", CallOutcome.INVALID)
         case InvalidRequest():
             return _invalid("invalid_value", error.field_name)
         case TooManyRequests():

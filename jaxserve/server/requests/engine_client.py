@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from jaxserve.engine.adapters import Adapter
 from jaxserve.engine.output import Output
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
 from jaxserve.sched.request import Grammar, Request
@@ -41,6 +43,17 @@ class EngineClient(Protocol):
     def reset_prefix_cache(self) -> None:
         """Who is submitted after this finds nothing of what was computed before; it returns at
         once. Nothing happens where `EngineInfo.prefix_caching` is false."""
+
+    def adapters(self) -> list[Adapter]:
+        """Those that requests may name, at this moment."""
+
+    def load_adapter(self, name: str, path: str, root: Path | None = None) -> Adapter:
+        """Loads an adapter from a folder, which is under the root if there is one; it takes as long
+        as that takes. Raises AdapterError where it cannot be used or has no room, and
+        EngineStopped."""
+
+    def unload_adapter(self, name: str) -> None:
+        """No request may name it any more; those that do go on. Raises UnknownAdapter."""
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens the model expects unless the text has them

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from jaxserve.engine.adapters import Adapter, UnknownAdapter
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.sched.request import (
@@ -69,6 +70,7 @@ class RequestFields:
             caller's API key apply to its tier and targets.
         prediction: what the output is likely to be; empty where the client does not say. It is
             encoded where the policy speculates.
+        model: name of an adapter, or of the model itself, which "" is, too.
     """
 
     prompt: str | Sequence[int]
@@ -81,6 +83,7 @@ class RequestFields:
     cache_salt: str = ""
     caller: Caller | None = None
     prediction: str = ""
+    model: str = ""
 
 
 class EngineRequests:
@@ -139,6 +142,22 @@ class EngineRequests:
     def info(self) -> EngineInfo:
         """What is served; it does not change from start to stop."""
         return self._engine.info()
+
+    def adapter_named(self, model: str, caller: Caller | None) -> str:
+        """The adapter that a request with this model has, "" for the base model. Raises
+        UnknownAdapter where the caller has none of this name."""
+        if model in ("", self.info().model):
+            return ""
+        for one in self.adapters(caller):
+            if one.name == model:
+                return model
+        raise UnknownAdapter(model)
+
+    def adapters(self, caller: Caller | None) -> list[Adapter]:
+        """Those that the caller's requests may name."""
+        return [
+            one for one in self._engine.adapters() if caller is None or caller.may_use(one.name)
+        ]
 
     def stop_admission(self) -> None:
         """Refuses new requests from now on."""
@@ -206,6 +225,7 @@ class EngineRequests:
         if len(fields.cache_salt) > MAX_CACHE_SALT:
             limits = f"at most {MAX_CACHE_SALT} are allowed"
             raise InvalidRequest("cache_salt", f"has {len(fields.cache_salt)} characters; {limits}")
+        adapter = self.adapter_named(fields.model, caller)
         params = SamplingParams(**fields.sampling)
         tokens = self._tokens(fields.prompt)
         self._check_prompt_logprobs(params, len(tokens))
@@ -225,6 +245,7 @@ class EngineRequests:
             serve_late=fields.serve_late,
             cache_salt=fields.cache_salt,
             prediction=self._prediction(fields.prediction),
+            adapter=adapter,
             tenant="" if caller is None else caller.name,
             weight=None if caller is None or caller.key is None else caller.weight,
         )

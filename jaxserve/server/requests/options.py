@@ -23,6 +23,7 @@ class ServerOptions:
         request_log: whether to log a line for each call.
         log_prompts: whether those lines have prompts and generated texts.
         reflection: whether to offer gRPC server reflection.
+        lora_root: as `lora.root`; "" loads no adapters over HTTP.
     """
 
     max_calls: int = 0
@@ -34,6 +35,7 @@ class ServerOptions:
     request_log: bool = False
     log_prompts: bool = False
     reflection: bool = True
+    lora_root: str = ""
 
 
 def server_options(config: Config) -> ServerOptions:
@@ -49,4 +51,5 @@ def server_options(config: Config) -> ServerOptions:
         request_log=config.telemetry.request_log,
         log_prompts=config.telemetry.log_prompts,
         reflection=server.reflection,
+        lora_root=config.lora.root,
     )

@@ -41,6 +41,12 @@ _RIVALS = {
     "allowed_origins": "config.server.cors_origins",
     "enable_log_requests": "request_log",
     "log_requests": "request_log",
+    "enable_lora": "config.lora.max_loras",
+    "max_loras_per_batch": "config.lora.max_loras",
+    "max_lora_rank": "config.lora.max_rank",
+    "lora_modules": "lora",
+    "lora_paths": "lora",
+    "lora_target_modules": "config.lora.target_modules",
     "otlp_traces_endpoint": "otlp_endpoint",
 }
 

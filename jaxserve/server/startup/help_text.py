@@ -29,6 +29,8 @@ def help_text(shortcuts: Mapping[str, tuple[str, str]], config: Config) -> str:
     ]
     for name, (path, text) in shortcuts.items():
         lines += [f"  --{name}=VALUE", *_wrapped(f"{text}; the same as --config.{path}")]
+    lora = "an adapter, by name; any number of them; the same as --config.lora.adapters.NAME=FOLDER"
+    lines += ["  --lora=NAME=FOLDER", *_wrapped(lora)]
     lines += ["", "Fields, with the values that they have:"]
     for section, what in section_docs().items():
         lines += ["", f"{section}: {what}"]

@@ -48,6 +48,7 @@ _SHORTCUTS = {
     "log_format": ("telemetry.log_format", "of what is logged: text or json"),
     "otlp_endpoint": ("telemetry.otlp_endpoint", "where traces go by OTLP, http://localhost:4317"),
 }
+LORA = "lora"  # the same as --config.lora.adapters, NAME=FOLDER
 _DEFINE: dict[type, Any] = {
     int: flags.DEFINE_integer,
     bool: flags.DEFINE_boolean,
@@ -159,7 +160,7 @@ def parse_flags(
 
 def flag_names() -> list[str]:
     """The flags of `jaxserve serve`: shortcuts, and fields as config.SECTION.FIELD."""
-    return ["config", *_SHORTCUTS, *(f"config.{path}" for path in DEFAULTS)]
+    return ["config", LORA, *_SHORTCUTS, *(f"config.{path}" for path in DEFAULTS)]
 
 
 def read_config(values: flags.FlagValues = flags.FLAGS) -> Config:
@@ -292,6 +293,12 @@ def _split_own(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str, str
     left, own = [], []
     for argument in argv:
         path, equals, value = argument.lstrip("-").partition("=")
+        if path == LORA and argument[:1] == "-":
+            name, equals, folder = value.partition("=")
+            if not (_OWN_NAME.fullmatch(name) and equals and folder):
+                raise UsageError(f"{argument:.200}: adapters are --{LORA}=NAME=FOLDER, one a flag")
+            own.append(("lora.adapters", name, folder))
+            continue
         path = path.removeprefix("config.")
         section = next((one for one in OPEN_FIELDS if path.startswith(f"{one}.")), None)
         if section is None or not argument.lstrip("-").startswith("config.") or argument[:1] != "-":

@@ -85,6 +85,7 @@ def _asked(record: CallRecord) -> Iterator[tuple[str, Any]]:
         return
     first = record.requests[0]
     continuations = sum(each.sampling.n for each in record.requests)
+    yield "adapter", first.adapter
     yield "tier", first.tier.name.lower()
     yield "slo_class", first.slo_class
     yield "continuations", continuations if continuations > 1 else None

@@ -89,7 +89,7 @@ class Traces:
         if record.outcome is not CallOutcome.OK:
             found["error.type"] = str(record.outcome)
         if record.requests:
-            found["gen_ai.request.model"] = self._model()
+            found["gen_ai.request.model"] = record.requests[0].adapter or self._model()
             found["gen_ai.usage.input_tokens"] = record.prompt_tokens
             found["gen_ai.usage.cache_read.input_tokens"] = record.cached_tokens
             found["gen_ai.usage.output_tokens"] = record.output_tokens

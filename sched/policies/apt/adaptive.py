@@ -77,7 +77,10 @@ def redecide(view: View, rows: np.ndarray, values: Value) -> tuple[np.ndarray, n
         for kind in (CacheKind.KV, CacheKind.HIDDEN)
     )
     total = pool.num_free + int(pool.private(rows).sum())
+    adapted = view.table.adapter[rows] > 0  # for these, there is nothing to choose
+    hidden = np.where(adapted, kv, hidden)
     kinds = choose(Offers(values.value, kv, hidden, values.penalty), total).kinds
+    kinds = np.where(adapted & (kinds == _HIDDEN), int(CacheKind.KV), kinds)
     goes = kinds == pool.kind[rows]
     if pool.cache is not None:  # else it would find its hidden vectors again, and start as before
         goes |= (pool.kind[rows] == _HIDDEN) & (kinds == int(CacheKind.KV))

@@ -117,22 +117,23 @@ def _start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> 
     return Starts(rows, tokens, _kinds(view, rows, choice.kinds[order]))
 
 
-def _found(view: View, rows: np.ndarray) -> np.ndarray:
-    """Which of these waiting rows find what others have computed, bool [n]. They start with a cache
-    of the same kind."""
-    return np.asarray(view.table.computed[rows] > 0)
+def _fixed(view: View, rows: np.ndarray) -> np.ndarray:
+    """For which of these waiting rows there is nothing to choose, bool [n]: those that find what
+    others have computed start with a cache of the same kind, those with an adapter with KV."""
+    return np.asarray((view.table.computed[rows] > 0) | (view.table.adapter[rows] > 0))
 
 
 def _kinds(view: View, rows: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """Of the caches with which these waiting rows start, if these are chosen for the others."""
-    return np.where(_found(view, rows), view.pool.kind[rows], chosen)
+    kinds = np.where(_fixed(view, rows), view.pool.kind[rows], chosen)
+    return np.where(view.table.adapter[rows] > 0, _KV, kinds)
 
 
 def _choose(view: View, rows: np.ndarray, values: Value, free: int) -> Choice:
     kv = view.pool.needed(rows, values.tokens, _kinds(view, rows, np.full(len(rows), _KV)))
     if values.penalty is None:
         return choose(Offers(values.value, kv), free)
-    hidden = np.where(_found(view, rows), kv, view.pool.blocks_for(values.tokens, _HIDDEN))
+    hidden = np.where(_fixed(view, rows), kv, view.pool.blocks_for(values.tokens, _HIDDEN))
     return choose(Offers(values.value, kv, hidden, values.penalty), free)
 
 
@@ -142,9 +143,9 @@ def start_in_turn(view: View, queue: Weighed, budget: StartBudget) -> Starts:
     rows, tokens = queue.rows, view.table.pending(queue.rows)
     kinds = _kinds(view, rows, np.full(len(rows), _KV))
     most = least = view.pool.needed(rows, queue.tokens, kinds)
-    found = _found(view, rows)
+    fixed = _fixed(view, rows)
     if budget.hidden:
-        least = np.where(found, most, view.pool.blocks_for(queue.tokens, _HIDDEN))
+        least = np.where(fixed, most, view.pool.blocks_for(queue.tokens, _HIDDEN))
     before = np.cumsum(tokens) - tokens
     fits = (np.cumsum(least) <= budget.blocks) & (np.arange(len(rows)) < budget.slots)
     fits &= (before < budget.tokens) if budget.chunked else (before + tokens <= budget.tokens)
@@ -155,5 +156,5 @@ def start_in_turn(view: View, queue: Weighed, budget: StartBudget) -> Starts:
         left = budget.blocks - int(least[:count].sum())
         more = most[:count] - least[:count]
         kv = (np.cumsum(more) <= left) & (penalty > 0)
-        kinds = np.where(kv | found[:count], kinds, _HIDDEN)
+        kinds = np.where(kv | fixed[:count], kinds, _HIDDEN)
     return Starts(rows[:count], np.minimum(tokens, budget.tokens - before)[:count], kinds)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.cache.block_sizes import slots_for
-from jaxserve.sched.cache.cache_kinds import HIDDEN
+from jaxserve.sched.cache.cache_kinds import HIDDEN, KV
 from jaxserve.sched.cost.batch_feature_sums import columns, features, longest
 from jaxserve.sched.policies.goodput.outlook import Outlook
 from jaxserve.sched.policy import View
@@ -73,6 +73,8 @@ class Work:
         starts, written = table.state[rows] == WAITING, table.generated[rows] > 0
         fresh = starts & (table.computed[rows] == 0)  # what is found has a kind already
         kinds = np.where(fresh, kind, view.pool.kind[rows]).astype(np.int64)
+        if kind == HIDDEN:
+            kinds[fresh & (table.adapter[rows] > 0)] = KV
         start, loaded = table.computed[rows], np.zeros(len(rows), np.int64)
         if host.num_used:
             there = np.where(starts, host.tokens[rows], 0)

@@ -26,7 +26,12 @@ LIMIT = st.integers(0, MAX_LIMIT)
 HASH = digest_of(b"a")
 
 
-OTHERS = {"tier": st.sampled_from(TIERS), "admin": st.integers(0, 1)}
+ADAPTERS = st.sampled_from(["", "-", "law", "law,sql-2.1"])
+OTHERS = {
+    "tier": st.sampled_from(TIERS),
+    "adapters": ADAPTERS,
+    "admin": st.integers(0, 1),
+}
 ANY = st.fixed_dictionaries({each: LIMIT for each in LIMITS} | OTHERS)
 
 

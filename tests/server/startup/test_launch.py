@@ -151,6 +151,9 @@ def test_a_model_of_ones_own_replaces_a_presets_random_weights() -> None:
         ("--config.server.slo_classes=3", "a class is set as --config.server.slo_classes.NAME"),
         ("--config.server.slo_classes.a", "a class is set as --config.server.slo_classes.NAME"),
         ("--config.server.slo_classes.a.b=1", "set as --config.server.slo_classes.NAME=VALUE"),
+        ("--lora=law", "adapters are --lora=NAME=FOLDER, one a flag$"),
+        ("--lora=a/b=folder", "adapters are --lora=NAME=FOLDER, one a flag$"),
+        ("--enable-lora", r"did you mean --config\.lora\.max_loras\?$"),
         ("--confg=x", r"there is no flag --confg; did you mean --config\?$"),
         ("--tensor-parallel-size=2", r"did you mean --config\.mesh\.tensor\?$"),
         ("--gpu_memory_utilization=0.5", r"did you mean --config\.cache\.memory_fraction\?$"),
@@ -340,6 +343,7 @@ def test_serve_py_answers_with_one_line_and_without_jax() -> None:
 
 def test_help_lists_every_field_with_its_comment_and_value() -> None:
     asked = ("--policy=vllm", "--config.server.slo_classes.mine=ttft=2s")
+    asked = (*asked, "--lora=law=/a=b", "--lora=sql=c", "--config.lora.adapters.med=d")
     done = run_without_jax("--help", *asked)
     assert (done.returncode, done.stderr) == (0, "")
     text = " ".join(done.stdout.split())
@@ -347,6 +351,7 @@ def test_help_lists_every_field_with_its_comment_and_value() -> None:
         assert f" --config.{path}=" in text
     for words in (
         "--model=VALUE checkpoint directory, Hugging Face or Orbax, or a GGUF file; the same as",
+        "--config.lora.adapters=law=/a=b, med=d, sql=c Those loaded at the start",
         "cache: The pool of blocks. --config.cache.block_size=0 Tokens a block holds.",
         "--config.scheduler.policy=vllm ",
         "--config.scheduler.max_rows=16 Requests of one batch",

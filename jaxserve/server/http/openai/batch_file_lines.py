@@ -121,7 +121,9 @@ def written_line(
 
 def _asked(context: RouteContext, body: Generation, tenant: str) -> tuple[Any, dict[str, Any]]:
     """Prompt and sampling fields."""
-    context.check_model(body.model)
+    if body.model not in (None, "", context.model):
+        problem = f"a batch is for {context.model!r}, and for no adapter; got {body.model!r:.80}"
+        raise InvalidRequest("model", problem)
     if body.stream:
         raise InvalidRequest("stream", "a batch has no streams")
     for name in ("slo", "slo_class", "serve_late"):

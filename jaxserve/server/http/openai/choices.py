@@ -72,7 +72,8 @@ class Answer(ABC):
     def __init__(
         self, context: RouteContext, body: Generation, wanted: Sequence[Request], http: HttpRequest
     ) -> None:
-        self._requests, self._model, self._http = context.requests, context.model, http
+        self._requests, self._http = context.requests, http
+        self._model = wanted[0].adapter or context.model
         self._streams, self._options = bool(body.stream), body.stream_options
         self._n = wanted[0].sampling.n
         self._output_tokens = 0

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxserve.engine.adapters import UnknownAdapter
 from jaxserve.sched.request import Request
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.http.errors import ApiError
@@ -23,25 +24,33 @@ class RouteContext:
         engine: the engine.
         requests: the way to it, which other frontends share.
         template: makes prompts of chats.
+        lora_root: folder that adapters may be loaded from; "" loads none.
 
     Attributes:
-        engine, requests, template: as given.
+        engine, requests, template, lora_root: as given.
         model: name of the model that is served.
     """
 
     def __init__(
-        self, engine: EngineClient, requests: EngineRequests, template: ChatTemplate
+        self,
+        engine: EngineClient,
+        requests: EngineRequests,
+        template: ChatTemplate,
+        lora_root: str = "",
     ) -> None:
         self.engine = engine
         self.requests = requests
         self.template = template
-        self.model = requests.info().model
+        self.model, self.lora_root = requests.info().model, lora_root
 
-    def check_model(self, model: str | None) -> None:
-        """Raises ApiError if the model is not the one that is served."""
-        if model not in (None, "", self.model):
+    def adapter_of(self, model: str | None, caller: Caller) -> str:
+        """The adapter of this name, "" for the base model or where none is named. Raises ApiError
+        if there is no such model for the caller."""
+        try:
+            return self.requests.adapter_named(model or "", caller)
+        except UnknownAdapter:
             problem = f"there is no model {model!r:.80} here; this server has {self.model!r}"
-            raise ApiError(404, problem, param="model", code="model_not_found")
+            raise ApiError(404, problem, param="model", code="model_not_found") from None
 
     async def make_requests(
         self,
@@ -63,12 +72,13 @@ class RouteContext:
             EngineStopped: new requests are refused.
             ApiError: the body names another model.
         """
-        self.check_model(body.model)
+        adapter = self.adapter_of(body.model, caller)
         self.requests.check_open()
         slo, slo_class = request_options.requested_targets(body)
         tier = request_options.requested_tier(body)
         name, late = body.request_id or "", bool(body.serve_late)
-        also = (slo, tier, slo_class, late, body.cache_salt or "", caller, predicted_text(body))
+        salt, likely = body.cache_salt or "", predicted_text(body)
+        also = (slo, tier, slo_class, late, salt, caller, likely, adapter)
         wanted = []
         with request_options.naming_grammar_fields(body):
             for place, prompt in enumerate(prompts):

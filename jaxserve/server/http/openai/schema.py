@@ -416,6 +416,21 @@ class TokenizeRequest(Body):
     add_generation_prompt: StrictBool = True
 
 
+class LoadAdapterRequest(Body):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: Text
+    lora_path: Text
+
+
+class UnloadAdapterRequest(Body):
+    """POST /v1/unload_lora_adapter. lora_int_id: vLLM's number of it, which is ignored there,
+    too."""
+
+    lora_name: Text
+    lora_int_id: Int32 | None = None
+
+
 class DetokenizeRequest(Body):
     """POST /detokenize."""
 

@@ -1,0 +1,158 @@
+"""Which adapter (LoRA) is in which of the device's slots, and who uses it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxserve.config import LORA_NAME
+from jaxserve.engine.errors import AdapterError
+from jaxserve.sched.request import InvalidRequest
+
+if TYPE_CHECKING:
+    from jaxserve.weights.lora import LoadedAdapter
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One that requests may name.
+
+    Attributes:
+        name: its name, which requests give as their model.
+        path: the folder that it was loaded from.
+        slot: on the device.
+        rank: its own.
+        digest: of what it changes, by which caches of equal ones are found.
+    """
+
+    name: str
+    path: str
+    slot: int
+    rank: int = 0
+    digest: bytes = b""
+
+    @property
+    def number(self) -> int:
+        """Of rows that have it; those without any have 0."""
+        return self.slot + 1
+
+
+class UnknownAdapter(InvalidRequest):
+    """No adapter of this name is loaded."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("model", f"there is no adapter {name!r:.80} here")
+
+
+class AdapterSlots:
+    """The slots. Any thread may call its methods.
+
+    Args:
+        count: how many there are.
+        load: (folder, root) -> what is in the folder, see `jaxserve.weights.lora.load_adapter`.
+        reserved: a name that none may have, the base's.
+    """
+
+    def __init__(
+        self, count: int, load: Callable[[Path, Path | None], LoadedAdapter], reserved: str = ""
+    ) -> None:
+        self._load, self._reserved = load, reserved
+        self._lock = threading.Lock()
+        self._free = list(range(count - 1, -1, -1))
+        self._count = count
+        self._ready: dict[str, Adapter] = {}
+        self._loading: set[str] = set()
+        self._used: Counter[int] = Counter()  # requests by slot
+        self._leaving: set[int] = set()  # slots of those that are unloaded and still used
+
+    def all(self) -> list[Adapter]:
+        """Those that requests may name, in the order in which they came."""
+        with self._lock:
+            return list(self._ready.values())
+
+    def find(self, name: str) -> Adapter:
+        """The one of this name. Raises UnknownAdapter."""
+        with self._lock:
+            return self._find(name)
+
+    def _find(self, name: str) -> Adapter:
+        found = self._ready.get(name)
+        if found is None:
+            raise UnknownAdapter(name)
+        return found
+
+    def load(
+        self, name: str, path: str, root: Path | None, put: Callable[[int, LoadedAdapter], None]
+    ) -> Adapter:
+        """Loads an adapter into a free slot; requests may name it once this returns.
+
+        Args:
+            name: its name.
+            path: its folder.
+            root: folder that it has to be in; None for any.
+            put: fills the slot, and returns once that is certain.
+
+        Raises:
+            AdapterError: the name is taken or no name, all slots are, or as `load_adapter`.
+        """
+        if not LORA_NAME.fullmatch(name):
+            like = "1 to 128 of A-Z a-z 0-9 . _ : @ + -"
+            raise AdapterError(f"lora_name: a name has {like}, got {name!r:.80}")
+        if name == self._reserved:
+            raise AdapterError(f"lora_name: {name!r} is the base model's")
+        with self._lock:
+            if name in self._ready or name in self._loading:
+                raise AdapterError(f"lora_name: an adapter {name!r} is loaded, or being loaded")
+            if not self._free:
+                busy = f", {len(self._leaving)} of them still used" if self._leaving else ""
+                raise AdapterError(
+                    f"all {self._count} slots (lora.max_loras) are taken{busy}; unload one first"
+                )
+            slot = self._free.pop()
+            self._loading.add(name)
+        try:
+            loaded = self._load(Path(path), root)
+            put(slot, loaded)
+        except BaseException as error:
+            with self._lock:
+                self._loading.discard(name)
+                self._free.append(slot)
+            if isinstance(error, ValueError):  # a `CheckpointError`, whose module knows JAX
+                raise AdapterError(str(error)) from None
+            raise
+        made = Adapter(name, path, slot, loaded.rank, loaded.digest)
+        with self._lock:
+            self._loading.discard(name)
+            self._ready[name] = made
+        return made
+
+    def unload(self, name: str) -> None:
+        """No more requests may name it. Those that do go on, and its slot is free when they have
+        ended. Raises UnknownAdapter."""
+        with self._lock:
+            slot = self._find(name).slot
+            del self._ready[name]
+            if self._used[slot]:
+                self._leaving.add(slot)
+            else:
+                self._free.append(slot)
+
+    def acquire(self, name: str) -> Adapter:
+        """One more request uses it, until `release`. Raises UnknownAdapter."""
+        with self._lock:
+            found = self._find(name)
+            self._used[found.slot] += 1
+            return found
+
+    def release(self, adapter: Adapter) -> None:
+        """One of those requests has ended."""
+        slot = adapter.slot
+        with self._lock:
+            self._used[slot] -= 1
+            if not self._used[slot] and slot in self._leaving:
+                self._leaving.remove(slot)
+                self._free.append(slot)

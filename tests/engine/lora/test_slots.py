@@ -1,0 +1,106 @@
+"""Slots of adapters, whatever is loaded, used and unloaded in which order."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.engine.adapters import Adapter, AdapterSlots, UnknownAdapter
+from jaxserve.engine.errors import AdapterError
+from jaxserve.weights.lora import LoadedAdapter
+
+COUNT, NAMES = 3, "abcde"
+ACTS = st.lists(
+    st.tuples(
+        st.sampled_from(["load", "unload", "acquire", "release", "spoil"]), st.sampled_from(NAMES)
+    ),
+    max_size=60,
+)
+
+
+def read(folder: Path, root: Path | None) -> LoadedAdapter:
+    return LoadedAdapter((), 4, str(folder).encode())
+
+
+@given(ACTS)
+def test_no_slot_has_two(acts: list[tuple[str, str]]) -> None:
+    slots = AdapterSlots(COUNT, read, "base")
+    named: dict[str, Adapter] = {}
+    held: list[Adapter] = []  # one a request
+
+    def taken() -> set[int]:
+        return {one.slot for one in (*named.values(), *held)}
+
+    def spoilt(slot: int, adapter: LoadedAdapter) -> None:
+        raise RuntimeError("it does not fit")
+
+    def put(slot: int, adapter: LoadedAdapter) -> None:
+        assert slot not in taken(), "somebody has what is there"
+
+    for act, name in acts:
+        if act == "load" and name not in named and len(taken()) < COUNT:
+            named[name] = slots.load(name, name, None, put)
+        elif act == "load":
+            with pytest.raises(AdapterError):
+                slots.load(name, name, None, put)
+        elif act == "spoil" and name not in named and len(taken()) < COUNT:
+            with pytest.raises(RuntimeError):
+                slots.load(name, name, None, spoilt)
+        elif act == "release" and held:
+            slots.release(held.pop(0))
+        elif act == "unload" and name in named:
+            slots.unload(name)
+            del named[name]
+        elif act == "acquire" and name in named:
+            held.append(slots.acquire(name))
+            assert held[-1] == named[name]
+        elif act in ("unload", "acquire"):
+            with pytest.raises(UnknownAdapter):
+                slots.unload(name) if act == "unload" else slots.acquire(name)
+        assert {one.name: one for one in slots.all()} == named
+    for one in held:
+        slots.release(one)
+    for name in named:
+        slots.unload(name)
+    held.clear()
+    named.clear()
+    for number in range(COUNT):
+        slots.load(f"n{number}", "", None, put)
+    assert len({one.slot for one in slots.all()}) == COUNT, "all are free again"
+
+
+def test_twice_at_once() -> None:
+    """Of several that load by one name, or into the last slot, one does."""
+    slots, both, told = AdapterSlots(1, read), threading.Barrier(4), Counter[str]()
+
+    def slow(slot: int, adapter: LoadedAdapter) -> None:
+        refused.wait(60)
+
+    refused = threading.Event()
+
+    def load(name: str) -> None:
+        both.wait(60)
+        try:
+            slots.load(name, "", None, slow)
+            told["loaded"] += 1
+        except AdapterError:
+            told["refused"] += 1
+            if told["refused"] == 3:
+                refused.set()
+
+    threads = [threading.Thread(target=load, args=(name,)) for name in ("a", "a", "b", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told == {"loaded": 1, "refused": 3}
+
+
+def test_the_base_keeps_its_name() -> None:
+    with pytest.raises(AdapterError, match="is the base model's"):
+        AdapterSlots(1, read, "base").load("base", "", None, lambda slot, adapter: None)
