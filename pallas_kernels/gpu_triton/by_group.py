@@ -110,8 +110,11 @@ def _kernel(
         x = plgpu.load(at, mask=jnp.broadcast_to(inside[:, None], (rows, _TURN)), other=0)
         return total + plgpu.dot(x, w_ref[group, pl.ds(index * _TURN, _TURN), mine])
 
-    turns = jnp.where(start < stop, x_ref.shape[1] // _TURN, 0)
-    total = lax.fori_loop(0, turns, one, jnp.zeros((rows, columns), jnp.float32))
-    column = pl.program_id(0) * columns + jnp.arange(columns)
-    at = out_ref.at[row[:, None], column[None, :]]
-    plgpu.store(at, total, mask=jnp.broadcast_to(inside[:, None], total.shape))
+    @pl.when(start < stop)
+    def _has_rows() -> None:
+        total = lax.fori_loop(
+            0, x_ref.shape[1] // _TURN, one, jnp.zeros((rows, columns), jnp.float32)
+        )
+        column = pl.program_id(0) * columns + jnp.arange(columns)
+        at = out_ref.at[row[:, None], column[None, :]]
+        plgpu.store(at, total, mask=jnp.broadcast_to(inside[:, None], total.shape))
