@@ -2,7 +2,8 @@
 
 Scalings: linear position interpolation (Chen et al. 2023), the by-parts rule of Llama 3.1
 (Grattafiori et al. 2024, and its released config), YaRN (Peng et al. 2023, sections 3.2 to 3.4),
-LongRoPE (Ding et al. 2024, section 3.2).
+LongRoPE (Ding et al. 2024, section 3.2), and "dynamic NTK", which stretches the base by the length
+of the context (Peng et al. 2023, section 3.1 and appendix B.3; transformers' formula).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _MOST_FACTORS = 1024
 _COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 _KNOWN: dict[str, set[str]] = {
     "default": set(),
+    "dynamic": {"factor"},
     "linear": {"factor"},
     "llama3": {
         "factor",
@@ -54,9 +56,9 @@ class Rope:
     """How positions turn into angles.
 
     Attributes:
-        kind: "default", "linear", "llama3", "yarn" or "longrope".
+        kind: "default", "dynamic", "linear", "llama3", "yarn" or "longrope".
         theta: base of the frequencies.
-        factor: how many times the context was stretched.
+        factor: how many times the context was stretched; dynamic: how fast the base grows.
         original_max: context length before that, in tokens.
         low, high: llama3: the wavelengths original_max / low and / high bound the blend;
             yarn: beta_slow and beta_fast, in rotations over original_max.
@@ -65,6 +67,7 @@ class Rope:
         partial: this share of a head's elements is rotated, the first ones.
         factors: longrope: what the frequencies are divided by, one each.
         short_factors: likewise where no context is longer than original_max.
+        longest: dynamic: the longest context, in tokens, which its base suits.
     """
 
     kind: str = "default"
@@ -78,6 +81,7 @@ class Rope:
     partial: float = 1.0
     factors: tuple[float, ...] = ()
     short_factors: tuple[float, ...] = ()
+    longest: int = 0
 
 
 def rope_from_hf(hf: Mapping[str, Any], *, partial: bool = False) -> Rope:
@@ -120,6 +124,9 @@ def rope_from_hf(hf: Mapping[str, Any], *, partial: bool = False) -> Rope:
     if kind == "linear":
         return Rope(kind=kind, theta=theta, factor=factor)
     max_position = fields.positive_int(hf, "max_position_embeddings")
+    if kind == "dynamic":
+        rope = Rope(kind=kind, theta=theta, factor=factor, original_max=max_position)
+        return for_length(rope, longest_context(rope, hf))
     original = fields.positive_int(scaling, "original_max_position_embeddings", max_position)
     if kind == "llama3":
         low, high = (fields.number(scaling, f"{end}_freq_factor") for end in ("low", "high"))
@@ -172,9 +179,12 @@ def _factors(scaling: Mapping[str, Any], name: str, field: str) -> tuple[float, 
 
 def for_length(rope: Rope, longest: int) -> Rope:
     """The rotation where no context is longer than this, in tokens: longrope has another for what
-    the model was first trained with. One rotation for all, since keys are cached rotated."""
+    the model was first trained with, dynamic one for each length beyond that. One rotation for all,
+    since keys are cached rotated."""
     if rope.kind == "longrope" and longest <= rope.original_max:
         return dataclasses.replace(rope, factors=rope.short_factors)
+    if rope.kind == "dynamic":
+        return dataclasses.replace(rope, longest=max(longest, rope.original_max))
     return rope
 
 
@@ -185,6 +195,10 @@ def check_width(rope: Rope, head_dim: int) -> None:
         raise ValueError(
             f"config.json: partial_rotary_factor {rope.partial:g} of head_dim {head_dim} is not "
             "an even number of elements"
+        )
+    if rope.kind == "dynamic" and rotated < 4:
+        raise ValueError(
+            f"config.json: 'dynamic' rope needs a head_dim of 4 or more, got {head_dim}"
         )
     lengths = {len(rope.factors), len(rope.short_factors)}
     if rope.kind == "longrope" and lengths != {rotated // 2}:
@@ -198,15 +212,15 @@ def longest_context(rope: Rope, hf: Mapping[str, Any]) -> int:
     """The longest context of a config.json, in tokens; ValueError where that is absurd.
 
     `max_position_embeddings` is what transformers warns beyond, whatever the scaling. It may state
-    the context before or after it was stretched: YaRN's configs say the former. With linear scaling
-    it is taken as it is, since a context longer than the model's is worse than a shorter one,
-    unless `max_sequence_length` (Vicuna) says more.
+    the context before or after it was stretched: YaRN's and dynamic ones' configs say the former.
+    With linear scaling it is taken as it is, since a context longer than the model's is worse than
+    a shorter one, unless `max_sequence_length` (Vicuna) says more.
     """
     stretched = fields.positive_int(hf, "max_position_embeddings")
     if rope.kind == "linear":
         stated = fields.positive_int(hf, "max_sequence_length", stretched)
         stretched = max(stretched, int(min(stated, stretched * rope.factor)))
-    elif rope.kind == "yarn":
+    elif rope.kind in ("yarn", "dynamic"):
         stretched = max(stretched, int(rope.original_max * rope.factor))
     if not 1 <= stretched <= fields.MAX_POSITION:
         raise ValueError(
@@ -220,8 +234,12 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Radians per token of each pair of elements: float32 [half of those that are rotated]."""
     head_dim = int(head_dim * rope.partial)
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    base = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
-    if rope.kind == "default":
+    theta = rope.theta
+    if rope.kind == "dynamic":
+        beyond = 1 + rope.factor * (rope.longest / rope.original_max - 1)
+        theta *= beyond ** (head_dim / (head_dim - 2))
+    base = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
+    if rope.kind in ("default", "dynamic"):
         return base
     if rope.kind == "longrope":
         return base / np.asarray(rope.factors, np.float32)

@@ -51,12 +51,12 @@ def load_reference(name: str) -> Reference:
     """The case `name`, float32, its weights read through the safetensors loader."""
     hf = hf_config(name)
     family = family_for(hf)
-    config = family.config_from_hf(hf)
+    found = np.load(REFERENCE / f"{name}.npz")
+    config = family.config_from_hf(hf).for_length(found["tokens"].shape[1])
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), hf)
         stored = load_params(folder, family, config, dtype="float32")
         jax.block_until_ready(stored)
-    found = np.load(REFERENCE / f"{name}.npz")
     params = fuse(stored, config)
     return Reference(family, config, stored, params, found["tokens"], found["logits"])
 

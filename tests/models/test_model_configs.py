@@ -80,7 +80,13 @@ BAD = [
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma3", {"model_type": "gemma3"}, "model_type 'gemma3' is not supported.*gemma3_text"),
-    ("llama3", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+    ("llama3", {"rope_scaling": {"type": "dynamic"}}, "factor is missing"),
+    ("llama3", {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1}}, "alpha is not"),
+    (
+        "llama3",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2},
+        "'dynamic' rope needs a head_dim of 4 or more, got 2",
+    ),
     ("llama3", {"rope_scaling": {"type": "linear"}}, "factor is missing"),
     ("llama3", {"rope_scaling": {**YARN, "attn_factor": 1}}, r"rope_scaling\.attn_factor"),
     ("llama3", {"rope_parameters": {"rope_type": "ntk"}}, "rope_parameters.rope_type 'ntk'"),
@@ -131,6 +137,7 @@ def test_sliding_window(base, change, window):
         ({"type": "linear", "factor": 4.0}, 64),  # as transformers warns beyond
         ({**YARN, "original_max_position_embeddings": 32}, 128),
         ({**YARN, "original_max_position_embeddings": 8}, 64),
+        ({"type": "dynamic", "factor": 2.5}, 160),
         (hf_config("llama3")["rope_scaling"], 64),
     ],
 )
@@ -184,6 +191,17 @@ def test_longrope_rotates_by_the_longest_context_served():
     assert short.rope.factors == tuple(scaling["short_factor"])
     llama = parse(hf_config("llama3"))
     assert llama.for_length(2) == llama
+
+
+def test_dynamic_ntk_rotates_by_the_longest_context_served():
+    """Up to `max_position_embeddings` as the model was trained, beyond as transformers rotates one
+    text that long."""
+    config = parse(hf_config("llama_dynamic"))
+    assert config.rope.longest == config.max_position == 96
+    for longest, beyond in ((1, 1), (24, 1), (25, 1 + 4 / 24), (48, 5), (96, 13)):
+        got = inverse_frequencies(config.for_length(longest).rope, 8)
+        want = (1e4 * beyond ** (8 / 6)) ** (-np.arange(0, 8, 2) / 8)
+        np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_llama3_frequencies_keep_short_waves_and_stretch_long_ones():
