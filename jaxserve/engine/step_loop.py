@@ -543,6 +543,7 @@ class StepLoop:
 
     def _take_slot(self, member: Continuation, now: float) -> None:
         member.slot = self._free_slots.pop()
+        self._scheduler.pool.mirrored[member.row] = 0
         if member.first_scheduled is None:
             member.first_scheduled = now
             member.cached_tokens = int(self._scheduler.table.found[member.row])

@@ -45,6 +45,8 @@ class BlockPool:
         owners: int32 [blocks, 2], of blocks that have been out: [:, Direction] is the row that
             fills the block from that side, or NOBODY.
         at: int32 [blocks, 2], which of that row's blocks it is; stale without an owner.
+        mirrored: int64 [max_owners], for who copies tables: the first so many blocks a plane of a
+            row's table are as the copy has them. Only the copier raises it.
         refs: int32 [blocks], rows that hold it.
         num_shared: Blocks that several rows hold.
     """
@@ -63,6 +65,7 @@ class BlockPool:
         self.cap = np.full((max_owners, width), block_size, np.int16)
         self.held = np.zeros(max_owners, np.int64)
         self._private = np.zeros(max_owners, np.int64)
+        self.mirrored = np.zeros(max_owners, np.int64)
         self.kind = np.zeros(max_owners, np.int8)
         self.direction = np.zeros(max_owners, np.int8)
         self.owners = np.zeros((0, 2), np.int32)
@@ -221,9 +224,8 @@ class BlockPool:
         holding = np.flatnonzero(self.held)
         tables[holding] = self.tables[holding]  # the others' pages are never touched
         self.tables = tables
-        grow_columns(
-            self, rows, cap=self.block_size, held=0, _private=0, _reading=0, kind=KV, direction=LEFT
-        )
+        none = dict.fromkeys(("held", "_private", "_reading", "mirrored"), 0)
+        grow_columns(self, rows, cap=self.block_size, kind=KV, direction=LEFT, **none)
 
     def open_cache(self, row: int, kind: CacheKind, direction: Direction = Direction.LEFT) -> None:
         """Starts an empty cache for the row. ValueError if it has one."""
@@ -285,6 +287,7 @@ class BlockPool:
         self.tables[owner, 1, index] = self._take(owner, self.direction[owner], index)
         self._private[rows] += counts
         self.kind[rows] = KV
+        self.mirrored[rows] = 0
 
     def check_projects(self, row: int, refs: np.ndarray | None = None) -> None:
         """ValueError if the row has no hidden cache of its own that could become K and V. refs:
@@ -408,6 +411,7 @@ class BlockPool:
             self._share(ids, row)
             self.owners[ids] = NOBODY
             self.tables[row, : len(ids), index] = ids
+            self.mirrored[row] = min(self.mirrored[row], index)
             self._let_go(mine, row, int(self.direction[row]))
         return swap
 
@@ -458,6 +462,7 @@ class BlockPool:
             there = min(int(computed[row]) - first, int(self.cap[row, i]))
             source = self.slots_of(row, first, first + max(there, 0))
             self.tables[row, : len(before), i] = after
+            self.mirrored[row] = min(self.mirrored[row], i)
             moved.append(np.hstack([source, self.slots_of(row, first, first + max(there, 0))]))
             self._let_go(before, row, int(self.direction[row]))
         return np.concatenate(moved)
@@ -500,6 +505,7 @@ class BlockPool:
         if stay < held:
             self._let_go(self.blocks_of(row)[:, stay:].ravel(), row, int(self.direction[row]))
             self.held[row] = stay
+            self.mirrored[row] = min(self.mirrored[row], stay)
             self.cap[row, stay:held] = self.block_size
         if tokens % self.block_size:  # the rest of that block is written once more
             self.forget(self.tables[row, :1, stay - 1])
@@ -511,7 +517,7 @@ class BlockPool:
         if held := self.held[row]:
             self._let_go(self.blocks_of(row).ravel(), row, int(self.direction[row]))
             self.cap[row, :held] = self.block_size
-            self.held[row] = 0
+            self.held[row] = self.mirrored[row] = 0
         self.kind[row], self.direction[row] = KV, LEFT
 
     def release_all(self, rows: np.ndarray) -> None:

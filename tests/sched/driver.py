@@ -18,7 +18,7 @@ from jaxserve.sched.state.request_table import State
 from jaxserve.sched.step import Step
 from jaxserve.sched.workloads.guessable import draw
 from tests.cost_models import FLAT
-from tests.sched.cache.invariants import check_host, check_pool
+from tests.sched.cache.invariants import TableMirror, check_host, check_pool
 
 MAX_STEPS = 5000  # of one test: more means that it does not end
 
@@ -69,6 +69,7 @@ class Drive:
             retention=make_retention(retention),
         )
         self.table, self.pool = self.scheduler.table, self.scheduler.pool
+        self._mirror = TableMirror(self.pool)
         self.plans: list[dict[int, int]] = []
         self.preempted: list[int] = []
         self.cuts = 0
@@ -111,6 +112,7 @@ class Drive:
         table, pool = self.table, self.pool
         prefill = ~table.decoding(np.arange(table.capacity))
         booked = self.scheduler.schedule(now, overrun=overrun)
+        self._mirror.follow(booked)
         plan = booked.plan
         self._check(plan, prefill)
         seq = np.sort(table.seq[plan.rows])  # those of one step start together

@@ -1,8 +1,9 @@
 """How one step's numbers travel to the device: a single int32 buffer, one transfer a step.
 
-If block tables are large, only the ids in use are sent, in a compact buffer, which `expand` turns
-into the whole one on the device. Steps with more ids than a compact buffer holds send the whole
-one.
+If block tables are large, the device keeps one for each of its slots (`empty_tables`), and a step
+sends only the ids that are new, in a compact buffer, which `expand` turns into the whole one on the
+device. So what is sent does not grow with the contexts. Steps with more new ids than a compact
+buffer holds send the whole one, out of which `keep` takes the tables.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ PLACEHOLDER = -1
 NO_TARGET = -1
 """Nobody asks what the model thinks of the token that follows."""
 
-_SMALL_TABLES = 1 << 16
+_SMALL_TABLES = 1 << 14
 """Tables of no more ids are sent whole: their bytes cost less than a program that expands them."""
 _COMPACT_PART = 16
-"""A compact buffer holds this part of the ids."""
+"""A large compact buffer holds this part of the ids; a small one what a step's own tokens need."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Rows:
         drafts: how many of a row's last tokens are drafts, [n]; None for none. All of these rows'
             tokens are known to the host.
         adapters: number of each row's adapter, [n], or 0; see `jaxserve.models.lora`.
+        mirrored: how many blocks a plane of each row's table its slot has on the device already,
+            [n]; None where the tables are to be sent whole.
     """
 
     counts: np.ndarray
@@ -61,6 +64,7 @@ class Rows:
     emits: np.ndarray | int = 0
     drafts: np.ndarray | None = None
     adapters: np.ndarray | int = 0
+    mirrored: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -133,9 +137,14 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of the buffers that can be sent: the compact one, if there is one, and the whole
-        one."""
+        """Elements of the buffers that can be sent, ascending: the compact ones, if there are any,
+        and the whole one."""
         return _places(self).sizes
+
+    @property
+    def mirrors(self) -> bool:
+        """Whether the device keeps the tables of its slots, so that only news are sent."""
+        return len(self.sizes) > 1
 
     def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
         """The fields as writable views of a buffer; of a compact one, all but the tables."""
@@ -160,18 +169,23 @@ class Layout:
         counts, contexts = rows.counts[order], rows.contexts[order]
         n, total = len(order), int(counts.sum())
         first = np.cumsum(counts) - counts
-        blocks = self._blocks(contexts + counts)
-        begin, sizes = _places(self).tables, self.sizes
-        used = begin + 2 * int(blocks.sum())
-        buffer = self._padding(sizes[bisect.bisect_left(sizes, used)])
+        blocks, there = self._blocks(contexts + counts), None
+        begin, size = _places(self).tables, self.size
+        if self.mirrors and rows.mirrored is not None:
+            there = np.minimum(rows.mirrored[order], blocks)
+            used = begin + self.rows + 2 * int((blocks - there).sum())
+            size = self.sizes[min(bisect.bisect_left(self.sizes, used), len(self.sizes) - 1)]
+        buffer = self.padding(size)
         fields = self.views(buffer)
         fields["token_row"][:total] = np.repeat(np.arange(n, dtype=np.int32), counts)
         which = order if rows.table_rows is None else rows.table_rows[order]
-        if "tables" in fields:
+        if there is None or "tables" in fields:
             width = blocks.max(initial=0)
             fields["tables"][:n, :, :width] = rows.tables[which, :, :width]
         else:
-            buffer[begin:used] = _used_ids(rows.tables, which, blocks)
+            ids = begin + self.rows
+            buffer[begin : begin + n] = there
+            buffer[ids:used] = _new_ids(rows.tables, which, there, blocks - there)
         fields["context_lens"][:n] = contexts + counts
         fields["query_start"][:n] = first
         fields["query_lens"][:n] = counts
@@ -203,7 +217,7 @@ class Layout:
 
     def empty(self) -> np.ndarray:
         """A whole buffer of padding: no rows, no tokens."""
-        return self._padding(self.size)
+        return self.padding(self.size)
 
     def _blocks(self, contexts: np.ndarray) -> np.ndarray:
         """Blocks in use of each plane for rows of so many tokens."""
@@ -211,7 +225,8 @@ class Layout:
             return np.full(len(contexts), self.width)
         return -(-contexts // self.block_size)
 
-    def _padding(self, size: int) -> np.ndarray:
+    def padding(self, size: int) -> np.ndarray:
+        """A buffer of one of the layout's `sizes`, without rows."""
         buffer = np.zeros(size, np.int32)
         fields = self.views(buffer)
         fields["token_row"][:] = self.rows
@@ -225,10 +240,8 @@ class Layout:
         return buffer
 
     def as_expanded(self) -> Layout:
-        """What `expand` depends on: the same for all layouts with such buffers."""
-        return dataclasses.replace(
-            self, slots=0, decode_only=False, hidden=0, kv=True, drafts=False
-        )
+        """What `expand` and `keep` depend on: the same for all layouts with such buffers."""
+        return dataclasses.replace(self, decode_only=False, hidden=0, kv=True, drafts=False)
 
     def no_targets(self) -> np.ndarray:
         """int32 [tokens] of NO_TARGET, see `Executor.submit`."""
@@ -256,43 +269,86 @@ def _places(layout: Layout) -> _Places:
         begin, end = end, end + math.prod(shape)
         fields.append((name, begin, end, shape))
     ids = end - begin
-    large = layout.block_size > 0 and ids > _SMALL_TABLES
-    return _Places(fields, begin, (begin + ids // _COMPACT_PART, end) if large else (end,))
+    if not layout.block_size or ids <= _SMALL_TABLES:
+        return _Places(fields, begin, (end,))
+    begun = -(-layout.tokens // layout.block_size) + layout.rows  # blocks a plane, at most
+    compact = {begin + layout.rows + room for room in (2 * begun, ids // _COMPACT_PART)}
+    return _Places(fields, begin, (*sorted(size for size in compact if size < end), end))
 
 
-def _used_ids(tables: np.ndarray, rows: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """The first blocks[i] ids of both planes of row rows[i], row after row."""
+def _new_ids(
+    tables: np.ndarray, rows: np.ndarray, first: np.ndarray, count: np.ndarray
+) -> np.ndarray:
+    """Ids first[i] to first[i] + count[i] of both planes of row rows[i], row after row."""
     width = tables.shape[2]
-    counts = np.repeat(blocks, 2)
-    begins = (2 * width * rows[:, None] + np.array([0, width])).ravel()
+    counts = np.repeat(count, 2)
+    begins = (2 * width * rows[:, None] + np.array([0, width]) + first[:, None]).ravel()
     begins -= np.cumsum(counts) - counts
     return tables.ravel()[np.repeat(begins, counts) + np.arange(counts.sum())]
 
 
-def expand(packed: jax.Array, *, layout: Layout) -> jax.Array:
-    """The whole buffer [layout.size] of a compact one, inside a jitted function. Tables hold other
-    rows' ids, or 0, past a row's own blocks."""
+def empty_tables(layout: Layout) -> np.ndarray:
+    """What the device keeps of block tables before any step: int32 [slots + 1, 2 * width], the last
+    row for rows without a slot. Zeros, since kernels may read the ids past a row's own."""
+    return np.zeros((layout.slots + 1, 2 * layout.width), np.int32)
+
+
+def keep(whole: jax.Array, tables: jax.Array, *, layout: Layout) -> jax.Array:
+    """The tables of all slots after a whole buffer was sent, inside a jitted function. tables:
+    donated, those before."""
+    fields, width = layout.unpack(whole), 2 * layout.width
+    new = fields["tables"].reshape(layout.rows, width)
+
+    def one(i: jax.Array, tables: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(tables, new[i][None], (fields["slots"][i], 0))
+
+    return jax.lax.platform_dependent(
+        tables,
+        cpu=lambda tables: jax.lax.fori_loop(0, layout.rows, one, tables),
+        default=lambda tables: tables.at[fields["slots"]].set(new),
+    )
+
+
+def expand(packed: jax.Array, tables: jax.Array, *, layout: Layout) -> tuple[jax.Array, jax.Array]:
+    """The whole buffer of a compact one, inside a jitted function.
+
+    Args:
+        packed: int32, of one of the layout's sizes but the last.
+        tables: int32 [slots + 1, 2 * width], of all slots before; donated.
+        layout: `Layout.as_expanded` of the step's.
+
+    Returns:
+        The buffer [layout.size], whose tables hold other ids, of any blocks, past a row's own
+        blocks; and the tables of all slots.
+    """
     fields, begin, width = layout.unpack(packed), _places(layout).tables, layout.width
-    blocks = -(-fields["context_lens"] // layout.block_size)
-    k = 2 * (jnp.cumsum(blocks) - blocks)
-    begins = jnp.stack([k, k + blocks], axis=1).reshape(-1)
-    ids = jnp.pad(packed[begin:], (0, width))
+    rows, slots = layout.rows, fields["slots"]
+    there, ids = packed[begin : begin + rows], packed[begin + rows :]
+    counts = jnp.repeat(-(-fields["context_lens"] // layout.block_size) - there, 2)
+    ends = jnp.cumsum(counts)
+    # Where the first id of each row and plane goes, less its place among all that came.
+    firsts = jnp.stack([slots * 2 * width + there, (slots * 2 + 1) * width + there], axis=1)
+    moved = firsts.reshape(-1) - (ends - counts)
+    at = jnp.arange(len(ids), dtype=jnp.int32)
+    of = jnp.searchsorted(ends, at, side="right", method="scan_unrolled")
+    target = jnp.where(of < 2 * rows, moved[jnp.minimum(of, 2 * rows - 1)] + at, tables.size)
+    tables = tables.reshape(-1).at[target].set(ids, mode="drop", unique_indices=True)
+    tables = tables.reshape(layout.slots + 1, 2 * width)
 
     def gathered(whole: jax.Array) -> jax.Array:
-        tables = jax.vmap(lambda at: jax.lax.dynamic_slice(ids, (at,), (width,)))(begins)
-        return jax.lax.dynamic_update_slice(whole, tables.reshape(-1), (begin,))
+        return jax.lax.dynamic_update_slice(whole, tables[slots].reshape(-1), (begin,))
 
     def copied(whole: jax.Array) -> jax.Array:
         def one(i: jax.Array, whole: jax.Array) -> jax.Array:
-            table = jax.lax.dynamic_slice(ids, (begins[i],), (width,))
-            return jax.lax.dynamic_update_slice(whole, table, (begin + i * width,))
+            table = jax.lax.dynamic_slice(tables, (slots[i], 0), (1, 2 * width)).reshape(-1)
+            return jax.lax.dynamic_update_slice(whole, table, (begin + i * 2 * width,))
 
-        return jax.lax.fori_loop(0, len(begins), one, whole)
+        return jax.lax.fori_loop(0, rows, one, whole)
 
     # A gather copies number by number on CPUs; a loop starts a kernel each round on GPUs.
     whole = jnp.zeros(layout.size, jnp.int32)
     whole = jax.lax.platform_dependent(whole, cpu=copied, default=gathered)
-    return jax.lax.dynamic_update_slice(whole, packed[:begin], (0,))
+    return jax.lax.dynamic_update_slice(whole, packed[:begin], (0,)), tables
 
 
 def attention_batch(fields: dict[str, jax.Array]) -> AttentionBatch:

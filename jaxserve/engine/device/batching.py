@@ -11,6 +11,7 @@ from jaxserve.engine.device.batch_layout import Layout, PackedBatch, Rows
 from jaxserve.engine.device.buckets import Buckets
 from jaxserve.engine.device.executor import Executor
 from jaxserve.sched.cache.block_pool import BlockPool
+from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.step import CopySlots, Discard, Load, Move, ProjectSlots, Save, Step
 
 
@@ -25,7 +26,8 @@ def build_batch(
     adapters: np.ndarray | None = None,
     mixed: bool = False,
 ) -> tuple[Layout, PackedBatch]:
-    """Packs a step into the smallest layout that holds it.
+    """Packs a step into the smallest layout that holds it. Who calls it launches the step, since
+    the pool's `mirrored` counts as sent what is in the batch.
 
     Args:
         buckets: the layouts there are.
@@ -66,8 +68,12 @@ def build_batch(
         emits=step.emits,
         drafts=drafts,
         adapters=0 if adapters is None else adapters,
+        mirrored=pool.mirrored[rows],
     )
-    return layout, layout.pack(batch)
+    packed = layout.pack(batch)
+    if layout.mirrors:
+        pool.mirrored[rows] = blocks_a_plane(step.start + counts, pool.block_size)
+    return layout, packed
 
 
 def sampling_rows(step: Step, batch: PackedBatch) -> list[tuple[int, int]]:

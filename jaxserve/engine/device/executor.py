@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxserve.engine.device.batch_layout import Layout, expand
+from jaxserve.engine.device.batch_layout import Layout, empty_tables, expand, keep
 from jaxserve.engine.device.buckets import Buckets
 from jaxserve.engine.device.cache_moves import Mover
 from jaxserve.engine.device.device_arrays import put_replicated
@@ -247,11 +247,14 @@ class JaxExecutor:
         placed = pool_format(pool)
         self._step = make_model_step(model, placed)
         self._score = make_prompt_step(model)
-        self._expand = jax.jit(
-            expand,
-            static_argnames="layout",
-            out_shardings=None if model.mesh is None else self._place,
-        )
+        large = [layout for layout in buckets.all() if layout.mirrors]
+        self._tables: Any = put_replicated(empty_tables(large[0]), self._place) if large else None
+        placed_alike: dict[str, Any] = {
+            "static_argnames": "layout",
+            "donate_argnames": "tables",
+            "out_shardings": None if model.mesh is None else self._place,
+        }
+        self._expand, self._keep = (jax.jit(one, **placed_alike) for one in (expand, keep))
         self._project_to_kv = make_project_to_kv(model, placed)
         # Decode steps do not know of drafts; sampling is the same program for all of a size.
         self._no_drafts: dict[int, Checked] = {}
@@ -268,7 +271,7 @@ class JaxExecutor:
     @property
     def intact(self) -> bool:
         """See `Executor`. False once a failed call has lost what was donated to it."""
-        held = jax.tree.leaves((self.pool, self._state, self._adapters))
+        held = jax.tree.leaves((self.pool, self._state, self._adapters, self._tables))
         return not any(array.is_deleted() for array in held)
 
     @property
@@ -333,9 +336,12 @@ class JaxExecutor:
     def _put(self, layout: Layout, packed: np.ndarray) -> jax.Array:
         """A packed batch on the device, whole."""
         batch: jax.Array = put_replicated(packed, self._place)
-        if len(packed) == layout.size:
+        if not layout.mirrors:
             return batch
-        whole: jax.Array = self._expand(batch, layout=layout.as_expanded())
+        if len(packed) == layout.size:
+            self._tables = self._keep(batch, self._tables, layout=layout.as_expanded())
+            return batch
+        whole, self._tables = self._expand(batch, self._tables, layout=layout.as_expanded())
         return whole
 
     def sample(self, pending: PendingSample, masks: np.ndarray) -> StepHandle:
@@ -430,8 +436,8 @@ class JaxExecutor:
 
     def _put_all(self, layout: Layout) -> None:
         """Compiles what brings a packed batch to the device, of each length."""
-        for size in layout.sizes[:-1]:
-            self._put(layout, np.zeros(size, np.int32))
+        for size in layout.sizes if layout.mirrors else ():
+            self._put(layout, layout.padding(size))
 
     def _run_once(self, layout: Layout, full: bool) -> None:
         """A step on padding, which compiles what goes with it, unless that is compiled already."""

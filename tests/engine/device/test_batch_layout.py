@@ -1,7 +1,8 @@
-"""What of a batch goes to the device: all of small block tables, and of large ones what is used."""
+"""What of a batch goes to the device: all of small block tables, and of large ones what is new."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,56 +15,131 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.engine.device import batch_layout as module
-from jaxserve.engine.device.batch_layout import Layout, Rows, expand
+from jaxserve.engine.device.batch_layout import Layout, Rows, empty_tables, expand, keep
 from jaxserve.engine.device.buckets import make_buckets
-from tests.engine.harness import SAMPLING, engine, generate, prompts
+from tests.engine.harness import SAMPLING, SCARCE, engine, generate, prompts
 
 ROWS, WIDTH, BLOCK = 128, 300, 4
 LARGE = Layout(ROWS, ROWS, WIDTH, ROWS, True, block_size=BLOCK)
 
 
-def decodes(contexts: list[int], width: int) -> Rows:
+def decodes(contexts: list[int], width: int, mirrored: list[int] | None = None) -> Rows:
     """One token each; every id of the tables is another number, and not all rows have a turn."""
     n = len(contexts)
     tables = np.arange(2 * n * 2 * width, dtype=np.int32).reshape(2 * n, 2, width)
-    ones = np.ones(n, np.int64)
-    return Rows(ones, np.array(contexts), tables, np.arange(n)[::-1] + n // 2, slots=np.arange(n))
+    there = None if mirrored is None else np.array(mirrored)
+    return Rows(
+        np.ones(n, np.int64),
+        np.array(contexts),
+        tables,
+        np.arange(n)[::-1] + n // 2,
+        slots=np.arange(n),
+        mirrored=there,
+    )
 
 
-def test_one_long_model_does_not_make_short_batches_large() -> None:
-    """128 rows of 131,072 positions have tables of 8 MiB, of which contexts of 2,000 use 1.5%."""
+@pytest.mark.parametrize("rows", [8, 128])
+def test_what_a_step_sends_does_not_grow_with_the_contexts(rows: int) -> None:
+    """128 rows of 131,072 positions have tables of 8 MiB."""
     buckets = make_buckets(128, 2048, width=131072 // 16, block_size=16)
-    layout = buckets.decode(128)
-    assert layout.size * 4 > 8 << 20
-    assert layout.pack(decodes([2000] * 128, layout.width)).buffer.nbytes < 600_000
-    everything = layout.pack(decodes([131071] * 128, layout.width))
-    assert everything.buffer.nbytes == layout.size * 4
+    layout = buckets.decode(rows)
+
+    def sent(context: int) -> int:
+        there = [context // 16] * rows
+        return layout.pack(decodes([context] * rows, layout.width, there)).buffer.nbytes
+
+    assert layout.size * 4 > rows << 16
+    assert sent(16) == sent(2000) == sent(131071) < 80 * rows
+    anew = layout.pack(decodes([131071] * rows, layout.width, [0] * rows))
+    assert anew.buffer.nbytes == layout.size * 4
+    few = [131071 // 16] * (rows - 1) + [0]  # one comes that finds a long prefix
+    some = layout.pack(decodes([131071] * (rows - 1) + [4000], layout.width, few))
+    assert some.buffer.nbytes < layout.size * 4 / 15
+
+
+def test_a_chunk_sends_its_own_blocks() -> None:
+    layout = make_buckets(128, 2048, width=131072 // 16, block_size=16).mixed(512)
+    tables = np.arange(2 * layout.width, dtype=np.int32).reshape(1, 2, -1)
+    sizes = set()
+    for context in (0, 512, 131072 - 512):
+        there = np.array([context // 16])
+        rows = Rows(np.array([512]), np.array([context]), tables, mirrored=there)
+        sizes.add(len(layout.pack(rows).buffer))
+    assert len(sizes) == 1 and sizes.pop() < 8000
 
 
 def test_small_tables_are_sent_whole() -> None:
     layout = make_buckets(8, 64, width=128, block_size=16).decode(8)
-    assert layout.sizes == (layout.size,)
+    assert layout.sizes == (layout.size,) and not layout.mirrors
 
 
-@given(contexts=st.lists(st.integers(0, 80), min_size=1, max_size=ROWS))
-def test_a_compact_batch_is_a_whole_one_on_the_device(contexts: list[int]) -> None:
-    rows = decodes(contexts, WIDTH)
-    packed = LARGE.pack(rows)
-    if len(packed.buffer) == LARGE.size:
-        assert sum(context // BLOCK + 1 for context in contexts) * 2 > LARGE.sizes[0] // 2
-        return
-    found = LARGE.views(np.asarray(EXPAND(packed.buffer)))
-    whole = Layout(ROWS, ROWS, WIDTH, ROWS, True)
-    want = whole.views(whole.pack(rows).buffer)
-    for row, context in enumerate(contexts):
-        used = context // BLOCK + 1
-        np.testing.assert_array_equal(found["tables"][row, :, :used], want["tables"][row, :, :used])
-    assert found["tables"].min() >= 0 and found["tables"].max() <= rows.tables.max()
-    for name in want.keys() - {"tables"}:
-        np.testing.assert_array_equal(found[name], want[name])
+class Mirror:
+    """The tables of a host, and those of a device that is sent batches."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.tables = self.rng.integers(1, 1 << 20, (2 * ROWS, 2, WIDTH), np.int32)
+        self.mirrored = np.zeros(2 * ROWS, np.int64)
+        self.contexts = np.zeros(2 * ROWS, np.int64)
+        self.row_of = np.arange(ROWS)  # by slot
+        self.device = jax.device_put(empty_tables(LARGE))
+        self.kinds = set[int]()
+
+    def step(self, count: int) -> None:
+        slots = self.rng.permutation(ROWS)[:count]
+        for slot in slots.tolist():
+            match int(self.rng.integers(8)):
+                case 0:  # somebody else gets it
+                    row = self.row_of[slot] = (self.row_of[slot] + ROWS) % (2 * ROWS)
+                    self.mirrored[row], self.contexts[row] = 0, self.rng.integers(WIDTH * BLOCK)
+                case 1:  # it reads another's block instead of its own
+                    row = self.row_of[slot]
+                    index = int(self.rng.integers(WIDTH))
+                    self.tables[row, :, index] += 1
+                    self.mirrored[row] = min(self.mirrored[row], index)
+        rows = self.row_of[slots]
+        batch = Rows(
+            np.ones(count, np.int64),
+            self.contexts[rows],
+            self.tables,
+            rows,
+            slots=slots,
+            mirrored=self.mirrored[rows],
+        )
+        packed = LARGE.pack(batch)
+        self.kinds.add(len(packed.buffer))
+        if len(packed.buffer) == LARGE.size:
+            self.device, whole = KEEP(packed.buffer, self.device), packed.buffer
+        else:
+            whole, self.device = EXPAND(packed.buffer, self.device)
+        found = LARGE.views(np.asarray(whole))
+        want = LARGE.views(LARGE.pack(dataclasses.replace(batch, mirrored=None)).buffer)
+        used = -(-(self.contexts[rows] + 1) // BLOCK)
+        for i, blocks in enumerate(used[packed.order].tolist()):
+            got, of = found["tables"][i, :, :blocks], want["tables"][i, :, :blocks]
+            np.testing.assert_array_equal(got, of)
+        for name in want.keys() - {"tables"}:
+            np.testing.assert_array_equal(found[name], want[name])
+        self.mirrored[rows] = used
+        self.contexts[rows] = np.minimum(self.contexts[rows] + 3, WIDTH * BLOCK - 1)
+
+
+@given(seed=st.integers(0, 2**32 - 1), counts=st.lists(st.integers(1, ROWS), max_size=8))
+def test_a_compact_batch_is_a_whole_one_on_the_device(seed: int, counts: list[int]) -> None:
+    mirror = Mirror(seed)
+    for count in counts:
+        mirror.step(count)
+
+
+def test_batches_of_all_sizes_occur() -> None:
+    mirror = Mirror(0)
+    for count in (1, 8, ROWS, 2, ROWS, 1, 8):
+        mirror.step(count)
+    assert mirror.kinds == set(LARGE.sizes)
 
 
 EXPAND = jax.jit(partial(expand, layout=LARGE.as_expanded()))
+KEEP = jax.jit(partial(keep, layout=LARGE.as_expanded()))
 
 
 def test_the_text_is_the_same(
@@ -71,12 +147,13 @@ def test_the_text_is_the_same(
     shapes: dict[str, Path],
     alone: Callable[[str], list[list[int]]],
 ) -> None:
-    """Of an engine, too, whose batches are compact until they are large."""
+    """Of an engine, too, whose rows lose their blocks and read others', and whose slots change
+    hands."""
     want = alone("opt")
     monkeypatch.setattr(module, "_SMALL_TABLES", 0)
     module._places.cache_clear()
     sent = set()
-    with engine(shapes["opt"], engine__forbid_compile=True) as made:
+    with engine(shapes["opt"], cache__prefix_caching=True, **SCARCE) as made:
         executor: Any = made.executor
         submit = executor.submit
 
@@ -86,5 +163,9 @@ def test_the_text_is_the_same(
 
         executor.submit = noted
         assert generate(made, prompts(), **SAMPLING) == want
-    assert sent == {True, False}
+        for _ in range(2):
+            assert generate(made, prompts()[:1], **SAMPLING) == want[:1]
+        stats = made.stats()
+        assert stats.preemptions and sum(stats.prefix_cache_hits.values())
+    assert False in sent
     module._places.cache_clear()

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxserve.sched.cache.block_pool import BlockPool
+from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.cache.cache_kinds import HIDDEN, NOBODY, Direction
 from jaxserve.sched.cache.free_blocks import FreeBlocks
 from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.cache.prefix_cache import Page, PrefixCache
 from jaxserve.sched.simulation.replica.counted_pool import CountedPool
+from jaxserve.sched.step import Step
 
 
 def check_pool(pool: BlockPool) -> None:
@@ -33,6 +35,7 @@ def check_pool(pool: BlockPool) -> None:
     for row in range(len(pool.held)):
         alone = int((refs[pool.blocks_of(row)] == 1).sum()) if pool.held[row] else 0
         assert pool.private(row) == alone, f"row {row}'s own blocks are miscounted"
+    assert (pool.mirrored <= pool.held).all(), "blocks are mirrored that nobody holds"
     used = refs > 0
     if pool.cache is not None:
         check_cache(pool, refs)
@@ -44,6 +47,29 @@ def check_pool(pool: BlockPool) -> None:
             assert block in held, f"block {block} has an owner that does not hold it there"
     whole = np.arange(pool.width) >= pool.held[:, None]
     assert (pool.cap[whole] == pool.block_size).all(), "tokens are missing where there are none"
+
+
+class TableMirror:
+    """A copy of a pool's tables that gets what is new with each step, as a device's does."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._copies: dict[int, np.ndarray] = {}
+
+    def follow(self, step: Step) -> None:
+        """Copies what the step needs and the copy lacks; AssertionError if it then differs."""
+        pool = self._pool
+        if isinstance(pool, CountedPool):
+            return
+        needed = blocks_a_plane(step.start + step.plan.num_tokens, pool.block_size)
+        for row, end in zip(step.rows.tolist(), needed.tolist(), strict=True):
+            copy = self._copies.setdefault(row, np.zeros_like(pool.tables[row]))
+            first = int(pool.mirrored[row])
+            copy[:, first:end] = pool.tables[row, :, first:end]
+            pool.mirrored[row] = end
+            planes = len(pool.blocks_of(row))
+            same = copy[:planes, :end] == pool.tables[row, :planes, :end]
+            assert same.all(), f"row {row}'s table has changed behind its mirror"
 
 
 def check_cache(pool: BlockPool, refs: np.ndarray) -> None:

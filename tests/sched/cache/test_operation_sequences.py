@@ -25,7 +25,7 @@ from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.restore_plan import left_filled, overwritten_ranges, plan_restore
 from jaxserve.sched.state.request_table import RUNNING, WAITING
 from jaxserve.sched.step import CopySlots, Discard, Load, ProjectSlots, Save, Step
-from tests.sched.cache.invariants import check_host, check_pool
+from tests.sched.cache.invariants import TableMirror, check_host, check_pool
 from tests.sched.cache.lending import lend
 from tests.sched.cache.operations import BLOCK, HIDDEN, KV, LEFT, RIGHT, array, run, scheduler
 
@@ -40,6 +40,7 @@ class Operations(RuleBasedStateMachine):
     @initialize(blocks=st.integers(6, 20), host=st.integers(0, 40), running=st.integers(0, 3))
     def start(self, blocks: int, host: int, running: int) -> None:
         self.made = scheduler(blocks=blocks, host_slots=host)
+        self.mirror = TableMirror(self.made.pool)
         self.device: dict[tuple[int, int], tuple[int, int]] = {}  # (block, slot) -> (row, token)
         self.host: dict[int, list[tuple[int, int]]] = {}
         self.readers: set[int] = set()  # of others' prefixes, whose tokens are told apart here
@@ -61,6 +62,7 @@ class Operations(RuleBasedStateMachine):
 
     def carry_out(self, step: Step) -> None:
         made = self.made
+        self.mirror.follow(step)
         for move in step.moves:
             if isinstance(move, Save):
                 for key, slots in self.by_key(move):

@@ -63,6 +63,7 @@ class Conversations:
         """Whether anything was planned."""
         scheduler, table = self.drive.scheduler, self.drive.table
         step = scheduler.schedule(self.now)
+        self.drive._mirror.follow(step)
         self.device.run(step, self.drive.pool, self.tokens)
         scheduler.release_finished(step)
         self.late.append([(row, int(table.seq[row])) for row in step.emitting.tolist()])
