@@ -6,6 +6,7 @@
     jaxserve bench load --rate=2 --lengths=lengths.csv --address=localhost:50051
     jaxserve bench load --rate=2 --classes=chat:0.7:ttft=500ms,batch:0.3:jct=60s
     jaxserve bench plan
+    jaxserve bench context
     jaxserve bench fidelity --config=configs/tiny_cpu.py,configs/opt_125m_cpu.py
     jaxserve bench mixed --rate=16
     jaxserve bench slo --load=0.5
@@ -18,8 +19,9 @@
 
 `jaxserve bench COMMAND --help` says more of each. The engine runs in this process, with the presets
 and flags of serve.py (--config, --model, --load_format, --policy, --config.x.y=); `load --address`
-goes to a running server instead, `plan` and `simulate` have no engine, `abuse` and `soak` start
-servers of their own. Prompts are random token ids, and the end-of-sequence token is ignored.
+goes to a running server instead, `plan` and `simulate` have no engine, `context` has no device,
+`abuse` and `soak` start servers of their own. Prompts are random token ids, and the
+end-of-sequence token is ignored.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ Measure = Callable[[Target], dict[str, Any]]
 # what they do.
 STANDALONE = {
     "plan": ("bench.planning_time", "host time of each policy's plan, without an engine"),
+    "context": ("bench.context", "host time of a step by the length of contexts, without a device"),
     "simulate": ("bench.simulation_speed", "how long it takes to simulate an hour of traffic"),
     "mixed": ("bench.mixed", "real-time requests over a best-effort batch, by policy"),
     "slo": ("bench.slo", "requests of several SLO classes, by policy"),

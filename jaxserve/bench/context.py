@@ -1,0 +1,233 @@
+"""What the engine's thread does for a step, by the length of the contexts: it must not grow.
+
+    jaxserve bench context
+    jaxserve bench context --contexts=1024,131072 --rows=1,32 --json
+
+The engine as it is, over a device that computes nothing: its tokens are there at once. So the times
+are the host's alone, medians over the last steps of each kind: taking requests in, planning,
+booking, packing the batch, detokenising and streaming. Beside them stand the numbers, of 4 bytes,
+that such a step sends to the device, at most. Requests that decode together have one prompt, which
+the first has computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.bench.command import BenchParser
+from jaxserve.command_line import tell
+from jaxserve.config import Config
+from jaxserve.engine.device.batch_layout import Layout
+from jaxserve.engine.device.buckets import Buckets
+from jaxserve.engine.device.sampling import SampleResult
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.output import Output
+from jaxserve.engine.startup.build import assemble
+from jaxserve.engine.startup.engine_choices import choose
+from jaxserve.engine.stats import Observer, StepStats
+from jaxserve.engine.text.detokenizer import load_tokenizer
+from jaxserve.machine import machine, versions
+from jaxserve.progress import Show
+from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
+from jaxserve.sched.request import Request, SamplingParams
+from jaxserve.sched.simulation.systems.profiles import System
+
+CONTEXTS, ROWS = (1024, 16384, 131072), (1, 32)
+BLOCK_SIZE, CHUNK = 16, 512
+MEASURED = 64  # steps that decode
+LAST = 32  # of which so many count, and of the chunks
+VOCAB, WORD, END = 1000, 7, 2
+KINDS = ("decode", "chunk")
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "intermediate_size": 8,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "eos_token_id": END,
+}
+"""Nobody computes it; its blocks are small, so that many fit."""
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, checked; argparse exits by itself where they are wrong."""
+    parser = BenchParser("context", description=__doc__)
+    add = parser.add_argument
+    add("--policy", default="goodput", help="(%(default)s)")
+    for name, default, told in (
+        ("contexts", CONTEXTS, "tokens of a request, in all"),
+        ("rows", ROWS, "requests that decode together"),
+    ):
+        add(f"--{name}", default=",".join(map(str, default)), help=f"{told} (%(default)s)")
+    args: argparse.Namespace = parser.parse_args(argv)
+    try:
+        parser.check(args)
+        for name, least in (("contexts", 2 * MEASURED), ("rows", 1)):
+            values = [int(number) for number in getattr(args, name).split(",")]
+            if min(values) < least:
+                raise ValueError(f"--{name} must be at least {least}, got {min(values)}")
+            setattr(args, name, values)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def show(args: argparse.Namespace) -> int:
+    """Measures and prints; the exit code."""
+    result = measure(args.policy, args.contexts, args.rows)
+    told = {"command": "context", "host": result, "machine": machine(), "versions": versions()}
+    tell(args, text(result), told)
+    return 0
+
+
+class _NoDevice:
+    """An `Executor` that computes nothing. sent: int32 numbers by step."""
+
+    copies_beside, intact = False, True
+
+    def __init__(self, buckets: Buckets) -> None:
+        self.buckets = buckets
+        self.sent: list[int] = []
+
+    def admit(self, slot: int, params: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def submit(
+        self, layout: Layout, packed: np.ndarray, *, full: bool, targets: np.ndarray | None = None
+    ) -> _Done:
+        self.sent.append(len(packed))
+        tokens: Any = np.full(layout.rows, WORD, np.int32)
+        return _Done(SampleResult(tokens, None, None, None))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Done:
+    """A step that has ended."""
+
+    tokens: SampleResult
+
+    def result(self) -> SampleResult:
+        return self.tokens
+
+
+class _Steps(Observer):
+    def __init__(self) -> None:
+        self.told: list[StepStats] = []
+
+    def on_step(self, stats: StepStats) -> None:
+        self.told.append(stats)
+
+
+def measure(policy: str, contexts: Sequence[int], rows: Sequence[int]) -> list[dict[str, Any]]:
+    """One dict for each number of rows and context: `rows`, `context`, and of each of KINDS
+    `KIND_ms`, the host's for a step, and `KIND_sent`."""
+    with tempfile.TemporaryDirectory() as folder:
+        longest = max(contexts)
+        return [_one(Path(folder), policy, n, c, longest) for n in rows for c in contexts]
+
+
+def _one(folder: Path, policy: str, rows: int, context: int, longest: int) -> dict[str, Any]:
+    engine, device = engine_without_device(folder, policy, rows, longest)
+    steps, tokens = _Steps(), np.random.default_rng(0).integers(WORD, VOCAB, context - MEASURED)
+    engine.add_observer(steps)
+    engine.start()
+    try:
+        serve(engine, tokens.tolist(), 1, 1)
+        serve(engine, tokens.tolist(), rows, MEASURED)
+    finally:
+        engine.stop()
+    told = list(zip(steps.told, device.sent, strict=True))
+    found: dict[str, Any] = {"rows": rows, "context": context}
+    for kind, which in zip(
+        KINDS,
+        (
+            [one for one in told if one[0].num_decodes == rows == one[0].num_rows],
+            [one for one in told if one[0].num_prefill_tokens == CHUNK],
+        ),
+        strict=True,
+    ):
+        last = which[-LAST:]
+        times = [step.host_time for step, _ in last]
+        found[f"{kind}_ms"] = round(1e3 * statistics.median(times), 3) if last else None
+        found[f"{kind}_sent"] = max((sent for _, sent in last), default=None)
+    return found
+
+
+def serve(engine: Engine, prompt: Sequence[int], rows: int, max_tokens: int) -> None:
+    """So many requests with this prompt, to their ends."""
+    ended = threading.Semaphore(0)
+
+    def on_output(output: Output) -> None:
+        if output.finish_reason is not None:
+            ended.release()
+
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    for number in range(rows):
+        engine.submit(Request(str(number), tuple(prompt), sampling), on_output)
+    for _ in range(rows):
+        ended.acquire()
+
+
+def engine_without_device(
+    folder: Path, policy: str, rows: int, longest: int
+) -> tuple[Engine, _NoDevice]:
+    """Put together as `build_engine` does it, but for the device and the weights."""
+    ones = dict.fromkeys(("per_token", "token_bias", "decode_kv"), 1e-6)
+    others = ("decode_bias", "per_decode", "prefill_quad", "prefill_bias", "per_prefill")
+    priced = Coefficients(**ones, **dict.fromkeys((*others, "prefill_m"), 0.0))
+    config = Config().with_fields(
+        model__path=str(folder),
+        model__load_format="random",
+        scheduler__policy=policy,
+        scheduler__max_rows=max(rows, 8),
+        scheduler__max_batch_tokens=CHUNK,
+        scheduler__max_prefill_tokens=CHUNK,
+        scheduler__max_queue=rows,
+        scheduler__profile=str(folder / "profile.json"),
+        cache__block_size=BLOCK_SIZE,
+        cache__num_blocks=4 * (-(-longest // BLOCK_SIZE) + rows * (MEASURED // BLOCK_SIZE + 2)),
+        engine__compilation_cache_dir="",
+    )
+    model = LinearCostModel(priced, MODEL["num_hidden_layers"])
+    System("none", model, kv_tokens=1, rho=0.0).save(folder / "profile.json")
+    shape = {**MODEL, "max_position_embeddings": longest}
+    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    chosen = choose(config)
+    device = _NoDevice(chosen.buckets)
+    tokenizer = load_tokenizer(None, chosen.model.config.vocab_size)
+    built = assemble(
+        config,
+        chosen,
+        device,  # type: ignore[arg-type]
+        tokenizer,
+        pool_bytes=0,
+        progress=Show.NOTHING,
+    )
+    return built, device
+
+
+def text(result: Sequence[dict[str, Any]]) -> str:
+    """The figures as a table."""
+    head = f"{'rows':>6}{'context':>9}" + "".join(f"{k + ' ms':>11}{'sent':>9}" for k in KINDS)
+    lines = [head]
+    for one in result:
+        cells = "".join(f"{one[f'{k}_ms'] or 0:>11.3f}{one[f'{k}_sent'] or 0:>9}" for k in KINDS)
+        lines.append(f"{one['rows']:>6}{one['context']:>9}{cells}")
+    return "\n".join(lines)
