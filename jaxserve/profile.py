@@ -113,7 +113,7 @@ def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit,
     `measure_host`."""
     info, scheduler = engine.info(), engine._scheduler
     limits = scheduler.view.limits
-    timer = StepTimer(engine.executor, info.num_blocks)
+    timer = StepTimer(engine.executor, info.num_blocks, info.vocab_size)
     wanted = shapes(
         timer.padding,
         max_rows=limits.max_rows,
@@ -134,7 +134,7 @@ def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit,
         Sample(shape.features(timer.padding), statistics.median(times[1:]))  # the first warms up
         for times, shape in zip(taken, wanted, strict=True)
     ]
-    found = fit(samples, info.num_layers)
+    found = fit(samples, info.num_layers, scheduler.view.cost_model.model.experts)
     # Copies were timed one way after the other, with nothing beside them.
     model = dataclasses.replace(found.model, overlapped=engine.executor.copies_beside)
     found = dataclasses.replace(found, model=model)

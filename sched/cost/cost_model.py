@@ -2,11 +2,13 @@
 
 The features are those of InferMax section 3.2 (tokens, KV read by decodes, c^2 + 2cm of prefill
 chunks, biases, and the terms that grow with the number of requests), with the hidden cache's and
-the pool operations' beside them. Times are in seconds, lengths in tokens.
+the pool operations' beside them, and the experts that a mixture of experts reads (`experts_read`).
+Times are in seconds, lengths in tokens.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
@@ -164,6 +166,7 @@ class Coefficients:
         sampled_row: Each of sampled_rows.
         batch_bias: A batch of more than one padded token, which multiplies matrices instead of a
             matrix and a vector.
+        per_expert: Each expert that a batch reads (`experts_read`), of models that have some.
 
     Raises:
         ValueError: One is negative or not finite.
@@ -185,6 +188,7 @@ class Coefficients:
     hidden_prefill: float = 0.0
     sampled_row: float = 0.0
     batch_bias: float = 0.0
+    per_expert: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -197,6 +201,38 @@ class Coefficients:
         return asdict(self)
 
 
+_NO_MATTER = 2.0**-60  # a share of the experts that is as good as none
+
+
+@functools.lru_cache(maxsize=64)
+def _unread(num_experts: int, experts_per_token: int) -> np.ndarray:
+    """The share of the experts that 0, 1, 2... tokens do not read; 0 for that many and more. By
+    products, one after the other: powers of arrays and of numbers differ in their last bit."""
+    share, found = 1.0 - experts_per_token / num_experts, [1.0]
+    while found[-1] > _NO_MATTER:
+        found.append(found[-1] * share)
+    return np.array([*found, 0.0])
+
+
+def experts_read(num_experts: int, experts_per_token: int, tokens: Any) -> Any:
+    """Experts of a layer that a batch is expected to read, E (1 - (1 - k / E)^T): each of T tokens
+    goes to k of E, and each expert is as likely as the others.
+
+    Args:
+        num_experts: E.
+        experts_per_token: k.
+        tokens: T, a number or an array.
+
+    Returns:
+        Numbers of experts, floats.
+    """
+    unread = _unread(num_experts, experts_per_token)
+    if isinstance(tokens, int):
+        return num_experts * (1.0 - float(unread[min(tokens, len(unread) - 1)]))
+    at = np.minimum(tokens, len(unread) - 1).astype(np.int64)
+    return num_experts * (1.0 - unread[at])
+
+
 @dataclass(frozen=True, slots=True)
 class LinearCostModel:
     """batch time = num_layers x (token part + decode part + prefill part + copies).
@@ -207,24 +243,43 @@ class LinearCostModel:
         overlapped: Whether copies to and from the host overlap with the batch and with each other,
             so that a step takes as long as the longest of the three (BROS section 4.1, T = max(f(L,
             S), g(K))).
+        num_experts: Experts of a layer; 0 where it has one feed-forward.
+        experts_per_token: How many of them a token goes to.
 
     Raises:
-        ValueError: There are no layers.
+        ValueError: There are no layers, or a token goes to none of the experts, or to more than
+            there are.
     """
 
     coefficients: Coefficients
     num_layers: int
     overlapped: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
 
     def __post_init__(self) -> None:
         if self.num_layers < 1:
             raise ValueError(f"num_layers must be at least 1, got {self.num_layers}")
+        least = min(1, self.num_experts)
+        if not least <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"experts_per_token must be {least} to num_experts, {self.num_experts}, got "
+                f"{self.experts_per_token}"
+            )
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        """Of a layer, and how many of them a token goes to."""
+        return self.num_experts, self.experts_per_token
 
     def batch_time(self, features: BatchFeatures) -> Any:
-        """InferMax section 3.2, with padding, hidden caches and swaps; see `CostModel`."""
+        """InferMax section 3.2, with padding, hidden caches, swaps and experts; see `CostModel`."""
         k, f = self.coefficients, features
         layer = k.token_bias + k.per_token * f.padded_tokens
         layer = layer + (f.padded_tokens > 1) * k.batch_bias
+        if self.num_experts:
+            read = experts_read(self.num_experts, self.experts_per_token, f.num_tokens)
+            layer = layer + k.per_expert * read
         layer = layer + (
             (f.num_decodes > 0) * k.decode_bias
             + k.decode_kv * f.decode_kv

@@ -8,10 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
+from jaxserve.sched.cost.cost_model import (
+    BatchFeatures,
+    Coefficients,
+    LinearCostModel,
+    experts_read,
+)
 
 FOLDS = 5
 PRIOR = 16.0  # steps that a prior counts as much as
+NO_EXPERTS = (0, 0)
 
 
 class FitError(ValueError):
@@ -53,9 +59,14 @@ class Fit:
     leave_out_error: float
 
 
-def fit(samples: Sequence[Sample], num_layers: int) -> Fit:
+def fit(samples: Sequence[Sample], num_layers: int, experts: tuple[int, int] = NO_EXPERTS) -> Fit:
     """Fits a model with non-negative coefficients by least squares of the relative errors, so that
     short steps, which are the most frequent, count as much as long ones.
+
+    Args:
+        samples: The measured steps.
+        num_layers: Of the model.
+        experts: `LinearCostModel.experts`.
 
     Raises:
         FitError: There are fewer than ten samples, or one took no time.
@@ -65,7 +76,7 @@ def fit(samples: Sequence[Sample], num_layers: int) -> Fit:
     seconds = np.array([s.seconds for s in samples])
     if not (np.isfinite(seconds).all() and (seconds > 0).all()):
         raise FitError("every measured step must have taken a positive time")
-    design = np.array([columns(s.features) for s in samples]) * num_layers
+    design = np.array([columns(s.features, experts=experts) for s in samples]) * num_layers
     weights = _solve(design, seconds)
     predicted = design @ weights
     relative = np.abs(predicted - seconds) / seconds
@@ -76,35 +87,58 @@ def fit(samples: Sequence[Sample], num_layers: int) -> Fit:
         if np.count_nonzero(parts == name) >= 3
     }
     r2["all"] = _r2(seconds, predicted)
-    model = LinearCostModel(Coefficients(*weights.tolist()), num_layers)
+    model = _model(weights, num_layers, experts)
     return Fit(
         model, r2, float(relative.mean()), float(relative.max()), _leave_out(design, seconds)
     )
 
 
-def least_squares(samples: Sequence[Sample], num_layers: int) -> LinearCostModel:
+def least_squares(
+    samples: Sequence[Sample], num_layers: int, experts: tuple[int, int] = NO_EXPERTS
+) -> LinearCostModel:
     """The same model as `fit`, from any number of samples and without its errors."""
-    design = np.array([columns(s.features) for s in samples]) * num_layers
+    design = np.array([columns(s.features, experts=experts) for s in samples]) * num_layers
     weights = _solve(design, np.array([s.seconds for s in samples]))
-    return LinearCostModel(Coefficients(*weights.tolist()), num_layers)
+    return _model(weights, num_layers, experts)
 
 
-def columns(f: BatchFeatures, model: LinearCostModel | None = None) -> list[Any]:
-    """The design matrix's columns, in the order of `Coefficients`; their product is seconds a
-    layer.
+def _model(weights: np.ndarray, num_layers: int, experts: tuple[int, int]) -> LinearCostModel:
+    coefficients = Coefficients(*weights.tolist())
+    num_experts, per_token = experts
+    return LinearCostModel(
+        coefficients, num_layers, num_experts=num_experts, experts_per_token=per_token
+    )
+
+
+def fitted(model: LinearCostModel) -> np.ndarray:
+    """The coefficients that `columns` has columns for, float64 [k]."""
+    values = list(model.coefficients.as_dict().values())
+    return np.array(values if model.num_experts else values[:-1])
+
+
+def columns(
+    f: BatchFeatures,
+    model: LinearCostModel | None = None,
+    *,
+    experts: tuple[int, int] = NO_EXPERTS,
+) -> list[Any]:
+    """The design matrix's columns, in the order of `Coefficients`, the last only where there are
+    experts; their product is seconds a layer.
 
     Args:
         f: One batch, for numbers, or several, for arrays (or one number for all of them).
         model: If it is overlapped, only the batch's or only the copies' columns are set for each
             step, whichever the model expects to take longer. By default the two add up.
+        experts: `LinearCostModel.experts`, where there is no model.
     """
     batch, copies = 1, f.saved_slots + f.loaded_slots
+    num_experts, per_token = experts if model is None else model.experts
     if model is not None and model.overlapped:
         longer = np.maximum(f.saved_slots, f.loaded_slots)
         copying = model.num_layers * model.coefficients.swapped_slot * longer
         batch = (longer == 0) | (model.batch_time(f) > copying)
         copies = longer * (1 - batch)
-    return [
+    found = [
         batch * f.padded_tokens,
         batch * 1.0,
         batch * f.decode_kv,
@@ -122,6 +156,9 @@ def columns(f: BatchFeatures, model: LinearCostModel | None = None) -> list[Any]
         batch * f.sampled_rows,
         batch * 1.0 * (f.padded_tokens > 1),
     ]
+    if num_experts:
+        found.append(batch * experts_read(num_experts, per_token, f.num_tokens))
+    return found
 
 
 def nearest(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
-from jaxserve.sched.cost.cost_model_fit import columns, nearest, ready_to_fit
+from jaxserve.sched.cost.cost_model_fit import columns, fitted, nearest, ready_to_fit
 
 HALF_LIFE = 1000  # steps after which an observation counts half
 ERROR_HALF_LIFE = 100
@@ -39,7 +39,7 @@ class OnlineCostModel:
         ready_to_fit()  # no step is to wait for it
         self.model = prior
         self.steps = 0
-        self._prior = np.array(list(prior.coefficients.as_dict().values()))
+        self._prior = fitted(prior)
         size = len(self._prior)
         self._a, self._b = np.zeros((size, size)), np.zeros(size)
         self._weight = 0.0  # of all observations that are not forgotten

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
-from jaxserve.sched.cost.cost_model_fit import PRIOR, FitError, columns, nearest
+from jaxserve.sched.cost.cost_model_fit import PRIOR, FitError, columns, fitted, nearest
 from jaxserve.sched.cost.host_overhead import HostOverhead
 
 MIN_STEPS = 10
@@ -118,8 +118,8 @@ def fit_device(steps: ServedSteps, prior: LinearCostModel) -> LinearCostModel:
         raise FitError(f"at least {MIN_STEPS} steps are needed, there are {len(steps)}")
     design = [np.broadcast_to(c, len(steps)) for c in columns(steps.features, prior)]
     design = [column * float(prior.num_layers) for column in design]
-    before = list(prior.coefficients.as_dict().values())
-    held = [PRIOR] * len(before)
+    before = fitted(prior).tolist()
+    num_fitted, held = len(before), [PRIOR] * len(before)
     if not _without_overlap(steps):
         design.append(1.0 * steps.after_idle)
         before.append(0.0)
@@ -127,7 +127,7 @@ def fit_device(steps: ServedSteps, prior: LinearCostModel) -> LinearCostModel:
     values = _robust(
         np.stack(design, axis=1), steps.device_time, CLIP, np.array(before), np.array(held)
     )
-    found = Coefficients(*values[: len(fields(Coefficients))].tolist())
+    found = Coefficients(*values[:num_fitted].tolist())
     least = LEAST_STEP_S / prior.num_layers  # noise may put all that a step takes on the others
     found = replace(found, token_bias=max(found.token_bias, least))
     return replace(prior, coefficients=found)

@@ -40,7 +40,8 @@ class Problem:
             token.
 
     Raises:
-        OptimalError: The workload cannot be served within the limits.
+        OptimalError: The workload cannot be served within the limits, or the cost model has
+            experts, whose times are not linear in what a batch has.
     """
 
     workload: Workload
@@ -55,6 +56,12 @@ class Problem:
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise OptimalError(f"objective must be one of {', '.join(OBJECTIVES)}")
+        model = self.cost_model
+        linear = model.linear if isinstance(model, InferMaxCostModel) else model
+        if linear.num_experts:
+            raise OptimalError(
+                f"cost_model has {linear.num_experts} experts; only models without are supported"
+            )
         for name in ("kv_tokens", "max_batch_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise OptimalError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -43,7 +43,8 @@ class Prices:
 
     @classmethod
     def from_cost_model(cls, model: CostModel) -> Prices:
-        """The model's prices, without padding and moves. ValueError if it is not linear."""
+        """The model's prices, without padding and moves. Every step reads all experts, as those
+        with prompts do. ValueError if it is not linear."""
         if isinstance(model, OnlineCostModel):
             model = model.model
         if isinstance(model, InferMaxCostModel):
@@ -52,7 +53,8 @@ class Prices:
             raise ValueError(f"{type(model).__name__} has no linear prices to publish")
         k, layers = model.coefficients, model.num_layers
         return Prices(
-            step=layers * (k.token_bias + k.batch_bias + k.decode_bias),
+            step=layers
+            * (k.token_bias + k.batch_bias + k.decode_bias + k.per_expert * model.num_experts),
             token=layers * k.per_token,
             decode=layers * k.per_decode,
             read=layers * k.decode_kv,

@@ -135,12 +135,15 @@ def _timed_once(
     padding: Padding,
     num_layers: int,
     *,
+    experts: tuple[int, int],
     progress: Progress,
 ) -> LinearCostModel:
     """`timed_model`, once a process for the same steps, as `cost_model_cache` has it."""
-    key = tuple(wanted), padding, num_layers
+    key = tuple(wanted), padding, num_layers, experts
     if key not in _timed:
-        _timed[key] = timed_model(seconds, wanted, padding, num_layers, progress=progress)
+        _timed[key] = timed_model(
+            seconds, wanted, padding, num_layers, experts=experts, progress=progress
+        )
     return _timed[key]
 
 

@@ -19,7 +19,7 @@ from jaxserve.engine.output import FinishReason
 from jaxserve.engine.recorder import Recorder, check_path
 from jaxserve.engine.startup.build import build_engine
 from jaxserve.engine.stats import RequestStats
-from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.cost.cost_model import BatchFeatures, LinearCostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.simulation.recording import replay
@@ -204,6 +204,20 @@ def test_requests_whose_ends_were_lost_do_not_pile_up(tmp_path: Path) -> None:
     assert 0 < len(carried) <= HEADER.max_queue + HEADER.max_rows
     older(path).unlink()
     replay.traffic_of(replay.read(path))
+
+
+def test_a_recording_knows_what_experts_take_and_older_ones_of_none(tmp_path: Path) -> None:
+    path = tmp_path / "served.jsonl"
+    priced = dataclasses.replace(FLAT.coefficients, per_expert=1e-5)
+    model = LinearCostModel(priced, 1, num_experts=8, experts_per_token=2)
+    path.write_text(first_line(dataclasses.replace(HEADER, cost_model=model), 0.0))
+    assert replay.read(path).header.cost_model == model
+    older_header = json.loads(first_line(HEADER, 0.0))
+    del older_header["cost_model"]["num_experts"]
+    del older_header["cost_model"]["experts_per_token"]
+    del older_header["cost_model"]["coefficients"]["per_expert"]
+    path.write_text(json.dumps(older_header) + "\n")
+    assert replay.read(path).header == HEADER
 
 
 def test_the_file_of_another_start_is_kept_and_left_out(tmp_path: Path) -> None:

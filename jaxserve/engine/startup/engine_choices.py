@@ -17,6 +17,7 @@ from jaxserve.engine.startup.model_options import (
     choose_dtype,
     choose_max_len,
     choose_read,
+    experts_of,
     given_rho,
     kept_behind_windows,
     load_shape,
@@ -333,6 +334,12 @@ def _profile(config: SchedulerConfig, model: ModelConfig) -> System | None:
         raise ConfigError(
             f"scheduler.profile: {path}: it is of a model with {layers} layers, this one has "
             f"{model.num_layers}"
+        )
+    known, own = profile.cost_model.experts, experts_of(model)
+    if known != own:
+        raise ConfigError(
+            f"scheduler.profile: {path}: it is of a model with {known[0]} experts, {known[1]} a "
+            f"token, this one has {own[0]}, {own[1]} a token"
         )
     return profile
 

@@ -10,6 +10,7 @@ from jaxserve.config import Config
 from jaxserve.engine.device.executor import Executor
 from jaxserve.engine.startup import cost_model_cache
 from jaxserve.engine.startup.engine_choices import Choices
+from jaxserve.engine.startup.model_options import experts_of
 from jaxserve.engine.startup.step_profile import Progress, shapes, timed_model
 from jaxserve.engine.startup.step_timer import StepTimer
 from jaxserve.sched.cost.cost_model import LinearCostModel
@@ -49,13 +50,14 @@ def find_initial_cost_model(
         config.engine.compilation_cache_dir,
         cost_model_cache.key_of(config.mesh.tensor, chosen),
     )
-    num_layers = chosen.model.config.num_layers
+    served = chosen.model.config
+    num_layers, experts = served.num_layers, experts_of(served)
     known = cost_model_cache.find(directory, key)
     beside = executor.copies_beside
     if known is not None:
-        model = LinearCostModel(known, num_layers, beside)
+        model = LinearCostModel(known, num_layers, beside, *experts)
         return _with_rho(model, chosen, "kept from an earlier start")
-    timer = StepTimer(executor, chosen.num_blocks)
+    timer = StepTimer(executor, chosen.num_blocks, served.vocab_size)
     limits = chosen.limits
     wanted = shapes(
         timer.padding,
@@ -65,7 +67,9 @@ def find_initial_cost_model(
         hidden=chosen.model.hidden_read is not None,
         swaps=chosen.moves_cache,
     )
-    model = timed_model(timer.seconds, wanted, timer.padding, num_layers, progress=progress)
+    model = timed_model(
+        *(timer.seconds, wanted, timer.padding, num_layers), experts=experts, progress=progress
+    )
     model = dataclasses.replace(model, overlapped=beside)  # timed one way after the other
     cost_model_cache.keep(directory, key, model.coefficients)
     return _with_rho(model, chosen, "timed at the start")

@@ -20,6 +20,7 @@ from jaxserve.models.base import Family, ModelConfig, with_quantization, with_wi
 from jaxserve.models.lora import LoraSlots, adapter_bytes, adapter_specs, projections
 from jaxserve.models.quantized import Quantization
 from jaxserve.sched.cache.cache_kinds import ABSORBED, default_hidden_read, why_no_hidden_caches
+from jaxserve.sched.cost.cost_model_fit import NO_EXPERTS
 from jaxserve.sched.policy import Policy
 from jaxserve.weights import checkpoint_dtype, load_config, load_preset
 
@@ -233,3 +234,7 @@ def lora_bytes(
     if slots is None:
         return 0
     return adapter_bytes(adapter_specs(family, model, slots, fused=True), dtype, mesh)
+def experts_of(model: ModelConfig) -> tuple[int, int]:
+    """`LinearCostModel.experts` of a model."""
+    experts = model.experts
+    return NO_EXPERTS if experts is None else (experts.num_experts, experts.experts_per_token)

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxserve.engine.startup.step_timer import CHAIN, Shape
 from jaxserve.sched.cost.cost_model import LinearCostModel
-from jaxserve.sched.cost.cost_model_fit import Sample, least_squares
+from jaxserve.sched.cost.cost_model_fit import NO_EXPERTS, Sample, least_squares
 from jaxserve.sched.cost.padding import Padding
 
 BUDGET_S = 20.0
@@ -86,6 +86,7 @@ def timed_model(
     padding: Padding,
     num_layers: int,
     *,
+    experts: tuple[int, int] = NO_EXPERTS,
     progress: Progress = iter,
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.perf_counter,
@@ -101,6 +102,7 @@ def timed_model(
         wanted: the shapes, smallest first.
         padding: the engine's buckets.
         num_layers: of the model.
+        experts: `LinearCostModel.experts`.
         progress: wraps the list of work, as tqdm does.
         budget_s: seconds to spend.
         clock: seconds.
@@ -122,4 +124,4 @@ def timed_model(
         Sample(shape.features(padding), min(times or [first[shape]]))
         for shape, times in taken.items()
     ]
-    return least_squares(samples, num_layers)
+    return least_squares(samples, num_layers, experts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import time
@@ -81,22 +82,31 @@ class Shape:
 
 class StepTimer:
     """Runs steps on an executor and times them. It writes over the cache and the slots' sampling
-    state, so nothing else may be running."""
+    state, so nothing else may be running.
 
-    def __init__(self, executor: Executor, num_blocks: int) -> None:
+    Args:
+        executor: runs them.
+        num_blocks: of its pool.
+        vocab_size: of the model. Tokens are drawn, since alike ones would go to the same experts.
+    """
+
+    def __init__(self, executor: Executor, num_blocks: int, vocab_size: int) -> None:
         self._executor = executor
         self._num_blocks = num_blocks
+        self._vocab_size = vocab_size
         self.padding = executor.buckets.padding
 
     def seconds(self, shape: Shape, chain: int = CHAIN) -> float:
         """Seconds of one step among `chain` in a row. A chain hides the host's part as far as the
         device does."""
-        layout, packed = self._pack(shape)
+        layout, packed, whole = self._pack(shape)
         projection_batches = self._projection_batches(shape.projected)
         slots = self._swapped(shape.swapped)
         if shape.sampling:
             self._admit(len(shape.counts))
         submit = self._executor.submit
+        if whole is not packed:
+            submit(layout, whole, full=shape.sampling).result()
         begin = time.perf_counter()
         for _ in range(chain):
             for projected in projection_batches:
@@ -107,7 +117,9 @@ class StepTimer:
         last.result()
         return (time.perf_counter() - begin) / chain
 
-    def _pack(self, shape: Shape) -> tuple[Layout, np.ndarray]:
+    def _pack(self, shape: Shape) -> tuple[Layout, np.ndarray, np.ndarray]:
+        """The step as it is sent where its tables are on the device but for what is new, and as it
+        is sent whole."""
         from jaxserve.engine.device.batch_layout import Rows
 
         buckets, counts = self._executor.buckets, shape.counts
@@ -119,10 +131,20 @@ class StepTimer:
             contexts=shape.contexts,
             tables=self._tables(n),
             kind=kind,
+            tokens=self._tokens(counts),
             slots=np.arange(n),
             emits=1,
         )
-        return layout, layout.pack(rows).buffer
+        whole = layout.pack(rows).buffer
+        if not layout.mirrors:
+            return layout, whole, whole
+        there = shape.contexts // layout.block_size
+        return layout, layout.pack(dataclasses.replace(rows, mirrored=there)).buffer, whole
+
+    def _tokens(self, counts: np.ndarray) -> list[list[int]]:
+        """Of each row, the same ones each time."""
+        drawn = np.random.default_rng(0).integers(0, self._vocab_size, int(counts.sum()))
+        return [row.tolist() for row in np.split(drawn, np.cumsum(counts)[:-1])]
 
     def _tables(self, rows: int) -> np.ndarray:
         size = (rows, 2, self._executor.buckets.width)

@@ -71,7 +71,8 @@ def measure(
     found = []
     for read in reads:
         engine = build_engine(_config(base, read, rows, tokens), progress=False)
-        timer = StepTimer(engine.executor, engine.info().num_blocks)
+        info = engine.info()
+        timer = StepTimer(engine.executor, info.num_blocks, info.vocab_size)
         for count in rows:
             for length in tokens:
                 kv, hidden = _pair(timer, Shape(decodes=(length,) * count))

@@ -29,11 +29,14 @@ class Linear(NamedTuple):
         coefficients: Seconds a layer, by the names of `Coefficients`.
         num_layers: Layers.
         overlapped: Whether copies to and from the host overlap the batch.
+        num_experts, experts_per_token: As in `LinearCostModel`.
     """
 
     coefficients: Prices
     num_layers: int
     overlapped: bool
+    num_experts: int
+    experts_per_token: int
 
 
 class Paper(NamedTuple):

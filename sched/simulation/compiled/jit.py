@@ -8,6 +8,7 @@ from typing import Any
 from numba import njit
 from numba.extending import overload
 
+from jaxserve.sched.cost import cost_model
 from jaxserve.sched.unified import policy_spec
 
 # Nothing is allocated, so no references are counted: with a dozen arrays handed on at each call
@@ -29,3 +30,20 @@ def _where(condition: Any, then: Any, otherwise: Any) -> Any:
         return then if condition else otherwise
 
     return chosen
+
+
+@overload(cost_model.experts_read)
+def _experts_read(num_experts: Any, experts_per_token: Any, tokens: Any) -> Any:
+    """Of a number of tokens, by the same products as the table that others look into."""
+    no_matter = cost_model._NO_MATTER
+
+    def read(num_experts: Any, experts_per_token: Any, tokens: Any) -> Any:
+        unread, share = 1.0, 1.0 - experts_per_token / num_experts
+        for _ in range(tokens):
+            if unread <= no_matter:
+                unread = 0.0
+                break
+            unread *= share
+        return num_experts * (1.0 - unread)
+
+    return read

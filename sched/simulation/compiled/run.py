@@ -169,7 +169,7 @@ def _costs(setting: Setting) -> Costs:
     if isinstance(model, InferMaxCostModel):
         a, b, c = model.residual
         residual, factor = (float(a), float(b), float(c)), float(model.attention_factor)
-    plain = Linear(prices, linear.num_layers, linear.overlapped)
+    plain = Linear(prices, linear.num_layers, linear.overlapped, *linear.experts)
     padding = setting.padding
     return Costs(
         Paper(plain, residual, factor),

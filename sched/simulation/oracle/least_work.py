@@ -8,7 +8,7 @@ together cost what one chunk does: the sum of c^2 + 2cm is p^2 for a prompt of p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -167,6 +167,8 @@ class _Prices:
                 return cls()
             factor, short = min(1.0, model.attention_factor), 1  # the mean is rounded down
         found = _of_a_layer(k, factor, short, _padded(setting), hidden)
+        each = k.per_expert * linear.experts_per_token  # what a batch of one token reads
+        found = replace(found, batch=found.batch + each)
         scaled = {f.name: linear.num_layers * getattr(found, f.name) for f in fields(cls)}
         return cls(**{**scaled, "short": short})
 

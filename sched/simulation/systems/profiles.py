@@ -99,12 +99,17 @@ class System:
             num_layers=model.num_layers,
             seconds_per_layer=model.coefficients,
             overlapped=model.overlapped,
+            num_experts=model.num_experts,
+            experts_per_token=model.experts_per_token,
             host_s=self.host,
             **{name: getattr(self, name) for name in _SAME},
         )
         content = asdict(profile)
         if self.rho is None:
             del content["rho"], content["projects"]
+        if not model.num_experts:
+            del content["num_experts"], content["experts_per_token"]
+            del content["seconds_per_layer"]["per_expert"]
         Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -127,6 +132,8 @@ class _Profile:
     about: dict[str, Any]
     rho: float | None = None
     projects: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
 
 
 _SAME = {field.name for field in fields(_Profile)} & {field.name for field in fields(System)}
@@ -151,7 +158,13 @@ def _system(content: Any) -> System:
     profile = read_record(_Profile, content)
     if "rho" in known and "projects" not in known:
         raise ValueError("projects is missing")
-    model = LinearCostModel(profile.seconds_per_layer, profile.num_layers, profile.overlapped)
+    model = LinearCostModel(
+        profile.seconds_per_layer,
+        profile.num_layers,
+        profile.overlapped,
+        profile.num_experts,
+        profile.experts_per_token,
+    )
     same = {name: getattr(profile, name) for name in _SAME}
     return System(cost_model=model, host=profile.host_s, **same)
 

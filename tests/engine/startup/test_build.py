@@ -232,6 +232,12 @@ def test_the_pool_is_sized_by_the_memory_that_is_free(
     ("measured", "policy", "hidden", "message"),
     [
         ({"layers": 3}, "sarathi", "auto", "it is of a model with 3 layers, this one has 2"),
+        (
+            {"experts": (8, 2)},
+            "sarathi",
+            "auto",
+            "it is of a model with 8 experts, 2 a token, this one has 0, 0 a token",
+        ),
         ({}, "aptserve_s", "auto", None),
         ({}, "aptserve_s", "absorbed", "it was measured without hidden caches; give cache.rho"),
         ({"rho": 0.0, "projects": True}, "aptserve_s", "auto", None),
@@ -258,7 +264,13 @@ def test_a_profile_is_of_such_an_engine(
     """hidden: cache.hidden_read, or cache.rho."""
     path = tmp_path / "mine.json"
     measured = {"layers": 2, **measured}
-    model = dataclasses.replace(FLAT, num_layers=measured.pop("layers"))
+    number, per_token = measured.pop("experts", (0, 0))
+    model = dataclasses.replace(
+        FLAT,
+        num_layers=measured.pop("layers"),
+        num_experts=number,
+        experts_per_token=per_token,
+    )
     System("mine", model, kv_tokens=100, **measured).save(path)
     config = Config().with_fields(
         model__path=str(shapes["opt"]),

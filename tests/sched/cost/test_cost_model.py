@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +13,16 @@ from jaxserve.sched.cost.cost_model import (
     Coefficients,
     InferMaxCostModel,
     LinearCostModel,
+    experts_read,
 )
-from jaxserve.sched.cost.cost_model_fit import FitError, Sample, columns, fit
+from jaxserve.sched.cost.cost_model_fit import (
+    FitError,
+    Sample,
+    columns,
+    fit,
+    fitted,
+    least_squares,
+)
 from jaxserve.sched.cost.padding import Padding
 
 UNIT = Coefficients(
@@ -33,6 +42,7 @@ UNIT = Coefficients(
     hidden_prefill=14.0,
     sampled_row=15.0,
     batch_bias=16.0,
+    per_expert=17.0,
 )
 
 
@@ -104,9 +114,10 @@ def test_a_step_tells_a_fit_what_it_was_as_long_as() -> None:
     model = LinearCostModel(UNIT, num_layers=2, overlapped=True)
     batch = BatchFeatures(2, 2, 10, 2, 0, 0, 0)
     short, long = (batch._replace(saved_slots=n, loaded_slots=2) for n in (5, 6))
-    prices = np.array(list(UNIT.as_dict().values()))
-    for features in (batch, short, long):
-        assert 2 * (np.array(columns(features, model)) @ prices) == model.batch_time(features)
+    mixture = replace(model, num_experts=4, experts_per_token=2)
+    for made, features in itertools.product((model, mixture), (batch, short, long)):
+        priced = np.array(columns(features, made)) @ fitted(made)
+        assert 2 * priced == made.batch_time(features)
     names = list(UNIT.as_dict())
     seen = [names[i] for i in np.flatnonzero(columns(long, model))]
     assert seen == ["swapped_slot"]
@@ -197,3 +208,67 @@ def test_too_few_samples_are_refused() -> None:
         fit(found[:9], 4)
     with pytest.raises(FitError, match="positive"):
         fit([*found, Sample(found[0].features, 0.0)], 4)
+
+
+@pytest.mark.parametrize(("num_experts", "per_token"), [(8, 2), (128, 8), (4, 4), (3, 1)])
+def test_experts_read_are_as_many_as_draws_hit(num_experts: int, per_token: int) -> None:
+    tokens = np.array([0, 1, 2, 7, 40, 5000])
+    read = experts_read(num_experts, per_token, tokens)
+    share = per_token / num_experts
+    np.testing.assert_allclose(read, num_experts * (1 - (1 - share) ** tokens), rtol=1e-12)
+    assert (read[0], read[-1]) == (0, num_experts)
+    assert read[1] == pytest.approx(per_token)
+    assert [experts_read(num_experts, per_token, int(n)) for n in tokens] == read.tolist()
+    rng = np.random.default_rng(0)
+    drawn = [
+        len({e for _ in range(7) for e in rng.permutation(num_experts)[:per_token].tolist()})
+        for _ in range(2000)
+    ]
+    assert np.mean(drawn) == pytest.approx(read[3], rel=0.02)
+
+
+def test_a_batch_pays_for_the_experts_that_it_reads() -> None:
+    dense = LinearCostModel(UNIT, 3)
+    model = LinearCostModel(UNIT, 3, num_experts=8, experts_per_token=2)
+    sizes = np.array([1, 2, 64])
+    batch = BatchFeatures.of_decodes(sizes, 10 * sizes)
+    more = model.batch_time(batch) - dense.batch_time(batch)
+    np.testing.assert_allclose(more, 3 * 17 * 8 * (1 - 0.75**sizes), rtol=1e-9)
+    # Padding is no token that goes to an expert.
+    padded = batch._replace(padded_tokens=sizes + 100)
+    np.testing.assert_allclose(model.batch_time(padded) - dense.batch_time(padded), more)
+    with pytest.raises(ValueError, match=r"experts_per_token must be 1 to num_experts, 8, got 9"):
+        LinearCostModel(UNIT, 3, num_experts=8, experts_per_token=9)
+    with pytest.raises(ValueError, match=r"experts_per_token must be 0 to num_experts, 0, got 1"):
+        LinearCostModel(UNIT, 3, experts_per_token=1)
+
+
+def _mixture() -> tuple[LinearCostModel, list[BatchFeatures]]:
+    true = replace(UNIT, **dict.fromkeys(UNIT.as_dict(), 0.0))
+    true = replace(true, per_token=2e-6, token_bias=1e-4, decode_kv=1e-8, per_expert=4e-5)
+    rows = [*(2**i for i in range(9)), 3, 5, 12, 24, 48, 96]
+    batches = [features([1] * n, [100 * (n % 7)] * n, [True] * n) for n in rows]
+    batches += [features([n], [0], [False]) for n in (16, 64, 256, 512)]
+    return LinearCostModel(true, 4, num_experts=64, experts_per_token=4), batches
+
+
+def test_what_an_expert_takes_is_fitted() -> None:
+    true, batches = _mixture()
+    samples = [Sample(batch, float(true.batch_time(batch))) for batch in batches]
+    found = fit(samples, 4, true.experts)
+    assert found.model.experts == (64, 4)
+    assert found.worst_error < 1e-6
+    assert found.model.coefficients.per_expert == pytest.approx(4e-5, rel=1e-3)
+    without = fit(samples, 4)
+    assert without.model.experts == (0, 0) and without.model.coefficients.per_expert == 0
+    assert without.worst_error > 0.1  # no line is such a curve
+    assert least_squares(samples, 4, true.experts).coefficients.per_expert > 0
+
+
+def test_models_without_experts_are_fitted_as_if_there_were_none() -> None:
+    """To the last bit: no column more takes part in a sum."""
+    assert len(columns(features([1], [3], [True]))) == len(UNIT.as_dict()) - 1
+    assert len(fitted(LinearCostModel(UNIT, 1))) == len(UNIT.as_dict()) - 1
+    mixture = LinearCostModel(UNIT, 1, num_experts=4, experts_per_token=1)
+    assert columns(features([1], [3], [True]), mixture)[-1] == 1.0
+    assert fitted(mixture)[-1] == 17.0

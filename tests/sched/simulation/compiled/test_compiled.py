@@ -32,7 +32,9 @@ from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
 
 SEVEN = system("llama-2-7b@a100")
-PRICES = dataclasses.replace(SEVEN.cost_model.coefficients, sampled_row=2e-6, batch_bias=1e-4)
+PRICES = dataclasses.replace(
+    SEVEN.cost_model.coefficients, sampled_row=2e-6, batch_bias=1e-4, per_expert=3e-5
+)
 # With code of their own.
 OWN = (
     *("accelgen", "aptserve", "bros", "fairbatching", "fastserve", "goodput", "oracle"),
@@ -104,6 +106,7 @@ def assert_same(a: SimulationResult, b: SimulationResult) -> None:
     host=st.sampled_from([HostOverhead(), HOST, SLOW_HOST]),
     padding=st.sampled_from([None, ENGINE]),
     overlapped=st.booleans(),
+    experts=st.sampled_from([(0, 0), (0, 0), (16, 2), (8, 8)]),
     replicas=st.sampled_from([1, 1, 2, 3]),
     routing=st.sampled_from(["round_robin", "least_loaded"]),
 )
@@ -118,9 +121,10 @@ def test_compiled_or_in_stretches_or_step_by_step(
     host: HostOverhead,
     padding: Padding | None,
     overlapped: bool,
+    experts: tuple[int, int],
     **options: Any,
 ) -> None:
-    cost = LinearCostModel(PRICES, SEVEN.cost_model.num_layers, overlapped)
+    cost = LinearCostModel(PRICES, SEVEN.cost_model.num_layers, overlapped, *experts)
     place = dataclasses.replace(SEVEN, cost_model=cost, host=host, padding=padding)
     workload = drawn(seed, 25, rate)
     options |= {"kv_tokens": kv_tokens, "limits": Limits(400, prefill, rows), "seed": seed}
