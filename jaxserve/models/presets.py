@@ -47,6 +47,21 @@ _QWEN: dict[str, Any] = {
 _QWEN_3 = _QWEN | {"model_type": "qwen3", "max_position_embeddings": 40960, "head_dim": 128}
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
 _YI: dict[str, Any] = {"rope_theta": 5000000.0}
+_GEMMA_3: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "max_position_embeddings": 131072,
+    "bos_token_id": 2,
+    "eos_token_id": [1, 106],
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "rope_local_base_freq": 10000.0,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
 
 # What a rotary model's config says beside its shape, and other than most of them.
 _ROTARY: dict[str, dict[str, Any]] = {
@@ -67,6 +82,25 @@ _ROTARY: dict[str, dict[str, Any]] = {
     "qwen2.5-32b": _QWEN,
     "qwen3-0.6b": _QWEN_3 | _TIED,
     "qwen3-8b": _QWEN_3,
+    "gemma-3-27b": _GEMMA_3 | {"query_pre_attn_scalar": 168},
+    "qwen3-30b-a3b": _QWEN_3
+    | {
+        "model_type": "qwen3_moe",
+        "intermediate_size": 6144,  # of layers without experts, of which it has none
+        "moe_intermediate_size": MODELS["qwen3-30b-a3b"].d_ff,
+        "num_experts": MODELS["qwen3-30b-a3b"].experts,
+        "num_experts_per_tok": MODELS["qwen3-30b-a3b"].experts_per_token,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "num_local_experts": MODELS["mixtral-8x7b"].experts,
+        "num_experts_per_tok": MODELS["mixtral-8x7b"].experts_per_token,
+    },
 }
 
 

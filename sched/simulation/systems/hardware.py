@@ -30,7 +30,7 @@ class Model:
 
     Attributes:
         d_model: Hidden size.
-        d_ff: Width of the feed-forward.
+        d_ff: Width of the feed-forward, or of one expert.
         heads: Query heads.
         kv_heads: Heads of K and V.
         head_dim: Size of a head.
@@ -38,6 +38,8 @@ class Model:
         rotary: Whether positions are rotations of queries and keys.
         weights: How its weights are stored, of WEIGHT_BYTES.
         cache: How K, V and hidden vectors are, of CACHE_BYTES.
+        experts: Of a layer, of which each has a feed-forward; 0 for one that all tokens go to.
+        experts_per_token: How many of them a token goes to.
     """
 
     layers: int
@@ -51,6 +53,8 @@ class Model:
     rotary: bool = True
     weights: str = WIDE
     cache: str = WIDE
+    experts: int = 0
+    experts_per_token: int = 0
 
     @property
     def weight_bytes(self) -> float:
@@ -63,10 +67,21 @@ class Model:
         return WEIGHT_BYTES[WIDE if self.weights == WIDE else "int8"]
 
     @property
-    def layer_params(self) -> int:
-        """Weights of one layer's matrices."""
+    def attention_params(self) -> int:
+        """Weights of what each token of a layer goes through but the feed-forward; with experts,
+        the choice of them too."""
         attention = 2 * self.d_model * self.head_dim * (self.heads + self.kv_heads)
-        return attention + (3 if self.gated else 2) * self.d_model * self.d_ff
+        return attention + self.d_model * self.experts
+
+    @property
+    def feed_forward_params(self) -> int:
+        """Weights of one feed-forward, or one expert."""
+        return (3 if self.gated else 2) * self.d_model * self.d_ff
+
+    @property
+    def layer_params(self) -> int:
+        """Weights of one layer's matrices, those of all experts."""
+        return self.attention_params + max(self.experts, 1) * self.feed_forward_params
 
     @property
     def params(self) -> int:
@@ -140,6 +155,9 @@ MODELS = {
     "yi-6b": Model(32, 4096, 11008, 32, 4, 128, 64000),
     "yi-34b": Model(60, 7168, 20480, 56, 8, 128, 64000),
     "qwen2-7b": Model(28, 3584, 18944, 28, 4, 128, 152064),
+    "gemma-3-27b": Model(62, 5376, 21504, 32, 16, 128, 262208),
+    "qwen3-30b-a3b": Model(48, 2048, 768, 32, 4, 128, 151936, experts=128, experts_per_token=8),
+    "mixtral-8x7b": Model(32, 4096, 14336, 32, 8, 128, 32000, experts=8, experts_per_token=2),
 }
 
 DEVICES = {

@@ -25,31 +25,37 @@ class LayerWork:
     """One device's share of the work of a layer, in bytes and FLOPs; 16-bit but for weights.
 
     Attributes:
-        weights: Bytes of its matrices, read once a step.
+        weights: Bytes of its matrices, read once a step, but for experts.
         flops: FLOPs of its matrices for a token.
         elementwise: Bytes that norms, residual, rotations and activation read and write for a
             token.
         exchanged: Bytes that a device sends for a token in the layer's two ring all-reduces.
+        expert: Bytes of one expert's matrices; 0 without experts.
     """
 
     weights: float
     flops: float
     elementwise: float
     exchanged: float
+    expert: float = 0.0
 
     @classmethod
     def from_model(cls, model: Model, devices: int) -> LayerWork:
         """The model's layer, sharded over `devices`. Norms and residual are replicated."""
-        share = model.layer_params / devices
+        attention, each = model.attention_params, model.feed_forward_params
+        ways = model.experts_per_token or 1  # feed-forwards that a token goes through
+        always = (attention + (0 if model.experts else each)) / devices
+        used = (attention + ways * each) / devices
         whole = 7 * model.d_model  # two norms and a sum, read and written
         rotated = 2 * (model.heads + model.kv_heads) * model.head_dim if model.rotary else 0
-        activated = (3 if model.gated else 2) * model.d_ff
+        activated = ways * (3 if model.gated else 2) * model.d_ff
         hops = 2 * (devices - 1) / devices
         return cls(
-            weights=model.weight_bytes * share,
-            flops=2 * share,
+            weights=model.weight_bytes * always,
+            flops=2 * used,
             elementwise=2 * (whole + (rotated + activated) / devices),
             exchanged=2 * hops * 2 * model.d_model,
+            expert=model.weight_bytes * each / devices if model.experts else 0.0,
         )
 
 
@@ -81,9 +87,13 @@ class Figures:
             return 0.0
         return float(np.interp(devices, [*self.all_reduce], [*self.all_reduce.values()]))
 
+    def reading(self, weights: float, device: Device) -> float:
+        """Seconds that reading so many bytes of weights takes."""
+        return weights / (self.read * device.bandwidth)
+
     def seconds(self, work: LayerWork, device: Device) -> tuple[float, float]:
         """Seconds of a layer: for a step, and more for each token."""
-        step = self.kernels + work.weights / (self.read * device.bandwidth)
+        step = self.kernels + self.reading(work.weights, device)
         token = work.flops / (self.matmul * device.flops)
         token += work.elementwise / (self.elementwise * device.bandwidth)
         token += work.exchanged / (self.link * device.link)

@@ -53,6 +53,10 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
     Quantised weights count with the bytes that they have, read at the same share of bandwidth, and
     with the FLOPs of 16 bits; no table says better.
 
+    Of experts a step reads as many as its tokens are expected to go to, each device a part of each,
+    and a token takes the FLOPs of those that it goes to. All of them are in memory. Windows are
+    ignored: a decode reads all of its cache in every layer.
+
     Args:
         model: Its shape.
         device: Its data sheet, and how many there are.
@@ -72,7 +76,8 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
             f"{_MEMORY_FOR_USE:.0%} of {device.memory * n / 1e9:.0f} GB"
         )
     base, figures = LLAMA_2_7B.coefficients, figures_of(device.kind)
-    step, token = figures.seconds(LayerWork.from_model(model, n), device)
+    work = LayerWork.from_model(model, n)
+    step, token = figures.seconds(work, device)
     # The output matrix, which is no layer's: bytes a step, and FLOPs a token.
     output = model.vocab * model.d_model / n / model.layers
     each = 2 * output / (figures.matmul * device.flops)
@@ -88,6 +93,7 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
         prefill_quad=2 * model.heads * model.head_dim / (_ATTENTION_EFFICIENCY * flops),
         per_prefill=base.per_prefill + each,
         prefill_m=kv,
+        per_expert=figures.reading(work.expert, device),
         **hidden,
         **moved_slot(model, device),
     )
@@ -100,7 +106,13 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
     if model.cache != WIDE:
         about["cache"] = model.cache
     rho = model.layers * (coefficients.hidden_token - kv) if read else None
-    cost_model = LinearCostModel(coefficients, model.layers, overlapped=True)
+    cost_model = LinearCostModel(
+        coefficients,
+        model.layers,
+        overlapped=True,
+        num_experts=model.experts,
+        experts_per_token=model.experts_per_token,
+    )
     projects = read == "projected"
     return System(name, cost_model, kv_tokens, about=about, rho=rho, projects=projects)
 

@@ -110,7 +110,39 @@ def test_the_output_matrix_counts_once_a_step_and_for_each_request() -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "billions"), [("llama-2-7b", 6.7), ("llama-3-70b", 70.6)])
+def test_of_experts_those_that_tokens_go_to_are_read_and_all_are_in_memory() -> None:
+    shape = MODELS["mixtral-8x7b"]
+    expert = 3 * 4096 * 14336
+    assert shape.layer_params == pytest.approx(8 * expert + 2 * 4096 * 128 * 40 + 4096 * 8)
+    model = system("mixtral-8x7b@2xa100")
+    assert model.kv_tokens == pytest.approx(
+        (0.9 * 160e9 - 2 * 46.7e9) / (2 * 8 * 128 * 2 * 32), 0.01
+    )
+    dense = scale(replace(shape, experts=0, experts_per_token=0), replace(DEVICES["a100"], count=2))
+    read = figures_of("a100").read * 2.039e12
+    one, many = (BatchFeatures(n, n, 0, n, 0, 0, 0) for n in (1, 1000))
+
+    def more(batch: BatchFeatures) -> float:
+        found = model.cost_model.batch_time(batch) - dense.cost_model.batch_time(batch)
+        return float(found) / 32
+
+    # A token goes to two experts, many go to all; each of them computes two.
+    choice = 2 * 4096 * 8 / 2 / read
+    assert more(one) == pytest.approx(choice + expert / read, rel=0.05)
+    computed = 999 * 2 * expert / 2 / (figures_of("a100").matmul * 312e12)
+    assert more(many) - more(one) == pytest.approx(6 * expert / read + computed, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama-2-7b", 6.7),
+        ("llama-3-70b", 70.6),
+        ("gemma-3-27b", 28.4),  # with its table of 1.4 billion twice
+        ("qwen3-30b-a3b", 30.5),
+        ("mixtral-8x7b", 46.7),
+    ],
+)
 def test_the_models_have_their_sizes(name: str, billions: float) -> None:
     assert MODELS[name].params / 1e9 == pytest.approx(billions, rel=0.02)
 
@@ -145,6 +177,21 @@ def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
     beside = replace(measured(), cost_model=replace(measured().cost_model, overlapped=True))
     beside.save(tmp_path / "tiny.json")
     assert load(tmp_path / "tiny.json") == beside
+
+
+def test_experts_survive_the_disk(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    measured().save(path)
+    text = path.read_text()
+    assert "expert" not in text  # as files were before there were any
+    priced = replace(measured().cost_model.coefficients, per_expert=1e-6)
+    model = LinearCostModel(priced, 4, num_experts=8, experts_per_token=2)
+    mixture = replace(measured(), cost_model=model)
+    mixture.save(path)
+    assert load(path) == mixture
+    path.write_text(path.read_text().replace('"experts_per_token": 2', '"experts_per_token": 9'))
+    with pytest.raises(UnknownSystem, match="experts_per_token must be 1 to num_experts, 8, got 9"):
+        load(path)
 
 
 def test_a_projected_token_costs_its_products() -> None:
