@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -76,7 +76,8 @@ def test_small_tables_are_sent_whole() -> None:
 class Mirror:
     """The tables of a host, and those of a device that is sent batches."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, way: str = "cpu") -> None:
+        self.expand, self.keep = (WAYS[way, one] for one in (expand, keep))
         self.rng = np.random.default_rng(seed)
         self.tables = self.rng.integers(1, 1 << 20, (2 * ROWS, 2, WIDTH), np.int32)
         self.mirrored = np.zeros(2 * ROWS, np.int64)
@@ -109,9 +110,9 @@ class Mirror:
         packed = LARGE.pack(batch)
         self.kinds.add(len(packed.buffer))
         if len(packed.buffer) == LARGE.size:
-            self.device, whole = KEEP(packed.buffer, self.device), packed.buffer
+            self.device, whole = self.keep(packed.buffer, self.device), packed.buffer
         else:
-            whole, self.device = EXPAND(packed.buffer, self.device)
+            whole, self.device = self.expand(packed.buffer, self.device)
         found = LARGE.views(np.asarray(whole))
         want = LARGE.views(LARGE.pack(dataclasses.replace(batch, mirrored=None)).buffer)
         used = -(-(self.contexts[rows] + 1) // BLOCK)
@@ -131,15 +132,28 @@ def test_a_compact_batch_is_a_whole_one_on_the_device(seed: int, counts: list[in
         mirror.step(count)
 
 
-def test_batches_of_all_sizes_occur() -> None:
-    mirror = Mirror(0)
+@pytest.mark.parametrize("way", ["cpu", "default"])
+def test_batches_of_all_sizes_occur(way: str) -> None:
+    mirror = Mirror(0, way)
     for count in (1, 8, ROWS, 2, ROWS, 1, 8):
         mirror.step(count)
     assert mirror.kinds == set(LARGE.sizes)
 
 
-EXPAND = jax.jit(partial(expand, layout=LARGE.as_expanded()))
-KEEP = jax.jit(partial(keep, layout=LARGE.as_expanded()))
+def _as_on(way: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled here as it is for CPUs, or for other devices."""
+
+    def chosen(*arguments: Any, cpu: Callable[..., Any], default: Callable[..., Any]) -> Any:
+        return (cpu if way == "cpu" else default)(*arguments)
+
+    def traced(*arguments: Any) -> Any:
+        with mock.patch.object(jax.lax, "platform_dependent", chosen):
+            return function(*arguments, layout=LARGE.as_expanded())
+
+    return jax.jit(traced)
+
+
+WAYS = {(way, one): _as_on(way, one) for way in ("cpu", "default") for one in (expand, keep)}
 
 
 def test_the_text_is_the_same(
