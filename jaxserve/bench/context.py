@@ -171,7 +171,14 @@ def _one(folder: Path, policy: str, rows: int, context: int, longest: int) -> di
 
 
 def serve(engine: Engine, prompt: Sequence[int], rows: int, max_tokens: int) -> None:
-    """So many requests with this prompt, to their ends."""
+    """Has requests served to their ends.
+
+    Args:
+        engine: a running one.
+        prompt: of all of them.
+        rows: how many there are.
+        max_tokens: that each writes.
+    """
     ended = threading.Semaphore(0)
 
     def on_output(output: Output) -> None:
@@ -188,7 +195,15 @@ def serve(engine: Engine, prompt: Sequence[int], rows: int, max_tokens: int) -> 
 def engine_without_device(
     folder: Path, policy: str, rows: int, longest: int
 ) -> tuple[Engine, _NoDevice]:
-    """Put together as `build_engine` does it, but for the device and the weights."""
+    """An engine, not started, put together as `build_engine` does it, but for the device and the
+    weights.
+
+    Args:
+        folder: for the files that it is made of.
+        policy: the scheduling policy.
+        rows: requests that decode together, at most.
+        longest: tokens of the longest request.
+    """
     ones = dict.fromkeys(("per_token", "token_bias", "decode_kv"), 1e-6)
     others = ("decode_bias", "per_decode", "prefill_quad", "prefill_bias", "per_prefill")
     priced = Coefficients(**ones, **dict.fromkeys((*others, "prefill_m"), 0.0))
