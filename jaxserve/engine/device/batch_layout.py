@@ -272,7 +272,8 @@ def _places(layout: Layout) -> _Places:
     if not layout.block_size or ids <= _SMALL_TABLES:
         return _Places(fields, begin, (end,))
     begun = -(-layout.tokens // layout.block_size) + layout.rows  # blocks a plane, at most
-    compact = {begin + layout.rows + room for room in (2 * begun, ids // _COMPACT_PART)}
+    # Twice that: rows may change over to blocks of others with the same tokens.
+    compact = {begin + layout.rows + room for room in (4 * begun, ids // _COMPACT_PART)}
     return _Places(fields, begin, (*sorted(size for size in compact if size < end), end))
 
 
