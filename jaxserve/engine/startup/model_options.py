@@ -234,6 +234,8 @@ def lora_bytes(
     if slots is None:
         return 0
     return adapter_bytes(adapter_specs(family, model, slots, fused=True), dtype, mesh)
+
+
 def experts_of(model: ModelConfig) -> tuple[int, int]:
     """`LinearCostModel.experts` of a model."""
     experts = model.experts
