@@ -102,7 +102,8 @@ def _kernel(
     group, start, stop = group_ref[tile], start_ref[tile], stop_ref[tile]
     row = start + jnp.arange(rows)
     inside = row < stop
-    mine = pl.ds(pl.program_id(0) * columns, columns)
+    first = pl.program_id(0) * columns
+    mine, column = pl.ds(first, columns), first + jnp.arange(columns)
 
     def one(index: jax.Array, total: jax.Array) -> jax.Array:
         depth = index * _TURN + jnp.arange(_TURN)
@@ -115,6 +116,5 @@ def _kernel(
         total = lax.fori_loop(
             0, x_ref.shape[1] // _TURN, one, jnp.zeros((rows, columns), jnp.float32)
         )
-        column = pl.program_id(0) * columns + jnp.arange(columns)
         at = out_ref.at[row[:, None], column[None, :]]
         plgpu.store(at, total, mask=jnp.broadcast_to(inside[:, None], total.shape))
