@@ -19,6 +19,7 @@ from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.cost.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.reachability import prefill_times
+from jaxserve.sched.cost.size_ratios import SizeRatios
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.request import Tier
 from jaxserve.sched.row_columns import grow_columns
@@ -90,11 +91,13 @@ class Device:
             (`StepWatch.overrun`): what has to be in time for certain needs so much more.
         exposed: Seconds for which it is idle if the host plans its next step only once it has the
             tokens of this one.
+        ratios: How exactly steps of each size are predicted (`StepWatch.ratios`).
     """
 
     free_at: float = -math.inf
     overrun: float = 1.0
     exposed: float = 0.0
+    ratios: SizeRatios = field(default_factory=SizeRatios)
 
 
 _MANY_SLOTS = 1 << 30  # with which copies take longer than any batch beside them

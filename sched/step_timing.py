@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from jaxserve.sched.cost.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.cost.padding import Padding
+from jaxserve.sched.cost.size_ratios import SizeRatios
 from jaxserve.sched.step import Move, Step
 
 RECENT = 128  # steps that `StepWatch.overrun` is of
@@ -65,6 +66,7 @@ class StepWatch:
         done: When the tokens of the last step came.
         overrun: How many times its prediction a step took, WITHIN of the last RECENT ones no more;
             at least 1, and 1 at first.
+        ratios: The same by size.
     """
 
     def __init__(self, model: CostModel, padding: Padding | None) -> None:
@@ -73,6 +75,7 @@ class StepWatch:
         self._moves: tuple[Move, ...] = ()  # launched without a batch since the last one
         self.done = -math.inf
         self.overrun = 1.0
+        self.ratios = SizeRatios()
         self._ratios: deque[float] = deque(maxlen=RECENT)  # taken over predicted
         self._finished = 0
 
@@ -119,7 +122,9 @@ class StepWatch:
         seconds = now - max(step.submitted, self.done)
         self.done = now
         if step.usual and seconds > 0:  # where the clock has not moved, it says nothing
-            self._note(seconds / step.predicted if step.predicted else 1.0)
+            ratio = seconds / step.predicted if step.predicted else 1.0
+            self._note(ratio)
+            self.ratios.note(step.features, ratio)
             if isinstance(self.model, OnlineCostModel):
                 self.model.observe(step.features, seconds)
         return seconds

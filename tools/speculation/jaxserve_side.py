@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
 import sys
 import time
 import uuid
 from collections.abc import Sequence
 
 from measures import serve
-from prompts import ASKED, MAX_TOKENS, STREAMS
+from prompts import ASKED, DRAWN, MAX_TOKENS, STREAMS, TOGETHER
 
 from jaxserve import LLM, SamplingParams, __version__
-from jaxserve.engine.stats import StepRecorder
+from jaxserve.engine.stats import StepRecorder, StepStats
 
 SAMPLING = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+FREE = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.5, seed=1, ignore_eos=True)
+# As the file has them, or wide as vLLM reads them.
+WEIGHTS: dict[str, dict[str, str]] = {
+    "stored": {},
+    "bfloat16": {"model__quantization": "none", "model__dtype": "bfloat16"},
+}
 
 
 class Side:
@@ -23,10 +31,12 @@ class Side:
     Args:
         model: GGUF file or directory.
         policy: its scheduling policy.
+        weights: of WEIGHTS.
     """
 
-    def __init__(self, model: str, policy: str) -> None:
-        self.llm = LLM(model, scheduler__policy=policy, engine__max_model_len=1024)
+    def __init__(self, model: str, policy: str, weights: str) -> None:
+        more = WEIGHTS[weights]
+        self.llm = LLM(model, scheduler__policy=policy, engine__max_model_len=1024, **more)
         self.recorder = StepRecorder()
         self.llm.engine.add_observer(self.recorder)
 
@@ -34,11 +44,13 @@ class Side:
         """Tokens/s of a measure. Each time with a salt of its own: what was written the last time
         is nobody's to draft from."""
         self.recorder.steps.clear()
-        chats = [[{"role": "user", "content": text}] for text in ASKED[name]]
+        texts = DRAWN[name] if name in DRAWN else ASKED[name]
+        chats = [[{"role": "user", "content": text}] for text in texts]
         begin, made = time.perf_counter(), 0
-        if name == "mixed":
+        if name in TOGETHER:
             several = [chats[i % len(chats)] for i in range(STREAMS)]
-            answers = self.llm.chat(several, SAMPLING, cache_salt=uuid.uuid4().hex, progress=False)
+            sampling = FREE if name in DRAWN else SAMPLING
+            answers = self.llm.chat(several, sampling, cache_salt=uuid.uuid4().hex, progress=False)
             made = sum(len(answer.outputs[0].token_ids) for answer in answers)
         else:
             for chat in chats:
@@ -54,7 +66,24 @@ class Side:
             "steps": len(steps),
             "drafted": drafted,
             "accepted": sum(step.num_accepted for step in steps),
+            "decode_ms": 1e3 * undrafted(steps),
         }
+
+
+def undrafted(steps: Sequence[StepStats]) -> float:
+    """The median time of decodes of the commonest number of rows behind others of as many, none of
+    them with drafts, from end to end, in seconds."""
+    plain = [
+        None
+        if step.num_draft_tokens or step.num_decodes < step.num_rows
+        else (step.num_rows, step.end)
+        for step in steps
+    ]
+    times: dict[int, list[float]] = {}
+    for one, other in itertools.pairwise(plain):
+        if one and other and one[0] == other[0]:
+            times.setdefault(one[0], []).append(other[1] - one[1])
+    return statistics.median(max(times.values(), key=len))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,9 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--policy", required=True)
+    parser.add_argument("--weights", choices=WEIGHTS, default="stored")
     args = parser.parse_args(argv)
-    side = Side(args.model, args.policy)
-    for name in ASKED:
+    side = Side(args.model, args.policy, args.weights)
+    for name in (*ASKED, *DRAWN):
         side.ask(name)
     serve(side.ask, {"jaxserve": __version__, "policy": args.policy})
     side.llm.close()

@@ -38,5 +38,7 @@ NEW = (
     "Give five reasons to learn a second language.",
 )
 ASKED = {"copies": COPIES, "new": NEW, "mixed": (*COPIES, *NEW)}
-STREAMS = 16  # at once, of what is mixed
+DRAWN = {"drawn": NEW}  # of jaxserve alone, at a temperature at which nothing repeats itself
+TOGETHER = ("mixed", "drawn")
+STREAMS = 16  # at once, of these
 MAX_TOKENS = 160

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """Tokens that may come next.
 
     Attributes:
@@ -25,4 +24,4 @@ class Draft:
 
 def strength_of(length: int) -> int:
     """The class of a match of `length` tokens, as `Draft.strength` has it."""
-    return max(min(length, 16).bit_length() - 2, 0)
+    return 3 if length > 15 else max(length.bit_length() - 2, 0)

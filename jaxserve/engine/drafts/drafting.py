@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from jaxserve.engine.drafts.draft import Draft
 from jaxserve.engine.drafts.drafter import Drafter
@@ -85,7 +84,7 @@ class Drafting:
                 return (
                     draft
                     if valid == len(draft.tokens)
-                    else replace(draft, tokens=draft.tokens[:valid])
+                    else draft._replace(tokens=draft.tokens[:valid])
                 )
         return None
 

@@ -79,17 +79,21 @@ class TokenIndex:
             The position of what followed the longest match, of those places that were looked at,
             and the match's length, below 2 if there is none.
         """
-        if len(known) < 2:
-            return 0, 0
         text, whole = known._text, self._text
-        end = int.from_bytes(text[-WINDOW:], "little")
+        held = len(text) - WINDOW
+        if held < 2:
+            return 0, 0
         if known is self:
             place = self._before[-1]
         else:
             place = self._last[((text[-2] * _LEFT + text[-1] * _RIGHT) & _MASK) >> self._shift]
         found = best = 0
         guess -= self.dropped
-        if WINDOW < guess < len(whole):
+        guessed = WINDOW < guess < len(whole)
+        if not place and not guessed:
+            return 0, 0
+        end = int.from_bytes(text[-WINDOW:], "little")
+        if guessed:
             best, found = _common(whole, guess, end), guess
         for _ in range(CANDIDATES):
             if not place or best == WINDOW:
@@ -100,7 +104,7 @@ class TokenIndex:
                 if common > best:
                     best, found = common, place
             place = self._before[place]
-        return found + self.dropped, min(best, len(known))
+        return found + self.dropped, min(best, held)
 
     def following(self, position: int, most: int) -> list[int]:
         """At most `most` tokens from `position` on, to the end of its text. A text without an end

@@ -107,6 +107,7 @@ class Replica:
         self._came = 0  # requests that the host has not taken in
         self._woken = -math.inf  # when the first of those came that woke it up just now
         self._watch = StepWatch(scheduler.view.cost_model, setting.padding)
+        scheduler.view.device.ratios = self._watch.ratios
         self._learns = isinstance(scheduler.view.cost_model, OnlineCostModel)
         self._coasts, self._record_rows = coasts, record_rows
         self._request_of = np.zeros(scheduler.table.capacity, np.int64)

@@ -7,14 +7,16 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
+from jaxserve.sched.cost.size_ratios import LAST
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.speculation.acceptance import (
     PRIOR,
     TENANTS,
     AcceptanceRates,
 )
-from jaxserve.sched.speculation.choice import FIRST_TRIAL, MOST, Patience
+from jaxserve.sched.speculation.choice import EVERY, FIRST_TRIAL, MOST, Patience
 from jaxserve.sched.step_timing import HostTimes
 from tests.cost_models import FLAT
 from tests.sched.driver import Drive
@@ -37,6 +39,11 @@ def drafted(drive: Drive) -> list[int]:
     if plan.drafts is None:
         return [0] * len(plan.rows)
     return plan.drafts[np.argsort(plan.rows)].tolist()
+
+
+def drafted_later(drive: Drive) -> list[int]:
+    """The same, once prices have been asked again."""
+    return [drafted(drive) for _ in range(EVERY + 1)][-1]
 
 
 def test_a_row_alone_that_is_guessed_well_drafts_all_it_may() -> None:
@@ -71,6 +78,22 @@ def test_waiting_for_tokens_has_its_price() -> None:
     assert any(drafted(drive))
     drive.scheduler.view.device.exposed = 0.01
     assert not any(drafted(drive))
+
+
+def test_steps_are_priced_as_those_of_their_size_turned_out() -> None:
+    drive = decoding(1, acceptance=0.5)
+    (few,) = drafted(drive)
+    ratios = drive.scheduler.view.device.ratios
+    alone = BatchFeatures.of_decodes(np.array(1), np.array(2))
+    for _ in range(LAST):  # the others are taken to be like these, which says nothing of drafts
+        ratios.note(alone, 0.5)
+    assert drafted_later(drive) == [few]
+    for size in range(2, MOST + 2):
+        ratios.note(alone._replace(num_tokens=size, padded_tokens=size), 1.0)
+    assert drafted_later(drive) == [0]
+    for _ in range(LAST // 2 + 1):
+        ratios.note(alone, 1.0)
+    assert drafted_later(drive) == [few], "the last ones count"
 
 
 def test_the_next_step_is_expected_to_draft_exactly_where_it_does() -> None:

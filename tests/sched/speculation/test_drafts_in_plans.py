@@ -17,6 +17,7 @@ from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import View
 from jaxserve.sched.registry import deployable
 from jaxserve.sched.speculation import choice
+from jaxserve.sched.speculation.choice import Prices
 from jaxserve.sched.state.request_table import RUNNING
 from tests.sched.driver import Drive
 from tests.sched.policies.test_policy_properties import (
@@ -60,9 +61,11 @@ def test_the_cases_draft(policy: str) -> None:
 def test_the_policys_plan_stays_as_it_is(policy: str, case: Case) -> None:
     drafted = False
 
-    def watched(plan: BatchPlan, view: View, now: float, *, trial: bool) -> BatchPlan:
+    def watched(
+        plan: BatchPlan, view: View, now: float, prices: Prices, *, trial: bool
+    ) -> BatchPlan:
         nonlocal drafted
-        found = choice.with_drafts(plan, view, now, trial=trial)
+        found = choice.with_drafts(plan, view, now, prices, trial=trial)
         if found.drafts is None:
             assert found is plan
             return found
