@@ -73,11 +73,13 @@ class Matcher:
 
     def masks_along(self, tokens: Sequence[int]) -> list[np.ndarray | None]:
         """What `mask` is before each of these tokens, if they come, and after the last: one more
-        than tokens. None after a token that may not follow."""
+        than tokens. None after a token that may not follow, and where one follows a complete
+        text."""
         masks = [self.mask()]
         for token in tokens:
             allowed = masks[-1]
-            if allowed is None or not _has(allowed, token):
+            # A second end would be taken, and could not be taken back.
+            if allowed is None or not _has(allowed, token) or self._matcher.is_stopped():
                 break
             self._matcher.consume_token(token)
             masks.append(self.mask())

@@ -50,6 +50,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
         most: np.ndarray,
         view: Any,
         now: float,
+        prices: Any,
         *,
         trial: bool = False,
     ) -> np.ndarray:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -67,12 +67,15 @@ def fed(grammar: CompiledGrammar, tokens: Sequence[int], ignore_eos: bool) -> Ma
 def one_by_one(
     grammar: CompiledGrammar, known: Sequence[int], draft: Sequence[int], ignore_eos: bool
 ) -> list[list[int]]:
-    """What masks allow before each token and after the last, until one does not follow."""
-    masks = [allowed(fed(grammar, known, ignore_eos).mask())]
-    for end, token in enumerate(draft, start=1):
-        if token not in masks[-1]:
+    """What masks allow before each token and after the last, until one does not follow, or the text
+    is complete."""
+    masks, complete = [allowed(fed(grammar, known, ignore_eos).mask())], False
+    for end, token in enumerate(draft):
+        if token not in masks[-1] or complete:
             break
-        masks.append(allowed(fed(grammar, [*known, *draft[:end]], ignore_eos).mask()))
+        matcher = fed(grammar, [*known, *draft[:end]], ignore_eos)
+        complete = matcher.feed(token)
+        masks.append(allowed(matcher.mask()))
     return masks
 
 
@@ -98,6 +101,7 @@ CASES = {
 
 
 @settings(max_examples=60, deadline=None)
+@example(which=3, seed=396864, ignore_eos=False, length=6, wrong=EOS)  # two ends in a row
 @given(
     **CASES,
     length=st.integers(0, 7),
