@@ -6,10 +6,13 @@ planned until it is known what was right. The first is compared with the second 
 step that is compiled (`padding.tokens`). So a batch that fills the device drafts nothing, and one
 row alone drafts wherever it repeats itself.
 
+Who waits for a first token gains nothing and waits as much longer as who decodes. Where it has a
+target that can still be met, it counts as one more row whose share drafts have to save.
+
 Time between tokens: nobody's step is made so long that a row misses its target that would meet it
-otherwise. Rows that are about to miss it draft first, and while there are any, rows with a target
-that are ahead of it draft nothing (AdaServe and SLOs-Serve have such a rule, with a model that
-drafts).
+otherwise, nor the next one planned so late. Rows that are about to miss it draft first, and while
+there are any, rows with a target that are ahead of it draft nothing (AdaServe and SLOs-Serve have
+such a rule, with a model that drafts).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import View
-from jaxserve.sched.state.request_table import RUNNING
+from jaxserve.sched.state.request_table import RUNNING, WAITING, RequestTable
 
 MOST = 7  # drafts of a row in a step
 MARGIN = 0.02  # of the step's time, which drafts have to save at least
@@ -42,11 +45,13 @@ class _Batch(NamedTuple):
         features: Of all of it, before padding.
         rows: int64 [n], those that decode.
         num_rows: How many rows there are.
+        prompts: Whether there are prompts to compute, in this step or one that comes.
     """
 
     features: BatchFeatures
     rows: np.ndarray
     num_rows: int
+    prompts: bool
 
 
 def with_drafts(
@@ -63,14 +68,13 @@ def with_drafts(
         trial: Whether they are taken even if they do not pay (`Trials`).
     """
     table, pool, rows = view.table, view.pool, plan.rows
-    if not len(rows) or plan.operations or not np.count_nonzero(table.offered[rows]):
+    if not len(rows) or plan.operations:
         return plan
     start, known = table.computed[rows], table.prompt_len[rows] + table.generated[rows]
     emits = start + plan.num_tokens == known
     decodes = emits & (table.generated[rows] > 0) & (plan.num_tokens == 1)
-    at = np.flatnonzero(decodes & (table.generated[rows] == table.received[rows]))
-    at = at[(table.offered[rows[at]] > 0) & (plan.kinds[at] == KV)]
-    if not len(at):
+    num_decodes = int(np.count_nonzero(decodes))
+    if num_decodes == len(rows) and not np.count_nonzero(table.offered[rows]):
         return plan
     features = BatchFeatures.from_rows(
         plan.num_tokens,
@@ -79,7 +83,14 @@ def with_drafts(
         hidden=plan.kinds == HIDDEN,
         sampling=table.num_sampling > 0,
     )
-    batch = _Batch(features, rows[decodes], len(rows))
+    if num_decodes < len(rows):
+        prices.with_prompts = float(view.step_time(features))
+    at = np.flatnonzero(decodes & (table.generated[rows] == table.received[rows]))
+    at = at[(table.offered[rows[at]] > 0) & (plan.kinds[at] == KV)]
+    if not len(at):
+        return plan
+    prompts = num_decodes < len(rows) or _prompts(table, num_decodes)
+    batch = _Batch(features, rows[decodes], len(rows), prompts)
     mine = rows[at]
     end = start[at] + 1
     most = _most(view, mine, table.offered[mine], end)
@@ -121,7 +132,8 @@ def expects_drafts(view: View, now: float, prices: Prices) -> bool:
     )
     able = rows[mine]
     most = _most(view, able, table.offered[able] - flying[mine], computed[mine] + 1)
-    return bool(_choose(_Batch(features, rows, len(rows)), able, most, view, now, prices).any())
+    batch = _Batch(features, rows, len(rows), _prompts(table, len(rows)))
+    return bool(_choose(batch, able, most, view, now, prices).any())
 
 
 class Trials:
@@ -166,6 +178,19 @@ class Patience:
             self._left, self._waited = 0, False
 
 
+def _prompts(table: RequestTable, decodes: int) -> bool:
+    """Whether others than so many that decode have something to compute."""
+    return len(table.in_state(WAITING)) > 0 or len(table.in_state(RUNNING)) > decodes
+
+
+def _due(table: RequestTable, now: float) -> int:
+    """How many wait for a first token, and may have it within their target."""
+    rows = np.concatenate([table.in_state(WAITING), table.in_state(RUNNING)])
+    deadline = table.arrival[rows] + table.ttft[rows]
+    due = (table.generated[rows] == 0) & (now < deadline) & (deadline < np.inf)
+    return int(np.count_nonzero(due))
+
+
 def _most(view: View, rows: np.ndarray, offered: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Drafts that each row may have at most, int64 [n], of those that are offered. end: its cached
     tokens without any."""
@@ -205,12 +230,19 @@ def _choose(
     if room < 1 or not np.count_nonzero(most):
         return none
     times = prices.of(batch, view, room)
-    plain = float(times.seconds[0])
+    plain, exposed, overrun = float(times.seconds[0]), view.device.exposed, view.device.overrun
+    # The next step begins so much later. If it has a prompt beside the decodes, it may have no time
+    # to spare.
+    following = max(plain, prices.with_prompts if batch.prompts else 0.0) * overrun
+    targets = table.tbt[batch.rows]
+    if np.count_nonzero((following <= targets) & (targets < following + exposed * overrun)):
+        return none
+    decodes = len(batch.rows)
     # Who has a token in flight gets it when this step begins.
     begin = view.step_end(now)
     came = np.where(table.generated > table.received, begin, table.last_token)
     slack = came + table.tbt - begin
-    late = slack[rows] < plain * view.device.overrun
+    late = slack[rows] < plain * overrun
     chance = np.minimum(table.acceptance[rows], 1.0)
     if np.count_nonzero(late):
         most = np.where(late | (table.tbt[rows] == np.inf), most, 0)
@@ -220,15 +252,16 @@ def _choose(
     gains = np.where(depth <= most[:, None], gains, 0.0).ravel()
     order = np.argsort(-gains, kind="stable")[: times.sizes[-1]]
     order = order[gains[order] > 0]
-    saved = np.concatenate([[0.0], np.cumsum(gains[order])]) * times.share
+    share = times.share * decodes / (decodes + _due(table, now))
+    saved = np.concatenate([[0.0], np.cumsum(gains[order])]) * share
     sizes = np.minimum(times.sizes, len(order))
-    longer = times.seconds - plain + view.device.exposed * (sizes > 0)
+    longer = times.seconds - plain + exposed * (sizes > 0)
     pays = saved[sizes] - longer
     pays[sizes == 0] = 0.0
     mine = slack[batch.rows]
-    in_time = mine[mine >= plain * view.device.overrun]
+    in_time = mine[mine >= plain * overrun]
     if len(in_time):
-        pays[(plain + longer) * view.device.overrun > in_time.min()] = -np.inf
+        pays[(plain + longer) * overrun > in_time.min()] = -np.inf
     if trial:
         pays[sizes == 0] = -np.inf
     best = int(np.argmax(pays))
@@ -264,11 +297,16 @@ class _Times:
 
 class Prices:
     """What steps with drafts take. Where all rows decode, it is asked anew only now and then: from
-    one plan to the next, each cache has grown by a token."""
+    one plan to the next, each cache has grown by a token.
+
+    Attributes:
+        with_prompts: Seconds of the last plan in which a prompt was computed, without drafts.
+    """
 
     def __init__(self) -> None:
         self._batch, self._read, self._left = (0, 0), 0, 0
         self._times: _Times | None = None
+        self.with_prompts = 0.0
 
     def of(self, batch: _Batch, view: View, room: int) -> _Times:
         """Of the batch, with up to `room` drafts."""

@@ -22,11 +22,11 @@ from tests.cost_models import FLAT
 from tests.sched.driver import Drive
 
 
-def decoding(rows: int, *, acceptance: float = 0.9, offered: int = 8) -> Drive:
+def decoding(rows: int, *, acceptance: float = 0.9, offered: int = 8, tbt: float = 100.0) -> Drive:
     """So many requests that decode and have drafts."""
     drive = Drive("sarathi+spec", c=2048, p=2048, rows=512, blocks=4096)
     for _ in range(rows):
-        drive.add(1, 40, tbt=100.0)
+        drive.add(1, 40, tbt=tbt)
     drive.step()
     for row in range(rows):
         drive.scheduler.offer(row, offered, acceptance)
@@ -94,6 +94,27 @@ def test_steps_are_priced_as_those_of_their_size_turned_out() -> None:
     for _ in range(LAST // 2 + 1):
         ratios.note(alone, 1.0)
     assert drafted_later(drive) == [few], "the last ones count"
+
+
+def test_who_is_due_a_first_token_makes_drafts_dearer() -> None:
+    for late in (False, True):  # whose target is missed anyway loses nothing
+        drive = decoding(4, acceptance=0.5)
+        assert drive.scheduler.would_draft(0.0)
+        for _ in range(40):
+            drive.add(10, 40, arrival=-100.0 if late else 0.0, ttft=60.0)
+        assert drive.scheduler.would_draft(0.0) == late
+
+
+def test_nobody_waits_for_drafts_where_that_makes_the_next_step_late() -> None:
+    """A prompt that comes leaves the next step no time to spare; without a prompt there is."""
+    for prompts, tbt, drafts in ((True, 0.2005, False), (False, 0.2005, True), (True, 0.3, True)):
+        drive = decoding(2, tbt=tbt)
+        view = drive.scheduler.view
+        view.device.exposed = 0.001
+        drive.scheduler._prices.with_prompts = 0.2
+        if prompts:
+            drive.add(10, 40)
+        assert drive.scheduler.would_draft(0.0) == drafts, (prompts, tbt)
 
 
 def test_the_next_step_is_expected_to_draft_exactly_where_it_does() -> None:
