@@ -172,6 +172,6 @@ in time: requests within their TTFT, and {1e3 * TBT:g} ms between tokens in 99 o
 drafts less without, the same requests and texts, mean of {len(seeds)} seeds, with its 95% interval.
 Goodput, summed over them, and time a token: with drafts over without; the first table leaves out
 where fewer than {FEW:.0%} are in time. drafted, right: tokens for each one written.
-{SYSTEMS[SYSTEM]}, {1e3 * (HOST.plan + HOST.launch + HOST.finish):g} ms of the host a step; {requests} requests a run,
-behind a warm-up of a sixth. {texts}.
+{SYSTEMS[SYSTEM]}, {1e3 * (HOST.plan + HOST.launch + HOST.finish):g} ms of the host a step;
+{requests} requests a run, behind a warm-up of a sixth. {texts}.
 """
