@@ -92,6 +92,10 @@ def convert(
         config = with_quantization(family, config, quantize)
     except ValueError as error:
         raise CheckpointError(f"--quantize: {error}") from None
+    if into == SAFETENSORS and config.quantization is not None and config.experts is not None:
+        raise CheckpointError(
+            f"--format={SAFETENSORS}: quantised experts are not written so; use {ORBAX}"
+        )
     if quantize and config.quantization is not None and into == SAFETENSORS:
         config = _with_wide_tables(family, config)
     chosen = (checkpoint_dtype(hf) or jnp.dtype("float32")) if dtype == "auto" else jnp.dtype(dtype)

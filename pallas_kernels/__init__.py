@@ -24,7 +24,7 @@ from jaxserve.pallas_kernels.backends import (
     select_backend,
 )
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, LEFT, RIGHT, AttentionBatch
-from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
+from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from jaxserve.pallas_kernels.hidden import HiddenProjection, project
 from jaxserve.pallas_kernels.move import (
     move_slots,
@@ -79,6 +79,7 @@ __all__ = [
     "pool_of",
     "project",
     "projected_attention",
+    "quantized_grouped_matmul",
     "quantized_matmul",
     "read_tokens",
     "resolve_backend",

@@ -112,6 +112,10 @@ class Backend:
             (x, weights, group_sizes) as `grouped_matmul.grouped_matmul`, x in the weights' dtype,
             and returns float32 [T, out], or None if it has none. None: the backend has no such
             kernels.
+        quantized_grouped_matmul: (x, q, scale, *, transposed), of which only shapes and dtypes are
+            asked -> the kernel of such products, which takes (x, q, scale, zero, group_sizes) as
+            `grouped_matmul.quantized_grouped_matmul`, or None if it has none. None: the backend has
+            no such kernels.
         decode_group: Rows that decodes read together, sorted by length: each costs what the longest
             does.
         decode_chunk: Tokens of K and V that such a group reads at once, about.
@@ -134,6 +138,7 @@ class Backend:
     by_columns: Callable[[jax.Array], bool] | None = None
     quantized_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
     grouped_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
+    quantized_grouped_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
     decode_group: int = 1
     decode_chunk: int = 1
 

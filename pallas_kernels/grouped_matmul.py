@@ -50,3 +50,26 @@ def grouped_matmul(
     )
     behind = jnp.arange(len(x))[:, None] >= group_sizes.sum()  # what is there, platforms choose
     return jnp.where(behind, 0, y).astype(dtype)
+
+
+def quantized_grouped_matmul(
+    x: jax.Array,
+    q: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    group_sizes: jax.Array,
+    *,
+    transposed: bool,
+) -> jax.Array | None:
+    """The same with weights in few bits, see `quantized_matmul`, on one device: float32 [T, out].
+    None where it has no kernel for these.
+
+    Args:
+        x: [T, in], bfloat16 or float32.
+        q, scale, zero: of each group those of `quantized_matmul`, [groups, ...].
+        group_sizes: int32 [groups], rows of each; together at most T.
+        transposed: q, scale and zero are [groups, out, ...].
+    """
+    choose = platform_backend().quantized_grouped_matmul
+    kernel = choose and choose(x, q, scale, transposed=transposed)
+    return None if kernel is None else kernel(x, q, scale, zero, group_sizes)

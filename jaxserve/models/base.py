@@ -261,7 +261,8 @@ class Leaf:
         spec, scheme = self.spec, self.scheme(quantization)
         if scheme is None:
             return spec
-        axis = 1 if self.is_table else 0  # of the inputs
+        # Of the inputs, and of the outputs.
+        axis, of_outputs = (1, 0) if self.is_table else (1, 2) if self.source.stacked else (0, 1)
         inputs = spec.shape[axis]
         try:
             groups = scheme.groups(inputs)
@@ -293,7 +294,7 @@ class Leaf:
                 dataclasses.replace(of_group, dtype="float32", std=0) if scheme.minimum else None
             ),
             bits=scheme.bits,
-            axes=(RULES[spec.axes[axis] or "embed"], RULES[spec.axes[1 - axis] or "embed"]),
+            axes=(RULES[spec.axes[axis] or "embed"], RULES[spec.axes[of_outputs] or "embed"]),
         )
 
 
@@ -491,15 +492,13 @@ def with_quantization(family: Family, config: ModelConfig, text: str) -> ModelCo
 
     Raises:
         ValueError: it means nothing, the model's are quantised already in a way that is only read
-            as it is, groups do not divide a weight, or the model has experts.
+            as it is, or groups do not divide a weight.
     """
     if not text:
         return config
     quantization = None if text == NONE else parse_quantization(text)
     if config.quantization is not None and not config.quantization.dequantizable:
         raise ValueError(f"the checkpoint's weights are quantised already, not to be made {text!r}")
-    if quantization is not None and (stacked := family.stacked_tensor(config)) is not None:
-        raise ValueError(f"{stacked}: experts are served wide only, not as {text!r}")
     config = dataclasses.replace(config, quantization=quantization)
     family.param_specs(config)
     return config

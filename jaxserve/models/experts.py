@@ -22,6 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.models.base import Experts, HFTensor, Leaf, ParamSpec
 from jaxserve.models.layers import Linear, matmul
+from jaxserve.models.quantized import Quantized, quantized_grouped_dot
 from jaxserve.models.sharding import TENSOR, cut_axes
 from jaxserve.pallas_kernels import grouped_matmul
 
@@ -212,10 +213,14 @@ def _summed(
         activation: of the gate.
     """
     tokens, each = chosen.shape
-    count = gate.kernel.shape[0]
+    count = jax.tree.leaves(gate.kernel)[0].shape[0]
     order, place, sizes = _by_expert(chosen.reshape(-1), count)
 
     def product(x: jax.Array, weights: Linear, dtype: jnp.dtype) -> jax.Array:
+        if isinstance(weights.kernel, Quantized):
+            return quantized_grouped_dot(
+                x, weights.kernel, sizes, transposed=weights.transposed, dtype=dtype
+            )
         return grouped_matmul(x, weights.kernel, sizes, transposed=weights.transposed, dtype=dtype)
 
     x = h[order // each]

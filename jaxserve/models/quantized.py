@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxserve.pallas_kernels import quantized_matmul
+from jaxserve.pallas_kernels import grouped_matmul, quantized_grouped_matmul, quantized_matmul
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
 
@@ -124,7 +124,8 @@ def parse_quantization(text: str) -> Quantization:
 
 @flax.struct.dataclass
 class Quantized:
-    """A weight [in, out] that stands for (q - zero) * scale + minimum, or a table [entries, width].
+    """A weight [in, out] that stands for (q - zero) * scale + minimum, a table [entries, width], or
+    experts' weights [experts, in, out].
 
     Attributes:
         q: the numbers, in the weight's shape: int8 or float8_e4m3fn. Of 4 bits two inputs are in
@@ -154,6 +155,8 @@ class Quantized:
 
 def dequantize(weights: Quantized, dtype: DTypeLike, *, transposed: bool = False) -> jax.Array:
     """The weight, or (transposed) table, in a float dtype."""
+    if weights.q.ndim == 3:
+        return jax.vmap(lambda one: dequantize(one, dtype, transposed=transposed))(weights)
     axis = 1 if transposed else 0
     q = weights.q if weights.bits == 8 else unpack_pairs(weights.q, axis)
     shape, groups = q.shape, weights.scale.shape[axis]
@@ -209,6 +212,35 @@ def quantized_dot(
     if alone:
         y = y * weights.scale.astype(jnp.float32).reshape(1, -1)
     return y.astype(dtype)
+
+
+def quantized_grouped_dot(
+    x: jax.Array,
+    weights: Quantized,
+    group_sizes: jax.Array,
+    *,
+    transposed: bool,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Each group of rows times what its own weights stand for, on one device, see `grouped_matmul`.
+    CPUs have kernels of 8 and 4 bits; else XLA writes all weights out wide.
+
+    Args:
+        x: [T, in], by group.
+        weights: [groups, in, out].
+        group_sizes: int32 [groups].
+        transposed: they are [groups, out, in].
+        dtype: of the result, [T, out].
+    """
+    given = x if weights.inputs is None else x.astype(weights.inputs)
+    parts = (weights.q, weights.scale, weights.zero)
+    y = None
+    if weights.minimum is None:
+        y = quantized_grouped_matmul(given, *parts, group_sizes, transposed=transposed)
+    if y is not None:
+        return y.astype(dtype)
+    wide = dequantize(weights, x.dtype, transposed=transposed)
+    return grouped_matmul(x, wide, group_sizes, transposed=transposed, dtype=dtype)
 
 
 def pack_pairs(numbers: Array, axis: int) -> Array:

@@ -152,6 +152,10 @@ def check_tensor(config: ModelConfig, tensor: int) -> None:
             f"mesh.tensor={tensor} divides neither the width of the model's experts "
             f"({experts.d_ff}) nor their number ({experts.num_experts})"
         )
+    if experts is not None and config.quantization is not None and tensor > 1:
+        raise ValueError(
+            f"mesh.tensor={tensor}: a model with experts is quantised on one device only"
+        )
     pool_kv_heads(config, tensor)
     group = 0 if config.quantization is None else config.quantization.scheme.group
     inputs = (

@@ -116,7 +116,8 @@ def _quantizing(
     scheme: Scheme, transposed: bool, shardings: tuple[jax.sharding.Sharding, ...], tree: object
 ) -> Callable[[jax.Array], Quantized]:
     """`quantize` onto shardings: compiled once for all layers' weights of one shape."""
+    one = functools.partial(quantize, scheme=scheme, transposed=transposed)
     return jax.jit(
-        functools.partial(quantize, scheme=scheme, transposed=transposed),
+        lambda weights: jax.vmap(one)(weights) if weights.ndim == 3 else one(weights),
         out_shardings=jax.tree.unflatten(tree, shardings),
     )

@@ -83,6 +83,17 @@ def _grouped_matmul(weights: Any, *, transposed: bool) -> Callable[..., jax.Arra
     return dots.grouped_matmul if dots.takes_groups(weights, transposed=transposed) else None
 
 
+def _quantized_grouped_matmul(
+    x: jax.Array, q: Any, scale: Any, *, transposed: bool
+) -> Callable[..., jax.Array] | None:
+    one, own, of_own = (
+        jax.ShapeDtypeStruct(shape, given.dtype)
+        for shape, given in (((1, x.shape[1]), x), (q.shape[1:], q), (scale.shape[1:], scale))
+    )
+    taken = dots.takes_few_bits(one, own, of_own, transposed=transposed)
+    return dots.few_bits_grouped_matmul if taken else None
+
+
 def _by_columns(weights: jax.Array) -> bool:
     """As one stream of memory, weights come up to twice as fast; of few bits there is no other
     kernel."""
@@ -106,4 +117,5 @@ BACKEND = dataclasses.replace(
     by_columns=_by_columns,
     quantized_matmul=_quantized_matmul,
     grouped_matmul=_grouped_matmul,
+    quantized_grouped_matmul=_quantized_grouped_matmul,
 )

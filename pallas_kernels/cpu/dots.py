@@ -109,16 +109,46 @@ def few_bits_matmul(
     Returns:
         float32 [T, out].
     """
-    inputs, groups = x.shape[1], scale.shape[1]
-    bits = 8 * q.shape[1] // inputs
-    parts = 0 if groups == 1 and zero is None else _parts(inputs // groups, bits) or 1
-    given = (q, scale.astype(jnp.float32), *(() if zero is None else (zero,)))
+    given, how = _stored(x, q, scale, zero)
     if x.dtype == jnp.bfloat16:
-        return _dots(x, *given, bits=bits, parts=parts)
+        return _dots(x, *given, **how)
     rounded = jax.lax.reduce_precision(x, 8, 7)  # a float32 is nearly two of bfloat16
     both = jnp.concatenate([rounded, x - rounded]).astype(jnp.bfloat16)
-    y = _dots(both, *given, bits=bits, parts=parts)
+    y = _dots(both, *given, **how)
     return y[: len(x)] + y[len(x) :]
+
+
+def few_bits_grouped_matmul(
+    x: jax.Array, q: jax.Array, scale: jax.Array, zero: jax.Array | None, sizes: jax.Array
+) -> jax.Array:
+    """The same with groups of rows and their own weights, each as `takes_few_bits` has it.
+
+    Args:
+        x: [T, in], bfloat16 or float32; rows by group.
+        q, scale, zero: as in `few_bits_matmul`, [groups, ...].
+        sizes: int32 [groups], rows of each; together at most T.
+
+    Returns:
+        float32 [T, out]; zeros behind the last group.
+    """
+    given, how = _stored(x, q, scale, zero)
+    if x.dtype == jnp.bfloat16:
+        return _dots(x, *given, sizes, **how, grouped=True)
+    rounded = jax.lax.reduce_precision(x, 8, 7)
+    both = jnp.stack([rounded, x - rounded], axis=1).astype(jnp.bfloat16)  # beside each other
+    y = _dots(both.reshape(-1, x.shape[1]), *given, 2 * sizes, **how, grouped=True)
+    return y.reshape(len(x), 2, -1).sum(axis=1)
+
+
+def _stored(
+    x: jax.Array, q: jax.Array, scale: jax.Array, zero: jax.Array | None
+) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+    """Operands of `_dots`, and how they are stored."""
+    inputs, groups = x.shape[-1], scale.shape[-1]
+    bits = 8 * q.shape[-1] // inputs
+    parts = 0 if groups == 1 and zero is None else _parts(inputs // groups, bits) or 1
+    given = (q, scale.astype(jnp.float32), *(() if zero is None else (zero,)))
+    return given, {"bits": bits, "parts": parts}
 
 
 def _dots(

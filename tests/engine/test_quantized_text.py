@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from gguf import GGMLQuantizationType as Type
 from tokenizers import Tokenizer, models
@@ -16,6 +17,7 @@ from jaxserve.engine.device.executor import JaxExecutor
 from jaxserve.engine.startup import build
 from jaxserve.engine.startup.blueprint import build_executor
 from jaxserve.engine.startup.engine_choices import choose
+from jaxserve.engine.startup.model_options import load_shape
 from jaxserve.models.base import with_quantization
 from jaxserve.sched.registry import policies
 from jaxserve.weights import load_config, load_params
@@ -44,7 +46,8 @@ def write_wide(folder: Path, shape: Path, how: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("family", "how"), [("opt", "int8"), ("opt", "int4:group=32,zero"), ("llama", "int4")]
+    ("family", "how"),
+    [("opt", "int8"), ("opt", "int4:group=32,zero"), ("llama", "int4"), ("moe", "int8")],
 )
 def test_text_is_that_of_its_wide_weights(tmp_path: Path, family: str, how: str) -> None:
     shape = write_shape(tmp_path, family)
@@ -123,6 +126,15 @@ def test_hidden_caches_are_refused_by_name(tmp_path: Path) -> None:
     assert chosen(shape, **fields).model.hidden_read is None
     with pytest.raises(ConfigError, match="hidden_read=absorbed: its weights are quantised"):
         chosen(shape, **fields, cache__hidden_read="absorbed")
+
+
+def test_experts_of_few_bits_are_for_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"model__path": str(write_shape(tmp_path, "moe")), "model__quantization": "int8"}
+    served = Config().with_fields(**fields).model
+    assert load_shape(served)[1].quantization is not None
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ConfigError, match=r"model\.quantization=int8: only CPUs have kernels"):
+        load_shape(served)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,14 @@ def load_shape(served: ServedModelConfig) -> tuple[Family, ModelConfig, dict[str
         model = with_quantization(family, model, served.quantization)
     except ValueError as error:
         raise ConfigError(f"model.quantization: {error}") from None
+    on_cpu = jax.default_backend() == "cpu"
+    if model.experts is not None and model.quantization is not None and not on_cpu:
+        raise ConfigError(
+            f"model.quantization={served.quantization}: only CPUs have kernels of a mixture of "
+            "experts in few bits"
+        )
     # Only CPUs have a kernel of it: others would write it out wide in each step.
-    return family, model if jax.default_backend() == "cpu" else with_wide_head(family, model), hf
+    return family, model if on_cpu else with_wide_head(family, model), hf
 
 
 def _load_shape(served: ServedModelConfig) -> tuple[Family, ModelConfig, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from jaxserve.engine.startup.build import build_engine
 from jaxserve.engine.startup.cost_model_cache import POOLS, with_pool_as_before
 from jaxserve.engine.startup.engine_choices import choose
 from jaxserve.engine.startup.pool_size import Demand, Room, array_blocks, pool_blocks, pool_room
-from jaxserve.weights import load_preset
+from jaxserve.models.base import Experts
+from jaxserve.weights import load_config, load_preset
 from tests.engine.harness import SAMPLING, engine, generate, prompts
 
 
@@ -35,6 +37,20 @@ def test_it_holds_what_was_asked_for_and_wastes_little(
     assert array_blocks(demand(blocks), exact) == pool_blocks(demand(blocks), exact) == blocks
     fitting = array_blocks(demand(), room)
     assert room.allowed * 15 / 16 - 1 <= fitting <= room.allowed
+
+
+def test_rows_of_experts_take_memory_that_the_pool_does_not_get(shapes: dict[str, Path]) -> None:
+    model = load_config(shapes["moe"])[1]
+    assert model.experts is not None
+    given: dict[str, Any] = {"weights": 0, "pool_heads": 2, "shards": 1, "device": ("cpu", 1 << 30)}
+
+    def blocks(experts: Experts | None) -> int:
+        config = dataclasses.replace(model, experts=experts)
+        return pool_room(demand(rows=8), config, "float32", platform="cpu", **given).free
+
+    # 64 tokens, each in one more row of width 32 in and out of an expert of width 32.
+    fewer = dataclasses.replace(model.experts, experts_per_token=1)
+    assert blocks(None) > blocks(fewer) > blocks(model.experts)
 
 
 def test_no_pool_of_8_bits_is_where_gpus_kernels_do_not_reach() -> None:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from jaxserve import convert
 from jaxserve.models.base import with_quantization
-from jaxserve.weights import load_config, load_params
+from jaxserve.models.dense import sequence_logits
+from jaxserve.models.fused import fuse
+from jaxserve.models.quantized import dequantize
+from jaxserve.models.sharding import check_tensor
+from jaxserve.weights import CheckpointError, load_config, load_params, transpose_loaded
+from jaxserve.weights.quantize import quantize
 from tests.models.fixtures import hf_config, hf_tensors, write_checkpoint
+from tests.models.quantized.test_quantized import widened
 from tests.models.test_broken_checkpoints import load, refusal
 
 Tensors = dict[str, np.ndarray]
@@ -95,15 +103,53 @@ def test_experts_of_a_dense_layer_are_named(tmp_path: Path) -> None:
     assert "no tensor 'model.layers.0.mlp.gate_proj.weight'" in refusal(tmp_path)
 
 
-def test_few_bits_are_refused(tmp_path: Path) -> None:
+def test_packed_experts_are_refused(tmp_path: Path) -> None:
     hf = hf_config("qwen3_moe")
     write_checkpoint(tmp_path, hf)
-    family, config, _ = load_config(tmp_path)
-    with pytest.raises(ValueError, match=r"mlp\.experts\.\*\.gate_proj.* wide only, not as 'int8'"):
-        with_quantization(family, config, "int8")
     stored = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
     write_checkpoint(tmp_path, hf | stored)
     assert "mlp.experts.*.gate_proj.weight" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["int8", "int4", "fp8"])
+def test_few_bits_say_what_they_stand_for(tmp_path: Path, how: str) -> None:
+    """The router stays as it is."""
+    hf = hf_config("qwen3_moe") | {"intermediate_size": 64}
+    write_checkpoint(tmp_path, hf)
+    family, plain, _ = load_config(tmp_path)
+    config = with_quantization(family, plain, how)
+    given: dict[str, Any] = {"dtype": "float32"}
+    small = load_params(tmp_path, family, config, **given)
+    wide = load_params(tmp_path, family, plain, **given).layers[0].experts
+    experts = small.layers[0].experts
+    assert np.array_equal(experts.router.kernel, wide.router.kernel)
+    assert experts.down.kernel.scale.shape == (8, 1, 32)
+    for part in ("gate", "up", "down"):
+        stood = dequantize(getattr(experts, part).kernel, jnp.float32)
+        was = getattr(wide, part).kernel
+        one = quantize(was[5], config.quantization.scheme)
+        assert np.isclose(stood[5], dequantize(one, jnp.float32), atol=1e-6).mean() > 0.99
+        assert np.abs(stood - was).mean() < 0.05
+    same = widened(small, family.leaves(config))
+    tokens = jnp.arange(20)
+    want = sequence_logits(family, fuse(same, plain), plain, tokens)
+    turned = transpose_loaded(fuse(small, config), "float32")
+    got = sequence_logits(family, turned, config, tokens, dtype=jnp.float32)
+    np.testing.assert_allclose(got, want, atol=1e-3)
+    with pytest.raises(ValueError, match=r"mesh\.tensor=2: a model with experts is quantised on"):
+        check_tensor(config, 2)
+
+
+def test_quantised_experts_are_written_as_orbax_only(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    write_checkpoint(tmp_path / "hf", hf_config("qwen3_moe"))
+    target = tmp_path / "out"
+    with pytest.raises(CheckpointError, match="quantised experts are not written so; use orbax"):
+        convert.convert(tmp_path / "hf", target, quantize="int8", into=convert.SAFETENSORS)
+    convert.convert(tmp_path / "hf", target, "float32", quantize="int8")
+    family, config, _ = load_config(target)
+    params = load_params(target, family, config, dtype="float32")
+    assert params.layers[0].experts.up.kernel.q.dtype == np.int8
 
 
 def test_random_experts_differ(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.pallas_kernels import grouped_matmul
+from jaxserve.models.quantized import dequantize, parse_quantization, quantized_grouped_dot
+from jaxserve.pallas_kernels import grouped_matmul, quantized_grouped_matmul
 from jaxserve.pallas_kernels.cpu import dots
 from jaxserve.pallas_kernels.gpu_triton import by_group
+from jaxserve.weights.quantize import quantize
 
 TOLERANCE = 1e-6
 
@@ -86,6 +88,29 @@ def test_a_row_is_the_same_whatever_rows_are_beside_it(dtype, outputs):
             x[row : row + 1], stored, (jnp.arange(len(sizes)) == group).astype(jnp.int32)
         )
         np.testing.assert_array_equal(got[row], alone[0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("how", ["int8", "int4:group=32,zero"])
+def test_few_bits(how, dtype):
+    """As what they stand for has it, and a row the same whatever rows are beside it."""
+    rng, sizes = np.random.default_rng(0), [3, 0, 1, 9]
+    scheme = parse_quantization(how).scheme
+    weights = jnp.asarray(rng.normal(size=(len(sizes), 128, 40)), jnp.float32)
+    small = jax.vmap(lambda one: quantize(one, scheme))(weights)
+    x = jnp.asarray(rng.normal(size=(sum(sizes) + 2, 128)), dtype)
+    stored = jax.tree.map(lambda part: jnp.swapaxes(part, 1, 2), small)
+    parts = (stored.q, stored.scale, stored.zero)
+    assert quantized_grouped_matmul(x, *parts, jnp.asarray(sizes), transposed=True) is not None
+    product = jax.jit(
+        lambda x, sizes: quantized_grouped_dot(x, stored, sizes, transposed=True, dtype=jnp.float32)
+    )
+    got = np.asarray(product(x, jnp.asarray(sizes, jnp.int32)))
+    want = _expected(x, dequantize(small, jnp.float32), sizes)
+    np.testing.assert_allclose(got, want, atol=2e-4)
+    for row, group in enumerate(np.repeat(np.arange(len(sizes)), sizes)):
+        one = (jnp.arange(len(sizes)) == group).astype(jnp.int32)
+        np.testing.assert_array_equal(got[row], product(x[row : row + 1], one)[0])
 
 
 @pytest.mark.parametrize(
