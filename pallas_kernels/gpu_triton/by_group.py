@@ -64,7 +64,9 @@ def tiles_of(sizes: jax.Array, rows: int, count: int) -> Tiles:
     each = (sizes + rows - 1) // rows
     last, begin = jnp.cumsum(each), jnp.cumsum(sizes) - sizes
     index = jnp.arange(most, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(last, index, side="right"), len(sizes) - 1)
+    # Compared with all: a search is a loop, which GPUs would go back to the host for.
+    group = jnp.searchsorted(last, index, side="right", method="compare_all")
+    group = jnp.minimum(group, len(sizes) - 1)
     start = begin[group] + rows * (index - (last - each)[group])
     stop = jnp.minimum(start + rows, (begin + sizes)[group])
     used = index < last[-1]
