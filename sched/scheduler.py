@@ -180,7 +180,7 @@ class Scheduler:
         alone = self.alone(request) if alone is None else alone
         row = self.table.add(request, alone, self.reachable(request, alone))
         self.table.tenant[row], self.table.weight[row] = tenant, self.shares.weight(tenant)
-        self.table.adapter[row] = adapter
+        self.table.adapt(row, adapter)
         if len(self.pool.held) < (capacity := self.table.capacity):
             for owner in (self.pool, self.host, self._progress, self._lengths, self.cache):
                 if owner is not None:
@@ -394,6 +394,7 @@ class Scheduler:
             tuple(moves),
             plan.preempted if plan.operations else _NOBODY,
             sampling,
+            table.num_adapted > 0 and bool(table.adapter[rows].any()),
             self._recomputed(rows, start, end),
             self._give_up(plan),
         )

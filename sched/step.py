@@ -99,6 +99,7 @@ class Step:
         moves: What to do on the device before it, in order.
         preempted: Rows that lost all their cache.
         sampling: Whether anybody who samples does so otherwise than greedily.
+        adapted: Whether any row has an adapter.
         num_recomputed_tokens: Tokens that had been in the cache before it was lost.
         given_up: Rows, in the batch or not, that are not going to meet their targets, as is known
             since this plan.
@@ -115,6 +116,7 @@ class Step:
     moves: tuple[Move, ...]
     preempted: np.ndarray
     sampling: bool = False
+    adapted: bool = False
     num_recomputed_tokens: int = 0
     given_up: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -173,6 +175,7 @@ class Step:
             padding=padding,
             hidden=self.hidden,
             sampling=self.sampling,
+            adapted=self.adapted,
             **(_moved(self.moves) if self.moves else {}),
         )
 

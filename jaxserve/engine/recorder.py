@@ -99,6 +99,7 @@ class Recorder(Observer):
         self._queue: queue.Queue[_Told | None] = queue.Queue(depth)
         self._writer = _Writer(_place(path), header, max_bytes)
         self._prefixes = SharedPrefixes(header.block_size)
+        self._adapters: dict[str, int] = {}  # numbers, as names are not recorded
         self._thread = threading.Thread(target=self._run, name="jaxserve-recorder", daemon=True)
         self._thread.start()
 
@@ -144,10 +145,15 @@ class Recorder(Observer):
         match what:
             case RequestStats():
                 self._prefixes.wrote(what.number, what.block_keys)
-            case number, Request(block_keys=keys) if keys is not None:
+            case number, request:
                 assert isinstance(event, recording.Arrival)
-                of, tokens = self._prefixes.arrived(number, keys)
-                return event._replace(prefix_of=of, prefix_len=tokens)
+                if name := request.adapter:
+                    event = event._replace(
+                        adapter=self._adapters.setdefault(name, len(self._adapters) + 1)
+                    )
+                if request.block_keys is not None:
+                    of, tokens = self._prefixes.arrived(number, request.block_keys)
+                    event = event._replace(prefix_of=of, prefix_len=tokens)
         return event
 
 

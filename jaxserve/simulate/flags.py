@@ -39,8 +39,10 @@ NOT_REPLAYED = (  # with --replay, which says all of it
     "classes",
     "max_tokens",
     "guessable",
+    "adapters",
     "find",
 )
+MAX_ADAPTERS = 1 << 20
 _OF_A_RUN = (  # as `Run` has them
     *("rules", "kv_tokens", "host_tokens", "block_size", "max_batch_tokens", "max_prefill_tokens"),
     *("max_rows", "replicas", "seed", "hidden_read", "max_queue", "refuse_late"),
@@ -140,6 +142,12 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
         "many of these are right (0.5:0.62 of conversation and humaneval, 0.55:0.8 of agent, of "
         "others 0:0)",
     )
+    add(
+        "--adapters",
+        type=_adapters,
+        metavar="SHARE:COUNT",
+        help="share of the requests that have one of so many adapters (none)",
+    )
     add("--rules", choices=tuple(simulator.RULES), default="jaxserve", help="whose accounting")
     add("--kv_tokens", type=positive_int, help="M, tokens of KV cache (the system's)")
     add("--host_tokens", type=positive_int, default=0, help="of caches on the host (0)")
@@ -237,6 +245,18 @@ def _chances(text: str) -> Chances:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _adapters(text: str) -> tuple[float, int]:
+    share, _, count = text.partition(":")
+    try:
+        found = float(share), int(count)
+    except ValueError:
+        found = -1.0, 0
+    if not (0 <= found[0] <= 1 and 1 <= found[1] <= MAX_ADAPTERS):
+        most = f"a share from 0 to 1 and a number from 1 to {MAX_ADAPTERS}"
+        raise argparse.ArgumentTypeError(f"must be SHARE:COUNT, {most}, got {text!r:.40}")
+    return found
+
+
 def _path(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("needs a path")
@@ -246,7 +266,7 @@ def _path(text: str) -> str:
 def specs(args: argparse.Namespace) -> list[WorkloadSpec]:
     """The workload at each rate."""
     arrivals = ("num_requests", "arrivals", "cv", "on_s", "off_s", "duration")
-    named = (*arrivals, "best_effort", "guessable")
+    named = (*arrivals, "best_effort", "guessable", "adapters")
     given = {name: getattr(args, name) for name in named} | workload_flags.options(args)
     return [WorkloadSpec(args.workload, rate=rate, **given) for rate in args.rate or [None]]
 

@@ -36,6 +36,7 @@ class BatchFeatures(NamedTuple):
         hidden_prefill: Sum of m over chunks that read hidden caches.
         sampled_rows: All rows of the step, padding included, if any request samples non-greedily;
             else 0.
+        adapted_tokens: padded_tokens if some row has an adapter (LoRA); else 0.
     """
 
     num_tokens: Any
@@ -52,6 +53,7 @@ class BatchFeatures(NamedTuple):
     loaded_slots: Any = 0
     hidden_prefill: Any = 0
     sampled_rows: Any = 0
+    adapted_tokens: Any = 0
 
     @classmethod
     def from_rows(
@@ -63,6 +65,7 @@ class BatchFeatures(NamedTuple):
         padding: Padding | None = None,
         hidden: np.ndarray | None = None,
         sampling: bool = False,
+        adapted: bool = False,
         **moved: int,
     ) -> BatchFeatures:
         """The features of one batch, from its rows.
@@ -74,6 +77,7 @@ class BatchFeatures(NamedTuple):
             padding: How the batch is rounded up; None for not at all.
             hidden: bool [n], which rows have hidden caches; None for none.
             sampling: Whether any request samples non-greedily.
+            adapted: Whether any row has an adapter.
             **moved: projected_tokens, copied_slots, saved_slots, loaded_slots: see `BatchFeatures`.
         """
         rows = len(counts)
@@ -113,6 +117,7 @@ class BatchFeatures(NamedTuple):
             hidden_tokens=hidden_read,
             hidden_prefill=hidden_before,
             sampled_rows=sampled,
+            adapted_tokens=padded if adapted else 0,
             **moved,
         )
 
@@ -166,6 +171,7 @@ class Coefficients:
         sampled_row: Each of sampled_rows.
         batch_bias: A batch of more than one padded token, which multiplies matrices instead of a
             matrix and a vector.
+        adapted_token: Each of adapted_tokens.
         per_expert: Each expert that a batch reads (`experts_read`), of models that have some.
 
     Raises:
@@ -188,6 +194,7 @@ class Coefficients:
     hidden_prefill: float = 0.0
     sampled_row: float = 0.0
     batch_bias: float = 0.0
+    adapted_token: float = 0.0
     per_expert: float = 0.0
 
     def __post_init__(self) -> None:
@@ -295,6 +302,7 @@ class LinearCostModel:
             k.hidden_token * f.hidden_tokens
             + k.hidden_prefill * f.hidden_prefill
             + k.sampled_row * f.sampled_rows
+            + k.adapted_token * f.adapted_tokens
             + k.projected_token * f.projected_tokens
             + k.copied_slot * f.copied_slots
         )

@@ -155,6 +155,7 @@ def columns(
         batch * f.hidden_prefill,
         batch * f.sampled_rows,
         batch * 1.0 * (f.padded_tokens > 1),
+        batch * f.adapted_tokens,
     ]
     if num_experts:
         found.append(batch * experts_read(num_experts, per_token, f.num_tokens))

@@ -114,6 +114,8 @@ def _run_compiled(
         raise NotCompiled(f"retention {options.retention} runs in Python only")
     if options.prefix_caching and options.host_slots:
         raise NotCompiled("host memory has what leaves its pool")
+    if workload.adapter.any():
+        raise NotCompiled("adapters are not compiled")
     seed_read = form.key is not None and knows_the_seed(form.key)
     try:
         from jaxserve.sched.simulation.compiled import run

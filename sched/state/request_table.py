@@ -87,6 +87,7 @@ class RequestTable:
         output_lengths: Of finished outputs.
         num_sampling: Requests that are not greedy.
         num_timed: Requests with a TTFT or a TBT.
+        num_adapted: Requests with an adapter.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -129,6 +130,7 @@ class RequestTable:
         self._next_seq = 0
         self.num_sampling = 0  # requests that are not greedy
         self.num_timed = 0  # requests that have a TTFT or a TBT
+        self.num_adapted = 0
         self._waiting, self._running = OrderedRows(WAITING), OrderedRows(RUNNING)
         self._requeued = OrderedRows(WAITING)
         self._listings = (self._waiting, self._requeued, self._running)
@@ -186,8 +188,14 @@ class RequestTable:
             raise ValueError(f"row {row} is free already")
         self.num_sampling -= not self.greedy[row]
         self.num_timed -= self._is_timed(row)
+        self.num_adapted -= bool(self.adapter[row])
         self.move(np.array([row]), FREE)
         self._free.append(row)
+
+    def adapt(self, row: int, adapter: int) -> None:
+        """A request that was just added has an adapter of this number; 0 for none."""
+        self.adapter[row] = adapter
+        self.num_adapted += adapter > 0
 
     def receive(self, rows: np.ndarray, now: float, counts: np.ndarray | None = None) -> None:
         """Tokens of these rows, which are all different, reach the host now.

@@ -61,6 +61,7 @@ class WorkloadSpec:
             `open_limit`.
         guessable: How well a drafter guesses the texts; None for what is known of `lengths`
             (`guessable.KINDS`), else not at all.
+        adapters: Share of the requests that have an adapter, and of how many; None for none.
         duration: Seconds; requests that arrive later are left out.
         best_effort: A closed loop beside these requests, over the duration; `make_workload` leaves
             it out.
@@ -80,6 +81,7 @@ class WorkloadSpec:
     slo: SLO = NO_SLO
     max_tokens: MaxTokens = None
     guessable: Chances | None = None
+    adapters: tuple[float, int] | None = None
     duration: float | None = None
     best_effort: ClosedLoop | None = None
 
@@ -165,6 +167,8 @@ class WorkloadSpec:
             prefixes=found.prefixes,
             guessable=Guessable.same(len(found.lengths), chances),
         )
+        if self.adapters is not None:
+            made = made.with_adapters(*self.adapters, class_rng)
         return made if rate is None else made.at_rate(rate)
 
     def _find(self, rng: np.random.Generator) -> Trace:

@@ -77,6 +77,7 @@ class Workload:
         tier, ttft, tbt, jct, max_tbt, slo_class, greedy, classes, value: As in `SloColumns`.
         prefix_of, prefix_len: As in `Prefixes`.
         guess_share, guess_right: As in `Guessable`.
+        adapter: int64 [n], number of the adapter that each has, from 1; 0 for none.
 
     Raises:
         WorkloadError: The columns do not fit together.
@@ -99,6 +100,7 @@ class Workload:
     prefix_len: np.ndarray
     guess_share: np.ndarray
     guess_right: np.ndarray
+    adapter: np.ndarray
 
     def __post_init__(self) -> None:
         lengths, terms = self.lengths, self.terms
@@ -118,6 +120,8 @@ class Workload:
                 f"its max_tokens of {self.limit[worst]}"
             )
         self._check_prefixes()
+        if self.adapter.shape != self.arrival.shape or (self.adapter < 0).any():
+            raise WorkloadError("adapter must be a number from 0 of each request")
         for name in ("guess_share", "guess_right"):
             column = getattr(self, name)
             if column.shape != self.arrival.shape or not ((column >= 0) & (column <= 1)).all():
@@ -155,6 +159,7 @@ class Workload:
         terms: SloColumns | None = None,
         prefixes: Prefixes | None = None,
         guessable: Guessable | None = None,
+        adapter: np.ndarray | None = None,
     ) -> Workload:
         """Puts a workload together from its parts.
 
@@ -165,6 +170,7 @@ class Workload:
             terms: SLOs and sampling; by default `SloColumns.none`.
             prefixes: What prompts share; by default nothing.
             guessable: How well the texts can be guessed; by default not at all.
+            adapter: int64 [n], whose adapter each has; by default none has one.
 
         Raises:
             WorkloadError: The parts do not fit together.
@@ -174,7 +180,9 @@ class Workload:
         terms = terms or SloColumns.none(len(lengths))
         prefixes = prefixes or Prefixes.none(len(lengths))
         guessable = guessable or Guessable.same(len(lengths))
-        columns = vars(terms) | vars(prefixes) | vars(guessable)
+        if adapter is None:
+            adapter = np.zeros(len(lengths), np.int64)
+        columns = vars(terms) | vars(prefixes) | vars(guessable) | {"adapter": adapter}
         return cls(arrival, lengths.prompt_len, lengths.output_len, limit, **columns)
 
     @classmethod
@@ -192,7 +200,8 @@ class Workload:
         prefixes = Prefixes.joined([part.prefixes for part in parts]).select(order)
         lengths = Lengths(prompt, output)
         guessable = Guessable.joined([part.guessable for part in parts])[order]
-        shared: dict[str, Any] = {"prefixes": prefixes, "guessable": guessable}
+        adapter = np.concatenate([part.adapter for part in parts])[order]
+        shared: dict[str, Any] = {"prefixes": prefixes, "guessable": guessable, "adapter": adapter}
         return cls.create(arrival, lengths, limit=limit, terms=terms, **shared), order
 
     def __len__(self) -> int:
@@ -233,7 +242,27 @@ class Workload:
             terms=self.terms.select(which),
             prefixes=self.prefixes.select(which),
             guessable=self.guessable[which],
+            adapter=self.adapter[which],
         )
+
+    def with_adapters(self, share: float, count: int, rng: np.random.Generator) -> Workload:
+        """The same requests, some with adapters. Who begins as an earlier request has that one's.
+
+        Args:
+            share: Of the others that have one.
+            count: Adapters, each as likely as the others.
+            rng: What they are drawn from.
+
+        Raises:
+            WorkloadError: There are none, or the share is not from 0 to 1.
+        """
+        if not (0 <= share <= 1 and count >= 1):
+            raise WorkloadError(f"adapters: a share of 0 to 1 of 1 or more, got {share}:{count}")
+        drawn = rng.integers(1, count + 1, len(self)) * (rng.random(len(self)) < share)
+        for own, source in enumerate(self.prefix_of.tolist()):
+            if source >= 0:
+                drawn[own] = drawn[source]
+        return dataclasses.replace(self, adapter=drawn.astype(np.int64))
 
     def first(self, count: int) -> Workload:
         """The first `count` requests. Raises WorkloadError if there are fewer."""

@@ -66,13 +66,14 @@ class Story:
         self.now = 100.0
         self.recorder = Recorder(path, header, max_bytes, lambda: self.now, depth)
 
-    def arrive(self, number: int) -> None:
+    def arrive(self, number: int, adapter: str = "") -> None:
         params = SamplingParams(max_tokens=50, temperature=float(number % 2))
         name, tier = ("interactive", "offline")[number % 2], Tier(number % 2)
         prompt = (7,) * (number + 1)
         request = Request(
             f"secret-{number}", prompt, params, TARGETS, tier, slo_class=name, value=3.0
         )
+        request = dataclasses.replace(request, adapter=adapter)
         self.recorder.on_arrival(number, dataclasses.replace(request, arrival=self.now))
 
     def step(self, *received: int, **drafts: Any) -> None:
@@ -253,7 +254,7 @@ def test_nobody_else_may_read_any_of_it(tmp_path: Path) -> None:
     assert set(modes.values()) == {0o600}
 
 
-@pytest.mark.parametrize(("version", "lacks"), [(7, 0), (6, 2), (5, 3), (4, 4)])
+@pytest.mark.parametrize(("version", "lacks"), [(8, 1), (7, 1), (6, 3), (5, 4), (4, 5)])
 def test_recordings_of_the_last_formats_are_read(tmp_path: Path, version: int, lacks: int) -> None:
     path = tmp_path / "served.jsonl"
     story = Story(path)
@@ -262,18 +263,25 @@ def test_recordings_of_the_last_formats_are_read(tmp_path: Path, version: int, l
     story.over()
     header, *events = map(json.loads, path.read_text().splitlines())
     header["recording"] = version
-    del header["drafters"]
-    assert events[0][-4:] == [7.0, 3.0, 0, 0]
+    assert events[0][-5:] == [7.0, 3.0, 0, 0, 0]
+    less = {"arrival": lacks, "step": 2, "end": 4, "features": 1}
+    if version == 8:
+        less |= {"step": 0, "end": 0}
+    else:
+        del header["drafters"]
     for line in events:
-        fewer = {"arrival": lacks, "step": 2, "end": 4}[line[0]]
-        del line[len(line) - fewer :]
-    for name, fewer in {"arrival": lacks, "step": 2, "end": 4}.items():
+        if line[0] == "step":
+            at = header["columns"]["step"].index("features") + 1
+            del line[at][-1]
+        del line[len(line) - less[line[0]] :]
+    for name, fewer in less.items():
         columns = header["columns"][name]
         del columns[len(columns) - fewer :]
     path.write_text("".join(json.dumps(line) + "\n" for line in (header, *events)))
     recording = replay.read(path)
     assert recording.columns["num_draft_tokens"].tolist() == [0]
     workload = replay.traffic_of(recording).workload
+    assert not workload.adapter.any()
     assert (workload.ttft.tolist(), workload.value.tolist()) == (
         [0.5],
         [3.0 if version > 5 else 1.0],
@@ -292,7 +300,23 @@ def test_what_was_there_before_and_is_no_recording_is_left_out(tmp_path: Path) -
     recording = replay.read(path)
     assert len(recording.steps) == 1
     (note,) = recording.notes
-    assert note == f"{older(path)}: recording format 0, this version reads 4, 5, 6, 7, 8: left out"
+    known = "this version reads 4, 5, 6, 7, 8, 9"
+    assert note == f"{older(path)}: recording format 0, {known}: left out"
+
+
+def test_adapters_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "served.jsonl"
+    story = Story(path)
+    names = ["", "law", "sql", "law", ""]
+    for number, name in enumerate(names):
+        story.arrive(number, name)
+    story.step(*range(len(names)))
+    for number in range(len(names)):
+        story.end(number, 1)
+    story.over()
+    assert not any(name in path.read_text() for name in ("law", "sql"))
+    workload = replay.traffic_of(replay.read(path)).workload
+    assert workload.adapter.tolist() == [0, 1, 2, 1, 0]
 
 
 def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def features(m: Machine, costs: Costs) -> BatchFeatures:
     sampled = rows if sampling else 0
     prefills = me.chosen - decodes
     none = (0, 0, 0, 0, 0, 0)  # hidden caches and what is moved
-    return BatchFeatures(tokens, padded, kv, decodes, quad, prefills, cached, *none, sampled)
+    return BatchFeatures(tokens, padded, kv, decodes, quad, prefills, cached, *none, sampled, 0)
 
 
 @kernel
@@ -132,7 +132,9 @@ def prefill_time(costs: Costs, cached: int, length: int, chunk: int) -> float:
         if len(costs.rows):
             padded = _next(costs.rows if count == 1 else costs.tokens, count)
         quad, none = count * (count + 2 * cached), (0, 0, 0, 0, 0, 0)
-        seconds += batch_time(costs, BatchFeatures(count, padded, 0, 0, quad, 1, cached, *none, 0))
+        seconds += batch_time(
+            costs, BatchFeatures(count, padded, 0, 0, quad, 1, cached, *none, 0, 0)
+        )
         cached += count
     return seconds
 

@@ -23,15 +23,17 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.simulation.json_records import is_count, is_number, read_record
 
-FORMAT = 8
-_NO_DRAFTS = {"step": 2, "end": 4}
+FORMAT = 9
+_NO_DRAFTS = {"step": 2, "end": 4, "features": 1}
 FEWER = {  # columns that events had in the last formats
-    7: _NO_DRAFTS,
-    6: {"arrival": 2, **_NO_DRAFTS},
-    5: {"arrival": 3, **_NO_DRAFTS},
-    4: {"arrival": 4, **_NO_DRAFTS},
+    8: {"arrival": 1, "features": 1},
+    7: {"arrival": 1, **_NO_DRAFTS},
+    6: {"arrival": 3, **_NO_DRAFTS},
+    5: {"arrival": 4, **_NO_DRAFTS},
+    4: {"arrival": 5, **_NO_DRAFTS},
 }
 FEATURES = BatchFeatures._fields
+_LATER_FEATURES = max(less.get("features", 0) for less in FEWER.values())
 
 
 class RecordingError(ValueError):
@@ -57,6 +59,7 @@ class Arrival(NamedTuple):
         prefix_of: Number of an earlier request whose stream, prompt and output, begins as the
             prompt does.
         prefix_len: For how many tokens; 0 if nothing is known of such a one.
+        adapter: Number of its adapter, from 1 in the order in which they came; 0 for none.
     """
 
     number: int
@@ -75,6 +78,7 @@ class Arrival(NamedTuple):
     value: float = 1.0
     prefix_of: int = 0
     prefix_len: int = 0
+    adapter: int = 0
 
 
 class Step(NamedTuple):
@@ -318,6 +322,9 @@ def _event(text: str) -> Event:
     event = KINDS[name](*values)
     if not all(fits(value) for fits, value in zip(_CHECKS[type(event)], event, strict=True)):
         raise ValueError("a value is none of its field")
-    if isinstance(event, Step) and len(event.features) != len(FEATURES):
-        raise ValueError("features are missing")
+    if isinstance(event, Step):
+        missing = len(FEATURES) - len(event.features)
+        if not 0 <= missing <= _LATER_FEATURES:
+            raise ValueError("features are missing")
+        return event._replace(features=[*event.features, *[0] * missing])
     return event

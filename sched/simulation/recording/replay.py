@@ -367,6 +367,7 @@ def _workload(recording: Recording, there: list[Arrival], output_len: np.ndarray
         terms=terms,
         prefixes=_within_lengths(prefixes, prompt, output_len),
         guessable=guessable,
+        adapter=np.array([one.adapter for one in there], np.int64),
     )
 
 

@@ -24,6 +24,7 @@ class Requests:
         self._values = workload.value.tolist()
         targets = zip(*(getattr(workload, name).tolist() for name in ALL_TARGETS), strict=True)
         self._targets = list(targets)
+        self._adapters = workload.adapter.tolist()
         self._sampling: dict[tuple[int, bool], SamplingParams] = {}
         self._slo: dict[tuple[float, ...], SLO] = {}
 
@@ -43,6 +44,7 @@ class Requests:
             Tier(self._tiers[number]),
             self.arrival[number],
             value=self._values[number],
+            adapter=str(adapter) if (adapter := self._adapters[number]) else "",
         )
 
     def _slo_of(self, number: int) -> SLO:

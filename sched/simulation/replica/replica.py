@@ -131,7 +131,9 @@ class Replica:
     def receive(self, number: int, request: Request, now: float) -> None:
         """A request arrives at `now`, with its number in the workload. Call it only once the loop
         has run up to `now`."""
-        row = self.scheduler.add(request, int(self._outputs.lengths[number]), number)
+        output = int(self._outputs.lengths[number])
+        adapter = int(request.adapter or 0)
+        row = self.scheduler.add(request, output, number, adapter=adapter)
         grow_columns(self, self.scheduler.table.capacity, _request_of=0, _has_slot=False)
         self._request_of[row] = number
         if self._drafter is not None:

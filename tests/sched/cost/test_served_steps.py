@@ -78,6 +78,7 @@ NOT_SEEN = (
     "loaded_slots",
     "hidden_prefill",
     "sampled_rows",
+    "adapted_tokens",
 )
 
 
