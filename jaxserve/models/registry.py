@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.models import gemma, llama, opt
 from jaxserve.models.base import Family
+from jaxserve.models.families import gemma, llama, opt
 from jaxserve.models.hf import shown
 
 FAMILIES: tuple[Family, ...] = (opt.FAMILY, llama.FAMILY, gemma.FAMILY)

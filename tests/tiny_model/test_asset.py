@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from jaxserve.models import opt
+from jaxserve.models.families import opt
 from jaxserve.weights import load_config, load_params
 
 FILES = {

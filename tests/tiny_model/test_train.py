@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import train
 
-from jaxserve.models import opt
+from jaxserve.models.families import opt
 from jaxserve.weights import load_config, load_params
 
 SMALL = {"steps": 4, "batch_tokens": 64, "row_length": 32, "seed": 5}

@@ -12,7 +12,7 @@ from bpe import EOS_ID, PAD_ID
 from safetensors.numpy import save
 from tokenizers import Tokenizer
 
-from jaxserve.models import opt
+from jaxserve.models.families import opt
 
 
 def hf_config(

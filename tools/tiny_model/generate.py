@@ -10,8 +10,8 @@ import numpy as np
 from bpe import EOS_ID
 from tokenizers import Tokenizer
 
-from jaxserve.models import opt
 from jaxserve.models.dense import sequence_logits
+from jaxserve.models.families import opt
 
 PROMPTS = (
     "Once upon a time",

@@ -2,8 +2,8 @@
 
     python tools/tiny_model/train.py --out jaxserve/assets/tiny-stories
 
-The data come from `grammar`, the model is `jaxserve.models.opt`. Everything is decided by the
-seed and the step number; see README.md for the command of the shipped model.
+The data come from `grammar`, the model is `jaxserve.models.families.opt`. Everything is decided by
+the seed and the step number; see README.md for the command of the shipped model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from bpe import train_tokenizer
 from generate import PROMPTS, generate
 from tokenizers import Tokenizer
 
-from jaxserve.models import opt
 from jaxserve.models.base import AttentionInput, Carry, LayerIndex, StepInputs
 from jaxserve.models.dense import causal_attend
+from jaxserve.models.families import opt
 from jaxserve.models.forward import forward, logits
 
 _DECAY_SHARE = 0.3  # share of the steps, at the end, in which the learning rate falls

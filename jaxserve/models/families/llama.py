@@ -1,5 +1,5 @@
 """Llama-style decoders: Llama 2 and 3, Yi, Mistral, Ministral, Qwen2, Qwen2.5, Qwen3, SmolLM3,
-Granite 3, OLMo-2, Phi-3 and Phi-4-mini; Gemma 2 and 3 by `jaxserve.models.gemma`.
+Granite 3, OLMo-2, Phi-3 and Phi-4-mini; Gemma 2 and 3 by `jaxserve.models.families.gemma`.
 
 RMS norms around sub-layers, rotary positions, gated feed-forward, grouped-query attention (Touvron
 et al. 2023, section 2.2). Members differ by biases, where norms are, q/k norms, multipliers, tied
