@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,13 +92,23 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
         theirs = [str(args.llama_python), str(HERE / "llama_side.py"), f"--model={model}"]
         sides |= {"llama.cpp": theirs, "llama.cpp lookup": [*theirs, "--drafts"]}
     if "vllm" in wanted and args.vllm_python.exists():
-        args.folder.mkdir(parents=True, exist_ok=True)
-        theirs = [str(args.vllm_python), str(HERE / "vllm_side.py"), f"--model={model}"]
-        theirs += [f"--folder={args.folder / MODEL}"]
+        theirs = [str(args.vllm_python), str(HERE / "vllm_side.py")]
+        theirs += [f"--model={checkpoint(args.folder / MODEL)}"]
         sides["vLLM"] = theirs
         for length in args.vllm_lengths.split(","):
             sides[f"vLLM n-gram {length}"] = [*theirs, f"--length={length}"]
     return sides
+
+
+def checkpoint(folder: Path) -> Path:
+    """A directory with the model in bfloat16, which vLLM reads. Raises RuntimeError."""
+    if not (folder / "config.json").exists():
+        command = [sys.executable, "-m", "jaxserve", "convert", MODEL, str(folder)]
+        command += ["--dtype=bfloat16", "--quantize=none", "--format=safetensors"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    return folder
 
 
 def takes_part(side: str, name: str) -> bool:

@@ -1,6 +1,5 @@
 """Times vLLM's CPU build with and without its n-gram drafts: a child of compare.py, in the
-environment of tools/vllm_cpu/setup.sh, on the checkpoint that transformers reads out of the GGUF
-file."""
+environment of tools/vllm_cpu/setup.sh, on a checkpoint that jaxserve made of the GGUF file."""
 
 from __future__ import annotations
 
@@ -9,22 +8,10 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from measures import serve
 from prompts import ASKED, MAX_TOKENS, STREAMS
-
-
-def checkpoint(file: Path, folder: Path) -> Path:
-    """A directory with the file's model, written unless it is there."""
-    if not (folder / "config.json").exists():
-        import transformers
-
-        where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-        transformers.AutoModelForCausalLM.from_pretrained(**where).save_pretrained(folder)
-        transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-    return folder
 
 
 def ask(llm: Any, name: str) -> dict[str, float]:
@@ -46,8 +33,7 @@ def ask(llm: Any, name: str) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves measures until stdin ends; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="GGUF file")
-    parser.add_argument("--folder", type=Path, required=True, help="for the checkpoint")
+    parser.add_argument("--model", required=True, help="a checkpoint")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--length", type=int, default=0, help="tokens of a draft; 0 for none")
     args = parser.parse_args(argv)
@@ -58,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     drafts = {"method": "ngram", "num_speculative_tokens": args.length, "prompt_lookup_max": 4}
     llm = vllm.LLM(
-        str(checkpoint(args.model, args.folder)),
+        args.model,
         dtype=args.dtype,
         max_model_len=1024,
         max_num_seqs=STREAMS,
