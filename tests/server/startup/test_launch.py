@@ -351,7 +351,7 @@ def test_help_lists_every_field_with_its_comment_and_value() -> None:
         assert f" --config.{path}=" in text
     for words in (
         "--model=VALUE checkpoint directory, Hugging Face or Orbax, or a GGUF file; the same as",
-        "--config.lora.adapters=law=/a=b, sql=c, med=d Those loaded at the start",
+        "--config.lora.adapters=law=/a=b, med=d, sql=c Those loaded at the start",
         "cache: The pool of blocks. --config.cache.block_size=0 Tokens a block holds.",
         "--config.scheduler.policy=vllm ",
         "--config.scheduler.max_rows=16 Requests of one batch",

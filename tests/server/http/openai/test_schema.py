@@ -39,6 +39,8 @@ PATHS = [
     ("POST", "/v1/chat/completions"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("POST", "/v1/files"),
