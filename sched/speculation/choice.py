@@ -114,7 +114,7 @@ def with_drafts(
 
 def expects_drafts(view: View, now: float, prices: Prices) -> bool:
     """Whether a plan of all decodes would draft once the tokens in flight are known. The first of
-    what is offered is one of those then."""
+    what is offered is one of those then, if it is right."""
     table = view.table
     rows = table.in_state(RUNNING)
     rows = rows[(table.generated[rows] > 0) & (table.pending(rows) == 1)]
@@ -133,7 +133,7 @@ def expects_drafts(view: View, now: float, prices: Prices) -> bool:
     able = rows[mine]
     most = _most(view, able, table.offered[able] - flying[mine], computed[mine] + 1)
     batch = _Batch(features, rows, len(rows), _prompts(table, len(rows)))
-    return bool(_choose(batch, able, most, view, now, prices).any())
+    return bool(_choose(batch, able, most, view, now, prices, flying=flying[mine]).any())
 
 
 class Trials:
@@ -211,6 +211,7 @@ def _choose(
     now: float,
     prices: Prices,
     *,
+    flying: np.ndarray | int = 0,
     trial: bool = False,
 ) -> np.ndarray:
     """How many drafts each row computes, int64 [n].
@@ -222,6 +223,7 @@ def _choose(
         view: The step-time model and the limits.
         now: Seconds.
         prices: What steps take.
+        flying: int64 [n], offered tokens of each row that have to be right before its first draft.
         trial: As in `with_drafts`.
     """
     table, limits, none = view.table, view.limits, np.zeros(len(rows), np.int64)
@@ -248,7 +250,8 @@ def _choose(
         most = np.where(late | (table.tbt[rows] == np.inf), most, 0)
     # Row by row, one draft after the other: the chance that it and all before it are right.
     depth = np.arange(1, MOST + 1)
-    gains = chance[:, None] ** depth * np.where(late, URGENT, 1.0)[:, None]
+    right = chance[:, None] ** (depth + np.reshape(flying, (-1, 1)))
+    gains = right * np.where(late, URGENT, 1.0)[:, None]
     gains = np.where(depth <= most[:, None], gains, 0.0).ravel()
     order = np.argsort(-gains, kind="stable")[: times.sizes[-1]]
     order = order[gains[order] > 0]

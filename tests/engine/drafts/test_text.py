@@ -52,6 +52,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
         now: float,
         prices: Any,
         *,
+        flying: Any = 0,
         trial: bool = False,
     ) -> np.ndarray:
         tokens = int(batch.features.num_tokens)

@@ -194,6 +194,20 @@ def test_whose_last_token_is_in_flight_has_no_drafts_to_wait_for(left: int) -> N
     assert drive.scheduler.would_draft(0.0) == (left > 2)
 
 
+def test_a_draft_is_waited_for_only_if_the_token_before_it_is_likely_right() -> None:
+    def waits(chance: float, flying: int) -> bool:
+        drive = Drive("sarathi+spec", c=2048, p=2048, rows=512, blocks=4096)
+        drive.add(1, 40)
+        drive.step()
+        drive.scheduler.offer(0, 8, chance)
+        drive.table.generated[0] = drive.table.computed[0] = 1 + flying
+        return drive.scheduler.would_draft(0.0)
+
+    for chance, late in ((0.15, False), (0.9, True)):
+        assert waits(chance, 0)
+        assert waits(chance, 1) == late, chance
+
+
 def test_a_model_that_learns_is_shown_steps_that_it_advises_against() -> None:
     drive = decoding(1, acceptance=0.95)
     view = drive.scheduler.view
