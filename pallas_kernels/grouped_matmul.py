@@ -1,4 +1,4 @@
-"""Products of rows with the weights of their own group: a mixture's experts, or adapters."""
+"""Products of rows with the weights of their own group: a mixture's experts."""
 
 from __future__ import annotations
 

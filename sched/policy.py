@@ -144,9 +144,12 @@ class View:
     def step_time(self, batch: BatchFeatures) -> Any:
         """Seconds that the device takes for a batch, planned or imagined, as it will be padded; an
         array where the features are arrays. Live it is learned from the steps so far
-        (`sched/cost/online_cost_model.py`), so it may change from step to step."""
+        (`sched/cost/online_cost_model.py`), so it may change from step to step. While any request
+        has an adapter, each batch is taken to have one that does."""
         if self.padding is not None:
             batch = batch.padded(self.padding)
+        if self.table.num_adapted:
+            batch = batch._replace(adapted_tokens=batch.padded_tokens)
         return self.cost_model.batch_time(batch)
 
     def swap_time(self, tokens: np.ndarray, kinds: Any = CacheKind.KV) -> np.ndarray:

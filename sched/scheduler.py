@@ -31,7 +31,13 @@ from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, Proj
 from jaxserve.sched.policy import Limits, Oracle, Policy, View
 from jaxserve.sched.progress import Progress
 from jaxserve.sched.request import Request
-from jaxserve.sched.speculation.choice import Patience, Prices, Trials, expects_drafts, with_drafts
+from jaxserve.sched.speculation.choice import (
+    DraftPrices,
+    Patience,
+    Trials,
+    expects_drafts,
+    with_drafts,
+)
 from jaxserve.sched.state.request_table import (
     DRAINING,
     HELD,
@@ -119,7 +125,7 @@ class Scheduler:
         self.preemptions = 0
         self.shares = FairShares()
         self._patience, self._trials, self._trial = Patience(), Trials(), False
-        self._prices = Prices()
+        self._draft_prices = DraftPrices()
         self._progress = Progress(capacity)
         self._known_twice: list[tuple[int, int, int]] = []  # row, seq and number of its block
         self._firsts: dict[int, tuple[int, int]] = {}  # of rows that wait for one: row and seq
@@ -296,7 +302,7 @@ class Scheduler:
         return self._with_drafts(plan, now) if self.policy.speculates else plan
 
     def _with_drafts(self, plan: BatchPlan, now: float) -> BatchPlan:
-        drafting = with_drafts(plan, self.view, now, self._prices, trial=self._trial)
+        drafting = with_drafts(plan, self.view, now, self._draft_prices, trial=self._trial)
         self._trial = False
         self._patience.planned(drafting.drafts is not None)
         if self.checked and drafting.drafts is not None:
@@ -548,7 +554,7 @@ class Scheduler:
         caller then waits."""
         if not self.policy.speculates:
             return False
-        if not expects_drafts(self.view, now, self._prices):
+        if not expects_drafts(self.view, now, self._draft_prices):
             self._trial = self._trials.due(self.view)
             return self._trial
         return self._patience.waits()

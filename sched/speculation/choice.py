@@ -55,7 +55,7 @@ class _Batch(NamedTuple):
 
 
 def with_drafts(
-    plan: BatchPlan, view: View, now: float, prices: Prices, *, trial: bool = False
+    plan: BatchPlan, view: View, now: float, prices: DraftPrices, *, trial: bool = False
 ) -> BatchPlan:
     """The plan, with drafts behind those of its decodes for which they pay. Plans that move or
     preempt caches stay as they are: memory is short then.
@@ -112,7 +112,7 @@ def with_drafts(
     )
 
 
-def expects_drafts(view: View, now: float, prices: Prices) -> bool:
+def expects_drafts(view: View, now: float, prices: DraftPrices) -> bool:
     """Whether a plan of all decodes would draft once the tokens in flight are known. The first of
     what is offered is one of those then, if it is right."""
     table = view.table
@@ -209,7 +209,7 @@ def _choose(
     most: np.ndarray,
     view: View,
     now: float,
-    prices: Prices,
+    prices: DraftPrices,
     *,
     flying: np.ndarray | int = 0,
     trial: bool = False,
@@ -239,23 +239,17 @@ def _choose(
     targets = table.tbt[batch.rows]
     if np.count_nonzero((following <= targets) & (targets < following + exposed * overrun)):
         return none
-    decodes = len(batch.rows)
     # Who has a token in flight gets it when this step begins.
     begin = view.step_end(now)
     came = np.where(table.generated > table.received, begin, table.last_token)
     slack = came + table.tbt - begin
     late = slack[rows] < plain * overrun
-    chance = np.minimum(table.acceptance[rows], 1.0)
     if np.count_nonzero(late):
         most = np.where(late | (table.tbt[rows] == np.inf), most, 0)
-    # Row by row, one draft after the other: the chance that it and all before it are right.
-    depth = np.arange(1, MOST + 1)
-    right = chance[:, None] ** (depth + np.reshape(flying, (-1, 1)))
-    gains = right * np.where(late, URGENT, 1.0)[:, None]
-    gains = np.where(depth <= most[:, None], gains, 0.0).ravel()
+    gains = _gains(table.acceptance[rows], most, flying, late)
     order = np.argsort(-gains, kind="stable")[: times.sizes[-1]]
     order = order[gains[order] > 0]
-    share = times.share * decodes / (decodes + _due(table, now))
+    share = times.share * len(batch.rows) / (len(batch.rows) + _due(table, now))
     saved = np.concatenate([[0.0], np.cumsum(gains[order])]) * share
     sizes = np.minimum(times.sizes, len(order))
     longer = times.seconds - plain + exposed * (sizes > 0)
@@ -271,6 +265,24 @@ def _choose(
     if pays[best] <= (-np.inf if trial else MARGIN * plain):
         return none
     return np.bincount(order[: sizes[best]] // MOST, minlength=len(rows))
+
+
+def _gains(
+    acceptance: np.ndarray, most: np.ndarray, flying: np.ndarray | int, late: np.ndarray
+) -> np.ndarray:
+    """What each draft is worth in tokens, row by row, one after the other, float64 [n * MOST]: the
+    chance that it and all before it are right, more where the row is late.
+
+    Args:
+        acceptance: float64 [n], how likely the first one is right.
+        most: int64 [n], drafts that each row may have.
+        flying: As in `_choose`.
+        late: bool [n], rows that are about to miss their target.
+    """
+    depth = np.arange(1, MOST + 1)
+    chance = np.minimum(acceptance, 1.0)[:, None] ** (depth + np.reshape(flying, (-1, 1)))
+    gains = chance * np.where(late, URGENT, 1.0)[:, None]
+    return np.where(depth <= most[:, None], gains, 0.0).ravel()
 
 
 class _Times:
@@ -298,7 +310,7 @@ class _Times:
         self.share = float(view.step_time(alone) * ratio[0]) / decodes
 
 
-class Prices:
+class DraftPrices:
     """What steps with drafts take. Where all rows decode, it is asked anew only now and then: from
     one plan to the next, each cache has grown by a token.
 

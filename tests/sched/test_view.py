@@ -67,3 +67,18 @@ def test_a_refill_takes_what_the_prompt_would_on_an_idle_engine(padding: Padding
     assert place.refill_time(np.array([0, 7]))[0] == 0.0
     whole = place.refill_time(lengths, chunk=200)
     assert whole[-1] < found[-1] and whole[0] == found[0]
+
+
+@pytest.mark.parametrize("padding", [None, PADDING])
+def test_steps_are_priced_with_adapters_while_somebody_has_one(padding: Padding | None) -> None:
+    coefficients = dataclasses.replace(FLAT.coefficients, adapted_token=1e-3)
+    place = view(dataclasses.replace(FLAT, coefficients=coefficients), padding)
+    step = BatchFeatures.of_decodes(np.array([1, 3]), np.array([10, 30]))
+    plain = place.step_time(step)
+    row = place.table.add(Request("r", (1,)))
+    np.testing.assert_array_equal(place.step_time(step), plain)
+    place.table.adapt(row, 2)
+    tokens = np.array([1, 3]) if padding is None else 4
+    np.testing.assert_allclose(place.step_time(step) - plain, tokens * 1e-3 * FLAT.num_layers)
+    place.table.remove(row)
+    np.testing.assert_array_equal(place.step_time(step), plain)

@@ -150,7 +150,7 @@ class Executor(Protocol):
 
         Args:
             slot: below `LoraSlots.count`. No row of a later step has what was there.
-            adapter: NumPy arrays, see `jaxserve.models.lora.put`.
+            adapter: NumPy arrays, as `jaxserve.models.lora.make_put` has it.
         """
         ...
 

@@ -111,7 +111,7 @@ def test_nobody_waits_for_drafts_where_that_makes_the_next_step_late() -> None:
         drive = decoding(2, tbt=tbt)
         view = drive.scheduler.view
         view.device.exposed = 0.001
-        drive.scheduler._prices.with_prompts = 0.2
+        drive.scheduler._draft_prices.with_prompts = 0.2
         if prompts:
             drive.add(10, 40)
         assert drive.scheduler.would_draft(0.0) == drafts, (prompts, tbt)

@@ -17,7 +17,7 @@ from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import View
 from jaxserve.sched.registry import deployable
 from jaxserve.sched.speculation import choice
-from jaxserve.sched.speculation.choice import Prices
+from jaxserve.sched.speculation.choice import DraftPrices
 from jaxserve.sched.state.request_table import RUNNING
 from tests.sched.driver import Drive
 from tests.sched.policies.test_policy_properties import (
@@ -62,7 +62,7 @@ def test_the_policys_plan_stays_as_it_is(policy: str, case: Case) -> None:
     drafted = False
 
     def watched(
-        plan: BatchPlan, view: View, now: float, prices: Prices, *, trial: bool
+        plan: BatchPlan, view: View, now: float, prices: DraftPrices, *, trial: bool
     ) -> BatchPlan:
         nonlocal drafted
         found = choice.with_drafts(plan, view, now, prices, trial=trial)
