@@ -4,10 +4,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from jaxserve.engine.device.executor import JaxExecutor
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.startup import build
+from jaxserve.engine.startup.blueprint import build_executor
 from tests.engine.harness import SAMPLING, engine, generate, prompts, wait_until_idle, write_shape
 
 Engines = Callable[[str], Engine]
@@ -52,3 +56,23 @@ def alone(engines: Engines) -> Texts:
         return found
 
     return texts
+
+
+@pytest.fixture
+def one_executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engines whose steps are the same have one executor, one engine after the other."""
+    made: dict[str, tuple[JaxExecutor, int]] = {}
+    closed = JaxExecutor.close
+
+    def built_once(served: Any, tensor: int, blueprint: Any, **more: Any) -> Any:
+        key = repr((served, blueprint))
+        if key not in made:
+            made[key] = build_executor(served, tensor, blueprint, **more)
+        return made[key]
+
+    monkeypatch.setattr(build, "build_executor", built_once)
+    monkeypatch.setattr(JaxExecutor, "close", lambda self: None)
+    yield
+    assert len(made) <= 5  # the models compared with, and with and without moves of caches
+    for executor, _ in made.values():
+        closed(executor)

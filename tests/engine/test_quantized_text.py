@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,6 @@ from gguf import GGMLQuantizationType as Type
 from tokenizers import Tokenizer, models
 
 from jaxserve.config import Config, ConfigError
-from jaxserve.engine.device.executor import JaxExecutor
-from jaxserve.engine.startup import build
-from jaxserve.engine.startup.blueprint import build_executor
 from jaxserve.engine.startup.engine_choices import choose
 from jaxserve.engine.startup.model_options import load_shape
 from jaxserve.models.base import with_quantization
@@ -73,26 +69,6 @@ def test_text_of_kept_blocks_is_that_of_wide_ones(tmp_path: Path) -> None:
     with engine(path, **given) as running:
         assert running.info().dtype == "float32, weights int4"
         assert generate(running, asked, **SAMPLING) == want
-
-
-@pytest.fixture
-def one_executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Engines whose steps are the same have one executor, one engine after the other."""
-    made: dict[str, tuple[JaxExecutor, int]] = {}
-    closed = JaxExecutor.close
-
-    def built_once(served: Any, tensor: int, blueprint: Any, **more: Any) -> Any:
-        key = repr((served, blueprint))
-        if key not in made:
-            made[key] = build_executor(served, tensor, blueprint, **more)
-        return made[key]
-
-    monkeypatch.setattr(build, "build_executor", built_once)
-    monkeypatch.setattr(JaxExecutor, "close", lambda self: None)
-    yield
-    assert len(made) <= 3  # what is wide, and with and without moves of caches
-    for executor, _ in made.values():
-        closed(executor)
 
 
 @pytest.mark.parametrize("how", ["int8", "int4"])
