@@ -3,13 +3,14 @@
     jaxserve bench gpu
     jaxserve bench gpu --json_file=gpu.json --markdown=gpu.md
 
-Checks every kernel against its reference, times them, and products with weights in few bits, tries
-decode attention by other backends, which none but whoever reads here may choose, then runs OPT-13B
-and Llama-3-8B with random weights: decode steps against their byte floors with either kind of
-cache, and in few bits, and the engine's throughput. --sections names some of these. Sections
-that would start too late are left out, and said to be; one that fails does not stop the others.
-With 80 GB, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95. Exit codes: 0, 1 where a check or a section
-failed or there is no GPU, 2 for a wrong command line.
+Checks every kernel against its reference, times them, and products with weights in few bits and of
+mixtures of experts, tries decode attention by other backends, which none but whoever reads here may
+choose, then runs OPT-13B, Llama-3-8B and Qwen3-30B-A3B with random weights: decode steps against
+their byte floors with either kind of cache, in few bits, and with adapters, and the engine's
+throughput. --sections names some of these. Sections that would start too late are left out, and
+said to be; one that fails does not stop the others. With 80 GB, set
+XLA_PYTHON_CLIENT_MEM_FRACTION=0.95. Exit codes: 0, 1 where a check or a section failed or there is
+no GPU, 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from jaxserve.bench.kernels.end_to_end import StepSize, decode_steps, throughput
 from jaxserve.bench.kernels.gpu_outcome import MINUTES, Outcome, Plan
 from jaxserve.bench.kernels.gpu_report import page
 from jaxserve.bench.kernels.gpu_rivals import run_trials
-from jaxserve.bench.kernels.kernel_checks import check_kernels
+from jaxserve.bench.kernels.kernel_checks import Check, check_kernels
+from jaxserve.bench.kernels.mixtures import check_mixtures, time_mixtures
 from jaxserve.bench.kernels.products import check_products, time_products
 from jaxserve.machine import machine, versions
 from jaxserve.writable import check_file
@@ -99,6 +101,7 @@ def _sections(plan: Plan) -> dict[str, Section]:
         "checks": _checks,
         "kernels": _kernels,
         "products": _products,
+        "mixtures": _mixtures,
         "decodes by others": _trials,
         **steps,
         "throughput": _throughput,
@@ -130,10 +133,14 @@ def run(plan: Plan, tell: Tell, only: Sequence[str] = ()) -> Outcome:
 def _checks(plan: Plan, outcome: Outcome, tell: Tell) -> None:
     found = check_kernels(plan.backend, plan.dtypes, plan.shapes)
     for check in chain(found, check_products(plan.formats)):
-        outcome.checks.append(check)
-        verdict = check.why or ("right" if check.passed else "WRONG")
-        about = f"{check.kernel:<30}{check.shape:<22}{check.dtype:<10}"
-        tell(f"{about}{check.error:>10.1e} of {check.limit:.0e}  {verdict}")
+        _checked(check, outcome, tell)
+
+
+def _checked(check: Check, outcome: Outcome, tell: Tell) -> None:
+    outcome.checks.append(check)
+    verdict = check.why or ("right" if check.passed else "WRONG")
+    about = f"{check.kernel:<30}{check.shape:<28}{check.dtype:<10}"
+    tell(f"{about}{check.error:>10.1e} of {check.limit:.0e}  {verdict}")
 
 
 def _kernels(plan: Plan, outcome: Outcome, tell: Tell) -> None:
@@ -163,6 +170,18 @@ def _products(plan: Plan, outcome: Outcome, tell: Tell) -> None:
     given = plan.formats, plan.rows, plan.workload.dtype, _ceilings(plan, outcome)
     for model in plan.models:
         time_products(model, *given, found)
+
+
+def _mixtures(plan: Plan, outcome: Outcome, tell: Tell) -> None:
+    for check in check_mixtures():
+        _checked(check, outcome, tell)
+
+    def found(one: kernels.Measured) -> None:
+        outcome.mixtures.append(one)
+        tell(kernels.line(one))
+
+    for model in plan.mixtures:
+        time_mixtures(model, plan.tokens, plan.workload.dtype, _ceilings(plan, outcome), found)
 
 
 def _trials(plan: Plan, outcome: Outcome, tell: Tell) -> None:

@@ -23,6 +23,8 @@ STEPS = (
     replace(_LLAMA, quantization="int8"),
     replace(_LLAMA, quantization="int4"),
     replace(_LLAMA, quantization="int4", cache="int8"),
+    replace(_LLAMA, adapters=8),
+    StepSize("qwen3-30b-a3b", context=2048),
 )
 
 
@@ -39,6 +41,8 @@ class Plan:
         caches: dtypes of other pools with which attention over K and V is timed.
         formats: of weights in few bits: their products are checked, and timed with `rows` rows.
         rows: of the products that are timed.
+        mixtures: presets whose mixtures of experts are timed.
+        tokens: of the mixtures that are timed.
         matrix: side of the square matrices for the ceilings.
         steps: the decode steps that are timed.
         load: of the throughput run.
@@ -54,6 +58,8 @@ class Plan:
     caches: tuple[str, ...] = ("int8", FLOAT8)
     formats: tuple[str, ...] = FORMATS
     rows: tuple[int, ...] = (1, 64, 2048)
+    mixtures: tuple[str, ...] = ("qwen3-30b-a3b", "mixtral-8x7b")
+    tokens: tuple[int, ...] = (1, 16, 64, 256, 2048)
     matrix: int = 8192
     steps: tuple[StepSize, ...] = STEPS
     load: Load = field(default_factory=lambda: Load("opt-13b"))
@@ -71,6 +77,7 @@ class Outcome:
         ceilings: what the device does at best; None until measured.
         kernels: their times.
         products: times of products with weights in few bits, whose format is the dtype.
+        mixtures: times of a layer's mixture of experts.
         trials: of other backends.
         steps: times of decode steps.
         load: what `runs.throughput` returned.
@@ -84,6 +91,7 @@ class Outcome:
     ceilings: Ceilings | None = None
     kernels: list[Measured] = field(default_factory=list)
     products: list[Measured] = field(default_factory=list)
+    mixtures: list[Measured] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     steps: list[StepTime] = field(default_factory=list)
     load: dict[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.bench import cli
-from jaxserve.bench.kernels import device_timing, gpu, gpu_report
+from jaxserve.bench.kernels import device_timing, gpu, gpu_report, kernel_inputs, mixtures
 from jaxserve.bench.kernels.end_to_end import Load, StepSize, decode_steps
 from jaxserve.bench.kernels.gpu_outcome import Outcome, Plan
 from jaxserve.bench.kernels.gpu_rivals import Trial
@@ -28,13 +28,13 @@ from jaxserve.bench.kernels.kernel_inputs import Heads
 from jaxserve.bench.kernels.kernels import Ceilings, Measured
 from jaxserve.bench.kernels.products import check_products
 from jaxserve.models.quantized import quantized_dot
-from jaxserve.pallas_kernels import backends
+from jaxserve.pallas_kernels import backends, grouped_matmul
 
 SMALL, GROUPED = Heads(2, 2, 16), Heads(4, 2, 16)
 ABOUT: dict[str, Any] = {"date": "2000-01-01", "versions": {"jax": "0"}, "machine": {}}
 SECTIONS = (
-    *("checks", "kernels", "products", "decodes by others", "step 1", "step 2"),
-    "throughput",
+    *("checks", "kernels", "products", "mixtures", "decodes by others"),
+    *("step 1", "step 2", "step 3", "throughput"),
 )
 TOY = Plan(
     backend="xla",
@@ -51,7 +51,10 @@ TOY = Plan(
     steps=(
         StepSize("tiny", rows=2, context=16, dtype="float32"),
         StepSize("tiny", rows=2, context=16, quantization="int8", cache="int8"),
+        StepSize("tiny", rows=3, context=16, dtype="float32", adapters=2),
     ),
+    mixtures=("mix",),
+    tokens=(1, 3),
     rivals=("xla", "mosaic-gpu"),
     load=Load("tiny", requests=2, input_len=8, output_len=4, dtype="float32", batch_tokens=16),
 )
@@ -84,8 +87,18 @@ def test_a_wrong_flag_is_explained_before_anything_is_measured(
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
     """Everything, at toy size."""
+    known = kernel_inputs.model_config
+    tiny = known("mixtral-8x7b")
+    assert tiny.experts is not None
+    experts = dataclasses.replace(tiny.experts, d_ff=32)
+    mix = dataclasses.replace(
+        tiny, vocab_size=32, d_model=64, num_heads=4, num_kv_heads=2, experts=experts, head_dim=16
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_timing, "MOST", 3)
+        patch.setattr(
+            kernel_inputs, "model_config", lambda name: mix if name == "mix" else known(name)
+        )
         return gpu.run(TOY, lambda text: None)
 
 
@@ -95,6 +108,7 @@ def test_every_section_runs(outcome: Outcome) -> None:
     assert outcome.failed == [] and outcome.left_out == [] and outcome.broken == {}
     formats = {f"product, {name}" for name in TOY.formats}
     assert {check.kernel for check in outcome.checks} == formats | {
+        "product by group",
         "decode attention",
         "decode attention, window and cap",
         "prefill attention",
@@ -106,7 +120,9 @@ def test_every_section_runs(outcome: Outcome) -> None:
         "stage out",
         "stage in",
     }
-    kv, hidden, small = outcome.steps
+    kv, hidden, small, adapted = outcome.steps
+    assert adapted.weights == "float32, 2 adapters"
+    assert [one.shape for one in outcome.mixtures] == ["1 x 64 x 32, 2 of 8", "3 x 64 x 32, 2 of 8"]
     assert (kv.cache, hidden.cache) == ("KV, float32", "hidden, absorbed, float32")
     assert (small.weights, small.cache) == ("int8", "KV, int8")
     assert kv.floor_bytes > hidden.floor_bytes > small.floor_bytes > 0
@@ -120,7 +136,13 @@ def test_every_section_runs(outcome: Outcome) -> None:
 @pytest.mark.slow
 def test_the_page_has_what_was_measured(outcome: Outcome) -> None:
     page = gpu_report.page(TOY, outcome, ABOUT)
-    parts = ("| tiny | absorbed hidden decode |", "2 x 20", "| Q4_1 |", "| int8 | KV, int8 |")
+    parts = (
+        "| tiny | absorbed hidden decode |",
+        "2 x 20",
+        "| Q4_1 |",
+        "| int8 | KV, int8 |",
+        "2 of 8 |",
+    )
     for part in ("on cpu, 2000-01-01, jax 0", *parts):
         assert part in page
     assert f"{len(outcome.checks)} checks" in page
@@ -161,16 +183,17 @@ def test_a_kernel_that_the_clock_did_not_see_meets_no_target(outcome: Outcome) -
     assert [text for text, _, _ in targets if "products" not in text] == [
         "tiny, float32, KV, float32: decode step of 2 within 1.25 of its byte floor",
         "tiny, int8, KV, int8: decode step of 2 within 1.25 of its byte floor",
+        "tiny, float32, 2 adapters, KV, float32: decode step of 3 within 1.25 of its byte floor",
     ]
     seen = [dataclasses.replace(one, seconds=1.0) for one in outcome.kernels]
-    assert len(gpu_report.targets(dataclasses.replace(outcome, kernels=seen, products=[]))) == 7
+    assert len(gpu_report.targets(dataclasses.replace(outcome, kernels=seen, products=[]))) == 8
 
 
 def test_sections_without_time_are_left_out() -> None:
     late = gpu.run(Plan(minutes=-1.0, steps=TOY.steps), lambda text: None)
     assert late.left_out == list(SECTIONS)
     page = gpu_report.page(Plan(), late, ABOUT)
-    assert page.count("Not run.") == 3 and "Left out for lack of time: checks" in page
+    assert page.count("Not run.") == 4 and "Left out for lack of time: checks" in page
 
 
 def test_sections_can_be_named() -> None:
@@ -184,13 +207,15 @@ def test_a_section_that_fails_does_not_take_the_others_along() -> None:
         dtypes=(),
         formats=(),
         models=(),
+        mixtures=("opt-125m",),
         steps=(StepSize("opt-14b"),),
         load=Load("tiny", requests=0),
     )
     found = gpu.run(missing, lambda text: None)
     assert found.ceilings is not None
     assert "'opt-14b' is not known" in found.broken["step 1"]
-    assert list(found.broken) == ["step 1", "throughput"]
+    assert "'opt-125m' has no experts" in found.broken["mixtures"]
+    assert list(found.broken) == ["mixtures", "step 1", "throughput"]
     assert "**step 1** ended early: ValueError" in gpu_report.page(missing, found, ABOUT)
 
 
@@ -245,6 +270,16 @@ def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxserve.bench.kernels.products.quantized_dot", wrong)
     found = list(check_products(("int8", "Q4_1"), ("bfloat16",), (2,)))
     assert [check.passed for check in found] == [True, False]
+
+
+def test_a_wrong_product_by_group_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose groups begin a row late."""
+
+    def wrong(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+        return grouped_matmul(x, weights, sizes.at[0].add(1))
+
+    monkeypatch.setattr(mixtures, "grouped_matmul", wrong)
+    assert not any(check.passed for check in mixtures.check_mixtures(("bfloat16",)))
 
 
 def test_errors_are_counted() -> None:
