@@ -19,6 +19,7 @@ from jaxserve.pallas_kernels.pool import Pool, SamePool, ScaledPool, fit, quanti
 from jaxserve.pallas_kernels.sharding import (
     BY_HEAD,
     BY_WIDTH,
+    OF_HEADS,
     POOL,
     WHOLE,
     over_heads,
@@ -223,6 +224,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     decode_only: bool,
     plan: Any = None,
     backend: str = "xla",
@@ -242,6 +244,8 @@ def paged_attention(
         scale: Scores are q . k * scale.
         sliding_window: Positions that a token sees, the last ones up to its own; None for all.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
+        sinks: [num_heads], one more score of each head in its softmax, which has no value (as
+            the learned sinks of Xiao et al. 2023, section 3.3); None for none.
         decode_only: T == R, and token i is row i's only token.
         plan: From `plan_attention`; None to make it here.
         backend: As for `get_backend`.
@@ -259,15 +263,22 @@ def paged_attention(
     checks.check_decode_only(batch, decode_only)
     if q.shape[1] % pool.shape[2]:
         raise ValueError(f"q: {q.shape[1]} heads are not a multiple of the pool's {pool.shape[2]}")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks: want [num_heads] = {q.shape[1:2]}, got {sinks.shape}")
     if plan is None:
         masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
         plan = plan_attention(pool, batch, q.shape[1], backend=backend, mesh=mesh, **masks)
     scoring = Scoring(scale, sliding_window, soft_cap)
     attend = partial(get_backend(backend).attend, scoring=scoring, decode_only=decode_only)
+
+    def shard(sinks: jax.Array | None, *arguments: Any) -> jax.Array:
+        return _planned(partial(attend, sinks=sinks), *arguments)
+
     heads = {"q": q.shape[1], "pool": pool.shape[2]}
-    takes = (BY_HEAD, POOL, WHOLE, WHOLE, WHOLE)
-    run = over_heads(partial(_planned, attend), mesh, takes, BY_HEAD, **heads)
-    done: jax.Array = run(q, pool, jnp.asarray(layer, jnp.int32), batch, plan)
+    takes = (None if sinks is None else OF_HEADS, BY_HEAD, POOL, WHOLE, WHOLE, WHOLE)
+    run = over_heads(shard, mesh, takes, BY_HEAD, **heads)
+    wide = None if sinks is None else sinks.astype(jnp.float32)
+    done: jax.Array = run(wide, q, pool, jnp.asarray(layer, jnp.int32), batch, plan)
     return done
 
 

@@ -40,6 +40,7 @@ class KernelShape:
         head_dim: Elements of a head.
         block_size: Tokens of a block.
         dtype: Of the pool.
+        sinks: Whether heads have sinks, see `attention.paged_attention`.
     """
 
     num_heads: int
@@ -47,6 +48,7 @@ class KernelShape:
     head_dim: int
     block_size: int
     dtype: DTypeLike
+    sinks: bool = False
 
 
 class ScaleOps(NamedTuple):
@@ -77,8 +79,8 @@ class Backend:
 
     Attributes:
         write: (pool, layer, k, v, x, batch, plan) -> pool. x is None if no row can be hidden.
-        attend: (q, pool, layer, batch, plan, *, scoring, decode_only) -> [T, H, D] for KV rows;
-            zeros for tokens of other rows and padding.
+        attend: (q, pool, layer, batch, plan, *, scoring, decode_only, sinks) -> [T, H, D] for KV
+            rows; zeros for tokens of other rows and padding. sinks: float32 [H], or None.
         absorbed: (qx, pool, layer, batch, plan, *, scoring, axis_name) -> [T, H, E] for hidden
             decodes; zeros elsewhere. axis_name: the mesh axis over which qx, x and the result are
             cut along E and scores are summed; None for no cut.

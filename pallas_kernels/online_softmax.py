@@ -85,6 +85,15 @@ def scaled(products: jax.Array, scales: Scales, axis: int = 1) -> jax.Array:
     return products * jnp.expand_dims(scales, 1 - axis)
 
 
+def with_sinks(state: Softmax, sinks: jax.Array) -> Softmax:
+    """The state after one more score of each query, float32 [M] in units of log 2, that has no
+    value."""
+    peak = jnp.maximum(state.peak, sinks)
+    fade = jnp.exp2(state.peak - peak)
+    total = state.total * fade + jnp.exp2(sinks - peak)
+    return Softmax(peak, total, state.acc * fade[:, None])
+
+
 def finish(state: Softmax) -> jax.Array:
     """The output [M, D]; zeros where nothing was seen."""
     return state.acc / jnp.where(state.total == 0, 1.0, state.total)[:, None]

@@ -86,6 +86,7 @@ def _one_token(
     v: np.ndarray,
     scale: float,
     soft_cap: float | None,
+    sinks: np.ndarray | None,
 ) -> np.ndarray:
     """q [H, D] over k, v [S, kv_heads, D], all of which it may see -> [H, D]."""
     out = np.empty_like(q)
@@ -94,8 +95,10 @@ def _one_token(
         scores = k[:, head // group] @ q[head] * scale
         if soft_cap is not None:
             scores = soft_cap * np.tanh(scores / soft_cap)
+        if sinks is not None:
+            scores = np.append(scores, sinks[head])
         weights = np.exp(scores - scores.max())
-        out[head] = weights @ v[:, head // group] / weights.sum()
+        out[head] = weights[: len(v)] @ v[:, head // group] / weights.sum()
     return out
 
 
@@ -127,18 +130,20 @@ def _attend(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Array | None = None,
     dtype: DTypeLike = np.float64,
 ) -> np.ndarray:
     """Attention of q [T, H, D] over the rows of a kind before `end` -> [T, H, D] in dtype, zeros
     for tokens of others. read: K and V [S, any, D] of what a row has cached in each plane."""
     queries, blocks = np.asarray(q).astype(dtype), np.asarray(pool)[layer].astype(dtype)
     out, batch = np.zeros(queries.shape, dtype), _on_host(batch)
+    extra = None if sinks is None else np.asarray(sinks).astype(dtype)
     for row in range(int(end)):
         if int(batch.kind[row]) == kind:
             k, v = read(partial(_cached, blocks, batch, row))
             for token, start, stop in _seen(batch, row, sliding_window):
                 seen = k[start:stop], v[start:stop]
-                out[token] = _one_token(queries[token], *seen, scale, soft_cap)
+                out[token] = _one_token(queries[token], *seen, scale, soft_cap, extra)
     return out
 
 
@@ -152,7 +157,7 @@ def paged_attention(
         pool: [layers, blocks, kv_heads, block_size, head_dim].
         layer: Index of the layer.
         batch: The step's rows and tokens.
-        **options: scale, sliding_window, soft_cap, and the dtype to compute in.
+        **options: scale, sliding_window, soft_cap, sinks, and the dtype to compute in.
 
     Returns:
         [T, H, D]; zeros for padding tokens and those of hidden rows.

@@ -20,6 +20,7 @@ from jaxserve.pallas_kernels.pool import Pool
 
 WHOLE = P()  # the same on all shards
 BY_HEAD = P(None, HEAD_AXIS)  # [tokens, heads, ...]
+OF_HEADS = P(HEAD_AXIS)  # [heads]
 BY_WIDTH = P(None, None, HEAD_AXIS)  # [tokens, heads, E], each head cut along E
 POOL = P(None, None, HEAD_AXIS)  # [layers, blocks, kv_heads, ...]
 STAGING = P(None, None, HEAD_AXIS)  # [slots, layers, kv_heads, ...]

@@ -56,7 +56,8 @@ def target(head_dim: int, dtype: str) -> str:
     Operands: q [T, H, D], float32; pool [L, B, K, S, D], of a dtype of `NUMBERS`; of
     `AttentionBatch`: tables, context_lens,
     query_start, query_lens, direction, kind, token_row; int32 [2]: layer, sliding_window (0: none);
-    float32 [2]: scale, soft_cap (0: none); of an int8 pool its scales, float32 [L, B, K, S].
+    float32 [2 + H]: scale, soft_cap (0: none), sinks (`NO_SINK`: none); of an int8 pool its scales,
+    float32 [L, B, K, S].
     Result: [T, H, D].
     """
     name, number = f"jaxserve_paged_attention_{dtype}_{head_dim}", NUMBERS[dtype]
@@ -135,11 +136,11 @@ def _share(
     tables = carray(data(given[_TABLES]), (rows, 2, table_width), np.int32)
     lens, start, many = int32s(given[_LENS]), int32s(given[_START]), int32s(given[_MANY])
     sides, ints = int32s(given[_SIDE]), int32s(given[_INTS])
-    floats = carray(data(given[_FLOATS]), (2,), np.float32)
+    floats = carray(data(given[_FLOATS]), (2 + heads,), np.float32)
     out = carray(data(result), (tokens, heads, head_dim), np.float32)
     layer, window = pool[ints[0]], ints[1]
     layer_scales = None if scales is None else scales[ints[0]]
-    scale, cap = floats[0], floats[1]
+    scale, cap, sinks = floats[0], floats[1], floats[2:]
     group = heads // kv_heads
     head_words = words(address, _HEAD)
     number, per = head_words[0], head_words[1]
@@ -155,7 +156,7 @@ def _share(
             if count > FEW:
                 many_queries(
                     out, q, layer, layer_scales, tables[row], h, sides[row], token, count, position,
-                    scale, window, cap, head_dim,
+                    scale, window, cap, sinks, head_dim,
                 )  # fmt: skip
                 continue
             for j in range(count):
@@ -166,5 +167,5 @@ def _share(
                         query[d] = q[token + j, g, d] * scale
                     one_query(
                         out[token + j, g], query, layer, layer_scales, tables[row], h, sides[row],
-                        low, last, cap, scores, exponents, head_dim,
+                        low, last, cap, sinks[g], scores, exponents, head_dim,
                     )  # fmt: skip

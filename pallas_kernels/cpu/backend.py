@@ -16,6 +16,7 @@ from jaxserve.pallas_kernels.batch import AttentionBatch
 from jaxserve.pallas_kernels.cpu import attention, dots, panels
 from jaxserve.pallas_kernels.cpu import rows as by_rows
 from jaxserve.pallas_kernels.cpu.argmax import argmax
+from jaxserve.pallas_kernels.cpu.queries import NO_SINK
 from jaxserve.pallas_kernels.cpu.write import put_vectors
 from jaxserve.pallas_kernels.pool import Pool, ScaledPool
 from jaxserve.pallas_kernels.xla import backend, write
@@ -29,6 +30,7 @@ def _attend(
     *,
     scoring: Scoring,
     decode_only: bool,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See `attention.paged_attention`: q [T, H, D] -> the same."""
     call = jax.ffi.ffi_call(
@@ -37,6 +39,9 @@ def _attend(
     )
     ints = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.int32(scoring.sliding_window or 0)])
     values, scales = (pool.values, (pool.scales,)) if isinstance(pool, ScaledPool) else (pool, ())
+    floats = jnp.array([scoring.scale, scoring.soft_cap or 0], jnp.float32)
+    if sinks is None:
+        sinks = jnp.full(q.shape[1], NO_SINK, jnp.float32)
     out = call(
         q.astype(jnp.float32),
         values,
@@ -48,7 +53,7 @@ def _attend(
         batch.kind,
         batch.token_row,
         ints,
-        jnp.array([scoring.scale, scoring.soft_cap or 0], jnp.float32),
+        jnp.concatenate([floats, sinks]),
         *scales,
     )
     return out.astype(q.dtype)

@@ -27,6 +27,7 @@ from jaxserve.pallas_kernels.cpu.tiles import (
 CHUNK = 64  # tokens of context that several queries are multiplied with
 _LOG2E = np.float32(1.4426950408889634)
 _MASKED = np.float32(-1e30)
+NO_SINK = -1e30  # of a head that has none
 
 
 @njit(**FAST)
@@ -55,7 +56,7 @@ def _softmax(scores: Any, exponents: Any, count: int, top: float) -> Any:
 @njit(**FAST)
 def one_query(
     out: Any, query: Any, layer: Any, scales: Any, table: Any, head: int, side: int, first: int,
-    last: int, cap: float, scores: Any, exponents: Any, head_dim: int,
+    last: int, cap: float, sink: float, scores: Any, exponents: Any, head_dim: int,
 ) -> None:  # fmt: skip
     """Attention of one query over positions [first, last) of one KV head.
 
@@ -69,6 +70,7 @@ def one_query(
         side: The row's direction, LEFT or RIGHT.
         first, last: Positions that the query sees, last not included.
         cap: Soft cap; 0 for none.
+        sink: Score without a value, of the query's head; `NO_SINK` for none.
         scores: float32 [W * block_size], scratch.
         exponents: int32 [W * block_size], scratch.
         head_dim: D.
@@ -95,10 +97,13 @@ def one_query(
     if cap > 0:
         for i in range(count):
             mine[i] = cap * np.tanh(mine[i] / cap)
-    top = _MASKED
+    top = sink
     for i in range(count):
         top = max(top, mine[i])
-    inverse = np.float32(1) / _softmax(mine, mine_exponents, count, top)
+    total = _softmax(mine, mine_exponents, count, top)
+    if sink > _MASKED:
+        total += np.exp(sink - top)
+    inverse = np.float32(1) / total
     for d in range(head_dim):
         out[d] = np.float32(0)
     for b in range(begin, (last + size - 1) // size):
@@ -154,7 +159,7 @@ def _mask(line: Any, lower: int, upper: int, cap: float) -> None:
 @njit(**FAST)
 def many_queries(
     out: Any, q: Any, layer: Any, scales: Any, table: Any, head: int, side: int, token: int,
-    count: int, position: int, scale: float, window: int, cap: float, head_dim: int,
+    count: int, position: int, scale: float, window: int, cap: float, sinks: Any, head_dim: int,
 ) -> None:  # fmt: skip
     """Attention of several tokens of a row, for the query heads of one KV head.
 
@@ -172,6 +177,7 @@ def many_queries(
         scale: Factor of the queries.
         window: Sliding window; 0 for none.
         cap: Soft cap; 0 for none.
+        sinks: float32 [H], scores without a value; `NO_SINK` for none.
         head_dim: D.
     """
     width = (head_dim + LANES - 1) // LANES * LANES
@@ -188,6 +194,9 @@ def many_queries(
     values = np.zeros((CHUNK, width), np.float32)
     for i in range(count):
         for g in range(group):
+            m, sink = i * group + g, sinks[head * group + g]
+            if sink > _MASKED:
+                tops[m], totals[m] = sink, np.float32(1)
             for d in range(head_dim):
                 left[i * group + g, d] = q[token + i, head * group + g, d] * scale
     low = max(0, position - window + 1) if window > 0 else 0

@@ -19,6 +19,7 @@ from jaxserve.pallas_kernels.gpu_triton.common import Geometry
 
 DTYPES = ("bfloat16", "float16")  # of the multiplier's operands
 HEAD_DIMS = (64, 128)
+_NO_SINKS = "its kernels know no attention sinks"
 SMALL_BLOCKS = (8, 16, 32)  # larger ones are of whole tiles
 
 
@@ -39,9 +40,12 @@ def attend(
     plan: Any,
     *,
     decode_only: bool,
+    sinks: jax.Array | None = None,
     **options: Any,
 ) -> jax.Array:
     """See `backends.Backend.attend`."""
+    if sinks is not None:
+        raise ValueError(f"sinks: {_NO_SINKS}")
     if decode_only:
         return paged_decode(q, pool, layer, batch, plan, **options)
     return backend.attend(q, pool, layer, batch, plan, decode_only=False, **options)
@@ -60,6 +64,8 @@ def supports(kind: int, shape: KernelShape) -> str | None:
         return f"dtype: must be one of {DTYPES}, got {name}"
     if head_dim not in HEAD_DIMS:
         return f"head_dim: must be one of {HEAD_DIMS}, got {head_dim}"
+    if shape.sinks:
+        return _NO_SINKS
     if block_size not in SMALL_BLOCKS and block_size % TILE:
         return (
             f"block_size: must be one of {SMALL_BLOCKS} or a multiple of {TILE}, got {block_size}"

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
-from jaxserve.pallas_kernels.online_softmax import Scales
+from jaxserve.pallas_kernels.online_softmax import LOG2_E, Scales
 from jaxserve.pallas_kernels.pool import FLOAT8, MOST_NARROW, Pool, ScaledPool, unreachable
 
 FLOAT8_SCALE = 256.0  # of what `widened` makes of float8
@@ -196,6 +196,11 @@ def pool_arguments(pool: Pool) -> tuple[jax.Array, ...]:
     if isinstance(pool, ScaledPool):
         return as_rows(pool.values), pool.scales.reshape(-1)
     return (as_rows(pool),)
+
+
+def sink_arguments(sinks: jax.Array | None) -> tuple[jax.Array, ...]:
+    """Sinks [num_heads] as kernels take them, float32 in units of log 2; empty for none."""
+    return () if sinks is None else (sinks * LOG2_E,)
 
 
 def take_pool(refs: Sequence[Ref], geometry: Geometry) -> tuple[PoolRefs, list[Ref]]:

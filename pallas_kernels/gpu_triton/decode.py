@@ -36,6 +36,7 @@ class Options(common.Options):
     """The options of all kernels."""
 
     decode_only: bool
+    sinks: bool
 
     @property
     def padded_group(self) -> int:
@@ -128,15 +129,17 @@ def _attend(
 
 
 def _kernel(*refs: common.Ref, options: Options) -> None:
-    """refs: the batch, the shares, q [T * H, D], the pool, the output [T * H, D] and the parts.
-    Programs behind those with shares write zeros."""
-    batch, _, shares, (q_ref, *rest) = unpacked(refs)
+    """refs: the batch, the shares, the sinks if there are any, q [T * H, D], the pool, the output
+    [T * H, D] and the parts. Programs behind those with shares write zeros."""
+    batch, _, shares, given = unpacked(refs)
+    sinks, (q_ref, *rest) = (given[0], given[1:]) if options.sinks else (None, given)
     pool, (out_ref, *parts) = common.take_pool(rest, options.geometry)
     behind = pl.program_id(0) - shares.first.shape[0]
 
     def attend(segment: Segment) -> None:
         state, rows, is_head = _attend(batch, segment, q_ref, pool, options)
-        store_segment(out_ref, Parts(*parts), segment, state, rows, is_head, options.group)
+        into = out_ref, Parts(*parts)
+        store_segment(*into, segment, state, rows, is_head, options.group, sinks)
 
     for_each_segment(shares, attend)
     if not options.decode_only:
@@ -169,6 +172,7 @@ def paged_decode(
     *,
     scoring: Scoring,
     decode_only: bool,
+    sinks: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention of the KV decodes of a batch.
@@ -181,6 +185,7 @@ def paged_decode(
         shares: From `plan` for this batch and these options.
         scoring: How products become scores.
         decode_only: T == R, and token i is row i's only token.
+        sinks: float32 [H], see `attention.paged_attention`; None for none.
         interpret: Run in the interpreter.
 
     Returns:
@@ -190,7 +195,7 @@ def paged_decode(
     tokens, num_heads, head_dim = q.shape
     geometry = common.geometry_of(pool)
     launch = tuning.launch("decode", pool.dtype.itemsize, geometry.padded_dim)
-    options = Options(geometry, num_heads, scoring, launch.tile, decode_only)
+    options = Options(geometry, num_heads, scoring, launch.tile, decode_only, sinks is not None)
     done = run_shares(
         functools.partial(_kernel, options=options),
         layer,
@@ -203,6 +208,7 @@ def paged_decode(
         members=options.group,
         width=geometry.padded_dim,
         zeros=0 if decode_only else common.zero_programs(tokens, num_heads),
+        sinks=common.sink_arguments(sinks),
         interpret=interpret,
         name="paged_decode",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,7 @@ def store_segment(
     rows: jax.Array,
     used: jax.Array,
     members: int,
+    sinks: common.Ref | None = None,
 ) -> None:
     """Stores a segment's result: to the output if the segment is its whole item, else as a part.
 
@@ -73,8 +74,15 @@ def store_segment(
         rows: int32 [M'], their rows in the output.
         used: bool [M'], which of them to store.
         members: Members that a place has room for.
+        sinks: float32 [num_heads] in units of log 2, of an output [tokens * num_heads, D]; None for
+            none. They join the softmax of what is stored to the output.
     """
-    common.store_rows(out_ref, rows, online_softmax.finish(state), used & segment.whole)
+    done = state
+    if sinks is not None:
+        heads = lax.rem(rows, jnp.int32(sinks.shape[0]))
+        extra = plgpu.load(sinks.at[heads], mask=used, other=online_softmax.NOTHING_SEEN)
+        done = online_softmax.with_sinks(state, extra)
+    common.store_rows(out_ref, rows, online_softmax.finish(done), used & segment.whole)
     at = segment.place * members + jnp.arange(rows.shape[0], dtype=jnp.int32)
     used = used & ~segment.whole
     plgpu.store(parts.peak.at[at], state.peak, mask=used)
@@ -84,10 +92,10 @@ def store_segment(
 
 def _kernel(*refs: common.Ref, members: int, head_dim: int, more: int, place: Place) -> None:
     """One member of the item that share 1 + program_id(1) begins inside of, if no share before
-    does. refs: the batch, `more` others for `place`, the shares, the parts, the output so far
-    (aliased) and the output [rows, D]."""
+    does. refs: the batch, `more` others for `place`, the shares, the parts, the sinks if there are
+    any, the output so far (aliased) and the output [rows, D]."""
     batch, others, shares, rest = unpacked(refs, more)
-    parts, out_ref = Parts(*rest[:3]), rest[-1]
+    parts, sinks, out_ref = Parts(*rest[:3]), rest[3:-2], rest[-1]
     member, program, size = pl.program_id(0), pl.program_id(1) + 1, shares.size[0]
 
     @pl.when(shares.first[program] < shares.end[program])
@@ -100,17 +108,23 @@ def _kernel(*refs: common.Ref, members: int, head_dim: int, more: int, place: Pl
         @pl.when(used)
         def _merge() -> None:
             count = lax.div(end - 1, size) - program + 2
-            out = _merged(parts, program - 1, count, member, members)
+            sink = sinks[0][lax.rem(row, jnp.int32(sinks[0].shape[0]))] if sinks else None
+            out = _merged(parts, program - 1, count, member, members, sink)
             column = jnp.arange(out.shape[0], dtype=jnp.int32)
             at = out_ref.at[row, column]
             plgpu.store(at, out.astype(out_ref.dtype), mask=column < head_dim)
 
 
 def _merged(
-    parts: Parts, first: jax.Array, count: jax.Array, member: jax.Array, members: int
+    parts: Parts,
+    first: jax.Array,
+    count: jax.Array,
+    member: jax.Array,
+    members: int,
+    sink: jax.Array | None,
 ) -> jax.Array:
     """The output [padded head_dim] of one member, merged from the parts of `count` programs from
-    `first` on."""
+    `first` on, and the sink if it has one."""
     padded = parts.acc.shape[1]
 
     def some(i: jax.Array, state: Softmax) -> Softmax:
@@ -129,7 +143,11 @@ def _merged(
     start = Softmax(
         jnp.float32(online_softmax.NOTHING_SEEN), jnp.float32(0), jnp.zeros(padded, jnp.float32)
     )
-    _, total, acc = lax.fori_loop(0, common.cdiv(count, TOGETHER), some, start)
+    peak, total, acc = lax.fori_loop(0, common.cdiv(count, TOGETHER), some, start)
+    if sink is not None:
+        top = jnp.maximum(peak, sink)
+        fade = jnp.exp2(peak - top)
+        total, acc = total * fade + jnp.exp2(sink - top), acc * fade
     return acc / jnp.where(total == 0, 1.0, total)
 
 
@@ -141,6 +159,7 @@ def merge_parts(
     others: tuple[jax.Array, ...],
     place: Place,
     *,
+    sinks: tuple[jax.Array, ...] = (),
     interpret: bool,
 ) -> jax.Array:
     """Merges the parts of all items that several programs share into the output.
@@ -152,6 +171,7 @@ def merge_parts(
         shares: The work of all programs.
         others: What `place` takes besides.
         place: Maps a member to its row in the output.
+        sinks: As for `run_shares`.
         interpret: Run in the interpreter.
 
     Returns:
@@ -161,7 +181,7 @@ def merge_parts(
     if programs == 1:
         return out
     members = parts.total.shape[0] // (2 * programs)
-    arguments = (*fields, *others, *shares, *parts, out)
+    arguments = (*fields, *others, *shares, *parts, *sinks, out)
     kernel = functools.partial(
         _kernel, members=members, head_dim=out.shape[1], more=len(others), place=place
     )
@@ -192,12 +212,14 @@ def run_shares(
     width: int,
     zeros: int = 0,
     in_place: bool = False,
+    sinks: tuple[jax.Array, ...] = (),
     interpret: bool,
     name: str,
 ) -> jax.Array:
     """Runs a kernel over shares of work, and merges the parts of items that are cut.
 
-    The kernel's refs are the batch, `others`, the shares, `arguments`, the output and the parts.
+    The kernel's refs are the batch, `others`, the shares, `sinks`, `arguments`, the output and the
+    parts.
 
     Args:
         kernel: The kernel body.
@@ -213,11 +235,12 @@ def run_shares(
         width: Elements of a part's sum: head_dim, padded.
         zeros: Programs behind those with shares, which write zeros.
         in_place: Whether the output aliases the last of `arguments`.
+        sinks: Empty, or those that `store_segment` is given.
         interpret: Run in the interpreter.
         name: Of the kernel, for profiles.
     """
     fields, programs = common.batch_arguments(layer, batch), shares.first.shape[0]
-    given = (*fields, *others, *shares, *arguments)
+    given = (*fields, *others, *shares, *sinks, *arguments)
     done, *parts = pl.pallas_call(
         kernel,
         out_shape=(out, *part_shapes(programs, members, width)),
@@ -227,4 +250,5 @@ def run_shares(
         interpret=interpret,
         name=name,
     )(*given)
-    return merge_parts(done, Parts(*parts), fields, shares, others, place, interpret=interpret)
+    more: dict[str, Any] = {"sinks": sinks, "interpret": interpret}
+    return merge_parts(done, Parts(*parts), fields, shares, others, place, **more)

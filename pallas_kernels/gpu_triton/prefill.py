@@ -40,9 +40,11 @@ class Options(common.Options):
 
     Attributes:
         queries: Rows of a query tile, query tokens times heads of a group: a power of two.
+        sinks: Whether there are some.
     """
 
     queries: int
+    sinks: bool
 
     @property
     def members(self) -> int:
@@ -87,13 +89,15 @@ def plan(
 
 
 def _kernel(*refs: common.Ref, options: Options) -> None:
-    """refs: the batch, the tiles, the shares, q [T * H, D], the pool, the output so far (aliased),
-    the output [T * H, D] and the parts."""
-    batch, tiles, shares, (q_ref, *rest) = unpacked(refs, 2)
+    """refs: the batch, the tiles, the shares, the sinks if there are any, q [T * H, D], the pool,
+    the output so far (aliased), the output [T * H, D] and the parts."""
+    batch, tiles, shares, given = unpacked(refs, 2)
+    sinks, (q_ref, *rest) = (given[0], given[1:]) if options.sinks else (None, given)
     pool, (_, out_ref, *parts) = common.take_pool(rest, options.geometry)
 
     def attend(segment: Segment) -> None:
-        _attend(batch, QueryTiles(*tiles), segment, q_ref, pool, out_ref, Parts(*parts), options)
+        into = out_ref, Parts(*parts)
+        _attend(batch, QueryTiles(*tiles), segment, q_ref, pool, *into, sinks, options)
 
     for_each_segment(shares, attend)
 
@@ -106,6 +110,7 @@ def _attend(
     pool: common.PoolRefs,
     out_ref: common.Ref,  # [T * H, D]
     parts: Parts,
+    sinks: common.Ref | None,
     options: Options,
 ) -> None:
     geometry, size, window = options.geometry, options.tile, options.scoring.sliding_window
@@ -146,7 +151,8 @@ def _attend(
         state = lax.fori_loop(begin, unmasked, functools.partial(walk, masked=False), state)
         begin = jnp.maximum(begin, unmasked)
     state = lax.fori_loop(begin, end, functools.partial(walk, masked=True), state)
-    store_segment(out_ref, parts, segment, state, tile.rows, tile.used, options.members)
+    stored = segment, state, tile.rows, tile.used, options.members
+    store_segment(out_ref, parts, *stored, sinks)
 
 
 def paged_prefill(
@@ -158,6 +164,7 @@ def paged_prefill(
     work: Work,
     *,
     scoring: Scoring,
+    sinks: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention of the KV rows [num_decodes, num_rows), filled into an output.
@@ -170,13 +177,14 @@ def paged_prefill(
         batch: The step's rows and tokens.
         work: From `plan` for this batch and these options.
         scoring: How products become scores.
+        sinks: float32 [H], see `attention.paged_attention`; None for none.
         interpret: Run in the interpreter.
     """
     tokens, num_heads, head_dim = q.shape
     geometry = common.geometry_of(pool)
     launch = tuning.launch("prefill", pool.dtype.itemsize, geometry.padded_dim)
     queries = _queries(tokens, num_heads // geometry.kv_heads, launch)
-    options = Options(geometry, num_heads, scoring, launch.tile, queries)
+    options = Options(geometry, num_heads, scoring, launch.tile, queries, sinks is not None)
     flat = jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype)
     done = run_shares(
         functools.partial(_kernel, options=options),
@@ -191,6 +199,7 @@ def paged_prefill(
         members=options.members,
         width=geometry.padded_dim,
         in_place=True,
+        sinks=common.sink_arguments(sinks),
         interpret=interpret,
         name="paged_prefill",
     )

@@ -77,16 +77,17 @@ def _attend(
     *,
     scoring: Scoring,
     decode_only: bool,
+    sinks: jax.Array | None = None,
     interpret: bool,
 ) -> jax.Array:
     """See `attention.paged_attention`."""
     options = Options.from_scoring(scoring, interpret)
     width = batch.table_width
     if plan.chunks is None:
-        return decode.decode(q, pool, layer, width, plan.decodes, options)
-    out = prefill.prefill(q, pool, layer, width, plan.chunks, options)
+        return decode.decode(q, pool, layer, width, plan.decodes, options, sinks)
+    out = prefill.prefill(q, pool, layer, width, plan.chunks, options, sinks)
     picked = q.at[plan.token].get(mode="fill", fill_value=0)
-    decoded = decode.decode(picked, pool, layer, width, plan.decodes, options)
+    decoded = decode.decode(picked, pool, layer, width, plan.decodes, options, sinks)
     return out.at[plan.token].set(decoded, mode="drop")
 
 

@@ -37,6 +37,7 @@ def _kernel(  # refs are of the pool's dtype where none is named
     q: Any,  # VMEM [1, heads, group, head_dim], the item's row
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, kv_heads, block_size, head_dim]
+    sinks: tuple[Any, ...],  # empty, or VMEM float32 [heads, group, 128]
     out: Any,  # VMEM like q, of the output's dtype
     k: Buffer,
     v: Buffer,
@@ -64,7 +65,7 @@ def _kernel(  # refs are of the pool's dtype where none is named
         softmax.update(state, ..., q[0], keys, values, seen, options, scales)
 
     stream.walk(i, use)
-    out[0] = softmax.finished(state).astype(out.dtype)
+    out[0] = softmax.finished(state, sinks=sinks).astype(out.dtype)
 
 
 class Decodes(NamedTuple):
@@ -111,6 +112,7 @@ def decode(
     width: int,
     decodes: Decodes,
     options: common.Options,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of one token for each row that decodes.
 
@@ -121,6 +123,7 @@ def decode(
         width: W, entries of a table row.
         decodes: From `plan`.
         options: Of the kernel.
+        sinks: float32 [H], see `attention.paged_attention`; None for none.
 
     Returns:
         [R, H, D] in q's dtype; zeros for other rows.
@@ -135,13 +138,14 @@ def decode(
         (1, heads, group, head_dim), lambda h, i, items, *_: (items[common.ROW, i], h, 0, 0)
     )
     buffer = buffer_of(chunk, pool)
+    extra, extra_specs = softmax.sinks_of(sinks, kv_heads, heads, 1)
     call = pl.pallas_call(
         functools.partial(_kernel, chunk=chunk, options=options),
         out_shape=jax.ShapeDtypeStruct((rows, kv_heads, group, head_dim), q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(kv_heads // heads, work.number),
-            in_specs=[row, common.HBM, pool_spec(pool)],
+            in_specs=[row, common.HBM, pool_spec(pool), extra_specs],
             out_specs=row,
             scratch_shapes=[
                 buffer,
@@ -155,6 +159,6 @@ def decode(
         name="paged_decode",
     )
     queries = q.astype(read_as(pool.dtype, q.dtype)).reshape(rows, kv_heads, group, head_dim)
-    out = call(*work.scalars(layer), queries, work.tables, pool)
+    out = call(*work.scalars(layer), queries, work.tables, pool, extra)
     # Rows without an item were never written.
     return jnp.where(decodes.live[:, None, None], out.reshape(q.shape), 0)

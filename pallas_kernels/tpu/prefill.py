@@ -45,6 +45,7 @@ def _kernel(  # refs are of the pool's dtype where none is named
     q: Any,  # VMEM [heads, group, tile / 16, 16, head_dim], the item's queries
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, kv_heads, block_size, head_dim]
+    sinks: tuple[Any, ...],  # empty, or VMEM float32 [heads, group * tile, 128]
     out: Any,  # HBM [kv_heads, group, units, 16, head_dim], of the output's dtype
     k: Buffer,
     v: Buffer,
@@ -84,7 +85,7 @@ def _kernel(  # refs are of the pool's dtype where none is named
             softmax.update(state, one, queries, keys, values, seen, options, scales)
 
     stream.walk(i, use)
-    outputs.put(h, i, softmax.finished(state))
+    outputs.put(h, i, softmax.finished(state, sinks=sinks))
 
 
 def _cut(
@@ -129,6 +130,7 @@ def prefill(
     width: int,
     tiles: Tiles,
     options: common.Options,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of the tokens that tiles are made of.
 
@@ -139,6 +141,7 @@ def prefill(
         width: W, entries of a table row.
         tiles: From `plan`.
         options: Of the kernel.
+        sinks: float32 [H], see `attention.paged_attention`; None for none.
 
     Returns:
         [T, H, D] in q's dtype; zeros for other tokens.
@@ -150,6 +153,7 @@ def prefill(
     chunk, tile = _cut(pool.shape, pool.dtype, num_heads, width, options.interpret)
     heads, (layout, work) = chunk.heads, tiles
     buffer = buffer_of(chunk, pool)
+    extra, extra_specs = softmax.sinks_of(sinks, kv_heads, heads, tile)
     queries = layout.gather(q.astype(read_as(pool.dtype, q.dtype)), kv_heads)
     call = pl.pallas_call(
         functools.partial(_kernel, chunk=chunk, options=options),
@@ -157,7 +161,12 @@ def prefill(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(kv_heads // heads, work.number),
-            in_specs=[query_spec(heads, group, tile, head_dim), common.HBM, pool_spec(pool)],
+            in_specs=[
+                query_spec(heads, group, tile, head_dim),
+                common.HBM,
+                pool_spec(pool),
+                extra_specs,
+            ],
             out_specs=common.ANY,
             scratch_shapes=[
                 buffer,
@@ -173,4 +182,4 @@ def prefill(
         interpret=common.interpreted(options.interpret),
         name="paged_prefill",
     )
-    return layout.scatter(call(*work.scalars(layer), queries, work.tables, pool))
+    return layout.scatter(call(*work.scalars(layer), queries, work.tables, pool, extra))

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels.tpu.common import LANES, Options
@@ -26,6 +27,25 @@ def scratch(heads: int, queries: int, width: int) -> list[Any]:
         pltpu.VMEM((heads, queries, LANES), jnp.float32),
         pltpu.VMEM((heads, queries, width), jnp.float32),
     ]
+
+
+def sinks_of(
+    sinks: jax.Array | None, kv_heads: int, heads: int, each: int
+) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
+    """Sinks as an operand of programs, and its specs, for `finished`; empty for none.
+
+    Args:
+        sinks: float32 [num_heads], or None.
+        kv_heads: of the pool.
+        heads: of a program, of those.
+        each: queries of a program for each of its query heads.
+    """
+    if sinks is None:
+        return (), ()
+    spread = jnp.repeat(sinks.reshape(kv_heads, -1), each, axis=1)
+    queries = spread.shape[1]
+    wide = jnp.broadcast_to(spread[..., None], (kv_heads, queries, LANES))
+    return (wide,), (pl.BlockSpec((heads, queries, LANES), lambda h, i, *_: (h, 0, 0)),)
 
 
 def reset(state: tuple[Any, Any, Any]) -> None:
@@ -108,8 +128,14 @@ def scaled(products: jax.Array, scales: jax.Array | None) -> jax.Array:
     return products if scales is None else products * scales
 
 
-def finished(state: tuple[Any, Any, Any], at: Any = ...) -> jax.Array:
-    """The output, float32 [n, M, D]; zeros where nothing was seen. A query's own NaN stays."""
-    _, total, acc = state
+def finished(state: tuple[Any, Any, Any], at: Any = ..., sinks: tuple[Any, ...] = ()) -> jax.Array:
+    """The output, float32 [n, M, D]; zeros where nothing was seen. A query's own NaN stays. sinks:
+    empty, or VMEM float32 [n, M, 128] of scores without a value."""
+    peak, total, acc = state
     summed = total[at][..., :1]
+    if sinks:
+        old, extra = peak[at][..., :1], sinks[0][...][..., :1]
+        top = jnp.maximum(old, extra)
+        fade = jnp.exp(old - top)
+        return acc[at] * fade / (summed * fade + jnp.exp(extra - top))
     return jnp.where(summed == 0, 0.0, acc[at] / jnp.where(summed == 0, 1.0, summed))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,7 @@ def decode(
     *,
     sliding_window: int | None,
     shared: bool = False,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of one token a row over its cached context.
 
@@ -69,6 +70,7 @@ def decode(
         step: Adds a chunk to the running softmax.
         sliding_window: Positions that a token sees; None for all.
         shared: Whether the cache is of hidden vectors, instead of K and V.
+        sinks: float32 [kv_heads, M, 1], see `softmax.finish`; None for none.
 
     Returns:
         Shape and dtype of queries.
@@ -111,7 +113,7 @@ def decode(
         first = jnp.where(length > 0, start, jnp.iinfo(jnp.int32).max).min() // width
         state = softmax.start((group, kv_heads, many), head_dim, shared=shared)
         state = lax.fori_loop(first, -(-length.max() // width), one_chunk, state)
-        done = softmax.finish(state).astype(out.dtype)
+        done = softmax.finish(state, sinks).astype(out.dtype)
         return out.at[picked].set(done, mode="drop")
 
     groups = -(-jnp.sum(lens > 0) // group)
@@ -129,6 +131,7 @@ def attend_row(
     kv_heads: int,
     tile: int,
     sliding_window: int | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Fills in the output for one row's tokens.
 
@@ -142,6 +145,7 @@ def attend_row(
         kv_heads: KV heads of one shard.
         tile: Queries that are taken together.
         sliding_window: Positions that a token sees; None for all.
+        sinks: float32 [kv_heads, H // kv_heads, 1], see `softmax.finish`; None for none.
 
     Returns:
         The output.
@@ -171,7 +175,8 @@ def attend_row(
         upper = context - length + jnp.minimum((i + 1) * tile, length)
         state = softmax.start((1, kv_heads, grouped * tile), head_dim)
         state = lax.fori_loop(lower // read.width, -(-upper // read.width), one_chunk, state)
-        done = softmax.finish(state)
+        of_queries = None if sinks is None else jnp.repeat(sinks, tile, axis=1)
+        done = softmax.finish(state, of_queries)
         done = done.reshape(kv_heads, grouped, tile, head_dim).transpose(2, 0, 1, 3)
         done = done.reshape(tile, num_heads, head_dim).astype(out.dtype)
         # The tile may reach into another row's tokens: keep what is there.
@@ -190,6 +195,7 @@ def _prefill(
     batch: AttentionBatch,
     step: Step,
     sliding_window: int | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """Fill out [T, H, D] for the tokens of KV rows in [num_decodes, num_rows)."""
     tile = min(TILE_QUERIES, len(out))
@@ -210,6 +216,7 @@ def _prefill(
             kv_heads=pool.shape[2],
             tile=tile,
             sliding_window=sliding_window,
+            sinks=sinks,
         )
 
     out = lax.fori_loop(batch.num_decodes, batch.num_rows, one_row, jnp.pad(out, padding))
@@ -256,6 +263,7 @@ def paged_attention(
     *,
     scoring: Scoring,
     decode_only: bool,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See `attention.paged_attention`: q [T, H, D] -> the same, decodes in groups of rows, chunks
     row by row."""
@@ -263,11 +271,12 @@ def paged_attention(
     step, sliding_window = softmax.step(scoring.soft_cap), scoring.sliding_window
     scaled = (q * scoring.scale).astype(read_as(pool.dtype, q.dtype))
 
+    of_groups = None if sinks is None else sinks.reshape(kv_heads, -1, 1)
+    masks: dict[str, Any] = {"sliding_window": sliding_window, "sinks": of_groups}
+
     def decodes(queries: jax.Array, lens: jax.Array) -> jax.Array:
         shape = (batch.max_rows, kv_heads, q.shape[1] // kv_heads, q.shape[2])
-        done = decode(
-            queries.reshape(shape), pool, layer, batch, lens, step, sliding_window=sliding_window
-        )
+        done = decode(queries.reshape(shape), pool, layer, batch, lens, step, **masks)
         return done.reshape(queries.shape).astype(q.dtype)
 
     wanted = batch.kind == KV
@@ -278,4 +287,4 @@ def paged_attention(
     lens = jnp.where(wanted, batch.context_lens, 0)
     decoded = decodes(scaled.at[token].get(mode="fill", fill_value=0), lens)
     out = jnp.zeros_like(q).at[token].set(decoded, mode="drop")
-    return _prefill(out, scaled, pool, layer, batch, step, sliding_window)
+    return _prefill(out, scaled, pool, layer, batch, step, sliding_window, of_groups)

@@ -51,10 +51,14 @@ def start(shape: tuple[int, int, int], head_dim: int, *, shared: bool = False) -
     )
 
 
-def finish(state: Softmax) -> jax.Array:
+def finish(state: Softmax, sinks: jax.Array | None = None) -> jax.Array:
     """The attention output [N, kv_heads, M, D]; zeros where nothing was seen. A row's own NaN
-    stays NaN."""
-    return jnp.where(state.total == 0, 0, state.acc / state.total)
+    stays NaN. sinks: float32 [kv_heads, M, 1], scores without a value; None for none."""
+    if sinks is None:
+        return jnp.where(state.total == 0, 0, state.acc / state.total)
+    peak = jnp.maximum(state.peak, sinks)
+    fade = jnp.exp(state.peak - peak)
+    return state.acc * fade / (state.total * fade + jnp.exp(sinks - peak))
 
 
 def step(soft_cap: float | None, *, shared: bool = False, axis_name: str | None = None) -> Step:

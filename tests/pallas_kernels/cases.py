@@ -35,6 +35,7 @@ class Case:
     cache: str = ""
     window: int | None = None
     cap: float | None = None
+    sinks: bool = False
     parts: tuple[str, ...] = ()
 
     @property
@@ -63,6 +64,7 @@ CASES = (
         Shape(6, 2, head_dim=64, block_size=128, rows=3, width=2, tokens=3),
         window=11,
         cap=3.0,
+        sinks=True,
         parts=("bias", "norm", "rotary"),
     ),
     # Tiles of 32 queries without grouped heads, so that TPUs send more than one unit of 16; XLA's
@@ -74,6 +76,7 @@ CASES = (
         "bfloat16",
         window=20,
         cap=1.5,
+        sinks=True,
         parts=("norm", "rotary"),
     ),
     # What TPUs do not take: a small head_dim, sizes that are no powers of two, float16.
@@ -81,6 +84,7 @@ CASES = (
         "odd",
         Shape(15, 3, head_dim=40, block_size=24, rows=3, width=4, tokens=3),
         "float16",
+        sinks=True,
         parts=("norm", "rotary"),
     ),
     # Pools of 8 bits, with queries of 32 and 16.

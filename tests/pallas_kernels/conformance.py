@@ -101,6 +101,11 @@ def check_write(
     same(got, reference.write(pool, layer, k, v, given, batch))
 
 
+def _sinks(num_heads: int) -> jax.Array:
+    """Some that take all, some that take next to nothing, and others."""
+    return jnp.asarray([40.0, -40.0, 0.5, 2.0, -1.0, 1.0] * num_heads, jnp.float32)[:num_heads]
+
+
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """One of the attention functions with its reference, and the shared cases that reach code of
@@ -132,7 +137,10 @@ class Attention:
 
     def options(self, case: Case) -> dict[str, Any]:
         """What the function and its reference take besides."""
-        return {"scale": case.scale, "sliding_window": case.window, "soft_cap": case.cap}
+        found = {"scale": case.scale, "sliding_window": case.window, "soft_cap": case.cap}
+        if self.name == "paged" and case.sinks:
+            found["sinks"] = _sinks(case.shape.num_heads)
+        return found
 
     def step_options(self, case: Case) -> dict[str, Any]:
         """What the function takes besides, of steps of this case."""

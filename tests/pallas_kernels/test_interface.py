@@ -64,6 +64,7 @@ def changed(**fields: jax.Array) -> dict[str, Any]:
         ({"layer": 0.0}, "layer: want an integer"),
         ({"sliding_window": 0}, "sliding_window: must be at least 1"),
         ({"soft_cap": 0.0}, "soft_cap: must be positive"),
+        ({"sinks": jnp.zeros(3)}, r"sinks: want \[num_heads\] = \(4,\), got \(3,\)"),
         ({"backend": "cuda"}, "backend: must be auto or one of .*xla"),
         ({"mesh": jax.make_mesh((1,), ("data",))}, "mesh: needs an axis 'tensor'"),
         (changed(tables=BATCH.tables[:, 0]), "batch.tables: want"),

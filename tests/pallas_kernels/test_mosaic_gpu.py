@@ -54,6 +54,7 @@ def test_decodes_at_edges(case: Case, programs: int, monkeypatch: pytest.MonkeyP
         ({"head_dim": 96}, r"head_dim: must be one of \(64, 128\), got 96"),
         ({"block_size": 24}, "block_size: must be one of .* or a multiple of 64, got 24"),
         ({"num_heads": 130}, "num_heads: must be at most 64 a kv head, got 65"),
+        ({"sinks": True}, "its kernels know no attention sinks"),
         ({"dtype": "int8"}, "dtype: must be one of .*bfloat16.*, got int8"),
     ],
 )

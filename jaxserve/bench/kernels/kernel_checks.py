@@ -143,7 +143,10 @@ def _decodes(backend: str, heads: Heads, dtype: str) -> Iterator[Run]:
 
 def _kv(backend: str, heads: Heads, dtype: str) -> Iterator[Run]:
     yield from _decodes(backend, heads, dtype)
-    yield Run("prefill attention", *_paged(backend, heads, dtype, (*DECODES, *CHUNKS)))
+    both = (*DECODES, *CHUNKS)
+    yield Run("prefill attention", *_paged(backend, heads, dtype, both))
+    sinks = jnp.linspace(-2.0, 4.0, heads.num_heads)
+    yield Run("attention with sinks", *_paged(backend, heads, dtype, both, sinks=sinks))
 
 
 def _paged(

@@ -112,6 +112,7 @@ def test_every_section_runs(outcome: Outcome) -> None:
         "decode attention",
         "decode attention, window and cap",
         "prefill attention",
+        "attention with sinks",
         "absorbed",
         "projected decode",
         "projected prefill",
@@ -231,7 +232,12 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(check_kernels("xla", ("float32",), (SMALL,)))
     assert [one.passed for one in check_decodes("xla", ("float32",), (SMALL,))] == [False, False]
     bad = {check.kernel for check in found if not check.passed}
-    assert bad == {"decode attention", "decode attention, window and cap", "prefill attention"}
+    assert bad == {
+        "decode attention",
+        "decode attention, window and cap",
+        "prefill attention",
+        "attention with sinks",
+    }
 
 
 def test_bfloat16_is_held_to_its_own_limit() -> None:
