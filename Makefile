@@ -83,6 +83,7 @@ compile-check: compilers ## compile all kernels and steps for GPUs and TPUs; ARG
 reference: $(REFERENCE)/.ready ## regenerate the reference logits and answers with transformers and compare
 	$(REFERENCE)/bin/python tools/reference/make_reference.py --check
 	$(REFERENCE)/bin/python tools/reference/make_gguf_reference.py --check
+	$(REFERENCE)/bin/python tools/reference/make_mxfp4_reference.py --check
 
 $(REFERENCE)/.ready: tools/reference/requirements.txt
 	$(PYTHON) -m venv $(REFERENCE)

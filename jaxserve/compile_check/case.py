@@ -248,5 +248,6 @@ def _unsupported(
         config.head_dim,
         sizes.block_size,
         sizes.cache_dtype,
+        config.sinks,
     )
     return get_backend(backend).supports(kind, shape)

@@ -216,7 +216,16 @@ def _attention(case: Case, *, decode: bool) -> jax.stages.Lowered:
     layout = _layout(case, decode=decode)
     q = _heads(case, layout, case.config.num_heads)
     arrays = (q, _pool(case), _layer(case), _batch(case, layout))
-    return _lower(case, attend.paged_attention, *arrays, decode_only=decode, **_options(case))
+    options = {"decode_only": decode, **_options(case)}
+    if not case.config.sinks:
+        return _lower(case, attend.paged_attention, *arrays, **options)
+
+    def attention(*arrays: Any, **options: Any) -> Any:
+        *given, sinks = arrays
+        return attend.paged_attention(*given, sinks=sinks, **options)
+
+    sinks = _array(case, (case.config.num_heads,), case.dtype, "heads")
+    return _lower(case, attention, *arrays, sinks, **options)
 
 
 def _absorbed(case: Case) -> jax.stages.Lowered:

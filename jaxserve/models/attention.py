@@ -10,11 +10,14 @@ from jax.sharding import Mesh
 
 from jaxserve.models.base import (
     AttentionInput,
+    HFTensor,
     KVProjection,
     KVWeights,
     LayerKind,
+    Leaf,
     ModelConfig,
     Params,
+    ParamSpec,
 )
 from jaxserve.models.layers import (
     Linear,
@@ -43,6 +46,7 @@ class AttentionParams:
         o: [num_heads * head_dim, d_model].
         q_norm, k_norm: scales [head_dim] of the RMS norms over each head (Qwen3), or [heads *
             head_dim] of those over all (`ModelConfig.whole_norms`), or None.
+        sinks: [num_heads], see `AttentionInput`, or None.
     """
 
     q: Linear
@@ -51,6 +55,7 @@ class AttentionParams:
     o: Linear
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    sinks: Params = None
 
 
 @flax.struct.dataclass
@@ -59,7 +64,7 @@ class FusedAttention:
 
     Attributes:
         qkv: [d_model, columns], in the order that `jaxserve.models.fused` says.
-        o, q_norm, k_norm: as in `AttentionParams`.
+        o, q_norm, k_norm, sinks: as in `AttentionParams`.
         lora: what adapters of the step's rows add to q, k and v, each with as many heads as in
             checkpoints, see `jaxserve.models.lora`; None for nothing.
     """
@@ -69,6 +74,7 @@ class FusedAttention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     lora: Lora | None = None
+    sinks: Params = None
 
 
 def attention_leaves(
@@ -127,7 +133,13 @@ def attention_leaves(
         ),
         q_norm=norm("q_norm", config.num_heads),
         k_norm=norm("k_norm", config.num_kv_heads),
+        sinks=_sinks_leaf(config, name) if config.sinks else None,
     )
+
+
+def _sinks_leaf(config: ModelConfig, name: str) -> Leaf:
+    spec = ParamSpec((config.num_heads,), ("heads",), std=config.init_std)
+    return Leaf(spec, HFTensor(f"{name}.sinks"))
 
 
 def attention_input(
@@ -160,7 +172,7 @@ def attention_input(
     q, k = _head_norm(q, weights.q_norm, config), _head_norm(k, weights.k_norm, config)
     if rotation is not None:
         q, k = rotate(q, *rotation), rotate(k, *rotation)
-    return AttentionInput(q, k, v, x, apart, kind)
+    return AttentionInput(q, k, v, x, apart, kind, weights.sinks)
 
 
 def _head_norm(x: jax.Array, norm: Norm | None, config: ModelConfig) -> jax.Array:

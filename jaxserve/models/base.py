@@ -55,6 +55,9 @@ class Experts:
         shared_d_ff: width of one more that each token goes to; 0 for none.
         normalised: the weights of a token's experts are scaled to a sum of 1.
         dense_layers: layers that have a feed-forward of `ModelConfig.d_ff` instead, ascending.
+        limit: the gate is at most this, and the other half within both ends of it, as
+            `experts.clamped_swiglu` has it; None where the model's activation is the gate's.
+        alpha: factor on the gate in that one's sigmoid.
     """
 
     num_experts: int
@@ -63,6 +66,8 @@ class Experts:
     shared_d_ff: int = 0
     normalised: bool = True
     dense_layers: tuple[int, ...] = ()
+    limit: float | None = None
+    alpha: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +94,7 @@ class ModelConfig:
         norm_offset: added to the scales of RMS norms.
         whole_norms: q and k are normalised over all heads together, not over each.
         experts: of the layers that have some; None where no layer has.
+        sinks: attention has one more score a head, which has no value.
     """
 
     family: str
@@ -116,6 +122,7 @@ class ModelConfig:
     norm_offset: float = 0.0
     whole_norms: bool = False
     experts: Experts | None = None
+    sinks: bool = False
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -144,10 +151,11 @@ class ModelConfig:
 
     @property
     def plain_keys(self) -> bool:
-        """Whether all layers make K of x as `KVProjection` says, and their scores have no bound."""
+        """Whether all layers make K of x as `KVProjection` says, and their scores have no bound and
+        no sinks."""
         partial = self.rope is not None and self.rope.partial != 1
         other = self.kinds or self.soft_cap is not None or self.norm_offset or self.whole_norms
-        return not (other or partial)
+        return not (other or partial or self.sinks)
 
 
 def layer_kinds(
@@ -199,12 +207,15 @@ class HFTensor:
             of *; 0 where it is one tensor.
         rows: where the parameter is but some rows of the tensor: the first of them, and how many
             the tensor has.
+        columns: where it is every so many-th along the tensor's last axis: the first of them, and
+            their distance.
     """
 
     name: str
     transpose: bool = False
     rows: tuple[int, int] | None = None
     stacked: int = 0
+    columns: tuple[int, int] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -217,6 +228,8 @@ class HFTensor:
         """A whole tensor's, by that of the parameter."""
         shape = shape[1:] if self.stacked else shape
         stored = shape[::-1] if self.transpose else shape
+        if self.columns is not None:
+            stored = (*stored[:-1], self.columns[1] * stored[-1])
         return stored if self.rows is None else (self.rows[1], *stored[1:])
 
 
@@ -244,6 +257,11 @@ class Leaf:
         """Whether it is a table of the vocabulary."""
         return self.spec.axes[0] == "vocab"
 
+    @property
+    def of_experts(self) -> bool:
+        """Whether it is the matrices of all experts of a layer."""
+        return len(self.spec.shape) == 3
+
     def scheme(self, quantization: Quantization | None) -> Scheme | None:
         """How it is stored in few bits; None where it is not."""
         if quantization is None or self.name in quantization.wide:
@@ -253,7 +271,8 @@ class Leaf:
             return other
         if self.is_table:
             return quantization.table
-        return quantization.scheme if self.source.transpose and not self.wide else None
+        matrix = self.source.transpose or self.of_experts
+        return quantization.scheme if matrix and not self.wide else None
 
     def stored(self, quantization: Quantization | None) -> ParamSpec | Quantized:
         """What is kept of it: its spec, or a `Quantized` of specs. ValueError if its groups do not
@@ -262,7 +281,7 @@ class Leaf:
         if scheme is None:
             return spec
         # Of the inputs, and of the outputs.
-        axis, of_outputs = (1, 0) if self.is_table else (1, 2) if self.source.stacked else (0, 1)
+        axis, of_outputs = (1, 0) if self.is_table else (1, 2) if self.of_experts else (0, 1)
         inputs = spec.shape[axis]
         try:
             groups = scheme.groups(inputs)
@@ -341,6 +360,7 @@ class AttentionInput(NamedTuple):
         x: [T, d_model], the input of the QKV projection (what a hidden cache stores).
         weights: how k and v were made of x; None where the layer has q, k and v fused.
         kind: the layer's.
+        sinks: [num_heads], a score without a value for each head's softmax, or None.
     """
 
     q: jax.Array
@@ -349,6 +369,7 @@ class AttentionInput(NamedTuple):
     x: jax.Array
     weights: KVWeights | None
     kind: LayerKind
+    sinks: jax.Array | None = None
 
 
 class KVProjection(NamedTuple):
@@ -460,9 +481,9 @@ class Family:
         return jax.tree.map(lambda leaf: leaf.source, self.leaves(config))
 
     def joined_tensor(self, config: ModelConfig) -> str | None:
-        """A tensor of its checkpoints that several parameters are rows of; None if none is."""
+        """A tensor of its checkpoints that several parameters are parts of; None if none is."""
         sources: list[HFTensor] = jax.tree.leaves(self.hf_layout(config))
-        return next((source.name for source in sources if source.rows is not None), None)
+        return next((one.name for one in sources if one.rows or one.columns), None)
 
     def stacked_tensor(self, config: ModelConfig) -> str | None:
         """The tensors of its checkpoints, by one name, that are one parameter together; None if

@@ -31,7 +31,11 @@ def causal_attend(config: base.ModelConfig) -> base.Attend:
             scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
         window = inputs.kind.sliding_window
         scores = jnp.where(_mask(window, num_tokens), scores, _MASKED)
-        weights = jax.nn.softmax(scores, axis=-1).astype(inputs.v.dtype)
+        if inputs.sinks is not None:
+            sinks = inputs.sinks.astype(jnp.float32).reshape(*scores.shape[:2], 1, 1)
+            shape = (*scores.shape[:3], 1)
+            scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, shape)], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., :num_tokens].astype(inputs.v.dtype)
         mixed = jnp.einsum("kgts,skd->tkgd", weights, inputs.v)
         return carry, mixed.reshape(num_tokens, num_heads, head_dim)
 

@@ -26,8 +26,9 @@ from jaxserve.models.quantized import Quantized, quantized_grouped_dot
 from jaxserve.models.sharding import TENSOR, cut_axes
 from jaxserve.pallas_kernels import grouped_matmul
 
-_GATE_AXES = ("experts", "embed", "mlp")
-_DOWN_AXES = ("experts", "mlp", "embed")
+Gated = Callable[[jax.Array, jax.Array], jax.Array]
+GATE_AXES = ("experts", "embed", "mlp")
+DOWN_AXES = ("experts", "mlp", "embed")
 
 
 @flax.struct.dataclass
@@ -36,8 +37,9 @@ class ExpertParams:
 
     Attributes:
         router: [d_model, experts].
-        gate, up: [experts, d_model, width of one].
-        down: [experts, width of one, d_model].
+        gate, up: [experts, d_model, width of one]; biases [experts, width of one], or None.
+        down: [experts, width of one, d_model]; biases [experts, d_model], whole on each device, or
+            None.
         shared_gate: [d_model, 1], how much a token takes of the expert that all go to; None where
             the layer has no such.
     """
@@ -46,7 +48,7 @@ class ExpertParams:
     gate: Linear
     up: Linear
     down: Linear
-    shared_gate: Linear | None
+    shared_gate: Linear | None = None
 
 
 def expert_leaves(
@@ -82,18 +84,46 @@ def expert_leaves(
     gate, up, down = names
     return ExpertParams(
         router=scores(router, experts.num_experts),
-        gate=stacked(gate, (d_model, experts.d_ff), _GATE_AXES),
-        up=stacked(up, (d_model, experts.d_ff), _GATE_AXES),
-        down=stacked(down, (experts.d_ff, d_model), _DOWN_AXES),
+        gate=stacked(gate, (d_model, experts.d_ff), GATE_AXES),
+        up=stacked(up, (d_model, experts.d_ff), GATE_AXES),
+        down=stacked(down, (experts.d_ff, d_model), DOWN_AXES),
         shared_gate=scores(shared_gate, 1) if experts.shared_d_ff else None,
     )
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, alpha: float) -> jax.Array:
+    """gate * sigmoid(alpha * gate) * (up + 1), both clamped first (OpenAI 2025, gpt-oss's model
+    card, section 2.2, and its released code).
+
+    Args:
+        gate: of any shape.
+        up: of the same.
+        limit: the gate is at most this, up within both ends of it.
+        alpha: factor in the sigmoid.
+    """
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
+
+
+def gate_function(activation: Callable[[jax.Array], jax.Array], experts: Experts | None) -> Gated:
+    """How a model's feed-forward layers join gate and up, [T, width] each.
+
+    Args:
+        activation: of the gate, where it is not clamped.
+        experts: of its layers; None where they have none.
+    """
+    limit = None if experts is None else experts.limit
+    if experts is None or limit is None:
+        return lambda gate, up: activation(gate) * up
+    alpha = experts.alpha
+    return lambda gate, up: clamped_swiglu(gate, up, limit, alpha)
 
 
 def mixture(
     h: jax.Array,
     weights: ExpertParams,
     experts: Experts,
-    activation: Callable[[jax.Array], jax.Array],
+    gated: Gated,
     shared: jax.Array | None,
     *,
     real: jax.Array | None,
@@ -105,7 +135,7 @@ def mixture(
         h: [T, d_model], the layer's normalised input.
         weights: the layer's.
         experts: their shape.
-        activation: of the gate.
+        gated: makes one of what the gate and the other half give.
         shared: [T, d_model], what the expert that all go to makes; None where there is none.
         real: bool [T], False for padding; None where there is none.
         mesh: the devices that the parameters are sharded over; None for one.
@@ -116,7 +146,7 @@ def mixture(
     parts, chosen = route(h, weights.router, experts, mesh)
     if real is not None:
         chosen = jnp.where(real[:, None], chosen, experts.num_experts)
-    y = _sharded(h, weights, chosen, parts, activation, mesh)
+    y = _sharded(h, weights, chosen, parts, gated, mesh)
     if shared is not None:
         assert weights.shared_gate is not None
         y = y + jax.nn.sigmoid(_scores(h, weights.shared_gate, mesh)) * shared
@@ -146,7 +176,8 @@ def route(
 
 def _scores(h: jax.Array, weights: Linear, mesh: Mesh | None) -> jax.Array:
     """float32 [T, outputs]: rounded to 16 bits, tokens between two experts would change sides."""
-    return matmul(h, weights.kernel, transposed=weights.transposed, dtype=jnp.float32, mesh=mesh)
+    y = matmul(h, weights.kernel, transposed=weights.transposed, dtype=jnp.float32, mesh=mesh)
+    return y if weights.bias is None else y + weights.bias.astype(jnp.float32)
 
 
 def _sharded(
@@ -154,34 +185,48 @@ def _sharded(
     weights: ExpertParams,
     chosen: jax.Array,
     parts: jax.Array,
-    activation: Callable[[jax.Array], jax.Array],
+    gated: Gated,
     mesh: Mesh | None,
 ) -> jax.Array:
     """`_summed` over all devices: float32 [T, d_model]."""
     products = (weights.gate, weights.up, weights.down)
     if mesh is None:
-        return _summed(h, chosen, parts, *products, activation=activation)
-    axes = (_GATE_AXES, _GATE_AXES, _DOWN_AXES)
+        return _summed(h, chosen, parts, *products, gated=gated)
+    axes = (GATE_AXES, GATE_AXES, DOWN_AXES)
 
-    def cut(one: Linear, names: tuple[str, str, str]) -> PartitionSpec:
+    def cut(one: Linear, names: tuple[str, str, str]) -> Linear:
         shape = one.kernel.shape
         if one.transposed:
             shape = (shape[0], shape[2], shape[1])
         experts, inputs, outputs = cut_axes(mesh, shape, names)
-        return PartitionSpec(experts, *((outputs, inputs) if one.transposed else (inputs, outputs)))
+        kernel = (outputs, inputs) if one.transposed else (inputs, outputs)
+        bias = None if one.bias is None else PartitionSpec(experts, outputs)
+        if one is weights.down and bias is not None:
+            bias = PartitionSpec()  # whole, see `one_device`
+        return dataclasses.replace(one, kernel=PartitionSpec(experts, *kernel), bias=bias)
 
-    specs = tuple(
-        dataclasses.replace(one, kernel=cut(one, names))
-        for one, names in zip(products, axes, strict=True)
-    )
+    specs = tuple(cut(one, names) for one, names in zip(products, axes, strict=True))
     by_expert = specs[0].kernel[0] is not None
 
-    def one_device(h: jax.Array, chosen: jax.Array, parts: jax.Array, *own: Linear) -> jax.Array:
+    def one_device(
+        h: jax.Array,
+        chosen: jax.Array,
+        parts: jax.Array,
+        gate: Linear,
+        up: Linear,
+        down: Linear,
+    ) -> jax.Array:
+        shard, bias = jax.lax.axis_index(TENSOR), down.bias
         if by_expert:
-            count = own[0].kernel.shape[0]
-            chosen = chosen - count * jax.lax.axis_index(TENSOR)
+            count = gate.kernel.shape[0]
+            chosen = chosen - count * shard
             chosen = jnp.where((chosen >= 0) & (chosen < count), chosen, count)
-        return jax.lax.psum(_summed(h, chosen, parts, *own, activation=activation), TENSOR)
+            if bias is not None:
+                bias = jax.lax.dynamic_slice_in_dim(bias, count * shard, count)
+        elif bias is not None:
+            bias = jnp.where(shard == 0, bias, 0)  # one adds it
+        own = gate, up, dataclasses.replace(down, bias=bias)
+        return jax.lax.psum(_summed(h, chosen, parts, *own, gated=gated), TENSOR)
 
     whole = PartitionSpec()
     return jax.shard_map(
@@ -201,7 +246,7 @@ def _summed(
     up: Linear,
     down: Linear,
     *,
-    activation: Callable[[jax.Array], jax.Array],
+    gated: Gated,
 ) -> jax.Array:
     """What one device's experts make of all tokens: float32 [T, d_model].
 
@@ -210,21 +255,23 @@ def _summed(
         chosen: int32 [T, K], each token's experts; their number for one that is not here.
         parts: float32 [T, K], what of each a token takes.
         gate, up, down: see `ExpertParams`.
-        activation: of the gate.
+        gated: see `mixture`.
     """
     tokens, each = chosen.shape
     count = jax.tree.leaves(gate.kernel)[0].shape[0]
     order, place, sizes = _by_expert(chosen.reshape(-1), count)
+    whose = chosen.reshape(-1)[order]
 
     def product(x: jax.Array, weights: Linear, dtype: jnp.dtype) -> jax.Array:
-        if isinstance(weights.kernel, Quantized):
-            return quantized_grouped_dot(
-                x, weights.kernel, sizes, transposed=weights.transposed, dtype=dtype
-            )
-        return grouped_matmul(x, weights.kernel, sizes, transposed=weights.transposed, dtype=dtype)
+        dot = quantized_grouped_dot if isinstance(weights.kernel, Quantized) else grouped_matmul
+        wide = dtype if weights.bias is None else jnp.dtype(jnp.float32)
+        y = dot(x, weights.kernel, sizes, transposed=weights.transposed, dtype=wide)
+        if weights.bias is None:
+            return y
+        return (y + weights.bias.at[whose].get(mode="fill", fill_value=0)).astype(dtype)
 
     x = h[order // each]
-    x = activation(product(x, gate, h.dtype)) * product(x, up, h.dtype)
+    x = gated(product(x, gate, h.dtype), product(x, up, h.dtype))
     y = product(x, down, jnp.dtype(jnp.float32))[place].reshape(tokens, each, -1)
     return (y * parts[..., None]).sum(axis=1)
 

@@ -73,7 +73,9 @@ def _with_layers(params: Params, change: Any) -> Params:
 def _fused(attn: AttentionParams, join: Any) -> FusedAttention:
     """The attention's parameters with q, k and v joined. join: makes one leaf of their three."""
     qkv = jax.tree.map(lambda *parts: join(parts), attn.q, attn.k, attn.v)
-    return FusedAttention(qkv=qkv, o=attn.o, q_norm=attn.q_norm, k_norm=attn.k_norm)
+    return FusedAttention(
+        qkv=qkv, o=attn.o, q_norm=attn.q_norm, k_norm=attn.k_norm, sinks=attn.sinks
+    )
 
 
 def param_bytes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> int:

@@ -30,7 +30,7 @@ from jaxserve.weights.gguf_blocks import Blocks
 from jaxserve.weights.gguf_tensors import GGUFTensors
 from jaxserve.weights.packed import Numbers, Stored
 from jaxserve.weights.quantize import quantize_leaf
-from jaxserve.weights.quantized_config import packed_format
+from jaxserve.weights.quantized_config import packed_format, reads_mxfp4
 from jaxserve.weights.tensors import TensorFiles
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,12 @@ def load_safetensors(
     stored: Stored | None = None
     if quantization is not None:
         stored = Blocks() if gguf and quantization.dequantizable else packed_format(folder)
-    with GGUFTensors(gguf, config) if gguf else TensorFiles(folder, family.prefix) as files:
+    tensors = (
+        GGUFTensors(gguf, config)
+        if gguf
+        else TensorFiles(folder, family.prefix, mxfp4=reads_mxfp4(folder))
+    )
+    with tensors as files:
         used: set[str | None] = set()
         for leaf in leaves:
             if stored is not None and leaf.scheme(quantization):
@@ -86,6 +91,8 @@ def load_safetensors(
                 _check(files, leaf.spec, leaf.source)
                 used.update(map(files.stored, leaf.source.names))
         _check_rest(files, used, config, folder, stored)
+        if isinstance(files, TensorFiles) and files.mxfp4:
+            _log_mxfp4(folder, files, leaves, quantization, dtype)
         with shown(progress, "weights", "B", total=total) as bar:
             for leaf in leaves:
                 if stored is not None and leaf.scheme(quantization):
@@ -95,6 +102,29 @@ def load_safetensors(
                     params.append(quantize_leaf(wide, leaf, quantization, mesh))
                 bar.update(leaf.spec.size * dtype.itemsize)
     return jax.tree.unflatten(treedef, params)
+
+
+def _log_mxfp4(
+    folder: Path,
+    files: TensorFiles,
+    leaves: list[Leaf],
+    quantization: Quantization | None,
+    dtype: np.dtype,
+) -> None:
+    """Says what memory weights take that are not kept as they are stored."""
+    kept: list[ParamSpec] = []
+    for leaf in leaves:
+        if files.stored(leaf.source.name) in files.mxfp4:
+            kept += jax.tree.leaves(leaf.stored(quantization))
+    size = sum(spec.size * jnp.dtype(spec.dtype or dtype).itemsize for spec in kept)
+    what = dtype.name if quantization is None else f"as model.quantization says, {dtype.name} first"
+    log.info(
+        "%s: its MXFP4 weights, %.2f GiB, are made wide (%s) and take %.2f GiB",
+        folder,
+        sum(files.mxfp4.values()) / 2**30,
+        what,
+        size / 2**30,
+    )
 
 
 def place(
@@ -189,6 +219,12 @@ def _load_leaf(
         )
         if math.prod(part.stop - part.start for part in stored) == 0:
             return block
+        if not source.stacked and len(stored) == 3:
+            for place, one in enumerate(range(stored[0].start, stored[0].stop)):
+                block[place] = _read(
+                    files, source, source.name, (slice(one, one + 1), *stored[1:])
+                )[0]
+            return block
         if not source.stacked:
             part = _read(files, source, source.name, stored)
             block[tuple(slice(size) for size in part.shape)] = part
@@ -206,6 +242,9 @@ def _read(files: Tensors, source: HFTensor, name: str, index: Index) -> np.ndarr
     if source.rows is not None:
         first = source.rows[0]
         index = (slice(index[0].start + first, index[0].stop + first), *index[1:])
+    if source.columns is not None:
+        first, step = source.columns
+        index = (*index[:-1], slice(index[-1].start * step + first, index[-1].stop * step, step))
     part = files.read(name, index)
     return part.T if source.transpose else part
 

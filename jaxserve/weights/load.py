@@ -166,7 +166,9 @@ def fuse_loaded(
             return fused
 
         qkv = jax.tree.map(join, spec.attn.qkv, attn.q, attn.k, attn.v)
-        fused = FusedAttention(qkv=qkv, o=attn.o, q_norm=attn.q_norm, k_norm=attn.k_norm)
+        fused = FusedAttention(
+            qkv=qkv, o=attn.o, q_norm=attn.q_norm, k_norm=attn.k_norm, sinks=attn.sinks
+        )
         layers.append(layer.replace(attn=fused))
     return params.replace(layers=tuple(layers))
 

@@ -15,6 +15,7 @@ from jaxserve.models.base import Family, Leaf, ModelConfig
 from jaxserve.models.hf import shown
 from jaxserve.models.quantized import DTYPES, Quantization, Scheme
 from jaxserve.weights.errors import CheckpointError, read_json
+from jaxserve.weights.mxfp4 import METHOD
 from jaxserve.weights.packed import Format
 from jaxserve.weights.tensors import TensorFiles
 
@@ -23,12 +24,13 @@ log = logging.getLogger(__name__)
 OWN = "jaxserve"  # as quant_method, of what `save_orbax` has written
 _FIELDS = ("quantization_config", "compression_config")
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-_KNOWN = "gptq, awq, compressed-tensors, fp8"
+_KNOWN = "gptq, awq, compressed-tensors, fp8, mxfp4"
 
 
 def stored_format(hf: Mapping[str, Any], folder: Path) -> Format | Quantization | None:
     """How a checkpoint's weights are quantised, by config.json or a file beside it: a
-    `Quantization` where the checkpoint is of `jaxserve convert`, None if they are not.
+    `Quantization` where the checkpoint is of `jaxserve convert`, None if they are not, or are made
+    wide as they are read (`reads_mxfp4`).
 
     Raises:
         ValueError: in a way that is not supported; the message names the field.
@@ -74,6 +76,14 @@ def packed_format(folder: Path) -> Format | None:
     if isinstance(found, Quantization):
         raise CheckpointError(f"{folder}: its config.json is of quantised weights in Orbax")
     return found
+
+
+def reads_mxfp4(folder: Path) -> bool:
+    """Whether a checkpoint's config.json says that weights are MXFP4."""
+    if not (folder / "config.json").exists():
+        return False
+    given = read_json(folder / "config.json").get(_FIELDS[0])
+    return isinstance(given, dict) and str(given.get("quant_method", "")).lower() == METHOD
 
 
 def is_quantized(folder: Path) -> bool:
@@ -158,8 +168,10 @@ def _told(scheme: Scheme) -> str:
     return f"{scheme.kind} {by}{' with zero points' if scheme.zero else ''}"
 
 
-def _format(given: Mapping[str, Any]) -> Format | Quantization:
+def _format(given: Mapping[str, Any]) -> Format | Quantization | None:
     method = str(given.get("quant_method", "")).lower()
+    if method == METHOD:
+        return None
     if method == OWN:
         return _own(given)
     if method == "gptq":

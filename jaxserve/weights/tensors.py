@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxserve.checkpoint_files import regular_file, without_safetensors
 from jaxserve.weights.errors import CheckpointError, read_json
+from jaxserve.weights.mxfp4 import Mxfp4, joined
 
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES = ("F32", "F16", "BF16", "F64")
@@ -27,12 +28,13 @@ class TensorFiles:
     Args:
         folder: directory with *.safetensors files and, if sharded, their index.
         prefix: prefix of tensor names that the checkpoint may have left out, or added.
+        mxfp4: weights stored so are read wide, see `jaxserve.weights.mxfp4`.
 
     Raises:
         CheckpointError: no safetensors files, a file of the index is missing, or one is damaged.
     """
 
-    def __init__(self, folder: Path, prefix: str) -> None:
+    def __init__(self, folder: Path, prefix: str, *, mxfp4: bool = False) -> None:
         self._prefix = prefix
         self._stack = contextlib.ExitStack()
         self._slices: dict[str, Any] = {}
@@ -48,6 +50,12 @@ class TensorFiles:
             except (SafetensorError, OSError, ValueError) as error:
                 self._stack.close()
                 raise CheckpointError(f"cannot read {path}: {error}") from error
+        if mxfp4:
+            try:
+                self._slices = joined(self._slices)
+            except CheckpointError:
+                self._stack.close()
+                raise
 
     def __enter__(self) -> TensorFiles:
         return self
@@ -60,6 +68,12 @@ class TensorFiles:
     def names(self) -> Set[str]:
         """The tensors' names as stored."""
         return self._slices.keys()
+
+    @property
+    def mxfp4(self) -> dict[str, int]:
+        """Of weights stored so, by name: the bytes that they are stored in."""
+        found = self._slices.items()
+        return {name: part.nbytes for name, part in found if isinstance(part, Mxfp4)}
 
     def stored(self, name: str) -> str | None:
         """The name that a tensor is stored under, with or without the prefix; None if it is not."""
@@ -101,10 +115,13 @@ class TensorFiles:
         return found
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A copy of part of a checked tensor, in its stored dtype."""
+        """A copy of part of a checked tensor, in its stored dtype. index: with steps, too."""
         found = self.find(name)
         assert found is not None, name
-        return found[index]
+        if isinstance(found, Mxfp4) or all(one.step is None for one in index):
+            return found[index]
+        steps = tuple(slice(None, None, one.step) for one in index)
+        return found[tuple(slice(one.start, one.stop) for one in index)][steps]
 
 
 class _Float8:

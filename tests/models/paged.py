@@ -136,6 +136,7 @@ class PagedRun:
                 scale=config.attn_scale,
                 sliding_window=inputs.kind.sliding_window,
                 soft_cap=config.soft_cap,
+                sinks=inputs.sinks,
                 decode_only=decode_only,
                 **where,
             )

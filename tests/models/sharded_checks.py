@@ -26,9 +26,10 @@ from tests.models.quantized.test_gguf_blocks import written
 # 4 heads each, of opt 4 KV heads, of all others 2; a vocabulary of 61.
 DENSE_SHARDS = {"opt": (4,), "llama3": (2,), "gemma3": (2,), "olmo2": (4,), "phi4_mini": (2,)}
 # Experts' width is cut over 4 devices; where that is odd, their number over 2.
-DENSE_SHARDS |= {"mixtral": (4,), "qwen2_moe": (2,)}
+DENSE_SHARDS |= {"mixtral": (4,), "qwen2_moe": (2,), "gpt_oss": (2,)}
 QUANTIZED = ("int8", "int4:group=32,zero", "fp8")
-PAGED_SHARDS = {"opt": (2,), "llama3": (4,), "mixtral": (4,)}
+PAGED_SHARDS = {"opt": (2,), "llama3": (4,), "mixtral": (4,), "gpt_oss": (2,)}
+LAID_OUT = ("opt", "llama3", "mixtral")
 
 
 def dense_error(name: str, folder: Path, tensor: int) -> float:
@@ -96,6 +97,25 @@ def quantized_error(how: str, tensor: int) -> float:
         return max(_sharded_error(source, how, tensor), _sharded_error(packed, "", tensor))
 
 
+def by_number_error(tensor: int) -> float:
+    """Largest difference between the logits on one device and on several of which each has some of
+    the experts, whose width is odd, with their biases."""
+    hf = {**hf_config("gpt_oss"), "intermediate_size": 25}
+    with tempfile.TemporaryDirectory() as where:
+        write_checkpoint(Path(where), hf)
+        family, config, _ = load_config(where)
+        logits = []
+        for mesh in (None, make_mesh(tensor)):
+            params = load_params(where, family, config, dtype="float32", mesh=mesh)
+            params = fuse_loaded(params, family, config, mesh)
+            run = functools.partial(sequence_logits, family, dtype="float32", mesh=mesh)
+            tokens = load_reference("gpt_oss").tokens[0]
+            logits.append(jax.jit(lambda p, r=run, c=config, t=tokens: r(p, c, t))(params))
+    bias = params.layers[0].experts.up.bias.addressable_shards[0].data
+    assert bias.shape == (config.experts.num_experts // tensor, 25)
+    return float(np.abs(np.asarray(logits[0]) - np.asarray(logits[1])).max())
+
+
 def blocks_error(tensor: int) -> float:
     """The same for blocks of a GGUF file, of 256 numbers, of which a shard has half."""
     with tempfile.TemporaryDirectory() as where:
@@ -141,8 +161,10 @@ def main() -> None:
             if name in PAGED_SHARDS:
                 errors = {n: paged_error(name, folder, n) for n in PAGED_SHARDS[name]}
                 results["paged"][name] = errors
-                results["layout"][name] = {n: layout(name, folder, n) for n in (4,)}
+                if name in LAID_OUT:
+                    results["layout"][name] = {n: layout(name, folder, n) for n in (4,)}
     results["quantized"] = {how: {2: quantized_error(how, 2)} for how in QUANTIZED}
+    results["dense"]["experts by number"] = {4: by_number_error(4)}
     results["quantized"]["Q4_K"] = {2: blocks_error(2)}
     json.dump(results, sys.stdout)
 

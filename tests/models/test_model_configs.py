@@ -162,7 +162,7 @@ def test_layers_of_two_kinds():
     assert parse({**hf_config("smollm3"), "no_rope_layers": [0] * 3}).rope is None
     capless = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     assert parse({**hf_config("gemma2"), **capless}).soft_cap is None
-    for name in ("gemma2", "gemma3", "smollm3", "olmo2", "phi4_mini"):
+    for name in ("gemma2", "gemma3", "smollm3", "olmo2", "phi4_mini", "gpt_oss"):
         assert not parse(hf_config(name)).plain_keys
     for name in ("llama3", "mistral", "qwen3", "granite", "phi3"):
         assert parse(hf_config(name)).plain_keys

@@ -50,7 +50,14 @@ def test_dense_logits(name):
 # Rounding Gemma's weights moves transformers' own logits by 14 roundings.
 @pytest.mark.parametrize(
     ("name", "roundings"),
-    [("opt_post_norm", 12), ("llama2", 12), ("qwen3", 12), ("granite", 12), ("gemma2", 20)],
+    [
+        ("opt_post_norm", 12),
+        ("llama2", 12),
+        ("qwen3", 12),
+        ("granite", 12),
+        ("gemma2", 20),
+        ("gpt_oss", 12),
+    ],
 )
 def test_dense_logits_of_bfloat16_weights_are_as_near_as_that_allows(name, roundings):
     """Weights of bfloat16 under float32 activations, as CPUs have it: off by some of bfloat16's
@@ -112,6 +119,7 @@ SMALL, PADDED = (4, 2, 16), (8, 4, 24)
 PAGED = [(name, *SMALL) for name in ("opt_post_norm", "llama2", "yi", "qwen2", "qwen3")]
 PAGED += [(name, *PADDED) for name in ("opt", "mistral", "qwen2_yarn")]
 PAGED += [("mixtral", *SMALL), ("qwen3_moe", *PADDED), ("qwen2_moe", *SMALL)]
+PAGED += [("gpt_oss", *SMALL)]
 PAGED += [("gemma2", *SMALL), ("gemma3", *PADDED), ("smollm3", *SMALL), ("phi4_mini", *PADDED)]
 
 

@@ -16,7 +16,7 @@ from jaxserve.bench.kernels.kernel_cases import Case
 from jaxserve.bench.kernels.kernel_checks import LIMITS, Check, at_once, relative_error
 from jaxserve.bench.kernels.kernels import Ceilings, Measured, measured
 from jaxserve.models.base import Experts, ModelConfig, Params
-from jaxserve.models.experts import ExpertParams, mixture
+from jaxserve.models.experts import ExpertParams, gate_function, mixture
 from jaxserve.models.registry import get_family
 from jaxserve.pallas_kernels import grouped_matmul
 from jaxserve.sched.cost.cost_model import experts_read
@@ -108,8 +108,9 @@ def _expert_bytes(layers: Sequence[ExpertParams]) -> int:
 def _case(
     layers: Sequence[ExpertParams], experts: Experts, tokens: int, width: int, dtype: str
 ) -> Case:
+    gated = gate_function(jax.nn.silu, experts)
     run = functools.partial(
-        mixture, experts=experts, activation=jax.nn.silu, shared=None, real=None, mesh=None
+        mixture, experts=experts, gated=gated, shared=None, real=None, mesh=None
     )
 
     def step(i: jax.Array, x: jax.Array, layers: Sequence[ExpertParams]) -> jax.Array:

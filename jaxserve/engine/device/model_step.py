@@ -112,6 +112,7 @@ def _model_step(
         if layout.kv:
             window = inputs.kind.sliding_window
             masks = {"sliding_window": window, "plan": plans[window], **scoring}
+            masks["sinks"] = inputs.sinks
             out = paged_attention(inputs.q, pool, layer, batch, **masks, **options)
         if rows is not None and how is not None:
             out = attend_hidden(out, inputs, pool, layer, rows, how, model)

@@ -291,7 +291,7 @@ def _backend(
     kernels do not fit the model. If only hidden caches are the problem, they are turned off, since
     the fallback would slow down everything."""
     heads = model.num_heads // shards, pool_heads // shards
-    shape = KernelShape(*heads, model.head_dim, block_size, dtype)
+    shape = KernelShape(*heads, model.head_dim, block_size, dtype, model.sinks)
     try:
         name, reason = select_backend(wanted, (KV,), shape)
         if read is not None and reason is None:

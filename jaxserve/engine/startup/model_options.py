@@ -177,8 +177,8 @@ def choose_read(wanted: str, policy_name: str, policy: Policy, config: ModelConf
         reason = "its weights are quantised, and hidden caches read those of K and V as they are"
     if not config.plain_keys:
         reason = (
-            "its layers differ in rotation or window, its scores are capped, or its keys are "
-            "normalised or rotated as hidden caches do not"
+            "its layers differ in rotation or window, its scores are capped or have sinks, or its "
+            "keys are normalised or rotated as hidden caches do not"
         )
     if reason is not None:
         if wanted != AUTO:

@@ -31,7 +31,7 @@ from jaxserve.models.base import (
     StepInputs,
     layer_kinds,
 )
-from jaxserve.models.experts import ExpertParams, expert_leaves, mixture
+from jaxserve.models.experts import ExpertParams, expert_leaves, gate_function, mixture
 from jaxserve.models.layers import (
     Linear,
     Norm,
@@ -369,15 +369,15 @@ def layer(
     carry, mixed = attention(norm(x, weights.attn_norm))
     x = added(x, norm(mixed, weights.attn_out_norm))
     h = norm(x, weights.mlp_norm)
-    activation = ACTIVATIONS[config.activation]
+    gated = gate_function(ACTIVATIONS[config.activation], config.experts)
     y = None
     if weights.gate is not None and weights.up is not None and weights.down is not None:
-        gate = activation(constrain(linear(h, weights.gate, mesh), mesh, None, "mlp"))
+        gate = constrain(linear(h, weights.gate, mesh), mesh, None, "mlp")
         up = constrain(linear(h, weights.up, mesh), mesh, None, "mlp")
-        y = linear(gate * up, weights.down, mesh)
+        y = linear(gated(gate, up), weights.down, mesh)
     if weights.experts is not None:
         assert config.experts is not None
-        y = mixture(h, weights.experts, config.experts, activation, y, real=real, mesh=mesh)
+        y = mixture(h, weights.experts, config.experts, gated, y, real=real, mesh=mesh)
     assert y is not None
     return carry, added(x, norm(y, weights.mlp_out_norm))
 

@@ -157,6 +157,7 @@ MODELS = {
     "qwen2-7b": Model(28, 3584, 18944, 28, 4, 128, 152064),
     "gemma-3-27b": Model(62, 5376, 21504, 32, 16, 128, 262208),
     "qwen3-30b-a3b": Model(48, 2048, 768, 32, 4, 128, 151936, experts=128, experts_per_token=8),
+    "gpt-oss-20b": Model(24, 2880, 2880, 64, 8, 64, 201088, experts=32, experts_per_token=4),
     "mixtral-8x7b": Model(32, 4096, 14336, 32, 8, 128, 32000, experts=8, experts_per_token=2),
 }
 

@@ -20,6 +20,13 @@ SHAPE["num_key_value_heads"] = 1
 GEMMA = {**SHAPE, "model_type": "gemma2", "num_hidden_layers": 2, "sliding_window": 6}
 GEMMA |= {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}
 GEMMA |= {"query_pre_attn_scalar": 1, "tie_word_embeddings": False}  # attention shows in the text
+# A window in the first layer, sinks in both, experts with biases.
+GPT_OSS = {**SHAPE, "model_type": "gpt_oss", "num_hidden_layers": 2, "sliding_window": 6}
+GPT_OSS |= {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_scaling": {"rope_type": "default"},
+}
 PROMPTS = [[5, 9, 4], [7] * 9 + [3] * 9]  # one in a block, one in two and in three chunks
 SMALL = {
     "cache__block_size": 16,
@@ -40,7 +47,7 @@ SMALL = {
         *(pytest.param(f"{name}-interpret", marks=pytest.mark.slow) for name in ("triton", "tpu")),
     ],
 )
-@pytest.mark.parametrize("shape", [SHAPE, GEMMA], ids=lambda shape: shape["model_type"])
+@pytest.mark.parametrize("shape", [SHAPE, GEMMA, GPT_OSS], ids=lambda shape: shape["model_type"])
 def test_greedy_text_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, shape: dict[str, Any]
 ) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve.models.base import Experts
-from jaxserve.models.experts import ExpertParams, _by_expert, mixture, route
+from jaxserve.models.experts import ExpertParams, _by_expert, gate_function, mixture, route
 from jaxserve.models.layers import Linear
 from jaxserve.weights import transpose_loaded
 
@@ -42,8 +42,8 @@ def h() -> jax.Array:
 
 
 def run(h, weights, shared=None, real=None, experts=EXPERTS):
-    options = {"real": real, "mesh": None}
-    made = functools.partial(mixture, experts=experts, activation=jax.nn.silu, **options)
+    gated = gate_function(jax.nn.silu, experts)
+    made = functools.partial(mixture, experts=experts, gated=gated, real=real, mesh=None)
     return jax.jit(lambda h, weights, shared: made(h, weights, shared=shared))(h, weights, shared)
 
 
@@ -63,6 +63,42 @@ def one_by_one(h, weights, shared=None):
             y += shared[place] / (1 + np.exp(-(x @ wide.shared_gate.kernel)))
         found.append(y)
     return np.stack(found)
+
+
+def test_clamped_experts_with_biases(h, weights):
+    """Padding, which goes to no expert, gets no bias either."""
+    rng = np.random.default_rng(2)
+
+    def with_bias(one, *shape):
+        return dataclasses.replace(one, bias=jnp.asarray(rng.normal(size=shape), jnp.float32))
+
+    count, width = EXPERTS.num_experts, EXPERTS.d_ff
+    biased = dataclasses.replace(
+        weights,
+        router=with_bias(weights.router, count),
+        gate=with_bias(weights.gate, count, width),
+        up=with_bias(weights.up, count, width),
+        down=with_bias(weights.down, count, WIDTH),
+    )
+    experts = dataclasses.replace(EXPERTS, normalised=True, limit=1.5, alpha=1.25)
+    wide = jax.tree.map(lambda one: np.asarray(one, np.float64), biased)
+    want = np.zeros((TOKENS, WIDTH))
+    for place, x in enumerate(np.asarray(h, np.float64)):
+        scores = x @ wide.router.kernel + wide.router.bias
+        chosen = np.argsort(-scores)[: experts.experts_per_token]
+        parts = np.exp(scores[chosen]) / np.exp(scores[chosen]).sum()
+        for expert, part in zip(chosen, parts, strict=True):
+            gate, up, down = (
+                (one.kernel[expert], one.bias[expert]) for one in (wide.gate, wide.up, wide.down)
+            )
+            first = np.minimum(x @ gate[0] + gate[1], 1.5)
+            second = np.clip(x @ up[0] + up[1], -1.5, 1.5)
+            inner = first / (1 + np.exp(-1.25 * first)) * (second + 1)
+            want[place] += part * (inner @ down[0] + down[1])
+    real = jnp.arange(TOKENS) != 4
+    want[4] = 0
+    got = run(h, biased, real=real, experts=experts)
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -141,6 +141,7 @@ def test_of_experts_those_that_tokens_go_to_are_read_and_all_are_in_memory() -> 
         ("gemma-3-27b", 28.4),  # with its table of 1.4 billion twice
         ("qwen3-30b-a3b", 30.5),
         ("mixtral-8x7b", 46.7),
+        ("gpt-oss-20b", 20.9),
     ],
 )
 def test_the_models_have_their_sizes(name: str, billions: float) -> None:
