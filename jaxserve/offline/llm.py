@@ -14,7 +14,7 @@ import dataclasses
 import math
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
 from tqdm import tqdm
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Chat = Sequence[Mapping[str, str]]
+T = TypeVar("T")
 
 
 class _About(NamedTuple):
@@ -44,6 +45,7 @@ class _About(NamedTuple):
     tier: Tier
     cache_salt: str
     model: str
+    prediction: str = ""
 
 
 class LLM:
@@ -99,6 +101,7 @@ class LLM:
         tier: Tier = Tier.REALTIME,
         cache_salt: str = "",
         adapter: str = "",
+        prediction: str | Sequence[str] = "",
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Continues each prompt. There may be more of them than the engine can queue. Ctrl-C
@@ -111,6 +114,8 @@ class LLM:
             tier: the tier of all.
             cache_salt: of all; only requests with the same one find in the cache what they compute.
             adapter: name of the adapter that all have, see `load_adapter`; "" for none.
+            prediction: what the output of all, or of each, is likely to be. A policy with `+spec`
+                drafts from it; it changes no text.
             progress: whether to show a bar.
 
         Returns:
@@ -118,10 +123,11 @@ class LLM:
 
         Raises:
             InvalidRequest: one of them cannot be served. Then none is.
-            ValueError: there are not as many `sampling` as prompts.
+            ValueError: there are not as many `sampling` or `prediction` as prompts.
         """
         about = _About(slo or SLO(), tier, cache_salt, adapter)
-        return self._loop.run(self._generate(_several(prompts), sampling, about, progress))
+        work = self._generate(_several(prompts), sampling, about, prediction, progress)
+        return self._loop.run(work)
 
     def chat(
         self,
@@ -161,6 +167,7 @@ class LLM:
         tier: Tier = Tier.REALTIME,
         cache_salt: str = "",
         adapter: str = "",
+        prediction: str = "",
     ) -> Iterator[Piece]:
         """Yields the output of one prompt as it is generated. Closing the iterator cancels the
         request.
@@ -172,8 +179,9 @@ class LLM:
             tier: its tier.
             cache_salt: only requests with the same one find in the cache what it computes.
             adapter: name of its adapter; "" for none.
+            prediction: as in `generate`.
         """
-        about = _About(slo or SLO(), tier, cache_salt, adapter)
+        about = _About(slo or SLO(), tier, cache_salt, adapter, prediction)
         return self._loop.iterate(self._stream(prompt, sampling, about))
 
     async def agenerate(
@@ -185,12 +193,13 @@ class LLM:
         tier: Tier = Tier.REALTIME,
         cache_salt: str = "",
         adapter: str = "",
+        prediction: str | Sequence[str] = "",
         bar: bool = False,
     ) -> list[RequestOutput]:
         """`generate` for callers on an event loop of their own. See `generate` for the arguments;
         `bar` is its `progress`."""
         about = _About(slo or SLO(), tier, cache_salt, adapter)
-        work = self._generate(_several(prompts), sampling, about, bar)
+        work = self._generate(_several(prompts), sampling, about, prediction, bar)
         return await asyncio.wrap_future(self._loop.submit(work))
 
     def load_adapter(self, name: str, path: str | Path) -> None:
@@ -225,12 +234,15 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         about: _About,
+        prediction: str | Sequence[str],
         bar: bool,
     ) -> list[RequestOutput]:
-        chosen = _one_each(sampling, len(prompts))
+        default = sampling or SamplingParams()
+        chosen = _one_each("sampling", default, SamplingParams, len(prompts))
+        likely = _one_each("prediction", prediction, str, len(prompts))
         wanted = [
-            await self._make_request(prompt, params, about)
-            for prompt, params in zip(prompts, chosen, strict=True)
+            await self._make_request(prompt, params, about._replace(prediction=text))
+            for prompt, params, text in zip(prompts, chosen, likely, strict=True)
         ]
         found = [_empty(p, request) for p, request in zip(prompts, wanted, strict=True)]
         with tqdm(total=len(wanted), desc="generating", unit="prompt", disable=not bar) as shown:
@@ -303,14 +315,14 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return prompts  # type: ignore[return-value]
 
 
-def _one_each(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> Sequence[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * count
-    if len(sampling) != count:
-        raise ValueError(f"sampling: {len(sampling)} of them for {count} prompts")
-    return sampling
+def _one_each(field: str, given: T | Sequence[T], kind: type[T], count: int) -> Sequence[T]:
+    """Of each prompt: the one that is given, or those. Raises ValueError for too many or few."""
+    if isinstance(given, kind):
+        return [given] * count
+    several: Sequence[T] = given  # type: ignore[assignment]
+    if len(several) != count:
+        raise ValueError(f"{field}: {len(several)} of them for {count} prompts")
+    return several
 
 
 def _empty(prompt: Prompt, request: Request) -> RequestOutput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -91,6 +92,30 @@ def test_log_probabilities_of_prompts(llm: LLM) -> None:
     assert sum(len(piece.logprobs) for piece in pieces) == 3
     (other,) = llm.generate([[8, 9, 10]], TEN, progress=False)
     assert other.prompt_logprobs is None
+
+
+def test_each_prompt_has_its_prediction(
+    llm: LLM, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoded where the policy drafts; which has no part in the text."""
+    info, submit, found = engine.info(), engine.submit, []
+
+    def noted(request: Request, *rest: Any) -> Any:
+        found.append(request.prediction)
+        return submit(request, *rest)
+
+    monkeypatch.setattr(engine, "info", lambda: dataclasses.replace(info, speculates=True))
+    monkeypatch.setattr(engine, "encode", lambda text, special=True: [ord(c) % 32 for c in text])
+    monkeypatch.setattr(engine, "submit", noted)
+    likely = llm.generate([[5], [6]], TEN, prediction=["a", "bc"], progress=False)
+    list(llm.stream([5], TEN, prediction="d"))
+    llm.generate([[5], [6]], TEN, prediction="e", progress=False)
+    assert sorted(found) == [(1,), (2, 3), (4,), (5,), (5,)]
+    plain = llm.generate([[5], [6]], TEN, progress=False)
+    texts = [[one.outputs[0].token_ids for one in some] for some in (likely, plain)]
+    assert texts[0] == texts[1]
+    with pytest.raises(ValueError, match="prediction: 2 of them for 1 prompts"):
+        llm.generate([5], prediction=["a", "b"], progress=False)
 
 
 def test_who_stops_asking_cancels(llm: LLM, engine: Engine) -> None:
