@@ -96,14 +96,16 @@ def search(
 
     Raises:
         NotCompiled: `compiled` is True.
-        NotSearched: There are several replicas, or closed-loop requests, whose arrivals are not
-            known.
+        NotSearched: There are several replicas, closed-loop requests, whose arrivals are not
+            known, or drafts.
         InvalidPlan: No policy can serve the workload.
     """
     if compiled:
         form_of(oracle)
     if setting.replicas > 1:
         raise NotSearched("policy oracle: schedules are searched for one replica, not for several")
+    if oracle.speculates:
+        raise NotSearched("policy oracle+spec: the search plans without drafts; ask for oracle")
     if options.best_effort is not None:
         raise NotSearched(
             "policy oracle: best_effort requests come when others have ended; arrivals must be "

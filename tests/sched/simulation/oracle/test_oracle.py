@@ -230,6 +230,12 @@ def test_what_cannot_be_searched_is_refused(options: dict[str, Any], problem: st
         simulate(f"{QUICK}:runs=1", drawn(1, 5, 10.0), SEVEN, **options)
 
 
+def test_drafts_are_not_searched_for() -> None:
+    """Rather than left out unnoticed."""
+    with pytest.raises(ValueError, match=r"policy oracle\+spec: the search plans without drafts"):
+        simulate("oracle+spec:portfolio=quick:runs=1", drawn(1, 5, 10.0), SEVEN)
+
+
 def test_a_search_is_not_compiled_as_such() -> None:
     with pytest.raises(SimulationError, match="cannot run compiled"):
         simulate(f"{QUICK}:runs=1", drawn(1, 5, 10.0), SEVEN, compiled=True)
