@@ -37,6 +37,8 @@ class AttentionBatch:
         num_decodes: int32 [], rows [0, num_decodes) have one token each; the rest are prefill
             chunks.
         num_rows: int32 [], rows in use: [0, num_rows).
+        drafts: Whether many chunks may be decodes with a few drafted tokens. Static: kernels for
+            these are left out of other steps.
     """
 
     tables: jax.Array
@@ -48,6 +50,7 @@ class AttentionBatch:
     token_row: jax.Array
     num_decodes: jax.Array
     num_rows: jax.Array
+    drafts: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def max_rows(self) -> int:
@@ -103,6 +106,6 @@ class AttentionBatch:
             if shape != ():
                 raise ValueError(f"batch.{name}: want a scalar, got {shape}")
         for item in dataclasses.fields(self):
-            dtype = getattr(self, item.name).dtype
-            if dtype != jnp.int32:
-                raise ValueError(f"batch.{item.name}: want int32, got {dtype}")
+            value = getattr(self, item.name)
+            if not isinstance(value, bool) and value.dtype != jnp.int32:
+                raise ValueError(f"batch.{item.name}: want int32, got {value.dtype}")

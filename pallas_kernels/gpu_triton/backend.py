@@ -25,10 +25,12 @@ MAX_GROUP = 128  # query heads that share a kv head: they are one tile of a matr
 
 
 class PagedPlan(NamedTuple):
-    """What decodes and, in a step that has any, chunks of KV rows want of programs."""
+    """What decodes and, in a step that has any, chunks of KV rows want of programs: those of `FEW`
+    tokens apart where many may be."""
 
     decode: Shares
     prefill: Work | None
+    few: Work | None = None
 
 
 def plan(
@@ -49,8 +51,11 @@ def plan(
     decode = triton_decode.plan(batch, geometry, itemsize, **masks)
     if decode_only:
         return PagedPlan(decode, None)
-    more = {"sliding_window": sliding_window}
-    return PagedPlan(decode, triton_prefill.plan(batch, geometry, itemsize, num_heads, **more))
+    given = (batch, geometry, itemsize, num_heads)
+    chunks = functools.partial(triton_prefill.plan, *given, sliding_window=sliding_window)
+    if batch.drafts:
+        return PagedPlan(decode, chunks(triton_prefill.MANY), chunks(triton_prefill.FEW))
+    return PagedPlan(decode, chunks())
 
 
 def plan_absorbed(
@@ -81,7 +86,12 @@ def attend(
     out = triton_decode.paged_decode(*given, plan.decode, decode_only=decode_only, **options)
     if plan.prefill is None:
         return out
-    return triton_prefill.paged_prefill(out, *given, plan.prefill, **options)
+    if plan.few is None:
+        return triton_prefill.paged_prefill(out, *given, plan.prefill, **options)
+    kinds = (triton_prefill.FEW, plan.few), (triton_prefill.MANY, plan.prefill)
+    for kind, work in kinds:
+        out = triton_prefill.paged_prefill(out, *given, work, kind, **options)
+    return out
 
 
 def supports(kind: int, shape: KernelShape) -> str | None:

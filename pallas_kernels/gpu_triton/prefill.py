@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,11 +53,32 @@ class Options(common.Options):
         return self.queries // self.group * self.group
 
 
-def _queries(tokens: int, group: int, launch: tuning.Launch) -> int:
-    """Rows of a query tile in a bucket of so many tokens: small buckets do not fill large tiles."""
-    return max(
-        min(launch.queries, common.power_of_two(tokens * group)), 16, common.power_of_two(group)
-    )
+class Kind(NamedTuple):
+    """Which chunks a kernel takes, and how.
+
+    Attributes:
+        launch: Name of its sizes in `tuning`.
+        least, most: Tokens of such a chunk.
+    """
+
+    launch: str
+    least: int
+    most: int
+
+
+_MOST = 1 << 30
+FEW = Kind("few", 1, 8)
+"""Decodes with up to 7 drafts."""
+MANY = Kind("prefill", FEW.most + 1, _MOST)
+"""Beside `FEW`, the others."""
+ANY = Kind("prefill", 1, _MOST)
+
+
+def _queries(tokens: int, group: int, kind: Kind, launch: tuning.Launch) -> int:
+    """Rows of a query tile in a bucket of so many tokens: small buckets and short chunks do not
+    fill large tiles."""
+    longest = common.power_of_two(min(tokens, kind.most) * group)
+    return max(min(launch.queries, longest), 16, common.power_of_two(group))
 
 
 def plan(
@@ -64,6 +86,7 @@ def plan(
     geometry: common.Geometry,
     itemsize: int,
     num_heads: int,
+    kind: Kind = ANY,
     *,
     sliding_window: int | None,
 ) -> Work:
@@ -74,16 +97,18 @@ def plan(
         geometry: Of the pool.
         itemsize: Bytes of the pool's elements.
         num_heads: Query heads of one shard.
+        kind: Which chunks to take.
         sliding_window: Positions that a token sees; None for all.
     """
     launch, group = (
-        tuning.launch("prefill", itemsize, geometry.padded_dim),
+        tuning.launch(kind.launch, itemsize, geometry.padded_dim),
         num_heads // geometry.kv_heads,
     )
-    tokens = _queries(batch.max_tokens, group, launch) // group
+    tokens = _queries(batch.max_tokens, group, kind, launch) // group
     sizes = Sizes(tokens, launch.tile, batch.table_width * geometry.block_size, sliding_window)
     row = jnp.arange(batch.max_rows, dtype=jnp.int32)
     chunk = (row >= batch.num_decodes) & (row < batch.num_rows) & (batch.kind == KV)
+    chunk &= (batch.query_lens >= kind.least) & (batch.query_lens <= kind.most)
     lengths = jnp.where(chunk, batch.query_lens, 0)
     return plan_work(batch, lengths, geometry.kv_heads, sizes, launch)
 
@@ -162,12 +187,13 @@ def paged_prefill(
     layer: jax.Array | int,
     batch: AttentionBatch,
     work: Work,
+    kind: Kind = ANY,
     *,
     scoring: Scoring,
     sinks: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of the KV rows [num_decodes, num_rows), filled into an output.
+    """Attention of the KV rows [num_decodes, num_rows) of a kind, filled into an output.
 
     Args:
         out: [T, H, D], the output so far, in q's dtype.
@@ -176,14 +202,15 @@ def paged_prefill(
         layer: Index into the whole pool; may be traced.
         batch: The step's rows and tokens.
         work: From `plan` for this batch and these options.
+        kind: Which chunks to take.
         scoring: How products become scores.
         sinks: float32 [H], see `attention.paged_attention`; None for none.
         interpret: Run in the interpreter.
     """
     tokens, num_heads, head_dim = q.shape
     geometry = common.geometry_of(pool)
-    launch = tuning.launch("prefill", pool.dtype.itemsize, geometry.padded_dim)
-    queries = _queries(tokens, num_heads // geometry.kv_heads, launch)
+    launch = tuning.launch(kind.launch, pool.dtype.itemsize, geometry.padded_dim)
+    queries = _queries(tokens, num_heads // geometry.kv_heads, kind, launch)
     options = Options(geometry, num_heads, scoring, launch.tile, queries, sinks is not None)
     flat = jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype)
     done = run_shares(
@@ -201,6 +228,6 @@ def paged_prefill(
         in_place=True,
         sinks=common.sink_arguments(sinks),
         interpret=interpret,
-        name="paged_prefill",
+        name=f"paged_{kind.launch}",
     )
     return done.reshape(q.shape)

@@ -21,6 +21,8 @@ from jaxserve.pallas_kernels import attention as attend
 from jaxserve.pallas_kernels import move as moving
 from jaxserve.pallas_kernels.pool import Pool
 
+DRAFTS = 3  # of each row, where rows have some
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -75,6 +77,7 @@ class Case:
 def cases(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
     """Every kernel that a model with such heads can use."""
     yield decode_case(heads, work, backend)
+    yield _drafts(heads, work, backend)
     yield _prefill(heads, work, backend)
     if heads.offers_hidden:
         yield from _hidden(heads, work, backend)
@@ -97,17 +100,19 @@ def _attention(
     operations: int,
     weights: int = 0,
     width: int = 0,
+    drafts: bool = False,
     **options: Any,
 ) -> Case:
     """A kernel whose output is the next call's query: each waits for the one before. vectors: of
-    the pool, that must be read. weights: numbers that must be. width: of a query; 0 is a head's."""
+    the pool, that must be read. weights: numbers that must be. width: of a query; 0 is a head's.
+    drafts: as in `AttentionBatch`."""
     dtype = inputs.activations(work.dtype)
     tokens = sum(row.query for row in rows)
     q_shape = (tokens, heads.num_heads, width or heads.head_dim)
 
     def make(pool: Pool) -> Loop:
         rng = np.random.default_rng(0)
-        batch = inputs.make_batch(rows, work.block_size, work.blocks, rng)
+        batch = inputs.make_batch(rows, work.block_size, work.blocks, rng, drafts=drafts)
         bound = functools.partial(function, scale=heads.head_dim**-0.5, **options)
 
         def step(i: jax.Array, q: jax.Array, given: Any) -> jax.Array:
@@ -139,6 +144,23 @@ def decode_case(heads: Heads, work: Workload, backend: str) -> Case:
         vectors=2 * cached,
         operations=4 * cached * heads.num_heads * heads.head_dim,
         decode_only=True,
+        backend=backend,
+    )
+
+
+def _drafts(heads: Heads, work: Workload, backend: str) -> Case:
+    """The same of decodes that have drafts, which read their context once for all of them."""
+    cached, rows = work.rows * work.context, [Row(work.context, 1 + DRAFTS)] * work.rows
+    return _attention(
+        f"attention with {DRAFTS} drafts",
+        attend.paged_attention,
+        rows,
+        heads,
+        work,
+        vectors=2 * cached,
+        operations=4 * cached * (1 + DRAFTS) * heads.num_heads * heads.head_dim,
+        decode_only=False,
+        drafts=True,
         backend=backend,
     )
 

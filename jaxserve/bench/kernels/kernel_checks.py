@@ -131,6 +131,7 @@ class Run(NamedTuple):
 
 
 DECODES = (Row(1), Row(17, direction=RIGHT), Row(300), Row(16), Row(129, direction=RIGHT))
+DRAFTS = (Row(200, 8), Row(33, 2, direction=RIGHT), Row(5, 4))
 CHUNKS = (Row(40, 40), Row(150, 21, direction=RIGHT))
 CUT: dict[str, Any] = {"sliding_window": 33, "soft_cap": 5.0}
 
@@ -147,13 +148,21 @@ def _kv(backend: str, heads: Heads, dtype: str) -> Iterator[Run]:
     yield Run("prefill attention", *_paged(backend, heads, dtype, both))
     sinks = jnp.linspace(-2.0, 4.0, heads.num_heads)
     yield Run("attention with sinks", *_paged(backend, heads, dtype, both, sinks=sinks))
+    rows = (*DECODES, *DRAFTS, *CHUNKS)
+    yield Run("attention with drafts", *_paged(backend, heads, dtype, rows, drafts=True))
 
 
 def _paged(
-    backend: str, heads: Heads, dtype: str, rows: Sequence[Row], **options: Any
+    backend: str,
+    heads: Heads,
+    dtype: str,
+    rows: Sequence[Row],
+    *,
+    drafts: bool = False,
+    **options: Any,
 ) -> tuple[jax.Array, np.ndarray]:
     scale = heads.head_dim**-0.5
-    batch, pool = _inputs(heads, dtype, list(rows))
+    batch, pool = _inputs(heads, dtype, list(rows), drafts=drafts)
     q = _vectors(batch, heads.num_heads, heads.head_dim, dtype, 1)
     decode_only = len(rows) == batch.max_tokens
     run = _jit(attend.paged_attention, backend, scale=scale, decode_only=decode_only, **options)
@@ -233,10 +242,12 @@ def _as_staged(pool: Pool | np.ndarray) -> np.ndarray:
     return np.concatenate([np.asarray(pool.values), scales], axis=-1)
 
 
-def _inputs(heads: Heads, dtype: str, rows: list[Row]) -> tuple[AttentionBatch, Pool]:
+def _inputs(
+    heads: Heads, dtype: str, rows: list[Row], *, drafts: bool = False
+) -> tuple[AttentionBatch, Pool]:
     rng = np.random.default_rng(9)
     blocks = 2 * len(rows) * -(-max(row.context for row in rows) // BLOCK_SIZE) + 3
-    batch = inputs.make_batch(rows, BLOCK_SIZE, blocks, rng)
+    batch = inputs.make_batch(rows, BLOCK_SIZE, blocks, rng, drafts=drafts)
     pool = inputs.poisoned_pool(heads, LAYERS, blocks, BLOCK_SIZE, jnp.dtype(dtype), batch, rng)
     return batch, pool
 

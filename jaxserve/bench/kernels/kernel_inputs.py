@@ -101,7 +101,12 @@ def model_heads(name: str) -> Heads:
 
 
 def make_batch(
-    rows: Sequence[Row], block_size: int, blocks: int, rng: np.random.Generator
+    rows: Sequence[Row],
+    block_size: int,
+    blocks: int,
+    rng: np.random.Generator,
+    *,
+    drafts: bool = False,
 ) -> pallas_kernels.AttentionBatch:
     """A batch without padding, whose rows have blocks of their own in random order.
 
@@ -110,6 +115,7 @@ def make_batch(
         block_size: tokens of a block.
         blocks: of the pool.
         rng: draws the order of the blocks.
+        drafts: as in `AttentionBatch`.
 
     Raises:
         ValueError: there are too few blocks.
@@ -134,6 +140,7 @@ def make_batch(
         token_row=ints(np.repeat(np.arange(count), query)),
         num_decodes=ints(_leading_decodes(rows)),
         num_rows=ints(count),
+        drafts=drafts,
     )
 
 

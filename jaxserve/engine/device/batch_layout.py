@@ -352,10 +352,10 @@ def expand(packed: jax.Array, tables: jax.Array, *, layout: Layout) -> tuple[jax
     return jax.lax.dynamic_update_slice(whole, packed[:begin], (0,)), tables
 
 
-def attention_batch(fields: dict[str, jax.Array]) -> AttentionBatch:
-    """The kernels' view of a batch that `Layout.unpack` returned."""
-    names = AttentionBatch.__dataclass_fields__
-    return AttentionBatch(**{name: fields[name] for name in names})
+def attention_batch(fields: dict[str, jax.Array], *, drafts: bool = False) -> AttentionBatch:
+    """The kernels' view of a batch that `Layout.unpack` returned. drafts: as the layout's."""
+    names = AttentionBatch.__dataclass_fields__.keys() - {"drafts"}
+    return AttentionBatch(**{name: fields[name] for name in names}, drafts=drafts)
 
 
 def positions(fields: dict[str, jax.Array]) -> jax.Array:

@@ -83,7 +83,7 @@ def _model_step(
     layout: Layout,
 ) -> StepOutput:
     fields = layout.unpack(packed)
-    batch = attention_batch(fields)
+    batch = attention_batch(fields, drafts=layout.drafts)
     if adapters is not None and model.lora is not None:
         numbers = _of_tokens(fields["adapters"], fields["token_row"], layout)
         params = with_adapters(params, adapters, numbers, model.lora.rank)

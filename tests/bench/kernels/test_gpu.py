@@ -113,6 +113,7 @@ def test_every_section_runs(outcome: Outcome) -> None:
         "decode attention, window and cap",
         "prefill attention",
         "attention with sinks",
+        "attention with drafts",
         "absorbed",
         "projected decode",
         "projected prefill",
@@ -232,11 +233,11 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(check_kernels("xla", ("float32",), (SMALL,)))
     assert [one.passed for one in check_decodes("xla", ("float32",), (SMALL,))] == [False, False]
     bad = {check.kernel for check in found if not check.passed}
-    assert bad == {
-        "decode attention",
-        "decode attention, window and cap",
+    decodes = {"decode attention", "decode attention, window and cap"}
+    assert bad == decodes | {
         "prefill attention",
         "attention with sinks",
+        "attention with drafts",
     }
 
 
@@ -249,7 +250,7 @@ def test_bfloat16_is_held_to_its_own_limit() -> None:
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_pools_of_8_bits_are_checked(dtype: str) -> None:
     found = list(check_kernels("xla", (dtype,), (GROUPED,)))
-    assert len(found) == 7 and all(check.passed for check in found)
+    assert len(found) == 9 and all(check.passed for check in found)
 
 
 def test_scales_that_are_lost_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

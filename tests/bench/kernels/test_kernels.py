@@ -37,6 +37,7 @@ def test_the_command_measures_every_kernel(quick: None, capsys: pytest.CaptureFi
     names = [one["kernel"] for one in result["kernels"]]
     assert names == [
         "decode attention",
+        "attention with 3 drafts",
         "prefill attention",
         "absorbed hidden decode",
         "projected hidden decode",

@@ -117,6 +117,7 @@ def abstract_batch(tokens: int) -> AttentionBatch:
         **{
             field.name: jax.ShapeDtypeStruct(shapes.get(field.name, (ROWS,)), jnp.int32)
             for field in dataclasses.fields(AttentionBatch)
+            if not field.metadata.get("static")
         }
     )
 
