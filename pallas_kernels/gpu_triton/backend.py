@@ -25,12 +25,11 @@ MAX_GROUP = 128  # query heads that share a kv head: they are one tile of a matr
 
 
 class PagedPlan(NamedTuple):
-    """What decodes and, in a step that has any, chunks of KV rows want of programs: those of `FEW`
-    tokens apart where many may be."""
+    """What decodes and, in a step that has any, chunks of KV rows want of programs: one work for
+    each of `prefill.kinds`."""
 
     decode: Shares
-    prefill: Work | None
-    few: Work | None = None
+    chunks: tuple[Work, ...]
 
 
 def plan(
@@ -50,12 +49,10 @@ def plan(
         return projected.plan(batch, geometry, itemsize, num_heads, **masks)
     decode = triton_decode.plan(batch, geometry, itemsize, **masks)
     if decode_only:
-        return PagedPlan(decode, None)
+        return PagedPlan(decode, ())
     given = (batch, geometry, itemsize, num_heads)
     chunks = functools.partial(triton_prefill.plan, *given, sliding_window=sliding_window)
-    if batch.drafts:
-        return PagedPlan(decode, chunks(triton_prefill.MANY), chunks(triton_prefill.FEW))
-    return PagedPlan(decode, chunks())
+    return PagedPlan(decode, tuple(map(chunks, triton_prefill.kinds(batch))))
 
 
 def plan_absorbed(
@@ -84,13 +81,9 @@ def attend(
     """See `backends.Backend.attend`: decodes and chunks, each by a kernel of its own."""
     given = (q, pool, layer, batch)
     out = triton_decode.paged_decode(*given, plan.decode, decode_only=decode_only, **options)
-    if plan.prefill is None:
-        return out
-    if plan.few is None:
-        return triton_prefill.paged_prefill(out, *given, plan.prefill, **options)
-    kinds = (triton_prefill.FEW, plan.few), (triton_prefill.MANY, plan.prefill)
-    for kind, work in kinds:
-        out = triton_prefill.paged_prefill(out, *given, work, kind, **options)
+    if not decode_only:
+        for kind, work in zip(triton_prefill.kinds(batch), plan.chunks, strict=True):
+            out = triton_prefill.paged_prefill(out, *given, work, kind, **options)
     return out
 
 

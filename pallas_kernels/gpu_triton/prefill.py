@@ -59,25 +59,37 @@ class Kind(NamedTuple):
     Attributes:
         launch: Name of its sizes in `tuning`.
         least, most: Tokens of such a chunk.
+        tokens: That a tile takes at most.
     """
 
     launch: str
     least: int
     most: int
+    tokens: int
 
 
 _MOST = 1 << 30
-FEW = Kind("few", 1, 8)
-"""Decodes with up to 7 drafts."""
-MANY = Kind("prefill", FEW.most + 1, _MOST)
-"""Beside `FEW`, the others."""
-ANY = Kind("prefill", 1, _MOST)
+_DRAFTED = 8  # tokens of a decode with drafts, at most
+ANY = Kind("prefill", 1, _MOST, _MOST)
+_SMALL = Kind("few", 1, _MOST, _DRAFTED)
+_FEW, _MANY = _SMALL._replace(most=_DRAFTED), ANY._replace(least=_DRAFTED + 1)
+_FEW_TOKENS = 256  # of a bucket where a kernel for long chunks would mostly have none
+
+
+def kinds(batch: AttentionBatch) -> tuple[Kind, ...]:
+    """Those of a batch's chunks, each a kernel's. Decodes with drafts have small tiles, and where a
+    bucket has room for little else, all have."""
+    if not batch.drafts:
+        return (ANY,)
+    if batch.max_tokens <= min(_FEW_TOKENS, _DRAFTED * batch.max_rows):
+        return (_SMALL,)
+    return _FEW, _MANY
 
 
 def _queries(tokens: int, group: int, kind: Kind, launch: tuning.Launch) -> int:
     """Rows of a query tile in a bucket of so many tokens: small buckets and short chunks do not
     fill large tiles."""
-    longest = common.power_of_two(min(tokens, kind.most) * group)
+    longest = common.power_of_two(min(tokens, kind.tokens) * group)
     return max(min(launch.queries, longest), 16, common.power_of_two(group))
 
 

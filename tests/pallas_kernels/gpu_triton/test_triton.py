@@ -130,13 +130,21 @@ def test_one_long_context_among_short_ones(attention: Attention, head_dim: int) 
     attention.check_run(run_of(attention, case), case, batch, 3)
 
 
-@pytest.mark.parametrize("window", [None, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tokens", "kernels", "window"),
+    [
+        (50, [{1, 2, 3}, {4, 5}], None),
+        pytest.param(50, [{1, 2, 3}, {4, 5}], 50, marks=pytest.mark.slow),
+        pytest.param(46, [{1, 2, 3, 4, 5}], 50, marks=pytest.mark.slow),
+    ],
+)
 def test_rows_with_drafts_beside_decodes_and_chunks(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
+    tokens: int, kernels: list[set[int]], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have a kernel of their own, whose tiles have no room for more; wherever work is cut."""
+    """They have a kernel of their own, or share one where there is little room; wherever work is
+    cut."""
     monkeypatch.setattr(tuning, "cutting", lambda launch, tiles, **_: CUTS["three-tiles"](tiles))
-    shape = dataclasses.replace(CHUNKS.shape, rows=6, tokens=50)
+    shape = dataclasses.replace(CHUNKS.shape, rows=6, tokens=tokens)
     rows = [(150, 1), (155, 2), (9, 8), (33, 3), (90, 9), (60, 21)]
     rng = np.random.default_rng(0)
     batch = make_batch(shape, rows, [LEFT, RIGHT] * 3, 1, rng)
@@ -150,8 +158,7 @@ def test_rows_with_drafts_beside_decodes_and_chunks(
         decode_only=False,
         backend=BACKEND,
     )
-    taken = [set(np.asarray(work.tiles.row).tolist()) - {6} for work in (plan.few, plan.prefill)]
-    assert taken == [{1, 2, 3}, {4, 5}]
+    assert [set(np.asarray(work.tiles.row).tolist()) - {6} for work in plan.chunks] == kernels
     PAGED.check_run(run_of(PAGED, case), case, batch, 1)
 
 
