@@ -19,6 +19,7 @@ from jaxserve.models.base import (
     Params,
     ParamSpec,
 )
+from jaxserve.models.latent import LatentAttention, latent_input
 from jaxserve.models.layers import (
     Linear,
     Norm,
@@ -143,7 +144,7 @@ def _sinks_leaf(config: ModelConfig, name: str) -> Leaf:
 
 
 def attention_input(
-    weights: AttentionParams | FusedAttention,
+    weights: AttentionParams | FusedAttention | LatentAttention,
     config: ModelConfig,
     x: jax.Array,
     kind: LayerKind,
@@ -160,6 +161,8 @@ def attention_input(
         rotation: of its rope, see `rope.angles`; None if positions are not rotated.
         mesh: the devices that the parameters are sharded over; None for one.
     """
+    if isinstance(weights, LatentAttention):
+        return latent_input(weights, config, x, kind, rotation, mesh)
     if isinstance(weights, FusedAttention):
         apart = None
         q, k, v = _project_fused(weights, config, x, mesh)

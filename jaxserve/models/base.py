@@ -44,6 +44,26 @@ class LayerKind:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Projections by way of few numbers, which layers have in place of q, k and v (multi-head
+    latent attention, DeepSeek-AI 2024, section 2.1). Hashable, as `ModelConfig`.
+
+    Attributes:
+        rank: numbers that a token's K and V are made of, but for the rotated part.
+        q_rank: likewise of queries; None where they are projected at once.
+        plain: elements of a head of Q or K that are not rotated.
+        rotated: elements that are; all heads of K have the same.
+        values: elements of a head of V.
+    """
+
+    rank: int
+    q_rank: int | None
+    plain: int
+    rotated: int
+    values: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
     """A mixture of experts, which layers have in place of one feed-forward. Hashable, as
     `ModelConfig`.
@@ -54,6 +74,9 @@ class Experts:
         d_ff: width of one.
         shared_d_ff: width of one more that each token goes to; 0 for none.
         normalised: the weights of a token's experts are scaled to a sum of 1.
+        scale: factor on these weights.
+        groups: experts are in so many groups of one size.
+        groups_per_token: a token goes to experts of so many groups, those with the likeliest ones.
         dense_layers: layers that have a feed-forward of `ModelConfig.d_ff` instead, ascending.
         limit: the gate is at most this, and the other half within both ends of it, as
             `experts.clamped_swiglu` has it; None where the model's activation is the gate's.
@@ -65,6 +88,9 @@ class Experts:
     d_ff: int
     shared_d_ff: int = 0
     normalised: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
     dense_layers: tuple[int, ...] = ()
     limit: float | None = None
     alpha: float = 1.0
@@ -77,7 +103,8 @@ class ModelConfig:
     Attributes:
         family: name of the family that runs it.
         d_ff: width of the feed-forward layer, where a layer has no experts.
-        head_dim: elements of one attention head; `num_heads * head_dim` may differ from `d_model`.
+        head_dim: elements of one attention head, as attention and its cache have it; `num_heads *
+            head_dim` may differ from `d_model`.
         max_position: longest sequence, in tokens.
         attn_scale: factor on q.k before the softmax.
         norm_eps: added to the variance, or the mean square, in all norms.
@@ -95,6 +122,7 @@ class ModelConfig:
         whole_norms: q and k are normalised over all heads together, not over each.
         experts: of the layers that have some; None where no layer has.
         sinks: attention has one more score a head, which has no value.
+        latent: what makes q, k and v by way of few numbers; None where projections do at once.
     """
 
     family: str
@@ -123,6 +151,17 @@ class ModelConfig:
     whole_norms: bool = False
     experts: Experts | None = None
     sinks: bool = False
+    latent: Latent | None = None
+
+    @property
+    def rotated_dim(self) -> int:
+        """Elements of a head that `rope` is for."""
+        return self.head_dim if self.latent is None else self.latent.rotated
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a head of V: the first of `head_dim`, of which the others are zeros."""
+        return self.head_dim if self.latent is None else self.latent.values
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -155,7 +194,7 @@ class ModelConfig:
         no sinks."""
         partial = self.rope is not None and self.rope.partial != 1
         other = self.kinds or self.soft_cap is not None or self.norm_offset or self.whole_norms
-        return not (other or partial or self.sinks)
+        return not (other or partial or self.sinks or self.latent)
 
 
 def layer_kinds(
@@ -457,8 +496,9 @@ class Family:
         config_from_hf: config.json as a dict -> config; ValueError names an unsupported field.
         leaves: config -> tree of `Leaf`, structured as the parameters: `embed_tokens` and, unless
             tied, `lm_head`, each [vocab_size, width]; `layers`, a tuple of trees with an
-            `AttentionParams` called `attn` each; whatever else the functions below want. They are
-            as checkpoints have them; see `jaxserve.models.fused` for how steps may.
+            `AttentionParams` or a `LatentAttention` called `attn` each; whatever else the functions
+            below want. They are as checkpoints have them; see `jaxserve.models.fused` for how steps
+            may.
     """
 
     name: str

@@ -41,7 +41,7 @@ class ExpertParams:
         down: [experts, width of one, d_model]; biases [experts, d_model], whole on each device, or
             None.
         shared_gate: [d_model, 1], how much a token takes of the expert that all go to; None where
-            the layer has no such.
+            the layer has no such, or a token takes all of it.
     """
 
     router: Linear
@@ -57,7 +57,7 @@ def expert_leaves(
     *,
     router: str,
     names: tuple[str, str, str],
-    shared_gate: str,
+    shared_gate: str | None,
     std: float,
 ) -> ExpertParams:
     """The leaves of one layer's experts.
@@ -67,7 +67,7 @@ def expert_leaves(
         d_model: width of their inputs.
         router: its name in checkpoints, without ".weight".
         names: likewise those of gate, up and down, with * in place of an expert's number.
-        shared_gate: likewise, where there is one.
+        shared_gate: likewise, where there is one; else None.
         std: see `ParamSpec`.
     """
 
@@ -87,7 +87,7 @@ def expert_leaves(
         gate=stacked(gate, (d_model, experts.d_ff), GATE_AXES),
         up=stacked(up, (d_model, experts.d_ff), GATE_AXES),
         down=stacked(down, (experts.d_ff, d_model), DOWN_AXES),
-        shared_gate=scores(shared_gate, 1) if experts.shared_d_ff else None,
+        shared_gate=scores(shared_gate, 1) if shared_gate else None,
     )
 
 
@@ -148,8 +148,9 @@ def mixture(
         chosen = jnp.where(real[:, None], chosen, experts.num_experts)
     y = _sharded(h, weights, chosen, parts, gated, mesh)
     if shared is not None:
-        assert weights.shared_gate is not None
-        y = y + jax.nn.sigmoid(_scores(h, weights.shared_gate, mesh)) * shared
+        if weights.shared_gate is not None:
+            shared = jax.nn.sigmoid(_scores(h, weights.shared_gate, mesh)) * shared
+        y = y + shared
     return y.astype(h.dtype)
 
 
@@ -168,10 +169,21 @@ def route(
         float32 and int32 [T, experts_per_token], the largest part first.
     """
     chances = jax.nn.softmax(_scores(h, router, mesh), axis=-1)
+    if experts.groups > 1:
+        chances = _in_best_groups(chances, experts)
     parts, chosen = jax.lax.top_k(chances, experts.experts_per_token)
     if experts.normalised:
         parts = parts / parts.sum(axis=-1, keepdims=True)
-    return parts, chosen
+    return parts * experts.scale if experts.scale != 1 else parts, chosen
+
+
+def _in_best_groups(chances: jax.Array, experts: Experts) -> jax.Array:
+    """The chances [T, experts], zeros where a token does not go to an expert's group (DeepSeek-AI
+    2024, section 2.2.2)."""
+    by_group = chances.reshape(len(chances), experts.groups, -1)
+    _, best = jax.lax.top_k(by_group.max(axis=-1), experts.groups_per_token)
+    taken = (best[..., None] == jnp.arange(experts.groups)).any(axis=1)
+    return jnp.where(taken[..., None], by_group, 0).reshape(chances.shape)
 
 
 def _scores(h: jax.Array, weights: Linear, mesh: Mesh | None) -> jax.Array:

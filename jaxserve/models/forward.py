@@ -48,7 +48,7 @@ def forward(
     """
     kinds = config.layer_kinds
     rotations = {
-        rope: None if rope is None else angles(rope, config.head_dim, inputs.positions)
+        rope: None if rope is None else angles(rope, config.rotated_dim, inputs.positions)
         for rope in dict.fromkeys(kind.rope for kind in kinds)
     }
 
@@ -64,7 +64,7 @@ def forward(
             rotation = rotations[kind.rope]
             given = attention_input(weights.attn, config, h, kind, rotation, mesh)
             after, mixed = attend(carry, index, given)
-            mixed = mixed.astype(h.dtype).reshape(len(mixed), -1)
+            mixed = mixed[..., : config.value_dim].astype(h.dtype).reshape(len(mixed), -1)
             return after, linear(mixed, weights.attn.o, mesh)
 
         return family.layer(weights, config, x, attention, real=inputs.real, mesh=mesh)

@@ -5,7 +5,7 @@ and V's weights by themselves: cut out of the fused ones they would be copied. A
 them fused (`FusedAttention`). The columns lie by shard, so that each device of a mesh holds what
 its own heads take: the shard's query heads, then its heads of K, then those of V, head_dim
 columns each. A KV head that several shards read is there once for each of them (see
-`sharding.pool_kv_heads`).
+`sharding.pool_kv_heads`). Latent projections (`LatentAttention`) stay as they are.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.attention import AttentionParams, FusedAttention
 from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
+from jaxserve.models.latent import LatentAttention
 from jaxserve.models.registry import get_family
 from jaxserve.models.sharding import heads_a_shard, padded_shape, param_sharding
 
@@ -66,7 +67,10 @@ def fused_specs(family: Family, config: ModelConfig, shards: int) -> Params:
 
 
 def _with_layers(params: Params, change: Any) -> Params:
-    layers = tuple(layer.replace(attn=change(layer.attn)) for layer in params.layers)
+    layers = tuple(
+        layer if isinstance(layer.attn, LatentAttention) else layer.replace(attn=change(layer.attn))
+        for layer in params.layers
+    )
     return params.replace(layers=layers)
 
 

@@ -6,10 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.models.base import Family
-from jaxserve.models.families import gemma, gpt_oss, llama, opt
+from jaxserve.models.families import deepseek, gemma, gpt_oss, llama, opt
 from jaxserve.models.hf import shown
 
-FAMILIES: tuple[Family, ...] = (opt.FAMILY, llama.FAMILY, gemma.FAMILY, gpt_oss.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    opt.FAMILY,
+    llama.FAMILY,
+    gemma.FAMILY,
+    gpt_oss.FAMILY,
+    deepseek.FAMILY,
+)
 
 
 def get_family(name: str) -> Family:

@@ -288,6 +288,15 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
+def rotate_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates x [T, heads, 2 n] by cos and sin [T, 1, n]: element 2 i pairs with 2 i + 1, as in
+    DeepSeek. The first ones of all pairs come first in the result, then the second ones: products
+    of queries with keys don't depend on the order."""
+    half = cos.shape[-1]
+    pairs = x.reshape(*x.shape[:-1], half, 2)
+    return rotate(jnp.concatenate([pairs[..., 0], pairs[..., 1]], axis=-1), cos, sin)
+
+
 def _llama3_keep(rope: Rope, base: np.ndarray) -> np.ndarray:
     """Share of the original frequency: 1 for short wavelengths, 0 for long ones."""
     rotations = rope.original_max * base / (2 * math.pi)
@@ -313,11 +322,20 @@ def _yarn_keep(rope: Rope, head_dim: int) -> np.ndarray:
 def _yarn_amplitude(scaling: Mapping[str, Any], factor: float) -> float:
     if scaling.get("attention_factor") is not None:
         return fields.number(scaling, "attention_factor")
-
-    def temperature(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        over = temperature(fields.number(scaling, "mscale"))
-        return over / temperature(fields.number(scaling, "mscale_all_dim"))
-    return temperature(1.0)
+        over = _temperature(factor, fields.number(scaling, "mscale"))
+        return over / _temperature(factor, fields.number(scaling, "mscale_all_dim"))
+    return _temperature(factor, 1.0)
+
+
+def score_factor(hf: Mapping[str, Any], rope: Rope) -> float:
+    """Factor on the scores of a DeepSeek, whose `mscale_all_dim` is of all elements of a head, and
+    so of queries and keys both; ValueError where it is no number. rope: of the same config."""
+    scaling = fields.mapping(hf, "rope_parameters") or fields.mapping(hf, "rope_scaling")
+    if rope.kind != "yarn" or not scaling.get("mscale_all_dim"):
+        return 1.0
+    return _temperature(rope.factor, fields.number(scaling, "mscale_all_dim")) ** 2
+
+
+def _temperature(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

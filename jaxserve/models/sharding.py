@@ -25,6 +25,7 @@ RULES: dict[str, str | None] = {
     "mlp": TENSOR,
     "vocab": TENSOR,
     "embed": None,
+    "latent": None,
     "norm": None,
     "layers": None,
     "positions": None,
@@ -159,7 +160,7 @@ def check_tensor(config: ModelConfig, tensor: int) -> None:
     pool_kv_heads(config, tensor)
     group = 0 if config.quantization is None else config.quantization.scheme.group
     inputs = (
-        ("attention output", config.num_heads * config.head_dim),
+        ("attention output", config.num_heads * config.value_dim),
         ("feed-forward", config.d_ff),
     )
     for name, size in inputs:

@@ -19,6 +19,7 @@ from jaxserve.config import LOAD_FORMATS
 from jaxserve.models.attention import AttentionParams, FusedAttention
 from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
 from jaxserve.models.fused import fused_specs, side_by_side
+from jaxserve.models.latent import LatentAttention
 from jaxserve.models.layers import Linear
 from jaxserve.models.quantized import Quantized
 from jaxserve.models.sharding import TENSOR, check_tensor, param_sharding
@@ -158,6 +159,9 @@ def fuse_loaded(
     layers = []
     for layer, spec in zip(params.layers, fused_specs(family, config, shards).layers, strict=True):
         attn = layer.attn
+        if isinstance(attn, LatentAttention):
+            layers.append(layer)
+            continue
 
         def join(spec: ParamSpec, *parts: jax.Array) -> jax.Array:
             fused = _joining(config, shards, param_sharding(mesh, spec))(parts)

@@ -12,7 +12,15 @@ from jaxserve.engine.device.executor import JaxExecutor
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.startup import build
 from jaxserve.engine.startup.blueprint import build_executor
-from tests.engine.harness import SAMPLING, engine, generate, prompts, wait_until_idle, write_shape
+from tests.engine.harness import (
+    SAMPLING,
+    SHAPES,
+    engine,
+    generate,
+    prompts,
+    wait_until_idle,
+    write_shape,
+)
 
 Engines = Callable[[str], Engine]
 Texts = Callable[[str], list[list[int]]]
@@ -21,7 +29,7 @@ Texts = Callable[[str], list[list[int]]]
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("shapes")
-    return {family: write_shape(folder, family) for family in ("opt", "llama", "moe")}
+    return {family: write_shape(folder, family) for family in SHAPES}
 
 
 @pytest.fixture(scope="session")

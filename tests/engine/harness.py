@@ -72,6 +72,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "initializer_range": 0.3,
         "eos_token_id": 2,
     },
+    "deepseek": {  # latent attention; a layer without experts, and one with
+        "model_type": "deepseek_v2",
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.3,
+        "eos_token_id": 2,
+    },
 }
 
 

@@ -67,6 +67,7 @@ def test_batch_size(engines: Engines, alone: Texts, family: str, count: int) -> 
         *(("opt", treatment) for treatment in TREATMENTS),
         *(("llama", treatment) for treatment in ("preempted in chunks", "blocks of 16")),
         ("moe", "preempted in chunks"),
+        ("deepseek", "preempted in chunks"),
     ],
 )
 def test_treatment(shapes: dict[str, Path], alone: Texts, family: str, treatment: str) -> None:

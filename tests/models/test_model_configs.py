@@ -21,7 +21,8 @@ def parse(hf):
 def test_preset_has_the_size_of_its_name(name):
     hf = preset(name)
     config = parse(hf)
-    size, unit = re.search(r"-([\d.]+)([mb])(?:-a[\d.]+b)?$", name.replace("8x7", "46.7")).groups()
+    sized = name.replace("8x7", "46.7").replace("v2-lite", "15.7b")
+    size, unit = re.search(r"-([\d.]+)([mb])(?:-a[\d.]+b)?$", sized).groups()
     stated = float(size) * {"m": 1e6, "b": 1e9}[unit]
     assert family_for(hf).num_params(config) == pytest.approx(stated, rel=0.12)
     assert hash(config) == hash(parse(preset(name)))

@@ -57,6 +57,7 @@ def test_dense_logits(name):
         ("granite", 12),
         ("gemma2", 20),
         ("gpt_oss", 12),
+        ("deepseek_v2_lite", 12),
     ],
 )
 def test_dense_logits_of_bfloat16_weights_are_as_near_as_that_allows(name, roundings):
@@ -119,7 +120,7 @@ SMALL, PADDED = (4, 2, 16), (8, 4, 24)
 PAGED = [(name, *SMALL) for name in ("opt_post_norm", "llama2", "yi", "qwen2", "qwen3")]
 PAGED += [(name, *PADDED) for name in ("opt", "mistral", "qwen2_yarn")]
 PAGED += [("mixtral", *SMALL), ("qwen3_moe", *PADDED), ("qwen2_moe", *SMALL)]
-PAGED += [("gpt_oss", *SMALL)]
+PAGED += [("gpt_oss", *SMALL), ("deepseek_v2_lite", *PADDED)]
 PAGED += [("gemma2", *SMALL), ("gemma3", *PADDED), ("smollm3", *SMALL), ("phi4_mini", *PADDED)]
 
 

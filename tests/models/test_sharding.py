@@ -45,9 +45,11 @@ def test_on_four_devices():
     results = run_checks()
     dense = {"opt": {"4"}, "llama3": {"2"}, "gemma3": {"2"}, "olmo2": {"4"}, "phi4_mini": {"2"}}
     dense |= {"mixtral": {"4"}, "qwen2_moe": {"2"}, "gpt_oss": {"2"}}
+    dense |= {"deepseek_v2_lite": {"4"}, "deepseek_v2": {"2"}}
     dense["experts by number"] = {"4"}
     check_errors(results["dense"], dense)
     paged = {"opt": {"2"}, "llama3": {"4"}, "mixtral": {"4"}, "gpt_oss": {"2"}}
+    paged |= {"deepseek_v2_lite": {"2"}}
     check_errors(results["paged"], paged)
     quantized = ("int8", "int4:group=32,zero", "fp8", "Q4_K")
     check_errors(results["quantized"], {how: {"2"} for how in quantized})

@@ -14,6 +14,7 @@ from jaxserve.engine.device.buckets import Buckets, make_buckets
 from jaxserve.engine.device.sampling_state import MAX_EOS
 from jaxserve.engine.device.step_model import GPUS, StepModel, activations_in, cached_in
 from jaxserve.engine.startup.model_options import (
+    cached_whole,
     choose_dtype,
     choose_max_len,
     choose_read,
@@ -166,9 +167,9 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
     mesh = sharding.make_mesh(tensor) if tensor > 1 else None
     max_model_len = choose_max_len(config.engine.max_model_len, model)
     model = model.for_length(max_model_len)
-    kept = kept_behind_windows(model, max_model_len)
-    if kept is not None:
-        log.info("%s", kept)
+    for costs in (kept_behind_windows(model, max_model_len), cached_whole(model)):
+        if costs is not None:
+            log.info("%s", costs)
     policy = _policy(config.scheduler)
     limits = _limits(config.scheduler, policy, max_model_len)
     demand = _demand(config.cache, limits, max_model_len)

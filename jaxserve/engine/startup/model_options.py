@@ -121,6 +121,21 @@ def choose_max_len(wanted: int, model: ModelConfig) -> int:
     return wanted or model.max_position
 
 
+def cached_whole(model: ModelConfig) -> str | None:
+    """What it costs that K and V are cached whole which a few numbers make. None where they are
+    made otherwise."""
+    latent = model.latent
+    if latent is None:
+        return None
+    few, whole = latent.rank + latent.rotated, 2 * model.num_kv_heads * model.head_dim
+    filled = 2 * model.head_dim - latent.plain - latent.rotated - latent.values
+    return (
+        f"K and V are cached whole: {whole:,} numbers of each token in each layer, of which "
+        f"{model.num_kv_heads * filled:,} are zeros; the {few:,} that they are made of would take "
+        f"{whole / few:.1f} times less"
+    )
+
+
 def kept_behind_windows(model: ModelConfig, max_len: int) -> str | None:
     """What it costs that all layers share a block table, so that blocks behind a layer's window are
     kept. None where no layer has a window that is shorter than the longest request, max_len."""
@@ -178,7 +193,7 @@ def choose_read(wanted: str, policy_name: str, policy: Policy, config: ModelConf
     if not config.plain_keys:
         reason = (
             "its layers differ in rotation or window, its scores are capped or have sinks, or its "
-            "keys are normalised or rotated as hidden caches do not"
+            "keys are normalised, rotated or projected as hidden caches do not"
         )
     if reason is not None:
         if wanted != AUTO:

@@ -246,6 +246,8 @@ def host_slots(gib: float, used: bool, config: ModelConfig, dtype: DTypeLike, he
 def _workspace(demand: Demand, config: ModelConfig, shards: int, item: int) -> int:
     """Activations and logits of the largest step, in bytes: a generous estimate."""
     width = 4 * config.d_model + (2 * config.d_ff + 4 * config.d_model) // shards
+    if config.latent is not None:  # q, k and v, much wider together than x
+        width += 3 * config.num_heads * config.head_dim // shards
     if (experts := config.experts) is not None:  # a row of its own for each expert that it goes to
         each = 5 * config.d_model + 2 * -(-experts.d_ff // shards)
         width += experts.experts_per_token * each

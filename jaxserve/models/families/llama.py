@@ -32,6 +32,7 @@ from jaxserve.models.base import (
     layer_kinds,
 )
 from jaxserve.models.experts import ExpertParams, expert_leaves, gate_function, mixture
+from jaxserve.models.latent import LatentAttention
 from jaxserve.models.layers import (
     Linear,
     Norm,
@@ -138,7 +139,7 @@ class LlamaLayer:
 
     attn_norm: Norm | None
     attn_out_norm: Norm | None
-    attn: AttentionParams | FusedAttention
+    attn: AttentionParams | FusedAttention | LatentAttention
     mlp_norm: Norm | None
     mlp_out_norm: Norm | None
     gate: Linear | None
@@ -513,7 +514,7 @@ def _expert_leaves(config: LlamaConfig, name: str, experts: Experts) -> ExpertPa
         config.d_model,
         router=f"{name}.{block}.gate",
         names=(gate, up, down),
-        shared_gate=f"{name}.{block}.shared_expert_gate",
+        shared_gate=f"{name}.{block}.shared_expert_gate" if experts.shared_d_ff else None,
         std=config.init_std,
     )
 

@@ -40,6 +40,9 @@ class Model:
         cache: How K, V and hidden vectors are, of CACHE_BYTES.
         experts: Of a layer, of which each has a feed-forward; 0 for one that all tokens go to.
         experts_per_token: How many of them a token goes to.
+        shared_d_ff: Width of one more that each token goes to.
+        projections: Weights of a layer's attention where they are not those of whole queries, K,
+            V and outputs; 0 where they are.
     """
 
     layers: int
@@ -55,6 +58,8 @@ class Model:
     cache: str = WIDE
     experts: int = 0
     experts_per_token: int = 0
+    shared_d_ff: int = 0
+    projections: int = 0
 
     @property
     def weight_bytes(self) -> float:
@@ -69,14 +74,20 @@ class Model:
     @property
     def attention_params(self) -> int:
         """Weights of what each token of a layer goes through but the feed-forward; with experts,
-        the choice of them too."""
+        the choice of them and the shared one too."""
         attention = 2 * self.d_model * self.head_dim * (self.heads + self.kv_heads)
-        return attention + self.d_model * self.experts
+        shared = self.matrices * self.d_model * self.shared_d_ff
+        return (self.projections or attention) + self.d_model * self.experts + shared
+
+    @property
+    def matrices(self) -> int:
+        """Of a feed-forward, or an expert."""
+        return 3 if self.gated else 2
 
     @property
     def feed_forward_params(self) -> int:
         """Weights of one feed-forward, or one expert."""
-        return (3 if self.gated else 2) * self.d_model * self.d_ff
+        return self.matrices * self.d_model * self.d_ff
 
     @property
     def layer_params(self) -> int:
@@ -158,6 +169,14 @@ MODELS = {
     "gemma-3-27b": Model(62, 5376, 21504, 32, 16, 128, 262208),
     "qwen3-30b-a3b": Model(48, 2048, 768, 32, 4, 128, 151936, experts=128, experts_per_token=8),
     "gpt-oss-20b": Model(24, 2880, 2880, 64, 8, 64, 201088, experts=32, experts_per_token=4),
+    # Its first layer is taken as the others, and has no experts; K and V are cached whole.
+    "deepseek-v2-lite": Model(
+        *(27, 2048, 1408, 16, 16, 192, 102400),
+        experts=64,
+        experts_per_token=6,
+        shared_d_ff=2 * 1408,
+        projections=2048 * (16 * 192 + 512 + 64) + 512 * 16 * (128 + 128) + 16 * 128 * 2048,
+    ),
     "mixtral-8x7b": Model(32, 4096, 14336, 32, 8, 128, 32000, experts=8, experts_per_token=2),
 }
 

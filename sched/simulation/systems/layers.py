@@ -48,7 +48,7 @@ class LayerWork:
         used = (attention + ways * each) / devices
         whole = 7 * model.d_model  # two norms and a sum, read and written
         rotated = 2 * (model.heads + model.kv_heads) * model.head_dim if model.rotary else 0
-        activated = ways * (3 if model.gated else 2) * model.d_ff
+        activated = model.matrices * (ways * model.d_ff + model.shared_d_ff)
         hops = 2 * (devices - 1) / devices
         return cls(
             weights=model.weight_bytes * always,

@@ -27,6 +27,8 @@ GPT_OSS |= {
     "num_experts_per_tok": 2,
     "rope_scaling": {"rope_type": "default"},
 }
+# Heads of V have half the elements of those of K, of which some are not rotated.
+DEEPSEEK = {**SHAPES["deepseek"], "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32}
 PROMPTS = [[5, 9, 4], [7] * 9 + [3] * 9]  # one in a block, one in two and in three chunks
 SMALL = {
     "cache__block_size": 16,
@@ -47,7 +49,9 @@ SMALL = {
         *(pytest.param(f"{name}-interpret", marks=pytest.mark.slow) for name in ("triton", "tpu")),
     ],
 )
-@pytest.mark.parametrize("shape", [SHAPE, GEMMA, GPT_OSS], ids=lambda shape: shape["model_type"])
+@pytest.mark.parametrize(
+    "shape", [SHAPE, GEMMA, GPT_OSS, DEEPSEEK], ids=lambda shape: shape["model_type"]
+)
 def test_greedy_text_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, shape: dict[str, Any]
 ) -> None:

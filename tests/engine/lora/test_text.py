@@ -176,6 +176,19 @@ def test_nobody_finds_what_another_adapter_computed(
     shared.unload_adapter("again")
 
 
+@pytest.mark.slow
+def test_latent_projections(shapes: dict[str, Path], tmp_path: Path) -> None:
+    """Those that make queries, K and V by way of few numbers, and of the expert that all go to."""
+    base, asked = shapes["deepseek"], prompts(4)
+    folder = peft.write(tmp_path / "one", base)
+    changed = peft.merged_texts(base, folder, asked, SAMPLING["max_tokens"])
+    with engine(base, **LORA, lora__adapters={"one": str(folder)}) as running:
+        streams = [send(running, p, adapter=n, **SAMPLING)[1] for p in asked for n in ("one", "")]
+        texts = [stream.wait().tokens() for stream in streams]
+    assert texts[::2] == changed
+    assert texts[1::2] == peft.merged_texts(base, None, asked, SAMPLING["max_tokens"]) != changed
+
+
 def test_unloading(shared: Engine, folders: dict[str, Path], merged: Expected) -> None:
     """Who runs goes on with what it began with; the slot is free after that."""
     prompt, gate, begun = prompts(1)[0], threading.Event(), threading.Event()

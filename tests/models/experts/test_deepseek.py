@@ -1,0 +1,226 @@
+"""DeepSeek-V2: what its config.json and its checkpoint must have, and what steps make of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve import convert
+from jaxserve.engine.startup.model_options import cached_whole
+from jaxserve.models.base import Experts, Latent, ModelConfig, with_quantization
+from jaxserve.models.dense import sequence_logits
+from jaxserve.models.experts import route
+from jaxserve.models.families.deepseek import config_from_hf
+from jaxserve.models.fused import fuse
+from jaxserve.models.layers import Linear
+from jaxserve.models.presets import preset
+from jaxserve.models.rope import Rope
+from jaxserve.models.sharding import check_tensor
+from jaxserve.pallas_kernels.pool import slot_bytes
+from jaxserve.weights import load_config, load_params, transpose_loaded
+from tests.models.fixtures import hf_config, hf_tensors, write_checkpoint
+from tests.models.quantized.test_quantized import widened
+from tests.models.test_broken_checkpoints import load, refusal
+
+LITE, FULL = hf_config("deepseek_v2_lite"), hf_config("deepseek_v2")
+Tensors = dict[str, np.ndarray]
+
+
+def test_the_lite_model_has_its_shape() -> None:
+    # As deepseek-ai/DeepSeek-V2-Lite has it.
+    hf = preset("deepseek-v2-lite") | {
+        "attention_bias": False,
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "seq_aux": True,
+        "topk_group": 1,
+        "topk_method": "greedy",
+    }
+    assert config_from_hf(hf) == config_from_hf(preset("deepseek-v2-lite"))
+    config = config_from_hf(hf)
+    assert config.latent == Latent(rank=512, q_rank=None, plain=128, rotated=64, values=128)
+    assert (config.d_model, config.num_heads, config.num_kv_heads) == (2048, 16, 16)
+    assert (config.head_dim, config.value_dim, config.rotated_dim) == (192, 128, 64)
+    assert config.experts == Experts(
+        num_experts=64,
+        experts_per_token=6,
+        d_ff=1408,
+        shared_d_ff=2816,
+        normalised=False,
+        dense_layers=(0,),
+    )
+    assert (config.num_layers, config.d_ff, config.vocab_size) == (27, 10944, 102400)
+    assert config.max_position == 163840
+    assert isinstance(config.rope, Rope) and config.rope.amplitude == 1
+    temperature = 0.1 * 0.707 * np.log(40) + 1
+    assert config.attn_scale == pytest.approx(192**-0.5 * temperature**2)
+    # K and V of a token, with zeros and without, and what they are made of.
+    assert 2 * slot_bytes(27, 16, 192, "bfloat16") == 324 << 10
+    assert 27 * (16 * (192 + 128) * 2) == 270 << 10
+    assert 27 * (512 + 64) * 2 == 31104
+    assert cached_whole(config) == (
+        "K and V are cached whole: 6,144 numbers of each token in each layer, of which 1,024 are "
+        "zeros; the 576 that they are made of would take 10.7 times less"
+    )
+    assert cached_whole(config_from_hf(LITE)) is not None
+    for tensor in (2, 4, 16):
+        check_tensor(config, tensor)
+    assert not config.plain_keys
+
+
+def test_a_config_without_fields_means_what_transformers_takes_it_for() -> None:
+    config = config_from_hf({"model_type": "deepseek_v2", "num_experts_per_tok": 6})
+    assert config.latent == Latent(rank=512, q_rank=1536, plain=128, rotated=64, values=128)
+    assert config.experts is not None and config.experts.dense_layers == ()
+    assert (config.d_model, config.num_heads, config.eos_token_ids) == (4096, 32, (2,))
+
+
+def test_layers_may_all_be_dense() -> None:
+    config = config_from_hf(LITE | {"first_k_dense_replace": 4})
+    assert config.experts is None
+
+
+@pytest.mark.parametrize(
+    ("hf", "message"),
+    [
+        (LITE | {"norm_topk_prob": True}, "norm_topk_prob is not supported"),
+        (LITE | {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+        (LITE | {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
+        (LITE | {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
+        (LITE | {"first_k_dense_replace": -1}, "first_k_dense_replace must be a number of layers"),
+        (LITE | {"n_shared_experts": None}, "n_shared_experts is missing"),
+        (LITE | {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+        (LITE | {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most 8, .* got 9"),
+        (FULL | {"n_group": 3}, r"n_group 3 must divide n_routed_experts \(8\)"),
+        (FULL | {"topk_group": 5}, r"n_group 4 must .* be at least topk_group \(5\)"),
+        (FULL | {"topk_group": 1}, "num_experts_per_tok must be at most 2, .* got 3"),
+        (FULL | {"topk_group": None}, "topk_group is missing"),
+        (LITE | {"kv_lora_rank": 0}, "kv_lora_rank must be a positive integer, got 0"),
+        (LITE | {"q_lora_rank": 0}, "q_lora_rank must be a positive integer, got 0"),
+        (LITE | {"qk_rope_head_dim": 7}, "qk_rope_head_dim 7 must be even"),
+        (
+            LITE | {"num_key_value_heads": 2},
+            r"num_key_value_heads 2 other than num_attention_heads \(4\) is not supported",
+        ),
+        (LITE | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        (LITE | {"routed_scaling_factor": 0}, "routed_scaling_factor must be a number above 0"),
+    ],
+)
+def test_what_is_not_served_is_named(hf: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(hf)
+
+
+def test_experts_are_of_the_groups_with_the_likeliest_ones() -> None:
+    rng = np.random.default_rng(0)
+    h = jnp.asarray(rng.normal(size=(30, 16)), jnp.float32)
+    router = Linear(kernel=jnp.asarray(rng.normal(size=(16, 12)), jnp.float32))
+    given: dict[str, Any] = {"num_experts": 12, "experts_per_token": 4, "d_ff": 1, "scale": 2.5}
+    experts = Experts(**given, normalised=False, groups=4, groups_per_token=2)
+    parts, chosen = route(h, router, experts, None)
+    free, freely = route(h, router, Experts(**given, normalised=False), None)
+    assert (np.sort(chosen) != np.sort(freely)).any(), "groups change something"
+    for token, x in enumerate(np.asarray(h @ router.kernel, np.float64)):
+        chances = np.exp(x) / np.exp(x).sum()
+        groups = np.argsort(-chances.reshape(4, 3).max(axis=1))[:2]
+        allowed = [expert for expert in range(12) if expert // 3 in groups]
+        best = sorted(allowed, key=lambda expert: -chances[expert])[:4]
+        assert chosen[token].tolist() == best
+        np.testing.assert_allclose(parts[token], 2.5 * chances[best], rtol=1e-4)
+    np.testing.assert_allclose(free[:, 0], parts[:, 0], rtol=1e-6)  # the likeliest is always taken
+
+
+def _without(name: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def _with(name: str, *shape: int) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: np.zeros(shape, np.float32)})
+
+
+ATTENTION, MLP = "model.layers.2.self_attn", "model.layers.2.mlp"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            _without(f"{ATTENTION}.kv_b_proj.weight"),
+            f"the checkpoint has no tensor '{ATTENTION}.kv_b_proj.weight'",
+        ),
+        (
+            _without(f"{ATTENTION}.kv_a_layernorm.weight"),
+            f"the checkpoint has no tensor '{ATTENTION}.kv_a_layernorm.weight'",
+        ),
+        (
+            _with(f"{ATTENTION}.kv_a_proj_with_mqa.weight", 31, 32),
+            f"tensor '{ATTENTION}.kv_a_proj_with_mqa.weight': expected shape [32, 32], found "
+            "[31, 32]",
+        ),
+        (
+            _with(f"{ATTENTION}.q_proj.weight", 64, 32),
+            f"tensor '{ATTENTION}.q_proj.weight': expected shape [96, 32], found [64, 32]",
+        ),
+        (
+            _with(f"{ATTENTION}.kv_a_proj_with_mqa.bias", 32),
+            f"the checkpoint has a tensor '{ATTENTION}.kv_a_proj_with_mqa.bias', but by its config "
+            "there are no such biases",
+        ),
+        (
+            _without(f"{MLP}.experts.7.down_proj.weight"),
+            f"the checkpoint has no tensor '{MLP}.experts.7.down_proj.weight'",
+        ),
+        (
+            _with(f"{MLP}.experts.3.up_proj.weight", 19, 32),
+            f"tensor '{MLP}.experts.3.up_proj.weight': expected shape [20, 32], found [19, 32]",
+        ),
+        (
+            _without(f"{MLP}.shared_experts.gate_proj.weight"),
+            f"the checkpoint has no tensor '{MLP}.shared_experts.gate_proj.weight'",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(
+    tmp_path: Path, change: Callable[[Tensors], object], says: str
+) -> None:
+    tensors = hf_tensors(LITE)
+    change(tensors)
+    write_checkpoint(tmp_path, LITE, tensors)
+    assert refusal(tmp_path).endswith(says)
+
+
+def test_what_convert_writes_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    write_checkpoint(tmp_path / "hf", FULL)
+    convert.convert(tmp_path / "hf", tmp_path / "orbax", "float32")
+    stored, again = load(tmp_path / "hf"), load(tmp_path / "orbax")
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, stored, again)))
+
+
+def test_projections_in_few_bits_say_what_they_stand_for(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, LITE | {"num_hidden_layers": 2})
+    family, plain, _ = load_config(tmp_path)
+    config = with_quantization(family, plain, "int8")
+    small = load_params(tmp_path, family, config, dtype="float32")
+    assert small.layers[1].attn.kv_b.kernel.q.dtype == jnp.int8
+    tokens = jnp.arange(20)
+
+    def logits(params: Any, shape: ModelConfig) -> np.ndarray:
+        run = functools.partial(sequence_logits, family, dtype=jnp.float32)
+        return np.asarray(jax.jit(lambda params: run(params, shape, tokens))(params))
+
+    want = logits(widened(small, family.leaves(config)), plain)
+    got = logits(transpose_loaded(fuse(small, config), "float32"), config)
+    np.testing.assert_allclose(got, want, atol=1e-3)
