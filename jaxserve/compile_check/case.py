@@ -19,6 +19,7 @@ from jaxserve.engine.startup.pool_size import Demand, pool_blocks, pool_room
 from jaxserve.models import sharding
 from jaxserve.models.base import Family, ModelConfig, ParamSpec, with_quantization, with_wide_head
 from jaxserve.models.fused import param_bytes
+from jaxserve.models.lora import LoraSlots, adapter_bytes, adapter_specs
 from jaxserve.models.presets import preset, preset_names
 from jaxserve.models.quantized import BLOCKS, Quantization
 from jaxserve.models.registry import family_for
@@ -43,6 +44,7 @@ class Sizes:
         dtype: of weights, and of the pool if `cache` names none.
         quantization: of the weights, see `quantized_model`.
         cache: dtype of the pool, as `cache.dtype` has it.
+        lora: room for adapters; None for none.
     """
 
     block_size: int
@@ -51,6 +53,7 @@ class Sizes:
     dtype: str
     quantization: str = ""
     cache: str = "auto"
+    lora: LoraSlots | None = None
 
     @property
     def cache_dtype(self) -> jnp.dtype:
@@ -69,7 +72,7 @@ class Case:
         sizes: with the block size that is used.
         mesh: the devices, along one axis, "tensor".
         blocks: of the pool.
-        weights_bytes: bytes of weights on each device.
+        weights_bytes: bytes of weights on each device, adapters included.
         backend: the attention backend.
         note: why that is not the platform's own backend; None if it is.
         no_hidden: why the backend does not take hidden blocks; None if it does.
@@ -187,7 +190,11 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
     sharding.check_tensor(config, shards)
     heads = sharding.pool_kv_heads(config, shards)
     dtype = jnp.dtype(sizes.dtype)
-    weights = param_bytes(config, dtype, mesh if shards > 1 else None)
+    cut = mesh if shards > 1 else None
+    weights = param_bytes(config, dtype, cut)
+    if sizes.lora is not None:
+        specs = adapter_specs(family, config, sizes.lora, fused=True)
+        weights += adapter_bytes(specs, dtype, cut)
     demand = Demand(
         num_blocks=0,
         block_size=sizes.block_size,

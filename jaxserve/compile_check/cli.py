@@ -2,10 +2,11 @@
 
     jaxserve compile-check
     jaxserve compile-check --target=a100,v5e:4 --model=opt-13b
-    jaxserve compile-check --programs=steps --json
+    jaxserve compile-check --model=llama-3-8b --programs=steps --lora=8:16 --json
 
 A target is a device, or as many of them as `v5e:4` says, which share each layer's heads; without
-a number as few as the model fits. None of the devices is needed, but their compilers are: `make
+a number as few as the model fits. Without --target and --programs each of the models that are known
+here has its own. None of the devices is needed, but their compilers are: `make
 compile-check` installs them into an environment of its own and runs this there, with ARGS. A target
 whose compiler is not installed is reported as not checked. Exit codes: 0 all compiled and fit, 1
 something did not, 2 a wrong command line, 3 nothing failed but something was not checked.
@@ -18,6 +19,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxserve.command_line import Parser
 from jaxserve.compile_check import report, toolchain
@@ -26,20 +28,44 @@ from jaxserve.compile_check.check import AUTO, Wish, check_model
 from jaxserve.compile_check.compiling import NOT_CHECKED, Result
 from jaxserve.compile_check.programs import choose
 from jaxserve.compile_check.targets import Target, load_target, target_names
-from jaxserve.config.sections import CACHE_DTYPES
+from jaxserve.config.sections import CACHE_DTYPES, LORA_RANKS, MAX_LORAS
+from jaxserve.models.lora import LoraSlots
 from jaxserve.pallas_kernels import resolve_backend
 from jaxserve.pallas_kernels.pool import WIDE_DTYPES
 from jaxserve.writable import check_file
 
-TARGETS = ",".join([*target_names(), "a100:2", "v5e:4"])
-MODELS = "opt-13b,llama-3-8b"
+_EVERY = ",".join([*target_names(), "a100:2", "v5e:4"])
+_LARGE = "a100:2,h200,v5p,v6e"
+# The models that are compiled if none is named: for which targets, and which programs of them.
+MODELS = {
+    "opt-13b": (_EVERY, "all"),
+    "llama-3-8b": (_EVERY, "all"),
+    "gemma-3-27b": (_LARGE, "steps"),
+    "qwen3-30b-a3b": (_LARGE, "steps"),
+    "mixtral-8x7b": (_LARGE, "steps"),
+}
+_OTHERS = (_EVERY, "all")
+
+
+class Asked(NamedTuple):
+    """What is to be compiled of one model.
+
+    Attributes:
+        model: as for `model_shape`.
+        targets: each with the number of devices, or AUTO.
+        wish: the programs.
+    """
+
+    model: str
+    targets: list[tuple[Target, int]]
+    wish: Wish
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compiles what the command line (None: this process's) asks for and prints what came of it.
     Returns the exit code, see above."""
     given = list(sys.argv[1:] if argv is None else argv)
-    args, wish = parse(given)
+    args, asked = parse(given)
     toolchain.quiet_start(loops=args.loops)
     out = sys.stderr if args.json else sys.stdout
 
@@ -48,17 +74,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     print(report.header(), file=out, flush=True)
     checked = [
-        check_model(model, target, count, wish, tell)
-        for model in args.model
-        for target, count in args.target
+        check_model(one.model, target, count, one.wish, tell)
+        for one in asked
+        for target, count in one.targets
     ]
     results = [result for one in checked for result in one.results]
     if args.write_doc:
         command = [
             flag for flag in given if flag != "--json" and not flag.startswith("--write_doc")
         ]
-        page = report.page(checked, wish, [*command, f"--write_doc={args.write_doc}"])
-        Path(args.write_doc).write_text(page, encoding="utf-8")
+        path = Path(args.write_doc)
+        before = path.read_text(encoding="utf-8") if path.is_file() else ""
+        command.append(f"--write_doc={args.write_doc}")
+        page = report.page(checked, asked[0].wish.sizes, command, before)
+        path.write_text(page, encoding="utf-8")
     if args.json:
         print(json.dumps(report.as_json(checked), allow_nan=False), flush=True)
     else:
@@ -66,16 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(results)
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Wish]:
-    """The command line, checked; argparse exits by itself where it is wrong."""
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Asked]]:
+    """The command line, checked, and what it asks for, at least one model; argparse exits by itself
+    where it is wrong."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        args.target = [_target(name, args.tensor) for name in args.target.split(",")]
-        args.model = args.model.split(",")
-        for model in args.model:
-            quantized_model(model, args.quantization)
-        programs = choose(args.programs)
+        given = (args.block_size, args.max_rows, args.max_batch_tokens, args.dtype)
+        sizes = Sizes(*given, args.quantization, args.cache_dtype, _lora(args.lora))
+        asked = [_asked(model, args, sizes) for model in args.model.split(",")]
         if args.backend != "auto":
             resolve_backend(args.backend)
         for name, least in (("block_size", 0), ("max_rows", 1), ("max_batch_tokens", 1)):
@@ -85,9 +113,28 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Wish]:
             check_file("write_doc", Path(args.write_doc))
     except ValueError as error:
         parser.error(str(error))
-    given = (args.block_size, args.max_rows, args.max_batch_tokens, args.dtype)
-    sizes = Sizes(*given, args.quantization, args.cache_dtype)
-    return args, Wish(programs, sizes, args.backend)
+    return args, asked
+
+
+def _asked(model: str, args: argparse.Namespace, sizes: Sizes) -> Asked:
+    """ValueError where something is not known."""
+    targets, programs = MODELS.get(model, _OTHERS)
+    each = [_target(name, args.tensor) for name in (args.target or targets).split(",")]
+    quantized_model(model, args.quantization)
+    wish = Wish(choose(args.programs or programs), sizes, args.backend)
+    return Asked(model, each, wish)
+
+
+def _lora(text: str) -> LoraSlots | None:
+    """The room that "8:16" says; None for none."""
+    if not text:
+        return None
+    slots, _, rank = text.partition(":")
+    numbers = slots.isdecimal() and rank.isdecimal()
+    if not numbers or not 0 < int(slots) <= MAX_LORAS or int(rank) not in LORA_RANKS:
+        ranks = ", ".join(map(str, LORA_RANKS))
+        raise ValueError(f"--lora must be slots (1 to {MAX_LORAS}):rank ({ranks}), got {text}")
+    return LoraSlots(int(slots), int(rank))
 
 
 def _target(text: str, tensor: int) -> tuple[Target, int]:
@@ -118,9 +165,17 @@ def _parser() -> Parser:
         kind = type(default)
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (%(default)s)")
 
-    flag("target", TARGETS, "devices to compile for")
-    flag("model", MODELS, "presets, tiny for the model in the box, or folders with a config.json")
-    flag("programs", "all", "all, steps, kernels, or names as printed")
+    flag("target", "", "devices to compile for; empty: those of the model's section in the page")
+    flag(
+        "model",
+        ",".join(MODELS),
+        "presets, tiny for the model in the box, or folders with a config.json",
+    )
+    flag(
+        "programs",
+        "",
+        "all, steps, kernels, or names as printed; empty: all, of the largest models only steps",
+    )
     flag("tensor", AUTO, "devices for targets without a number; 0: as few as fit")
     flag("backend", "auto", "attention backend; auto: the platform's own")
     flag("block_size", 0, "tokens of a block; 0: the engine's default for the device")
@@ -130,6 +185,7 @@ def _parser() -> Parser:
         "of the weights: int8, int4 or fp8 as model.quantization, GGUF's q8_0, q4_0, q4_1 or q4_k; "
         "empty: none",
     )
+    flag("lora", "", "room for adapters, slots:rank such as 8:16; empty: none")
     flag("max_rows", 128, "requests of a batch")
     flag("max_batch_tokens", 2048, "tokens of a batch")
     parser.add_argument("--dtype", choices=WIDE_DTYPES, default="bfloat16", help="(%(default)s)")
@@ -143,5 +199,9 @@ def _parser() -> Parser:
         "--loops", action="store_true", help="count the cycles of TPU kernels' loops, too"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    parser.add_argument("--write_doc", metavar="FILE", help="write the result as a Markdown page")
+    parser.add_argument(
+        "--write_doc",
+        metavar="FILE",
+        help="write the result into a Markdown page, whose sections of other models stay",
+    )
     return parser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.models import sharding
 from jaxserve.models.fused import fused_specs
+from jaxserve.models.lora import adapter_specs
 from jaxserve.pallas_kernels import (
     AttentionBatch,
     HiddenProjection,
@@ -47,6 +49,7 @@ class Program:
         hidden: it reads hidden blocks, so it is only for models that can have them.
         whole: it takes the weights too, so what it needs is what the device must hold.
         host: it must copy to host memory and back, asynchronously.
+        lora: rows may have adapters, so it is only for cases with room for such.
     """
 
     name: str
@@ -54,9 +57,12 @@ class Program:
     hidden: bool = False
     whole: bool = False
     host: bool = False
+    lora: bool = False
 
     def applies(self, case: Case) -> bool:
-        """Whether the case's model can have such a program."""
+        """Whether the case can have such a program."""
+        if self.lora and case.sizes.lora is None:
+            return False
         return case.offers_hidden or not self.hidden
 
 
@@ -83,6 +89,16 @@ def _params(case: Case, model: StepModel) -> Any:
     specs = case.family.param_specs(case.config)
     if model.fused:
         specs = fused_specs(case.family, case.config, case.shards)
+    return _placed(case, specs)
+
+
+def _adapters(case: Case, model: StepModel) -> Any:
+    assert model.lora is not None
+    return _placed(case, adapter_specs(case.family, case.config, model.lora, fused=model.fused))
+
+
+def _placed(case: Case, specs: Any) -> Any:
+    """Abstract arrays in place of the specs."""
     mesh = case.mesh if case.shards > 1 else None
     return jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(
@@ -99,7 +115,8 @@ def _model(case: Case, *, hidden: bool) -> StepModel:
     mesh = case.mesh if case.shards > 1 else None
     read = default_hidden_read(rotary=case.config.rope is not None) if hidden else None
     length = case.config.max_position
-    return StepModel(case.family, case.config, case.backend, mesh, read, length, case.dtype)
+    shared = (case.family, case.config, case.backend, mesh, read, length, case.dtype)
+    return StepModel(*shared, case.sizes.lora)
 
 
 def _largest_step(case: Case, **options: bool) -> jax.stages.Lowered:
@@ -111,10 +128,15 @@ def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
     step: Any = make_model_step(model, _format(case))
     newest = Newest(*2 * [_array(case, (layout.slots,), jnp.int32)])
     packed = _array(case, (layout.size,), jnp.int32)
+    adapters = [_adapters(case, model)] if layout.lora else []
     lowered: jax.stages.Lowered = step.lower(
-        _params(case, model), pool, newest, packed, layout=layout
+        _params(case, model), pool, newest, packed, *adapters, layout=layout
     )
     return lowered
+
+
+def _lora_step(case: Case, *, decode: bool) -> jax.stages.Lowered:
+    return _step(case, dataclasses.replace(_layout(case, decode=decode), lora=True))
 
 
 def _draft_step(case: Case) -> jax.stages.Lowered:
@@ -291,10 +313,13 @@ def _through_host(case: Case) -> jax.stages.Lowered:
 
 
 _hidden_step = functools.partial(_largest_step, hidden=True)
+_LORA = {"whole": True, "lora": True}
 PROGRAMS = (
     Program("decode step", functools.partial(_largest_step, decode=True), whole=True),
     Program("prefill and mixed step", functools.partial(_largest_step, decode=False), whole=True),
     Program("step with drafts", _draft_step, whole=True),
+    Program("decode step with adapters", functools.partial(_lora_step, decode=True), **_LORA),
+    Program("mixed step with adapters", functools.partial(_lora_step, decode=False), **_LORA),
     Program("hidden decode step", functools.partial(_hidden_step, decode=True), True, True),
     Program("hidden mixed step", functools.partial(_hidden_step, decode=False), True, True),
     Program("prompt log-probabilities", _prompt_step, whole=True),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import shlex
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxserve.compile_check.analysis.ptx import KernelUse
 from jaxserve.compile_check.case import Sizes
-from jaxserve.compile_check.check import Checked, Wish
+from jaxserve.compile_check.check import Checked
 from jaxserve.compile_check.compiling import COMPILED, NOT_CHECKED, Result
 from jaxserve.group_table import markdown
 from jaxserve.pallas_kernels import default_block_size
@@ -137,23 +139,47 @@ def _layout(one: Checked) -> dict[str, Any]:
     }
 
 
-def page(checked: Sequence[Checked], wish: Wish, command: Sequence[str]) -> str:
-    """The Markdown text of docs/targets.md. command: the flags that it is written with."""
+def page(checked: Sequence[Checked], sizes: Sizes, command: Sequence[str], before: str = "") -> str:
+    """The Markdown text of docs/targets.md.
+
+    Args:
+        checked: what was.
+        sizes: of the engine, as asked for.
+        command: the flags that it is written with.
+        before: the page as it was. Its sections stay where they are, but for those that are written
+            anew.
+    """
     import jinja2
 
-    sections = []
+    _, *old = before.split("\n## ")
+    sections = {text.partition("\n")[0]: f"## {text.strip()}" for text in old}
     for model in dict.fromkeys(one.model for one in checked):
         ones = [one for one in checked if one.model == model]
-        tables = (_overview(ones), _too_small(ones), _steps(ones), _kernels(ones))
-        sections.append("\n\n".join([f"## {model}", *(table for table in tables if table)]))
+        parts = [_how(sizes, command), _overview(ones), _too_small(ones), _steps(ones)]
+        parts = [part for part in (*parts, _kernels(ones)) if part]
+        sections[_title(model, sizes)] = "\n\n".join([f"## {_title(model, sizes)}", *parts])
     text = (Path(__file__).parent / "page.md.j2").read_text(encoding="utf-8")
-    return jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True).render(
-        command=" ".join(command),
-        used=", ".join(f"{name} {number}" for name, number in versions().items() if number),
-        sizes=wish.sizes,
-        blocks=_blocks(wish.sizes),
-        sections=sections,
+    template = jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True)
+    return template.render(sections=list(sections.values()))
+
+
+def _title(model: str, sizes: Sizes) -> str:
+    """Of a section: the model, and what of it is not as it is by default."""
+    parts = [model, sizes.quantization]
+    if sizes.lora is not None:
+        parts.append(f"{sizes.lora.count} adapters of rank {sizes.lora.rank}")
+    return ", ".join(part for part in parts if part)
+
+
+def _how(sizes: Sizes, command: Sequence[str]) -> str:
+    """With what a section was written."""
+    used = ", ".join(f"{name} {number}" for name, number in versions().items() if number)
+    text = (
+        f"{sizes.max_rows} requests, {sizes.max_batch_tokens} tokens, {sizes.dtype}, blocks of "
+        f"{_blocks(sizes)} tokens; {used}."
     )
+    lines = textwrap.wrap(text, 100, break_on_hyphens=False)
+    return "\n".join([f'    make compile-check ARGS="{shlex.join(command)}"', "", *lines])
 
 
 def _blocks(sizes: Sizes) -> str:

@@ -19,7 +19,7 @@ from jaxserve.compile_check.analysis.findings import host_copies
 from jaxserve.compile_check.analysis.launches import shared_in, shared_memory
 from jaxserve.compile_check.analysis.ptx import parse
 from jaxserve.compile_check.case import Case, Sizes, make_case, model_shape, quantized_model
-from jaxserve.compile_check.check import AUTO, Wish, check_model
+from jaxserve.compile_check.check import AUTO, Checked, Wish, check_model
 from jaxserve.compile_check.compiling import (
     COMPILED,
     FAILED,
@@ -32,6 +32,7 @@ from jaxserve.compile_check.programs import PROGRAMS, Program, choose
 from jaxserve.compile_check.targets import Target, TargetError, load_target, target_names
 from jaxserve.engine.startup.model_options import choose_read
 from jaxserve.engine.startup.pool_size import choose_block_size
+from jaxserve.models.lora import LoraSlots
 from jaxserve.models.presets import preset_names
 from jaxserve.models.quantized import BLOCKS
 from jaxserve.sched.registry import make_policy
@@ -105,6 +106,9 @@ def test_no_group_is_larger_than_known() -> None:
         ("--max_rows=0", "--max_rows must be at least 1, got 0"),
         ("--quantization=int3", "must be int8, int4 or fp8"),
         ("--quantization=q5_0", "must be int8, int4 or fp8"),
+        ("--lora=8", "--lora must be slots (1 to 256):rank (8, 16, 32, 64, 128, 256), got 8"),
+        ("--lora=0:16", "--lora must be slots"),
+        ("--lora=8:12", "--lora must be slots"),
         ("--backend=cuda", "backend: must be auto or one of"),
         ("--write_doc=/no/such/page.md", "--write_doc: there is no folder /no/such"),
     ],
@@ -120,15 +124,16 @@ def test_a_wrong_flag_is_explained(
 
 def test_blocks_are_those_of_the_engine_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixty-four tokens on a TPU, unless told otherwise; the page says so."""
-    wish = cli.parse(["--dtype=float32", "--max_rows=4", "--max_batch_tokens=32"])[1]
+    wish = cli.parse(["--dtype=float32", "--max_rows=4", "--max_batch_tokens=32"])[1][0].wish
     mesh = Mesh(np.asarray(jax.devices()[:1]), ("tensor",))
     tpu = make_case("tiny", load_target("v6e"), mesh, wish.sizes, "xla")
     assert tpu.sizes.block_size == 64
     assert tpu.blocks == 4 * 2 * 512 // 64, "of four requests of full length"
     assert host_case(host()).sizes.block_size == SIZES.block_size
     assert make_case("tiny", host(), mesh, wish.sizes, "xla").sizes.block_size == 16
-    said = " ".join(report.page([], wish, []).split())
-    assert "over blocks of 64 (TPUs) or 16 (GPUs) tokens" in said
+    said = report.page([Checked("tiny", host(), None, [])], wish.sizes, [])
+    sizes = "4 requests, 32 tokens, float32, blocks of 64 (TPUs) or 16 (GPUs) tokens; python 3"
+    assert f"\n{sizes}" in said
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert [choose_block_size(wanted) for wanted in (0, 8)] == [64, 8]
 
@@ -146,13 +151,27 @@ def test_a_folder_with_a_config_is_a_model(tmp_path: Path) -> None:
 
 
 def test_everything_is_checked_by_default() -> None:
-    args, wish = cli.parse([])
-    assert [target.name for target, _ in args.target] == [*NAMES, "a100", "v5e"]
-    assert [count for _, count in args.target] == [AUTO] * len(NAMES) + [2, 4]
-    assert args.model == ["opt-13b", "llama-3-8b"]
-    assert wish.programs == list(PROGRAMS)
+    _, asked = cli.parse([])
+    assert [one.model for one in asked] == list(cli.MODELS)
+    first, *_, last = asked
+    assert [target.name for target, _ in first.targets] == [*NAMES, "a100", "v5e"]
+    assert [count for _, count in first.targets] == [AUTO] * len(NAMES) + [2, 4]
+    assert first.wish.programs == list(PROGRAMS)
+    assert [(target.name, count) for target, count in last.targets] == [
+        ("a100", 2), ("h200", AUTO), ("v5p", AUTO), ("v6e", AUTO),
+    ]  # fmt: skip
+    assert last.wish.programs == choose("steps")
     assert {p.whole for p in choose("steps")} == {True}
-    assert len(choose("kernels,write")) == len(PROGRAMS) - 7
+    assert len(choose("kernels,write")) == len(PROGRAMS) - len(choose("steps"))
+
+
+def test_what_is_said_of_one_model_holds_for_any() -> None:
+    _, asked = cli.parse(["--model=tiny,mixtral-8x7b", "--target=v5e:4", "--programs=write"])
+    for one in asked:
+        assert [(target.name, count) for target, count in one.targets] == [("v5e", 4)]
+        assert one.wish.programs == choose("write")
+    (other,) = cli.parse(["--model=tiny"])[1]
+    assert len(other.targets) == len(NAMES) + 2 and other.wish.programs == list(PROGRAMS)
 
 
 def test_a_missing_compiler_is_not_a_pass(
@@ -244,6 +263,25 @@ def test_hidden_programs_are_for_models_that_can_have_them() -> None:
     assert absorbed.applies(multi) and not absorbed.applies(grouped)
 
 
+def test_a_step_with_adapters_needs_room_for_them() -> None:
+    step = choose("decode step with adapters")[0]
+    plain = host_case(host())
+    assert not step.applies(plain)
+    sizes = dataclasses.replace(SIZES, lora=LoraSlots(3, 8))
+    case = make_case("tiny", host(), plain.mesh, sizes, "xla")
+    assert step.applies(case)
+    config, columns = case.config, 3 * 8
+    width, inner = config.d_model, config.d_ff
+    # q, k and v, o, and both of the feed-forward layer.
+    numbers = columns * (6 * width + 2 * width + 2 * (width + inner))
+    assert case.weights_bytes - plain.weights_bytes == 4 * config.num_layers * numbers
+    result = compile_program(case, step)
+    assert (result.status, result.fits) == (COMPILED, True)
+    without = compile_program(case, choose("decode step")[0])
+    more = result.memory["arguments"] - without.memory["arguments"]
+    assert 0 <= more - 4 * config.num_layers * numbers <= 4096, "numbers of adapters by row"
+
+
 def test_copies_to_host_memory_are_read_from_the_compiled_program() -> None:
     to = "(bf16[2,4]{1,0:S(5)}, bf16[2,4]{1,0:T(2,128)}, u32[]{:S(2)}) copy-start(%staged), x={}"
     back = "(bf16[2,4]{1,0}, bf16[2,4]{1,0:S(5)}, u32[]) copy-start(%kept)"
@@ -308,7 +346,7 @@ def test_the_page_says_what_was_compiled_and_what_was_not(monkeypatch: pytest.Mo
     )
     wish = Wish(choose("write,decode step"), SIZES, "xla")
     checked = [check_model("tiny", t, 1, wish, lambda r: None) for t in (host(), load_target("v4"))]
-    page = report.page(checked, wish, ["--tensor=1"])
+    page = report.page(checked, wish.sizes, ["--tensor=1"])
     steps = page.split("| target | program | seconds |")[1].splitlines()
     assert "| fits | bytes / floor | weights moved | kernels a layer | on chip |" in steps[0]
     cells = steps[2].split(" | ")
@@ -320,13 +358,35 @@ def test_the_page_says_what_was_compiled_and_what_was_not(monkeypatch: pytest.Mo
     assert report.summary(checked)[1] == "v4, tiny: not checked: nothing here"
 
 
+def test_a_page_keeps_what_was_not_written_anew() -> None:
+    """Each model's section says by which command it was written."""
+
+    def written(model: str, before: str, *flags: str) -> str:
+        sizes = cli.parse(flags)[1][0].wish.sizes
+        return report.page([Checked(model, host(), None, [])], sizes, flags, before)
+
+    def sections(page: str) -> dict[str, str]:
+        return dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
+
+    both = written("opt-13b", written("tiny", ""), "--lora=8:16")
+    assert list(sections(both)) == ["tiny", "opt-13b, 8 adapters of rank 16"]
+    assert 'ARGS="--lora=8:16"' in sections(both)["opt-13b, 8 adapters of rank 16"]
+    again = written("tiny", both, "--tensor=2")
+    assert 'ARGS="--tensor=2"' in sections(again)["tiny"]
+    assert again.count('ARGS="') == 2 and written("tiny", again, "--tensor=2") == again
+    assert again.endswith("|\n") and not again.endswith("\n\n")
+
+
 def test_the_documented_table_has_every_target_and_model() -> None:
     page = (Path(__file__).parents[2] / "docs" / "targets.md").read_text()
-    for model in cli.MODELS.split(","):
-        part = page.split(f"\n## {model}\n")[1].split("\n## ")[0]
-        labels = [*(rf"{name}( x \d)?" for name in NAMES), "a100 x 2", "v5e x 4"]
-        for label in labels:
-            for program in ("decode step", "prefill and mixed step", "decode attention", "move"):
+    for asked in cli.parse([])[1]:
+        part = page.split(f"\n## {asked.model}\n")[1].split("\n## ")[0]
+        programs = ["decode step", "prefill and mixed step"]
+        if asked.wish.programs == list(PROGRAMS):
+            programs += ["decode attention", "move"]
+        for target, count in asked.targets:
+            label = rf"{target.name} x {count}" if count != AUTO else rf"{target.name}( x \d)?"
+            for program in programs:
                 assert re.search(rf"^\| {label} \| {program} \|", part, re.MULTILINE), label
     for bad in ("FAILED", "not checked", "**failed**", "**no**"):
         assert bad not in page

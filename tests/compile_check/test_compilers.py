@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.models.presets import preset
 from jaxserve.pallas_kernels.gpu_mosaic.common import missing
 
 pytestmark = pytest.mark.slow
@@ -114,12 +115,13 @@ def test_a_small_model_compiles(compilers: Path, tiny: str) -> None:
     """Steps, and the kernels that they have not, for a GPU after a TPU in one process: jax starts
     its plugins with the first of them."""
     targets, programs = f"--target={','.join(TARGETS)}", f"--programs=steps,{BESIDE_STEPS}"
-    both = check(compilers, targets, tiny, programs, "--max_batch_tokens=256")
+    both = check(compilers, targets, tiny, programs, "--max_batch_tokens=256", "--lora=4:8")
     assert tuple(found["target"] for found in both) == TARGETS
     for found in both:
         assert_compiled(found)
         assert_in_place(found)
-        assert {"decode step", "hidden mixed step", *BESIDE_STEPS.split(",")} <= {
+        wanted = {"decode step", "hidden mixed step", "mixed step with adapters"}
+        assert wanted | {*BESIDE_STEPS.split(",")} <= {
             program["program"] for program in found["programs"]
         }
 
@@ -141,6 +143,24 @@ def test_the_decode_step_of_opt_13b_compiles(compilers: Path) -> None:
         assert traffic["floor"] <= traffic["moved"] < 1.2 * traffic["floor"]
         if found["target"] == "a100":
             assert traffic["kernels"] <= 13 * LAYERS + 25  # those of the step's plan and sampling
+
+
+def test_experts_compile(compilers: Path, tmp_path: Path) -> None:
+    """Two of Mixtral's layers, whole on a GPU and cut over four TPUs: weights are multiplied where
+    they lie, and on the GPU by the kernel that reads only experts with rows."""
+    hf = preset("mixtral-8x7b") | {"num_hidden_layers": 2, "vocab_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    programs = "--programs=decode step,prefill and mixed step"
+    both = check(compilers, "--target=v5e:4,a100", f"--model={tmp_path}", programs)
+    for found, devices in zip(both, (4, 1), strict=True):
+        assert_compiled(found)
+        assert_in_place(found)
+        assert found["devices"] == devices
+        assert found["weights_bytes"] * devices > 2 * 8 * 3 * 4096 * 14336 * 2
+        for program in found["programs"]:
+            assert program["weights_moved"] == 0
+            names = {use["name"] for use in program["kernels"]}
+            assert ("by_group" in names) == (found["target"] == "a100")
 
 
 def test_two_gpus_share_a_model(compilers: Path, tiny: str) -> None:

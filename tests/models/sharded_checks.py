@@ -25,8 +25,8 @@ from tests.models.quantized.test_gguf_blocks import written
 
 # 4 heads each, of opt and deepseek 4 KV heads, of all others 2; a vocabulary of 61.
 DENSE_SHARDS = {"opt": (4,), "llama3": (2,), "gemma3": (2,), "olmo2": (4,), "phi4_mini": (2,)}
-# Experts' width is cut over 4 devices; where that is odd, their number over 2.
-DENSE_SHARDS |= {"mixtral": (4,), "qwen2_moe": (2,), "gpt_oss": (2,)}
+# Experts' width is cut over 2 or 4 devices; where that is odd, their number over 2.
+DENSE_SHARDS |= {"mixtral": (2, 4), "qwen2_moe": (2,), "qwen3_moe": (2,), "gpt_oss": (2,)}
 DENSE_SHARDS |= {"deepseek_v2_lite": (4,), "deepseek_v2": (2,)}
 QUANTIZED = ("int8", "int4:group=32,zero", "fp8")
 PAGED_SHARDS = {"opt": (2,), "llama3": (4,), "mixtral": (4,), "gpt_oss": (2,)}

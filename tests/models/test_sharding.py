@@ -44,7 +44,7 @@ def test_on_four_devices():
     """One test, so that the process runs once however the tests are spread over workers."""
     results = run_checks()
     dense = {"opt": {"4"}, "llama3": {"2"}, "gemma3": {"2"}, "olmo2": {"4"}, "phi4_mini": {"2"}}
-    dense |= {"mixtral": {"4"}, "qwen2_moe": {"2"}, "gpt_oss": {"2"}}
+    dense |= {"mixtral": {"2", "4"}, "qwen2_moe": {"2"}, "qwen3_moe": {"2"}, "gpt_oss": {"2"}}
     dense |= {"deepseek_v2_lite": {"4"}, "deepseek_v2": {"2"}}
     dense["experts by number"] = {"4"}
     check_errors(results["dense"], dense)
