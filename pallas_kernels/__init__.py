@@ -26,6 +26,7 @@ from jaxserve.pallas_kernels.backends import (
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, LEFT, RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from jaxserve.pallas_kernels.hidden import HiddenProjection, project
+from jaxserve.pallas_kernels.low_rank import add_low_rank, skips_columns
 from jaxserve.pallas_kernels.move import (
     move_slots,
     stage_in,
@@ -60,6 +61,7 @@ __all__ = [
     "KernelShape",
     "Pool",
     "absorbed_attention",
+    "add_low_rank",
     "argmax",
     "block_bytes",
     "by_columns",
@@ -85,6 +87,7 @@ __all__ = [
     "resolve_backend",
     "select_backend",
     "skinny_matmul",
+    "skips_columns",
     "slot_bytes",
     "stage_in",
     "stage_out",

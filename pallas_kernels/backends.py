@@ -118,6 +118,9 @@ class Backend:
             asked -> the kernel of such products, which takes (x, q, scale, zero, group_sizes) as
             `grouped_matmul.quantized_grouped_matmul`, or None if it has none. None: the backend has
             no such kernels.
+        add_low_rank: (a), of which only shape and dtype are asked -> the kernel of such products on
+            one device, which takes what `low_rank.add_low_rank` does, or None if it has none. None:
+            the backend has no such kernels.
         decode_group: Rows that decodes read together, sorted by length: each costs what the longest
             does.
         decode_chunk: Tokens of K and V that such a group reads at once, about.
@@ -141,6 +144,7 @@ class Backend:
     quantized_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
     grouped_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
     quantized_grouped_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
+    add_low_rank: Callable[..., Callable[..., jax.Array] | None] | None = None
     decode_group: int = 1
     decode_chunk: int = 1
 

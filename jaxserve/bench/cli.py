@@ -14,6 +14,7 @@
     jaxserve bench soak --minutes=2
     jaxserve bench fronts
     jaxserve bench kernels
+    jaxserve bench adapters
     jaxserve bench gpu
     jaxserve bench league
 
@@ -69,6 +70,7 @@ STANDALONE = {
     "fronts": ("bench.frontends", "what gRPC and HTTP cost, beside the engine alone"),
     "fidelity": ("bench.fidelity", "how well the simulator predicts this engine"),
     "kernels": ("bench.kernels.kernels", "the kernels against the device's copy and matmul rates"),
+    "adapters": ("bench.kernels.adapters", "what adapters (LoRA) cost a decode step"),
     "gpu": ("bench.kernels.gpu", "everything on a GPU: checks, kernels, OPT-13B end to end"),
     "league": ("experiments.league.cli", "all policies on all workloads: docs/league.md"),
 }

@@ -136,7 +136,9 @@ def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
 
 
 def _lora_step(case: Case, *, decode: bool) -> jax.stages.Lowered:
-    return _step(case, dataclasses.replace(_layout(case, decode=decode), lora=True))
+    assert case.sizes.lora is not None
+    columns = case.sizes.lora.columns
+    return _step(case, dataclasses.replace(_layout(case, decode=decode), lora=columns))
 
 
 def _draft_step(case: Case) -> jax.stages.Lowered:

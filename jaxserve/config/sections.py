@@ -176,8 +176,9 @@ class LoraConfig:
 
     Attributes:
         max_loras: Adapters that may be loaded at once; 0: those of `adapters`. With any, each step
-            is compiled once more, for batches in which some row has one.
-        max_rank: Largest rank of an adapter; each takes that much room: 8, 16, 32, 64, 128 or 256.
+            is compiled once more, for batches in which some row has one, or twice.
+        max_rank: Largest rank of an adapter: 8, 16, 32, 64, 128 or 256. There is room for max_loras
+            of this one; smaller ones take less of it.
         target_modules: Names of the projections that adapters may change, separated by commas:
             q_proj,v_proj. Empty: all of the layers'. Fewer make steps with adapters faster.
         adapters: Those loaded at the start: a name, and its folder as PEFT saves it

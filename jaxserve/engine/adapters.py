@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.config import LORA_NAME
 from jaxserve.engine.errors import AdapterError
@@ -24,7 +24,8 @@ class Adapter:
     Attributes:
         name: its name, which requests give as their model.
         path: the folder that it was loaded from.
-        slot: on the device.
+        slot: its own.
+        columns: its own, on the device.
         rank: its own.
         digest: of what it changes, by which caches of equal ones are found.
     """
@@ -32,6 +33,7 @@ class Adapter:
     name: str
     path: str
     slot: int
+    columns: range = range(0)
     rank: int = 0
     digest: bytes = b""
 
@@ -39,6 +41,20 @@ class Adapter:
     def number(self) -> int:
         """Of rows that have it; those without any have 0."""
         return self.slot + 1
+
+
+class AdapterLoad(NamedTuple):
+    """Whose requests there are.
+
+    Attributes:
+        max_loras: adapters that may be loaded at once.
+        running: names of those that some request with cache has, sorted.
+        waiting: likewise of requests without.
+    """
+
+    max_loras: int
+    running: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
 
 
 class UnknownAdapter(InvalidRequest):
@@ -49,21 +65,35 @@ class UnknownAdapter(InvalidRequest):
 
 
 class AdapterSlots:
-    """The slots. Any thread may call its methods.
+    """The slots, and the room of columns, rank for each slot, that adapters take as they need. Any
+    thread may call its methods.
+
+    An adapter takes columns from a multiple of their number on, all powers of two. So whoever has a
+    free slot finds columns: as there are fewer other adapters than times that the largest rank is
+    in the room, and none of them is in two of those, one of those is free.
 
     Args:
         count: how many there are.
+        rank: the most columns of an adapter.
         load: (folder, root) -> what is in the folder, see `jaxserve.weights.lora.load_adapter`.
         reserved: a name that none may have, the base's.
+
+    Attributes:
+        count: as given.
     """
 
     def __init__(
-        self, count: int, load: Callable[[Path, Path | None], LoadedAdapter], reserved: str = ""
+        self,
+        count: int,
+        rank: int,
+        load: Callable[[Path, Path | None], LoadedAdapter],
+        reserved: str = "",
     ) -> None:
         self._load, self._reserved = load, reserved
         self._lock = threading.Lock()
         self._free = list(range(count - 1, -1, -1))
-        self._count = count
+        self.count, self._columns = count, count * rank
+        self._taken: dict[int, range] = {}  # columns by slot
         self._ready: dict[str, Adapter] = {}
         self._loading: set[str] = set()
         self._used: Counter[int] = Counter()  # requests by slot
@@ -86,7 +116,11 @@ class AdapterSlots:
         return found
 
     def load(
-        self, name: str, path: str, root: Path | None, put: Callable[[int, LoadedAdapter], None]
+        self,
+        name: str,
+        path: str,
+        root: Path | None,
+        put: Callable[[int, int, LoadedAdapter], None],
     ) -> Adapter:
         """Loads an adapter into a free slot; requests may name it once this returns.
 
@@ -94,7 +128,7 @@ class AdapterSlots:
             name: its name.
             path: its folder.
             root: folder that it has to be in; None for any.
-            put: fills the slot, and returns once that is certain.
+            put: (slot, first column, adapter) puts it there, and returns once that is certain.
 
         Raises:
             AdapterError: the name is taken or no name, all slots are, or as `load_adapter`.
@@ -110,25 +144,42 @@ class AdapterSlots:
             if not self._free:
                 busy = f", {len(self._leaving)} of them still used" if self._leaving else ""
                 raise AdapterError(
-                    f"all {self._count} slots (lora.max_loras) are taken{busy}; unload one first"
+                    f"all {self.count} slots (lora.max_loras) are taken{busy}; unload one first"
                 )
             slot = self._free.pop()
             self._loading.add(name)
         try:
             loaded = self._load(Path(path), root)
-            put(slot, loaded)
+            columns = self._take(slot, loaded.columns)
+            put(slot, columns.start, loaded)
         except BaseException as error:
             with self._lock:
                 self._loading.discard(name)
-                self._free.append(slot)
+                self._leave(slot)
             if isinstance(error, ValueError):  # a `CheckpointError`, whose module knows JAX
                 raise AdapterError(str(error)) from None
             raise
-        made = Adapter(name, path, slot, loaded.rank, loaded.digest)
+        made = Adapter(name, path, slot, columns, loaded.rank, loaded.digest)
         with self._lock:
             self._loading.discard(name)
             self._ready[name] = made
         return made
+
+    def _take(self, slot: int, count: int) -> range:
+        """The first columns that nobody has, so many."""
+        with self._lock:
+            places = (range(first, first + count) for first in range(0, self._columns, count))
+            found = next(
+                place
+                for place in places
+                if all(place.stop <= a.start or a.stop <= place.start for a in self._taken.values())
+            )
+            self._taken[slot] = found
+            return found
+
+    def _leave(self, slot: int) -> None:
+        self._taken.pop(slot, None)
+        self._free.append(slot)
 
     def unload(self, name: str) -> None:
         """No more requests may name it. Those that do go on, and its slot is free when they have
@@ -139,7 +190,7 @@ class AdapterSlots:
             if self._used[slot]:
                 self._leaving.add(slot)
             else:
-                self._free.append(slot)
+                self._leave(slot)
 
     def acquire(self, name: str) -> Adapter:
         """One more request uses it, until `release`. Raises UnknownAdapter."""
@@ -155,4 +206,4 @@ class AdapterSlots:
             self._used[slot] -= 1
             if not self._used[slot] and slot in self._leaving:
                 self._leaving.remove(slot)
-                self._free.append(slot)
+                self._leave(slot)

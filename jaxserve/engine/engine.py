@@ -22,7 +22,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxserve.engine.adapters import Adapter, AdapterSlots, UnknownAdapter
+from jaxserve.engine.adapters import Adapter, AdapterLoad, AdapterSlots, UnknownAdapter
 from jaxserve.engine.block_keys import BlockKeys, KeyChain
 from jaxserve.engine.device.compile_counter import CompileCounter
 from jaxserve.engine.device.executor import Executor
@@ -65,9 +65,10 @@ class _Command(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class _PutAdapter:
-    """Asks for an adapter in a slot. done: is told whether it is."""
+    """Asks for an adapter in a slot, from its first column on. done: is told whether it is."""
 
     slot: int
+    first: int
     adapter: LoadedAdapter
     done: Future[None]
 
@@ -290,14 +291,14 @@ class Engine:
         log.info("adapter %s, rank %d, is loaded from %s", name, made.rank, ascii(path))
         return made
 
-    def _put_adapter(self, slot: int, adapter: LoadedAdapter) -> None:
+    def _put_adapter(self, slot: int, first: int, adapter: LoadedAdapter) -> None:
         done: Future[None] = Future()
         with self._wake:
             if self._failure is not None or not self._open:
                 raise EngineStopped("the engine is shutting down, or has failed")
             if self._thread is None:
-                return self.executor.put_adapter(slot, adapter.arrays)
-            self._inbox.append(_PutAdapter(slot, adapter, done))
+                return self.executor.put_adapter(slot, first, adapter.arrays)
+            self._inbox.append(_PutAdapter(slot, first, adapter, done))
             self._wake.notify()
         done.result()
 
@@ -405,6 +406,17 @@ class Engine:
             (one.request.slo_class, one.request.tier.name.lower(), bool(held[row]))
             for row, one in list(self._step_loop.live.items())
         )
+
+    def adapter_load(self) -> AdapterLoad:
+        """Whose requests run and wait, likewise."""
+        if self._adapters is None:
+            return AdapterLoad(0)
+        held, names = self._scheduler.pool.held, (set[str](), set[str]())
+        for row, one in list(self._step_loop.live.items()):
+            if one.request.adapter:
+                names[not held[row]].add(one.request.adapter)
+        running, waiting = (tuple(sorted(each)) for each in names)
+        return AdapterLoad(self._adapters.count, running, waiting)
 
     def add_observer(self, observer: Observer) -> None:
         """Calls the observer for every step and token from now on, on the engine thread: it must
@@ -546,7 +558,7 @@ class Engine:
     def _fill(self, command: _PutAdapter) -> None:
         """Fills a slot. The engine fails with that only if it has lost something."""
         try:
-            self.executor.put_adapter(command.slot, command.adapter.arrays)
+            self.executor.put_adapter(command.slot, command.first, command.adapter.arrays)
         except BaseException as error:
             command.done.set_exception(error)
             if not isinstance(error, Exception) or not self.executor.intact:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.config import MAX_LORAS
 from jaxserve.engine import failures
 from jaxserve.engine.adapters import Adapter
 from jaxserve.engine.block_keys import KeyChain
@@ -131,6 +132,7 @@ class StepLoop:
         self.watch, self._clock, self._on_over = watch, clock, on_over
         scheduler.view.device.ratios = watch.ratios
         self._by_id: dict[str, list[Continuation]] = {}
+        self._columns = np.zeros(MAX_LORAS + 1, np.int32)  # by number of an adapter, their end
         self._free_slots = list(range(scheduler.view.limits.max_rows - 1, -1, -1))
         self._plain = plain_slot(info.vocab_size)
         self._overlap, self._rates = overlap, AcceptanceRates()
@@ -153,6 +155,8 @@ class StepLoop:
         """Adds all continuations of the request to the waiting ones."""
         request, keys = command.request, command.block_keys
         adapter = 0 if command.adapter is None else command.adapter.number
+        if command.adapter is not None:
+            self._columns[adapter] = command.adapter.columns.stop
         mine = self._by_id[request.id] = []
         try:
             for index, text in enumerate(command.texts):
@@ -349,10 +353,12 @@ class StepLoop:
         slots = np.array([member.slot for member in members], np.int32)
         buckets, pool, pieces = self._executor.buckets, self._scheduler.pool, untold(members, step)
         adapters = self._scheduler.table.adapter[step.rows]
+        columns = int(self._columns[adapters].max(initial=0))
         layout, batch = build_batch(
             *(buckets, step, pool, slots, self._tokens_of),
             drafts_of=self._draft_of,
-            adapters=adapters if adapters.any() else None,
+            adapters=adapters if columns else None,
+            columns=columns,
             mixed=bool(pieces),
         )
         return layout, batch, PromptLogprobs.of_step(pieces, step, layout, batch)

@@ -28,6 +28,7 @@ from jaxserve.models.layers import (
     lora_parts,
     norm_leaves,
     rms_norm,
+    with_low_rank,
 )
 from jaxserve.models.lora import Lora
 from jaxserve.models.rope import angle_table, rotate
@@ -196,7 +197,10 @@ def _project_fused(
     """q, k and v [T, heads, head_dim]; k and v with as many heads as the pool."""
     shards = 1 if mesh is None else mesh.shape[TENSOR]
     queries, kv = heads_a_shard(config, shards)
-    y = linear(x, weights.qkv, mesh).reshape(x.shape[0], shards, queries + 2 * kv, config.head_dim)
+    y = linear(x, weights.qkv, mesh)
+    if weights.lora is not None and mesh is None:
+        y = with_low_rank(y, x, weights.lora, mesh)
+    y = y.reshape(x.shape[0], shards, queries + 2 * kv, config.head_dim)
 
     def heads(first: int, count: int, axis: str) -> jax.Array:
         part = y[:, :, first : first + count]
@@ -205,7 +209,7 @@ def _project_fused(
 
     k, v = heads(queries, kv, "kv_heads"), heads(queries + kv, kv, "kv_heads")
     q = heads(0, queries, "heads")
-    if weights.lora is None:
+    if weights.lora is None or mesh is None:
         return q, k, v
     more = lora_parts(x, weights.lora, mesh)
 

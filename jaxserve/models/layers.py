@@ -12,7 +12,7 @@ from jaxserve.models.base import HFTensor, Leaf, Params, ParamSpec
 from jaxserve.models.lora import Lora
 from jaxserve.models.quantized import Quantized, quantized_dot, take_rows
 from jaxserve.models.sharding import constrain
-from jaxserve.pallas_kernels import has_skinny_matmul, skinny_matmul
+from jaxserve.pallas_kernels import add_low_rank, has_skinny_matmul, skinny_matmul
 
 
 @flax.struct.dataclass
@@ -84,7 +84,19 @@ def linear(x: jax.Array, weights: Linear, mesh: Mesh | None) -> jax.Array:
     """x [T, in] -> [T, out], in the dtype of x, see `matmul`."""
     y = matmul(x, weights.kernel, transposed=weights.transposed, mesh=mesh)
     y = y if weights.bias is None else y + weights.bias
-    return y if weights.lora is None else y + lora_parts(x, weights.lora, mesh)[0]
+    return y if weights.lora is None else with_low_rank(y, x, weights.lora, mesh)
+
+
+def with_low_rank(y: jax.Array, x: jax.Array, lora: Lora, mesh: Mesh | None) -> jax.Array:
+    """y [T, out], a projection of x [T, in], and what each token's adapter adds to it. Parts of it
+    lie one behind the other, as those of `lora`."""
+    assert lora.rows is not None
+    if mesh is None:
+        numbers, owner = lora.rows.numbers, lora.rows.owner
+        added = add_low_rank(y, x, lora.a, lora.b, numbers, owner)
+        if added is not None:
+            return added
+    return y + jnp.concatenate(lora_parts(x, lora, mesh), axis=1)
 
 
 def lora_parts(x: jax.Array, lora: Lora, mesh: Mesh | None) -> list[jax.Array]:
@@ -92,17 +104,20 @@ def lora_parts(x: jax.Array, lora: Lora, mesh: Mesh | None) -> list[jax.Array]:
 
     Args:
         x: [T, in].
-        lora: of all slots, and whose columns are whose.
+        lora: of all adapters, and which columns the tokens have.
         mesh: the devices that they are sharded over; None for one.
 
     Returns:
         [T, out] of each part, in the dtype of x; zeros for tokens without an adapter.
     """
-    assert lora.own is not None
-    low = matmul(x, lora.a, mesh=mesh).reshape(len(x), len(lora.b), -1)
+    assert lora.rows is not None
+    own, parts = lora.rows.own, len(lora.b)
+    width = own.shape[1]
+    a = lora.a[:width].reshape(width * parts, -1)
+    low = matmul(x, a, transposed=True, mesh=mesh).reshape(len(x), width, parts)
     # Not a product: what another adapter has made of x may be infinite.
-    low = jnp.where(lora.own[:, None], low, 0)
-    return [matmul(low[:, part], b, mesh=mesh) for part, b in enumerate(lora.b)]
+    low = jnp.where(own[:, :, None], low, 0)
+    return [matmul(low[:, :, part], b[:width], mesh=mesh) for part, b in enumerate(lora.b)]
 
 
 def layer_norm(x: jax.Array, weights: Norm, eps: float) -> jax.Array:

@@ -1,17 +1,19 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, section 4.1) of many requests in one product.
 
 An adapter adds x A B to a projection's x W, with A [in, rank] and B [rank, out], B already times
-the adapter's scale. Adapters have slots. A projection's A of all slots lie side by side, and its B
-one below the other, so that a batch whose rows have different adapters takes two products: of x
-with all A, and, with zeros where a column is not of the row's own adapter, with all B. Adding those
-zeros is exact: a row's result does not depend on what is in other slots. It costs slots times rank
-columns whoever has which adapter, as few as a tile of a matrix unit while adapters are few.
+the adapter's scale. A projection's A of all adapters lie side by side in one room of columns, and
+its B one below the other. An adapter takes as many columns as its rank's bucket has, and `owner`
+says whose each column is.
+
+On one CPU a kernel reads the columns of those adapters that the batch has. Elsewhere such a batch
+takes two products: of x with all A of the room's first columns, and, with zeros where a column is
+not of the row's own adapter, with all B. Adding those zeros is exact: a row's result does not
+depend on what is in other columns. Steps are compiled for few columns and for all (`widths`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -25,9 +27,13 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.base import Family, Leaf, ModelConfig, Params, ParamSpec
 from jaxserve.models.sharding import param_sharding
+from jaxserve.pallas_kernels.low_rank import RANKS
 
 BASE = 0
 """The number of a row without an adapter; the adapter in slot i has number i + 1."""
+
+_TILE = 128
+"""Columns that a matrix unit multiplies as fast as fewer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +42,7 @@ class LoraSlots:
 
     Attributes:
         count: how many there may be at once.
-        rank: the largest rank; an adapter of a smaller one has columns of zeros.
+        rank: the largest rank, one of `RANKS`.
         targets: last parts of the names of the projections that adapters may change, such as
             "q_proj"; empty for all.
     """
@@ -47,23 +53,67 @@ class LoraSlots:
 
     @property
     def columns(self) -> int:
-        """Of all slots of a projection."""
+        """Of the room of a projection: as many as adapters of the largest rank take."""
         return self.count * self.rank
+
+    def widths(self, *, skips: bool) -> tuple[int, ...]:
+        """How many of the room's first columns steps are compiled for, ascending. skips: whether
+        steps read no columns but those of their rows' adapters, so that one number is enough."""
+        few = self.columns // 4 // RANKS[0] * RANKS[0]
+        return (self.columns,) if skips or self.columns <= _TILE else (few, self.columns)
+
+
+def bucket(rank: int) -> int:
+    """Columns that an adapter of this rank takes."""
+    return next(columns for columns in RANKS if rank <= columns)
+
+
+@flax.struct.dataclass
+class RowColumns:
+    """Which columns the tokens of a step have.
+
+    Attributes:
+        numbers: int32 [T], each token's adapter.
+        owner: int32 [columns], of the whole room, see `Adapters`.
+        own: bool [T, width], which of the first columns are of the token's adapter.
+    """
+
+    numbers: Any
+    owner: Any
+    own: Any
 
 
 @flax.struct.dataclass
 class Lora:
-    """The adapters of a projection in all slots, or one adapter's part in one.
+    """All adapters of a projection, or one adapter's part of it.
 
     Attributes:
-        a: [in, parts * columns]: of q, k and v that are fused, first those of q.
+        a: [columns, parts, in]; the parts are q, k and v where those are fused, else one.
         b: [columns, out] of each part.
-        own: bool [T, columns], which are of the token's adapter; None while no step reads them.
+        rows: which of the columns the tokens have; None while no step reads them.
     """
 
     a: Any
     b: tuple[Any, ...]
-    own: Any = None
+    rows: RowColumns | None = None
+
+
+Layers = tuple[dict[str, Lora], ...]
+"""Of each layer, by `Projection.place`."""
+
+
+@flax.struct.dataclass
+class Adapters:
+    """All adapters on the device.
+
+    Attributes:
+        owner: int32 [columns], the number of the adapter that has the column, 0 for nobody. An
+            adapter's columns are together, and begin at a multiple of how many they are.
+        layers: A and B.
+    """
+
+    owner: Any
+    layers: Layers
 
 
 class Projection(NamedTuple):
@@ -86,9 +136,6 @@ class Projection(NamedTuple):
         return self.leaf.name.rpartition(".")[2]
 
 
-Adapters = tuple[dict[str, Lora], ...]
-"""Of each layer, by `Projection.place`."""
-
 _QKV = ("attn.q", "attn.k", "attn.v")
 FUSED = "attn"
 
@@ -107,8 +154,8 @@ def projections(family: Family, config: ModelConfig, *, fused: bool) -> Iterator
 def adapter_specs(
     family: Family, config: ModelConfig, slots: LoraSlots, *, fused: bool
 ) -> Adapters:
-    """Specs of the adapters in all slots, cut over a mesh as the projections are. Where q, k and v
-    are fused, there is room for all three of them, or for none.
+    """Specs of the room for adapters, cut over a mesh as the projections are. Where q, k and v are
+    fused, there is room for all three of them, or for none.
 
     Args:
         family: the model's.
@@ -128,24 +175,27 @@ def adapter_specs(
         )
         parts = (b,) if before is None else (*before.b, b)
         a = ParamSpec(
-            (spec.shape[0], len(parts) * slots.columns),
-            (spec.axes[0], None),
+            (slots.columns, len(parts), spec.shape[0]),
+            (None, None, spec.axes[0]),
             "zeros",
             granule=spec.granule,
         )
         layers[layer][place] = Lora(a, parts)
-    return tuple(layers)
+    owner = ParamSpec((slots.columns,), (None,), "zeros", dtype="int32")
+    return Adapters(owner, tuple(layers))
 
 
-def with_adapters(params: Params, adapters: Adapters, numbers: jax.Array, rank: int) -> Params:
+def with_adapters(params: Params, adapters: Adapters, numbers: jax.Array, width: int) -> Params:
     """The parameters with adapters beside the projections that they change, for one step.
 
     Args:
         params: the model's.
-        adapters: in all slots.
+        adapters: all of them.
         numbers: int32 [T], the adapter of each token, or `BASE`.
-        rank: of the slots.
+        width: how many of the room's first columns have all of those.
     """
+    own = (numbers[:, None] == adapters.owner[:width]) & (numbers[:, None] != BASE)
+    rows = RowColumns(numbers, adapters.owner, own)
 
     def beside(node: Any, mine: dict[str, Lora], place: str = "") -> Any:
         if not dataclasses.is_dataclass(node):
@@ -158,66 +208,51 @@ def with_adapters(params: Params, adapters: Adapters, numbers: jax.Array, rank: 
                 changed[field.name] = beside(inside, mine, path)
         lora = mine.get(place)
         if lora is not None:
-            columns = lora.b[0].shape[0]
-            own = numbers[:, None] == jnp.arange(columns, dtype=jnp.int32) // rank + 1
-            changed["lora"] = dataclasses.replace(lora, own=own)
+            changed["lora"] = dataclasses.replace(lora, rows=rows)
         return dataclasses.replace(node, **changed)  # type: ignore[type-var]
 
-    layers = map(beside, params.layers, adapters)
+    layers = map(beside, params.layers, adapters.layers)
     return params.replace(layers=tuple(layers))
 
 
-def make_put(adapters: Adapters, rank: int) -> Callable[[Adapters, Adapters, jax.Array], Adapters]:
-    """A jitted function (adapters, another one, slot) -> the adapters with that one in the slot.
-    The first are donated, and stay on their devices. Of the other one a is [in, parts * rank], b
-    [rank, out]."""
+def make_put(adapters: Adapters) -> Callable[..., Adapters]:
+    """A jitted function (adapters, layers of another one, its number, the first of its columns) ->
+    the adapters with that one. The first are donated, and stay on their devices."""
     where = jax.tree.map(lambda array: array.sharding, adapters)
-    return jax.jit(functools.partial(_put, rank=rank), donate_argnums=0, out_shardings=where)
+    return jax.jit(_put, donate_argnums=0, out_shardings=where)
 
 
-def empty_adapter(adapters: Adapters, slots: LoraSlots) -> Adapters:
-    """An adapter that changes nothing, for one of the slots."""
-
-    def of(lora: Lora) -> Lora:
-        a, dtype = lora.a.shape[0], lora.a.dtype
-        b = tuple(np.zeros((slots.rank, part.shape[1]), dtype) for part in lora.b)
-        return Lora(np.zeros((a, len(b) * slots.rank), dtype), b)
-
-    return jax.tree.map(of, adapters, is_leaf=lambda node: isinstance(node, Lora))
+def empty_adapter(adapters: Adapters, columns: int) -> Layers:
+    """An adapter that changes nothing, of so many columns: NumPy arrays."""
+    return jax.tree.map(
+        lambda array: np.zeros((columns, *array.shape[1:]), array.dtype), adapters.layers
+    )
 
 
 def make_adapters(specs: Adapters, dtype: DTypeLike, mesh: Mesh | None) -> Adapters:
-    """Slots with nothing in them, on the devices."""
+    """Room with nothing in it, on the devices."""
 
     def zeros(spec: ParamSpec) -> jax.Array:
-        return jnp.zeros(spec.shape, dtype, device=param_sharding(mesh, spec))
+        return jnp.zeros(spec.shape, spec.dtype or dtype, device=param_sharding(mesh, spec))
 
     return jax.tree.map(zeros, specs)
 
 
 def adapter_bytes(specs: Adapters, dtype: DTypeLike, mesh: Mesh | None) -> int:
-    """Bytes of all slots on each device."""
+    """Bytes of the room on each device."""
     return sum(
-        math.prod(param_sharding(mesh, spec).shard_shape(spec.shape)) * jnp.dtype(dtype).itemsize
+        math.prod(param_sharding(mesh, spec).shard_shape(spec.shape))
+        * jnp.dtype(spec.dtype or dtype).itemsize
         for spec in jax.tree.leaves(specs)
     )
 
 
-def _put(adapters: Adapters, one: Adapters, slot: jax.Array, *, rank: int) -> Adapters:
+def _put(adapters: Adapters, one: Layers, number: jax.Array, first: jax.Array) -> Adapters:
+    def into(room: jax.Array, mine: jax.Array) -> jax.Array:
+        at: list[Any] = [first, *[np.int32(0)] * (room.ndim - 1)]
+        return jax.lax.dynamic_update_slice(room, mine.astype(room.dtype), at)
 
-    def into(all_slots: jax.Array, mine: jax.Array, parts: int) -> jax.Array:
-        width = all_slots.shape[1] // parts
-        for part in range(parts):
-            piece = mine[:, part * rank : (part + 1) * rank].astype(all_slots.dtype)
-            at = (np.int32(0), part * width + slot * rank)
-            all_slots = jax.lax.dynamic_update_slice(all_slots, piece, at)
-        return all_slots
-
-    def each(lora: Lora, mine: Lora) -> Lora:
-        b = tuple(
-            jax.lax.dynamic_update_slice(part, own.astype(part.dtype), (slot * rank, np.int32(0)))
-            for part, own in zip(lora.b, mine.b, strict=True)
-        )
-        return Lora(into(lora.a, mine.a, len(lora.b)), b)
-
-    return jax.tree.map(each, adapters, one, is_leaf=lambda node: isinstance(node, Lora))
+    columns = jax.tree.leaves(one)[0].shape[0]
+    left = jnp.where(adapters.owner == number, BASE, adapters.owner)  # by who had it before
+    owner = into(left, jnp.full(columns, number))
+    return Adapters(owner, jax.tree.map(into, adapters.layers, one))

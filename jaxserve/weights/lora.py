@@ -23,7 +23,7 @@ from safetensors import SafetensorError, deserialize
 from jaxserve.checkpoint_files import read_bytes, read_json
 from jaxserve.models.base import Family, ModelConfig
 from jaxserve.models.hf import shown
-from jaxserve.models.lora import Adapters, Lora, LoraSlots, Projection, projections
+from jaxserve.models.lora import Layers, Lora, LoraSlots, Projection, bucket, projections
 from jaxserve.weights.errors import CheckpointError
 
 T = TypeVar("T")
@@ -46,9 +46,11 @@ _UNSERVED = (
     "arrow_config",
     "corda_config",
     "fan_in_fan_out",
+    "kasa_config",
     "layer_replication",
     "lora_bias",
     "modules_to_save",
+    "monteclora_config",
     "rank_pattern",
     "target_parameters",
     "trainable_token_indices",
@@ -56,21 +58,23 @@ _UNSERVED = (
     "use_dora",
     "use_qalora",
 )
-_CHANGING_INIT = ("pissa", "olora", "corda", "loftq")  # they change the base's weights, too
+_CHANGING_INIT = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they change the base, too
 
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """An adapter, ready for a slot.
+    """An adapter, ready for the device.
 
     Attributes:
-        arrays: NumPy arrays as `jaxserve.models.lora.make_put` takes them.
-        rank: its own, at most that of the slots.
+        arrays: NumPy arrays as `jaxserve.models.lora.make_put` takes them, of `columns`.
+        rank: its own.
+        columns: that it takes, its rank's bucket.
         digest: of all that it changes: equal ones give equal text.
     """
 
-    arrays: Adapters
+    arrays: Layers
     rank: int
+    columns: int
     digest: bytes
 
 
@@ -261,20 +265,21 @@ def _packed(
     slots: LoraSlots,
     dtype: np.dtype,
 ) -> LoadedAdapter:
-    """All of it as a slot takes it; CheckpointError if it is not finite in that dtype."""
+    """All of it as its columns take it; CheckpointError if it is not finite in that dtype."""
     layers: list[dict[str, tuple[list[np.ndarray], list[np.ndarray]]]] = []
     digest, rank = blake2b(digest_size=16), settings.rank
+    columns = bucket(rank)
     for module, parts in modules.items():
         both = halves.get(module)
         for part in parts:
             spec, source = part.leaf.spec, part.leaf.source
             inputs, out = spec.shape
-            a, b = np.zeros((inputs, slots.rank), dtype), np.zeros((slots.rank, out), dtype)
+            a, b = np.zeros((columns, inputs), dtype), np.zeros((columns, out), dtype)
             if both is not None:
                 first = 0 if source.rows is None else source.rows[0]
                 own = both["B"][first : first + out].astype(np.float32)
                 with np.errstate(over="ignore", invalid="ignore"):
-                    a[:, :rank] = both["A"].T.astype(dtype)
+                    a[:rank] = both["A"].astype(dtype)
                     b[:rank] = (own.T * np.float32(settings.scale)).astype(dtype)
                 for half, values in (("A", a), ("B", b)):
                     if not np.isfinite(values.astype(np.float32)).all():
@@ -292,13 +297,13 @@ def _packed(
             mine[1].append(b)
     arrays = tuple(
         {
-            place: Lora(np.concatenate(a, axis=1), tuple(b))
+            place: Lora(np.stack(a, axis=1), tuple(b))
             for place, (a, b) in layer.items()
             if _has_room(place, modules, slots)
         }
         for layer in layers
     )
-    return LoadedAdapter(arrays, rank, digest.digest())
+    return LoadedAdapter(arrays, rank, columns, digest.digest())
 
 
 def _has_room(place: str, modules: Mapping[str, Sequence[Projection]], slots: LoraSlots) -> bool:

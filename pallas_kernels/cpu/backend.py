@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.backends import KernelShape, Scoring
 from jaxserve.pallas_kernels.batch import AttentionBatch
-from jaxserve.pallas_kernels.cpu import attention, dots, panels
+from jaxserve.pallas_kernels.cpu import attention, dots, low_rank, panels
 from jaxserve.pallas_kernels.cpu import rows as by_rows
 from jaxserve.pallas_kernels.cpu.argmax import argmax
 from jaxserve.pallas_kernels.cpu.queries import NO_SINK
@@ -99,6 +99,10 @@ def _quantized_grouped_matmul(
     return dots.few_bits_grouped_matmul if taken else None
 
 
+def _add_low_rank(a: Any) -> Callable[..., jax.Array] | None:
+    return low_rank.add_low_rank if low_rank.takes(a) else None
+
+
 def _by_columns(weights: jax.Array) -> bool:
     """As one stream of memory, weights come up to twice as fast; of few bits there is no other
     kernel."""
@@ -123,4 +127,5 @@ BACKEND = dataclasses.replace(
     quantized_matmul=_quantized_matmul,
     grouped_matmul=_grouped_matmul,
     quantized_grouped_matmul=_quantized_grouped_matmul,
+    add_low_rank=_add_low_rank,
 )

@@ -67,7 +67,7 @@ _WORD = ir.IntType(64)
 _malloc: Any = types.ExternalFunction("malloc", types.int64(types.int64))
 free: Any = types.ExternalFunction("free", types.void(types.int64))
 copy: Any = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
-_sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
+sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
 _read: Any = types.ExternalFunction("read", types.int64(types.int32, types.int64, types.int64))
 _write: Any = types.ExternalFunction("write", types.int64(types.int32, types.int64, types.int64))
 
@@ -249,7 +249,7 @@ def _help(place: int) -> int:
             looked = 0
         elif looked < _LOOKS:
             looked += 1
-            _sched_yield()
+            sched_yield()
         else:
             _exchange(place + 8 * _ASLEEP, 0, 1)
             # Whoever leaves a block from here on sees that it has to be woken.
@@ -315,7 +315,7 @@ def finish(frame: int, block: int, shares: int, address: int, task: int) -> int:
     if shares > 1:
         _dismiss_helpers(helpers, block)
     while fetch_add(block + 8 * _DONE, 0) < shares:
-        _sched_yield()
+        sched_yield()
     _release(block)
     return 0
 

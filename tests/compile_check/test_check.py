@@ -274,7 +274,7 @@ def test_a_step_with_adapters_needs_room_for_them() -> None:
     width, inner = config.d_model, config.d_ff
     # q, k and v, o, and both of the feed-forward layer.
     numbers = columns * (6 * width + 2 * width + 2 * (width + inner))
-    assert case.weights_bytes - plain.weights_bytes == 4 * config.num_layers * numbers
+    assert case.weights_bytes - plain.weights_bytes == 4 * (config.num_layers * numbers + columns)
     result = compile_program(case, step)
     assert (result.status, result.fits) == (COMPILED, True)
     without = compile_program(case, choose("decode step")[0])

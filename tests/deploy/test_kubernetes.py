@@ -260,7 +260,8 @@ def test_the_picker_reads_gauges_that_the_server_exports(server: Server) -> None
     page = get(server, source["path"])
     families = {family.name: family for family in text_string_to_metric_families(page)}
     values = {}
-    for fact in ("queuedRequestsSpec", "runningRequestsSpec", "kvUsageSpec", "cacheInfoSpec"):
+    facts = ("queuedRequestsSpec", "runningRequestsSpec", "kvUsageSpec", "cacheInfoSpec")
+    for fact in (*facts, "loraSpec"):
         family = families[engine[fact]]
         (sample,) = family.samples
         assert family.type == "gauge"
@@ -270,7 +271,9 @@ def test_the_picker_reads_gauges_that_the_server_exports(server: Server) -> None
     labels = values["cacheInfoSpec"].labels
     assert int(labels["block_size"]) == INFO.block_size
     assert int(labels["block_size"]) * int(labels["num_gpu_blocks"]) == INFO.pool_tokens
-    assert engine["loraSpec"] == ""  # not looked for
+    assert values["loraSpec"].labels.keys() >= {
+        *("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+    }
 
 
 def test_ray_serves_what_the_manifest_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxserve.engine.adapters import Adapter, UnknownAdapter
+from jaxserve.engine.adapters import Adapter, AdapterLoad, UnknownAdapter
 from jaxserve.engine.errors import AdapterError, EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer, RequestStats, StepStats
@@ -197,6 +197,11 @@ class FakeEngine:
         with self.changed:
             requests = [running.request for running in self.live.values()]
         return Counter((each.slo_class, each.tier.name.lower(), True) for each in requests)
+
+    def adapter_load(self) -> AdapterLoad:
+        with self.changed:
+            running = {running.request.adapter for running in self.live.values()} - {""}
+        return AdapterLoad(4, tuple(sorted(running)), ("late",))
 
     def check(self, request: Request) -> None:
         validate(

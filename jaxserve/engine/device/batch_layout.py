@@ -96,7 +96,8 @@ class Layout:
         kv: some row may have a KV cache.
         block_size: tokens of a block; 0: not known, so that tables are always sent whole.
         drafts: whether rows may have drafts, so that logits are wanted of several tokens of a row.
-        lora: whether rows may have adapters.
+        lora: how many of the room's first columns have all adapters of its rows, see
+            `jaxserve.models.lora`; 0: no row has an adapter.
     """
 
     tokens: int
@@ -108,7 +109,7 @@ class Layout:
     kv: bool = True
     block_size: int = 0
     drafts: bool = False
-    lora: bool = False
+    lora: int = 0
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         t, r = (self.tokens,), (self.rows,)

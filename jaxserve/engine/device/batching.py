@@ -24,6 +24,7 @@ def build_batch(
     *,
     drafts_of: Callable[[int], Sequence[int]] = lambda row: (),
     adapters: np.ndarray | None = None,
+    columns: int = 0,
     mixed: bool = False,
 ) -> tuple[Layout, PackedBatch]:
     """Packs a step into the smallest layout that holds it. Who calls it launches the step, since
@@ -38,6 +39,7 @@ def build_batch(
             generated one, which comes from the row's slot, unless drafts follow it.
         drafts_of: row -> its drafted tokens, of which the step has as many as are planned.
         adapters: [n], number of each row's adapter; None where no row has one.
+        columns: how many of the room's first ones have all of those.
         mixed: whether to avoid decode layouts, even if every row has one token.
 
     Returns:
@@ -55,7 +57,7 @@ def build_batch(
         for i in np.flatnonzero(drafts).tolist():
             tokens[i] = (*tokens[i], *drafts_of(int(rows[i]))[: int(drafts[i])])
     kinds = step.plan.kinds
-    layout = buckets.fitting(counts, kinds, mixed=mixed, lora=adapters is not None)
+    layout = buckets.fitting(counts, kinds, mixed=mixed, columns=columns)
     batch = Rows(
         counts=counts,
         contexts=step.start,

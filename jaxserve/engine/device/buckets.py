@@ -49,8 +49,8 @@ class Buckets:
         decode_chunk: as in `Padding`.
         block_size: as in `Layout`.
         drafts: whether rows of the other steps may have drafts.
-        lora: whether each step is there once more for rows with adapters. Those without run as
-            they would without such steps.
+        lora: how many columns of adapters each step is compiled for once more, ascending, see
+            `Layout`; empty: no row has one. Rows without run as they would without such steps.
     """
 
     rows: tuple[int, ...]
@@ -63,7 +63,7 @@ class Buckets:
     decode_chunk: int = 1
     block_size: int = 0
     drafts: bool = False
-    lora: bool = False
+    lora: tuple[int, ...] = ()
 
     @property
     def padding(self) -> Padding:
@@ -100,7 +100,7 @@ class Buckets:
         )
 
     def fitting(
-        self, counts: np.ndarray, kinds: np.ndarray, *, mixed: bool = False, lora: bool = False
+        self, counts: np.ndarray, kinds: np.ndarray, *, mixed: bool = False, columns: int = 0
     ) -> Layout:
         """The smallest step for some rows.
 
@@ -108,12 +108,14 @@ class Buckets:
             counts: their tokens, [n].
             kinds: of their caches, [n].
             mixed: whether to avoid decode steps, even if every row has one token.
-            lora: whether any has an adapter.
+            columns: that have all of their adapters, from the first on; 0: none has one.
         """
         total, hidden = int(counts.sum()), hidden_decodes(counts, kinds)
         alone = total == len(counts) and not mixed
         found = self.decode(total, hidden=hidden) if alone else self.mixed(total, hidden=hidden)
-        return dataclasses.replace(found, lora=True) if lora else found
+        if not columns:
+            return found
+        return dataclasses.replace(found, lora=next(w for w in self.lora if columns <= w))
 
     def projection_layout(self) -> Layout:
         """The layout for projecting hidden caches to K and V: at most PROJECTED_TOKENS tokens."""
@@ -122,7 +124,7 @@ class Buckets:
     def all(self) -> list[Layout]:
         """Every layout, those without adapters and decode steps first."""
         found = self._all()
-        more = [dataclasses.replace(each, lora=True) for each in found] if self.lora else []
+        more = [dataclasses.replace(each, lora=width) for width in self.lora for each in found]
         return found + more
 
     def _all(self) -> list[Layout]:
@@ -165,7 +167,7 @@ def make_buckets(
     decode_chunk: int = 1,
     block_size: int = 0,
     drafts: bool = False,
-    lora: bool = False,
+    lora: tuple[int, ...] = (),
 ) -> Buckets:
     """Buckets up to max_rows and max_tokens. Default sizes are powers of two up to 256, multiples
     of 256 above, and the maximum itself; steps that do more than decode have 16 tokens at least, or

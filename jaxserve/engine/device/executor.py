@@ -30,8 +30,9 @@ from jaxserve.engine.device.sampling_state import SlotParams, admit, init_state,
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.engine.device.verification import Checked
 from jaxserve.models.base import Params
-from jaxserve.models.lora import Adapters, empty_adapter, make_put
+from jaxserve.models.lora import Adapters, Layers, empty_adapter, make_put
 from jaxserve.pallas_kernels import Pool, pool_format
+from jaxserve.pallas_kernels.low_rank import RANKS
 
 _SAMPLE_FULL = jax.jit(sample_full, donate_argnums=0)
 
@@ -145,11 +146,12 @@ class Executor(Protocol):
         """Frees what was saved under these keys. Unknown keys are ignored."""
         ...
 
-    def put_adapter(self, slot: int, adapter: Adapters) -> None:
-        """Fills a slot with an adapter, which rows of later steps may have.
+    def put_adapter(self, slot: int, first: int, adapter: Layers) -> None:
+        """Puts an adapter onto the device, which rows of later steps may have.
 
         Args:
             slot: below `LoraSlots.count`. No row of a later step has what was there.
+            first: the first of its columns, of which no row of a later step has what was there.
             adapter: NumPy arrays, as `jaxserve.models.lora.make_put` has it.
         """
         ...
@@ -238,8 +240,8 @@ class JaxExecutor:
         self.buckets = buckets
         self.params = params
         self._adapters, self._model_lora = adapters, model.lora
-        if adapters is not None and model.lora is not None:
-            self._put_adapter = make_put(adapters, model.lora.rank)
+        if adapters is not None:
+            self._put_adapter = make_put(adapters)
         self.pool = pool
         self._mesh = model.mesh
         self._place: Any = replicated(model.mesh)
@@ -283,11 +285,11 @@ class JaxExecutor:
         """See `Executor`."""
         self._state = admit(self._state, slot, params)
 
-    def put_adapter(self, slot: int, adapter: Adapters) -> None:
+    def put_adapter(self, slot: int, first: int, adapter: Layers) -> None:
         """See `Executor`."""
         assert self._adapters is not None
         with self._mesh or contextlib.nullcontext():
-            given = put_replicated((adapter, np.int32(slot)), self._place)
+            given = put_replicated((adapter, np.int32(slot + 1), np.int32(first)), self._place)
             self._adapters = self._put_adapter(self._adapters, *given)
 
     def submit(
@@ -503,7 +505,9 @@ class JaxExecutor:
             with self._mesh or contextlib.nullcontext():
                 self.pool = self._mover.warm_up(self.pool)
         if self._model_lora is not None and self._adapters is not None:
-            self.put_adapter(0, empty_adapter(self._adapters, self._model_lora))
+            for columns in RANKS:  # each is a program
+                if columns <= self._model_lora.rank:
+                    self.put_adapter(0, 0, empty_adapter(self._adapters, columns))
 
 
 def _scored(layout: Layout) -> bool:

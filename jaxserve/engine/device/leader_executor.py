@@ -21,7 +21,7 @@ from jaxserve.engine.errors import HostLost
 from jaxserve.hosts.group import Group
 from jaxserve.hosts.link import PATIENCE_S
 from jaxserve.hosts.messages import Message
-from jaxserve.models.lora import Adapters
+from jaxserve.models.lora import Layers
 
 
 class Calls:
@@ -123,7 +123,7 @@ class LeaderExecutor:
         with self._telling(Calls.DISCARD, keys=[int(key) for key in keys]):
             self._local.discard(keys)
 
-    def put_adapter(self, slot: int, adapter: Adapters) -> None:
+    def put_adapter(self, slot: int, first: int, adapter: Layers) -> None:
         """See `Executor`. The start refuses adapters with several hosts, so nobody calls it."""
         raise RuntimeError("adapters are not served over several hosts")
 

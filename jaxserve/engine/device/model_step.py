@@ -84,9 +84,9 @@ def _model_step(
 ) -> StepOutput:
     fields = layout.unpack(packed)
     batch = attention_batch(fields, drafts=layout.drafts)
-    if adapters is not None and model.lora is not None:
+    if adapters is not None:
         numbers = _of_tokens(fields["adapters"], fields["token_row"], layout)
-        params = with_adapters(params, adapters, numbers, model.lora.rank)
+        params = with_adapters(params, adapters, numbers, layout.lora)
     config, mesh = model.config, model.mesh
     how = kv_projection(params, config, model.max_len) if layout.hidden else None
     options: dict[str, Any] = {

@@ -210,7 +210,7 @@ def _adapter_slots(chosen: Choices, base: str) -> AdapterSlots | None:
         what = folder, model.family, model.config, slots
         return load_adapter(*what, fused=model.fused, dtype=chosen.dtype, root=root)
 
-    return AdapterSlots(slots.count, load, base)
+    return AdapterSlots(slots.count, slots.rank, load, base)
 
 
 def _header(config: Config, chosen: Choices, info: EngineInfo, initial: InitialCostModel) -> Header:

@@ -47,6 +47,7 @@ from jaxserve.pallas_kernels import (
     dtype_named,
     get_backend,
     select_backend,
+    skips_columns,
 )
 from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.cache.cache_kinds import ABSORBED, PROJECTED
@@ -209,7 +210,7 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
         decode_chunk=kernels.chunk_tokens(demand.block_size, width),
         block_size=demand.block_size,
         drafts=policy.speculates,
-        lora=slots is not None,
+        lora=() if slots is None else slots.widths(skips=mesh is None and skips_columns()),
     )
     moves, gib = policy.moves_cache, config.cache.host_gib
     goes_there = moves or (config.cache.prefix_caching and not policy.two_sided)

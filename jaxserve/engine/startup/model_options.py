@@ -243,7 +243,7 @@ def lora_bytes(
     dtype: DTypeLike,
     mesh: Mesh | None,
 ) -> int:
-    """Bytes of all slots on each device.
+    """Bytes of the room for adapters on each device.
 
     Args:
         family: the model's.

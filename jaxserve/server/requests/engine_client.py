@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxserve.engine.adapters import Adapter
+from jaxserve.engine.adapters import Adapter, AdapterLoad
 from jaxserve.engine.output import Output
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
 from jaxserve.sched.request import Grammar, Request
@@ -92,6 +92,9 @@ class EngineClient(Protocol):
 
     def live_counts(self) -> dict[tuple[str, str, bool], int]:
         """Continuations by (SLO class, tier, whether they hold cache), likewise."""
+
+    def adapter_load(self) -> AdapterLoad:
+        """Whose requests run and wait, likewise."""
 
     def drain(self, grace_s: float) -> bool:
         """Stops admission, blocks until all is finished or the grace (seconds) has passed, then

@@ -10,6 +10,7 @@ ahead of its count.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -175,6 +176,7 @@ class EngineMetrics(Collector, Observer):
         yield self._gauge("num_blocks", "Blocks of the pool.", stats.blocks_total)
         yield self._gauge("num_blocks_free", "Blocks in no use.", stats.blocks_free)
         yield self._cache_config()
+        yield self._adapters()
         text = "Blocks in use, by what they cache and who fills them."
         blocks = dict(sorted(stats.blocks.items()))
         yield self._family(GaugeMetricFamily, "num_blocks_used", text, blocks, "kind", "tier")
@@ -223,6 +225,18 @@ class EngineMetrics(Collector, Observer):
         told = (str(size), str(self._info.pool_tokens // size), str(self._info.prefix_caching))
         labels = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
         return self._family(GaugeMetricFamily, name, text, {told: 1}, *labels)
+
+    def _adapters(self) -> Metric:
+        """As that protocol has it, and vLLM: of several of it, the one with the largest number is
+        the newest. One a scrape, with at most max_lora names in each label."""
+        name, text = (
+            "lora_requests_info",
+            "Adapters of requests that run and wait; when, in seconds.",
+        )
+        load = self._engine.adapter_load()
+        told = (str(load.max_loras), ",".join(load.running), ",".join(load.waiting))
+        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        return self._family(GaugeMetricFamily, name, text, {told: time.time()}, *labels)
 
     def _live(self) -> Metric:
         """Requests without a class are there for each tier, even if there are none."""

@@ -28,6 +28,16 @@ def test_every_batch_fits(max_rows: int, max_tokens: int, data: st.DataObject) -
     assert len(buckets.all()) == len(buckets.rows) + len(buckets.tokens)
 
 
+@given(columns=st.integers(0, 256))
+def test_adapters_have_steps_of_their_own(columns: int) -> None:
+    """Of the fewest columns that will do; rows without any have those that they had."""
+    buckets = make_buckets(8, 64, width=4, lora=(64, 256))
+    layout = buckets.fitting(np.ones(3, np.int64), np.zeros(3), columns=columns)
+    assert layout in buckets.all()
+    assert layout.lora == (0 if not columns else 64 if columns <= 64 else 256)
+    assert len(buckets.all()) == 3 * len(make_buckets(8, 64, width=4).all())
+
+
 def test_padding_is_bounded() -> None:
     """Above 256 tokens a step pads at most 255; below, less than its own size."""
     buckets = make_buckets(8, 2048, width=4)

@@ -2,7 +2,7 @@
 with adapters on one shard and on two, and prints the tokens as JSON, by family and shards.
 
 OPT on two shards has caches of both kinds, so that q, k and v are apart. Llama's two KV heads are
-one for each.
+one for each. Steps on two shards are there for few columns of adapters and for all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def serve(folder: Path, family: str) -> dict[int, Any]:
     path = write_shape(folder, family)
     adapters = {
         "one": str(peft.write(folder / family / "one", path)),
-        "two": str(peft.write(folder / family / "two", path, rank=8, seed=2)),
+        "two": str(peft.write(folder / family / "two", path, rank=70, seed=2, lora_alpha=35)),
     }
     report: dict[int, Any] = {}
     for shards in SHARDS[family]:
@@ -42,13 +42,15 @@ def serve(folder: Path, family: str) -> dict[int, Any]:
             engine__token_buckets=(16,),
             scheduler__max_batch_tokens=16,
             scheduler__max_rows=4,
-            lora__max_rank=8,
+            lora__max_rank=128,
             lora__adapters=adapters,
             **hybrid,
         ) as running:
             sampling: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
             streams = [send(running, p, adapter=name, **sampling)[1] for p, name in WANTED]
             report[shards] = [stream.wait().tokens() for stream in streams]
+            widths = {layout.lora for layout in running.executor.buckets.all()}
+            assert widths == ({0, 64, 256} if shards > 1 else {0, 256})
             if mixed:
                 seen = running._scheduler.policy.seen  # type: ignore[attr-defined]
                 assert seen.hidden, seen

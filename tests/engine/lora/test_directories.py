@@ -67,6 +67,8 @@ SPOILT: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "scales by module": (setting(alpha_pattern={"fc1": 2}), ("alpha_pattern", "fc1")),
     "transposed": (setting(fan_in_fan_out=True), ("fan_in_fan_out",)),
     "a base of its own": (setting(init_lora_weights="pissa_niter_4"), ("init_lora_weights",)),
+    "another of those": (setting(init_lora_weights="lora_ga"), ("init_lora_weights", "lora_ga")),
+    "singular values": (setting(kasa_config={"beta": 1e-4}), ("kasa_config", "beta")),
     "unknown target": (setting(target_modules=["conv1"]), ("target_modules", "'conv1'")),
     "target of no text": (setting(target_modules=[7]), ("target_modules", "7")),
     "a missing half": (without(B), (B,)),

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from jaxserve.engine.adapters import Adapter, AdapterSlots, UnknownAdapter
 from jaxserve.engine.errors import AdapterError
+from jaxserve.models.lora import bucket
 from jaxserve.weights.lora import LoadedAdapter
 
-COUNT, NAMES = 3, "abcde"
+COUNT, NAMES, RANK = 3, "abcde", 32
+RANKS = (3, 8, 16, 17, 32)
 ACTS = st.lists(
     st.tuples(
         st.sampled_from(["load", "unload", "acquire", "release", "spoil"]), st.sampled_from(NAMES)
@@ -24,23 +26,28 @@ ACTS = st.lists(
 
 
 def read(folder: Path, root: Path | None) -> LoadedAdapter:
-    return LoadedAdapter((), 4, str(folder).encode())
+    """A rank for each name."""
+    rank = RANKS[ord(str(folder)[-1]) % len(RANKS)]
+    return LoadedAdapter((), rank, bucket(rank), str(folder).encode())
 
 
 @given(ACTS)
 def test_no_slot_has_two(acts: list[tuple[str, str]]) -> None:
-    slots = AdapterSlots(COUNT, read, "base")
+    slots = AdapterSlots(COUNT, RANK, read, "base")
     named: dict[str, Adapter] = {}
     held: list[Adapter] = []  # one a request
 
     def taken() -> set[int]:
         return {one.slot for one in (*named.values(), *held)}
 
-    def spoilt(slot: int, adapter: LoadedAdapter) -> None:
+    def spoilt(slot: int, first: int, adapter: LoadedAdapter) -> None:
         raise RuntimeError("it does not fit")
 
-    def put(slot: int, adapter: LoadedAdapter) -> None:
-        assert slot not in taken(), "somebody has what is there"
+    def put(slot: int, first: int, adapter: LoadedAdapter) -> None:
+        mine = set(range(first, first + adapter.columns))
+        assert adapter.columns >= adapter.rank and max(mine) < COUNT * RANK
+        for one in (*named.values(), *held):
+            assert slot != one.slot and mine.isdisjoint(one.columns), "somebody has what is there"
 
     for act, name in acts:
         if act == "load" and name not in named and len(taken()) < COUNT:
@@ -70,15 +77,15 @@ def test_no_slot_has_two(acts: list[tuple[str, str]]) -> None:
     held.clear()
     named.clear()
     for number in range(COUNT):
-        slots.load(f"n{number}", "", None, put)
+        slots.load(f"n{number}", "c", None, put)
     assert len({one.slot for one in slots.all()}) == COUNT, "all are free again"
 
 
 def test_twice_at_once() -> None:
     """Of several that load by one name, or into the last slot, one does."""
-    slots, both, told = AdapterSlots(1, read), threading.Barrier(4), Counter[str]()
+    slots, both, told = AdapterSlots(1, RANK, read), threading.Barrier(4), Counter[str]()
 
-    def slow(slot: int, adapter: LoadedAdapter) -> None:
+    def slow(slot: int, first: int, adapter: LoadedAdapter) -> None:
         refused.wait(60)
 
     refused = threading.Event()
@@ -103,4 +110,4 @@ def test_twice_at_once() -> None:
 
 def test_the_base_keeps_its_name() -> None:
     with pytest.raises(AdapterError, match="is the base model's"):
-        AdapterSlots(1, read, "base").load("base", "", None, lambda slot, adapter: None)
+        AdapterSlots(1, RANK, read, "base").load("base", "", None, lambda *given: None)

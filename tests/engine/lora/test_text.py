@@ -37,7 +37,7 @@ NAMES = ("one", "two", "three")
 COUNT = 12  # prompts
 FEW = ("q_proj", "v_proj", "fc2")
 Expected = dict[str, list[list[int]]]
-LORA = {"lora__max_loras": 4, "lora__max_rank": 8}
+LORA = {"lora__max_loras": 4, "lora__max_rank": 32}
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +46,7 @@ def folders(shapes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     folder, base = tmp_path_factory.mktemp("adapters"), shapes["opt"]
     return {
         "one": peft.write(folder / "one", base),
-        "two": peft.write(folder / "two", base, rank=8, seed=2, targets=FEW),
+        "two": peft.write(folder / "two", base, rank=20, seed=2, targets=FEW),
         "three": peft.write(folder / "three", base, rank=3, seed=3, use_rslora=True),
     }
 

@@ -179,6 +179,8 @@ def test_gauges_are_a_snapshot_of_the_engine(metrics: Server, engine: FakeEngine
     assert value(samples, "num_blocks_free") == 1023
     config = {"block_size": "16", "num_gpu_blocks": "512", "enable_prefix_caching": "False"}
     assert value(samples, "cache_config_info", **config) == 1
+    about = {"max_lora": "4", "running_lora_adapters": "", "waiting_lora_adapters": "late"}
+    assert value(samples, "lora_requests_info", **about) > 1e9  # seconds since 1970
     assert value(samples, "prefix_cache_queries_total", tier="realtime") == 300
     assert value(samples, "prefix_cache_queries_total", tier="best_effort") == 100
     assert value(samples, "prefix_cache_hits_total", tier="realtime") == 240

@@ -1,0 +1,176 @@
+"""Low-rank products that differ by row (adapters) on CPUs, compiled by numba: both factors in one
+call, of the columns that some row has, which are read once; other rows are left alone.
+
+A unit of work is some rows of one adapter and one part of the projection. Its first product, x A,
+is cut by columns, its second one by outputs; who takes one of those waits for the unit's first ones
+if they are not done. What is added to a row does not depend on which others there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numba import carray, njit
+
+from jaxserve.pallas_kernels.cpu import dot_tiles, numba_ffi, pairs, tiles
+from jaxserve.pallas_kernels.cpu.pairs import LINE
+
+COLUMNS = 8  # that an adapter's are a multiple of
+MOST_ROWS = 32  # of a unit
+OUTPUTS = 512  # of a block of B, which a core's cache holds
+FEWEST, GRAIN = 128, 64  # outputs of a share, about; it begins with a multiple of the other
+_FILES = (dot_tiles.__file__, pairs.__file__, tiles.__file__)
+# Words of a plan before its units, and of a unit.
+_HEAD, _UNIT = 3, 8
+_FIRST, _COLUMNS, _ROWS, _COUNT, _PART, _BEFORE, _LOW, _DONE = range(_UNIT)
+
+
+def takes(a: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether `add_low_rank` takes these first factors, [columns, parts, in]."""
+    if a.dtype not in (jnp.float32, jnp.bfloat16):
+        return False
+    return a.shape[2] % (LINE // a.dtype.itemsize) == 0 and a.shape[0] % COLUMNS == 0
+
+
+def add_low_rank(
+    y: jax.Array,
+    x: jax.Array,
+    a: jax.Array,
+    b: Sequence[jax.Array],
+    numbers: jax.Array,
+    owner: jax.Array,
+) -> jax.Array:
+    """See `low_rank.add_low_rank`; if `takes`, on one CPU device."""
+    call = jax.ffi.ffi_call(
+        target(wide=a.dtype == jnp.float32),
+        jax.ShapeDtypeStruct(y.shape, jnp.float32),
+        input_output_aliases={0: 0},
+        vmap_method="sequential",
+    )
+    return call(y, x.astype(a.dtype), numbers, owner, a, *b)
+
+
+@numba_ffi.compiled_once
+def target(*, wide: bool) -> str:
+    """The name of the kernel, compiled if it is the first time. Operands: y, whose place the result
+    takes; x; numbers; owner; a; and b of each part. wide: x and both factors are of float32, else
+    of bfloat16."""
+    bits = 32 if wide else 16
+
+    @njit(**numba_ffi.FAST)
+    def share(given: Any, about: int, i: int) -> None:
+        units, lows, ups = numba_ffi.words(about, _HEAD)
+        first = i < units * lows
+        pieces = lows if first else ups
+        i = i if first else i - units * lows
+        at = about + 8 * (_HEAD + i // pieces * _UNIT)
+        unit = numba_ffi.words(at, _UNIT)
+        columns, count, part = unit[_COLUMNS], unit[_COUNT], unit[_PART]
+        rows = numba_ffi.words(unit[_ROWS], count)
+        if first:
+            _, parts, depth = numba_ffi.dims(given[4], 3)
+            row = depth * bits // 8
+            x_at = numba_ffi.data_address(given[1])
+            a_at = numba_ffi.data_address(given[4]) + (unit[_FIRST] * parts + part) * row
+            each = (columns // 4 + pieces - 1) // pieces * 4
+            for c in range(i % pieces * each, min(columns, (i % pieces + 1) * each), 4):
+                for r in range(count):
+                    dot_tiles.tile(
+                        bits, 1, 4, 0, 0, 0, x_at + rows[r] * row, 0, a_at + c * parts * row,
+                        parts * row, row // LINE, 0, 0, 0, 1, 1,
+                        unit[_LOW] + 4 * (r * columns + c), 0,
+                    )  # fmt: skip
+            numba_ffi.fetch_add(at + 8 * _DONE, 1)
+            return
+        whole, outputs = numba_ffi.dims(given[5 + part], 2)
+        total, width = numba_ffi.dims(given[0], 2)
+        b = carray(
+            numba_ffi.data(given[5 + part]), (whole, outputs), np.float32 if wide else np.uint16
+        )
+        y = carray(numba_ffi.data(given[len(given) - 1]), (total, width), np.float32)
+        low = carray(numba_ffi.pointer(unit[_LOW]), (count, columns), np.float32)
+        each = ((outputs + pieces - 1) // pieces + GRAIN - 1) // GRAIN * GRAIN
+        end = min(outputs, (i % pieces + 1) * each)
+        while numba_ffi.fetch_add(at + 8 * _DONE, 0) < lows:
+            numba_ffi.sched_yield()
+        for j in range(i % pieces * each, end, OUTPUTS):
+            mine = min(OUTPUTS, end - j)
+            for c in range(0, columns, COLUMNS):
+                for r in range(count):
+                    to = y[rows[r], unit[_BEFORE] + j : unit[_BEFORE] + j + mine]
+                    _add(to, low[r, c : c + COLUMNS], b[unit[_FIRST] + c :, j : j + mine])
+
+    name = f"jaxserve_low_rank_{bits}"
+    return numba_ffi.register(name, _plan, share, __file__, *_FILES)
+
+
+@njit(**numba_ffi.FAST)
+def _add(to: Any, low: Any, b: Any) -> None:
+    """to [n] += low [COLUMNS] @ b [COLUMNS, n]."""
+    l0, l1, l2, l3, l4, l5, l6, l7 = (
+        low[0], low[1], low[2], low[3], low[4], low[5], low[6], low[7]
+    )  # fmt: skip
+    for j in range(to.shape[0]):
+        here = l0 * tiles.widened(b[0, j]) + l1 * tiles.widened(b[1, j])
+        here += l2 * tiles.widened(b[2, j]) + l3 * tiles.widened(b[3, j])
+        here += l4 * tiles.widened(b[4, j]) + l5 * tiles.widened(b[5, j])
+        here += l6 * tiles.widened(b[6, j]) + l7 * tiles.widened(b[7, j])
+        to[j] += here
+
+
+@njit(**numba_ffi.OPTIONS)
+def _plan(given: Any) -> Any:
+    """The number of shares, and the address of what they need to know: how many units there are,
+    and into how many pieces both of their products are cut; the units; the rows that have an
+    adapter, by adapter; and room for the low-rank values."""
+    numbers, owner = numba_ffi.int32s(given[2]), numba_ffi.int32s(given[3])
+    parts = numba_ffi.dims(given[4], 3)[1]
+    granules = len(owner) // COLUMNS
+    # Twice over the columns: how much room it takes, and then what goes there.
+    address, units, listed, values, widest = 0, 0, 0, 0, COLUMNS
+    rows_at, low_at = 0, 0
+    for turn in range(2):
+        if turn == 1:
+            if units == 0:
+                return 0, 0
+            rows_at = 8 * (_HEAD + units * _UNIT)
+            low_at = rows_at + 8 * listed
+            address = numba_ffi.allocate((low_at + 4 * values) // 8 + 1)
+            rows_at, low_at = address + rows_at, address + low_at
+        units, listed, values, g = 0, 0, 0, 0
+        while g < granules:
+            number, first = owner[g * COLUMNS], g
+            while g < granules and owner[g * COLUMNS] == number:
+                g += 1
+            columns, count = (g - first) * COLUMNS, 0
+            if number == 0:
+                continue
+            widest = max(widest, columns)
+            for row in range(len(numbers)):
+                if numbers[row] == number:
+                    if turn == 1:
+                        numba_ffi.words(rows_at + 8 * (listed + count), 1)[0] = row
+                    count += 1
+            for begin in range(0, count, MOST_ROWS):
+                some, before = min(MOST_ROWS, count - begin), 0
+                for part in range(parts):
+                    if turn == 1:
+                        unit = numba_ffi.words(address + 8 * (_HEAD + units * _UNIT), _UNIT)
+                        unit[_FIRST], unit[_COLUMNS] = first * COLUMNS, columns
+                        unit[_ROWS], unit[_COUNT] = rows_at + 8 * (listed + begin), some
+                        unit[_PART], unit[_BEFORE] = part, before
+                        unit[_LOW], unit[_DONE] = low_at + 4 * values, 0
+                        before += numba_ffi.dims(given[5 + part], 2)[1]
+                    units, values = units + 1, values + some * columns
+            listed += count
+    wanted = (2 * numba_ffi.threads() + units - 1) // units
+    outputs = numba_ffi.dims(given[0], 2)[1] // parts
+    head = numba_ffi.words(address, _HEAD)
+    head[0] = units
+    head[1] = min(wanted, widest // 4)
+    head[2] = min(wanted, max(1, outputs // FEWEST))
+    return units * (head[1] + head[2]), address
