@@ -26,7 +26,6 @@ from jaxserve.engine.device.step_model import StepModel
 from jaxserve.engine.startup.build import build_engine
 from jaxserve.engine.startup.pool_size import choose_block_size
 from jaxserve.models.base import Family, ModelConfig, Params, with_quantization
-from jaxserve.models.lora import BASE, Adapters, LoraSlots, adapter_specs, make_adapters
 from jaxserve.models.registry import get_family
 from jaxserve.pallas_kernels import HIDDEN, KV, pool_format
 from jaxserve.pallas_kernels.pool import Pool
@@ -35,7 +34,6 @@ from jaxserve.sched.cache.cache_kinds import ABSORBED
 from jaxserve.weights import fuse_loaded, load_params, transpose_loaded
 
 Step = Callable[[Params, Pool, jax.Array], tuple[Pool, jax.Array]]
-RANK = 16  # of adapters
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,6 @@ class StepSize:
         dtype: of weights and pool, where these do not say otherwise:
         quantization: of the weights, as `model.quantization` has it.
         cache: dtype of the pool.
-        adapters: slots of adapters of `RANK` for all projections; every second row has one.
     """
 
     model: str
@@ -60,17 +57,11 @@ class StepSize:
     dtype: str = "bfloat16"
     quantization: str = ""
     cache: str = ""
-    adapters: int = 0
 
     @property
     def weights(self) -> str:
         """How the weights are stored."""
         return self.quantization or self.dtype
-
-    @property
-    def lora(self) -> LoraSlots | None:
-        """The slots; None where there are none."""
-        return LoraSlots(self.adapters, RANK) if self.adapters else None
 
     @property
     def cached(self) -> str:
@@ -122,21 +113,16 @@ def decode_steps(size: StepSize, backend: str, copy_rate: float) -> list[StepTim
     weights -= unread_bytes(params, config, size.rows)
     vectors = size.rows * size.context * config.num_layers * heads.vector_bytes(size.cached)
     cases = [("KV", KV, 2 * vectors)]
-    alike = size.weights == size.cached == size.dtype and not size.adapters
+    alike = size.weights == size.cached == size.dtype
     if heads.offers_hidden and not heads.rotary and alike:
         cases.append(("hidden, absorbed", HIDDEN, vectors))
-    adapters = None
-    if size.lora is not None:
-        specs = adapter_specs(family, config, size.lora, fused=True)
-        adapters = make_adapters(specs, dtype, None)
     found = []
     for name, kind, cached in reversed(cases):
         if kind == KV:  # as an engine without hidden caches has them
             params = transpose_loaded(fuse_loaded(params, family, config), dtype)
-        floor = weights + cached + sum(leaf.nbytes for leaf in jax.tree.leaves(adapters))
-        seconds = _step_seconds(size, kind, family, config, heads, params, adapters, backend)
-        stored = size.weights + (f", {size.adapters} adapters" if size.adapters else "")
-        about = (size.model, stored, f"{name}, {size.cached}", size.rows, size.context)
+        floor = weights + cached
+        seconds = _step_seconds(size, kind, family, config, heads, params, backend)
+        about = (size.model, size.weights, f"{name}, {size.cached}", size.rows, size.context)
         found.append(StepTime(*about, seconds, floor, floor / copy_rate))
     return found[::-1]
 
@@ -148,7 +134,6 @@ def _step_seconds(
     config: ModelConfig,
     heads: Heads,
     params: Params,
-    adapters: Adapters | None,
     backend: str,
 ) -> float:
     blocks = size.rows * int(blocks_for(size.context, size.block_size))
@@ -156,7 +141,7 @@ def _step_seconds(
     pool = inputs.random_pool(heads, config.num_layers, blocks, size.block_size, dtype)
     rows = _decodes(size, kind, np.random.default_rng(0).permutation(blocks))
     placed = pool_format(pool)
-    step = _engine_step(size, family, config, rows, backend, placed, adapters)
+    step = _engine_step(family, config, rows, backend, placed, jnp.dtype(size.dtype))
     # Where the step puts its results, lest it be compiled once for these and once for those.
     pool = jax.device_put(pool, placed)
     tokens = jax.device_put(jnp.ones(size.rows, jnp.int32), pool.sharding)
@@ -193,42 +178,27 @@ def _decodes(size: StepSize, kind: int, blocks: np.ndarray) -> Rows:
         tokens=((),) * size.rows,
         slots=np.arange(size.rows),
         emits=1,
-        adapters=_numbers(size),
     )
 
 
-def _numbers(size: StepSize) -> np.ndarray | int:
-    """Each row's adapter, by turns, in every second one."""
-    if not size.adapters:
-        return 0
-    index = np.arange(size.rows)
-    return np.where(index % 2, 1 + index // 2 % size.adapters, BASE)
-
-
 def _engine_step(
-    size: StepSize,
     family: Family,
     config: ModelConfig,
     rows: Rows,
     backend: str,
     pool_format: Any,
-    adapters: Adapters | None,
+    dtype: jnp.dtype,
 ) -> Step:
     """The engine's own step over these rows, and no padding."""
     hidden, (count, _, width) = rows.kind == HIDDEN, rows.tables.shape
-    layout = Layout(
-        *(count, count, width, count, True, count if hidden else 0, not hidden),
-        lora=adapters is not None,
-    )
+    layout = Layout(count, count, width, count, True, count if hidden else 0, not hidden)
     placed = jnp.asarray(layout.pack(rows).buffer)
-    read, dtype = ABSORBED if hidden else None, jnp.dtype(size.dtype)
-    model = StepModel(family, config, backend, None, read, activations=dtype, lora=size.lora)
+    read = ABSORBED if hidden else None
+    model = StepModel(family, config, backend, None, read, activations=dtype)
     step = make_model_step(model, pool_format)
 
     def run(params: Params, pool: Pool, tokens: jax.Array) -> tuple[Pool, jax.Array]:
-        beside = () if adapters is None else (adapters,)
-        newest = Newest(tokens, tokens)
-        done = step(params, pool, newest, placed, *beside, layout=layout)
+        done = step(params, pool, Newest(tokens, tokens), placed, layout=layout)
         return done.pool, done.logits
 
     return run

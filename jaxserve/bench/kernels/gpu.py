@@ -6,11 +6,10 @@
 Checks every kernel against its reference, times them, and products with weights in few bits and of
 mixtures of experts, tries decode attention by other backends, which none but whoever reads here may
 choose, then runs OPT-13B, Llama-3-8B and Qwen3-30B-A3B with random weights: decode steps against
-their byte floors with either kind of cache, in few bits, and with adapters, and the engine's
-throughput. --sections names some of these. Sections that would start too late are left out, and
-said to be; one that fails does not stop the others. With 80 GB, set
-XLA_PYTHON_CLIENT_MEM_FRACTION=0.95. Exit codes: 0, 1 where a check or a section failed or there is
-no GPU, 2 for a wrong command line.
+their byte floors with either kind of cache, and in few bits, and the engine's throughput.
+--sections names some of these. Sections that would start too late are left out, and said to be; one
+that fails does not stop the others. With 80 GB, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95. Exit
+codes: 0, 1 where a check or a section failed or there is no GPU, 2 for a wrong command line.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ STEPS = (
     replace(_LLAMA, quantization="int8"),
     replace(_LLAMA, quantization="int4"),
     replace(_LLAMA, quantization="int4", cache="int8"),
-    replace(_LLAMA, adapters=8),
     StepSize("qwen3-30b-a3b", context=2048),
 )
 

@@ -34,7 +34,7 @@ SMALL, GROUPED = Heads(2, 2, 16), Heads(4, 2, 16)
 ABOUT: dict[str, Any] = {"date": "2000-01-01", "versions": {"jax": "0"}, "machine": {}}
 SECTIONS = (
     *("checks", "kernels", "products", "mixtures", "decodes by others"),
-    *("step 1", "step 2", "step 3", "throughput"),
+    *("step 1", "step 2", "throughput"),
 )
 TOY = Plan(
     backend="xla",
@@ -51,7 +51,6 @@ TOY = Plan(
     steps=(
         StepSize("tiny", rows=2, context=16, dtype="float32"),
         StepSize("tiny", rows=2, context=16, quantization="int8", cache="int8"),
-        StepSize("tiny", rows=3, context=16, dtype="float32", adapters=2),
     ),
     mixtures=("mix",),
     tokens=(1, 3),
@@ -122,8 +121,7 @@ def test_every_section_runs(outcome: Outcome) -> None:
         "stage out",
         "stage in",
     }
-    kv, hidden, small, adapted = outcome.steps
-    assert adapted.weights == "float32, 2 adapters"
+    kv, hidden, small = outcome.steps
     assert [one.shape for one in outcome.mixtures] == ["1 x 64 x 32, 2 of 8", "3 x 64 x 32, 2 of 8"]
     assert (kv.cache, hidden.cache) == ("KV, float32", "hidden, absorbed, float32")
     assert (small.weights, small.cache) == ("int8", "KV, int8")
@@ -185,10 +183,9 @@ def test_a_kernel_that_the_clock_did_not_see_meets_no_target(outcome: Outcome) -
     assert [text for text, _, _ in targets if "products" not in text] == [
         "tiny, float32, KV, float32: decode step of 2 within 1.25 of its byte floor",
         "tiny, int8, KV, int8: decode step of 2 within 1.25 of its byte floor",
-        "tiny, float32, 2 adapters, KV, float32: decode step of 3 within 1.25 of its byte floor",
     ]
     seen = [dataclasses.replace(one, seconds=1.0) for one in outcome.kernels]
-    assert len(gpu_report.targets(dataclasses.replace(outcome, kernels=seen, products=[]))) == 8
+    assert len(gpu_report.targets(dataclasses.replace(outcome, kernels=seen, products=[]))) == 7
 
 
 def test_sections_without_time_are_left_out() -> None:
