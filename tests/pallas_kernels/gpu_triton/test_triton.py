@@ -23,7 +23,9 @@ from tests.pallas_kernels.conformance import ABSORBED, ATTENTION, PAGED, Attenti
 BACKEND = "triton-interpret"
 # Five tiles of context for decodes and chunks, ten for projections; a head_dim that is padded.
 DECODES = Case("decodes", Shape(6, 2, head_dim=40, rows=3, width=20, tokens=3), parts=("rotary",))
-CHUNKS = Case("chunks", dataclasses.replace(DECODES.shape, rows=4, tokens=40), window=50)
+CHUNKS = Case(
+    "chunks", dataclasses.replace(DECODES.shape, rows=4, tokens=40), window=50, sinks=True
+)
 WHICH = [
     pytest.param(attention, case, id=f"{attention.name}-{case.name}")
     for attention in ATTENTION
