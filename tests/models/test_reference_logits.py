@@ -47,7 +47,8 @@ def test_dense_logits(name):
     np.testing.assert_allclose(got, case.logits, atol=TOLERANCE, rtol=0)
 
 
-# Rounding Gemma's weights moves transformers' own logits by 14 roundings.
+# Rounding Gemma's weights moves transformers' own logits by 14 roundings. Mixtral is not among
+# these: it is off by up to 158, where a router may take another expert.
 @pytest.mark.parametrize(
     ("name", "roundings"),
     [
@@ -58,6 +59,8 @@ def test_dense_logits(name):
         ("gemma2", 20),
         ("gpt_oss", 12),
         ("deepseek_v2_lite", 12),
+        ("qwen2_moe", 12),
+        ("qwen3_moe", 12),
     ],
 )
 def test_dense_logits_of_bfloat16_weights_are_as_near_as_that_allows(name, roundings):
