@@ -86,40 +86,56 @@ def target(*, wide: bool) -> str:
                     )  # fmt: skip
             numba_ffi.fetch_add(at + 8 * _DONE, 1)
             return
-        whole, outputs = numba_ffi.dims(given[5 + part], 2)
-        total, width = numba_ffi.dims(given[0], 2)
-        b = carray(
-            numba_ffi.data(given[5 + part]), (whole, outputs), np.float32 if wide else np.uint16
-        )
-        y = carray(numba_ffi.data(given[len(given) - 1]), (total, width), np.float32)
-        low = carray(numba_ffi.pointer(unit[_LOW]), (count, columns), np.float32)
+        outputs, width = numba_ffi.dims(given[5 + part], 2)[1], numba_ffi.dims(given[0], 2)[1]
+        size = bits // 8
+        b_at = numba_ffi.data_address(given[5 + part]) + unit[_FIRST] * outputs * size
+        y_at = numba_ffi.data_address(given[len(given) - 1]) + 4 * unit[_BEFORE]
         each = ((outputs + pieces - 1) // pieces + GRAIN - 1) // GRAIN * GRAIN
-        end = min(outputs, (i % pieces + 1) * each)
+        begin, end = i % pieces * each, min(outputs, (i % pieces + 1) * each)
+        # Of several rows by blocks that stay in a cache; else memory is read in longer pieces.
+        block = OUTPUTS if count > 2 else each
         while numba_ffi.fetch_add(at + 8 * _DONE, 0) < lows:
             numba_ffi.sched_yield()
-        for j in range(i % pieces * each, end, OUTPUTS):
-            mine = min(OUTPUTS, end - j)
+        for j in range(begin, end, block):
+            mine = min(block, end - j)
             for c in range(0, columns, COLUMNS):
                 for r in range(count):
-                    to = y[rows[r], unit[_BEFORE] + j : unit[_BEFORE] + j + mine]
-                    _add(to, low[r, c : c + COLUMNS], b[unit[_FIRST] + c :, j : j + mine])
+                    _add(
+                        y_at + 4 * (rows[r] * width + j),
+                        unit[_LOW] + 4 * (r * columns + c),
+                        b_at + (c * outputs + j) * size,
+                        outputs * size,
+                        mine,
+                        np.float32 if wide else np.uint16,
+                    )
 
     name = f"jaxserve_low_rank_{bits}"
     return numba_ffi.register(name, _plan, share, __file__, *_FILES)
 
 
 @njit(**numba_ffi.FAST)
-def _add(to: Any, low: Any, b: Any) -> None:
-    """to [n] += low [COLUMNS] @ b [COLUMNS, n]."""
-    l0, l1, l2, l3, l4, l5, l6, l7 = (
-        low[0], low[1], low[2], low[3], low[4], low[5], low[6], low[7]
-    )  # fmt: skip
-    for j in range(to.shape[0]):
-        here = l0 * tiles.widened(b[0, j]) + l1 * tiles.widened(b[1, j])
-        here += l2 * tiles.widened(b[2, j]) + l3 * tiles.widened(b[3, j])
-        here += l4 * tiles.widened(b[4, j]) + l5 * tiles.widened(b[5, j])
-        here += l6 * tiles.widened(b[6, j]) + l7 * tiles.widened(b[7, j])
-        to[j] += here
+def _add(y_at: int, low_at: int, b_at: int, b_row: int, n: int, kind: Any) -> None:
+    """y [n] += low [COLUMNS] @ b [COLUMNS, n], by their addresses. b_row: bytes from one row of b
+    to the next; kind: of its numbers."""
+    y = carray(numba_ffi.pointer(y_at), (n,), np.float32)
+    low = carray(numba_ffi.pointer(low_at), (COLUMNS,), np.float32)
+    b0, b1 = _row(b_at, 0, b_row, n, kind), _row(b_at, 1, b_row, n, kind)
+    b2, b3 = _row(b_at, 2, b_row, n, kind), _row(b_at, 3, b_row, n, kind)
+    b4, b5 = _row(b_at, 4, b_row, n, kind), _row(b_at, 5, b_row, n, kind)
+    b6, b7 = _row(b_at, 6, b_row, n, kind), _row(b_at, 7, b_row, n, kind)
+    l0, l1, l2, l3 = low[0], low[1], low[2], low[3]
+    l4, l5, l6, l7 = low[4], low[5], low[6], low[7]
+    for j in range(n):
+        here = l0 * tiles.widened(b0[j]) + l1 * tiles.widened(b1[j])
+        here += l2 * tiles.widened(b2[j]) + l3 * tiles.widened(b3[j])
+        here += l4 * tiles.widened(b4[j]) + l5 * tiles.widened(b5[j])
+        here += l6 * tiles.widened(b6[j]) + l7 * tiles.widened(b7[j])
+        y[j] += here
+
+
+@njit(**numba_ffi.INLINE)
+def _row(at: int, k: int, size: int, n: int, kind: Any) -> Any:
+    return carray(numba_ffi.pointer(at + k * size), (n,), kind)
 
 
 @njit(**numba_ffi.OPTIONS)
