@@ -21,6 +21,7 @@ at least so many seconds. By the 99th percentile alone a stream may stand still 
 you like."""
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 32
+MAX_SHOWN_TOKEN_IDS = 32
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_LOGIT_BIAS = 300
@@ -91,6 +92,7 @@ class GrammarKind(enum.StrEnum):
     JSON_SCHEMA = enum.auto()
     REGEX = enum.auto()
     CHOICE = enum.auto()
+    LARK = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,9 @@ class Grammar:
     Attributes:
         kind: What `text` is.
         text: A JSON Schema; a regular expression that matches the whole output; a JSON array of
-            strings to choose from; or "" for any JSON object.
+            strings to choose from; "" for any JSON object; or a JSON object with `lark`, a grammar
+            in llguidance's dialect of Lark, and `schemas`, JSON Schemas by the names by which it
+            refers to them. Only the server makes those.
 
     Raises:
         InvalidRequest: The text is empty or too long.
@@ -150,6 +154,12 @@ class Grammar:
             raise InvalidRequest(name, "needs at least one string, and none may be empty")
         return cls(GrammarKind.CHOICE, json.dumps(list(choices)))
 
+    @classmethod
+    def lark(cls, rules: str, schemas: Mapping[str, Mapping[str, Any]]) -> Grammar:
+        """Text by the rules, in which @NAME is JSON that is valid for the schema of that name.
+        InvalidRequest if both together are too long."""
+        return cls(GrammarKind.LARK, json.dumps({"lark": rules, "schemas": schemas}))
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -177,6 +187,7 @@ class SamplingParams:
         n: How many continuations. Continuation i of a seeded request uses seed + i.
         grammar: A constraint on the output. Only tokens that it allows are sampled, and the output
             ends where nothing can follow.
+        shown_token_ids: Special tokens that are part of the text, by their names; others add none.
 
     Raises:
         InvalidRequest: A value is out of range; it names the field.
@@ -200,6 +211,7 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     grammar: Grammar | None = None
+    shown_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _in_range("max_tokens", self.max_tokens, 1, None)
@@ -222,6 +234,7 @@ class SamplingParams:
         for _, bias in self.logit_bias:
             _in_range("logit_bias", bias, -100.0, 100.0)
         at_most_entries("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        at_most_entries("shown_token_ids", len(self.shown_token_ids), MAX_SHOWN_TOKEN_IDS)
         at_most_entries("stop", len(self.stop), MAX_STOP_STRINGS)
         for string in self.stop:
             if not 1 <= len(string) <= MAX_STOP_LENGTH:
@@ -326,6 +339,7 @@ def validate(request: Request, *, max_model_len: int, vocab_size: int, pool_toke
         ("prompt", request.prompt),
         ("logit_bias", tuple(token for token, _ in request.sampling.logit_bias)),
         ("stop_token_ids", request.sampling.stop_token_ids),
+        ("shown_token_ids", request.sampling.shown_token_ids),
         ("prediction", request.prediction),
     )
     for name, tokens in named:

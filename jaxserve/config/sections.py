@@ -382,6 +382,8 @@ class ServerConfig:
             met (1; policy goodput goes by it). Classes of one's own go beside these,
             --config.server.slo_classes.mine=ttft=2s:tbt=50ms. Tokens come at the speed at which
             people read (AccelGen section 1: 0.1875 s each), and at half of it.
+        tool_format: How the model writes calls of tools: hermes, json, llama3, mistral, pythonic or
+            qwen. auto: as its chat template says.
     """
 
     host: str = "localhost"
@@ -408,6 +410,7 @@ class ServerConfig:
     batch_key_share: float = 0.25
     batch_key_files: int = 10_000
     slo_classes: Mapping[str, str] = field(default_factory=lambda: dict(SLO_CLASSES))
+    tool_format: str = "auto"
 
     def __post_init__(self) -> None:
         for name, low, high in (

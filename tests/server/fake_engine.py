@@ -116,6 +116,7 @@ class FakeEngine:
         self.gives_up = False  # whoever comes
         self.wait_s = Wait(seconds=0.25, alone=0.125)
         self.text: Callable[[int], str] = lambda k: f" w{k}"
+        self.ends_at: int | None = None  # tokens after which a text ends by itself
         self._thread: threading.Thread | None = None
 
     # The contract.
@@ -354,7 +355,10 @@ class FakeEngine:
             self._prompt(running, index, sampling.prompt_logprobs)
         output = Output(running.request.id, index, (token,), self.text(done), logprobs)
         running.produced[index] = done + 1
-        if done + 1 < sampling.max_tokens:
+        if done + 1 == self.ends_at:
+            self._finish(running, index, FinishReason.STOP, output)
+            del running.produced[index]
+        elif done + 1 < sampling.max_tokens:
             running.on_output(output)
         else:
             self._finish(running, index, FinishReason.LENGTH, output)

@@ -1,7 +1,7 @@
 """Text to token ids, and token ids to text as they come, one at a time.
 
 A detokeniser only returns text that no later token can change: it never splits a UTF-8 character,
-whose bytes may come in several tokens. Special tokens yield no text.
+whose bytes may come in several tokens. Special tokens yield no text, unless they are asked for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import codecs
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -77,8 +77,9 @@ class Tokenizer(Protocol):
         """One token by itself, for display. Special tokens give their names."""
         ...
 
-    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
-        """A detokeniser for one continuation of the prompt."""
+    def detokenizer(self, prompt: Sequence[int] = (), shown: Sequence[int] = ()) -> Detokenizer:
+        """A detokeniser for one continuation of the prompt. shown: special tokens whose names are
+        part of its text."""
         ...
 
     def definition(self) -> str | None:
@@ -132,11 +133,16 @@ class HFTokenizer:
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text.encode()
 
-    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, prompt: Sequence[int] = (), shown: Sequence[int] = ()) -> Detokenizer:
         """See `Tokenizer`. Works on bytes if the vocabulary is byte-level, else decodes a window of
         tokens again."""
         tail = prompt[-_PROMPT_TAIL:]
-        return _WindowDetokenizer(self, tail) if self._bytes is None else _Utf8(self, tail)
+        made = _WindowDetokenizer(self, tail) if self._bytes is None else _Utf8(self, tail)
+        return (
+            _Showing(made, {token: self.piece(token).decode() for token in shown})
+            if shown
+            else made
+        )
 
     def definition(self) -> str | None:
         """See `Tokenizer`. Without truncation and padding."""
@@ -186,7 +192,7 @@ class NullTokenizer:
         """Nothing."""
         return b""
 
-    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, prompt: Sequence[int] = (), shown: Sequence[int] = ()) -> Detokenizer:
         """One whose deltas are all empty."""
         return _Silent()
 
@@ -265,6 +271,24 @@ class _Utf8:
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+
+class _Showing:
+    """Another one, with texts of its own for some tokens, which are the end of any character that
+    comes before them."""
+
+    def __init__(self, inner: Detokenizer, texts: Mapping[int, str]) -> None:
+        self._inner, self._texts = inner, texts
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        return "".join(map(self._one, token_ids))
+
+    def flush(self) -> str:
+        return self._inner.flush()
+
+    def _one(self, token_id: int) -> str:
+        text = self._texts.get(token_id)
+        return self._inner.feed((token_id,)) if text is None else self._inner.flush() + text
 
 
 class _WindowDetokenizer:

@@ -11,8 +11,8 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -248,6 +248,17 @@ def _source(grammar: Grammar) -> str:
         case GrammarKind.CHOICE:
             choices: list[str] = json.loads(text)
             return LLMatcher.grammar_from_regex("|".join(map(_literal, choices)))
+        case GrammarKind.LARK:
+            return _with_schemas(**json.loads(text))
+
+
+def _with_schemas(lark: str, schemas: Mapping[str, Mapping[str, Any]]) -> str:
+    """The grammar that begins with the Lark rules."""
+    named = [
+        {"name": name, "json_schema": {**schema, "x-guidance": _JSON}}
+        for name, schema in schemas.items()
+    ]
+    return json.dumps({"grammars": [{"name": "start", "lark_grammar": lark}, *named]})
 
 
 def _as_ecma(escaped: re.Match[str]) -> str:

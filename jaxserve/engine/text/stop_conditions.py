@@ -81,7 +81,7 @@ class ContinuationText:
         matcher: Matcher | None = None,
     ) -> None:
         self.matcher = matcher
-        self._detokenizer = tokenizer.detokenizer(prompt)
+        self._detokenizer = tokenizer.detokenizer(prompt, sampling.shown_token_ids)
         self._strings = StopStrings(sampling.stop)
         self._ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:

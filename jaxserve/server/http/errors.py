@@ -150,7 +150,9 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 
 # What pydantic has in its ways into a value beside names and numbers: alternatives of a union.
-_TYPE = re.compile(r"str|bool|SloFields|(list|dict|function-[a-z]+)\[.*\]|constrained-\w+")
+_TYPE = re.compile(
+    r"str|bool|SloFields|ChosenTool|(list|dict|function-[a-z]+)\[.*\]|constrained-\w+"
+)
 _UNKNOWN = "extra_forbidden"
 SHOWN = 80
 """Characters of a name that somebody made up, in an error."""

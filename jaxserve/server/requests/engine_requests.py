@@ -18,6 +18,7 @@ from jaxserve.engine.errors import EngineStopped
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.sched.request import (
     SLO,
+    Grammar,
     InvalidRequest,
     Request,
     SamplingParams,
@@ -190,10 +191,15 @@ class EngineRequests:
         grammar, and encoding a long prompt and making its keys."""
         loop, grammar = asyncio.get_running_loop(), fields.sampling.get("grammar")
         if grammar is not None:
-            await loop.run_in_executor(self._grammars, self._engine.check_grammar, grammar)
+            await self.check_grammar(grammar)
         if len(fields.prompt) + len(fields.prediction) > _INLINE_LENGTH:
             return await loop.run_in_executor(self._encoders, self._ready, fields)
         return self._ready(fields)
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Gets it ready for the engine. Raises InvalidRequest, which says what is wrong with it."""
+        check = self._engine.check_grammar
+        await asyncio.get_running_loop().run_in_executor(self._grammars, check, grammar)
 
     def _ready(self, fields: RequestFields) -> Request:
         return self._engine.with_keys(self.build_request(fields))

@@ -18,31 +18,40 @@ from jaxserve.server.http.openai.choices import Answer, LogprobLists, finish_fie
 from jaxserve.server.http.openai.logprobs import chat_logprobs
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import ChatRequest, TokenizeRequest
+from jaxserve.server.http.openai.tool_messages import MessageDeltas, message_with_calls
+from jaxserve.server.http.openai.tool_options import ToolUse, shown_tools, tool_sampling, tool_use
 from jaxserve.server.requests.output_streams import Delta
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
+from jaxserve.server.tools.parser import CallParser
 
 
 async def chat_response(context: RouteContext, body: ChatRequest, http: HttpRequest) -> Response:
     """The answer, whole or as a stream of events."""
-    wanted = await _wanted(context, body, record_of(http).caller)
-    return await _ChatAnswer(context, body, wanted, http).response()
+    use = tool_use(body)
+    wanted = await _wanted(context, body, use, record_of(http).caller)
+    answer = _ChatAnswer if use is None else _ToolAnswer
+    return await answer(context, body, wanted, http, use).response()
 
 
-async def _wanted(context: RouteContext, body: ChatRequest, caller: Caller) -> list[Request]:
+async def _wanted(
+    context: RouteContext, body: ChatRequest, use: ToolUse | None, caller: Caller
+) -> list[Request]:
     request_options.check_stream_options(body)
     context.requests.check_open()
+    held = await tool_sampling(context, use)
     text = await asyncio.wrap_future(render_chat(context.template, body, caller.name))
     prompt = await context.template.encode(text, context.requests.encode)
-    return await context.make_requests(
-        body, [prompt], _sampling(context, body, len(prompt)), caller
-    )
+    sampling = {**_sampling(context, body, len(prompt)), **held}
+    return await context.make_requests(body, [prompt], sampling, caller)
 
 
 def chat_sampling(
     context: RouteContext, body: ChatRequest, tenant: str
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Prompt and fields of SamplingParams, for who may wait for the encoding. Raises
-    InvalidRequest."""
+    """Prompt and fields of SamplingParams of a batch's line, for who may wait for the encoding.
+    Raises InvalidRequest."""
+    if tool_use(body) is not None:
+        raise InvalidRequest("tools", "are not for batches yet")
     text = render_chat(context.template, body, tenant).result()
     prompt = tuple(context.template.encode(text, context.engine.encode))
     return prompt, _sampling(context, body, len(prompt))
@@ -57,6 +66,7 @@ def render_chat(
         add_generation_prompt=body.add_generation_prompt,
         kwargs=body.chat_template_kwargs,
         tenant=tenant,
+        tools=shown_tools(body),
     )
 
 
@@ -84,8 +94,14 @@ class _ChatAnswer(Answer):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(
-        self, context: RouteContext, body: ChatRequest, wanted: Sequence[Request], http: HttpRequest
+        self,
+        context: RouteContext,
+        body: ChatRequest,
+        wanted: Sequence[Request],
+        http: HttpRequest,
+        use: ToolUse | None,
     ) -> None:
+        self._use, self._form = use, context.template.tool_format
         self._engine, self._with_logprobs = context.engine, bool(body.logprobs)
         super().__init__(context, body, wanted, http)
 
@@ -106,6 +122,37 @@ class _ChatAnswer(Answer):
         return {"delta": {"content": text} if text else {}, "logprobs": told}
 
     def beginnings(self) -> Iterable[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant", "content": "" if self._use is None else None}
         for number in range(self._n):
             yield {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+class _ToolAnswer(_ChatAnswer):
+    """Of a chat that may call tools."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._deltas = [MessageDeltas(self._parser(), self._form.new_id) for _ in range(self._n)]
+
+    def _parser(self) -> CallParser:
+        assert self._use is not None
+        return self._form.parser(self._use.tools, None if self._use.parallel else 1)
+
+    def whole_fields(self, text: str, ended: dict[str, Any]) -> dict[str, Any]:
+        message, called = message_with_calls(self._parser(), text, self._form.new_id)
+        return {"message": message, **(_with_calls(ended) if called else ended)}
+
+    def chunk_fields(
+        self, number: int, text: str, logprobs: Any, ended: dict[str, Any]
+    ) -> dict[str, Any]:
+        fields = super().chunk_fields(number, text, logprobs, ended)
+        deltas = self._deltas[number]
+        fields["delta"] = deltas.delta(text, last=bool(ended))
+        return _with_calls(fields) if deltas.calls else fields
+
+
+def _with_calls(ended: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an answer with calls that has ended by itself; those of others stay."""
+    if ended.get("finish_reason") != "stop":
+        return ended
+    return {**ended, "finish_reason": "tool_calls"}

@@ -96,6 +96,16 @@ class Answer(ABC):
     def piece_fields(self, text: str, logprobs: Any) -> dict[str, Any]:
         """The same for a chunk of a stream."""
 
+    def whole_fields(self, text: str, ended: dict[str, Any]) -> dict[str, Any]:
+        """All fields of a continuation but its number. ended: those that say how it ended."""
+        return {**self.text_fields(text), **ended}
+
+    def chunk_fields(
+        self, number: int, text: str, logprobs: Any, ended: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The same for a chunk of a stream."""
+        return {**self.piece_fields(text, logprobs), "finish_reason": None, **ended}
+
     async def response(self) -> Response:
         """The whole response, or a stream of events."""
         generating = self._generating
@@ -123,7 +133,7 @@ class Answer(ABC):
         def made() -> bytes:
             choices = [
                 _with(
-                    to_json({"index": number, **self.text_fields(text), **ends[number]}),
+                    to_json({"index": number, **self.whole_fields(text, ends[number])}),
                     {"logprobs": b"null" if told is None else told.json()},
                 )
                 for number, (text, told) in enumerate(zip(whole, lists, strict=True))
@@ -141,10 +151,10 @@ class Answer(ABC):
             yield self._chunk(head, choice)
         async for number, delta in self._generating.deltas():
             text, logprobs, ended = self.news(number, delta)
-            piece = self.piece_fields(text, logprobs)
-            if delta.expected_missed:
+            piece = self.chunk_fields(number, text, logprobs, ended)
+            if delta.expected_missed and "slo" not in piece:
                 piece["slo"] = GIVEN_UP
-            yield self._chunk(head, {"index": number, **piece, "finish_reason": None, **ended})
+            yield self._chunk(head, {"index": number, **piece})
         if options is not None and options.include_usage:
             yield {**head, "choices": [], "usage": self._usage()}
 

@@ -122,8 +122,12 @@ def naming_grammar_fields(body: Generation) -> Iterator[None]:
     except InvalidRequest as error:
         if not error.field_name.startswith("grammar."):
             raise
-        name = next(name for name, _ in _asked(body))
-        raise InvalidRequest(name, error.problem) from None
+        raise InvalidRequest(grammar_field(body) or "tools", error.problem) from None
+
+
+def grammar_field(body: Generation) -> str | None:
+    """The field that has its grammar; None where there is none. Raises InvalidRequest."""
+    return next((name for name, _ in _asked(body)), None)
 
 
 def _asked(body: Generation) -> Iterator[tuple[str, Callable[[], Grammar]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,17 @@ class RouteContext:
         except UnknownAdapter:
             problem = f"there is no model {model!r:.80} here; this server has {self.model!r}"
             raise ApiError(404, problem, param="model", code="model_not_found") from None
+
+    @functools.cached_property
+    def special_markers(self) -> dict[str, int]:
+        """Ids of those texts around calls of tools that are special tokens of the model, which are
+        no text by themselves."""
+        found = {}
+        for marker in self.template.tool_format.markers:
+            ids = self.engine.encode(marker, special=False)
+            if len(ids) == 1 and not self.engine.decode(ids):
+                found[marker] = ids[0]
+        return found
 
     async def make_requests(
         self,

@@ -30,6 +30,8 @@ from jaxserve.sched.request import (
     MAX_STOP_TOKEN_IDS,
 )
 from jaxserve.server.requests.engine_requests import MAX_CACHE_KEY
+from jaxserve.server.tools.calls import NOTHING, Tool
+from jaxserve.server.tools.schema_check import schema_problem
 
 MAX_PROMPTS = 128
 """Prompts of one call."""
@@ -39,7 +41,10 @@ MAX_TEXT_PARTS = 1000
 """Pieces of a turn."""
 MAX_TEXT = 1 << 16
 """Characters of a text that is no prompt. MAX_GRAMMAR is as many."""
+MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
+MAX_DESCRIPTION = 16_384
+"""Characters of what a tool's description says."""
 MAX_METADATA = 16
 _LAST_TOKEN_ID = (1 << 31) - 1
 
@@ -58,17 +63,6 @@ def _few(limit: int) -> BeforeValidator:
     def check(given: Any) -> Any:
         if isinstance(given, dict) and len(given) > limit:
             raise ValueError(f"has {len(given)} entries; at most {limit} are allowed")
-        return given
-
-    return BeforeValidator(check)
-
-
-def _not_served(what: str) -> BeforeValidator:
-    """For fields of which only one value is."""
-
-    def check(given: Any) -> Any:
-        if given not in ([], "none"):
-            raise ValueError(f"{what} are not served yet")
         return given
 
     return BeforeValidator(check)
@@ -320,6 +314,76 @@ class ToolCall(Body):
     function: FunctionCall
 
 
+ToolName = Annotated[StrictStr, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    found = schema_problem(schema)
+    if found is not None:
+        where, problem = found
+        raise ValueError(f"{where}: {problem}" if where else problem)
+    return schema
+
+
+class FunctionTool(Body):
+    """A function that the model may ask for. parameters: JSON Schema of its arguments, which are
+    an object; without it takes none. strict: the arguments are always valid by it."""
+
+    name: ToolName
+    description: Annotated[Text, Field(max_length=MAX_DESCRIPTION)] | None = None
+    parameters: Annotated[JsonSchema, AfterValidator(_parameters)] | None = None
+    strict: StrictBool | None = None
+
+
+class ToolField(Body):
+    """One of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+    def plain(self) -> Tool:
+        """As the rest of the server has it."""
+        given = self.function
+        parameters = NOTHING if given.parameters is None else given.parameters
+        return Tool(given.name, given.description or "", parameters, bool(given.strict))
+
+
+class ChosenFunction(Body):
+    """Which one."""
+
+    name: Text
+
+
+class ChosenTool(Body):
+    """The one that is to be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+def _choice(given: Any) -> Any:
+    if not isinstance(given, dict) and given not in ("none", "auto", "required"):
+        raise ValueError("must be none, auto, required, or an object that names a function")
+    return given
+
+
+ToolChoice = Annotated[Literal["none", "auto", "required"] | ChosenTool, BeforeValidator(_choice)]
+
+
+def _different(tools: list[ToolField]) -> list[ToolField]:
+    seen: set[str] = set()
+    for place, tool in enumerate(tools):
+        if tool.function.name in seen:
+            _wrong(place, "function", "name", f"two tools are named {tool.function.name!r}")
+        seen.add(tool.function.name)
+    return tools
+
+
+Tools = Annotated[
+    list[ToolField], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_different)
+]
+
+
 ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
 
 
@@ -382,12 +446,12 @@ class ChatRequest(Generation):
     max_completion_tokens: Int32 | None = None
     logprobs: StrictBool | None = False
     top_logprobs: Int32 | None = None
-    tools: Annotated[list[Any], Field(max_length=0), _not_served("tools")] | None = None
-    tool_choice: Annotated[Literal["none"], _not_served("tools")] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: StrictBool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=8, fail_fast=True)] | None = None
     prediction: Prediction | None = None
-    # They change nothing: there are no tools, and no model here has efforts.
-    parallel_tool_calls: StrictBool | None = None
+    # They change nothing: no model here has efforts.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
@@ -411,6 +475,7 @@ class TokenizeRequest(Body):
     model: Text | None = None
     prompt: StrictStr | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: StrictBool = True
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool = True

@@ -21,11 +21,13 @@ from jaxserve.gguf.tokenizer import tokenizer_config_json
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.requests.templates.template_limits import MAX_SOURCE
 from jaxserve.server.requests.templates.template_process import TemplateFailed, TemplateProcess
+from jaxserve.server.tools.calls import Tool, as_openai, compact
+from jaxserve.server.tools.described import with_tools_described
+from jaxserve.server.tools.registry import find_format
 
 _FILE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _FIELD = "chat_template_kwargs"
-_OF_THE_CALL = ("messages", "add_generation_prompt")
-_UNSERVED = ("tools",)
+_OF_THE_CALL = ("messages", "add_generation_prompt", "tools")
 _SHORT_MESSAGES, _SHORT_CHARACTERS = 100, 1 << 15
 _MAX_VALUES, _MAX_DEPTH = 10_000, 8
 
@@ -40,24 +42,35 @@ class ChatTemplate:
         source: the checkpoint's Jinja template; None renders each turn as a line with its role, for
             models that were not trained on chats.
         special: special tokens by the templates' names for them, such as bos_token.
+        tool_format: as `server.tool_format`.
 
     Attributes:
         own: whether there is a checkpoint's template. It writes the special tokens itself.
+        tool_format: how the model writes calls of tools.
 
     Raises:
         TemplateFailed: the source cannot be compiled.
+        ConfigError: there is no such format.
     """
 
-    def __init__(self, source: str | None = None, special: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        source: str | None = None,
+        special: Mapping[str, str] | None = None,
+        tool_format: str = "",
+    ) -> None:
         self.own = source is not None
-        self._fixed = {**(special or {}), "tools": None, "documents": None}
+        self.tool_format = find_format(source or "", tool_format)
+        self._reads_tools = False
+        self._fixed = {**(special or {}), "documents": None}
         self._reads: frozenset[str] = frozenset()
         # Long chats do not hold up short ones.
         self._processes = [] if source is None else [TemplateProcess(source) for _ in range(2)]
         self.close = weakref.finalize(self, _close, self._processes)
         if self._processes:
-            given = {*(special or ()), *_OF_THE_CALL, *_UNSERVED}
-            self._reads = self._processes[0].compile() - given
+            read = self._processes[0].compile()
+            self._reads_tools = "tools" in read
+            self._reads = read - {*(special or ()), *_OF_THE_CALL}
 
     def submit(
         self,
@@ -66,6 +79,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
         tenant: str = "",
+        tools: Sequence[Tool] | None = None,
     ) -> Future[str]:
         """The text of the prompt for a chat, as a future.
 
@@ -74,6 +88,8 @@ class ChatTemplate:
             add_generation_prompt: whether the text ends with the start of the model's turn.
             kwargs: more variables for the template, JSON values by name.
             tenant: owner of the chat. Tenants take turns if several chats wait.
+            tools: those that the model may call. A template that reads none has them described in
+                a system message. None: the chat has no tools, and goes to the template as it is.
 
         Raises, here or in the future:
             InvalidRequest: the template rejects the chat, or does not read such a variable.
@@ -81,15 +97,19 @@ class ChatTemplate:
             EngineStopped: the template was closed.
         """
         self._check(kwargs or {})
+        if tools is not None and not self._reads_tools:
+            messages = with_tools_described(messages, tools, self.tool_format)
+            tools = None
         if not self.own:
             plain: Future[str] = Future()
             plain.set_result("".join(map(_line, messages)) + "assistant:" * add_generation_prompt)
             return plain
-        short = _is_short(messages) and not any(
+        shown = as_openai(tools) if tools else None
+        short = _is_short(messages, tools or ()) and not any(
             isinstance(value, str | list | dict) for value in (kwargs or {}).values()
         )
         variables = {**self._fixed, **(kwargs or {}), "messages": list(messages)}
-        variables["add_generation_prompt"] = add_generation_prompt
+        variables |= {"add_generation_prompt": add_generation_prompt, "tools": shown}
         return self._processes[not short].render(variables, tenant)
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
@@ -125,10 +145,15 @@ def _line(message: Message) -> str:
     return f"{message['role']}: {message['content']}{calls}\n"
 
 
-def _is_short(messages: Sequence[Message]) -> bool:
+def _is_short(messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
     characters = sum(len(each.get("content") or "") for each in messages[:_SHORT_MESSAGES])
     calls = any("tool_calls" in each for each in messages[:_SHORT_MESSAGES])
+    characters += sum(_size(tool) for tool in tools)
     return len(messages) <= _SHORT_MESSAGES and characters <= _SHORT_CHARACTERS and not calls
+
+
+def _size(tool: Tool) -> int:
+    return len(tool.description) + len(compact(tool.parameters))
 
 
 def _problem(value: Any) -> str | None:
@@ -154,11 +179,12 @@ def _problem(value: Any) -> str | None:
     return f"is nested more than {_MAX_DEPTH} deep"
 
 
-def load_chat_template(path: str) -> ChatTemplate:
+def load_chat_template(path: str, tool_format: str = "") -> ChatTemplate:
     """The template of a checkpoint's directory or a GGUF file, or the plain one if it has none.
-    path: "" for random weights. Raises ConfigError for a file or a template that cannot be read."""
+    path: "" for random weights. tool_format: as `server.tool_format`. Raises ConfigError for a file
+    or a template that cannot be read."""
     if not path:
-        return ChatTemplate()
+        return ChatTemplate(tool_format=tool_format)
     folder = Path(path).expanduser()
     gguf = find_gguf(folder)
     config = _of_gguf(gguf) if gguf else _read(folder / _CONFIG, read_json)
@@ -176,7 +202,7 @@ def load_chat_template(path: str) -> ChatTemplate:
         size = f"it has {len(source):,} characters, and {MAX_SOURCE:,} are allowed"
         raise ConfigError(f"model.path: the chat template in {where}: {size}")
     try:
-        return ChatTemplate(source, special)
+        return ChatTemplate(source, special, tool_format)
     except TemplateFailed as error:
         raise ConfigError(f"model.path: the chat template in {where}: {error}") from None
 

@@ -1,0 +1,127 @@
+"""Which tools a chat may call, and what that means for its request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.sched.request import Grammar, InvalidRequest
+from jaxserve.server.http.openai import request_options
+from jaxserve.server.http.openai.route_context import RouteContext
+from jaxserve.server.http.openai.schema import ChatRequest, ChosenTool, TokenizeRequest
+from jaxserve.server.tools.calls import Tool, compact
+from jaxserve.server.tools.registry import ToolFormat
+from jaxserve.server.tools.rules import call_grammar, schema_of
+
+MAX_TOOLS_TEXT = 1 << 18
+"""Characters of all tools together, as JSON."""
+_SEARCH_S = 2.0
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of a chat that may call some.
+
+    Attributes:
+        tools: those that may be called.
+        places: of each in the body's `tools`.
+        forced: whether the answer is calls and nothing else.
+        parallel: whether it may have several.
+    """
+
+    tools: tuple[Tool, ...]
+    places: tuple[int, ...]
+    forced: bool
+    parallel: bool
+
+    @property
+    def held(self) -> bool:
+        """Whether the text is held to a grammar."""
+        return self.forced or any(tool.strict for tool in self.tools)
+
+
+def shown_tools(body: ChatRequest | TokenizeRequest) -> list[Tool] | None:
+    """Those that the chat template is shown; None for a chat without any."""
+    if not body.tools:
+        return None
+    if isinstance(body, ChatRequest) and body.tool_choice == "none":
+        return []
+    return [tool.plain() for tool in body.tools]
+
+
+def tool_use(body: ChatRequest) -> ToolUse | None:
+    """None where nothing may be called. Raises InvalidRequest for a choice that cannot be made, and
+    where the text cannot be what else it is asked to be."""
+    choice, shown = body.tool_choice, shown_tools(body)
+    if shown is None:
+        if choice not in (None, "none"):
+            raise InvalidRequest("tool_choice", "needs tools")
+        return None
+    size = sum(len(tool.description) + len(compact(tool.parameters)) for tool in shown)
+    if size > MAX_TOOLS_TEXT:
+        raise InvalidRequest("tools", f"have {size:,} characters; {MAX_TOOLS_TEXT:,} are allowed")
+    if choice == "none":
+        return None
+    other = request_options.grammar_field(body)
+    if other is not None:
+        problem = "contradicts tools, whose calls are not of that form; send one of them"
+        raise InvalidRequest(other, f"{problem}, or tool_choice: none")
+    parallel = body.parallel_tool_calls is not False
+    places = range(len(shown))
+    if isinstance(choice, ChosenTool):
+        name = choice.function.name
+        places = [place for place in places if shown[place].name == name]  # type: ignore[assignment]
+        if not places:
+            problem = f"there is no tool {name!r:.80} among the tools"
+            raise InvalidRequest("tool_choice.function.name", problem)
+        parallel = False
+    forced = choice == "required" or isinstance(choice, ChosenTool)
+    return ToolUse(tuple(shown[place] for place in places), tuple(places), forced, parallel)
+
+
+async def tool_sampling(context: RouteContext, use: ToolUse | None) -> dict[str, Any]:
+    """The fields of SamplingParams that make the text one with calls. Raises InvalidRequest, which
+    names the tool whose schema cannot be held."""
+    if use is None:
+        return {}
+    form = context.template.tool_format
+    special = context.special_markers
+    found: dict[str, Any] = {"shown_token_ids": tuple(special.values())}
+    if use.held:
+        found["grammar"] = grammar = _grammar(form, use, special)
+        try:
+            await context.requests.check_grammar(grammar)
+        except InvalidRequest as error:
+            await _blame(context, use)
+            raise InvalidRequest("tools", f"as a grammar: {error.problem}") from None
+    return found
+
+
+def _grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> Grammar:
+    forced, parallel = use.forced, use.parallel
+    try:
+        return call_grammar(form, use.tools, forced=forced, parallel=parallel, special=special)
+    except InvalidRequest as error:
+        if error.field_name.startswith("grammar."):
+            problem = f"as a grammar it {error.problem}"
+            raise InvalidRequest("tools", problem) from None
+        name, _, rest = error.field_name.removeprefix("tools.").partition(".")
+        where = f"tools.{use.places[int(name)]}.{rest}"
+        raise InvalidRequest(where, error.problem) from None
+
+
+async def _blame(context: RouteContext, use: ToolUse) -> None:
+    """Raises InvalidRequest for the first tool whose schema is no grammar by itself."""
+    until = time.monotonic() + _SEARCH_S  # others wait for the same thread
+    for place, tool in zip(use.places, use.tools, strict=True):
+        if time.monotonic() > until:
+            return
+        if not (use.forced or tool.strict):
+            continue
+        try:
+            await context.requests.check_grammar(Grammar.json_schema(schema_of(tool)))
+        except InvalidRequest as error:
+            where = f"tools.{place}.function.parameters"
+            raise InvalidRequest(where, error.problem) from None

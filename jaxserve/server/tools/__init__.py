@@ -1,0 +1,1 @@
+"""Calls of tools in a model's text: formats by name, parsers, grammars."""

@@ -1,0 +1,1 @@
+"""Formats of calls of tools, one file each."""

@@ -1,0 +1,221 @@
+"""<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>: Qwen3-Coder.
+
+Strings stand there as they are, everything else as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.tools.calls import MAX_CALLS, Call, Tool, compact
+from jaxserve.server.tools.parser import CallParser, Steps
+from jaxserve.server.tools.registry import ToolFormat, register
+from jaxserve.server.tools.rules import Rules, literal
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_LONGEST_NAME = 256
+_TEXTS = {"type", "description", "title", "default", "examples", "enum", "const"}
+"""Keywords that strings of a strict tool may have: those that need no look into the string."""
+_LENGTHS = {"minLength", "maxLength"}
+
+
+def _is_text(schema: Any) -> bool:
+    """Whether values are strings, and so stand there as they are."""
+    if not isinstance(schema, dict):
+        return False
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if "type" in schema:
+        return bool(schema["type"] == "string")
+    return bool(values) and all(isinstance(value, str) for value in values)
+
+
+class _Parser(CallParser):
+    markers = (_BEGIN, _FUNCTION)
+
+    def _after(self, marker: str) -> Steps[None]:
+        before = marker
+        if marker == _BEGIN:
+            before += yield from self._skip_space()
+            if not (yield from self._literal(_FUNCTION)):
+                self._content(before)
+                return
+            before += _FUNCTION
+        name = yield from self._until(">", _LONGEST_NAME)
+        if name is None or name not in self._tools:
+            self._content(before if name is None else f"{before}{name}>")
+            return
+        self._begin(name)
+        if (yield from self._parameters(self._tools[name].parameters.get("properties", {}))):
+            yield from self._skip_space()
+            if marker == _BEGIN:
+                yield from self._literal(_END)
+
+    def _parameters(self, schemas: Mapping[str, Any]) -> Steps[bool]:
+        """Returns whether the call is whole."""
+        separator = "{"
+        while True:
+            space = yield from self._skip_space()
+            if (yield from self._literal(_FUNCTION_END)):
+                self._arguments("{}" if separator == "{" else "}")
+                return True
+            if not (yield from self._literal(_PARAMETER)):
+                self._content(space)
+                return False
+            name = yield from self._until(">", _LONGEST_NAME)
+            if name is None:
+                self._content(_PARAMETER)
+                return False
+            value = yield from self._parameter_value()
+            text, complete = value
+            schema = schemas.get(name) if isinstance(schemas, dict) else None
+            written = _written(text, schema)
+            if not complete:  # nobody knows how it would have gone on
+                written = compact(text)[:-1]
+            self._arguments(f"{separator}{compact(name)}: {written}")
+            if not complete:
+                return False
+            separator = ", "
+
+    def _parameter_value(self) -> Steps[tuple[str, bool]]:
+        """The text, and whether its end has come."""
+        pieces: list[str] = []
+        while True:
+            at = self._held.find(_PARAMETER_END)
+            if at >= 0:
+                pieces.append(self._take(at))
+                self._take(len(_PARAMETER_END))
+            elif self._ended:
+                pieces.append(self._take(len(self._held)))
+            else:
+                pieces.append(self._take(max(len(self._held) - len(_PARAMETER_END) + 1, 0)))
+                yield
+                continue
+            text = "".join(pieces).removeprefix("\n")
+            return text.removesuffix("\n"), at >= 0
+
+
+def _written(text: str, schema: Any) -> str:
+    """A value as JSON."""
+    if not _is_text(schema):
+        try:
+            return compact(json.loads(text, parse_constant=_no_constant))
+        except (ValueError, RecursionError):
+            pass
+    return compact(text)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(name)
+
+
+@register
+class Qwen(ToolFormat):
+    """Tags for the function and for each of its parameters."""
+
+    name = "qwen"
+    signs = (_FUNCTION,)
+    markers = (_BEGIN, _END)
+    trigger = _BEGIN
+    instructions = (
+        "To call a function, write its name and arguments between tags, and nothing else:\n"
+        f"{_BEGIN}\n{_FUNCTION}NAME>\n{_PARAMETER}ARGUMENT>\nVALUE\n{_PARAMETER_END}\n"
+        f"{_FUNCTION_END}\n{_END}"
+    )
+
+    def parser(self, tools: Sequence[Tool], most: int | None = None) -> CallParser:
+        """See `ToolFormat`."""
+        return _Parser(tools, most)
+
+    def call(self, rules: Rules, tool: Tool, place: int) -> str:
+        """See `ToolFormat`."""
+        schema = tool.parameters
+        where = f"tools.{place}.function.parameters"
+        further = {"anyOf", "oneOf", "allOf", "$ref", "patternProperties"} & schema.keys()
+        if further:
+            problem = f"the format {self.name} cannot hold arguments to {min(further)!r}"
+            raise InvalidRequest(where, problem)
+        if "properties" not in schema and schema.get("additionalProperties", True) is not False:
+            # Any: one parameter after the other, with JSON or text.
+            name, value = rules.number(), rules.add(f"any_{rules.number()}[lazy]", _any_value())
+            key = rules.add(f"key_{name}[lazy]", '/[a-zA-Z0-9_.-]{1,64}/ ">"')
+            one = rules.add(
+                f"one_{name}", f"{literal(_PARAMETER)} {key} {literal(chr(10))} {value}"
+            )
+            return self._function(tool, f"{one}*")
+        required = schema.get("required", [])
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        parameters = [
+            self._parameter(rules, name, each, shared, f"{where}.properties.{name[:64]}")
+            + ("" if name in required else "?")
+            for name, each in schema.get("properties", {}).items()
+        ]
+        return self._function(tool, " ".join(parameters))
+
+    @staticmethod
+    def _function(tool: Tool, parameters: str) -> str:
+        begin, end = f"{_FUNCTION}{tool.name}>\n", _FUNCTION_END
+        return f"{literal(begin)} {parameters} {literal(end)}"
+
+    def _parameter(
+        self, rules: Rules, name: str, schema: Any, shared: Mapping[str, Any], where: str
+    ) -> str:
+        if not name or len(name) > _LONGEST_NAME or ">" in name or not name.isprintable():
+            raise InvalidRequest(where, f"the format {self.name} cannot write this name")
+        number = rules.number()
+        if _is_text(schema):
+            value = self._text_value(rules, schema, where)
+        else:
+            given = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
+            value = f"{rules.schema({**shared, **given})} {literal(_value_end())}"
+        begin = f"{_PARAMETER}{name}>\n"
+        return rules.add(f"parameter_{number}", f"{literal(begin)} {value}")
+
+    def _text_value(self, rules: Rules, schema: Mapping[str, Any], where: str) -> str:
+        texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if texts is not None:
+            some = " | ".join(literal(text) for text in texts if isinstance(text, str))
+            return f"({some}) {literal(_value_end())}"
+        unknown = sorted(schema.keys() - _TEXTS - _LENGTHS)
+        if unknown:
+            problem = f"the format {self.name} cannot hold strings to {unknown[0][:64]!r}"
+            raise InvalidRequest(where, problem)
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        length = f"(?s:.{{{least},{most}}})" if _LENGTHS & schema.keys() else "(?s:.*)"
+        lazy = f"text_{rules.number()}[lazy]"
+        return rules.add(lazy, f"/{length}/ {literal(_value_end())}")
+
+    def held(self, rules: Rules, parallel: bool) -> str:
+        """See `ToolFormat`."""
+        one = rules.add("tag", f"{rules.marker(_BEGIN)} {self.after_trigger(rules, parallel)}")
+        return f'{one} ("\\n" {one}){{0,{MAX_CALLS - 1}}}' if parallel else one
+
+    def after_trigger(self, rules: Rules, parallel: bool) -> str:
+        """See `ToolFormat`."""
+        return f'"\\n" call "\\n" {rules.marker(_END)}'
+
+    def written(self, calls: Sequence[Call]) -> str:
+        """See `ToolFormat`."""
+        return "\n".join(map(_tagged, calls))
+
+
+def _value_end() -> str:
+    return f"\n{_PARAMETER_END}\n"
+
+
+def _any_value() -> str:
+    return f"/(?s:.*)/ {literal(_value_end())}"
+
+
+def _tagged(call: Call) -> str:
+    arguments: dict[str, Any] = json.loads(call.arguments)
+    parameters = "".join(
+        f"{_PARAMETER}{name}>\n{value if isinstance(value, str) else compact(value)}"
+        f"\n{_PARAMETER_END}\n"
+        for name, value in arguments.items()
+    )
+    return f"{_BEGIN}\n{_FUNCTION}{call.name}>\n{parameters}{_FUNCTION_END}\n{_END}"

@@ -1,0 +1,142 @@
+"""Calls that are JSON objects with a name and arguments, in text that comes in pieces."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from jaxserve.server.tools.parser import CallParser, Steps, ValueEnd
+
+# How a call begins that can be told as it comes. White space is bounded, as is what is looked at.
+_GAP = r"[ \t\r\n]{0,32}"
+_HEAD = re.compile(
+    rf'\{{{_GAP}(?:"type"{_GAP}:{_GAP}"function"{_GAP},{_GAP})?'
+    rf'"name"{_GAP}:{_GAP}"([a-zA-Z0-9_-]{{1,64}})"{_GAP},{_GAP}'
+    rf'"(?:arguments|parameters)"{_GAP}:{_GAP}(?=\{{)'
+)
+_LONGEST_HEAD = 1024
+
+
+class JsonCallParser(CallParser):
+    """Reads objects such as {"name": "f", "arguments": {...}}, and lists of them."""
+
+    def _calls(self, before: str, end: str = "") -> Steps[bool]:
+        """One object, or a list of them, where there is one.
+
+        Args:
+            before: what was read and is content if no call follows.
+            end: what ends a call that is none, even within a string.
+
+        Returns:
+            Whether there was a call; if not, all that was read is content.
+        """
+        before += yield from self._skip_space()
+        if self._held.startswith("["):
+            return (yield from self._list(before + self._take(1), end))
+        if self._held.startswith("{"):
+            return (yield from self._object(before, end))
+        self._content(before)
+        return False
+
+    def _list(self, before: str, end: str) -> Steps[bool]:
+        called = False
+        while True:
+            before += yield from self._skip_space()
+            if not (self._held.startswith("{") and self._may_call):
+                break
+            if not (yield from self._object(before, end)):
+                return called
+            called, before = True, ""
+            yield from self._skip_space()
+            if not self._held.startswith(","):
+                break
+            before = self._take(1)
+        if called and not before and self._held.startswith("]"):
+            self._take(1)
+        else:
+            self._content(before)
+        return called
+
+    def _object(self, before: str, end: str = "") -> Steps[bool]:
+        """The same for an object, which begins here."""
+        value, seen, place = ValueEnd(), 0, None
+        while True:
+            if seen < _LONGEST_HEAD:
+                head = _HEAD.match(self._held)
+                if head is not None and head[1] in self._tools:
+                    self._take(head.end())
+                    self._begin(head[1])
+                    if (yield from self._value()):
+                        yield from self._rest()
+                    return True
+            cut = self._held.find(end, max(seen - len(end), 0)) if end else -1
+            place = value.feed(self._held[seen:])
+            place = None if place is None else seen + place
+            if cut >= 0 and (place is None or cut < place):
+                self._content(before + self._take(cut + len(end)))
+                return False
+            if place is not None:
+                return self._whole(before, self._take(place))
+            if self._ended:
+                self._content(before + self._take(len(self._held)))
+                return False
+            seen = len(self._held)
+            yield
+
+    def _value(self) -> Steps[bool]:
+        """The arguments, told as they come. Returns whether their end has come."""
+        value = ValueEnd()
+        while True:
+            place = value.feed(self._held)
+            self._arguments(self._take(len(self._held) if place is None else place))
+            if place is not None or self._ended:
+                return place is not None
+            yield
+
+    def _rest(self) -> Steps[None]:
+        """What an object has behind its arguments. It is part of the call if the object ends."""
+        before = yield from self._skip_space()
+        if self._held.startswith("}"):
+            self._take(1)
+            return
+        if not self._held.startswith(","):
+            self._content(before)
+            return
+        value, seen = ValueEnd(depth=1), 0
+        while True:
+            place = value.feed(self._held[seen:])
+            if place is not None:
+                self._take(seen + place)
+                return
+            if self._ended:
+                self._content(before + self._take(len(self._held)))
+                return
+            seen = len(self._held)
+            yield
+
+    def _whole(self, before: str, text: str) -> bool:
+        """A call whose name does not come first."""
+        found = _read(text)
+        if found is None or found[0] not in self._tools:
+            self._content(before + text)
+            return False
+        self._begin(found[0])
+        self._arguments(found[1])
+        return True
+
+
+def _read(text: str) -> tuple[str, str] | None:
+    """Name and arguments of an object; None if it is no call."""
+    try:
+        found: Any = json.loads(text)
+        found = found.get("function", found)
+        if isinstance(found, str):  # {"function": "f", "arguments": {}}
+            found = {**json.loads(text), "name": found}
+        name, arguments = found.get("name"), found.get("arguments", found.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        written = json.dumps(arguments, allow_nan=False)
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return (name, written) if isinstance(name, str) and isinstance(arguments, dict) else None

@@ -1,0 +1,120 @@
+"""How models write calls of tools: formats by name, found by the chat template's source."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import secrets
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, TypeVar
+
+from jaxserve.config import ConfigError
+from jaxserve.server.tools.calls import Call, Tool
+from jaxserve.server.tools.parser import CallParser
+from jaxserve.server.tools.rules import Rules
+
+_ALNUM = string.ascii_letters + string.digits
+
+
+class ToolFormat(ABC):
+    """How a family of models writes calls.
+
+    Args:
+        source: the chat template's source, for formats with several forms; empty without one.
+
+    Attributes:
+        name: as `server.tool_format` has it.
+        signs: texts of which a chat template for this format has one. A format whose signs are all
+            signs of another one comes before it by `rank`.
+        rank: formats of lower rank are looked for first.
+        markers: texts around calls, which may be special tokens of the model.
+        trigger: the one with which calls begin within other text; empty where they only stand at
+            the beginning.
+        openers: characters that begin a call there, as a class of a regular expression has them.
+        instructions: how to write a call, for a model whose template says nothing of tools.
+    """
+
+    name: ClassVar[str]
+    signs: ClassVar[tuple[str, ...]] = ()
+    rank: ClassVar[int] = 0
+    markers: ClassVar[tuple[str, ...]] = ()
+    trigger: ClassVar[str] = ""
+    openers: ClassVar[str] = ""
+    instructions: ClassVar[str]
+
+    def __init__(self, source: str = "") -> None:
+        self._source = source
+
+    @abstractmethod
+    def parser(self, tools: Sequence[Tool], most: int | None = None) -> CallParser:
+        """For the text of one continuation, as `CallParser` has it."""
+
+    @abstractmethod
+    def call(self, rules: Rules, tool: Tool, place: int) -> str:
+        """One call, without what stands around it. place: the tool's, for error messages. Raises
+        InvalidRequest if the tool's schema cannot be held."""
+
+    @abstractmethod
+    def held(self, rules: Rules, parallel: bool) -> str:
+        """Text that is calls and nothing else, by the rule `call`."""
+
+    def after_trigger(self, rules: Rules, parallel: bool) -> str:
+        """What follows the trigger, by the rule `call`. parallel: whether several calls may."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def written(self, calls: Sequence[Call]) -> str:
+        """The calls as the model writes them."""
+
+    def new_id(self) -> str:
+        """The id of a call."""
+        return f"call_{secrets.token_hex(12)}"
+
+
+F = TypeVar("F", bound=type[ToolFormat])
+_FORMATS: dict[str, type[ToolFormat]] = {}
+DEFAULT = "hermes"
+"""Where the template has no sign of any."""
+
+
+def register(form: F) -> F:
+    """Makes a format known by its name."""
+    _FORMATS[form.name] = form
+    return form
+
+
+def formats() -> Mapping[str, type[ToolFormat]]:
+    """All of them, by name."""
+    package = importlib.import_module("jaxserve.server.tools.formats")
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+    return _FORMATS
+
+
+def find_format(source: str, name: str = "") -> ToolFormat:
+    """The format of a chat template.
+
+    Args:
+        source: of the template; empty without one.
+        name: of the format, if it is given; `auto` and "" look for signs in the source.
+
+    Raises:
+        ConfigError: there is no format of this name.
+    """
+    known = formats()
+    if name not in ("", "auto"):
+        if name not in known:
+            names = ", ".join(sorted(known))
+            raise ConfigError(f"server.tool_format: must be auto, {names}; got {name!r}")
+        return known[name](source)
+    for form in sorted(known.values(), key=lambda each: (each.rank, each.name)):
+        if any(sign in source for sign in form.signs):
+            return form(source)
+    return known[DEFAULT](source)
+
+
+def nine_characters() -> str:
+    """An id as some templates demand it."""
+    return "".join(secrets.choice(_ALNUM) for _ in range(9))

@@ -1,0 +1,113 @@
+"""The grammar that text with calls of tools is held to, in llguidance's dialect of Lark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.sched.request import Grammar
+from jaxserve.server.tools.calls import ANY_OBJECT, Tool, objects_only
+
+if TYPE_CHECKING:
+    from jaxserve.server.tools.registry import ToolFormat
+
+_ANY_TEXT = "TEXT: /(?s:.*)/"
+
+
+class Rules:
+    """Rules while they are written.
+
+    Args:
+        special: ids of the markers that are special tokens of the model.
+    """
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = special
+        self._lines: list[str] = []
+        self._schemas: dict[str, Mapping[str, Any]] = {}
+
+    def marker(self, text: str) -> str:
+        """A marker: the token, where it is one."""
+        token = self.token(text)
+        return literal(text) if token is None else token
+
+    def token(self, text: str) -> str | None:
+        """The special token that a marker is; None where it is text."""
+        return f"<[{self._special[text]}]>" if text in self._special else None
+
+    def schema(self, schema: Mapping[str, Any]) -> str:
+        """JSON that is valid for the schema."""
+        name = f"s{len(self._schemas)}"
+        self._schemas[name] = schema
+        return f"@{name}"
+
+    def add(self, name: str, body: str) -> str:
+        """A rule. name: with [lazy] it ends as soon as it can. Returns the name alone."""
+        self._lines.append(f"{name}: {body}")
+        return name.partition("[")[0]
+
+    def number(self) -> int:
+        """For names of rules that differ."""
+        return len(self._lines)
+
+    def grammar(self) -> Grammar:
+        """All of it. Raises InvalidRequest if it is too long."""
+        return Grammar.lark("\n".join(["%llguidance {}", *self._lines]), self._schemas)
+
+
+def literal(text: str) -> str:
+    """Exactly this text."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def call_grammar(
+    form: ToolFormat,
+    tools: Sequence[Tool],
+    *,
+    forced: bool,
+    parallel: bool,
+    special: Mapping[str, int],
+) -> Grammar:
+    """The grammar of a text with calls.
+
+    Args:
+        form: how calls are written.
+        tools: those that may be called.
+        forced: whether the text is calls and nothing else. If not, it may be any text without a
+            call, too, and only the arguments of strict tools are held to their schemas.
+        parallel: whether there may be several calls.
+        special: ids of the format's markers that are special tokens.
+
+    Raises:
+        InvalidRequest: the grammar gets too long, or the format cannot hold a schema.
+    """
+    rules = Rules(special)
+    calls = [
+        rules.add(f"call_{place}", form.call(rules, tool, place))
+        for place, tool in enumerate(
+            tool if forced or tool.strict else Tool(tool.name, tool.description, ANY_OBJECT)
+            for tool in tools
+        )
+    ]
+    rules.add("call", " | ".join(calls))
+    held = form.held(rules, parallel)
+    if forced:
+        rules.add("start", held)
+    elif form.trigger:
+        rules.add("TEXT", _ANY_TEXT.partition(": ")[2])
+        token = rules.token(form.trigger)
+        begin = (
+            f"TEXT {token}" if token else rules.add("begin[lazy]", f"TEXT {literal(form.trigger)}")
+        )
+        rules.add("tagged", f"{begin} {form.after_trigger(rules, parallel)}")
+        rules.add("start", "tagged* TEXT" if parallel else "tagged | TEXT")
+    else:
+        rules.add("TEXT", rf"/(\s*[^\s{form.openers}](?s:.*))?/")
+        rules.add("start", f"{held} | TEXT")
+    return rules.grammar()
+
+
+def schema_of(tool: Tool) -> Mapping[str, Any]:
+    """What a tool's arguments have to be valid for."""
+    return objects_only(tool.parameters)

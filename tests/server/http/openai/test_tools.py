@@ -1,0 +1,315 @@
+"""Chats with tools over HTTP, with OpenAI's client and without."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from jaxserve.sched.request import GrammarKind, InvalidRequest
+from jaxserve.server.http.openai.tool_options import MAX_TOOLS_TEXT
+from jaxserve.server.requests.templates.chat_template import ChatTemplate
+from jaxserve.server.server import Server
+from tests.server.fake_engine import FakeEngine
+from tests.server.http.conftest import SETTINGS, Plain
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def tool(name: str = "weather", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": CITY, **fields}}
+
+
+TOOLS: Any = [tool(), {"type": "function", "function": {"name": "now"}}]
+ASK: Any = [{"role": "user", "content": "How is it in Rome?"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+def says(engine: FakeEngine, *texts: str) -> None:
+    """From now on, these pieces, and that is all."""
+    engine.text, engine.ends_at = lambda k: texts[k], len(texts)
+
+
+def pieces(text: str, size: int = 5) -> list[str]:
+    return [text[at : at + size] for at in range(0, len(text), size)]
+
+
+def test_a_call(client: openai.OpenAI, running: FakeEngine) -> None:
+    says(running, *pieces(f"Let me see.\n{CALL}\n{CALL}"))
+    made = client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS, logprobs=True)
+    (choice,) = made.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me see."
+    assert choice.message.tool_calls is not None
+    first, second = choice.message.tool_calls
+    assert first.type == "function" and first.function.name == "weather"
+    assert json.loads(first.function.arguments) == {"city": "Rome"}
+    assert first.id.startswith("call_") and first.id != second.id
+    assert choice.logprobs is not None and choice.logprobs.content
+    assert made.usage is not None
+    assert len(choice.logprobs.content) == made.usage.completion_tokens
+    (asked,) = running.requests
+    assert asked.sampling.grammar is None
+    said = "".join(map(chr, asked.prompt))
+    assert said.startswith("system: You can call these functions:\n")
+    assert '{"name": "weather", "description": "", "parameters": {"type": "object"' in said
+    assert "<tool_call>" in said and said.endswith("user: How is it in Rome?\nassistant:")
+
+
+def test_content_is_null_beside_calls(client: openai.OpenAI, running: FakeEngine) -> None:
+    says(running, CALL)
+    made = client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS)
+    assert made.choices[0].message.content is None
+    says(running, "It is ", "fine.")
+    made = client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS)
+    (choice,) = made.choices
+    assert (choice.finish_reason, choice.message.content) == ("stop", "It is fine.")
+    assert choice.message.tool_calls is None
+    says(running, CALL)
+    made = client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS, max_tokens=1)
+    assert made.choices[0].finish_reason == "tool_calls"  # it has ended with its last token
+    running.ends_at = None
+    made = client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS, max_tokens=1)
+    assert made.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("size", [1, 7, 500])
+def test_streamed(client: openai.OpenAI, running: FakeEngine, size: int) -> None:
+    says(running, *pieces(f"Hm. {CALL}\n{CALL} ", size))
+    with client.chat.completions.stream(model="fake", messages=ASK, tools=TOOLS, n=2) as stream:
+        for _ in stream:
+            pass
+        whole = stream.get_final_completion()
+    assert len(whole.choices) == 2
+    for choice in whole.choices:
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Hm.")
+        assert choice.message.tool_calls is not None
+        assert [call.function.name for call in choice.message.tool_calls] == ["weather"] * 2
+        for call in choice.message.tool_calls:
+            assert json.loads(call.function.arguments) == {"city": "Rome"}
+    ids = {c.id for choice in whole.choices for c in choice.message.tool_calls or ()}
+    assert len(ids) == 4
+
+
+def test_deltas_as_openai_has_them(client: openai.OpenAI, engine: FakeEngine) -> None:
+    says(engine, *pieces(CALL))
+    stream = client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS, stream=True)
+    deltas = [next(stream).choices[0].delta]
+    for _ in pieces(CALL):
+        engine.step()
+        deltas.append(next(stream).choices[0].delta)
+    assert deltas[0].role == "assistant" and deltas[0].content is None
+    (first, *others) = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert first.index == 0 and first.type == "function"
+    assert first.id and first.function and first.function.name == "weather"
+    assert len(others) > 1
+    for other in others:
+        assert other.index == 0 and other.id is None and other.type is None
+        assert other.function is not None and other.function.name is None
+    assert not any(delta.content for delta in deltas)
+
+
+FORCED: list[tuple[dict[str, Any], str, str]] = [
+    ({"tool_choice": "required"}, "start: tag ", "0,15"),
+    ({"tool_choice": "required", "parallel_tool_calls": False}, "start: tag", "weather"),
+    ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, "start: tag", "now"),
+    ({"tools": [tool(strict=True)]}, "start: tagged* TEXT", "weather"),
+    ({"tools": [tool(strict=True)], "parallel_tool_calls": False}, "start: tagged | TEXT", "wea"),
+]
+
+
+@pytest.mark.parametrize(("fields", "start", "has"), FORCED)
+def test_what_is_held_to_a_grammar(
+    plain: Plain, running: FakeEngine, fields: dict[str, Any], start: str, has: str
+) -> None:
+    says(running, CALL)
+    body = {"messages": ASK, "tools": TOOLS, **fields}
+    assert plain.call("POST", "/v1/chat/completions", body)[0] == 200
+    grammar = running.requests[-1].sampling.grammar
+    assert grammar is not None and grammar.kind is GrammarKind.LARK
+    lark = json.loads(grammar.text)["lark"]
+    assert start in lark and has in lark
+    if "tool_choice" in fields and fields["tool_choice"] != "required":
+        assert "weather" not in lark
+
+
+def deep(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def named(parameters: Any) -> dict[str, Any]:
+    return {"tools": [tool(), tool("f", parameters=parameters)]}
+
+
+AT = "tools.1.function.parameters"
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [tool(f"f{i}") for i in range(1000)]}, "tools", "at most 128"),
+    ({"tools": [tool(), tool()]}, "tools.1.function.name", "two tools are named 'weather'"),
+    ({"tools": [tool("a b")]}, "tools.0.function.name", "pattern"),
+    ({"tools": [tool("a" * 65)]}, "tools.0.function.name", "pattern"),
+    ({"tools": [tool("")]}, "tools.0.function.name", "pattern"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
+    ({"tools": [tool(description="a" * 20_000)]}, "tools.0.function.description", "16384"),
+    ({"tools": [tool(strict="yes")]}, "tools.0.function.strict", "true or false"),
+    ({"tools": [tool(other=1)]}, "tools.0.function.other", "no such field"),
+    (named([]), AT, "object"),
+    (named({"type": "string"}), AT, "type: must be 'object'"),
+    (named({"type": "objekt"}), AT, "type: must be 'object'"),
+    (named({"properties": {"a": 1}}), AT, "properties.a: must be a JSON Schema"),
+    (named({"properties": []}), AT, "properties: must be an object"),
+    (named({"properties": {"a": {"type": "text"}}}), AT, "properties.a.type: must be one of"),
+    (named({"required": "a"}), AT, "required: must be a list"),
+    (named({"anyOf": [{}, {"required": [1]}]}), AT, "anyOf.1.required: must be a list of strings"),
+    (named(deep(40)), AT, "nested more than 32"),
+    (named({"description": "a" * 70_000}), AT, "more than 65536 characters"),
+    (
+        {"tools": [tool(f"f{i}", description="a" * 16_000) for i in range(20)]},
+        "tools",
+        f"{MAX_TOOLS_TEXT:,} are allowed",
+    ),
+    ({"tools": None, "tool_choice": "auto"}, "tool_choice", "needs tools"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tool_choice": "always"}, "tool_choice", "must be none, auto, required"),
+    ({"tool_choice": 1}, "tool_choice", "must be none, auto, required"),
+    ({"tool_choice": {"type": "custom"}}, "tool_choice.type", "function"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "fly"}}},
+        "tool_choice.function.name",
+        "there is no tool 'fly'",
+    ),
+    ({"response_format": {"type": "json_object"}}, "response_format", "contradicts tools"),
+    ({"guided_regex": "a", "tool_choice": "required"}, "guided_regex", "contradicts tools"),
+    ({"functions": [{"name": "f"}]}, "functions", "no such field"),
+    ({"function_call": "auto"}, "function_call", "no such field"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", "field of the call"),
+    (
+        {
+            "messages": [
+                *ASK,
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {
+                            "id": "a",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": "1" * (1 << 20)},
+                        }
+                    ],
+                },
+            ]
+        },
+        "messages.1.tool_calls.0.function.arguments",
+        "65536",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), REFUSED)
+def test_what_is_refused(
+    plain: Plain, engine: FakeEngine, fields: dict[str, Any], param: str, message: str
+) -> None:
+    body = {"messages": ASK, "tools": TOOLS, **fields}
+    status, found, _ = plain.call("POST", "/v1/chat/completions", body)
+    error = found["error"]
+    assert (status, error["param"]) == (400, param), error
+    assert message in error["message"], error
+    assert not engine.requests
+
+
+def test_a_schema_that_no_grammar_takes(
+    plain: Plain, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(grammar: Any) -> None:
+        if "uniqueItems" in grammar.text:
+            raise InvalidRequest(grammar.field_name, "unimplemented keys: uniqueItems")
+
+    monkeypatch.setattr(engine, "check_grammar", check)
+    bad = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
+    body = {"messages": ASK, "tool_choice": "required", **named(bad)}
+    status, found, _ = plain.call("POST", "/v1/chat/completions", body)
+    assert (status, found["error"]["param"]) == (400, AT)
+    assert "unimplemented keys: uniqueItems" in found["error"]["message"]
+    # Together they may be too much, even where each is not.
+    many = [tool(f"f{i}", parameters=deep(30)) for i in range(128)]
+    status, found, _ = plain.call("POST", "/v1/chat/completions", {**body, "tools": many})
+    assert (status, found["error"]["param"]) == (400, "tools")
+    assert "at most 65536" in found["error"]["message"]
+
+
+READS = (
+    "{% for tool in tools or [] %}T:{{ tool.function.name }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.city }}{% endfor %};"
+    "{% endfor %}"
+)
+HISTORY: Any = [
+    *ASK,
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "Sunny."},
+]
+
+
+@pytest.fixture
+def reading(engine: FakeEngine) -> Iterator[Plain]:
+    """A server whose template reads tools."""
+    settings = dataclasses.replace(SETTINGS, template=ChatTemplate(READS))
+    with Server(engine.run(), grace_s=0.0, http=settings) as server:
+        assert server.http_address is not None
+        yield Plain(server.http_address, server)
+
+
+def prompt(engine: FakeEngine) -> str:
+    return "".join(map(chr, engine.requests[-1].prompt))
+
+
+def test_the_template_gets_them(reading: Plain, engine: FakeEngine) -> None:
+    body = {"messages": HISTORY, "tools": TOOLS, "max_tokens": 1}
+    assert reading.call("POST", "/v1/chat/completions", body)[0] == 200
+    turns = "user:How is it in Rome?;assistant:<tool_call>Rome;tool:Sunny.;"
+    assert prompt(engine) == f"T:weather\nT:now\n{turns}"
+    status, _, _ = reading.call("POST", "/v1/chat/completions", {**body, "tool_choice": "none"})
+    assert status == 200 and prompt(engine) == turns
+    asked = {"messages": HISTORY, "tools": TOOLS}
+    _, found, _ = reading.call("POST", "/tokenize", asked)
+    assert "".join(map(chr, found["tokens"])) == f"T:weather\nT:now\n{turns}"
+
+
+def test_other_templates_get_words(plain: Plain, running: FakeEngine) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    body = {"messages": [system, *HISTORY], "tools": TOOLS, "max_tokens": 1}
+    assert plain.call("POST", "/v1/chat/completions", body)[0] == 200
+    said = prompt(running)
+    assert said.startswith("system: Be brief.\n\nYou can call these functions:\n")
+    assert f"\nassistant: {CALL}\nuser: The function weather returned:\nSunny.\n" in said
+
+
+def test_batches_refuse_them(client: openai.OpenAI, running: FakeEngine) -> None:
+    from jaxserve.server.http.openai.chat import chat_sampling
+    from jaxserve.server.http.openai.schema import ChatRequest
+
+    body = ChatRequest(messages=ASK, tools=TOOLS)
+    with pytest.raises(InvalidRequest, match="tools: are not for batches yet"):
+        chat_sampling(None, body, "")  # type: ignore[arg-type]

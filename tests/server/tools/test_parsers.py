@@ -1,0 +1,249 @@
+"""What texts of each format are, however they are cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.server.tools.calls import Arguments, Call, CallBegin, Content, Tool, whole
+from jaxserve.server.tools.registry import find_format, formats
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOLS = (Tool("weather", "How it is.", CITY), Tool("now"), Tool("a-b_1", parameters=CITY))
+NAMES = sorted(formats())
+HERE = {"city": "Rome", "days": 2}
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+QWEN = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+)
+OBJECT = '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}'
+LLAMA = OBJECT.replace("arguments", "parameters")
+
+
+def parsed(
+    name: str, text: str, cuts: Sequence[int] = (), most: int | None = None
+) -> tuple[str, list[Call]]:
+    parser = find_format("", name).parser(TOOLS, most)
+    places = [0, *sorted({cut for cut in cuts if cut < len(text)}), len(text)]
+    pieces = [parser.feed(text[a:b]) for a, b in itertools.pairwise(places)]
+    return whole([*itertools.chain(*pieces), *parser.finish()])
+
+
+def said(name: str, text: str, **how: Any) -> tuple[str, list[Any]]:
+    content, calls = parsed(name, text, **how)
+    return content, [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+ONE = [("weather", HERE)]
+TEXTS: list[tuple[str, str, str, list[Any]]] = [
+    ("hermes", HERMES, "", ONE),
+    ("hermes", f"Let me see.\n\n{HERMES}\n", "Let me see.", ONE),
+    ("hermes", f"{HERMES}\n{HERMES}", "", ONE * 2),
+    ("hermes", f"{HERMES} and then", " and then", ONE),
+    ("hermes", HERMES.removesuffix("\n</tool_call>"), "", ONE),
+    ("hermes", f"<tool_call>[{OBJECT}, {OBJECT}]</tool_call>", "", ONE * 2),
+    ("hermes", f"<tool_call>{OBJECT}\n{OBJECT}</tool_call>", "", ONE * 2),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"city": "Rome", "days": 2}, "name": "weather"}</tool_call>',
+        "",
+        ONE,
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "now", "arguments": {}, "id": "{7"}</tool_call>',
+        "",
+        [("now", {})],
+    ),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
+    (
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call>\\"}"}}</tool_call>',
+        "",
+        [("weather", {"city": '</tool_call>"}'})],
+    ),
+    ("llama3", LLAMA, "", ONE),
+    ("llama3", f"<|python_tag|>{LLAMA}; {LLAMA}", "", ONE * 2),
+    ("llama3", f"Well. <|python_tag|>{LLAMA}", "Well.", ONE),
+    ("llama3", f"Well. {LLAMA}", f"Well. {LLAMA}", []),
+    ("llama3", LLAMA.replace("{", '{"type": "function", ', 1), "", ONE),
+    ("mistral", f"[TOOL_CALLS][{OBJECT}]", "", ONE),
+    ("mistral", f"[TOOL_CALLS] [{OBJECT}, {OBJECT}]", "", ONE * 2),
+    ("mistral", f"Hm.[TOOL_CALLS]weather[ARGS]{json.dumps(HERE)}", "Hm.", ONE),
+    (
+        "mistral",
+        "".join(f"[TOOL_CALLS]weather[CALL_ID]123[ARGS]{json.dumps(HERE)}" for _ in range(2)),
+        "",
+        ONE * 2,
+    ),
+    ("mistral", "[TOOL_CALLS]a-b_1{}", "", [("a-b_1", {})]),
+    ("qwen", QWEN, "", ONE),
+    ("qwen", f"So:\n{QWEN}\n{QWEN}", "So:", ONE * 2),
+    ("qwen", "<function=now>\n</function>", "", [("now", {})]),
+    ("qwen", QWEN.replace("\n2\n", "\ntwo\n"), "", [("weather", {"city": "Rome", "days": "two"})]),
+    ("qwen", QWEN.replace("Rome", "12"), "", [("weather", {"city": "12", "days": 2})]),
+    ("pythonic", "[weather(city='Rome', days=2)]", "", ONE),
+    ("pythonic", '[weather(city="Rome", days=2), now()]', "", [*ONE, ("now", {})]),
+    ("pythonic", "<|python_start|>[now()]<|python_end|>", "", [("now", {})]),
+    (
+        "pythonic",
+        "[a-b_1(city=[1, -2.5, (None, true)], days={'a]': \"\\\"'\\/\"})]",
+        "",
+        [("a-b_1", {"city": [1, -2.5, [None, True]], "days": {"a]": "\"'/"}})],
+    ),
+    ("json", OBJECT, "", ONE),
+    ("json", f" [{OBJECT},\n{OBJECT}]\n", "", ONE * 2),
+    ("json", f"{OBJECT} Done.", " Done.", ONE),
+    (
+        "json",
+        '{"type": "function", "function": {"name": "now", "arguments": "{}"}}',
+        "",
+        [("now", {})],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), TEXTS)
+def test_what_texts_are(name: str, text: str, content: str, calls: list[Any]) -> None:
+    assert said(name, text) == (content, calls)
+    assert said(name, text, cuts=range(1, len(text))) == (content, calls)
+
+
+NO_CALLS = [
+    ("hermes", "<tool_call>"),
+    ("hermes", "<tool_call>now</tool_call>"),
+    ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", </tool_call> and more'),
+    ("hermes", '<tool_call>{"name": "now, "arguments": {}}'),
+    ("hermes", "a < b, <tool, <tool_cal"),
+    ("llama3", '{"name": "now", "parameters": 1}; yes'),
+    ("llama3", '<|python_tag|>print("now")'),
+    ("llama3", '{"name": "Bob", "parameters": {}}'),
+    ("mistral", "[TOOL_CALLS]"),
+    ("mistral", "[TOOL_CALLS][]"),
+    ("mistral", "[TOOL_CALLS]other[ARGS]{}"),
+    ("mistral", "[TOOL_CALLS]" + "now " * 100 + "{}"),
+    ("qwen", "<tool_call>\n<function=other>\n</function>\n</tool_call>"),
+    ("qwen", "<tool_call>{}</tool_call>"),
+    ("qwen", "<function=" + "a" * 300 + ">"),
+    ("pythonic", "[1, 2]"),
+    ("pythonic", "[]"),
+    ("pythonic", "[now(1)]"),
+    ("pythonic", "[now(a=b)]"),
+    ("pythonic", "[now(a=1, **{})]"),
+    ("pythonic", "[now(a='" + "x" * 70_000 + "')]"),
+    ("pythonic", "[other()]"),
+    ("pythonic", "[now(" + "(" * 500 + ")" * 500 + ")]"),
+    ("json", "[1]"),
+    ("json", '{"answer": 42}'),
+    ("json", f"The call is {OBJECT}"),
+    ("json", "[" * 100_000),
+    ("json", '{"a":' * 50_000),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), NO_CALLS)
+def test_what_cannot_be_parsed_is_content(name: str, text: str) -> None:
+    assert parsed(name, text) == (text, [])
+    assert parsed(name, text, cuts=range(1, len(text), 1 + len(text) // 2000)) == (text, [])
+
+
+def test_what_goes_wrong_within_a_call_is_content_from_there() -> None:
+    begun = '<tool_call>{"name": "now", "arguments": {"a": 1}'
+    assert parsed("hermes", f"{begun} oops") == (" oops", [Call("now", '{"a": 1}')])
+    assert parsed("hermes", f"{begun}, oops") == (", oops", [Call("now", '{"a": 1}')])
+    cut = QWEN.replace("<parameter=days>", "<oops>")
+    content, (call,) = parsed("qwen", cut)
+    assert content.startswith("\n<oops>") and call.arguments == '{"city": "Rome"'
+    # As far as it came.
+    cut = QWEN[: QWEN.index("me\n</parameter>")]
+    assert parsed("qwen", cut) == ("", [Call("weather", '{"city": "Ro')])
+    cut = HERMES[: HERMES.index('me"', 40)]
+    assert parsed("hermes", cut) == ("", [Call("weather", '{"city": "Ro')])
+
+
+def test_further_calls_than_are_allowed_are_content() -> None:
+    assert said("hermes", f"{HERMES}\n{HERMES}", most=1) == (f"\n{HERMES}", ONE)
+    assert said("json", f"[{OBJECT}, {OBJECT}]", most=1) == (f", {OBJECT}]", ONE)
+    assert said("llama3", f"{LLAMA}; {LLAMA}", most=1) == (f"; {LLAMA}", ONE)
+    assert said("pythonic", "[now(), now()]", most=1) == (", now()]", [("now", {})])
+    assert said("qwen", QWEN * 2, most=1) == (QWEN, ONE)
+    both = f"[TOOL_CALLS][{OBJECT}]"
+    assert said("mistral", both * 2, most=1) == (both, ONE)
+
+
+def test_arguments_are_told_as_they_come() -> None:
+    parser = find_format("", "hermes").parser(TOOLS)
+    assert parser.feed('Hi <tool_call>{"name": "weather", "arguments": ') == [Content("Hi")]
+    assert parser.feed('{"city": "R') == [CallBegin("weather"), Arguments('{"city": "R')]
+    assert parser.feed("ome") == [Arguments("ome")]
+    assert parser.feed('"}}</tool') == [Arguments('"}')]
+    assert parser.feed("_call>") == parser.finish() == []
+    parser = find_format("", "hermes").parser(TOOLS)
+    assert parser.feed("no <") == [Content("no")]
+    assert parser.feed("b>\n") == [Content(" <b>")]
+    assert parser.finish() == [Content("\n")]
+
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<function=now>", "</function>", "<parameter=city>"),
+    *("</parameter>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|python_start|>", "; ", ", "),
+    *("now(", "city='", "')", '"', "\\", "\n", " ", "{", "}", "[", "]", "now", "weather", "<", "é"),
+    *('{"name": "now", "arguments": ', '{"city": "Rome"}', OBJECT, LLAMA, HERMES, QWEN, "[now()]"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=150, deadline=None)
+@given(
+    fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=14),
+    cuts=st.lists(st.integers(0, 400), max_size=20),
+    most=st.sampled_from([None, 1]),
+)
+def test_how_a_text_is_cut_makes_no_difference(
+    name: str, fragments: list[str], cuts: list[int], most: int | None
+) -> None:
+    text = "".join(fragments)
+    content, calls = parsed(name, text, (), most)
+    assert parsed(name, text, cuts, most) == (content, calls)
+    assert parsed(name, text, range(len(text)), most) == (content, calls)
+    if not calls:
+        assert content == text
+    # Content is what the text has, in its order.
+    rest = iter(text)
+    assert all(letter in rest for letter in content)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=80))
+def test_junk_is_content(name: str, text: str) -> None:
+    assert parsed(name, text, range(len(text))) == (text, [])
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "qwen"])
+@settings(max_examples=60, deadline=None)
+@given(city=VALUES, days=VALUES, cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_what_is_written_is_read(name: str, city: Any, days: Any, cuts: list[int]) -> None:
+    form, wanted = find_format("", name), {"city": city, "days": days}
+    if name == "pythonic":  # which has no names for JSON's, and others' are no Python
+        wanted = json.loads(json.dumps(wanted))
+    text = form.written([Call("weather", json.dumps(wanted)), Call("now", "{}")])
+    assert said(name, text, cuts=cuts) == ("", [("weather", wanted), ("now", {})])

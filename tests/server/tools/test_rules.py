@@ -1,0 +1,231 @@
+"""Texts that grammars with calls allow, and those that they do not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import tokenizers
+
+from jaxserve.engine.text.grammars import Grammars
+from jaxserve.sched.request import Grammar, InvalidRequest
+from jaxserve.server.tools.calls import Call, Tool, whole
+from jaxserve.server.tools.registry import find_format, formats
+from jaxserve.server.tools.rules import call_grammar, schema_of
+
+BOX = Path(__file__).parents[3] / "jaxserve" / "assets" / "tiny-stories" / "tokenizer.json"
+EOS = 2
+NAMES = sorted(formats())
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "more": {"$ref": "#/$defs/more"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"more": {"type": "array", "items": {"$ref": "#/$defs/more"}, "maxItems": 2}},
+}
+TOOLS = (Tool("weather", "", SCHEMA, strict=True), Tool("now"))
+GOOD = [
+    {"city": "Rome", "days": 2},
+    {"city": "", "unit": "F", "days": 9},
+    {"city": "12", "days": 1, "more": [[], [[]]]},
+]
+BAD: list[dict[str, Any]] = [
+    {},
+    {"city": "Rome"},
+    {"city": "Rome", "days": 10},
+    {"city": "Rome", "days": "two"},
+    {"city": "far too long", "days": 2},
+    {"city": "Rome", "unit": "K", "days": 2},
+    {"city": "Rome", "days": 2, "x": 1},
+    {"city": "Rome", "days": 2, "more": [1]},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tokenizers.Tokenizer.from_file(str(BOX))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Any) -> Grammars:
+    return Grammars(BOX.read_text(), tokenizer.get_vocab_size(), [EOS])
+
+
+def accepts(grammars: Grammars, tokenizer: Any, grammar: Grammar, text: str) -> bool:
+    """Whether it may be all of a text."""
+    matcher = grammars.compile(grammar).matcher(ignore_eos=False)
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    for place, token in enumerate(tokens, 1):
+        mask = matcher.mask()
+        if mask is None or not int(mask[token // 32]) >> token % 32 & 1:
+            return False
+        if matcher.feed(token):
+            return place == len(tokens)
+    mask = matcher.mask()
+    return mask is not None and bool(int(mask[EOS // 32]) >> EOS % 32 & 1)
+
+
+def held(name: str, source: str = "", tools: Sequence[Tool] = TOOLS, **how: bool) -> Grammar:
+    how = {"forced": True, "parallel": True, **how}
+    return call_grammar(find_format(source, name), tools, special={}, **how)
+
+
+def written(name: str, *arguments: dict[str, Any], source: str = "") -> str:
+    calls = [Call("weather", json.dumps(each, ensure_ascii=False)) for each in arguments]
+    return find_format(source, name).written(calls)
+
+
+FORMS = [*((name, "") for name in NAMES), ("mistral", "[ARGS]")]
+
+
+@pytest.mark.parametrize(("name", "source"), FORMS)
+def test_forced_text_is_calls(grammars: Grammars, tokenizer: Any, name: str, source: str) -> None:
+    several, one = held(name, source), held(name, source, parallel=False)
+    for arguments in GOOD:
+        text = written(name, arguments, source=source)
+        assert accepts(grammars, tokenizer, several, text), text
+        assert accepts(grammars, tokenizer, one, text), text
+    for arguments in BAD:
+        text = written(name, arguments, source=source)
+        assert not accepts(grammars, tokenizer, several, text), text
+    both = written(name, *GOOD[:2], source=source)
+    assert accepts(grammars, tokenizer, several, both)
+    assert not accepts(grammars, tokenizer, one, both)
+    many = written(name, *GOOD[:1] * 17, source=source)
+    assert not accepts(grammars, tokenizer, several, many)
+    for text in ("", "Sure! " + both, both + " Done.", "It is fine."):
+        assert not accepts(grammars, tokenizer, several, text), text
+
+
+@pytest.mark.parametrize(("name", "source"), FORMS)
+def test_strict_tools_leave_other_text_free(
+    grammars: Grammars, tokenizer: Any, name: str, source: str
+) -> None:
+    free = held(name, source, forced=False)
+    for text in ("It is fine.", " a < b\n", "", written(name, GOOD[0], source=source)):
+        assert accepts(grammars, tokenizer, free, text), text
+    for arguments in BAD:
+        assert not accepts(grammars, tokenizer, free, written(name, arguments, source=source))
+    # The other tool is not strict.
+    text = find_format(source, name).written([Call("now", '{"a": "b"}')])
+    assert accepts(grammars, tokenizer, free, text)
+    assert not accepts(grammars, tokenizer, held(name, source), text)
+    if find_format(source, name).trigger:
+        text = f"Let me see. {written(name, GOOD[0], source=source)}"
+        assert accepts(grammars, tokenizer, free, text)
+
+
+@pytest.mark.parametrize(("name", "source"), FORMS)
+@pytest.mark.parametrize("forced", [True, False])
+def test_what_is_allowed_is_parsed(
+    grammars: Grammars, tokenizer: Any, name: str, source: str, forced: bool
+) -> None:
+    """Walks at random, and as far as the text may end."""
+    tools = [TOOLS[0], Tool("now", strict=True)]
+    form = find_format(source, name)
+    grammar = held(name, source, tools, forced=forced, parallel=False)
+    for seed in range(6):
+        matcher = grammars.compile(grammar).matcher(ignore_eos=False)
+        begin = "" if forced else form.trigger
+        tokens: list[int] = tokenizer.encode(begin, add_special_tokens=False).ids
+        for token in tokens:
+            matcher.feed(token)
+        for step in itertools.count():
+            mask = matcher.mask()
+            assert mask is not None
+            bits = [t for t in range(32 * len(mask)) if int(mask[t // 32]) >> t % 32 & 1]
+            if EOS in bits and step and (step > 40 or len(bits) == 1 or not forced):
+                break
+            bits = [bit for bit in bits if bit != EOS]
+            if not forced and not form.trigger and step == 0:
+                opener = tokenizer.encode(form.openers[1], add_special_tokens=False).ids[0]
+                bits = [opener]
+            # Short texts: what ends something, where it may.
+            closing = [t for t in bits if tokenizer.decode([t]) in ("}", "]", ")", '"', "\n")]
+            bits = closing if closing and step > 40 else bits
+            token = bits[(seed * 7919 + step * 104729) % len(bits)]
+            tokens.append(token)
+            if matcher.feed(token):
+                break
+            assert step < 600, tokenizer.decode(tokens)
+        text = tokenizer.decode(tokens)
+        parser = form.parser(TOOLS)
+        content, calls = whole([*parser.feed(text), *parser.finish()])
+        assert content == "" and len(calls) == 1, text
+        schema = schema_of({tool.name: tool for tool in tools}[calls[0].name])
+        jsonschema.validate(json.loads(calls[0].arguments), schema)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_white_space_is_bounded(grammars: Grammars, tokenizer: Any, name: str) -> None:
+    tools = (Tool("f", parameters={"properties": {"a": {"type": "array"}}, "required": ["a"]}),)
+    grammar = held(name, tools=tools)
+    text = find_format("", name).written([Call("f", '{"a": [1]}')]).replace("[1]", "[@1]")
+    assert accepts(grammars, tokenizer, grammar, text.replace("@", " " * 8))
+    assert not accepts(grammars, tokenizer, grammar, text.replace("@", " " * 9))
+
+
+def test_everywhere_else_too(grammars: Grammars, tokenizer: Any) -> None:
+    for grammar in (Grammar.json_object(), Grammar.json_schema({"type": "object"})):
+        for blank in (" ", "\n", "\t"):
+            assert accepts(grammars, tokenizer, grammar, "{" + blank * 8 + "}")
+            assert not accepts(grammars, tokenizer, grammar, "{" + blank * 9 + "}")
+
+
+def test_markers_that_are_special_tokens(grammars: Grammars) -> None:
+    form = find_format("", "mistral")
+    for forced in (True, False):
+        grammar = call_grammar(
+            form, TOOLS, forced=forced, parallel=True, special={"[TOOL_CALLS]": 1}
+        )
+        matcher = grammars.compile(grammar).matcher(ignore_eos=False)
+        mask = matcher.mask()
+        assert mask is not None and int(mask[0]) >> 1 & 1
+        assert (int(mask[0]) >> EOS & 1) == (not forced)
+        matcher.feed(1)
+        assert matcher.mask() is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "where"),
+    [
+        ("qwen", {"properties": {"a": {"type": "string", "pattern": "a"}}}, "properties.a"),
+        ("qwen", {"properties": {"a>": {}}}, "properties.a>"),
+        ("qwen", {"anyOf": [{}]}, ""),
+        ("pythonic", {"properties": {"a b": {}}}, "properties.a b"),
+        ("pythonic", {"properties": {"class": {}}}, "properties.class"),
+        ("pythonic", {"$ref": "#/$defs/a"}, ""),
+    ],
+)
+def test_what_a_format_cannot_hold(name: str, schema: dict[str, Any], where: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        held(name, tools=[Tool("now"), Tool("f", parameters=schema)])
+    expected = ".".join(filter(None, ("tools.1.function.parameters", where)))
+    assert error.value.field_name == expected
+
+
+SOURCES = [
+    ("", "hermes"),
+    ("{{ tools }} <tool_call>{}</tool_call>", "hermes"),
+    ("<tool_call>\n<function=example>\n<parameter=a>", "qwen"),
+    ("[AVAILABLE_TOOLS] {{ tools }} [TOOL_CALLS]", "mistral"),
+    ("{{ '<|python_tag|>' }}", "llama3"),
+    ("[func_name1(params_name1=params_value1)]", "pythonic"),
+]
+
+
+@pytest.mark.parametrize(("source", "name"), SOURCES)
+def test_formats_are_found_by_the_template(source: str, name: str) -> None:
+    assert find_format(source).name == name
+    assert find_format(source, "auto").name == name
+    assert find_format(source, "json").name == "json"
