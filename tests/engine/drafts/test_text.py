@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -332,10 +333,13 @@ def said(on: Engine, text: str, prediction: str = "", **sampling: Any) -> Stream
 SCHEMA = '{"type": "object", "properties": {"long_enough_a_name": {"enum": ["tea", "cake"]}, \
 "another_name": {"type": "integer", "maximum": 99}}, "required": ["long_enough_a_name", \
 "another_name"], "additionalProperties": false}'
+CALL = """%llguidance {}
+start: "<call>" @it "</call>" """
 ASKED: dict[str, dict[str, Any]] = {
     "text": {},
     "stop string": {"stop": (" the",)},
     "schema": {"grammar": Grammar(GrammarKind.JSON_SCHEMA, SCHEMA)},
+    "call": {"grammar": Grammar.lark(CALL, {"it": json.loads(SCHEMA)})},
     "regex": {"grammar": Grammar(GrammarKind.REGEX, "(once upon a time, ){3}[a-z]{4}")},
     "seeded schema": {
         "grammar": Grammar(GrammarKind.JSON_SCHEMA, SCHEMA),

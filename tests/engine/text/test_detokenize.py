@@ -115,6 +115,19 @@ def test_special_tokens_are_silent_and_added_ones_are_not() -> None:
     assert "".join(deltas(LEVEL, [*ids, 1, tool, 0, *ids])) == "a fox<tool é>a fox"
 
 
+def test_special_tokens_are_shown_where_they_are_asked_for() -> None:
+    ids = LEVEL.encode("a fox 🧿", special=False)
+    stream = LEVEL.detokenizer([], [1])
+    text = (
+        "".join(stream.feed((token,)) for token in [1, *ids, 1, 0, *ids[:-1], 1]) + stream.flush()
+    )
+    assert text == "</s>a fox 🧿</s>a fox " + "\ufffd" + "</s>"
+    ids = fallback_ids("Once upon a fox")
+    stream = FALLBACK.detokenizer(ids, [2])
+    text = "".join(stream.feed((token,)) for token in [*ids, 2, 1, *ids]) + stream.flush()
+    assert text == "Once upon a fox</s>Once upon a fox"
+
+
 def test_a_token_costs_the_same_late_as_early() -> None:
     """Work is counted in tokens handed to the decoder, not in seconds."""
 

@@ -127,8 +127,8 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{
             "messages.0",
             "only an assistant",
         ),
-        ("chat/completions", {"tools": [{}]}, "tools", "tools are not served yet"),
-        ("chat/completions", {"tool_choice": "auto"}, "tool_choice", "not served yet"),
+        ("chat/completions", {"tools": [{}]}, "tools.0.type", "is required"),
+        ("chat/completions", {"tool_choice": "auto"}, "tool_choice", "needs tools"),
         ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         (
             "chat/completions",

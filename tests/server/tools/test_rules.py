@@ -12,8 +12,10 @@ import jsonschema
 import pytest
 import tokenizers
 
+from jaxserve.config import Config, ConfigError
 from jaxserve.engine.text.grammars import Grammars
 from jaxserve.sched.request import Grammar, InvalidRequest
+from jaxserve.server.http.options import http_settings
 from jaxserve.server.tools.calls import Call, Tool, whole
 from jaxserve.server.tools.registry import find_format, formats
 from jaxserve.server.tools.rules import call_grammar, schema_of
@@ -229,3 +231,18 @@ def test_formats_are_found_by_the_template(source: str, name: str) -> None:
     assert find_format(source).name == name
     assert find_format(source, "auto").name == name
     assert find_format(source, "json").name == "json"
+
+
+def test_a_format_may_be_given() -> None:
+    settings = http_settings(Config().with_fields(server__tool_format="mistral", model__path=""))
+    assert settings is not None and settings.template.tool_format.name == "mistral"
+    with pytest.raises(ConfigError, match=r"server\.tool_format: must be auto, hermes, .*'morse'"):
+        http_settings(Config().with_fields(server__tool_format="morse", model__path=""))
+
+
+def test_ids_are_as_templates_demand_them() -> None:
+    for name in NAMES:
+        ids = {find_format("", name).new_id() for _ in range(20)}
+        assert len(ids) == 20
+        for each in ids:
+            assert len(each) == 9 and each.isalnum() if name == "mistral" else "call_" in each

@@ -116,6 +116,49 @@ def test_openais_client(client: openai.OpenAI) -> None:
     assert re.fullmatch("(ha){2,3}!", "".join(piece.choices[0].text for piece in pieces))
 
 
+TOOL: Any = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
+
+
+def test_forced_calls_are_valid(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": "",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "look_up"}},
+        "temperature": 0,
+        "max_tokens": 120,
+    }
+    (choice,) = client.chat.completions.create(**asked).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    (call,) = choice.message.tool_calls or ()
+    assert call.type == "function" and call.function.name == "look_up"
+    check(call.function.arguments)
+    # With others in its batch, streamed.
+    several = {**asked, "n": 3, "tool_choice": "required", "parallel_tool_calls": False}
+    with client.chat.completions.stream(**several) as stream:
+        whole = stream.get_final_completion()
+    for each in whole.choices:
+        (same,) = each.message.tool_calls or ()
+        assert same.function.arguments == call.function.arguments
+    # What the choice costs nobody else: the text is free, and what it was.
+    free = {**asked, "tool_choice": "none"}
+    (alone,) = client.chat.completions.create(**free).choices
+    assert alone.message.tool_calls is None
+
+
+def test_the_tool_whose_schema_is_no_grammar_is_named(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    bad: Any = {"type": "function", "function": {"name": "bad", "parameters": schema}}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as error:
+        client.chat.completions.create(
+            model="",
+            messages=[{"role": "user", "content": "Hi"}],
+            tools=[TOOL, bad],
+            tool_choice="required",
+        )
+    assert error.value.param == "tools.1.function.parameters"
+
+
 def test_what_is_wrong_with_it_is_said(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=r"guided_regex: .*unclosed group") as error:
         client.completions.create(model="", prompt="a", extra_body={"guided_regex": "(a"})
