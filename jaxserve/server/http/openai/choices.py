@@ -103,7 +103,14 @@ class Answer(ABC):
     def chunk_fields(
         self, number: int, text: str, logprobs: Any, ended: dict[str, Any]
     ) -> dict[str, Any]:
-        """The same for a chunk of a stream."""
+        """The same for a chunk of a stream.
+
+        Args:
+            number: of the continuation.
+            text: its next piece.
+            logprobs: of its tokens, as `news` makes them.
+            ended: the fields that say how it ended; empty while it goes on.
+        """
         return {**self.piece_fields(text, logprobs), "finish_reason": None, **ended}
 
     async def response(self) -> Response:
