@@ -300,18 +300,22 @@ class TextPart(Body):
 
 class FunctionCall(Body):
     """What a model once wanted to be called. arguments: JSON, or what was to be it; only whoever
-    renders the chat reads it."""
+    renders the chat reads it. parsed_arguments: the same, which OpenAI's client adds to answers; it
+    sends them back."""
 
     name: Text
     arguments: Text
+    parsed_arguments: Any = None
 
 
 class ToolCall(Body):
-    """One of an assistant's turn."""
+    """One of an assistant's turn. index: its place, which OpenAI's client leaves there if it was
+    streamed."""
 
     id: Text
     type: Literal["function"]
     function: FunctionCall
+    index: Int32 | None = None
 
 
 ToolName = Annotated[StrictStr, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
@@ -406,7 +410,7 @@ class Prediction(Body):
 
 class Message(Body):
     """One turn of a chat. Those of assistants may have calls of tools, those of tools answer
-    one."""
+    one. parsed: what OpenAI's client makes of an answer's content; it sends it back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StrictStr | TextParts | None = None
@@ -414,6 +418,7 @@ class Message(Body):
     refusal: Text | None = None
     tool_calls: ToolCalls | None = None
     tool_call_id: Text | None = None
+    parsed: Any = None
 
     @model_validator(mode="after")
     def _whole(self) -> Message:
@@ -429,7 +434,8 @@ class Message(Body):
     def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
         text = joined(self.content or self.refusal)
-        calls = [call.model_dump() for call in self.tool_calls or ()]
+        unread = {"index": True, "function": {"parsed_arguments"}}
+        calls = [call.model_dump(exclude=unread) for call in self.tool_calls or ()]
         further = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
         given = {name: value for name, value in further.items() if value}
         return {"role": self.role, "content": text, **given}

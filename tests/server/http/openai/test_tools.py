@@ -217,11 +217,20 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[tuple[Plain, FakeEngine]]:
+    """One server for all that leaves nothing there."""
+    engine = FakeEngine()
+    with Server(engine, grace_s=0.0, http=SETTINGS) as server:
+        assert server.http_address is not None
+        yield Plain(server.http_address, server), engine
+
+
 @pytest.mark.parametrize(("fields", "param", "message"), REFUSED)
 def test_what_is_refused(
-    plain: Plain, engine: FakeEngine, fields: dict[str, Any], param: str, message: str
+    refusing: tuple[Plain, FakeEngine], fields: dict[str, Any], param: str, message: str
 ) -> None:
-    body = {"messages": ASK, "tools": TOOLS, **fields}
+    (plain, engine), body = refusing, {"messages": ASK, "tools": TOOLS, **fields}
     status, found, _ = plain.call("POST", "/v1/chat/completions", body)
     error = found["error"]
     assert (status, error["param"]) == (400, param), error
@@ -295,6 +304,22 @@ def test_the_template_gets_them(reading: Plain, engine: FakeEngine) -> None:
     asked = {"messages": HISTORY, "tools": TOOLS}
     _, found, _ = reading.call("POST", "/tokenize", asked)
     assert "".join(map(chr, found["tokens"])) == f"T:weather\nT:now\n{turns}"
+
+
+def test_openais_client_may_send_back_what_it_got(
+    client: openai.OpenAI, running: FakeEngine
+) -> None:
+    """Beside our fields it has its own: places and parsed arguments."""
+    says(running, *pieces(CALL))
+    strict: Any = [tool(strict=True)]
+    with client.chat.completions.stream(model="fake", messages=ASK, tools=strict) as stream:
+        message: Any = stream.get_final_completion().choices[0].message
+    assert message.tool_calls[0].function.parsed_arguments == {"city": "Rome"}
+    result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Sunny."}
+    history = [*ASK, message, result]
+    client.chat.completions.create(model="fake", messages=history, tools=strict)
+    said = f"\nassistant: {CALL}\nuser: The function weather returned:\nSunny.\n"
+    assert said in prompt(running)
 
 
 def test_other_templates_get_words(plain: Plain, running: FakeEngine) -> None:
