@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +69,10 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
         problem = "contradicts tools, whose calls are not of that form; send one of them"
         raise InvalidRequest(other, f"{problem}, or tool_choice: none")
     parallel = body.parallel_tool_calls is not False
-    places = range(len(shown))
+    places: Sequence[int] = range(len(shown))
     if isinstance(choice, ChosenTool):
         name = choice.function.name
-        places = [place for place in places if shown[place].name == name]  # type: ignore[assignment]
+        places = [place for place in places if shown[place].name == name]
         if not places:
             problem = f"there is no tool {name!r:.80} among the tools"
             raise InvalidRequest("tool_choice.function.name", problem)
