@@ -268,7 +268,7 @@ def test_kwargs_that_the_template_reads(any_of: ChatTemplate) -> None:
         ("messages", [], "chat_template_kwargs.messages: is a field of the call"),
         ("add_generation_prompt", 1, "chat_template_kwargs.add_generation_prompt: is a field"),
         ("bos_token", "x", "'bos_token' is not read .*read: .*documents, mood"),
-        ("tools", [], "chat_template_kwargs: 'tools' is not read"),
+        ("tools", [], "chat_template_kwargs.tools: is a field of the call"),
         ("raise_exception", 1, "'raise_exception' is not read"),
         ("self", 1, "'self' is not read"),
         ("x" * 9999, 1, "'x{64}' is not read"),

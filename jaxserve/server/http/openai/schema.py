@@ -317,6 +317,11 @@ class ToolCall(Body):
     function: FunctionCall
     index: Int32 | None = None
 
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
 
 ToolName = Annotated[StrictStr, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -434,8 +439,7 @@ class Message(Body):
     def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
         text = joined(self.content or self.refusal)
-        unread = {"index": True, "function": {"parsed_arguments"}}
-        calls = [call.model_dump(exclude=unread) for call in self.tool_calls or ()]
+        calls = [call.plain() for call in self.tool_calls or ()]
         further = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
         given = {name: value for name, value in further.items() if value}
         return {"role": self.role, "content": text, **given}
