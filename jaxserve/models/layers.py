@@ -88,8 +88,17 @@ def linear(x: jax.Array, weights: Linear, mesh: Mesh | None) -> jax.Array:
 
 
 def with_low_rank(y: jax.Array, x: jax.Array, lora: Lora, mesh: Mesh | None) -> jax.Array:
-    """y [T, out], a projection of x [T, in], and what each token's adapter adds to it. Parts of it
-    lie one behind the other, as those of `lora`."""
+    """A projection, and what each token's adapter adds to it.
+
+    Args:
+        y: [T, out], the projection; its parts one behind the other, as those of `lora`.
+        x: [T, in], what it is of.
+        lora: of all adapters, and which columns the tokens have.
+        mesh: the devices that the parameters are sharded over; None for one.
+
+    Returns:
+        [T, out], in the dtype of y.
+    """
     assert lora.rows is not None
     if mesh is None:
         numbers, owner = lora.rows.numbers, lora.rows.owner

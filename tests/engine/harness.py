@@ -85,9 +85,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "q_lora_rank": None,
         "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
+        "qk_nope_head_dim": 4,  # heads as wide as those of the others
         "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
+        "v_head_dim": 4,
         "num_attention_heads": 4,
         "max_position_embeddings": 64,
         "rms_norm_eps": 1e-5,

@@ -28,7 +28,8 @@ GPT_OSS |= {
     "rope_scaling": {"rope_type": "default"},
 }
 # Heads of V have half the elements of those of K, of which some are not rotated.
-DEEPSEEK = {**SHAPES["deepseek"], "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32}
+DEEPSEEK = {**SHAPES["deepseek"], "num_hidden_layers": 1, "first_k_dense_replace": 0}
+DEEPSEEK |= {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32}
 PROMPTS = [[5, 9, 4], [7] * 9 + [3] * 9]  # one in a block, one in two and in three chunks
 SMALL = {
     "cache__block_size": 16,
