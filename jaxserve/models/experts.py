@@ -27,8 +27,8 @@ from jaxserve.models.sharding import TENSOR, cut_axes
 from jaxserve.pallas_kernels import grouped_matmul
 
 Gated = Callable[[jax.Array, jax.Array], jax.Array]
-GATE_AXES = ("experts", "embed", "mlp")
-DOWN_AXES = ("experts", "mlp", "embed")
+GATE_AXES = ("experts", "embed", "expert_mlp")
+DOWN_AXES = ("experts", "expert_mlp", "embed")
 
 
 @flax.struct.dataclass

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from jaxserve.models.base import ModelConfig, ParamSpec
 
 TENSOR = "tensor"
+_TILE = 128  # columns that devices hold, and multiply, together
 
 RULES: dict[str, str | None] = {
     "experts": TENSOR,  # where their width does not divide
     "heads": TENSOR,
     "kv_heads": TENSOR,
     "mlp": TENSOR,
+    "expert_mlp": TENSOR,
     "vocab": TENSOR,
     "embed": None,
     "latent": None,
@@ -177,12 +179,19 @@ def _fitting(
     """The axes, with None for those whose size the mesh does not divide. Of several that the same
     devices would cut, the last is."""
     used: set[str] = set()
+    experts = dict(zip(axes, shape, strict=True)).get("experts", 1)
+
+    def divides(shards: int, size: int, axis: str | None) -> bool:
+        # Cut within a tile of their width, experts would be copied by each step of a TPU, and have
+        # no kernel on a GPU; so they are shared out whole, where their number allows it.
+        whole_tiles = axis == "expert_mlp" and size % _TILE == 0 and experts % shards == 0
+        return size % (shards * _TILE if whole_tiles else shards) == 0
 
     def fits(size: int, axis: str | None) -> bool:
         target = None if axis is None else RULES[axis]
         if target is None:
             return True
-        fit = target not in used and size % mesh.shape[target] == 0
+        fit = target not in used and divides(mesh.shape[target], size, axis)
         used.update({target} if fit else ())
         return fit
 

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from jaxserve.models.base import Experts
-from jaxserve.models.experts import ExpertParams, _by_expert, gate_function, mixture, route
+from jaxserve.models.experts import (
+    DOWN_AXES,
+    GATE_AXES,
+    ExpertParams,
+    _by_expert,
+    gate_function,
+    mixture,
+    route,
+)
 from jaxserve.models.layers import Linear
+from jaxserve.models.sharding import cut_axes
 from jaxserve.weights import transpose_loaded
 
 WIDTH, TOKENS = 64, 9
@@ -143,3 +154,21 @@ def test_padding_is_a_row_of_no_expert():
     assert order.tolist() == [1, 5, 0, 3, 6, 2, 4]
     assert np.asarray(order)[np.asarray(place)].tolist() == list(range(7))
     assert sizes.tolist() == [2, 0, 0, 2, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("devices", "count", "width", "cut"),
+    [
+        (2, 128, 768, [None, None, "tensor"]),
+        (4, 128, 768, ["tensor", None, None]),  # parts of 192 would be copied by each step
+        (8, 60, 1408, [None, None, "tensor"]),  # whose number does not divide
+        (4, 8, 36, [None, None, "tensor"]),  # no whole tiles to begin with
+        (4, 8, 34, ["tensor", None, None]),
+    ],
+)
+def test_experts_are_cut_by_width_unless_that_cuts_a_tile(
+    devices: int, count: int, width: int, cut: list[str | None]
+) -> None:
+    mesh: Any = AbstractMesh((devices,), ("tensor",))
+    assert cut_axes(mesh, (count, 64, width), GATE_AXES) == cut
+    assert cut_axes(mesh, (count, width, 64), DOWN_AXES) == [cut[0], cut[2], None]
