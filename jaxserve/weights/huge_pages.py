@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import jax
 
 SIZE = 2 << 20  # bytes of a huge page, as x86 and most others have them
-_COLLAPSE = 25  # MADV_COLLAPSE, since Linux 6.1: now, and not when the kernel comes by
+COLLAPSE = 25  # MADVCOLLAPSE, since Linux 6.1: now, and not when the kernel comes by
 
 
 def advise_huge_pages(arrays: Iterable[jax.Array]) -> threading.Thread | None:
@@ -45,5 +45,5 @@ def _ask(pages: set[int]) -> None:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for page in sorted(pages):
-        for advice in (mmap.MADV_HUGEPAGE, _COLLAPSE):
+        for advice in (mmap.MADV_HUGEPAGE, COLLAPSE):
             madvise(page * SIZE, SIZE, advice)

@@ -281,12 +281,12 @@ def test_its_model_may_be_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded == [box, box]
 
 
-def collecting(given: list[str], call: Callable[[str], T]) -> Callable[[str], T]:
-    """The call, which adds to what it was given."""
+def collecting(given: list[str], call: Callable[..., T]) -> Callable[..., T]:
+    """The call, which adds to what it was given first."""
 
-    def calling(one: str) -> T:
+    def calling(one: str, *rest: Any) -> T:
         given.append(one)
-        return call(one)
+        return call(one, *rest)
 
     return calling
 

@@ -79,7 +79,7 @@ def test_chunks_then_decodes_equal_one_dense_attention() -> None:
     for row, done in enumerate(total):
         for i in range(done):
             want = reference._one_token(
-                q[row][i].astype(np.float64), k[row][: i + 1], v[row][: i + 1], 0.25, None
+                q[row][i].astype(np.float64), k[row][: i + 1], v[row][: i + 1], 0.25, None, None
             )
             assert np.linalg.norm(out[row][i] - want) < 1e-5 * np.linalg.norm(want)
 

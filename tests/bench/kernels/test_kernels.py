@@ -61,8 +61,8 @@ def test_on_a_terminal_it_shows_how_far_it_is(
     assert cli.main(["kernels", "--model=tiny", "--dtype=float32", *TOY]) == 0
     said = capsys.readouterr()
     assert "measuring what a copy and a matrix product reach" in said.err.splitlines()[0]
-    assert "8/8" in said.err and "8/8" not in said.out
-    assert len(said.out.splitlines()) == 2 + 8
+    assert "9/9" in said.err and "9/9" not in said.out
+    assert len(said.out.splitlines()) == 2 + 9
 
 
 def test_what_must_be_moved_and_done_is_counted() -> None:
