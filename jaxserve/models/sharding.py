@@ -184,7 +184,7 @@ def _fitting(
     def divides(shards: int, size: int, axis: str | None) -> bool:
         # Cut within a tile of their width, experts would be copied by each step of a TPU, and have
         # no kernel on a GPU; so they are shared out whole, where their number allows it.
-        whole_tiles = axis == "expert_mlp" and size % _TILE == 0 and experts % shards == 0
+        whole_tiles = axis == "expert_mlp" and size >= _TILE and experts % shards == 0
         return size % (shards * _TILE if whole_tiles else shards) == 0
 
     def fits(size: int, axis: str | None) -> bool:

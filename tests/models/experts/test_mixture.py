@@ -162,7 +162,8 @@ def test_padding_is_a_row_of_no_expert():
         (2, 128, 768, [None, None, "tensor"]),
         (4, 128, 768, ["tensor", None, None]),  # parts of 192 would be copied by each step
         (8, 60, 1408, [None, None, "tensor"]),  # whose number does not divide
-        (4, 8, 36, [None, None, "tensor"]),  # no whole tiles to begin with
+        (2, 32, 2880, ["tensor", None, None]),
+        (4, 8, 36, [None, None, "tensor"]),  # less than a tile
         (4, 8, 34, ["tensor", None, None]),
     ],
 )
