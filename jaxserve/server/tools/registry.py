@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 from jaxserve.config import ConfigError
 from jaxserve.server.tools.calls import Call, Tool
 from jaxserve.server.tools.parser import CallParser
-from jaxserve.server.tools.rules import Rules
+from jaxserve.server.tools.rules import Rules, literal
 
 _ALNUM = string.ascii_letters + string.digits
 
@@ -30,26 +30,19 @@ class ToolFormat(ABC):
             signs of another one comes before it by `rank`.
         rank: formats of lower rank are looked for first.
         markers: texts around calls, which may be special tokens of the model.
-        trigger: the one with which calls begin within other text; empty where they only stand at
-            the beginning.
-        openers: characters that begin a call there, as a class of a regular expression has them.
         instructions: how to write a call, for a model whose template says nothing of tools.
+        parser: finds the calls in the text of one continuation.
     """
 
     name: ClassVar[str]
     signs: ClassVar[tuple[str, ...]] = ()
     rank: ClassVar[int] = 0
     markers: ClassVar[tuple[str, ...]] = ()
-    trigger: ClassVar[str] = ""
-    openers: ClassVar[str] = ""
     instructions: ClassVar[str]
+    parser: ClassVar[type[CallParser]]
 
     def __init__(self, source: str = "") -> None:
         self._source = source
-
-    @abstractmethod
-    def parser(self, tools: Sequence[Tool], most: int | None = None) -> CallParser:
-        """For the text of one continuation, as `CallParser` has it."""
 
     @abstractmethod
     def call(self, rules: Rules, tool: Tool, place: int) -> str:
@@ -60,9 +53,9 @@ class ToolFormat(ABC):
     def held(self, rules: Rules, parallel: bool) -> str:
         """Text that is calls and nothing else, by the rule `call`."""
 
-    def after_trigger(self, rules: Rules, parallel: bool) -> str:
-        """What follows the trigger, by the rule `call`. parallel: whether several calls may."""
-        raise NotImplementedError
+    @abstractmethod
+    def free(self, rules: Rules, parallel: bool) -> str:
+        """Any text, in which calls are by the rule `call`."""
 
     @abstractmethod
     def written(self, calls: Sequence[Call]) -> str:
@@ -71,6 +64,45 @@ class ToolFormat(ABC):
     def new_id(self) -> str:
         """The id of a call."""
         return f"call_{secrets.token_hex(12)}"
+
+
+class MarkedFormat(ToolFormat):
+    """A format whose calls may stand anywhere in a text.
+
+    Attributes:
+        trigger: the marker with which they begin.
+    """
+
+    trigger: ClassVar[str]
+
+    @abstractmethod
+    def after_trigger(self, rules: Rules, parallel: bool) -> str:
+        """What follows the trigger, by the rule `call`. parallel: whether several calls may."""
+
+    def free(self, rules: Rules, parallel: bool) -> str:
+        """See `ToolFormat`."""
+        rules.add("TEXT", "/(?s:.*)/")
+        token = rules.token(self.trigger)
+        begin = (
+            f"TEXT {token}" if token else rules.add("begin[lazy]", f"TEXT {literal(self.trigger)}")
+        )
+        tagged = rules.add("tagged", f"{begin} {self.after_trigger(rules, parallel)}")
+        return f"{tagged}* TEXT" if parallel else f"{tagged} | TEXT"
+
+
+class LeadingFormat(ToolFormat):
+    """A format whose calls stand at the beginning of a text, which is nothing else.
+
+    Attributes:
+        openers: characters that begin a call, as a class of a regular expression has them.
+    """
+
+    openers: ClassVar[str]
+
+    def free(self, rules: Rules, parallel: bool) -> str:
+        """See `ToolFormat`."""
+        rules.add("TEXT", rf"/(\s*[^\s{self.openers}](?s:.*))?/")
+        return f"{self.held(rules, parallel)} | TEXT"
 
 
 F = TypeVar("F", bound=type[ToolFormat])

@@ -12,8 +12,6 @@ from jaxserve.server.tools.calls import ANY_OBJECT, Tool, objects_only
 if TYPE_CHECKING:
     from jaxserve.server.tools.registry import ToolFormat
 
-_ANY_TEXT = "TEXT: /(?s:.*)/"
-
 
 class Rules:
     """Rules while they are written.
@@ -91,20 +89,7 @@ def call_grammar(
         )
     ]
     rules.add("call", " | ".join(calls))
-    held = form.held(rules, parallel)
-    if forced:
-        rules.add("start", held)
-    elif form.trigger:
-        rules.add("TEXT", _ANY_TEXT.partition(": ")[2])
-        token = rules.token(form.trigger)
-        begin = (
-            f"TEXT {token}" if token else rules.add("begin[lazy]", f"TEXT {literal(form.trigger)}")
-        )
-        rules.add("tagged", f"{begin} {form.after_trigger(rules, parallel)}")
-        rules.add("start", "tagged* TEXT" if parallel else "tagged | TEXT")
-    else:
-        rules.add("TEXT", rf"/(\s*[^\s{form.openers}](?s:.*))?/")
-        rules.add("start", f"{held} | TEXT")
+    rules.add("start", (form.held if forced else form.free)(rules, parallel))
     return rules.grammar()
 
 

@@ -17,7 +17,7 @@ from jaxserve.engine.text.grammars import Grammars
 from jaxserve.sched.request import Grammar, InvalidRequest
 from jaxserve.server.http.options import http_settings
 from jaxserve.server.tools.calls import Call, Tool, whole
-from jaxserve.server.tools.registry import find_format, formats
+from jaxserve.server.tools.registry import LeadingFormat, MarkedFormat, find_format, formats
 from jaxserve.server.tools.rules import call_grammar, schema_of
 
 BOX = Path(__file__).parents[3] / "jaxserve" / "assets" / "tiny-stories" / "tokenizer.json"
@@ -122,7 +122,7 @@ def test_strict_tools_leave_other_text_free(
     text = find_format(source, name).written([Call("now", '{"a": "b"}')])
     assert accepts(grammars, tokenizer, free, text)
     assert not accepts(grammars, tokenizer, held(name, source), text)
-    if find_format(source, name).trigger:
+    if isinstance(find_format(source, name), MarkedFormat):
         text = f"Let me see. {written(name, GOOD[0], source=source)}"
         assert accepts(grammars, tokenizer, free, text)
 
@@ -138,7 +138,7 @@ def test_what_is_allowed_is_parsed(
     grammar = held(name, source, tools, forced=forced, parallel=False)
     for seed in range(6):
         matcher = grammars.compile(grammar).matcher(ignore_eos=False)
-        begin = "" if forced else form.trigger
+        begin = form.trigger if isinstance(form, MarkedFormat) and not forced else ""
         tokens: list[int] = tokenizer.encode(begin, add_special_tokens=False).ids
         for token in tokens:
             matcher.feed(token)
@@ -149,7 +149,7 @@ def test_what_is_allowed_is_parsed(
             if EOS in bits and step and (step > 40 or len(bits) == 1 or not forced):
                 break
             bits = [bit for bit in bits if bit != EOS]
-            if not forced and not form.trigger and step == 0:
+            if not forced and isinstance(form, LeadingFormat) and step == 0:
                 opener = tokenizer.encode(form.openers[1], add_special_tokens=False).ids[0]
                 bits = [opener]
             # Short texts: what ends something, where it may.

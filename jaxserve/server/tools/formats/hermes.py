@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxserve.server.tools.calls import MAX_CALLS, Call, Tool
 from jaxserve.server.tools.json_calls import JsonCallParser
 from jaxserve.server.tools.parser import Steps
-from jaxserve.server.tools.registry import ToolFormat, register
+from jaxserve.server.tools.registry import MarkedFormat, register
 from jaxserve.server.tools.rules import Rules, literal, schema_of
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -29,7 +29,7 @@ class _Parser(JsonCallParser):
 
 
 @register
-class Hermes(ToolFormat):
+class Hermes(MarkedFormat):
     """Objects between tags."""
 
     name = "hermes"
@@ -41,10 +41,7 @@ class Hermes(ToolFormat):
         "To call a function, write its name and arguments as JSON between tags, and nothing else:\n"
         f'{_BEGIN}\n{{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}\n{_END}'
     )
-
-    def parser(self, tools: Sequence[Tool], most: int | None = None) -> JsonCallParser:
-        """See `ToolFormat`."""
-        return _Parser(tools, most)
+    parser = _Parser
 
     def call(self, rules: Rules, tool: Tool, place: int) -> str:
         """See `ToolFormat`."""
@@ -58,7 +55,7 @@ class Hermes(ToolFormat):
         return f'{one} ("\\n" {one}){{0,{MAX_CALLS - 1}}}' if parallel else one
 
     def after_trigger(self, rules: Rules, parallel: bool) -> str:
-        """See `ToolFormat`."""
+        """See `MarkedFormat`."""
         return f'"\\n" call "\\n" {rules.marker(_END)}'
 
     def written(self, calls: Sequence[Call]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxserve.server.tools.calls import MAX_CALLS, Call, Tool
 from jaxserve.server.tools.json_calls import JsonCallParser
 from jaxserve.server.tools.parser import Steps
-from jaxserve.server.tools.registry import ToolFormat, register
+from jaxserve.server.tools.registry import LeadingFormat, register
 from jaxserve.server.tools.rules import Rules, literal, schema_of
 
 
@@ -20,7 +20,7 @@ class _Parser(JsonCallParser):
 
 
 @register
-class JsonObjects(ToolFormat):
+class JsonObjects(LeadingFormat):
     """Bare objects, at the beginning of the text. Its name has to be given: nothing in a template
     says so."""
 
@@ -30,10 +30,7 @@ class JsonObjects(ToolFormat):
         "To call a function, write its name and arguments as JSON, and nothing else:\n"
         '{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}'
     )
-
-    def parser(self, tools: Sequence[Tool], most: int | None = None) -> JsonCallParser:
-        """See `ToolFormat`."""
-        return _Parser(tools, most)
+    parser = _Parser
 
     def call(self, rules: Rules, tool: Tool, place: int) -> str:
         """See `ToolFormat`."""

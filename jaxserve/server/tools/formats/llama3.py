@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxserve.server.tools.calls import MAX_CALLS, Call, Tool
 from jaxserve.server.tools.json_calls import JsonCallParser
 from jaxserve.server.tools.parser import Steps
-from jaxserve.server.tools.registry import ToolFormat, register
+from jaxserve.server.tools.registry import LeadingFormat, register
 from jaxserve.server.tools.rules import Rules, literal, schema_of
 
 _TAG = "<|python_tag|>"
@@ -35,7 +35,7 @@ class _Parser(JsonCallParser):
 
 
 @register
-class Llama3(ToolFormat):
+class Llama3(LeadingFormat):
     """Bare objects at the beginning of the text, or behind a tag."""
 
     name = "llama3"
@@ -47,10 +47,7 @@ class Llama3(ToolFormat):
         "To call a function, write its name and arguments as JSON, and nothing else:\n"
         '{"name": "NAME", "parameters": {"ARGUMENT": "VALUE"}}'
     )
-
-    def parser(self, tools: Sequence[Tool], most: int | None = None) -> JsonCallParser:
-        """See `ToolFormat`."""
-        return _Parser(tools, most)
+    parser = _Parser
 
     def call(self, rules: Rules, tool: Tool, place: int) -> str:
         """See `ToolFormat`."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jaxserve.server.tools.calls import MAX_CALLS, Call, Tool
 from jaxserve.server.tools.json_calls import JsonCallParser
 from jaxserve.server.tools.parser import Steps
-from jaxserve.server.tools.registry import ToolFormat, nine_characters, register
+from jaxserve.server.tools.registry import MarkedFormat, nine_characters, register
 from jaxserve.server.tools.rules import Rules, literal, schema_of
 
 _BEGIN, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -38,7 +38,7 @@ class _Parser(JsonCallParser):
 
 
 @register
-class Mistral(ToolFormat):
+class Mistral(MarkedFormat):
     """A marker, then a list, or a name and its arguments; newer templates have the second form."""
 
     name = "mistral"
@@ -49,14 +49,11 @@ class Mistral(ToolFormat):
         "To call a function, write its name and arguments in this form, and nothing else:\n"
         f'{_BEGIN}[{{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}]'
     )
+    parser = _Parser
 
     @property
     def _newer(self) -> bool:
         return _ARGS in self._source
-
-    def parser(self, tools: Sequence[Tool], most: int | None = None) -> JsonCallParser:
-        """See `ToolFormat`."""
-        return _Parser(tools, most)
 
     def call(self, rules: Rules, tool: Tool, place: int) -> str:
         """See `ToolFormat`."""
@@ -79,7 +76,7 @@ class Mistral(ToolFormat):
         return f'"[" {calls} "]"'
 
     def after_trigger(self, rules: Rules, parallel: bool) -> str:
-        """See `ToolFormat`."""
+        """See `MarkedFormat`."""
         return "call" if self._newer else self._list(parallel)
 
     def written(self, calls: Sequence[Call]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.tools.calls import MAX_CALLS, Call, Tool, compact
 from jaxserve.server.tools.parser import CallParser, Steps
-from jaxserve.server.tools.registry import ToolFormat, register
+from jaxserve.server.tools.registry import LeadingFormat, register
 from jaxserve.server.tools.rules import Rules, literal
 
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"
@@ -161,7 +161,7 @@ def _value(node: ast.expr, lines: Sequence[bytes]) -> Any:
 
 
 @register
-class Pythonic(ToolFormat):
+class Pythonic(LeadingFormat):
     """A list of calls, at the beginning of the text or behind a tag."""
 
     name = "pythonic"
@@ -172,10 +172,7 @@ class Pythonic(ToolFormat):
         "To call functions, write a list of calls as in Python, and nothing else:\n"
         '[NAME(ARGUMENT="VALUE")]'
     )
-
-    def parser(self, tools: Sequence[Tool], most: int | None = None) -> CallParser:
-        """See `ToolFormat`."""
-        return _Parser(tools, most)
+    parser = _Parser
 
     def call(self, rules: Rules, tool: Tool, place: int) -> str:
         """See `ToolFormat`. Values are JSON, which the parser reads, too."""

@@ -12,7 +12,7 @@ from typing import Any
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.tools.calls import MAX_CALLS, Call, Tool, compact
 from jaxserve.server.tools.parser import CallParser, Steps
-from jaxserve.server.tools.registry import ToolFormat, register
+from jaxserve.server.tools.registry import MarkedFormat, register
 from jaxserve.server.tools.rules import Rules, literal
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -114,7 +114,7 @@ def _no_constant(name: str) -> Any:
 
 
 @register
-class Qwen(ToolFormat):
+class Qwen(MarkedFormat):
     """Tags for the function and for each of its parameters."""
 
     name = "qwen"
@@ -126,10 +126,7 @@ class Qwen(ToolFormat):
         f"{_BEGIN}\n{_FUNCTION}NAME>\n{_PARAMETER}ARGUMENT>\nVALUE\n{_PARAMETER_END}\n"
         f"{_FUNCTION_END}\n{_END}"
     )
-
-    def parser(self, tools: Sequence[Tool], most: int | None = None) -> CallParser:
-        """See `ToolFormat`."""
-        return _Parser(tools, most)
+    parser = _Parser
 
     def call(self, rules: Rules, tool: Tool, place: int) -> str:
         """See `ToolFormat`."""
@@ -195,7 +192,7 @@ class Qwen(ToolFormat):
         return f'{one} ("\\n" {one}){{0,{MAX_CALLS - 1}}}' if parallel else one
 
     def after_trigger(self, rules: Rules, parallel: bool) -> str:
-        """See `ToolFormat`."""
+        """See `MarkedFormat`."""
         return f'"\\n" call "\\n" {rules.marker(_END)}'
 
     def written(self, calls: Sequence[Call]) -> str:
