@@ -82,6 +82,54 @@ def objects_only(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "object", **schema}
 
 
+def flat(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same schema without `$ref` and `allOf` around its properties, where those lead to objects
+    of different properties; else as it is."""
+    if not schema.keys() & _AROUND:
+        return schema
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    open_ended: list[Any] = []  # of each that has properties
+    left: list[Any] = [schema]
+    for _ in range(_MOST_AROUND):
+        if not left:
+            break
+        one = left.pop()
+        if not isinstance(one, Mapping) or one.keys() - _OF_OBJECTS - _AROUND:
+            return schema
+        given = one.get("properties", {})
+        if given.keys() & properties.keys():
+            return schema
+        if given or "additionalProperties" in one:
+            open_ended.append(one.get("additionalProperties", True))
+        properties |= given
+        required += one.get("required", ())
+        left += one.get("allOf", ())
+        if "$ref" in one:
+            left.append(_named(schema, one["$ref"]))
+    if left or (len(open_ended) > 1 and not all(each is True for each in open_ended)):
+        return schema
+    found = {name: each for name, each in schema.items() if name not in _AROUND}
+    if open_ended:
+        found |= {"properties": properties, "additionalProperties": open_ended[0]}
+    return {**found, "required": required}
+
+
+_AROUND = {"$ref", "allOf"}
+_OF_OBJECTS = {
+    *("type", "properties", "required", "additionalProperties"),
+    *("title", "description", "$defs", "definitions"),
+}
+_MOST_AROUND = 64  # schemas: they may lead in a circle
+
+
+def _named(schema: Mapping[str, Any], ref: str) -> Any:
+    """What `#/$defs/NAME` leads to; None where that is nothing, or it is another way to say it."""
+    begin, where, name = [*ref.split("/", 2), "", ""][:3]
+    known = begin == "#" and where in ("$defs", "definitions")
+    return schema.get(where, {}).get(name) if known else None
+
+
 def as_openai(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """The tools as OpenAI has them, which is what chat templates read."""
     return [

@@ -16,7 +16,7 @@ from jaxserve.config import Config, ConfigError
 from jaxserve.engine.text.grammars import Grammars
 from jaxserve.sched.request import Grammar, InvalidRequest
 from jaxserve.server.http.options import http_settings
-from jaxserve.server.tools.calls import Call, Tool, whole
+from jaxserve.server.tools.calls import Call, Tool, flat, whole
 from jaxserve.server.tools.registry import LeadingFormat, MarkedFormat, find_format, formats
 from jaxserve.server.tools.rules import call_grammar, schema_of
 
@@ -214,6 +214,67 @@ def test_what_a_format_cannot_hold(name: str, schema: dict[str, Any], where: str
         held(name, tools=[Tool("now"), Tool("f", parameters=schema)])
     expected = ".".join(filter(None, ("tools.1.function.parameters", where)))
     assert error.value.field_name == expected
+
+
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "near": {"$ref": "#/$defs/Place"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+AROUND: list[dict[str, Any]] = [
+    {"$defs": {"Place": PLACE}, "$ref": "#/$defs/Place"},  # as pydantic has a model within itself
+    {"$defs": {"Place": PLACE}, "allOf": [{"$ref": "#/$defs/Place"}], "title": "Place"},
+    {
+        "$defs": {"Place": {**PLACE, "additionalProperties": True}},
+        "allOf": [{"$ref": "#/$defs/Place"}, {"properties": {"more": {"type": "integer"}}}],
+    },
+]
+
+
+@pytest.mark.parametrize("schema", AROUND)
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_may_be_said_elsewhere(
+    grammars: Grammars, tokenizer: Any, name: str, schema: dict[str, Any]
+) -> None:
+    form, tools = find_format("", name), [Tool("f", parameters=schema, strict=True)]
+    grammar = held(name, tools=tools)
+    good = {"city": "12", "near": {"city": "Rome"}}  # text stays text
+    text = form.written([Call("f", json.dumps(good))])
+    assert accepts(grammars, tokenizer, grammar, text), text
+    parser = form.parser(tools)
+    _, (call,) = whole([*parser.feed(text), *parser.finish()])
+    assert json.loads(call.arguments) == good
+    for bad in ({}, {"city": 1}, {"city": "Rome", "near": {}}):
+        if name == "qwen" and bad == {"city": 1}:
+            continue  # as it writes it, it is text
+        text = form.written([Call("f", json.dumps(bad))])
+        assert not accepts(grammars, tokenizer, grammar, text), text
+
+
+CIRCLE: dict[str, Any] = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        CIRCLE,
+        {"$ref": "https://example.com/a"},
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a/default", "$defs": {"a": {"default": {"properties": 5}}}},
+        {"allOf": [True]},
+        {"allOf": [{"properties": {"a": {}}}, {"properties": {"a": {}}}]},
+        {"allOf": [{"properties": {"a": {}}, "additionalProperties": False}, AROUND[0]["$defs"]]},
+        {
+            "allOf": [
+                {"properties": {"a": {}}, "additionalProperties": False},
+                {"properties": {"b": {}}},
+            ]
+        },
+    ],
+)
+def test_what_is_around_parameters_and_stays(schema: dict[str, Any]) -> None:
+    assert flat(schema) is schema
 
 
 SOURCES = [

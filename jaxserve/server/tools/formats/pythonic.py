@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.sched.request import InvalidRequest
-from jaxserve.server.tools.calls import MAX_CALLS, Call, Tool, compact
+from jaxserve.server.tools.calls import MAX_CALLS, Call, Tool, compact, flat
 from jaxserve.server.tools.parser import CallParser, Steps
 from jaxserve.server.tools.registry import LeadingFormat, register
 from jaxserve.server.tools.rules import Rules, literal
@@ -176,7 +176,7 @@ class Pythonic(LeadingFormat):
 
     def call(self, rules: Rules, tool: Tool, place: int) -> str:
         """See `ToolFormat`. Values are JSON, which the parser reads, too."""
-        schema, where = tool.parameters, f"tools.{place}.function.parameters"
+        schema, where = flat(tool.parameters), f"tools.{place}.function.parameters"
         further = {"anyOf", "oneOf", "allOf", "$ref", "patternProperties"} & schema.keys()
         if further:
             problem = f"the format {self.name} cannot hold arguments to {min(further)!r}"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.sched.request import InvalidRequest
-from jaxserve.server.tools.calls import MAX_CALLS, Call, Tool, compact
+from jaxserve.server.tools.calls import MAX_CALLS, Call, Tool, compact, flat
 from jaxserve.server.tools.parser import CallParser, Steps
 from jaxserve.server.tools.registry import MarkedFormat, register
 from jaxserve.server.tools.rules import Rules, literal
@@ -50,10 +50,14 @@ class _Parser(CallParser):
             self._content(before if name is None else f"{before}{name}>")
             return
         self._begin(name)
-        if (yield from self._parameters(self._tools[name].parameters.get("properties", {}))):
+        if (yield from self._parameters(self._schemas(name))):
             yield from self._skip_space()
             if marker == _BEGIN:
                 yield from self._literal(_END)
+
+    def _schemas(self, name: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = flat(self._tools[name].parameters).get("properties", {})
+        return found
 
     def _parameters(self, schemas: Mapping[str, Any]) -> Steps[bool]:
         """Returns whether the call is whole."""
@@ -130,7 +134,7 @@ class Qwen(MarkedFormat):
 
     def call(self, rules: Rules, tool: Tool, place: int) -> str:
         """See `ToolFormat`."""
-        schema = tool.parameters
+        schema = flat(tool.parameters)
         where = f"tools.{place}.function.parameters"
         further = {"anyOf", "oneOf", "allOf", "$ref", "patternProperties"} & schema.keys()
         if further:
