@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
@@ -31,6 +31,7 @@ class Line:
         name: the client's id of the line, or empty.
         cache_salt: as `Request.cache_salt`.
         prediction: as in `RequestFields`.
+        note: what its frontend wants to find in the result, JSON values by name.
     """
 
     prompt: str | tuple[int, ...]
@@ -38,12 +39,13 @@ class Line:
     name: str = ""
     cache_salt: str = ""
     prediction: str = ""
+    note: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The line as JSON. Equal lines have equal texts, also those of a server from before there
-        were salts or predictions."""
+        were salts, predictions or notes."""
         fields = _fields(self)
-        for name in ("cache_salt", "prediction"):
+        for name in ("cache_salt", "prediction", "note"):
             if not fields[name]:
                 fields = {other: value for other, value in fields.items() if other != name}
         return json.dumps(fields, default=_fields, sort_keys=True)
@@ -155,11 +157,13 @@ class Result:
         name: the client's id of the line, or empty.
         completions: by index.
         error: why the line failed; None if it did not.
+        note: as the line has it.
     """
 
     name: str
     completions: tuple[Completion, ...] = ()
     error: LineError | None = None
+    note: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The result as JSON, for the journal."""
@@ -171,7 +175,8 @@ class Result:
         found = json.loads(text, parse_float=lambda number: float(number))  # as in `_fields`
         error = found["error"]
         completions = tuple(_completion(each) for each in found["completions"])
-        return cls(found["name"], completions, None if error is None else LineError(**error))
+        failed = None if error is None else LineError(**error)
+        return cls(found["name"], completions, failed, found.get("note", {}))
 
 
 def _fields(value: Any) -> dict[str, Any]:

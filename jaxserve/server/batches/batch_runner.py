@@ -216,7 +216,9 @@ class BatchRunner:
             # With log-probabilities of all tokens, it takes long.
             self._finish(
                 await self._requests.run_beside(
-                    lambda: _outcome(work, Result(line.name, tuple(map(_completion, whole))))
+                    lambda: _outcome(
+                        work, Result(line.name, tuple(map(_completion, whole)), note=line.note)
+                    )
                 )
             )
 

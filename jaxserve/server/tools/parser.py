@@ -61,14 +61,17 @@ class CallParser(ABC):
     Args:
         tools: those that may be called. A call of another one is content.
         most: calls that are taken; further ones are content. None: any number.
+        alone: whether a text with calls is nothing else, so that behind content there are none.
     """
 
     markers: tuple[str, ...] = ()
     """Texts that begin a call wherever they stand."""
 
-    def __init__(self, tools: Sequence[Tool], most: int | None = None) -> None:
+    def __init__(
+        self, tools: Sequence[Tool], most: int | None = None, *, alone: bool = False
+    ) -> None:
         self._tools: Mapping[str, Tool] = {tool.name: tool for tool in tools}
-        self._left = most
+        self._left, self._alone = most, alone
         self._held, self._ended = "", False
         self._space, self._after_call = "", False
         self._pieces: list[Piece] = []
@@ -120,6 +123,8 @@ class CallParser(ABC):
             found = min(((place, -len(m), m) for place, m in at if place >= 0), default=None)
             if found is not None:
                 self._content(self._take(found[0]))
+                if not self._may_call:
+                    continue
                 return self._take(len(found[2])) or None
             keep = 0 if self._ended else _unsure(self._held, markers)
             self._content(self._take(len(self._held) - keep))
@@ -135,6 +140,7 @@ class CallParser(ABC):
         if told:
             self._pieces.append(Content(told))
             self._after_call = False
+            self._left = 0 if self._alone else self._left
 
     def _begin(self, name: str) -> None:
         if self._left is not None:

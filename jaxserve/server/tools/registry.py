@@ -30,6 +30,7 @@ class ToolFormat(ABC):
             signs of another one comes before it by `rank`.
         rank: formats of lower rank are looked for first.
         markers: texts around calls, which may be special tokens of the model.
+        plain_json: whether calls are JSON with nothing before it.
         instructions: how to write a call, for a model whose template says nothing of tools.
         parser: finds the calls in the text of one continuation.
     """
@@ -38,6 +39,7 @@ class ToolFormat(ABC):
     signs: ClassVar[tuple[str, ...]] = ()
     rank: ClassVar[int] = 0
     markers: ClassVar[tuple[str, ...]] = ()
+    plain_json: ClassVar[bool] = False
     instructions: ClassVar[str]
     parser: ClassVar[type[CallParser]]
 
@@ -63,7 +65,11 @@ class ToolFormat(ABC):
 
     def new_id(self) -> str:
         """The id of a call."""
-        return f"call_{secrets.token_hex(12)}"
+        return self.id_of(secrets.token_bytes(12))
+
+    def id_of(self, digits: bytes) -> str:
+        """The id that twelve random bytes make."""
+        return f"call_{digits.hex()}"
 
 
 class MarkedFormat(ToolFormat):
@@ -147,6 +153,6 @@ def find_format(source: str, name: str = "") -> ToolFormat:
     return known[DEFAULT](source)
 
 
-def nine_characters() -> str:
+def nine_characters(digits: bytes) -> str:
     """An id as some templates demand it."""
-    return "".join(secrets.choice(_ALNUM) for _ in range(9))
+    return "".join(_ALNUM[each % len(_ALNUM)] for each in digits[:9])

@@ -36,6 +36,21 @@ def parsed(
     return whole([*itertools.chain(*pieces), *parser.finish()])
 
 
+def test_calls_that_are_alone() -> None:
+    for name in NAMES:
+        form = find_format("", name)
+        text = form.written([Call("weather", json.dumps(HERE))] * 2)
+        for before, calls in (("", 2), (" ", 2), ("A ", 0), ('{"a": "', 0)):
+            for size in (1, 7, 500):
+                parser = form.parser(TOOLS, alone=True)
+                whole_text = before + text
+                cut = [whole_text[at : at + size] for at in range(0, len(whole_text), size)]
+                pieces = [piece for each in cut for piece in parser.feed(each)]
+                content, found = whole([*pieces, *parser.finish()])
+                assert len(found) == calls, whole_text
+                assert content == ("" if calls else whole_text)
+
+
 def said(name: str, text: str, **how: Any) -> tuple[str, list[Any]]:
     content, calls = parsed(name, text, **how)
     return content, [(call.name, json.loads(call.arguments)) for call in calls]

@@ -14,7 +14,7 @@ import tokenizers
 
 from jaxserve.config import Config, ConfigError
 from jaxserve.engine.text.grammars import Grammars
-from jaxserve.sched.request import Grammar, InvalidRequest
+from jaxserve.sched.request import Grammar, GrammarKind, InvalidRequest
 from jaxserve.server.http.options import http_settings
 from jaxserve.server.tools.calls import Call, Tool, flat, whole
 from jaxserve.server.tools.registry import LeadingFormat, MarkedFormat, find_format, formats
@@ -166,6 +166,34 @@ def test_what_is_allowed_is_parsed(
         assert content == "" and len(calls) == 1, text
         schema = schema_of({tool.name: tool for tool in tools}[calls[0].name])
         jsonschema.validate(json.loads(calls[0].arguments), schema)
+
+
+@pytest.mark.parametrize(("name", "source"), FORMS)
+def test_calls_or_else_what_the_text_is_to_be(
+    grammars: Grammars, tokenizer: Any, name: str, source: str
+) -> None:
+    form, how = find_format(source, name), {"forced": False, "parallel": True}
+    kinds = (
+        (Grammar.json_schema({"type": "integer"}), ["12"], ["a", "{}"]),
+        (Grammar.json_schema({"type": "array"}), ['["weather"]', "[]"], ["a", "{}"]),
+        (Grammar.json_schema("true"), ['"a"', '[{"name": 1}]'], ["a"]),
+        (Grammar.json_object(), ['{"a": 1}', '{"name": 1}', "{}"], ["1", "Well. {}"]),
+        (Grammar.choice(["yes", "no/"]), ["yes", "no/"], ["{}", "y"]),
+    )
+    for otherwise, good, bad in kinds:
+        if form.plain_json and otherwise.kind is not GrammarKind.CHOICE:
+            with pytest.raises(InvalidRequest, match=f"{name}, calls are plain JSON"):
+                call_grammar(form, TOOLS, special={}, otherwise=otherwise, **how)
+            continue
+        grammar = call_grammar(form, TOOLS, special={}, otherwise=otherwise, **how)
+        calls = written(name, *GOOD[:2], source=source)
+        for text in (*good, calls):
+            assert accepts(grammars, tokenizer, grammar, text), text
+        for text in (*bad, "", f"Well. {calls}", calls + good[0], calls + " Done."):
+            assert not accepts(grammars, tokenizer, grammar, text), text
+        for arguments in BAD:
+            text = written(name, arguments, source=source)
+            assert not accepts(grammars, tokenizer, grammar, text), text
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -16,7 +18,7 @@ from jaxserve.server.batches.records import NewLine
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.openai import request_options
 from jaxserve.server.http.openai.body_limits import parse_body, validate_body
-from jaxserve.server.http.openai.chat import assistant_message, chat_sampling
+from jaxserve.server.http.openai.chat import chat_sampling, ended_message
 from jaxserve.server.http.openai.choices import usage_fields
 from jaxserve.server.http.openai.files import MAX_LINE
 from jaxserve.server.http.openai.logprobs import CompletionLogprobs, chat_logprobs
@@ -71,9 +73,9 @@ def read_line(context: RouteContext, endpoint: str, text: str, tenant: str) -> N
         if (given.method, given.url) != ("POST", endpoint):
             raise InvalidRequest("url", f"the batch is for POST {endpoint}")
         body = validate_body(given.body, _BODIES[endpoint])
-        line = Line(
-            *_asked(context, body, tenant), name, body.cache_salt or "", predicted_text(body)
-        )
+        prompt, sampling, note = _asked(context, body, tenant)
+        salt = body.cache_salt or ""
+        line = Line(prompt, sampling, name, salt, predicted_text(body), note)
     except (InvalidRequest, ApiError) as error:
         if isinstance(error, ApiError):
             where = error.param or "line"
@@ -110,7 +112,7 @@ def written_line(
         body = ApiError(status, result.error.message).body()
     else:
         head = {"id": f"{batch}-{number}", "created": note["created"], "model": context.model}
-        status, body = 200, {**head, **_answer(context, note["endpoint"], result.completions)}
+        status, body = 200, {**head, **_answer(context, note["endpoint"], result, head["id"])}
     return {
         "id": f"batch_req-{batch}-{number}",
         "custom_id": result.name,
@@ -119,8 +121,10 @@ def written_line(
     }
 
 
-def _asked(context: RouteContext, body: Generation, tenant: str) -> tuple[Any, dict[str, Any]]:
-    """Prompt and sampling fields."""
+def _asked(
+    context: RouteContext, body: Generation, tenant: str
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Prompt, sampling fields, and what the answer wants to know of them."""
     if body.model not in (None, "", context.model):
         problem = f"a batch is for {context.model!r}, and for no adapter; got {body.model!r:.80}"
         raise InvalidRequest("model", problem)
@@ -141,18 +145,19 @@ def _asked(context: RouteContext, body: Generation, tenant: str) -> tuple[Any, d
         if not all(isinstance(token, int) for token in prompt):
             raise InvalidRequest("prompt", "a line has one prompt")
         prompt = tuple(prompt)
-    return prompt, request_options.completion_sampling(body)
+    return prompt, request_options.completion_sampling(body), {}
 
 
-def _answer(
-    context: RouteContext, endpoint: str, completions: tuple[Completion, ...]
-) -> dict[str, Any]:
-    chat = endpoint == CHAT
+def _answer(context: RouteContext, endpoint: str, result: Result, name: str) -> dict[str, Any]:
+    completions, chat = result.completions, endpoint == CHAT
     first = completions[0].usage
     output = sum(each.usage.output_tokens for each in completions)
     return {
         "object": "chat.completion" if chat else "text_completion",
-        "choices": [_choice(context, chat, each) for each in completions],
+        "choices": [
+            _choice(context, chat, each, result.note, f"{name}-{each.index}")
+            for each in completions
+        ],
         "usage": usage_fields(
             *(first.prompt_tokens, output, first.cached_tokens),
             *drafted_tokens([each.usage for each in completions]),
@@ -160,14 +165,29 @@ def _answer(
     }
 
 
-def _choice(context: RouteContext, chat: bool, found: Completion) -> dict[str, Any]:
+def _choice(
+    context: RouteContext, chat: bool, found: Completion, note: Mapping[str, Any], name: str
+) -> dict[str, Any]:
     tell: Callable[..., Any] = CompletionLogprobs(context.engine).as_dict
     if chat:
         tell = functools.partial(chat_logprobs, context.engine)
     logprobs = tell(found.logprobs) if found.logprobs else None
-    said = {"message": assistant_message(found.text)} if chat else {"text": found.text}
-    reason = str(found.finish_reason)
-    return {"index": found.index, "finish_reason": reason, "logprobs": logprobs, **said}
+    said: dict[str, Any] = {"text": found.text, "finish_reason": str(found.finish_reason)}
+    if chat:
+        form, count = context.template.tool_format, itertools.count()
+        said = ended_message(
+            form,
+            note,
+            found.text,
+            str(found.finish_reason),
+            lambda: form.id_of(_digits(f"{name}-{next(count)}")),
+        )
+    return {"index": found.index, "logprobs": logprobs, **said}
+
+
+def _digits(name: str) -> bytes:
+    """Of an id, which is the same whenever the results are read."""
+    return hashlib.sha256(name.encode()).digest()[:12]
 
 
 def jsonl_line(line: dict[str, Any]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,10 +19,18 @@ from jaxserve.server.http.openai.logprobs import chat_logprobs
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import ChatRequest, TokenizeRequest
 from jaxserve.server.http.openai.tool_messages import MessageDeltas, message_with_calls
-from jaxserve.server.http.openai.tool_options import ToolUse, shown_tools, tool_sampling, tool_use
+from jaxserve.server.http.openai.tool_options import (
+    ToolUse,
+    call_parser,
+    check_calls,
+    shown_tools,
+    tool_sampling,
+    tool_use,
+)
 from jaxserve.server.requests.output_streams import Delta
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.tools.parser import CallParser
+from jaxserve.server.tools.registry import ToolFormat
 
 
 async def chat_response(context: RouteContext, body: ChatRequest, http: HttpRequest) -> Response:
@@ -38,7 +46,14 @@ async def _wanted(
 ) -> list[Request]:
     request_options.check_stream_options(body)
     context.requests.check_open()
-    held = await tool_sampling(context, use)
+    held: dict[str, Any] = {}
+    if use is not None:
+        with request_options.naming_grammar_fields(body):
+            if use.otherwise is not None:
+                await context.requests.check_grammar(use.otherwise)
+            held = tool_sampling(context, use)
+            if "grammar" in held:
+                await check_calls(context, use, held["grammar"])
     text = await asyncio.wrap_future(render_chat(context.template, body, caller.name))
     prompt = await context.template.encode(text, context.requests.encode)
     sampling = {**_sampling(context, body, len(prompt)), **held}
@@ -47,14 +62,18 @@ async def _wanted(
 
 def chat_sampling(
     context: RouteContext, body: ChatRequest, tenant: str
-) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Prompt and fields of SamplingParams of a batch's line, for who may wait for the encoding.
-    Raises InvalidRequest."""
-    if tool_use(body) is not None:
-        raise InvalidRequest("tools", "are not for batches yet")
+) -> tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]:
+    """Prompt and fields of SamplingParams of a batch's line, and the note for `ended_message`; for
+    who may wait for the encoding and for grammars. Raises InvalidRequest."""
+    use, held, note = tool_use(body), {}, {}
+    if use is not None:
+        with request_options.naming_grammar_fields(body):
+            if use.otherwise is not None:
+                context.engine.check_grammar(use.otherwise)
+            held, note = tool_sampling(context, use), use.note()
     text = render_chat(context.template, body, tenant).result()
     prompt = tuple(context.template.encode(text, context.engine.encode))
-    return prompt, _sampling(context, body, len(prompt))
+    return prompt, {**_sampling(context, body, len(prompt)), **held}, note
 
 
 def render_chat(
@@ -88,6 +107,25 @@ def _sampling(context: RouteContext, body: ChatRequest, prompt_tokens: int) -> d
 def assistant_message(text: str) -> dict[str, Any]:
     """What the model says, as a turn of the chat."""
     return {"role": "assistant", "content": text, "refusal": None}
+
+
+def ended_message(
+    form: ToolFormat, note: Mapping[str, Any], text: str, reason: str, ids: Callable[[], str]
+) -> dict[str, Any]:
+    """Message and reason of a whole answer.
+
+    Args:
+        form: how the model writes calls.
+        note: of the chat's `ToolUse`; empty where nothing may be called.
+        text: the answer.
+        reason: why it ended.
+        ids: makes those of calls.
+    """
+    ended = {"finish_reason": reason}
+    if not note:
+        return {"message": assistant_message(text), **ended}
+    message, called = message_with_calls(call_parser(form, note), text, ids)
+    return {"message": message, **(_with_calls(ended) if called else ended)}
 
 
 class _ChatAnswer(Answer):
@@ -136,11 +174,12 @@ class _ToolAnswer(_ChatAnswer):
 
     def _parser(self) -> CallParser:
         assert self._use is not None
-        return self._form.parser(self._use.tools, None if self._use.parallel else 1)
+        return call_parser(self._form, self._use.note())
 
     def whole_fields(self, text: str, ended: dict[str, Any]) -> dict[str, Any]:
-        message, called = message_with_calls(self._parser(), text, self._form.new_id)
-        return {"message": message, **(_with_calls(ended) if called else ended)}
+        assert self._use is not None
+        note, reason = self._use.note(), ended["finish_reason"]
+        return {**ended, **ended_message(self._form, note, text, reason, self._form.new_id)}
 
     def chunk_fields(
         self, number: int, text: str, logprobs: Any, ended: dict[str, Any]

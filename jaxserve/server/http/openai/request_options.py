@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-from jaxserve.sched.request import SLO, Grammar, InvalidRequest, SamplingParams, Tier
+from jaxserve.sched.request import SLO, Grammar, GrammarKind, InvalidRequest, SamplingParams, Tier
 from jaxserve.server.http.openai.schema import CompletionRequest, Generation, SloFields
 from jaxserve.server.requests.slo_classes import own_targets
 
@@ -122,7 +122,9 @@ def naming_grammar_fields(body: Generation) -> Iterator[None]:
     except InvalidRequest as error:
         if not error.field_name.startswith("grammar."):
             raise
-        raise InvalidRequest(grammar_field(body) or "tools", error.problem) from None
+        of_calls = error.field_name.endswith(GrammarKind.LARK)
+        where = "tools" if of_calls else grammar_field(body) or "tools"
+        raise InvalidRequest(where, error.problem) from None
 
 
 def grammar_field(body: Generation) -> str | None:

@@ -12,6 +12,7 @@ from jaxserve.server.http.openai import request_options
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import ChatRequest, ChosenTool, TokenizeRequest
 from jaxserve.server.tools.calls import Tool, compact
+from jaxserve.server.tools.parser import CallParser
 from jaxserve.server.tools.registry import ToolFormat
 from jaxserve.server.tools.rules import call_grammar, schema_of
 
@@ -29,17 +30,34 @@ class ToolUse:
         places: of each in the body's `tools`.
         forced: whether the answer is calls and nothing else.
         parallel: whether it may have several.
+        otherwise: what the answer is if it is no calls, where it may be; None for any text.
     """
 
     tools: tuple[Tool, ...]
     places: tuple[int, ...]
     forced: bool
     parallel: bool
+    otherwise: Grammar | None = None
 
     @property
     def held(self) -> bool:
         """Whether the text is held to a grammar."""
-        return self.forced or any(tool.strict for tool in self.tools)
+        free = self.otherwise is None and not any(tool.strict for tool in self.tools)
+        return self.forced or not free
+
+    def note(self) -> dict[str, Any]:
+        """As `call_parser` takes it, JSON."""
+        return {
+            "tools": {tool.name: tool.parameters for tool in self.tools},
+            "most": None if self.parallel else 1,
+            "alone": self.otherwise is not None,
+        }
+
+
+def call_parser(form: ToolFormat, note: Mapping[str, Any]) -> CallParser:
+    """Finds the calls in an answer. note: of the chat's `ToolUse`."""
+    tools = [Tool(name, parameters=schema) for name, schema in note["tools"].items()]
+    return form.parser(tools, note["most"], alone=note["alone"])
 
 
 def shown_tools(body: ChatRequest | TokenizeRequest) -> list[Tool] | None:
@@ -52,8 +70,7 @@ def shown_tools(body: ChatRequest | TokenizeRequest) -> list[Tool] | None:
 
 
 def tool_use(body: ChatRequest) -> ToolUse | None:
-    """None where nothing may be called. Raises InvalidRequest for a choice that cannot be made, and
-    where the text cannot be what else it is asked to be."""
+    """None where nothing may be called. Raises InvalidRequest for a choice that cannot be made."""
     choice, shown = body.tool_choice, shown_tools(body)
     if shown is None:
         if choice not in (None, "none"):
@@ -64,10 +81,6 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
         raise InvalidRequest("tools", f"have {size:,} characters; {MAX_TOOLS_TEXT:,} are allowed")
     if choice == "none":
         return None
-    other = request_options.grammar_field(body)
-    if other is not None:
-        problem = "contradicts tools, whose calls are not of that form; send one of them"
-        raise InvalidRequest(other, f"{problem}, or tool_choice: none")
     parallel = body.parallel_tool_calls is not False
     places: Sequence[int] = range(len(shown))
     if isinstance(choice, ChosenTool):
@@ -78,32 +91,44 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
             raise InvalidRequest("tool_choice.function.name", problem)
         parallel = False
     forced = choice == "required" or isinstance(choice, ChosenTool)
-    return ToolUse(tuple(shown[place] for place in places), tuple(places), forced, parallel)
+    chosen = tuple(shown[place] for place in places)
+    otherwise = request_options.requested_grammar(body)
+    return ToolUse(chosen, tuple(places), forced, parallel, otherwise)
 
 
-async def tool_sampling(context: RouteContext, use: ToolUse | None) -> dict[str, Any]:
+def tool_sampling(context: RouteContext, use: ToolUse) -> dict[str, Any]:
     """The fields of SamplingParams that make the text one with calls. Raises InvalidRequest, which
     names the tool whose schema cannot be held."""
-    if use is None:
-        return {}
-    form = context.template.tool_format
     special = context.special_markers
     found: dict[str, Any] = {"shown_token_ids": tuple(special.values())}
     if use.held:
-        found["grammar"] = grammar = _grammar(form, use, special)
-        try:
-            await context.requests.check_grammar(grammar)
-        except InvalidRequest as error:
-            await _blame(context, use)
-            raise InvalidRequest("tools", f"as a grammar: {error.problem}") from None
+        found["grammar"] = _grammar(context.template.tool_format, use, special)
     return found
 
 
-def _grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> Grammar:
-    forced, parallel = use.forced, use.parallel
+async def check_calls(context: RouteContext, use: ToolUse, grammar: Grammar) -> None:
+    """Gets the grammar of a text with calls ready. Raises InvalidRequest, which names the tool that
+    it cannot be made of."""
     try:
-        return call_grammar(form, use.tools, forced=forced, parallel=parallel, special=special)
+        await context.requests.check_grammar(grammar)
     except InvalidRequest as error:
+        await _blame(context, use)
+        raise InvalidRequest("tools", f"as a grammar: {error.problem}") from None
+
+
+def _grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> Grammar:
+    try:
+        return call_grammar(
+            form,
+            use.tools,
+            forced=use.forced,
+            parallel=use.parallel,
+            special=special,
+            otherwise=use.otherwise,
+        )
+    except InvalidRequest as error:
+        if use.otherwise is not None and error.field_name == use.otherwise.field_name:
+            raise
         if error.field_name.startswith("grammar."):
             problem = f"as a grammar it {error.problem}"
             raise InvalidRequest("tools", problem) from None

@@ -25,6 +25,7 @@ class JsonObjects(LeadingFormat):
     says so."""
 
     name = "json"
+    plain_json = True
     openers = r"\{\["
     instructions = (
         "To call a function, write its name and arguments as JSON, and nothing else:\n"

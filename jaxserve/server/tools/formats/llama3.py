@@ -42,6 +42,7 @@ class Llama3(LeadingFormat):
     signs = (_TAG, '"parameters": dictionary of argument name')
     rank = 2
     markers = (_TAG,)
+    plain_json = True
     openers = r"\{"
     instructions = (
         "To call a function, write its name and arguments as JSON, and nothing else:\n"

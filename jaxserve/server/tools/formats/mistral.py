@@ -86,6 +86,6 @@ class Mistral(MarkedFormat):
         objects = [f'{{"name": "{call.name}", "arguments": {call.arguments}}}' for call in calls]
         return f"{_BEGIN}[{', '.join(objects)}]"
 
-    def new_id(self) -> str:
+    def id_of(self, digits: bytes) -> str:
         """Nine letters and digits: its templates refuse others."""
-        return nine_characters()
+        return nine_characters(digits)

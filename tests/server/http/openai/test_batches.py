@@ -100,6 +100,65 @@ def test_chats_go_through_the_template(
     assert "".join(map(chr, running.requests[0].prompt)) == "user: Hi\nassistant:"
 
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+def test_chats_may_call_tools(client: openai.OpenAI, running: FakeEngine, server: Server) -> None:
+    url, ask = "/v1/chat/completions", [{"role": "user", "content": "Hi"}]
+    running.text, running.ends_at = lambda k: ("So. ", CALL)[k], 2
+    body: dict[str, Any] = {"messages": ask, "tools": [TOOL], "max_tokens": 9}
+    lines = [
+        line("free", url, **body, n=2),
+        line("held", url, **body, tool_choice="required"),
+        line("form", url, **body, response_format={"type": "json_object"}),
+        line("none", url, **body, tool_choice="none"),
+        line("other", url, **body, tool_choice={"type": "function", "function": {"name": "f"}}),
+        line("bad", url, **body, guided_json={"bad": 1}),
+        line("regex", url, **body, guided_regex="a"),
+    ]
+    batch = ended(client, server, create(client, lines, url).id)
+    found = results(client, batch.output_file_id)
+    assert found == results(client, batch.output_file_id), "with the same ids"
+    choices = {name: each["body"]["choices"] for name, each in found.items()}
+    assert set(choices) == {"free", "held", "form", "none"}
+    ids = set()
+    for choice in (*choices["free"], *choices["held"]):
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] == "So."
+        (call,) = choice["message"]["tool_calls"]
+        assert call["type"] == "function" and call["function"]["name"] == "weather"
+        assert json.loads(call["function"]["arguments"]) == {"city": "Rome"}
+        ids.add(call["id"])
+    assert len(ids) == 3 and all(each.startswith("call_") for each in ids)
+    for name in ("form", "none"):  # its calls would be alone
+        (choice,) = choices[name]
+        assert choice["message"] == {
+            "role": "assistant",
+            "content": f"So. {CALL}",
+            "refusal": None,
+        }
+        assert choice["finish_reason"] == "stop"
+    held = [request.sampling.grammar for request in running.requests]
+    assert [each is not None for each in held] == [False, True, True, False]
+    errors = results(client, batch.error_file_id)
+    assert {name: each["body"]["error"]["param"] for name, each in errors.items()} == {
+        "other": None,
+        "bad": None,
+        "regex": None,
+    }
+    said = {name: each["body"]["error"]["message"] for name, each in errors.items()}
+    assert said["other"].startswith("tool_choice.function.name: there is no tool")
+    assert said["bad"] == "guided_json: is bad"
+    assert said["regex"].startswith("guided_regex: cannot stand beside tools")
+
+
 def test_a_line_that_is_wrong_fails_by_itself(
     client: openai.OpenAI, running: FakeEngine, server: Server
 ) -> None:

@@ -142,6 +142,49 @@ def test_what_is_held_to_a_grammar(
         assert "weather" not in lark
 
 
+OF_SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "held"),
+    [
+        ({"response_format": OF_SCHEMA}, '"city"'),
+        ({"response_format": {"type": "json_object"}}, "@s"),
+        ({"guided_choice": ["yes", "no"]}, 'start: tag ("\\n" tag){0,15} | "yes" | "no"'),
+    ],
+)
+def test_calls_or_else_what_the_text_is_to_be(
+    client: openai.OpenAI, plain: Plain, running: FakeEngine, fields: dict[str, Any], held: str
+) -> None:
+    """Content that shows how a call looks is content."""
+    text = f'{{"city": "as in {CALL}"}}'
+    for said, calls in ((CALL, 1), (text, 0)):
+        says(running, *pieces(said))
+        body = {"messages": ASK, "tools": TOOLS, **fields}
+        _, found, _ = plain.call("POST", "/v1/chat/completions", body)
+        (choice,) = found["choices"]
+        assert len(choice["message"].get("tool_calls", ())) == calls
+        assert choice["message"]["content"] == (None if calls else text)
+        assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+        grammar = running.requests[-1].sampling.grammar
+        assert grammar is not None and grammar.kind is GrammarKind.LARK
+        lark = json.loads(grammar.text)
+        assert held in lark["lark"] + json.dumps(lark["schemas"])
+    says(running, *pieces(text))
+    stream = client.chat.completions.create(
+        model="fake", messages=ASK, tools=TOOLS, stream=True, extra_body=fields
+    )
+    deltas = [chunk.choices[0].delta for chunk in stream]
+    assert "".join(delta.content or "" for delta in deltas) == text
+    assert not any(delta.tool_calls for delta in deltas)
+    # A call that is forced has no other form.
+    body = {"messages": ASK, "tools": TOOLS, "tool_choice": "required"}
+    for more in (fields, {}):
+        assert plain.call("POST", "/v1/chat/completions", {**body, **more})[0] == 200
+    first, second = (request.sampling.grammar for request in running.requests[-2:])
+    assert first == second
+
+
 def deep(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(depth):
@@ -190,8 +233,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "tool_choice.function.name",
         "there is no tool 'fly'",
     ),
-    ({"response_format": {"type": "json_object"}}, "response_format", "contradicts tools"),
-    ({"guided_regex": "a", "tool_choice": "required"}, "guided_regex", "contradicts tools"),
+    ({"guided_regex": "a"}, "guided_regex", "cannot stand beside tools"),
+    ({"guided_json": "{"}, "guided_json", "must be a JSON Schema"),
+    ({"guided_json": "[" * 60_000}, "guided_json", "must be a JSON Schema"),
+    ({"guided_json": {"bad": 1}}, "guided_json", "is bad"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
+    (
+        {"tool_choice": "required", "response_format": OF_SCHEMA | {"type": "json_object"}},
+        "response_format.json_schema",
+        "is not for type json_object",
+    ),
     ({"functions": [{"name": "f"}]}, "functions", "no such field"),
     ({"function_call": "auto"}, "function_call", "no such field"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", "field of the call"),
@@ -329,12 +380,3 @@ def test_other_templates_get_words(plain: Plain, running: FakeEngine) -> None:
     said = prompt(running)
     assert said.startswith("system: Be brief.\n\nYou can call these functions:\n")
     assert f"\nassistant: {CALL}\nuser: The function weather returned:\nSunny.\n" in said
-
-
-def test_batches_refuse_them(client: openai.OpenAI, running: FakeEngine) -> None:
-    from jaxserve.server.http.openai.chat import chat_sampling
-    from jaxserve.server.http.openai.schema import ChatRequest
-
-    body = ChatRequest(messages=ASK, tools=TOOLS)
-    with pytest.raises(InvalidRequest, match="tools: are not for batches yet"):
-        chat_sampling(None, body, "")  # type: ignore[arg-type]
