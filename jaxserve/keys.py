@@ -24,6 +24,7 @@ from jaxserve.server.access.key_file import (
     check_name,
     check_other,
     digest_of,
+    make_key,
     new_secret,
     parse_line,
     parse_lines,
@@ -60,7 +61,7 @@ class _Refused(Exception):
 
 def _new(name: str, limits: dict[str, Any], path: Path | None) -> None:
     secret = new_secret()
-    key = ApiKey(name, digest_of(secret.encode()), **limits)
+    key = make_key(name, digest_of(secret.encode()), limits)
     if path is not None:
         check_file("file", path)
         text = _read(path) if path.exists() else ""

@@ -29,7 +29,6 @@ from jaxserve.deploy.replicas import AVOID, NOTHING, ROUTING_REQUEST
 from jaxserve.deploy.response_kind import grpc_response_kind, http_response_kind
 from jaxserve.deploy.routing_request import RoutingRequestBuilder
 from jaxserve.sched.routing.fleet import RoutingRequest
-from jaxserve.server.access.api_keys import authorization
 from jaxserve.server.http.admission_middleware import limited_receive
 from jaxserve.server.http.errors import ApiError, retry_after
 from jaxserve.server.http.openai.sse import sse_event
@@ -116,8 +115,7 @@ class Ingress:
             for message in answer:
                 yield message
             return
-        key = authorization(scope["headers"])
-        routing_request = await self._routing_requests.from_http(path, body, key)
+        routing_request = await self._routing_requests.from_http(path, body, scope["headers"])
         async with aclosing(self._relayed(routing_request, plain, body)) as messages:
             async for message in messages:
                 yield message
@@ -180,8 +178,8 @@ class Ingress:
         """jaxserve.v1.Generation.Generate."""
         with contextlib.suppress(*_GONE):  # the call itself will say so
             await self._longest()
-        key = authorization(grpc_context.invocation_metadata() or ())
-        routing_request = await self._routing_requests.from_grpc(message, key)
+        metadata = grpc_context.invocation_metadata() or ()
+        routing_request = await self._routing_requests.from_grpc(message, metadata)
         async with aclosing(
             self._rpc("Generate", message, grpc_context, routing_request)
         ) as answers:

@@ -7,7 +7,7 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from jaxserve.engine.block_keys import BlockKeys
 from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.text.detokenizer import FILE_NAME, load_tokenizer
 from jaxserve.sched.cache.prefix_sketch import KEY_BYTES, marks_of
-from jaxserve.sched.request import MAX_N, SLO, InvalidRequest, Tier
+from jaxserve.sched.request import MAX_N, InvalidRequest
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.sched.slo.slo_columns import TARGETS
-from jaxserve.server.access.api_keys import Keys, Unauthenticated
+from jaxserve.server.access.api_keys import Caller, Keys, Unauthenticated, authorization
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.grpc import message_conversion
 from jaxserve.server.http.errors import ApiError
@@ -33,7 +33,8 @@ from jaxserve.server.http.openai.chat import render_chat
 from jaxserve.server.http.openai.completions import prompts_of
 from jaxserve.server.http.openai.schema import ChatRequest, CompletionRequest, Generation
 from jaxserve.server.proto import generation_pb2 as pb
-from jaxserve.server.requests.slo_classes import find_slo_class, slo_classes
+from jaxserve.server.requests.slo_classes import ServiceLevel, requested_level, slo_classes
+from jaxserve.server.requests.target_headers import target_headers
 from jaxserve.server.requests.templates.chat_template import load_chat_template
 
 log = logging.getLogger(__name__)
@@ -64,35 +65,35 @@ class RoutingRequestBuilder:
         self._template = load_chat_template(config.model.path, config.server.tool_format)
         self._classes = slo_classes(config.server.slo_classes)
         self._secret, self._shared = secret, config.cache.share_between_keys
-        self._callers = _callers(config) if secret is not None else None
+        self._callers = _callers(config)
         self._block_keys: BlockKeys | None = None
         self._block_size = 0
 
     def find_prefixes(self, block_size: int) -> None:
         """Replicas have prefix caches, with so many tokens a block; 0 for none."""
         self._block_size = block_size
-        if self._callers is not None and block_size:
+        if self._secret is not None and self._callers is not None and block_size:
             self._block_keys = BlockKeys(block_size, shared=self._shared, secret=self._secret)
 
     async def from_http(
-        self, path: str, body: bytes, authorization: bytes | None = None
+        self, path: str, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()
     ) -> RoutingRequest:
-        """For a body that was sent to a path of the HTTP frontend, with that header."""
+        """For a body that was sent to a path of the HTTP frontend, with these headers."""
         kind = _KINDS.get(path)
         if kind is None:
             return NOTHING
         slow = len(body) > _INLINE_CHARS or (kind is ChatRequest and self._template.own)
-        return await _made(functools.partial(self._from_body, kind, body, authorization), slow=slow)
+        return await _made(functools.partial(self._from_body, kind, body, headers), slow=slow)
 
     async def from_grpc(
-        self, message: pb.GenerateRequest, authorization: bytes | None = None
+        self, message: pb.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]] = ()
     ) -> RoutingRequest:
         """For a message of Generate, with that metadata."""
         slow = len(message.text) + len(message.token_ids.ids) > _INLINE_CHARS
-        return await _made(functools.partial(self._from_message, message, authorization), slow=slow)
+        return await _made(functools.partial(self._from_message, message, metadata), slow=slow)
 
     def _from_body(
-        self, kind: type[Generation], body: bytes, authorization: bytes | None
+        self, kind: type[Generation], body: bytes, headers: Iterable[tuple[bytes, bytes]]
     ) -> RoutingRequest:
         call = parse_body(body, kind)
         slo, slo_class = request_options.requested_targets(call)
@@ -100,13 +101,15 @@ class RoutingRequestBuilder:
         prompts = self._prompts(call)
         told = isinstance(call, CompletionRequest) and bool(call.echo) and call.logprobs is not None
         tier = request_options.requested_tier(call)
-        made = self._request(prompts, n, slo, tier, slo_class, told=told)
+        caller = self._caller(headers)
+        level = requested_level(self._classes, slo, tier, slo_class, caller)
+        made = self._request(prompts, n, level, told=told)
         hint = call.prompt_cache_key or ""
         salt = call.cache_salt or ""
-        return self._with_keys(made, [] if told else prompts, authorization, salt, hint)
+        return self._with_keys(made, [] if told else prompts, caller, salt, hint)
 
     def _from_message(
-        self, message: pb.GenerateRequest, authorization: bytes | None
+        self, message: pb.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]]
     ) -> RoutingRequest:
         ids = message.token_ids.ids
         prompts = [self._prompt(message.text) if message.text else (len(ids), ids)]
@@ -114,25 +117,31 @@ class RoutingRequestBuilder:
         tier = message_conversion.TIERS.get(message.tier)
         slo = message_conversion.slo_from_message(message.slo)
         told = message.sampling.HasField("prompt_logprobs")
-        made = self._request(prompts, n, slo, tier, message.slo_class, told=told)
+        caller = self._caller(metadata)
+        level = requested_level(self._classes, slo, tier, message.slo_class, caller)
+        made = self._request(prompts, n, level, told=told)
         salt, hint = message.cache_salt, message_conversion.cache_key_of(message)
-        return self._with_keys(made, [] if told else prompts, authorization, salt, hint)
+        return self._with_keys(made, [] if told else prompts, caller, salt, hint)
+
+    def _caller(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> Caller:
+        """Whose call it is, with what it says of targets. Raises Unauthenticated."""
+        given = list(headers)
+        found = Caller() if self._callers is None else self._callers.caller(authorization(given))
+        found.target_headers = target_headers(given)
+        return found
 
     def _with_keys(
         self,
         made: RoutingRequest,
         prompts: Sequence[_Prompt],
-        authorization: bytes | None,
+        caller: Caller,
         salt: str,
         hint: str,
     ) -> RoutingRequest:
         """With what routers know the prompts by: what all of them have in common."""
-        if self._block_keys is None or self._callers is None or made is NOTHING:
+        if self._block_keys is None or made is NOTHING:
             return made
-        try:
-            tenant = self._callers.caller(authorization).name
-        except Unauthenticated:
-            return NOTHING
+        tenant = caller.name
         marks = [
             marks_of(
                 self._block_keys.of(tokens, tenant, salt).keys, (length - 1) // self._block_size
@@ -145,9 +154,7 @@ class RoutingRequestBuilder:
         self,
         prompts: Sequence[_Prompt],
         n: int,
-        slo: SLO,
-        tier: Tier | None,
-        slo_class: str,
+        level: ServiceLevel,
         *,
         told: bool,
     ) -> RoutingRequest:
@@ -155,7 +162,6 @@ class RoutingRequestBuilder:
         which they are computed by each."""
         if not 1 <= n <= MAX_N:
             return NOTHING
-        level = find_slo_class(self._classes, slo_class).with_own(slo, tier)
         asked = ((name, getattr(level.slo, name)) for name in TARGETS)
         targets: dict[str, Any] = {name: np.inf if t is None else t for name, t in asked}
         mean = math.ceil(sum(length for length, _ in prompts) / len(prompts))
@@ -193,11 +199,11 @@ def _common(marks: Sequence[bytes]) -> bytes:
 
 def _callers(config: Config) -> Keys | None:
     """Who has which API key. None where the file is not on this host: nobody can say whose blocks a
-    prompt's would be."""
+    prompt's would be, nor of which class."""
     try:
         return access_settings(config.server).keys
     except ConfigError as error:
-        log.warning("routers do not look at prefixes: %s", error)
+        log.warning("routers do not look at prefixes, nor at keys' classes: %s", error)
         return None
 
 
@@ -205,5 +211,5 @@ async def _made(make: Callable[[], RoutingRequest], *, slow: bool) -> RoutingReq
     """slow: beside the event loop."""
     try:
         return await asyncio.to_thread(make) if slow else make()
-    except (ApiError, InvalidRequest, QueueFull):
+    except (ApiError, InvalidRequest, QueueFull, Unauthenticated):
         return NOTHING

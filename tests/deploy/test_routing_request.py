@@ -19,7 +19,7 @@ from jaxserve.engine.startup.model_options import tokenizer_path
 from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.sched.cache.prefix_sketch import marks_of
 from jaxserve.sched.routing.fleet import RoutingRequest
-from jaxserve.server.access.api_keys import digest_of
+from jaxserve.server.access.key_file import ApiKey, digest_of
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.templates.chat_template import load_chat_template
 
@@ -164,7 +164,8 @@ def finding(monkeypatch: pytest.MonkeyPatch, keys: str = "", **cache: Any) -> Ro
 def asked(
     builder: RoutingRequestBuilder, authorization: bytes | None = None, **body: Any
 ) -> RoutingRequest:
-    return asyncio.run(builder.from_http(COMPLETIONS, json.dumps(body).encode(), authorization))
+    headers = [] if authorization is None else [(b"authorization", authorization)]
+    return asyncio.run(builder.from_http(COMPLETIONS, json.dumps(body).encode(), headers))
 
 
 def test_marks_are_the_replicas_own_keys(
@@ -217,13 +218,36 @@ def test_nobody_has_the_marks_or_hints_of_others(monkeypatch: pytest.MonkeyPatch
                 body = {"prompt": LONG, "cache_salt": salt, "prompt_cache_key": key}
                 found = asked(made, b"Bearer " + secret, **body)
                 message = make_request(**{"prompt": LONG, **body})
-                by_grpc = asyncio.run(made.from_grpc(message, b"Bearer " + secret))
+                metadata = [("authorization", f"Bearer {secret.decode()}")]
+                by_grpc = asyncio.run(made.from_grpc(message, metadata))
                 assert (by_grpc.marks, by_grpc.hint) == (found.marks, found.hint)
                 assert len(found.hint) == (16 if key else 0)
                 seen |= {found.marks[:16], found.hint}
     assert len(seen) == 1 + 2 * 3 * (1 + 4), "each its own, and one for no hint"
     assert asked(made, b"Bearer nobody", prompt=LONG) == NOTHING
     assert asked(made, None, prompt=LONG) == NOTHING
+
+
+def test_what_headers_and_keys_say_of_targets_counts(
+    monkeypatch: pytest.MonkeyPatch, builder: RoutingRequestBuilder
+) -> None:
+    said = [(b"x-slo-ttft-ms", b"500"), (b"x-llm-d-slo-tpot-ms", b"50")]
+    body = json.dumps({"prompt": [1, 2], "slo": {"tbt_ms": 70}}).encode()
+    found = asyncio.run(builder.from_http(COMPLETIONS, body, said))
+    assert (found.ttft, found.tbt, found.tier) == (0.5, 0.07, 0)
+    message = make_request([1, 2], slo={"tbt_ms": 70})
+    assert asyncio.run(builder.from_grpc(message, [("x-slo-ttft-ms", "500")])) == found
+    assert http(builder, COMPLETIONS, prompt=[1, 2], priority=1).tier == 1
+    bad = [(b"x-slo-ttft-ms", b"nan")]
+    assert asyncio.run(builder.from_http(COMPLETIONS, body, bad)) == NOTHING
+    hers = ApiKey("alice", digest_of(b"alice"), slo_class="offline", min_ttft_ms=400)
+    monkeypatch.setenv(KEYS, hers.line())
+    keyed = RoutingRequestBuilder(replica_config([]))
+    asking = (b"authorization", b"Bearer alice")
+    found = asyncio.run(keyed.from_http(COMPLETIONS, b'{"prompt": [1, 2]}', [asking]))
+    assert (found.tier, found.jct) == (1, 600.0), "the class of the key"
+    tight = [asking, (b"x-slo-ttft-ms", b"399")]
+    assert asyncio.run(keyed.from_http(COMPLETIONS, body, tight)) == NOTHING
 
 
 @pytest.mark.parametrize("key", ["x" * 257, "x" * (8 << 20), "\ud800", 7, ["k"], {}])

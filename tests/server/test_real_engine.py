@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxserve.client import Client, ServerError
+from jaxserve.client import Client, ServerError, make_request
 from jaxserve.client.records import TARGETS
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason, Output
@@ -75,6 +75,18 @@ def test_tokens_over_grpc_are_the_engines(real: Engine, served: Client) -> None:
         assert completion.token_ids == tokens
         assert completion.usage.output_tokens == 12
         assert 0 < completion.timings.ttft_ms <= completion.timings.total_ms
+
+
+def test_targets_in_metadata_change_no_text(real: Engine, served: Client) -> None:
+    prompts = [[5, 6, 7], [8, 9], [10] * 20]
+    expected = generate(real, prompts, max_tokens=12, ignore_eos=True)
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        message = make_request(prompt, max_tokens=12, ignore_eos=True)
+        for said in ("0.001", "900000"):
+            metadata = [("x-slo-ttft-ms", said), ("x-llm-d-slo-tpot-ms", said)]
+            found = list(served._stub.Generate(message, metadata=metadata, timeout=PATIENCE))
+            assert [token for each in found for token in each.token_ids] == tokens
+            assert found[-1].finish.slo.met == (said == "900000")
 
 
 NEVER, EASY = {"ttft_ms": 1e-3, "tbt_ms": 1e-3, "jct_ms": 2e-3}, {"jct_ms": 3.6e6}

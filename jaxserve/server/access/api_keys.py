@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from jaxserve.config import ConfigError
@@ -52,6 +52,12 @@ class Caller:
         key: the caller's API key; None without one.
         usage: what the key has open now; None begins with nothing.
         name: name of the key, where `key` is None; "" where no keys are needed.
+
+    Attributes:
+        name: as given, or of the key.
+        key: as given.
+        target_headers: what the call's headers, or its metadata, say of targets, as they came; a
+            frontend fills it in (`requests/target_headers.py`).
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class Caller:
         self.name = name if key is None else key.name
         self.key, self._limits = key, key or ApiKey("", "")
         self._usage = usage or Usage(time.monotonic)
+        self.target_headers: Sequence[tuple[str, str]] = ()
 
     @property
     def weight(self) -> float:
@@ -111,6 +118,7 @@ class Keys:
             changed. If that fails, the keys read before stay valid.
         fixed: keys that are always valid.
         clock: seconds.
+        classes: names of the SLO classes that keys may name; None lets them name any.
 
     Raises:
         ConfigError: the file cannot be used.
@@ -121,8 +129,9 @@ class Keys:
         path: Path | None = None,
         fixed: Sequence[ApiKey] = (),
         clock: Callable[[], float] = time.monotonic,
+        classes: Collection[str] | None = None,
     ) -> None:
-        self._path, self._fixed, self._clock = path, list(fixed), clock
+        self._path, self._fixed, self._clock, self._classes = path, list(fixed), clock, classes
         self.needed = path is not None or bool(fixed)
         self._lock = threading.Lock()
         self._by_digest: Mapping[str, tuple[ApiKey, Usage]] = {}
@@ -181,7 +190,15 @@ class Keys:
             for key in parse_lines(text, str(self._path)):
                 check_other(keys, key)
                 keys.append(key)
+        for key in keys:
+            self._check_class(key)
         return keys
+
+    def _check_class(self, key: ApiKey) -> None:
+        known = self._classes
+        if known is not None and key.slo_class and key.slo_class not in known:
+            problem = f"there is no {key.slo_class!r}; this server has {', '.join(known) or 'none'}"
+            raise ValueError(f"key {key.name}: class: {problem}")
 
     def _take(self, keys: Sequence[ApiKey]) -> None:
         # Who keeps its name keeps its count, whatever else of it has changed.

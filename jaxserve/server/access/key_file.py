@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ LIMITS = {
     "files_mib": "MiB of its files, and of its batches, at most (a share of server.batch_gib)",
     "files": "files, and batches, that it has at most (server.batch_key_files)",
     "tier": "best_effort: it may ask for no more; realtime (that)",
+    "class": "SLO class of its requests that name none (none)",
+    "default_tier": "realtime or best_effort, for those that say neither tier nor class (class's)",
     "weight": "its share of a full engine, in those of a key that says nothing (1)",
     "max_value": "most that its requests are worth, where their class says more (1)",
     "min_ttft_ms": "ms to the first token, the tightest target that it may ask for (any)",
@@ -33,11 +36,13 @@ LIMITS = {
 }
 """What a key may, and what that means where it says nothing, in parentheses."""
 REALTIME, BEST_EFFORT = TIERS = ("realtime", "best_effort")
+SLO_CLASS_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_LIMIT = 1_000_000
 NO_ADAPTERS = "-"
 _PREFIX = "jx-"  # no flag begins so, and those who find one somewhere know what it is
 _KEY_BYTES = 32
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
+_FIELDS = {name: name for name in LIMITS} | {"class": "slo_class"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,9 @@ class ApiKey:
             default.
         files: how many files it may have, and how many batches; 0 is the server's default.
         tier: the highest tier that it may ask for, one of TIERS.
+        slo_class: SLO class of its requests that name none; "" is none.
+        default_tier: tier of its requests that say neither a tier nor a class, one of TIERS; "" is
+            that of `slo_class`.
         weight: of its share of a full engine; 0 is 1.
         max_value: the most that its requests are worth (`Request.value`), where their class says
             more; 0 is 1.
@@ -71,6 +79,8 @@ class ApiKey:
     files_mib: int = 0
     files: int = 0
     tier: str = REALTIME
+    slo_class: str = ""
+    default_tier: str = ""
     weight: int = 0
     max_value: int = 0
     min_ttft_ms: int = 0
@@ -82,13 +92,23 @@ class ApiKey:
     @property
     def limits(self) -> dict[str, int | str]:
         """The limits that are not at their defaults, by name."""
-        given = {name: getattr(self, name) for name in LIMITS}
-        return {name: limit for name, limit in given.items() if limit not in (0, "", REALTIME)}
+        given = {name: getattr(self, field) for name, field in _FIELDS.items()}
+        return {
+            name: limit for name, limit in given.items() if limit != getattr(ApiKey, _FIELDS[name])
+        }
 
     def line(self) -> str:
         """Its line in a key file; the inverse of `parse_line`."""
         limits = (f"{name}={limit}" for name, limit in self.limits.items())
         return " ".join((self.name, f"sha256:{self.digest}", *limits))
+
+
+def make_key(name: str, digest: str, limits: Mapping[str, Any]) -> ApiKey:
+    """The key with limits by their names in files. Raises ValueError where they contradict."""
+    key = ApiKey(name, digest, **{_FIELDS[limit]: value for limit, value in limits.items()})
+    if key.tier == BEST_EFFORT and key.default_tier == REALTIME:
+        raise ValueError(f"default_tier: {REALTIME} contradicts tier={BEST_EFFORT}")
+    return key
 
 
 def new_secret() -> str:
@@ -109,10 +129,14 @@ def check_name(name: str) -> str:
 
 
 def check_limit(name: str, text: str) -> int | str:
-    """Parses the limit `name`: a number, or a tier. Raises ValueError."""
+    """Parses the limit `name`: a number, a tier, or names. Raises ValueError."""
     if name.endswith("tier"):
         if text not in TIERS:
             raise ValueError(f"{name}: must be {' or '.join(TIERS)}, got {text!r:.80}")
+        return text
+    if name.endswith("class"):
+        if not SLO_CLASS_NAME.fullmatch(text):
+            raise ValueError(f"{name}: must be 1 to 64 of A-Z a-z 0-9 _ -, got {text!r:.80}")
         return text
     if name.endswith("adapters"):
         if text != NO_ADAPTERS and not all(map(LORA_NAME.fullmatch, text.split(","))):
@@ -144,7 +168,7 @@ def parse_line(text: str) -> ApiKey | None:
         if limit not in LIMITS or limit in given:
             raise ValueError(f"{limit!r} is not a limit, or there twice: {', '.join(LIMITS)}")
         given[limit] = check_limit(limit, value)
-    return ApiKey(check_name(name), found[1], **given)
+    return make_key(check_name(name), found[1], given)
 
 
 def parse_lines(text: str, source: str) -> list[ApiKey]:

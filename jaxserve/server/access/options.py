@@ -53,7 +53,8 @@ def access_settings(server: ServerConfig) -> Access:
         fixed = parse_lines(text, KEYS_VARIABLE)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    keys = Keys(Path(server.api_keys).expanduser() if server.api_keys else None, fixed)
+    path = Path(server.api_keys).expanduser() if server.api_keys else None
+    keys = Keys(path, fixed, classes=sorted(server.slo_classes))
     names = (server.host, socket.gethostname(), *server.names)
     hosts = tuple(name.lower() for name in names)
     return Access(keys, _tls(server), server.origins, hosts)

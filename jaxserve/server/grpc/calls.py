@@ -34,6 +34,7 @@ from jaxserve.server.requests.call_outcome import (
     RateLimitedLog,
 )
 from jaxserve.server.requests.output_streams import SlowReader
+from jaxserve.server.requests.target_headers import target_headers
 from jaxserve.server.requests.write_timeout import WriteTimeout
 from jaxserve.server.telemetry.trace_context import trace_context
 
@@ -68,6 +69,7 @@ class Call:
     Attributes:
         record: as given.
         authorization: the call's authorization header; None without one.
+        target_headers: what its metadata says of targets.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class Call:
     ) -> None:
         self.record = record
         self._context, self._writes = context, writes
-        self.authorization = authorization(context.invocation_metadata() or ())
+        metadata = context.invocation_metadata() or ()
+        self.authorization = authorization(metadata)
+        self.target_headers = target_headers(metadata)
 
     async def write(self, message: Message) -> None:
         """Sends a message; returns once the transport has taken it. Raises SlowReader."""
@@ -196,6 +200,7 @@ class Calls:
         """The place that the call has among those of its key."""
         try:
             caller = self._keys.caller(call.authorization)
+            caller.target_headers = call.target_headers
             call.record.caller = caller
             return caller.enter()
         except Unauthenticated as error:

@@ -28,6 +28,7 @@ from jaxserve.server.requests.call_outcome import (
     RateLimitedLog,
 )
 from jaxserve.server.requests.output_streams import SlowReader
+from jaxserve.server.requests.target_headers import target_headers
 from jaxserve.server.requests.write_timeout import WriteTimeout
 from jaxserve.server.telemetry.trace_context import trace_context
 
@@ -210,6 +211,7 @@ class AdmissionMiddleware:
                 return NOBODY
             kind = "key"
             caller = self._keys.caller(authorization(scope["headers"]))
+            caller.target_headers = target_headers(scope["headers"])
         except (NotAllowed, Unauthenticated) as error:
             log.warning(kind, "refused a call from %s: %s", _peer(scope), error)
             raise

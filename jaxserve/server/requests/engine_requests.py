@@ -37,7 +37,7 @@ from jaxserve.server.requests.output_streams import (
     StreamFailed,
 )
 from jaxserve.server.requests.slo_admission import check_expected
-from jaxserve.server.requests.slo_classes import ServiceLevel, find_slo_class, permitted_level
+from jaxserve.server.requests.slo_classes import ServiceLevel, requested_level
 
 T = TypeVar("T")
 MAX_REQUEST_ID = 128  # characters
@@ -60,10 +60,11 @@ class RequestFields:
         sampling: the `SamplingParams` fields that the client gave, by name. The others have their
             defaults, except that a missing max_tokens is lowered to what fits after the prompt.
         request_id: the client's id; empty generates one.
-        slo: targets given with the request. They override those of `slo_class`.
+        slo: targets given with the request. They override those of the call's headers, and these
+            those of `slo_class` (`slo_classes.requested_level`).
         tier: tier given with the request, which overrides that of `slo_class`; None takes the
-            class's, or real-time without a class.
-        slo_class: name of one of the server's SLO classes; empty for none.
+            class's, or without a class the API key's, else real-time.
+        slo_class: name of one of the server's SLO classes; empty takes the API key's, or none.
         serve_late: whether to serve the request though its first token is expected late.
         cache_salt: as `Request.cache_salt`, any characters.
         caller: the client; None for the server's own requests. The request's id in the engine is
@@ -220,9 +221,7 @@ class EngineRequests:
         """The request that a client's fields describe, checked as far as is possible before it is
         submitted. Any thread may call this. Raises InvalidRequest."""
         caller, own = fields.caller, fields.request_id
-        level = find_slo_class(self.slo_classes, fields.slo_class).with_own(fields.slo, fields.tier)
-        said = fields.tier is not None or bool(fields.slo_class)
-        level = permitted_level(level, said, None if caller is None else caller.key)
+        level = requested_level(self.slo_classes, fields.slo, fields.tier, fields.slo_class, caller)
         if len(own) > MAX_REQUEST_ID:
             limits = f"at most {MAX_REQUEST_ID} are allowed"
             raise InvalidRequest("request_id", f"has {len(own)} characters; {limits}")

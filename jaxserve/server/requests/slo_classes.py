@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,11 +12,12 @@ from jaxserve.sched.request import NO_CLASS, SLO, InvalidRequest, Tier
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.sched.workloads.classes import parse_terms
 from jaxserve.sched.workloads.workload import WorkloadError
-from jaxserve.server.access.key_file import BEST_EFFORT, ApiKey
+from jaxserve.server.access.api_keys import Caller
+from jaxserve.server.access.key_file import BEST_EFFORT, SLO_CLASS_NAME, ApiKey
+from jaxserve.server.requests.target_headers import header_targets
 
 MAX_CLASSES = 100  # each is a row of several metrics
 _NO_TARGETS = SLO()
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -53,31 +53,87 @@ def own_targets(milliseconds: Mapping[str, float]) -> SLO:
     return SLO(**{name.removesuffix("_ms"): value / 1000 for name, value in milliseconds.items()})
 
 
-def permitted_level(asked: ServiceLevel, said: bool, key: ApiKey | None) -> ServiceLevel:
-    """What a request gets, limited to what its API key may ask for.
+def requested_level(
+    classes: Mapping[str, ServiceLevel],
+    slo: SLO,
+    tier: Tier | None,
+    slo_class: str,
+    caller: Caller | None,
+) -> ServiceLevel:
+    """What a request gets: what it says itself, then what its call's headers say, then its class,
+    then what its API key says of requests that name no class, within the key's limits.
+
+    Args:
+        classes: the server's, by name.
+        slo: targets that the request gives.
+        tier: the tier that it gives; None without one.
+        slo_class: the class that it names; "" without one. NO_CLASS is none, whatever the key says.
+        caller: the client; None for the server's own requests.
+
+    Raises:
+        InvalidRequest: there is no such class, a header is no time, the tier is too high for the
+            key, or a target too tight.
+    """
+    key = None if caller is None else caller.key
+    said = header_targets(() if caller is None else caller.target_headers)
+    named = slo_class not in ("", NO_CLASS)
+    level = find_slo_class(classes, slo_class)
+    if key is not None and not named:
+        level = _default_level(classes, key) if not slo_class else _with_tier(level, key)
+    level = level.with_own(said.slo, None).with_own(slo, tier)
+    if key is None:
+        return level
+    of_headers = {name: where for name, where in said.names.items() if getattr(slo, name) is None}
+    return _permitted(level, key, said=named or tier is not None, of_headers=of_headers)
+
+
+def _default_level(classes: Mapping[str, ServiceLevel], key: ApiKey) -> ServiceLevel:
+    """Of a request that names no class. Targets tighter than the key may ask for are loosened: the
+    client has not asked for them."""
+    level = _with_tier(find_slo_class(classes, key.slo_class), key)
+    given = {name: getattr(level.slo, name) for name in ALL_TARGETS}
+    loose = {n: max(t, getattr(key, _bound(n)) / 1000) for n, t in given.items() if t is not None}
+    return dataclasses.replace(level, slo=SLO(**loose))
+
+
+def _with_tier(level: ServiceLevel, key: ApiKey) -> ServiceLevel:
+    tier = Tier[key.default_tier.upper()] if key.default_tier else None
+    return level.with_own(_NO_TARGETS, tier)
+
+
+def _bound(target: str) -> str:
+    """The key's limit of a target; of a TBT, whichever, it is the same."""
+    return f"min_{target.removeprefix('max_')}_ms"
+
+
+def _permitted(
+    asked: ServiceLevel, key: ApiKey, *, said: bool, of_headers: Mapping[str, str]
+) -> ServiceLevel:
+    """What it asks for, limited to what its API key may ask for.
 
     Args:
         asked: what it asks for, combined with its class.
+        key: its API key.
         said: whether it names a tier or a class. If not, a tier that is too high is lowered. A
             class's value is lowered to the key's.
-        key: its API key; None may ask for anything.
+        of_headers: the headers that targets come from, by target; the others come from the body or
+            the class.
 
     Raises:
         InvalidRequest: the tier is too high, or a target too tight.
     """
-    if key is None:
-        return asked
     if key.tier == BEST_EFFORT and asked.tier is Tier.REALTIME:
         if said:
             raise InvalidRequest("tier", f"key {key.name} may ask for {BEST_EFFORT} only")
         asked = dataclasses.replace(asked, tier=Tier.BEST_EFFORT)
     asked = dataclasses.replace(asked, value=min(asked.value, key.max_value or 1))
     for name in ALL_TARGETS:
-        bound = f"min_{name.removeprefix('max_')}_ms"  # of a TBT, whichever
+        bound = _bound(name)
         target, least = getattr(asked.slo, name), getattr(key, bound)
         if target is not None and 1000 * target < least:
             problem = f"{1000 * target:g} ms is tighter than key {key.name} may ask for"
-            raise InvalidRequest(f"slo.{name}_ms", f"{problem}, {least} ms ({bound})")
+            where = of_headers.get(name, f"slo.{name}_ms")
+            raise InvalidRequest(where, f"{problem}, {least} ms ({bound})")
     return asked
 
 
@@ -93,7 +149,7 @@ def slo_classes(texts: Mapping[str, object]) -> dict[str, ServiceLevel]:
 
 def _parsed(name: str, text: object) -> ServiceLevel:
     where = f"server.slo_classes.{name}"
-    if not _NAME.fullmatch(name):
+    if not SLO_CLASS_NAME.fullmatch(name):
         raise ConfigError(f"{where}: a name has 1 to 64 letters, digits, '_' and '-'")
     if name == NO_CLASS:
         raise ConfigError(f"{where}: is what requests without a class are counted as")
@@ -107,8 +163,9 @@ def _parsed(name: str, text: object) -> ServiceLevel:
 
 
 def find_slo_class(classes: Mapping[str, ServiceLevel], name: str) -> ServiceLevel:
-    """The class with that name; "" is none. Raises InvalidRequest, which lists the classes."""
-    if not name:
+    """The class with that name; "" and NO_CLASS are none. Raises InvalidRequest, which lists the
+    classes."""
+    if name in ("", NO_CLASS):
         return ServiceLevel()
     if name not in classes:
         known = ", ".join(classes) or "none"

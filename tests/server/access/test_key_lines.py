@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.server.access.key_file import (
+    BEST_EFFORT,
     LIMITS,
     MAX_LIMIT,
     NAME,
     TIERS,
     ApiKey,
     digest_of,
+    make_key,
     new_secret,
     parse_line,
     parse_lines,
@@ -29,6 +31,8 @@ HASH = digest_of(b"a")
 ADAPTERS = st.sampled_from(["", "-", "law", "law,sql-2.1"])
 OTHERS = {
     "tier": st.sampled_from(TIERS),
+    "class": st.sampled_from(["", "chat", "x" * 64]),
+    "default_tier": st.sampled_from(["", BEST_EFFORT]),
     "adapters": ADAPTERS,
     "admin": st.integers(0, 1),
 }
@@ -37,7 +41,7 @@ ANY = st.fixed_dictionaries({each: LIMIT for each in LIMITS} | OTHERS)
 
 @given(st.from_regex(NAME, fullmatch=True), st.binary(), ANY)
 def test_what_is_written_is_read(name: str, secret: bytes, limits: dict[str, Any]) -> None:
-    key = ApiKey(name, digest_of(secret), **limits)
+    key = make_key(name, digest_of(secret), limits)
     assert parse_line(key.line()) == key
     assert parse_line(f"  {key.line()}  # of whom") == key
 
@@ -63,6 +67,13 @@ def test_any_text_is_read_or_refused_in_a_line(text: str) -> None:
         (f"alice sha256:{HASH} rate=0000000199999999", "rate: must be 1 to 1000000"),
         (f"alice sha256:{HASH} rate={'9' * 5000}", "rate: must be 1 to 1000000, got '99"),
         (f"alice sha256:{HASH} tier=gold", "tier: must be realtime or best_effort, got 'gold'"),
+        (f"alice sha256:{HASH} class=a/b", "class: must be 1 to 64 of A-Z a-z 0-9 _ -, got 'a/b'"),
+        (f"alice sha256:{HASH} class=", "class: must be 1 to 64 of A-Z a-z 0-9 _ -, got ''"),
+        (f"alice sha256:{HASH} default_tier=x", "default_tier: must be realtime or best_effort"),
+        (
+            f"alice sha256:{HASH} tier=best_effort default_tier=realtime",
+            "default_tier: realtime contradicts tier=best_effort",
+        ),
         (f"alice sha256:{HASH} rate=x", "rate: must be 1 to 1000000, got 'x'"),
         (f"alice sha256:{HASH} admin=2", "admin: must be 1, got '2'"),
         (f"alice sha256:{HASH} rate=1 rate=2", "'rate' is not a limit, or there twice"),

@@ -202,6 +202,25 @@ def test_a_file_that_turns_bad_changes_nothing_but_a_line(
     assert known(keys, "bob") and not known(keys, "alice")
 
 
+def test_keys_of_a_class_that_there_is_not_change_nothing_but_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, clock = tmp_path / "keys", Clock()
+    write(path, key("alice", slo_class="chat"))
+    with pytest.raises(
+        ConfigError, match="key alice: class: there is no 'chat'; this server has x"
+    ):
+        Keys(path, classes=["x", "y"])
+    keys = Keys(path, clock=clock, classes=["chat"])
+    write(path, key("alice", slo_class="chat"), key("bob", slo_class="gone"))
+    clock.now += 1.0
+    assert known(keys, "alice") and not known(keys, "bob")
+    (line,) = caplog.messages
+    assert "key bob: class: there is no 'gone'; this server has chat; the keys from" in line
+    write(path, key("carol", slo_class="offline"))
+    assert known(settings(api_keys=str(path)), "carol"), "a class of the config"
+
+
 def settings(**fields: str) -> Keys:
     return access_settings(ServerConfig(**fields)).keys
 

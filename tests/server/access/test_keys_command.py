@@ -39,6 +39,18 @@ def test_a_key_opens_the_server_that_has_the_file(
     assert [each.name for each in tmp_path.iterdir()] == ["keys"]
 
 
+def test_a_key_has_a_class_and_a_tier_for_who_says_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "keys"
+    words = ["--class=interactive", "--default_tier=best_effort"]
+    assert main(["new", "alice", *words, f"--file={path}"]) == 0
+    (key,) = parse_lines(path.read_text(), "keys")
+    assert (key.slo_class, key.default_tier, key.tier) == ("interactive", "best_effort", "realtime")
+    assert main(["list", f"--file={path}"]) == 0
+    assert "class interactive, default_tier best_effort" in capsys.readouterr().out
+
+
 def test_without_a_file_the_line_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "alice", "--concurrency=4"]) == 0
     secret, line = capsys.readouterr().out.splitlines()
@@ -50,6 +62,8 @@ def test_without_a_file_the_line_is_shown(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
+        ("new alice --class=a/b", 2, "--class: must be 1 to 64 of A-Z a-z 0-9 _ -, got 'a/b'"),
+        ("new alice --tier=best_effort --default_tier=realtime", 2, "contradicts tier=best_effort"),
         ("", 2, "new|list|revoke"),
         ("new", 2, "name"),
         ("new al/ice", 2, "a name has 1 to 64 of"),

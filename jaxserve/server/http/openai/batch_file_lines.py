@@ -135,6 +135,8 @@ def _asked(
             raise InvalidRequest(name, "a batch is best-effort, and has no targets")
     if body.tier == "realtime":
         raise InvalidRequest("tier", "a batch is best-effort")
+    if body.priority is not None and body.priority < 0:
+        raise InvalidRequest("priority", "a batch is best-effort, which is 0 or more")
     if isinstance(body, ChatRequest):
         return chat_sampling(context, body, tenant)
     assert isinstance(body, CompletionRequest)

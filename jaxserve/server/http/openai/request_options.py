@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -81,13 +82,20 @@ def requested_targets(body: Generation) -> tuple[SLO, str]:
 
 
 def requested_tier(body: Generation) -> Tier | None:
-    """`tier`, else what `service_tier` says, else None. Raises InvalidRequest if they
-    contradict."""
-    of_service = _SERVICE_TIERS.get(body.service_tier or "")
-    own = None if body.tier is None else Tier[body.tier.upper()]
-    if own is not None and of_service is not None and own is not of_service:
-        raise InvalidRequest("tier", f"{body.tier} contradicts service_tier {body.service_tier}")
-    return of_service if own is None else own
+    """What `tier` says, or `service_tier`, or `priority`: below 0 real-time, above 0 best-effort;
+    None where none of them says one. Raises InvalidRequest if they contradict."""
+    priority = body.priority or 0  # which vLLM's clients send without meaning it
+    given = {
+        "tier": None if body.tier is None else Tier[body.tier.upper()],
+        "service_tier": _SERVICE_TIERS.get(body.service_tier or ""),
+        "priority": None if not priority else Tier(priority > 0),
+    }
+    said = {name: tier for name, tier in given.items() if tier is not None}
+    for one, other in itertools.combinations(said, 2):
+        if said[one] is not said[other]:
+            problem = f"{getattr(body, one)} contradicts {other} {getattr(body, other)}"
+            raise InvalidRequest(one, problem)
+    return next(iter(said.values()), None)
 
 
 def check_stream_options(body: Generation) -> None:

@@ -247,6 +247,7 @@ class Generation(Unused):
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "priority", "fast", "scale", "flex"] | None = None
     # As vLLM has them; its -1 for top_k is 0 here.
+    priority: Int64 | None = None  # the lower the earlier: of two tiers
     top_k: Int32 | None = None
     min_p: Number | None = None
     repetition_penalty: Number | None = None

@@ -1,0 +1,67 @@
+"""Targets in the headers of a call, or its gRPC metadata, by the names that gateways give them.
+
+`x-slo-ttft-ms` and `x-slo-tpot-ms` are those of the Gateway API's Inference Extension; llm-d's own
+name for the same wins over them, as in its router. Answers have the names without `llm-d`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from jaxserve.sched.request import SLO, InvalidRequest
+
+TARGET_HEADERS: Mapping[str, str] = MappingProxyType(
+    {
+        "ttft": "x-slo-ttft-ms",
+        "tbt": "x-slo-tpot-ms",
+        "jct": "x-slo-jct-ms",
+        "max_tbt": "x-slo-max-tbt-ms",
+    }
+)
+"""By the field of `SLO`."""
+_LLM_D = {"ttft": "x-llm-d-slo-ttft-ms", "tbt": "x-llm-d-slo-tpot-ms"}
+_NAMES = {*TARGET_HEADERS.values(), *_LLM_D.values()}
+_MAX_MS = 1_000_000_000  # 11 days
+_NUMBER = re.compile(r"[0-9]{1,10}(\.[0-9]{1,9})?")
+
+Headers = Sequence[tuple[str, str]]
+
+
+class HeaderTargets(NamedTuple):
+    """What headers say. names: the header of each target that there is, by the field of `SLO`."""
+
+    slo: SLO
+    names: Mapping[str, str]
+
+
+def target_headers(headers: Iterable[tuple[str | bytes, str | bytes]]) -> Headers:
+    """Those of a call's headers, with names in lower case, that are about targets, as they came."""
+    found = ((_text(name), value) for name, value in headers)
+    return [(name, _text(value)) for name, value in found if name in _NAMES]
+
+
+def header_targets(headers: Headers) -> HeaderTargets:
+    """The targets in them. Raises InvalidRequest, which names the header, for one that is there
+    twice or is no time."""
+    given: dict[str, float] = {}
+    for name, value in headers:
+        if name in given:
+            raise InvalidRequest(name, "is there twice; at most one is taken")
+        if not (_NUMBER.fullmatch(value) and 0 < float(value) <= _MAX_MS):
+            limits = f"a number of milliseconds, above 0 and at most {_MAX_MS:,}"
+            raise InvalidRequest(name, f"must be {limits}, got {value!r:.80}")
+        given[name] = float(value)
+    names = {
+        target: name
+        for wins in (TARGET_HEADERS, _LLM_D)
+        for target, name in wins.items()
+        if name in given
+    }
+    return HeaderTargets(SLO(**{target: given[n] / 1000 for target, n in names.items()}), names)
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("latin-1")
