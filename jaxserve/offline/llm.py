@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import math
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,12 +30,13 @@ from jaxserve.server.loop_thread import LoopThread
 from jaxserve.server.requests.engine_requests import EngineRequests, RequestFields
 from jaxserve.server.requests.output_streams import Stream
 from jaxserve.server.requests.templates.chat_template import ChatTemplate, load_chat_template
+from jaxserve.server.tools.calls import Call, from_openai, whole
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
 
 Prompt = str | Sequence[int]
-Chat = Sequence[Mapping[str, str]]
+Chat = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
 
@@ -70,7 +72,7 @@ class LLM:
         self, model: str | Path = "", *, config: ConfigDict | None = None, **fields: Any
     ) -> None:
         chosen = _config(str(model), config, fields)
-        template = load_chat_template(chosen.model.path)
+        template = load_chat_template(chosen.model.path, chosen.server.tool_format)
         from jaxserve.engine.startup.build import build_engine  # JAX takes seconds to import
 
         engine = build_engine(chosen)
@@ -134,29 +136,62 @@ class LLM:
         messages: Chat | Sequence[Chat],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """`generate` for chats, which the checkpoint's template makes prompts of.
 
         Args:
-            messages: one chat or several; each message has a `role` and a `content`.
+            messages: one chat or several; each message has a `role` and a `content`, or the
+                `tool_calls` of an assistant.
             sampling: as in `generate`.
+            tools: functions that the model may ask for, as OpenAI has them. Calls of them are part
+                of the text, in the model's own format; `parse_calls` finds them.
             chat_template_kwargs: what else the template may read, such as enable_thinking.
             options: of `generate`.
 
         Returns:
             One a chat, in their order; `prompt` is the template's text.
+
+        Raises:
+            InvalidRequest: a tool is none, or as in `generate`.
         """
         chats: Sequence[Chat] = messages  # type: ignore[assignment]
         if messages and isinstance(messages[0], Mapping):
             chats = [messages]  # type: ignore[list-item]
-        texts = [self._template.render(chat, kwargs=chat_template_kwargs) for chat in chats]
+        shown = from_openai(tools) if tools else None
+        if shown:
+            sampling = self._showing_calls(sampling)
+        texts = [
+            self._template.render(
+                [{**turn, "content": turn.get("content") or ""} for turn in chat],
+                kwargs=chat_template_kwargs,
+                tools=shown,
+            )
+            for chat in chats
+        ]
         prompts = [self._template.encode(text, self.engine.encode) for text in texts]
         found = self.generate(prompts, sampling, **options)
         for request, text in zip(found, texts, strict=True):
             request.prompt = text
         return found
+
+    def parse_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+        """The content of a text and the calls in it, with their arguments as JSON. tools: those
+        that the chat had. Raises InvalidRequest."""
+        parser = self._template.tool_format.parser(from_openai(tools))
+        return whole([*parser.feed(text), *parser.finish()])
+
+    def _showing_calls(
+        self, sampling: SamplingParams | Sequence[SamplingParams] | None
+    ) -> SamplingParams | Sequence[SamplingParams]:
+        """The same, with the texts around calls, where those are special tokens."""
+        special = self._template.tool_format.special(self.engine.encode, self.engine.decode)
+        show = functools.partial(dataclasses.replace, shown_token_ids=tuple(special.values()))
+        if sampling is None or isinstance(sampling, SamplingParams):
+            return show(sampling or SamplingParams())
+        return [show(each) for each in sampling]
 
     def stream(
         self,

@@ -18,6 +18,7 @@ from jaxserve.sched.request import InvalidRequest, Request
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from tests.engine.harness import SCARCE, generate, wait_until_idle, write_shape
 from tests.engine.harness import engine as small_engine
+from tests.server.fake_engine import FakeEngine
 
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)
 
@@ -157,6 +158,67 @@ def test_a_salt_is_limited_and_may_be_any_text(llm: LLM) -> None:
         llm.generate([8, 9], TEN, cache_salt="s" * 257)
     with pytest.raises(InvalidRequest, match="cache_salt: has 257"):
         list(llm.stream([8, 9], TEN, cache_salt="s" * 257))
+
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+def test_chats_with_tools() -> None:
+    fake: Any = FakeEngine().run()
+    fake.text, fake.ends_at = lambda k: ("So. ", CALL)[k], 2
+    asked = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+    }
+    chat: Any = [
+        {"role": "user", "content": "How is it?"},
+        {"role": "assistant", "content": None, "tool_calls": [asked]},
+        {"role": "assistant", "tool_calls": [asked]},
+        {"role": "tool", "tool_call_id": "a", "content": "Sunny."},
+    ]
+    with LLM.over(fake, ChatTemplate()) as llm:
+        (found,) = llm.chat(chat, tools=[WEATHER], progress=False)
+        assert found.prompt is not None
+        assert found.prompt.startswith("system: You can call these functions:\n")
+        assert "The function weather returned:\nSunny." in found.prompt
+        content, (call,) = llm.parse_calls(found.outputs[0].text, [WEATHER])
+        assert (content, call.name) == ("So.", "weather")
+        assert call.arguments == '{"city": "Rome"}'
+        (plain,) = llm.chat(chat[:1], progress=False)
+        assert plain.prompt == "user: How is it?\nassistant:"
+        for wrong, where in (
+            ([WEATHER, 1], r"tools\.1: must be"),
+            ([{"type": "function", "function": {"name": "a b"}}], r"tools\.0\.function\.name"),
+            ([{"type": "function", "function": {"name": "a", "parameters": 1}}], "is no schema"),
+            (
+                [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}],
+                r"tools\.0\.function\.parameters: type: must be 'object'",
+            ),
+        ):
+            with pytest.raises(InvalidRequest, match=where):
+                llm.chat(chat, tools=wrong, progress=False)
+    assert len(fake.requests) == 2
+
+
+def test_markers_that_are_special_tokens_are_shown() -> None:
+    """Else nobody would find the calls."""
+    fake: Any = FakeEngine().run()
+    encode, decode = fake.encode, fake.decode
+    fake.encode = lambda text, **how: [7] if text == "[TOOL_CALLS]" else encode(text, **how)
+    fake.decode = lambda ids: "" if list(ids) == [7] else decode(ids)
+    with LLM.over(fake, ChatTemplate(tool_format="mistral")) as llm:
+        chat = [{"role": "user", "content": "Hi"}]
+        one = SamplingParams(max_tokens=1)
+        llm.chat(chat, [one], tools=[WEATHER], progress=False)
+        llm.chat(chat, tools=[WEATHER], progress=False)
+        llm.chat(chat, one, progress=False)
+    shown = [request.sampling.shown_token_ids for request in fake.requests]
+    assert shown == [(7,), (7,), ()]
 
 
 def test_what_it_cannot_start_with() -> None:

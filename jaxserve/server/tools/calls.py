@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.tools.schema_check import schema_problem
 
 MAX_CALLS = 16
 """Calls that a grammar has room for in one text."""
@@ -143,6 +147,29 @@ def as_openai(tools: Sequence[Tool]) -> list[dict[str, Any]]:
         }
         for tool in tools
     ]
+
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+def from_openai(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
+    """The inverse of `as_openai`. Raises InvalidRequest, which names the first that is none."""
+    return [_tool(f"tools.{place}", each) for place, each in enumerate(tools)]
+
+
+def _tool(where: str, tool: Mapping[str, Any]) -> Tool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or tool.get("type") != "function":
+        raise InvalidRequest(where, 'must be {"type": "function", "function": {...}}')
+    name, about = function.get("name"), function.get("description") or ""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequest(f"{where}.function.name", f"must match {_NAME.pattern}")
+    given = function.get("parameters")
+    parameters = NOTHING if given is None else given
+    found = schema_problem(parameters) if isinstance(parameters, Mapping) else ("", "is no schema")
+    if found is not None:
+        raise InvalidRequest(f"{where}.function.parameters", ": ".join(filter(None, found)))
+    return Tool(name, str(about), parameters, bool(function.get("strict")))
 
 
 def compact(value: Any) -> str:

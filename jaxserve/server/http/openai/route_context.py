@@ -55,14 +55,8 @@ class RouteContext:
 
     @functools.cached_property
     def special_markers(self) -> dict[str, int]:
-        """Ids of those texts around calls of tools that are special tokens of the model, which are
-        no text by themselves."""
-        found = {}
-        for marker in self.template.tool_format.markers:
-            ids = self.engine.encode(marker, special=False)
-            if len(ids) == 1 and not self.engine.decode(ids):
-                found[marker] = ids[0]
-        return found
+        """As `ToolFormat.special` has them."""
+        return self.template.tool_format.special(self.engine.encode, self.engine.decode)
 
     async def make_requests(
         self,
