@@ -384,6 +384,9 @@ class ServerConfig:
             people read (AccelGen section 1: 0.1875 s each), and at half of it.
         tool_format: How the model writes calls of tools: hermes, json, llama3, mistral, pythonic or
             qwen. auto: as its chat template says.
+        reasoning_format: How the model writes what it thinks before it answers: granite, harmony,
+            mistral, seed_oss, think, or none, where that is not told apart from the answer. auto:
+            as its chat template says.
     """
 
     host: str = "localhost"
@@ -411,6 +414,7 @@ class ServerConfig:
     batch_key_files: int = 10_000
     slo_classes: Mapping[str, str] = field(default_factory=lambda: dict(SLO_CLASSES))
     tool_format: str = "auto"
+    reasoning_format: str = "auto"
 
     def __post_init__(self) -> None:
         for name, low, high in (

@@ -74,7 +74,7 @@ class EngineReplica:
         # Another replica would not have it.
         options = dataclasses.replace(options, lora_root="")
         path = find_checkpoint(config).model.path
-        self._template = template = load_chat_template(path, config.server.tool_format)
+        self._template = template = load_chat_template(path, config.server)
         self._grace_s = config.server.grace_s
         with contextlib.ExitStack() as stack:
             endpoint = config.telemetry.otlp_endpoint

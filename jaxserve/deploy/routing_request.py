@@ -62,7 +62,7 @@ class RoutingRequestBuilder:
             (path / FILE_NAME).is_file() or find_gguf(path) is not None
         )
         self._tokenizer = load_tokenizer(path if there else None)
-        self._template = load_chat_template(config.model.path, config.server.tool_format)
+        self._template = load_chat_template(config.model.path, config.server)
         self._classes = slo_classes(config.server.slo_classes)
         self._secret, self._shared = secret, config.cache.share_between_keys
         self._callers = _callers(config)

@@ -30,7 +30,7 @@ from jaxserve.server.loop_thread import LoopThread
 from jaxserve.server.requests.engine_requests import EngineRequests, RequestFields
 from jaxserve.server.requests.output_streams import Stream
 from jaxserve.server.requests.templates.chat_template import ChatTemplate, load_chat_template
-from jaxserve.server.tools.calls import Call, from_openai, whole
+from jaxserve.server.tools.calls import Call, from_openai, special_tokens, whole
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
@@ -72,7 +72,7 @@ class LLM:
         self, model: str | Path = "", *, config: ConfigDict | None = None, **fields: Any
     ) -> None:
         chosen = _config(str(model), config, fields)
-        template = load_chat_template(chosen.model.path, chosen.server.tool_format)
+        template = load_chat_template(chosen.model.path, chosen.server)
         from jaxserve.engine.startup.build import build_engine  # JAX takes seconds to import
 
         engine = build_engine(chosen)
@@ -181,13 +181,16 @@ class LLM:
         """The content of a text and the calls in it, with their arguments as JSON. tools: those
         that the chat had. Raises InvalidRequest."""
         parser = self._template.tool_format.parser(from_openai(tools))
-        return whole([*parser.feed(text), *parser.finish()])
+        said = whole([*parser.feed(text), *parser.finish()])
+        return said.content, said.calls
 
     def _showing_calls(
         self, sampling: SamplingParams | Sequence[SamplingParams] | None
     ) -> SamplingParams | Sequence[SamplingParams]:
         """The same, with the texts around calls, where those are special tokens."""
-        special = self._template.tool_format.special(self.engine.encode, self.engine.decode)
+        special = special_tokens(
+            self._template.tool_format.markers, self.engine.encode, self.engine.decode
+        )
         show = functools.partial(dataclasses.replace, shown_token_ids=tuple(special.values()))
         if sampling is None or isinstance(sampling, SamplingParams):
             return show(sampling or SamplingParams())

@@ -28,5 +28,5 @@ def http_settings(config: Config) -> HttpSettings | None:
     be read."""
     if config.server.http_port < 0:
         return None
-    template = load_chat_template(config.model.path, config.server.tool_format)
+    template = load_chat_template(config.model.path, config.server)
     return HttpSettings(config.server.http_port, template, config.scheduler)

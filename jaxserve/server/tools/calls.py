@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,13 @@ class Content:
 
 
 @dataclass(frozen=True)
+class Reasoning:
+    """Text that the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class CallBegin:
     """The next call, of this tool."""
 
@@ -56,7 +63,7 @@ class Arguments:
     text: str
 
 
-Piece = Content | CallBegin | Arguments
+Piece = Content | Reasoning | CallBegin | Arguments
 
 
 @dataclass
@@ -67,18 +74,36 @@ class Call:
     arguments: str = ""
 
 
-def whole(pieces: Iterable[Piece]) -> tuple[str, list[Call]]:
-    """The content and the calls that pieces make."""
+@dataclass
+class Said:
+    """All that a text is made of.
+
+    Attributes:
+        content: what is neither thought nor a call.
+        reasoning: what is thought.
+        calls: in their order.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+
+def whole(pieces: Iterable[Piece]) -> Said:
+    """What the pieces make."""
     content: list[str] = []
+    reasoning: list[str] = []
     calls: list[Call] = []
     for piece in pieces:
         if isinstance(piece, Content):
             content.append(piece.text)
+        elif isinstance(piece, Reasoning):
+            reasoning.append(piece.text)
         elif isinstance(piece, CallBegin):
             calls.append(Call(piece.name))
         else:
             calls[-1].arguments += piece.text
-    return "".join(content), calls
+    return Said("".join(content), "".join(reasoning), calls)
 
 
 def objects_only(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -175,3 +200,19 @@ def _tool(where: str, tool: Mapping[str, Any]) -> Tool:
 def compact(value: Any) -> str:
     """The value as JSON, as chat templates write it."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def special_tokens(
+    markers: Iterable[str],
+    encode: Callable[..., Sequence[int]],
+    decode: Callable[[Sequence[int]], str],
+) -> dict[str, int]:
+    """Ids of those markers that are special tokens of the model, which are no text by themselves.
+
+    Args:
+        markers: texts around calls or thoughts.
+        encode: of the model's tokenizer.
+        decode: likewise.
+    """
+    found = {marker: encode(marker, special=False) for marker in markers}
+    return {marker: ids[0] for marker, ids in found.items() if len(ids) == 1 and not decode(ids)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeVar
 
 from jaxserve.server.tools.calls import Arguments, CallBegin, Content, Piece, Tool
@@ -49,31 +49,12 @@ class ValueEnd:
         return None
 
 
-class CallParser(ABC):
-    """Takes the text of one continuation and says what is content and what are calls. The same text
-    gives the same, however it is cut. All that is not part of a call is content, but for white
-    space around calls.
+class TextParser(ABC):
+    """Says what the text of one continuation is made of. The same text gives the same, however it
+    is cut."""
 
-    A call begins once its name and the beginning of its arguments are known; from then on its
-    arguments are told as they come. If the text breaks off or goes wrong behind that, what was told
-    stays, and the rest is content.
-
-    Args:
-        tools: those that may be called. A call of another one is content.
-        most: calls that are taken; further ones are content. None: any number.
-        alone: whether a text with calls is nothing else, so that behind content there are none.
-    """
-
-    markers: tuple[str, ...] = ()
-    """Texts that begin a call wherever they stand."""
-
-    def __init__(
-        self, tools: Sequence[Tool], most: int | None = None, *, alone: bool = False
-    ) -> None:
-        self._tools: Mapping[str, Tool] = {tool.name: tool for tool in tools}
-        self._left, self._alone = most, alone
+    def __init__(self) -> None:
         self._held, self._ended = "", False
-        self._space, self._after_call = "", False
         self._pieces: list[Piece] = []
         self._steps = self._run()
 
@@ -93,6 +74,88 @@ class CallParser(ABC):
         next(self._steps, None)
         found, self._pieces = self._pieces, []
         return found
+
+    @abstractmethod
+    def _run(self) -> Steps[None]:
+        """Reads what is held, and appends pieces; it ends at the end of the text alone."""
+
+    # What parsers are made of.
+
+    def _take(self, length: int) -> str:
+        taken, self._held = self._held[:length], self._held[length:]
+        return taken
+
+    def _up_to(self, markers: Sequence[str], tell: Callable[[str], None]) -> Steps[str | None]:
+        """Tells what stands before the next of the markers, which is read and returned; None at the
+        end of the text."""
+        while True:
+            at = [(self._held.find(marker), marker) for marker in markers]
+            found = min(((place, -len(m), m) for place, m in at if place >= 0), default=None)
+            if found is not None:
+                tell(self._take(found[0]))
+                return self._take(len(found[2]))
+            keep = 0 if self._ended else _unsure(self._held, markers)
+            tell(self._take(len(self._held) - keep))
+            if self._ended:
+                return None
+            yield
+
+    def _skip_space(self) -> Steps[str]:
+        """Reads white space, up to what follows it or the end."""
+        skipped: list[str] = []
+        while True:
+            found = _SPACE.match(self._held)
+            assert found is not None
+            skipped.append(self._take(found.end()))
+            if self._held or self._ended:
+                return "".join(skipped)
+            yield
+
+    def _literal(self, *texts: str) -> Steps[str]:
+        """Which of these follows, the longest; then it is read. "" if none does."""
+        while not self._ended and any(
+            len(self._held) < len(text) and text.startswith(self._held) for text in texts
+        ):
+            yield
+        found = max(filter(self._held.startswith, texts), key=len, default="")
+        return self._take(len(found))
+
+    def _until(self, text: str, most: int) -> Steps[str | None]:
+        """What stands before this, if that is at most so many characters; both are read. Else None,
+        and nothing is."""
+        while (at := self._held.find(text, 0, most + len(text))) < 0:
+            if self._ended or len(self._held) >= most + len(text):
+                return None
+            yield
+        before = self._take(at)
+        self._take(len(text))
+        return before
+
+
+class CallParser(TextParser):
+    """Says what is content and what are calls. All that is not part of a call is content, but for
+    white space around calls.
+
+    A call begins once its name and the beginning of its arguments are known; from then on its
+    arguments are told as they come. If the text breaks off or goes wrong behind that, what was told
+    stays, and the rest is content.
+
+    Args:
+        tools: those that may be called. A call of another one is content.
+        most: calls that are taken; further ones are content. None: any number.
+        alone: whether a text with calls is nothing else, so that behind content there are none.
+    """
+
+    markers: tuple[str, ...] = ()
+    """Texts that begin a call wherever they stand."""
+
+    def __init__(
+        self, tools: Sequence[Tool], most: int | None = None, *, alone: bool = False
+    ) -> None:
+        super().__init__()
+        self._tools: Mapping[str, Tool] = {tool.name: tool for tool in tools}
+        self._left, self._alone = most, alone
+        self._space, self._after_call = "", False
 
     def _run(self) -> Steps[None]:
         yield from self._beginning()
@@ -119,18 +182,10 @@ class CallParser(ABC):
         """Content up to the next marker, which is read; None at the end."""
         while True:
             markers = self.markers if self._may_call else ()
-            at = [(self._held.find(marker), marker) for marker in markers]
-            found = min(((place, -len(m), m) for place, m in at if place >= 0), default=None)
-            if found is not None:
-                self._content(self._take(found[0]))
-                if not self._may_call:
-                    continue
-                return self._take(len(found[2])) or None
-            keep = 0 if self._ended else _unsure(self._held, markers)
-            self._content(self._take(len(self._held) - keep))
-            if self._ended:
-                return None
-            yield
+            found = yield from self._up_to(markers, self._content)
+            if found is None or self._may_call:
+                return found
+            self._content(found)
 
     def _content(self, text: str) -> None:
         """White space at its end is told only when it is clear that no call follows."""
@@ -151,41 +206,6 @@ class CallParser(ABC):
     def _arguments(self, text: str) -> None:
         if text:
             self._pieces.append(Arguments(text))
-
-    def _take(self, length: int) -> str:
-        taken, self._held = self._held[:length], self._held[length:]
-        return taken
-
-    def _skip_space(self) -> Steps[str]:
-        """Reads white space, up to what follows it or the end."""
-        skipped: list[str] = []
-        while True:
-            found = _SPACE.match(self._held)
-            assert found is not None
-            skipped.append(self._take(found.end()))
-            if self._held or self._ended:
-                return "".join(skipped)
-            yield
-
-    def _literal(self, text: str) -> Steps[bool]:
-        """Whether this follows; then it is read."""
-        while not self._ended and len(self._held) < len(text) and text.startswith(self._held):
-            yield
-        if not self._held.startswith(text):
-            return False
-        self._take(len(text))
-        return True
-
-    def _until(self, text: str, most: int) -> Steps[str | None]:
-        """What stands before this, if that is at most so many characters; both are read. Else None,
-        and nothing is."""
-        while (at := self._held.find(text, 0, most + len(text))) < 0:
-            if self._ended or len(self._held) >= most + len(text):
-                return None
-            yield
-        before = self._take(at)
-        self._take(len(text))
-        return before
 
 
 def _unsure(text: str, markers: Sequence[str]) -> int:

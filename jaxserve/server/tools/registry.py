@@ -7,7 +7,7 @@ import pkgutil
 import secrets
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, TypeVar
 
 from jaxserve.config import ConfigError
@@ -62,16 +62,6 @@ class ToolFormat(ABC):
     @abstractmethod
     def written(self, calls: Sequence[Call]) -> str:
         """The calls as the model writes them."""
-
-    def special(
-        self, encode: Callable[..., Sequence[int]], decode: Callable[[Sequence[int]], str]
-    ) -> dict[str, int]:
-        """Ids of those markers that are special tokens of the model, which are no text by
-        themselves. encode, decode: of its tokenizer."""
-        found = {marker: encode(marker, special=False) for marker in self.markers}
-        return {
-            marker: ids[0] for marker, ids in found.items() if len(ids) == 1 and not decode(ids)
-        }
 
     def new_id(self) -> str:
         """The id of a call."""

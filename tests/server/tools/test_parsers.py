@@ -33,7 +33,8 @@ def parsed(
     parser = find_format("", name).parser(TOOLS, most)
     places = [0, *sorted({cut for cut in cuts if cut < len(text)}), len(text)]
     pieces = [parser.feed(text[a:b]) for a, b in itertools.pairwise(places)]
-    return whole([*itertools.chain(*pieces), *parser.finish()])
+    said = whole([*itertools.chain(*pieces), *parser.finish()])
+    return said.content, said.calls
 
 
 def test_calls_that_are_alone() -> None:
@@ -46,7 +47,8 @@ def test_calls_that_are_alone() -> None:
                 whole_text = before + text
                 cut = [whole_text[at : at + size] for at in range(0, len(whole_text), size)]
                 pieces = [piece for each in cut for piece in parser.feed(each)]
-                content, found = whole([*pieces, *parser.finish()])
+                said = whole([*pieces, *parser.finish()])
+                content, found = said.content, said.calls
                 assert len(found) == calls, whole_text
                 assert content == ("" if calls else whole_text)
 

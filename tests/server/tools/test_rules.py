@@ -162,7 +162,8 @@ def test_what_is_allowed_is_parsed(
             assert step < 600, tokenizer.decode(tokens)
         text = tokenizer.decode(tokens)
         parser = form.parser(TOOLS)
-        content, calls = whole([*parser.feed(text), *parser.finish()])
+        said = whole([*parser.feed(text), *parser.finish()])
+        content, calls = said.content, said.calls
         assert content == "" and len(calls) == 1, text
         schema = schema_of({tool.name: tool for tool in tools}[calls[0].name])
         jsonschema.validate(json.loads(calls[0].arguments), schema)
@@ -271,7 +272,7 @@ def test_parameters_may_be_said_elsewhere(
     text = form.written([Call("f", json.dumps(good))])
     assert accepts(grammars, tokenizer, grammar, text), text
     parser = form.parser(tools)
-    _, (call,) = whole([*parser.feed(text), *parser.finish()])
+    (call,) = whole([*parser.feed(text), *parser.finish()]).calls
     assert json.loads(call.arguments) == good
     for bad in ({}, {"city": 1}, {"city": "Rome", "near": {}}):
         if name == "qwen" and bad == {"city": 1}:

@@ -17,8 +17,9 @@ from jaxserve.server.batches.batch_lines import NO_ROOM, Completion, Line, Resul
 from jaxserve.server.batches.records import NewLine
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.openai import request_options
+from jaxserve.server.http.openai.answer_messages import ended_message
 from jaxserve.server.http.openai.body_limits import parse_body, validate_body
-from jaxserve.server.http.openai.chat import chat_sampling, ended_message
+from jaxserve.server.http.openai.chat import chat_sampling
 from jaxserve.server.http.openai.choices import usage_fields
 from jaxserve.server.http.openai.files import MAX_LINE
 from jaxserve.server.http.openai.logprobs import CompletionLogprobs, chat_logprobs
@@ -176,13 +177,13 @@ def _choice(
     logprobs = tell(found.logprobs) if found.logprobs else None
     said: dict[str, Any] = {"text": found.text, "finish_reason": str(found.finish_reason)}
     if chat:
-        form, count = context.template.tool_format, itertools.count()
+        template, count = context.template, itertools.count()
         said = ended_message(
-            form,
+            template,
             note,
             found.text,
             str(found.finish_reason),
-            lambda: form.id_of(_digits(f"{name}-{next(count)}")),
+            lambda: template.tool_format.id_of(_digits(f"{name}-{next(count)}")),
         )
     return {"index": found.index, "logprobs": logprobs, **said}
 

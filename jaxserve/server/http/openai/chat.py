@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,17 +11,20 @@ from fastapi import Request as HttpRequest
 from fastapi import Response
 
 from jaxserve.sched.request import InvalidRequest, Request
-from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.http.errors import record_of
 from jaxserve.server.http.openai import request_options
+from jaxserve.server.http.openai.answer_messages import (
+    MessageDeltas,
+    ended_message,
+    message_parser,
+    parser_note,
+    with_calls,
+)
 from jaxserve.server.http.openai.choices import Answer, LogprobLists, finish_fields
 from jaxserve.server.http.openai.logprobs import chat_logprobs
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import ChatRequest, TokenizeRequest
-from jaxserve.server.http.openai.tool_messages import MessageDeltas, message_with_calls
 from jaxserve.server.http.openai.tool_options import (
-    ToolUse,
-    call_parser,
     check_calls,
     shown_tools,
     tool_sampling,
@@ -29,23 +32,14 @@ from jaxserve.server.http.openai.tool_options import (
 )
 from jaxserve.server.requests.output_streams import Delta
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
-from jaxserve.server.tools.parser import CallParser
-from jaxserve.server.tools.registry import ToolFormat
 
 
 async def chat_response(context: RouteContext, body: ChatRequest, http: HttpRequest) -> Response:
     """The answer, whole or as a stream of events."""
     use = tool_use(body)
-    wanted = await _wanted(context, body, use, record_of(http).caller)
-    answer = _ChatAnswer if use is None else _ToolAnswer
-    return await answer(context, body, wanted, http, use).response()
-
-
-async def _wanted(
-    context: RouteContext, body: ChatRequest, use: ToolUse | None, caller: Caller
-) -> list[Request]:
     request_options.check_stream_options(body)
     context.requests.check_open()
+    caller = record_of(http).caller
     held: dict[str, Any] = {}
     if use is not None:
         with request_options.naming_grammar_fields(body):
@@ -55,9 +49,11 @@ async def _wanted(
             if "grammar" in held:
                 await check_calls(context, use, held["grammar"])
     text = await asyncio.wrap_future(render_chat(context.template, body, caller.name))
+    note = parser_note(context.template, use, text)
     prompt = await context.template.encode(text, context.requests.encode)
-    sampling = {**_sampling(context, body, len(prompt)), **held}
-    return await context.make_requests(body, [prompt], sampling, caller)
+    sampling = {**_sampling(context, body, len(prompt)), **_shown(context, note), **held}
+    wanted = await context.make_requests(body, [prompt], sampling, caller)
+    return await _ChatAnswer(context, body, wanted, http, note).response()
 
 
 def chat_sampling(
@@ -65,15 +61,21 @@ def chat_sampling(
 ) -> tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]:
     """Prompt and fields of SamplingParams of a batch's line, and the note for `ended_message`; for
     who may wait for the encoding and for grammars. Raises InvalidRequest."""
-    use, held, note = tool_use(body), {}, {}
+    use, held = tool_use(body), {}
     if use is not None:
         with request_options.naming_grammar_fields(body):
             if use.otherwise is not None:
                 context.engine.check_grammar(use.otherwise)
-            held, note = tool_sampling(context, use), use.note()
+            held = tool_sampling(context, use)
     text = render_chat(context.template, body, tenant).result()
+    note = parser_note(context.template, use, text)
     prompt = tuple(context.template.encode(text, context.engine.encode))
-    return prompt, {**_sampling(context, body, len(prompt)), **held}, note
+    return prompt, {**_sampling(context, body, len(prompt)), **_shown(context, note), **held}, note
+
+
+def _shown(context: RouteContext, note: Mapping[str, Any]) -> dict[str, Any]:
+    """The special tokens that a parser has to see."""
+    return {"shown_token_ids": tuple(context.special_markers.values())} if note else {}
 
 
 def render_chat(
@@ -104,31 +106,9 @@ def _sampling(context: RouteContext, body: ChatRequest, prompt_tokens: int) -> d
     return fields
 
 
-def assistant_message(text: str) -> dict[str, Any]:
-    """What the model says, as a turn of the chat."""
-    return {"role": "assistant", "content": text, "refusal": None}
-
-
-def ended_message(
-    form: ToolFormat, note: Mapping[str, Any], text: str, reason: str, ids: Callable[[], str]
-) -> dict[str, Any]:
-    """Message and reason of a whole answer.
-
-    Args:
-        form: how the model writes calls.
-        note: of the chat's `ToolUse`; empty where nothing may be called.
-        text: the answer.
-        reason: why it ended.
-        ids: makes those of calls.
-    """
-    ended = {"finish_reason": reason}
-    if not note:
-        return {"message": assistant_message(text), **ended}
-    message, called = message_with_calls(call_parser(form, note), text, ids)
-    return {"message": message, **(_with_calls(ended) if called else ended)}
-
-
 class _ChatAnswer(Answer):
+    """note: of `parser_note`."""
+
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(
@@ -137,11 +117,16 @@ class _ChatAnswer(Answer):
         body: ChatRequest,
         wanted: Sequence[Request],
         http: HttpRequest,
-        use: ToolUse | None,
+        note: Mapping[str, Any],
     ) -> None:
-        self._use, self._form = use, context.template.tool_format
+        self._template, self._note = context.template, note
+        self._new_id = context.template.tool_format.new_id
         self._engine, self._with_logprobs = context.engine, bool(body.logprobs)
+        self._deltas: list[MessageDeltas] = []
         super().__init__(context, body, wanted, http)
+        if note and self._streams:
+            parsers = [message_parser(self._template, note) for _ in range(self._n)]
+            self._deltas = [MessageDeltas(parser, self._new_id) for parser in parsers]
 
     def lists(self) -> LogprobLists | None:
         return LogprobLists(refusal=None) if self._with_logprobs else None
@@ -152,46 +137,22 @@ class _ChatAnswer(Answer):
         logprobs = chat_logprobs(self._engine, delta.logprobs) if self._with_logprobs else None
         return "".join(delta.text), logprobs, ended
 
-    def text_fields(self, text: str) -> dict[str, Any]:
-        return {"message": assistant_message(text)}
-
-    def piece_fields(self, text: str, logprobs: Any) -> dict[str, Any]:
-        told = logprobs if logprobs is not None and logprobs["content"] else None
-        return {"delta": {"content": text} if text else {}, "logprobs": told}
-
-    def beginnings(self) -> Iterable[dict[str, Any]]:
-        delta = {"role": "assistant", "content": "" if self._use is None else None}
-        for number in range(self._n):
-            yield {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-class _ToolAnswer(_ChatAnswer):
-    """Of a chat that may call tools."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._deltas = [MessageDeltas(self._parser(), self._form.new_id) for _ in range(self._n)]
-
-    def _parser(self) -> CallParser:
-        assert self._use is not None
-        return call_parser(self._form, self._use.note())
-
     def whole_fields(self, text: str, ended: dict[str, Any]) -> dict[str, Any]:
-        assert self._use is not None
-        note, reason = self._use.note(), ended["finish_reason"]
-        return {**ended, **ended_message(self._form, note, text, reason, self._form.new_id)}
+        reason = ended["finish_reason"]
+        return {**ended, **ended_message(self._template, self._note, text, reason, self._new_id)}
 
     def chunk_fields(
         self, number: int, text: str, logprobs: Any, ended: dict[str, Any]
     ) -> dict[str, Any]:
-        fields = super().chunk_fields(number, text, logprobs, ended)
-        deltas = self._deltas[number]
-        fields["delta"] = deltas.delta(text, last=bool(ended))
-        return _with_calls(fields) if deltas.calls else fields
+        delta, called = {"content": text} if text else {}, False
+        if self._deltas:
+            deltas = self._deltas[number]
+            delta, called = deltas.delta(text, last=bool(ended)), bool(deltas.calls)
+        told = logprobs if logprobs is not None and logprobs["content"] else None
+        fields = {"delta": delta, "logprobs": told, "finish_reason": None, **ended}
+        return with_calls(fields, called)
 
-
-def _with_calls(ended: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an answer with calls that has ended by itself; those of others stay."""
-    if ended.get("finish_reason") != "stop":
-        return ended
-    return {**ended, "finish_reason": "tool_calls"}
+    def beginnings(self) -> Iterable[dict[str, Any]]:
+        delta = {"role": "assistant", "content": None if self._note else ""}
+        for number in range(self._n):
+            yield {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}

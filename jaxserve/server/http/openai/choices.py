@@ -89,17 +89,10 @@ class Answer(ABC):
         it ended."""
 
     @abstractmethod
-    def text_fields(self, text: str) -> dict[str, Any]:
-        """The fields of a continuation that have its whole text."""
-
-    @abstractmethod
-    def piece_fields(self, text: str, logprobs: Any) -> dict[str, Any]:
-        """The same for a chunk of a stream."""
-
     def whole_fields(self, text: str, ended: dict[str, Any]) -> dict[str, Any]:
         """All fields of a continuation but its number. ended: those that say how it ended."""
-        return {**self.text_fields(text), **ended}
 
+    @abstractmethod
     def chunk_fields(
         self, number: int, text: str, logprobs: Any, ended: dict[str, Any]
     ) -> dict[str, Any]:
@@ -111,7 +104,6 @@ class Answer(ABC):
             logprobs: of its tokens, as `news` makes them.
             ended: the fields that say how it ended; empty while it goes on.
         """
-        return {**self.piece_fields(text, logprobs), "finish_reason": None, **ended}
 
     async def response(self) -> Response:
         """The whole response, or a stream of events."""

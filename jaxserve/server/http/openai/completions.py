@@ -117,8 +117,10 @@ class _CompletionAnswer(Answer):
         logprobs = None if self._logprobs is None else self._logprobs[number].as_dict(entries)
         return text, logprobs, ended
 
-    def text_fields(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def whole_fields(self, text: str, ended: dict[str, Any]) -> dict[str, Any]:
+        return {"text": text, **ended}
 
-    def piece_fields(self, text: str, logprobs: Any) -> dict[str, Any]:
-        return {"text": text, "logprobs": logprobs}
+    def chunk_fields(
+        self, number: int, text: str, logprobs: Any, ended: dict[str, Any]
+    ) -> dict[str, Any]:
+        return {"text": text, "logprobs": logprobs, "finish_reason": None, **ended}

@@ -16,6 +16,7 @@ from jaxserve.server.http.openai.schema import Generation, predicted_text
 from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.engine_requests import MAX_REQUEST_ID, EngineRequests, RequestFields
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
+from jaxserve.server.tools.calls import special_tokens
 
 
 class RouteContext:
@@ -55,8 +56,11 @@ class RouteContext:
 
     @functools.cached_property
     def special_markers(self) -> dict[str, int]:
-        """As `ToolFormat.special` has them."""
-        return self.template.tool_format.special(self.engine.encode, self.engine.decode)
+        """Ids of those texts around calls of tools and thoughts that are special tokens of the
+        model, which are no text by themselves."""
+        thinks = self.template.reasoning_format
+        markers = (*self.template.tool_format.markers, *(() if thinks is None else thinks.markers))
+        return special_tokens(markers, self.engine.encode, self.engine.decode)
 
     async def make_requests(
         self,

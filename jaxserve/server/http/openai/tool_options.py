@@ -99,11 +99,9 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
 def tool_sampling(context: RouteContext, use: ToolUse) -> dict[str, Any]:
     """The fields of SamplingParams that make the text one with calls. Raises InvalidRequest, which
     names the tool whose schema cannot be held."""
-    special = context.special_markers
-    found: dict[str, Any] = {"shown_token_ids": tuple(special.values())}
-    if use.held:
-        found["grammar"] = _grammar(context.template.tool_format, use, special)
-    return found
+    if not use.held:
+        return {}
+    return {"grammar": _grammar(context.template.tool_format, use, context.special_markers)}
 
 
 async def check_calls(context: RouteContext, use: ToolUse, grammar: Grammar) -> None:

@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxserve.checkpoint_files import find_gguf, read_json, read_text
-from jaxserve.config import ConfigError
+from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.gguf.header import GGUFError, read_header
 from jaxserve.gguf.tokenizer import tokenizer_config_json
 from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.reasoning import registry as reasoning_formats
 from jaxserve.server.requests.templates.template_limits import MAX_SOURCE
 from jaxserve.server.requests.templates.template_process import TemplateFailed, TemplateProcess
+from jaxserve.server.tools import registry as tool_formats
 from jaxserve.server.tools.calls import Tool, as_openai, compact
 from jaxserve.server.tools.described import with_tools_described
-from jaxserve.server.tools.registry import find_format
 
 _FILE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _FIELD = "chat_template_kwargs"
@@ -43,10 +44,12 @@ class ChatTemplate:
             models that were not trained on chats.
         special: special tokens by the templates' names for them, such as bos_token.
         tool_format: as `server.tool_format`.
+        reasoning_format: as `server.reasoning_format`.
 
     Attributes:
         own: whether there is a checkpoint's template. It writes the special tokens itself.
         tool_format: how the model writes calls of tools.
+        reasoning_format: how it writes thoughts; None where it has none.
 
     Raises:
         TemplateFailed: the source cannot be compiled.
@@ -58,9 +61,11 @@ class ChatTemplate:
         source: str | None = None,
         special: Mapping[str, str] | None = None,
         tool_format: str = "",
+        reasoning_format: str = "",
     ) -> None:
         self.own = source is not None
-        self.tool_format = find_format(source or "", tool_format)
+        self.tool_format = tool_formats.find_format(source or "", tool_format)
+        self.reasoning_format = reasoning_formats.find_format(source or "", reasoning_format)
         self._reads_tools = False
         self._fixed = {**(special or {}), "documents": None}
         self._reads: frozenset[str] = frozenset()
@@ -179,12 +184,20 @@ def _problem(value: Any) -> str | None:
     return f"is nested more than {_MAX_DEPTH} deep"
 
 
-def load_chat_template(path: str, tool_format: str = "") -> ChatTemplate:
+def load_chat_template(path: str, server: ServerConfig | None = None) -> ChatTemplate:
     """The template of a checkpoint's directory or a GGUF file, or the plain one if it has none.
-    path: "" for random weights. tool_format: as `server.tool_format`. Raises ConfigError for a file
-    or a template that cannot be read."""
+
+    Args:
+        path: "" for random weights.
+        server: says which formats the model writes; None looks for signs in the template.
+
+    Raises:
+        ConfigError: a file or a template cannot be read.
+    """
+    chosen = server or ServerConfig()
+    formats = chosen.tool_format, chosen.reasoning_format
     if not path:
-        return ChatTemplate(tool_format=tool_format)
+        return ChatTemplate(None, None, *formats)
     folder = Path(path).expanduser()
     gguf = find_gguf(folder)
     config = _of_gguf(gguf) if gguf else _read(folder / _CONFIG, read_json)
@@ -202,7 +215,7 @@ def load_chat_template(path: str, tool_format: str = "") -> ChatTemplate:
         size = f"it has {len(source):,} characters, and {MAX_SOURCE:,} are allowed"
         raise ConfigError(f"model.path: the chat template in {where}: {size}")
     try:
-        return ChatTemplate(source, special, tool_format)
+        return ChatTemplate(source, special, *formats)
     except TemplateFailed as error:
         raise ConfigError(f"model.path: the chat template in {where}: {error}") from None
 

@@ -1,0 +1,137 @@
+"""A model's text as a message of OpenAI's, whole and in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jaxserve.server.http.openai.tool_options import ToolUse, call_parser
+from jaxserve.server.reasoning.message import MessageParser
+from jaxserve.server.requests.templates.chat_template import ChatTemplate
+from jaxserve.server.tools.calls import (
+    Arguments,
+    Call,
+    CallBegin,
+    Content,
+    Piece,
+    Reasoning,
+    whole,
+)
+
+PROMPT_END = 256
+"""Characters of a prompt that say how its continuation begins."""
+
+
+def parser_note(template: ChatTemplate, use: ToolUse | None, prompt: str) -> dict[str, Any]:
+    """What `message_parser` has to know of a chat, JSON, which batches keep.
+
+    Args:
+        template: has the formats of the model.
+        use: the tools that may be called; None where nothing may.
+        prompt: the prompt's text, as the template has rendered it.
+
+    Returns:
+        Empty where all of the text is content.
+    """
+    thinks, end = template.reasoning_format, prompt[-PROMPT_END:]
+    note: dict[str, Any] = {} if use is None else {"calls": use.note()}
+    if thinks is not None and thinks.parser(end) is not None:
+        note["prompt_end"] = end
+    return note
+
+
+def message_parser(template: ChatTemplate, note: Mapping[str, Any]) -> MessageParser:
+    """The parser of one continuation. note: of `parser_note`."""
+    thinks, end, calls = template.reasoning_format, note.get("prompt_end"), note.get("calls")
+    return MessageParser(
+        None if thinks is None or end is None else thinks.parser(end),
+        None if calls is None else call_parser(template.tool_format, calls),
+    )
+
+
+def assistant_message(text: str) -> dict[str, Any]:
+    """What the model says, as a turn of the chat."""
+    return {"role": "assistant", "content": text, "refusal": None}
+
+
+def ended_message(
+    template: ChatTemplate,
+    note: Mapping[str, Any],
+    text: str,
+    reason: str,
+    new_id: Callable[[], str],
+) -> dict[str, Any]:
+    """Message and reason of a whole answer.
+
+    Args:
+        template: has the formats of the model.
+        note: of the chat's `parser_note`.
+        text: the answer.
+        reason: why it ended.
+        new_id: makes those of calls.
+    """
+    if not note:
+        return {"message": assistant_message(text), "finish_reason": reason}
+    parser = message_parser(template, note)
+    said = whole([*parser.feed(text), *parser.finish()])
+    message = {**assistant_message(said.content), "content": said.content or None}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.calls:
+        message["tool_calls"] = [_tool_call(new_id(), call) for call in said.calls]
+    return {"message": message, **with_calls({"finish_reason": reason}, bool(said.calls))}
+
+
+def with_calls(ended: dict[str, Any], called: bool) -> dict[str, Any]:
+    """Fields of an answer with the reason for which it ended, if it has: of those that ended by
+    themselves it is their calls. called: whether there are any."""
+    if not called or ended.get("finish_reason") != "stop":
+        return ended
+    return {**ended, "finish_reason": "tool_calls"}
+
+
+def _tool_call(call_id: str, call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+class MessageDeltas:
+    """The pieces of one message.
+
+    Args:
+        parser: of its text.
+        new_id: makes the id of a call.
+
+    Attributes:
+        calls: how many have begun.
+    """
+
+    def __init__(self, parser: MessageParser, new_id: Callable[[], str]) -> None:
+        self._parser, self._new_id = parser, new_id
+        self.calls = 0
+
+    def delta(self, text: str, *, last: bool) -> dict[str, Any]:
+        """What the next text adds; {} while it is held back."""
+        pieces = self._parser.feed(text)
+        if last:
+            pieces += self._parser.finish()
+        return self._told(pieces)
+
+    def _told(self, pieces: Iterable[Piece]) -> dict[str, Any]:
+        told: dict[str, Any] = {}
+        calls: list[dict[str, Any]] = []
+        for piece in pieces:
+            if isinstance(piece, Content):
+                told["content"] = told.get("content", "") + piece.text
+            elif isinstance(piece, Reasoning):
+                told["reasoning_content"] = told.get("reasoning_content", "") + piece.text
+            elif isinstance(piece, CallBegin):
+                calls.append({"index": self.calls, **_tool_call(self._new_id(), Call(piece.name))})
+                self.calls += 1
+            else:
+                assert isinstance(piece, Arguments)
+                index = self.calls - 1
+                if not calls or calls[-1]["index"] != index:
+                    calls.append({"index": index, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += piece.text
+        return {**told, "tool_calls": calls} if calls else told

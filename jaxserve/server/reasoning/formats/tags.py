@@ -1,0 +1,72 @@
+"""A thought between two tags: most families."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from jaxserve.server.reasoning.parser import TaggedParser
+from jaxserve.server.reasoning.registry import ReasoningFormat, register
+
+
+class Tagged(ReasoningFormat):
+    """Formats of one thought at the text's beginning. Some templates open it themselves, and some
+    close it, too, for a model that is not to think: the prompt then ends so.
+
+    Attributes:
+        begins: texts that open a thought; templates write the first.
+        ends: texts that close it, likewise.
+    """
+
+    begins: ClassVar[tuple[str, ...]]
+    ends: ClassVar[tuple[str, ...]]
+
+    def parser(self, prompt: str) -> TaggedParser | None:
+        """See `ReasoningFormat`."""
+        end = prompt[-_TAIL:].rstrip()
+        if end.endswith(self.ends):
+            return None
+        return TaggedParser(self.begins, self.ends, opened=end.endswith(self.begins))
+
+
+_TAIL = 256
+
+
+@register
+class Think(Tagged):
+    """DeepSeek R1, Qwen 3, GLM, MiniMax, SmolLM3 and many more."""
+
+    name = "think"
+    signs = ("<think>", "</think>")
+    begins, ends = ("<think>",), ("</think>",)
+    markers = (*begins, *ends)
+
+
+@register
+class Mistral(Tagged):
+    """Magistral and later models of Mistral. Earlier ones write <think>."""
+
+    name = "mistral"
+    signs = ("[THINK]",)
+    begins, ends = ("[THINK]",), ("[/THINK]",)
+    markers = (*begins, *ends)
+
+
+@register
+class SeedOss(Tagged):
+    """Seed-OSS."""
+
+    name = "seed_oss"
+    signs = ("<seed:think>",)
+    begins, ends = ("<seed:think>",), ("</seed:think>",)
+    markers = (*begins, *ends)
+
+
+@register
+class Granite(Tagged):
+    """Granite 3.2, which says in words that it thinks."""
+
+    name = "granite"
+    signs = ("Here is my thought process:",)
+    begins = ("Here is my thought process:", "Here's my thought process:")
+    ends = ("Here is my response:", "Here's my response:")
+    markers = ()

@@ -1,0 +1,84 @@
+"""How models write thoughts: formats by name, found by the chat template's source."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, TypeVar
+
+from jaxserve.config import ConfigError
+from jaxserve.server.reasoning.parser import ReasoningParser
+
+NONE = "none"
+"""Thoughts are not told apart from the rest of the text."""
+
+
+class ReasoningFormat(ABC):
+    """How a family of models writes what it thinks before it answers.
+
+    Attributes:
+        name: as `server.reasoning_format` has it.
+        signs: texts of which a chat template for this format has one.
+        rank: formats of lower rank are looked for first.
+        markers: texts around thoughts, which may be special tokens of the model.
+        history: where chat templates look in a message for what was thought.
+    """
+
+    name: ClassVar[str]
+    signs: ClassVar[tuple[str, ...]]
+    rank: ClassVar[int] = 0
+    markers: ClassVar[tuple[str, ...]]
+    history: ClassVar[str] = "reasoning_content"
+
+    @abstractmethod
+    def parser(self, prompt: str) -> ReasoningParser | None:
+        """For the text of one continuation; None where it has no thoughts.
+
+        Args:
+            prompt: text that it continues, as the template has rendered it.
+        """
+
+
+F = TypeVar("F", bound=type[ReasoningFormat])
+_FORMATS: dict[str, type[ReasoningFormat]] = {}
+
+
+def register(form: F) -> F:
+    """Makes a format known by its name."""
+    _FORMATS[form.name] = form
+    return form
+
+
+def formats() -> Mapping[str, type[ReasoningFormat]]:
+    """All of them, by name."""
+    package = importlib.import_module("jaxserve.server.reasoning.formats")
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+    return _FORMATS
+
+
+def find_format(source: str, name: str = "") -> ReasoningFormat | None:
+    """The format of a chat template; None where it has no sign of any.
+
+    Args:
+        source: of the template; empty without one.
+        name: of the format, if it is given; `auto` and "" look for signs in the source, and `none`
+            is None.
+
+    Raises:
+        ConfigError: there is no format of this name.
+    """
+    known = formats()
+    if name == NONE:
+        return None
+    if name not in ("", "auto"):
+        if name not in known:
+            names = ", ".join([NONE, *sorted(known)])
+            raise ConfigError(f"server.reasoning_format: must be auto, {names}; got {name!r}")
+        return known[name]()
+    for form in sorted(known.values(), key=lambda each: (each.rank, each.name)):
+        if any(sign in source for sign in form.signs):
+            return form()
+    return None
