@@ -2,7 +2,7 @@
 with all that is ready.
 
 A piece is a list of parts. Those of the HTTP frontend are ASGI messages. Those of the gRPC frontend
-are serialized messages and, if the call has failed, a `Status` at the end.
+are serialized messages and, if the call has failed or has trailing metadata, a `Status` at the end.
 """
 
 from __future__ import annotations
@@ -10,21 +10,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import grpc
 from starlette.types import ASGIApp, Message, Scope
 
 Parts = AsyncGenerator[list[Any], None]
+OK = grpc.StatusCode.OK.name
 
 
 @dataclass(frozen=True)
 class Status:
-    """How a gRPC call has failed. code: the name of a grpc.StatusCode."""
+    """How a gRPC call has ended.
+
+    Attributes:
+        code: the name of a grpc.StatusCode.
+        details: the message, for people.
+        trailing: trailing metadata.
+    """
 
     code: str
     details: str
+    trailing: list[tuple[str, str]] = field(default_factory=list)
 
 
 def call_asgi(app: ASGIApp, scope: Scope, body: bytes) -> Parts:
@@ -54,8 +62,8 @@ def call_grpc(
     metadata: Sequence[tuple[str, str | bytes]],
     peer: str,
 ) -> Parts:
-    """The serialized responses of an RPC, followed by a `Status` if it fails. Closing the generator
-    cancels the call.
+    """The serialized responses of an RPC, followed by a `Status` if it fails or has trailing
+    metadata. Closing the generator cancels the call.
 
     Args:
         handler: the service.
@@ -138,6 +146,10 @@ class _Context:
     async def write(self, message: Any) -> None:
         self._say(message.SerializeToString())
 
+    def set_trailing_metadata(self, trailing: Sequence[tuple[str, str]]) -> None:
+        """It comes last: the caller has written all messages."""
+        self._say(Status(OK, "", list(trailing)))
+
     async def abort(self, code: grpc.StatusCode, details: str, trailing: Any = ()) -> NoReturn:
-        self._say(Status(code.name, details))
+        self._say(Status(code.name, details, list(trailing)))
         raise grpc.aio.AbortError(details)

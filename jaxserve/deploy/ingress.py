@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxserve.deploy.flags import replica_config
-from jaxserve.deploy.in_process import Status
+from jaxserve.deploy.in_process import OK, Status
 from jaxserve.deploy.metrics import metrics_page
 from jaxserve.deploy.relay import Pieces, ReplicaLost, Unserved, relay_response
 from jaxserve.deploy.replicas import AVOID, NOTHING, ROUTING_REQUEST
@@ -30,9 +30,10 @@ from jaxserve.deploy.response_kind import grpc_response_kind, http_response_kind
 from jaxserve.deploy.routing_request import RoutingRequestBuilder
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.http.admission_middleware import limited_receive
-from jaxserve.server.http.errors import ApiError, retry_after
+from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.openai.sse import sse_event
 from jaxserve.server.proto import generation_pb2 as pb
+from jaxserve.server.requests.admission import retry_s
 
 log = logging.getLogger(__name__)
 _SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
@@ -206,9 +207,12 @@ class Ingress:
             async with aclosing(relay_response(send_to, grpc_response_kind)) as pieces:
                 async for piece in pieces:
                     for part in piece:
-                        if isinstance(part, Status):
+                        if not isinstance(part, Status):
+                            yield part
+                            continue
+                        context.set_trailing_metadata(part.trailing)
+                        if part.code != OK:
                             _fail(context, grpc.StatusCode[part.code], part.details)
-                        yield part
         except _GONE as error:
             internal = isinstance(error, RayTaskError)
             code = grpc.StatusCode.INTERNAL if internal else grpc.StatusCode.UNAVAILABLE
@@ -257,7 +261,7 @@ def _problem(error: Exception) -> ApiError:
     """The error for the client. Of an error inside the replica it has the type only."""
     if isinstance(error, RayTaskError):
         return ApiError(500, f"internal error: {type(error.cause).__name__}", code="internal")
-    return ApiError(503, _first_line(error), code="unavailable", headers=retry_after())
+    return ApiError(503, _first_line(error), code="unavailable", retry_s=retry_s())
 
 
 def _first_line(error: Exception) -> str:

@@ -203,6 +203,11 @@ class EngineStats:
     prefix_cache_host_tokens: int = 0
     prefix_cache_evicted: int = 0
 
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the pool's blocks in use, 0 to 1."""
+        return (self.blocks_total - self.blocks_free) / max(self.blocks_total, 1)
+
 
 @dataclass(frozen=True)
 class EngineInfo:

@@ -23,6 +23,7 @@ from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.requests.admission import Admission
 from jaxserve.server.requests.call_outcome import CallTracker, Sink
 from jaxserve.server.requests.engine_client import EngineClient
+from jaxserve.server.requests.engine_load import LoadMeter
 from jaxserve.server.requests.engine_requests import EngineRequests
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.slo_classes import ServiceLevel
@@ -42,7 +43,8 @@ def make_call_tracker(
     logged, prompts = options.request_log, options.log_prompts
     if logged:
         sinks.append(RequestLog(engine.decode, prompts=prompts))
-    return CallTracker((*METHODS, *HTTP_METHODS), sinks, logged=logged, keeps_text=prompts)
+    methods, load = (*METHODS, *HTTP_METHODS), LoadMeter(engine)
+    return CallTracker(methods, sinks, logged=logged, keeps_text=prompts, load=load)
 
 
 class Frontends:

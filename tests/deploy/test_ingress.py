@@ -107,12 +107,16 @@ class Context:
     def __init__(self) -> None:
         self.code: Any = None
         self.details = ""
+        self.trailing: list[tuple[str, str]] = []
 
     def set_code(self, code: Any) -> None:
         self.code = code
 
     def set_details(self, details: str) -> None:
         self.details = details
+
+    def set_trailing_metadata(self, trailing: list[tuple[str, str]]) -> None:
+        self.trailing = trailing
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return [("authorization", "Bearer x")]
@@ -285,9 +289,13 @@ def test_rpcs_go_the_same_ways() -> None:
     texts, context = rpc(Handle([[said("a")], DIES], []))
     assert texts == ["a"] and context.code is grpc.StatusCode.UNAVAILABLE
     assert "gone" in context.details
-    texts, context = rpc(Handle([[Status("RESOURCE_EXHAUSTED", "too many")]]))
+    again = [("grpc-retry-pushback-ms", "900")]
+    texts, context = rpc(Handle([[Status("RESOURCE_EXHAUSTED", "too many", again)]]))
     assert (texts, context.code) == ([], grpc.StatusCode.RESOURCE_EXHAUSTED)
-    assert context.details == "too many"
+    assert (context.details, context.trailing) == ("too many", again)
+    met = [("x-slo-met", "true")]
+    texts, context = rpc(Handle([[said("a"), Status("OK", "", met)]]))
+    assert (texts, context.code, context.trailing) == (["a"], None, met)
 
 
 def test_info_is_any_replicas() -> None:

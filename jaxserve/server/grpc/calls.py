@@ -33,8 +33,9 @@ from jaxserve.server.requests.call_outcome import (
     CallTracker,
     RateLimitedLog,
 )
+from jaxserve.server.requests.engine_load import LOAD_HEADER
 from jaxserve.server.requests.output_streams import SlowReader
-from jaxserve.server.requests.target_headers import target_headers
+from jaxserve.server.requests.target_headers import answer_headers, target_headers
 from jaxserve.server.requests.write_timeout import WriteTimeout
 from jaxserve.server.telemetry.trace_context import trace_context
 
@@ -98,13 +99,17 @@ class Call:
             code: the status.
             details: the message, for people.
             outcome: the outcome to record.
-            retry_after_s: seconds after which a retry may succeed; None sends no such hint.
+            retry_after_s: seconds after which a retry may succeed; None sends no such hint, and no
+                load.
         """
         self.record.outcome, self.record.reason = outcome, details
-        trailing: tuple[tuple[str, str], ...] = ()
+        trailing = list(answer_headers(self.record, ended=False))
         if retry_after_s is not None:
-            trailing = ((RETRY_KEY, f"{1000 * retry_after_s:.0f}"),)
-        await self._context.abort(code, details, trailing)
+            trailing.append((RETRY_KEY, f"{1000 * retry_after_s:.0f}"))
+            load = self.record.load()
+            if load is not None:
+                trailing.append((LOAD_HEADER, load.header()))
+        await self._context.abort(code, details, tuple(trailing))
         raise AssertionError("abort returned")  # it always raises; this tells the type checker
 
     async def fail(self, error: Exception) -> NoReturn:
@@ -183,6 +188,8 @@ class Calls:
             try:
                 with await self._caller(call):
                     await self._admitted(call, rpc)
+                if record.requests:
+                    context.set_trailing_metadata(tuple(answer_headers(record, ended=True)))
             except asyncio.CancelledError:
                 call.ended_by_client()
                 raise

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections.abc import Iterator
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -23,12 +24,14 @@ from jaxserve.server.http.transport.protocol import LOST, PLACE, REQUEST_ID
 from jaxserve.server.requests.admission import NOBODY, Admission, Overloaded
 from jaxserve.server.requests.call_outcome import (
     CallOutcome,
+    CallRecord,
     CallSource,
     CallTracker,
     RateLimitedLog,
 )
+from jaxserve.server.requests.engine_load import LOAD_HEADER
 from jaxserve.server.requests.output_streams import SlowReader
-from jaxserve.server.requests.target_headers import target_headers
+from jaxserve.server.requests.target_headers import ANSWER_HEADERS, answer_headers, target_headers
 from jaxserve.server.requests.write_timeout import WriteTimeout
 from jaxserve.server.telemetry.trace_context import trace_context
 
@@ -44,6 +47,8 @@ _QUIET = (_PAGE, "/metrics", "/console/info", _EVENTS)  # asked often: no rate c
 METHODS = (*_LABELS.values(), _OTHER)
 _CONSOLES = 64
 _SMALL_BYTES = 64 << 10  # of a call without a prompt
+_RETRY = ("Retry-After", "retry-after-ms", LOAD_HEADER)
+_EXPOSED = (*_RETRY, "WWW-Authenticate", "x-request-id", *ANSWER_HEADERS)
 _REFUSALS = (NotAllowed, Unauthenticated, RateLimited, Overloaded)
 BODY_S = 30.0
 """Seconds that a body may take, and one more for every _BODY_BYTES_PER_S that have come."""
@@ -103,7 +108,7 @@ class AdmissionMiddleware:
             allow_origins=self._cors_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("Retry-After", "WWW-Authenticate", "x-request-id"),
+            expose_headers=_EXPOSED,
         )
 
     async def _recorded(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,6 +122,8 @@ class AdmissionMiddleware:
 
         async def sent(message: Message) -> None:
             nonlocal done, too_slow
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *_told(message, record)]}
             try:
                 await self._writes.wait(send(message))
             except SlowReader as error:
@@ -253,6 +260,13 @@ def limited_receive(receive: Receive, scope: Scope, limit: int) -> Receive:
         return message
 
     return within
+
+
+def _told(start: Message, record: CallRecord) -> Iterator[tuple[bytes, bytes]]:
+    """What an answer's headers say of the targets; of a stream, what is known at its beginning."""
+    streams = Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
+    for name, value in answer_headers(record, ended=start["status"] < 300 and not streams):
+        yield name.encode(), value.encode()
 
 
 def _place(scope: Scope) -> Place:

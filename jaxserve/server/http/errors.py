@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,9 +15,9 @@ from starlette.exceptions import HTTPException
 
 from jaxserve.server.access.api_keys import Unauthenticated
 from jaxserve.server.access.browser_origins import NotAllowed
-from jaxserve.server.requests.admission import retry_s
 from jaxserve.server.requests.call_errors import call_error_of
 from jaxserve.server.requests.call_outcome import CallOutcome, CallRecord
+from jaxserve.server.requests.engine_load import LOAD_HEADER, EngineLoad
 
 RECORD = "jaxserve.record"
 """Where the scope of a call has its CallRecord, if somebody keeps one."""
@@ -32,6 +33,8 @@ class ApiError(Exception):
         code: OpenAI's error code.
         headers: of the response.
         outcome: the outcome to record; None chooses it by the status.
+        retry_s: seconds after which the same call may succeed; None where it is not the moment
+            that is wrong.
     """
 
     def __init__(
@@ -43,25 +46,44 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
         outcome: CallOutcome | None = None,
+        retry_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.headers = dict(headers or {})
         self.outcome = outcome or _OUTCOMES.get(status, CallOutcome.INVALID)
+        self.retry_s = retry_s
+        self._load: EngineLoad | None = None
 
     def note(self, record: CallRecord) -> None:
-        """Records the call's outcome."""
+        """Records the call's outcome. Where the client may come again, it is told the load, too."""
         record.outcome, record.reason = self.outcome, str(self)
+        self._load = None if self.retry_s is None else record.load()
 
     def body(self) -> dict[str, Any]:
         """The error object."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else _INVALID)
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        error: dict[str, Any] = {
+            "message": str(self),
+            "type": kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        if self.retry_s is not None:
+            error["retry_after_ms"] = _ms(self.retry_s)
+        if self._load is not None:
+            error["load"] = asdict(self._load)
         return {"error": error}
 
     def response(self) -> JSONResponse:
-        """The HTTP response."""
-        return JSONResponse(self.body(), self.status, headers=self.headers)
+        """The HTTP response. OpenAI's clients read retry-after-ms, and others Retry-After."""
+        headers = dict(self.headers)
+        if self.retry_s is not None:
+            headers["Retry-After"] = str(math.ceil(self.retry_s))
+            headers["retry-after-ms"] = str(_ms(self.retry_s))
+        if self._load is not None:
+            headers[LOAD_HEADER] = self._load.header()
+        return JSONResponse(self.body(), self.status, headers=headers)
 
 
 _INVALID = "invalid_request_error"
@@ -79,10 +101,8 @@ _OUTCOMES = {
 }
 
 
-def retry_after(seconds: float | None = None) -> dict[str, str]:
-    """The Retry-After header. seconds: None draws the usual delay of a call that was refused for
-    lack of room."""
-    return {"Retry-After": str(math.ceil(retry_s() if seconds is None else seconds))}
+def _ms(seconds: float) -> int:
+    return math.ceil(1000 * seconds)
 
 
 def as_api_error(error: Exception) -> ApiError | None:
@@ -94,7 +114,7 @@ def as_api_error(error: Exception) -> ApiError | None:
     known = call_error_of(error)
     if known is None:
         return None
-    headers = {} if known.retry_s is None else retry_after(known.retry_s)
+    headers = {}
     if isinstance(error, Unauthenticated):  # RFC 6750 section 3
         why = ', error="invalid_token"' if error.given else ""
         headers["WWW-Authenticate"] = f'Bearer realm="jaxserve"{why}'
@@ -105,6 +125,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         code=known.code,
         headers=headers,
         outcome=known.outcome,
+        retry_s=known.retry_s,
     )
 
 

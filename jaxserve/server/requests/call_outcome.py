@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from jaxserve.engine.output import Output, Usage
 from jaxserve.sched.request import Request
 from jaxserve.server.access.api_keys import Caller
+from jaxserve.server.requests.engine_load import EngineLoad
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class CallRecord:
         outcome: how it ended.
         reason: the error message that the client gets if `outcome` is not OK; it may quote the
             client.
+        load: what the engine has to do, for a call that is refused; None where nobody knows.
         began: when it came, in seconds of time.monotonic().
         submitted: when the engine got its first request.
         ended: when it ended.
@@ -95,6 +97,7 @@ class CallRecord:
     trace_id: str = ""
     outcome: CallOutcome = CallOutcome.OK
     reason: str = ""
+    load: Callable[[], EngineLoad | None] = lambda: None
     began: float = field(default_factory=time.monotonic)
     submitted: float | None = None
     ended: float = 0.0
@@ -178,6 +181,7 @@ class CallTracker:
             finished its requests.
         logged: whether one of the sinks is the log. Frontends then need not log refused calls.
         keeps_text: whether records keep generated text for the sinks.
+        load: what the engine has to do, for records.
 
     Attributes:
         counts: calls by (method, outcome). Any thread may read it.
@@ -192,10 +196,12 @@ class CallTracker:
         *,
         logged: bool = False,
         keeps_text: bool = False,
+        load: Callable[[], EngineLoad | None] = lambda: None,
     ) -> None:
         self.counts = {(method, outcome): 0 for method in methods for outcome in CallOutcome}
         self.lines = dict.fromkeys(CallOutcome, 0)
         self._sinks, self.logged, self._keeps_text = sinks, logged, keeps_text
+        self._load = load
 
     def begin(
         self,
@@ -212,8 +218,14 @@ class CallTracker:
             peer: the client's address.
             carrier: W3C Trace Context headers of the call.
         """
-        kept = self._keeps_text
-        return CallRecord(method, peer, source=source, carrier=carrier or {}, keeps_text=kept)
+        return CallRecord(
+            method,
+            peer,
+            source=source,
+            carrier=carrier or {},
+            keeps_text=self._keeps_text,
+            load=self._load,
+        )
 
     def ended(self, record: CallRecord) -> None:
         """Counts a call that has ended; to be called once for each."""

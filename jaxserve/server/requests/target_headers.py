@@ -1,4 +1,5 @@
-"""Targets in the headers of a call, or its gRPC metadata, by the names that gateways give them.
+"""Targets in the headers of calls and answers, or their gRPC metadata, by the names that gateways
+give them.
 
 `x-slo-ttft-ms` and `x-slo-tpot-ms` are those of the Gateway API's Inference Extension; llm-d's own
 name for the same wins over them, as in its router. Answers have the names without `llm-d`.
@@ -7,11 +8,13 @@ name for the same wins over them, as in its router. Answers have the names witho
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxserve.sched.request import SLO, InvalidRequest
+from jaxserve.server.requests.call_outcome import CallRecord
+from jaxserve.server.requests.milliseconds import timings_ms
 
 TARGET_HEADERS: Mapping[str, str] = MappingProxyType(
     {
@@ -23,6 +26,8 @@ TARGET_HEADERS: Mapping[str, str] = MappingProxyType(
 )
 """By the field of `SLO`."""
 _LLM_D = {"ttft": "x-llm-d-slo-ttft-ms", "tbt": "x-llm-d-slo-tpot-ms"}
+_CLASS, _TIER, _MET, _TIMING = "x-slo-class", "x-slo-tier", "x-slo-met", "server-timing"
+ANSWER_HEADERS = (*TARGET_HEADERS.values(), _CLASS, _TIER, _MET, _TIMING)
 _NAMES = {*TARGET_HEADERS.values(), *_LLM_D.values()}
 _MAX_MS = 1_000_000_000  # 11 days
 _NUMBER = re.compile(r"[0-9]{1,10}(\.[0-9]{1,9})?")
@@ -61,6 +66,35 @@ def header_targets(headers: Headers) -> HeaderTargets:
         if name in given
     }
     return HeaderTargets(SLO(**{target: given[n] / 1000 for target, n in names.items()}), names)
+
+
+def answer_headers(record: CallRecord, *, ended: bool) -> Iterator[tuple[str, str]]:
+    """What an answer says of its requests' targets: which were in force, and once all is over what
+    came of them. Nothing of a call that had no requests.
+
+    Args:
+        record: of the call.
+        ended: whether all its continuations have ended.
+    """
+    if not record.requests:
+        return
+    first = record.requests[0]  # the others have the same
+    yield _CLASS, first.slo_class
+    yield _TIER, first.tier.name.lower()
+    slo = first.slo.with_max_tbt()
+    for target, name in TARGET_HEADERS.items():
+        if (seconds := getattr(slo, target)) is not None:
+            yield name, f"{1000 * seconds:.15g}"
+    if not ended:
+        return
+    verdicts = [last.verdict for last in record.last if last.verdict is not None]
+    if verdicts:
+        yield _MET, str(all(verdict.met for verdict in verdicts)).lower()
+    longest = record.longest
+    if longest is not None and longest.timings is not None:  # https://www.w3.org/TR/server-timing
+        times = timings_ms(longest.timings).items()
+        told = [f"{n.removesuffix('_ms')};dur={t:.3f}" for n, t in times if t is not None]
+        yield _TIMING, ", ".join(told)
 
 
 def _text(value: str | bytes) -> str:

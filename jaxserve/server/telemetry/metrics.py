@@ -168,11 +168,11 @@ class EngineMetrics(Collector, Observer):
 
     def _snapshot(self) -> Iterator[Metric]:
         stats = self._engine.stats()
-        used = (stats.blocks_total - stats.blocks_free) / max(stats.blocks_total, 1)
         yield self._gauge("num_requests_running", "Requests in the batch.", stats.running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.waiting)
         yield self._live()
-        yield self._gauge("kv_cache_usage_perc", "Share of pool blocks in use, 0 to 1.", used)
+        text = "Share of pool blocks in use, 0 to 1."
+        yield self._gauge("kv_cache_usage_perc", text, stats.kv_cache_usage)
         yield self._gauge("num_blocks", "Blocks of the pool.", stats.blocks_total)
         yield self._gauge("num_blocks_free", "Blocks in no use.", stats.blocks_free)
         yield self._cache_config()

@@ -514,13 +514,24 @@ class DetokenizeRequest(Body):
     tokens: TokenIds
 
 
+class ErrorLoad(BaseModel):
+    """What the engine has to do: continuations, and the share of blocks in use."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+
+
 class ErrorDetail(BaseModel):
-    """param: the field that is wrong."""
+    """param: the field that is wrong. retry_after_ms, load: when the same call may succeed, and how
+    busy the engine is, where it is the moment that is wrong."""
 
     message: str
     type: str
     param: str | None
     code: str | None
+    retry_after_ms: int | None = None
+    load: ErrorLoad | None = None
 
 
 class ErrorReply(BaseModel):
