@@ -13,6 +13,7 @@
     jaxserve bench abuse
     jaxserve bench soak --minutes=2
     jaxserve bench fronts
+    jaxserve bench tools
     jaxserve bench kernels
     jaxserve bench adapters
     jaxserve bench gpu
@@ -68,6 +69,7 @@ STANDALONE = {
     "abuse": ("bench.stress.abuse", "hostile and clumsy clients against a server of its own"),
     "soak": ("bench.stress.soak", "everything at once for a while, and what is left of it"),
     "fronts": ("bench.frontends", "what gRPC and HTTP cost, beside the engine alone"),
+    "tools": ("bench.tool_calls", "what it costs a chat that it may call tools"),
     "fidelity": ("bench.fidelity", "how well the simulator predicts this engine"),
     "kernels": ("bench.kernels.kernels", "the kernels against the device's copy and matmul rates"),
     "adapters": ("bench.kernels.adapters", "what adapters (LoRA) cost a decode step"),
