@@ -30,6 +30,7 @@ LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}")
 _MAX_S = 86_400
 _MAX_SHARE = 1000
 _MAX_KIB = 1 << 20
+_MAX_MIB = 1 << 20
 _ORIGIN = re.compile(r"\*|https?://[^/\s,*?#@]+")
 _HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 SLO_CLASSES = {
@@ -377,6 +378,11 @@ class ServerConfig:
             again, where its line in the file of keys does not say.
         batch_key_files: How many batches it may have, and how many files; without keys, all of
             them.
+        response_count: Responses of /v1/responses that are kept, in memory, to be asked for and to
+            be gone on from. The oldest leave first; a restart forgets all.
+        response_mib: MiB that they may take; 0: none is kept.
+        response_keep_hours: One is forgotten after so many hours.
+        response_key_share: What those of one API key may take of both.
         slo_classes: Targets with a name, which a request may give instead of its own: any of ttft=,
             tbt=, jct= and max_tbt=, tier=best_effort, and value=, what it is worth that they are
             met (1; policy goodput goes by it). Classes of one's own go beside these,
@@ -412,6 +418,10 @@ class ServerConfig:
     batch_gib: float = 4.0
     batch_key_share: float = 0.25
     batch_key_files: int = 10_000
+    response_count: int = 10_000
+    response_mib: int = 256
+    response_keep_hours: float = 24.0
+    response_key_share: float = 0.25
     slo_classes: Mapping[str, str] = field(default_factory=lambda: dict(SLO_CLASSES))
     tool_format: str = "auto"
     reasoning_format: str = "auto"
@@ -425,17 +435,19 @@ class ServerConfig:
             ("stream_buffer_kib", 64, _MAX_KIB),
             ("write_timeout_s", 0.1, _MAX_S),
             ("refuse_late", 0, _MAX_SHARE),
+            ("response_mib", 0, _MAX_MIB),
         ):
             fine = low <= getattr(self, name) <= high
             _check(self, f"server.{name}", fine, f": must be {low} to {high}")
-        for name, least in (("max_calls", 0), ("batch_key_files", 1)):
+        for name, least in (("max_calls", 0), ("batch_key_files", 1), ("response_count", 1)):
             fine = getattr(self, name) >= least
             _check(self, f"server.{name}", fine, f": must be at least {least}")
-        for name in ("batch_keep_days", "batch_gib"):
+        for name in ("batch_keep_days", "batch_gib", "response_keep_hours"):
             fine = 0 < getattr(self, name) < math.inf
             _check(self, f"server.{name}", fine, ": must be more than 0")
         share = ": must be more than 0 and at most 1"
-        _check(self, "server.batch_key_share", 0 < self.batch_key_share <= 1, share)
+        for name in ("batch_key_share", "response_key_share"):
+            _check(self, f"server.{name}", 0 < getattr(self, name) <= 1, share)
         fine = self.exit_on_failure in ("on", "off")
         _check(self, "server.exit_on_failure", fine, ": must be on or off")
         tls = bool(self.tls_cert or self.tls_key or self.tls_client_ca)

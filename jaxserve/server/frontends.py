@@ -19,6 +19,7 @@ from jaxserve.server.http.admission_middleware import AdmissionMiddleware
 from jaxserve.server.http.app import build_app
 from jaxserve.server.http.live_feed import LiveFeed
 from jaxserve.server.http.openai.files import FileStore
+from jaxserve.server.http.openai.responses.store import ResponseStore
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.requests.admission import Admission
 from jaxserve.server.requests.call_outcome import CallTracker, Sink
@@ -78,6 +79,7 @@ class Frontends:
         batches: BatchSettings | None = None,
     ) -> None:
         self._engine, self._lora_root = engine, options.lora_root
+        self._responses = options.responses
         self.requests = EngineRequests(
             engine, options.stream_buffer_bytes, slo_classes, options.refuse_late
         )
@@ -106,7 +108,10 @@ class Frontends:
         store, batches = None, self.batches
         if batches is not None:
             store = FileStore(batches.directory / "files", batches.max_bytes, batches.keep_s)
-        return self.middleware.around(build_app(context, batches, store, metrics.page, feed))
+        responses = ResponseStore(self._responses)
+        return self.middleware.around(
+            build_app(context, responses, batches, store, metrics.page, feed)
+        )
 
     def generation_handler(self) -> grpc.GenericRpcHandler:
         """gRPC's handler of jaxserve.v1.Generation."""

@@ -36,7 +36,7 @@ from jaxserve.server.requests.write_timeout import WriteTimeout
 from jaxserve.server.telemetry.trace_context import trace_context
 
 _FILES = "/v1/files"
-_COUNTED = ("/v1/completions", "/v1/chat/completions")
+_COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _WITH_PROMPTS = (*_COUNTED, "/tokenize", "/detokenize")
 _LABELS = {path: f"http {path}" for path in (*_WITH_PROMPTS, "/v1/models", _FILES, "/v1/batches")}
 _OTHER = "http other"

@@ -24,6 +24,8 @@ from jaxserve.server.http.openai.chat import chat_response, render_chat
 from jaxserve.server.http.openai.completions import completion_response
 from jaxserve.server.http.openai.files import FileStore
 from jaxserve.server.http.openai.multi_prompt import ClientGone
+from jaxserve.server.http.openai.responses.routes import add_response_routes
+from jaxserve.server.http.openai.responses.store import ResponseStore
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import (
     ChatRequest,
@@ -44,6 +46,7 @@ _ERROR: dict[str, Any] = {"model": ErrorReply, "description": "An error, in Open
 
 def build_app(
     context: RouteContext,
+    responses: ResponseStore,
     batches: Batches | None = None,
     store: FileStore | None = None,
     metrics: Callable[[], bytes] | None = None,
@@ -53,6 +56,7 @@ def build_app(
 
     Args:
         context: what the routes need.
+        responses: keeps responses.
         batches: the batches; None refuses calls for them.
         store: the uploaded files; None likewise.
         metrics: renders /metrics; None for no such page.
@@ -71,6 +75,7 @@ def build_app(
     for gone in (ClientGone, ClientDisconnect):
         app.add_exception_handler(gone, _nobody)
     _add_generation(app, context)
+    add_response_routes(app, context, responses)
     _add_models(app, context)
     _add_tokens(app, context)
     add_batch_routes(app, context, batches, store)

@@ -172,7 +172,8 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 # What pydantic has in its ways into a value beside names and numbers: alternatives of a union.
 _TYPE = re.compile(
-    r"str|bool|SloFields|ChosenTool|(list|dict|function-[a-z]+)\[.*\]|constrained-\w+"
+    r"str|bool|SloFields|ChosenTool|NamedTool|Item\[\w+\]|(list|dict|function-[a-z]+)\[.*\]"
+    r"|constrained-\w+"
 )
 _UNKNOWN = "extra_forbidden"
 SHOWN = 80

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxserve.config import Config
 from jaxserve.server.requests.output_streams import BUFFER_BYTES
+
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class ResponseLimits:
+    """How much is kept of responses that may be asked for later.
+
+    Attributes:
+        count: how many.
+        bytes: what all of them take; 0 keeps none.
+        keep_s: seconds after which one is forgotten.
+        key_share: what an API key may have of both.
+    """
+
+    count: int = 10_000
+    bytes: int = 256 << 20
+    keep_s: float = 86_400.0
+    key_share: float = 0.25
 
 
 @dataclass(frozen=True)
@@ -24,6 +43,7 @@ class ServerOptions:
         log_prompts: whether those lines have prompts and generated texts.
         reflection: whether to offer gRPC server reflection.
         lora_root: as `lora.root`; "" loads no adapters over HTTP.
+        responses: how much is kept of responses.
     """
 
     max_calls: int = 0
@@ -36,6 +56,7 @@ class ServerOptions:
     log_prompts: bool = False
     reflection: bool = True
     lora_root: str = ""
+    responses: ResponseLimits = field(default_factory=ResponseLimits)
 
 
 def server_options(config: Config) -> ServerOptions:
@@ -52,4 +73,10 @@ def server_options(config: Config) -> ServerOptions:
         log_prompts=config.telemetry.log_prompts,
         reflection=server.reflection,
         lora_root=config.lora.root,
+        responses=ResponseLimits(
+            server.response_count,
+            server.response_mib << 20,
+            server.response_keep_hours * _HOUR_S,
+            server.response_key_share,
+        ),
     )

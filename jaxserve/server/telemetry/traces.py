@@ -35,6 +35,7 @@ _OPERATIONS = {  # by method: what it is called in the conventions
     "Generate": "text_completion",
     "http /v1/completions": "text_completion",
     "http /v1/chat/completions": "chat",
+    "http /v1/responses": "chat",
     "batch line": "text_completion",
 }
 

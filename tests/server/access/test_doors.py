@@ -85,6 +85,8 @@ def asked(
 GUARDED = [
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/resp_0"),
     ("GET", "/v1/models"),
     ("POST", "/tokenize"),
     ("GET", "/v1/files"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
 
 from jaxserve.sched.request import InvalidRequest, Request
+from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.http.errors import record_of
 from jaxserve.server.http.openai import request_options
 from jaxserve.server.http.openai.answer_messages import (
@@ -34,12 +35,29 @@ from jaxserve.server.requests.output_streams import Delta
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 
 
+class PreparedChat(NamedTuple):
+    """What a chat asks for.
+
+    Attributes:
+        wanted: its request.
+        note: of `parser_note`.
+    """
+
+    wanted: list[Request]
+    note: dict[str, Any]
+
+
 async def chat_response(context: RouteContext, body: ChatRequest, http: HttpRequest) -> Response:
     """The answer, whole or as a stream of events."""
-    use = tool_use(body)
     request_options.check_stream_options(body)
+    wanted, note = await prepare_chat(context, body, record_of(http).caller)
+    return await _ChatAnswer(context, body, wanted, http, note).response()
+
+
+async def prepare_chat(context: RouteContext, body: ChatRequest, caller: Caller) -> PreparedChat:
+    """The chat's request, ready to be submitted. Raises what `RouteContext.make_requests` does."""
+    use = tool_use(body)
     context.requests.check_open()
-    caller = record_of(http).caller
     held: dict[str, Any] = {}
     if use is not None:
         with request_options.naming_grammar_fields(body):
@@ -53,7 +71,7 @@ async def chat_response(context: RouteContext, body: ChatRequest, http: HttpRequ
     prompt = await context.template.encode(text, context.requests.encode)
     sampling = {**_sampling(context, body, len(prompt)), **_shown(context, note), **held}
     wanted = await context.make_requests(body, [prompt], sampling, caller)
-    return await _ChatAnswer(context, body, wanted, http, note).response()
+    return PreparedChat(wanted, note)
 
 
 def chat_sampling(

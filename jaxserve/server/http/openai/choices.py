@@ -18,13 +18,14 @@ from jaxserve.server.http.openai.multi_prompt import Generating, unless_gone
 from jaxserve.server.http.openai.request_options import SERVED_AS
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import Generation
-from jaxserve.server.http.openai.sse import EventStream
+from jaxserve.server.http.openai.sse import EventStream, chunk_events
 from jaxserve.server.requests.milliseconds import timings_ms, verdict_fields
 from jaxserve.server.requests.output_streams import Delta
 
 GIVEN_UP = {"expected": "missed"}
 """What a stream says of targets that are given up; at its end stands what came of them instead."""
-_INLINE_BYTES = 64 << 10  # longer answers become JSON beside the event loop
+INLINE_BYTES = 64 << 10
+"""Longer answers become JSON beside the event loop."""
 
 
 class LogprobLists:
@@ -47,7 +48,7 @@ class LogprobLists:
     def json(self) -> bytes:
         """The object."""
         lists = {name: b"[%s]" % b",".join(some) for name, some in self._lists.items()}
-        return _with(to_json(self._fields), lists)
+        return with_raw(to_json(self._fields), lists)
 
 
 class Answer(ABC):
@@ -109,7 +110,8 @@ class Answer(ABC):
         """The whole response, or a stream of events."""
         generating = self._generating
         if self._streams:
-            return EventStream(self._chunks(), generating.end, generating.record)
+            events = chunk_events(self._chunks(), generating.record)
+            return EventStream(events, generating.end)
         try:
             return await unless_gone(self._http, self._whole())
         finally:
@@ -131,16 +133,16 @@ class Answer(ABC):
 
         def made() -> bytes:
             choices = [
-                _with(
+                with_raw(
                     to_json({"index": number, **self.whole_fields(text, ends[number])}),
                     {"logprobs": b"null" if told is None else told.json()},
                 )
                 for number, (text, told) in enumerate(zip(whole, lists, strict=True))
             ]
-            return _with(to_json(fields), {"choices": b"[%s]" % b",".join(choices)})
+            return with_raw(to_json(fields), {"choices": b"[%s]" % b",".join(choices)})
 
         size = sum(map(len, whole)) + sum(told.bytes for told in lists if told is not None)
-        body = made() if size <= _INLINE_BYTES else await self._requests.run_beside(made)
+        body = made() if size <= INLINE_BYTES else await self._requests.run_beside(made)
         return Response(body, media_type="application/json")
 
     async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -206,7 +208,7 @@ def usage_fields(
     }
 
 
-def _with(json: bytes, raw: Mapping[str, bytes]) -> bytes:
+def with_raw(json: bytes, raw: Mapping[str, bytes]) -> bytes:
     """The object with further fields, which are JSON already."""
     more = [b'"%s":%s' % (name.encode(), value) for name, value in raw.items()]
     return b"{%s}" % b",".join([*filter(None, [json[1:-1]]), *more])

@@ -7,6 +7,7 @@ refused too.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -231,20 +232,18 @@ class StructuredOutputs(Body):
 StopStrings = Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 
 
-class Generation(Unused):
-    """What completions and chats have in common."""
+class OneAnswer(Unused):
+    """What all calls that generate have in common."""
 
     model: Text | None = None
     temperature: Number | None = 1.0
     top_p: Number | None = 1.0
-    n: Int32 | None = 1
     stop: Text | StopStrings | None = None
     seed: Int64 | None = None
     presence_penalty: Number | None = 0.0
     frequency_penalty: Number | None = 0.0
     logit_bias: Annotated[dict[Text, Number], _few(MAX_LOGIT_BIAS)] | None = None
     stream: StrictBool | None = False
-    stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "priority", "fast", "scale", "flex"] | None = None
     # As vLLM has them; its -1 for top_k is 0 here.
     priority: Int64 | None = None  # the lower the earlier: of two tiers
@@ -259,8 +258,7 @@ class Generation(Unused):
     cache_salt: Text | None = None
     # For the router before several replicas; a single server does not read it.
     prompt_cache_key: Annotated[Text, Field(max_length=MAX_CACHE_KEY)] | None = None
-    # What the text has to be: OpenAI's field, and vLLM's.
-    response_format: ResponseFormat | None = None
+    # What the text has to be, as vLLM has it.
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchemaText | None = None
     guided_regex: Text | None = None
@@ -271,6 +269,14 @@ class Generation(Unused):
     slo_class: Text | None = None
     tier: Literal["realtime", "best_effort"] | None = None
     serve_late: StrictBool | None = None
+
+
+class Generation(OneAnswer):
+    """What completions and chats have in common."""
+
+    n: Int32 | None = 1
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
 
 
 class CompletionRequest(Generation):
@@ -380,12 +386,17 @@ def _choice(given: Any) -> Any:
 ToolChoice = Annotated[Literal["none", "auto", "required"] | ChosenTool, BeforeValidator(_choice)]
 
 
-def _different(tools: list[ToolField]) -> list[ToolField]:
+def different_names(names: Sequence[str], *where: str) -> None:
+    """Raises ValidationError for a tool with the name of another. where: the way to the name."""
     seen: set[str] = set()
-    for place, tool in enumerate(tools):
-        if tool.function.name in seen:
-            _wrong(place, "function", "name", f"two tools are named {tool.function.name!r}")
-        seen.add(tool.function.name)
+    for place, name in enumerate(names):
+        if name in seen:
+            _wrong(place, *where, f"two tools are named {name!r}")
+        seen.add(name)
+
+
+def _different(tools: list[ToolField]) -> list[ToolField]:
+    different_names([tool.function.name for tool in tools], "function", "name")
     return tools
 
 

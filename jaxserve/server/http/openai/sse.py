@@ -23,20 +23,16 @@ def sse_event(data: Any) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """A response of events until the generator ends, then [DONE]. An error becomes an event with
-    the error object, since the status has been sent.
+    """A response of events until the generator ends.
 
     Args:
-        chunks: the events' JSON objects.
+        events: the events.
         on_end: called once the response is over, even if nothing was sent.
-        record: the call's record.
     """
 
-    def __init__(
-        self, chunks: AsyncGenerator[Any, None], on_end: Callable[[], None], record: CallRecord
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
         super().__init__(
-            _events(chunks, record),
+            events,
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
@@ -50,9 +46,16 @@ class EventStream(StreamingResponse):
             self._on_end()
 
 
-async def _events(
+async def chunk_events(
     chunks: AsyncGenerator[Any, None], record: CallRecord
 ) -> AsyncGenerator[bytes, None]:
+    """The events of chunks, then [DONE]. An error becomes an event with the error object, since the
+    status has been sent, and ends them.
+
+    Args:
+        chunks: JSON objects.
+        record: the call's record.
+    """
     try:
         async with aclosing(chunks):
             async for chunk in chunks:

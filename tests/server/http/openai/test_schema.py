@@ -37,6 +37,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 PATHS = [
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/{response_id}"),
+    ("DELETE", "/v1/responses/{response_id}"),
+    ("POST", "/v1/responses/{response_id}/cancel"),
+    ("GET", "/v1/responses/{response_id}/input_items"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
     ("POST", "/v1/load_lora_adapter"),
@@ -58,7 +63,11 @@ PATHS = [
     ("GET", "/version"),
     ("POST", "/reset_prefix_cache"),
 ]
-NOTHING = ("/v1/batches/{batch_id}/cancel", "/reset_prefix_cache")
+NOTHING = (
+    "/v1/batches/{batch_id}/cancel",
+    "/v1/responses/{response_id}/cancel",
+    "/reset_prefix_cache",
+)
 CASES = [
     (method, path, mode)
     for method, path in PATHS

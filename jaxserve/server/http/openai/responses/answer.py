@@ -1,0 +1,236 @@
+"""The answer to one call, whole or as events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from fastapi import Response
+from pydantic_core import to_json
+
+from jaxserve.engine.output import FinishReason, Output
+from jaxserve.server.http.errors import ApiError, as_api_error, record_of
+from jaxserve.server.http.openai.answer_messages import message_parser
+from jaxserve.server.http.openai.chat import PreparedChat
+from jaxserve.server.http.openai.choices import GIVEN_UP, INLINE_BYTES, finish_fields, with_raw
+from jaxserve.server.http.openai.logprobs import chat_logprobs
+from jaxserve.server.http.openai.multi_prompt import Generating, unless_gone
+from jaxserve.server.http.openai.responses.conversation import Conversation
+from jaxserve.server.http.openai.responses.output_items import (
+    Event,
+    JsonList,
+    OutputItems,
+    Status,
+    read_items,
+)
+from jaxserve.server.http.openai.responses.store import ResponseStore, StoredResponse
+from jaxserve.server.http.openai.route_context import RouteContext
+from jaxserve.server.http.openai.sse import EventStream
+from jaxserve.server.requests.output_streams import Delta
+from jaxserve.server.tools.calls import Content, Piece, Reasoning
+
+_CUT = "max_output_tokens"
+
+
+class ResponseAnswer:
+    """The response to one call. Creating it submits the request.
+
+    Args:
+        context: what the routes need.
+        prepared: the call's request, and what finds items in its text.
+        conversation: what it goes on with.
+        fields: of the response, those that say how it was asked for.
+        store: keeps it once it is whole; None where it is not to be kept.
+        http: the call.
+    """
+
+    def __init__(
+        self,
+        context: RouteContext,
+        prepared: PreparedChat,
+        conversation: Conversation,
+        fields: Mapping[str, Any],
+        store: ResponseStore | None,
+        http: HttpRequest,
+    ) -> None:
+        self._engine, self._requests, self._http = context.engine, context.requests, http
+        self._conversation, self._store = conversation, store
+        self._id, self._head = str(fields["id"]), to_json(fields)
+        self._parser = message_parser(context.template, prepared.note)
+        asked = prepared.wanted[0].sampling.logprobs is not None
+        self._logprobs = JsonList() if asked else None
+        self._untold: list[Any] = []  # log-probabilities of tokens without text so far
+        self._items = OutputItems(context.template.tool_format.new_id, self._logprobs)
+        self._characters = self._output_tokens = 0
+        self._last: Output | None = None
+        self._generating = Generating(context.requests, prepared.wanted, record_of(http))
+
+    async def whole(self) -> Response:
+        """The whole response."""
+        try:
+            return await unless_gone(self._http, self._whole())
+        finally:
+            self._generating.end()
+
+    def stream(self) -> Response:
+        """The response as a stream of events."""
+        return EventStream(self._stream(), self._generating.end)
+
+    async def _whole(self) -> Response:
+        async for _, delta in self._generating.deltas():
+            for _ in self._news(delta):
+                pass
+        return Response(await self._finished(), media_type="application/json")
+
+    async def _stream(self) -> AsyncGenerator[bytes, None]:
+        """An event for each piece of news. An error becomes one, too, since the status has been
+        sent, and what there is of the response ends as failed."""
+        events = _Numbered()
+        begun = self._response("in_progress")
+        yield events.with_response("created", begun)
+        yield events.with_response("in_progress", begun)
+        try:
+            given_up: dict[str, Any] = {}
+            async for _, delta in self._generating.deltas():
+                if delta.expected_missed:
+                    given_up = {"slo": GIVEN_UP}
+                for event in self._news(delta):
+                    yield events.told(*await self._encoded({**event, **given_up}))
+                    given_up = {}
+            finished = await self._finished()
+        except Exception as error:
+            told = as_api_error(error)
+            if told is None:
+                raise
+            told.note(self._generating.record)
+            problem = {"code": told.code, "message": str(told), "param": told.param}
+            yield events.told("error", to_json({"type": "error", **problem}))
+            failed = {"code": _error_code(told), "message": str(told)}
+            yield events.with_response("failed", self._response("failed", error=failed))
+            return
+        yield events.with_response(self._status, finished)
+
+    def _news(self, delta: Delta) -> Iterator[Event]:
+        """What a delta adds."""
+        self._output_tokens += len(delta.token_ids)
+        text = "".join(delta.text)
+        self._characters += len(text)
+        pieces = self._parser.feed(text)
+        if delta.last is not None:
+            self._last = delta.last
+            pieces += self._parser.finish()
+        yield from self._items.add(pieces, self._new_logprobs(delta, pieces))
+        if delta.last is not None:
+            if self._logprobs is not None:
+                self._logprobs.extend(self._untold)
+            yield from self._items.finish(self._status)
+
+    def _new_logprobs(self, delta: Delta, pieces: Sequence[Piece]) -> list[Any]:
+        """Those of the text in the pieces. Thoughts have none."""
+        if self._logprobs is None:
+            return []
+        self._untold += chat_logprobs(self._engine, delta.logprobs)["content"]
+        found: list[Any] = []
+        if any(isinstance(piece, Content) for piece in pieces):
+            found, self._untold = self._untold, []
+        elif any(isinstance(piece, Reasoning) for piece in pieces):
+            self._untold = []
+        return found
+
+    @property
+    def _status(self) -> Status:
+        """How it has ended."""
+        assert self._last is not None
+        cut = self._last.finish_reason is FinishReason.LENGTH
+        return "incomplete" if cut else "completed"
+
+    @property
+    def _size(self) -> int:
+        return self._characters + (0 if self._logprobs is None else self._logprobs.size)
+
+    async def _encoded(self, event: Event) -> tuple[str, bytes]:
+        """Its type, and JSON; of all of a long text it is made beside the event loop."""
+        kind = event["type"]
+        if kind.endswith("done") and self._size > INLINE_BYTES:
+            return kind, await self._requests.run_beside(self._json, event)
+        return kind, self._json(event)
+
+    def _json(self, value: Any) -> bytes:
+        json = to_json(value)
+        return json if self._logprobs is None else self._logprobs.put_into(json)
+
+    async def _finished(self) -> bytes:
+        """The whole response, which is kept from now on, if it is to be."""
+        last, status = self._last, self._status
+        assert last is not None
+        ended = finish_fields(last)
+        fields = {
+            **{name: value for name, value in ended.items() if name != "finish_reason"},
+            "incomplete_details": None if status == "completed" else {"reason": _CUT},
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "usage": self._usage(),
+        }
+
+        def made() -> tuple[bytes, bytes]:
+            whole = self._response(status, self._items.items, **fields)
+            kept = self._store is not None
+            return whole, to_json(read_items(self._items.items)) if kept else b""
+
+        if self._size > INLINE_BYTES:
+            whole, read = await self._requests.run_beside(made)
+        else:
+            whole, read = made()
+        if self._store is None or self._keep(self._store, whole, read):
+            return whole
+        self._store = None
+        return self._response(status, self._items.items, **fields)
+
+    def _keep(self, store: ResponseStore, whole: bytes, read: bytes) -> bool:
+        """Keeps it. False if there is no room."""
+        had, tenant = self._conversation, self._generating.record.caller.name
+        count = had.count + len(self._items.items)
+        turn = StoredResponse(self._id, whole, had.input_items, read, count, had.previous)
+        return store.put(tenant, turn)
+
+    def _response(
+        self, status: str, output: Sequence[Mapping[str, Any]] = (), **fields: Any
+    ) -> bytes:
+        usual = {"error": None, "incomplete_details": None, "completed_at": None, "usage": None}
+        more = {"status": status, "store": self._store is not None, **usual, **fields}
+        raw = {name: to_json(value) for name, value in more.items()}
+        return with_raw(self._head, {**raw, "output": self._json(output)})
+
+    def _usage(self) -> dict[str, Any]:
+        record = self._generating.record
+        return {
+            "input_tokens": record.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": record.cached_tokens},
+            "output_tokens": self._output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": record.prompt_tokens + self._output_tokens,
+        }
+
+
+class _Numbered:
+    """Makes events, one after the other."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def told(self, kind: str, json: bytes) -> bytes:
+        """The event with this JSON object. kind: its type."""
+        number = {"sequence_number": str(self._next).encode()}
+        self._next += 1
+        return b"event: %s\ndata: %s\n\n" % (kind.encode(), with_raw(json, number))
+
+    def with_response(self, kind: str, response: bytes) -> bytes:
+        """The event with this response. kind: its type, without what all have in common."""
+        kind = f"response.{kind}"
+        return self.told(kind, with_raw(to_json({"type": kind}), {"response": response}))
+
+
+def _error_code(error: ApiError) -> str:
+    """One of those that OpenAI has for a response that failed."""
+    return "rate_limit_exceeded" if error.status == 429 else "server_error"

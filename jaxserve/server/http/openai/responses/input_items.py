@@ -1,0 +1,117 @@
+"""Items of a conversation, as they are kept, and the chat that they are."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.http.openai.responses.schema import Item, MessageItem
+from jaxserve.server.http.openai.schema import FunctionCall, Message, ToolCall
+
+KeptItem = Mapping[str, Any]
+PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+"""Of ids, by the type of the item."""
+
+
+def new_id(prefix: str) -> str:
+    """One that nobody guesses."""
+    return f"{prefix}_{secrets.token_hex(16)}"
+
+
+def kept_items(given: str | Sequence[Item]) -> list[KeptItem]:
+    """The items of an input, each with an id."""
+    if isinstance(given, str):
+        given = [MessageItem(role="user", content=given)]
+    return [
+        {
+            "id": item.id or new_id(PREFIXES[item.type]),
+            **item.plain(),
+            "status": item.status or "completed",
+        }
+        for item in given
+    ]
+
+
+def messages_of(items: Iterable[KeptItem]) -> list[Message]:
+    """The chat that items are. What an assistant thinks, says and calls, one after the other, is
+    one turn."""
+    found: list[Message] = []
+    turn = _AssistantTurn()
+    for item in items:
+        kind, role = item["type"], item.get("role", "assistant")
+        if kind != "function_call_output" and role == "assistant":
+            if turn.ends_before(kind):
+                found.append(turn.message())
+                turn = _AssistantTurn()
+            turn.add(item)
+            continue
+        if turn.begun:
+            found.append(turn.message())
+            turn = _AssistantTurn()
+        if kind == "message":
+            found.append(_message(role, _text(item["content"])))
+        else:
+            found.append(_message("tool", _text(item["output"]), tool_call_id=item["call_id"]))
+    return [*found, turn.message()] if turn.begun else found
+
+
+class _AssistantTurn:
+    """What comes together in one message."""
+
+    def __init__(self) -> None:
+        self._said: list[str] = []
+        self._calls: list[ToolCall] = []
+        self.begun = False
+
+    def ends_before(self, kind: str) -> bool:
+        """Whether an item of this type belongs to the next turn."""
+        if kind == "function_call":
+            return False
+        return bool(self._calls if kind == "reasoning" else self._said and not self._calls)
+
+    def add(self, item: KeptItem) -> None:
+        """Takes in an assistant's item."""
+        self.begun = True
+        if item["type"] == "message":
+            self._said.append(_text(item["content"]))
+        elif item["type"] == "function_call":
+            function = FunctionCall.model_construct(name=item["name"], arguments=item["arguments"])
+            call = ToolCall.model_construct(id=item["call_id"], type="function", function=function)
+            self._calls.append(call)
+
+    def message(self) -> Message:
+        """All of it."""
+        return _message("assistant", "".join(self._said), tool_calls=self._calls)
+
+
+def check_calls(items: Iterable[KeptItem], first: int) -> None:
+    """Raises InvalidRequest for the result of a call that is not there.
+
+    Args:
+        items: the conversation.
+        first: place of the first item of the input among them.
+    """
+    called: set[str] = set()
+    for place, item in enumerate(items, -first):
+        if item["type"] == "function_call":
+            called.add(item["call_id"])
+        elif item["type"] == "function_call_output" and item["call_id"] not in called:
+            problem = f"there is no function_call {item['call_id']!r:.80} before its output"
+            raise InvalidRequest(f"input.{place}.call_id", problem)
+
+
+def _message(role: str, content: str, **more: Any) -> Message:
+    return Message.model_construct(role=role, content=content, **more)
+
+
+def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or part.get("refusal") or "" for part in content)

@@ -1,0 +1,147 @@
+"""/v1/responses."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Query, Request, Response
+
+from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.http.errors import ApiError, record_of
+from jaxserve.server.http.openai.chat import PreparedChat, prepare_chat
+from jaxserve.server.http.openai.responses.answer import ResponseAnswer
+from jaxserve.server.http.openai.responses.chat_request import as_chat, naming_response_fields
+from jaxserve.server.http.openai.responses.conversation import (
+    Conversation,
+    read_conversation,
+    unknown_response,
+)
+from jaxserve.server.http.openai.responses.input_items import new_id
+from jaxserve.server.http.openai.responses.response_fields import asked_fields
+from jaxserve.server.http.openai.responses.schema import ResponseRequest
+from jaxserve.server.http.openai.responses.store import ResponseStore, StoredResponse
+from jaxserve.server.http.openai.route_context import RouteContext
+
+
+def add_response_routes(app: FastAPI, context: RouteContext, store: ResponseStore) -> None:
+    """Adds the routes of responses.
+
+    Args:
+        app: the application.
+        context: what the routes need.
+        store: keeps responses.
+    """
+
+    def found(response_id: str, http: Request) -> StoredResponse:
+        stored = store.get(record_of(http).caller.name, response_id)
+        if stored is None:
+            raise unknown_response(response_id, "response_id")
+        return stored
+
+    @app.post("/v1/responses")
+    async def create(body: ResponseRequest, http: Request) -> Response:
+        """Goes on with a conversation."""
+        return await _created(context, store, body, http)
+
+    @app.get("/v1/responses/{response_id}")
+    async def get(response_id: str, http: Request) -> Response:
+        """One that is kept."""
+        _check_query(http)
+        return _json(found(response_id, http).response)
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete(response_id: str, http: Request) -> dict[str, Any]:
+        """Forgets it. Conversations that have gone on from it keep it."""
+        if not store.delete(record_of(http).caller.name, response_id):
+            raise unknown_response(response_id, "response_id")
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @app.post("/v1/responses/{response_id}/cancel")
+    async def cancel(response_id: str, http: Request) -> Response:
+        """Only what runs in the background could be cancelled."""
+        found(response_id, http)
+        problem = "it has ended: none runs in the background here. To cancel a call, hang up"
+        raise ApiError(400, f"response_id: {problem}", param="response_id", code="not_cancellable")
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def input_items(
+        response_id: str,
+        http: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> dict[str, Any]:
+        """The items of its input, without those of the turns before.
+
+        Args:
+            response_id: its id.
+            http: the call.
+            limit: how many at most.
+            order: desc for the latest first.
+            after: id of the item behind which the page begins.
+        """
+        _check_query(http, "limit", "order", "after")
+        raw = found(response_id, http).input_items
+        return await context.requests.run_beside(_page, raw, limit, order, after)
+
+
+async def _created(
+    context: RouteContext, store: ResponseStore, body: ResponseRequest, http: Request
+) -> Response:
+    caller = record_of(http).caller
+    conversation = await read_conversation(context, store, body, caller.name)
+    response_id = new_id("resp")
+    if body.request_id is None:  # which logs and traces have
+        body.request_id = response_id
+    with naming_response_fields():
+        strict, prepared = await _prepared(context, body, conversation, http)
+    (request,) = prepared.wanted
+    model = request.adapter or context.model
+    fields = asked_fields(response_id, body, request, model, strict=strict)
+    kept = None if body.store is False else store
+    answer = ResponseAnswer(context, prepared, conversation, fields, kept, http)
+    return answer.stream() if body.stream else await answer.whole()
+
+
+async def _prepared(
+    context: RouteContext, body: ResponseRequest, conversation: Conversation, http: Request
+) -> tuple[bool, PreparedChat]:
+    """Whether tools that do not say so are strict, and the request. They are, if all schemas can be
+    held."""
+    caller = record_of(http).caller
+    unsaid = any(tool.strict is None for tool in body.tools or ())
+    if unsaid:
+        try:
+            chat = as_chat(body, conversation.messages, strict=True)
+            return True, await prepare_chat(context, chat, caller)
+        except InvalidRequest as error:
+            if not error.field_name.startswith("tools"):
+                raise
+    chat = as_chat(body, conversation.messages, strict=False)
+    return False, await prepare_chat(context, chat, caller)
+
+
+def _page(raw: bytes, limit: int, order: str, after: str | None) -> dict[str, Any]:
+    items = json.loads(raw)
+    if order == "desc":
+        items.reverse()
+    first = 0
+    if after is not None:
+        first = 1 + next((i for i, each in enumerate(items) if each["id"] == after), len(items))
+    page = items[first : first + limit]
+    ids = [each["id"] for each in page] or [None]
+    more = first + limit < len(items)
+    ends = {"first_id": ids[0], "last_id": ids[-1], "has_more": more}
+    return {"object": "list", "data": page, **ends}
+
+
+def _check_query(http: Request, *known: str) -> None:
+    """Raises InvalidRequest for a parameter that is not served, rather than to ignore it."""
+    for name in http.query_params:
+        if name not in known:
+            raise InvalidRequest(name[:80], "this server has no such parameter here")
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

@@ -1,0 +1,296 @@
+"""The body of POST /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    StrictBool,
+    StrictStr,
+    Tag,
+    model_validator,
+)
+
+from jaxserve.server.http.openai.schema import (
+    MAX_MESSAGES,
+    MAX_TEXT_PARTS,
+    MAX_TOOLS,
+    Body,
+    FunctionTool,
+    Int32,
+    JsonSchema,
+    OneAnswer,
+    Text,
+    different_names,
+)
+
+MAX_ID = 256
+"""Characters of the id of an item, a call or a response."""
+MAX_ITEMS = MAX_MESSAGES
+"""Of a call's input, and of a conversation."""
+_Id = Annotated[Text, Field(max_length=MAX_ID)]
+_Status = Literal["in_progress", "completed", "incomplete"]
+_TEXTS = ("input_text", "output_text")
+
+
+class ContentPart(Body):
+    """A piece of a message. annotations, logprobs, parsed: what answers have and clients send back;
+    no model reads them."""
+
+    type: Literal["input_text", "output_text", "refusal"]
+    text: StrictStr | None = None
+    refusal: StrictStr | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    parsed: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        kind = given.get("type", "input_text") if isinstance(given, dict) else "input_text"
+        if kind not in (*_TEXTS, "refusal"):
+            raise ValueError(f"{kind!r:.80} parts are not served, only text")
+        return given
+
+    @model_validator(mode="after")
+    def _whole(self) -> ContentPart:
+        if (self.text is None) == (self.type != "refusal") or (self.refusal is None) == (
+            self.type == "refusal"
+        ):
+            raise ValueError(f"a part of the type {self.type} has {self.type.rpartition('_')[2]}")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """As it is kept."""
+        if self.type == "refusal":
+            return {"type": self.type, "refusal": self.refusal}
+        return _text_part(self.type, self.text or "")
+
+
+def _text_part(kind: str, text: str) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": kind, "text": text}
+    return {**part, "annotations": []} if kind == "output_text" else part
+
+
+ContentParts = Annotated[list[ContentPart], Field(max_length=MAX_TEXT_PARTS, fail_fast=True)]
+
+
+class MessageItem(Body):
+    """Somebody's turn."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: StrictStr | ContentParts
+    id: _Id | None = None
+    status: _Status | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As it is kept: its content in parts."""
+        if isinstance(self.content, str):
+            kind = "output_text" if self.role == "assistant" else "input_text"
+            parts = [_text_part(kind, self.content)]
+        else:
+            parts = [part.plain() for part in self.content]
+        return {"type": "message", "role": self.role, "content": parts}
+
+
+class CallItem(Body):
+    """What a model wanted to be called. parsed_arguments: what OpenAI's client makes of an answer's
+    arguments; it sends them back."""
+
+    type: Literal["function_call"]
+    call_id: _Id
+    name: Text
+    arguments: Text
+    id: _Id | None = None
+    status: _Status | None = None
+    parsed_arguments: Any = None
+
+    def plain(self) -> dict[str, Any]:
+        """As it is kept."""
+        said = {"name": self.name, "arguments": self.arguments}
+        return {"type": self.type, "call_id": self.call_id, **said}
+
+
+class CallOutputItem(Body):
+    """What came of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: _Id
+    output: StrictStr | ContentParts
+    id: _Id | None = None
+    status: _Status | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As it is kept."""
+        output: Any = self.output
+        if not isinstance(output, str):
+            output = [part.plain() for part in output]
+        return {"type": self.type, "call_id": self.call_id, "output": output}
+
+
+class ReasoningPart(Body):
+    """A piece of what a model has thought."""
+
+    type: Literal["reasoning_text"]
+    text: StrictStr
+
+
+class SummaryPart(Body):
+    """A piece of a summary of it; no model reads it."""
+
+    type: Literal["summary_text"]
+    text: StrictStr
+
+
+_Reasoning = Annotated[list[ReasoningPart], Field(max_length=MAX_TEXT_PARTS, fail_fast=True)]
+_Summary = Annotated[list[SummaryPart], Field(max_length=MAX_TEXT_PARTS, fail_fast=True)]
+
+
+class ReasoningItem(Body):
+    """What a model has thought before it said something."""
+
+    type: Literal["reasoning"]
+    summary: _Summary | None = None
+    content: _Reasoning | None = None
+    id: _Id | None = None
+    status: _Status | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As it is kept."""
+        summary = [part.model_dump() for part in self.summary or ()]
+        content = [part.model_dump() for part in self.content or ()]
+        return {"type": self.type, "summary": summary, "content": content}
+
+
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _type(given: Any) -> Any:
+    kind = given.get("type") if isinstance(given, dict) else given.type
+    return "message" if kind is None else kind
+
+
+def _served(given: Any) -> Any:
+    if not isinstance(given, dict | Body):
+        raise ValueError("must be an object")
+    if _type(given) not in _ITEMS:
+        kinds = ", ".join(_ITEMS)
+        raise ValueError(f"{_type(given)!r:.80} items are not served, only {kinds}")
+    return given
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("Item[message]")]
+    | Annotated[CallItem, Tag("Item[function_call]")]
+    | Annotated[CallOutputItem, Tag("Item[function_call_output]")]
+    | Annotated[ReasoningItem, Tag("Item[reasoning]")],
+    Discriminator(lambda given: f"Item[{_type(given)}]"),
+    BeforeValidator(_served),
+]
+Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+
+
+class ResponseTool(FunctionTool):
+    """One of `tools`. strict: as OpenAI has it here, it is meant where it is not said, as far as
+    the schema can be held."""
+
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_function(cls, given: Any) -> Any:
+        kind = given.get("type", "function") if isinstance(given, dict) else "function"
+        if kind != "function":
+            raise ValueError(f"{kind!r:.80} tools are not served, only functions")
+        return given
+
+
+class NamedTool(Body):
+    """The one that is to be called."""
+
+    type: Literal["function"]
+    name: Text
+
+
+def _choice(given: Any) -> Any:
+    if not isinstance(given, dict) and given not in ("none", "auto", "required"):
+        raise ValueError("must be none, auto, required, or an object that names a function")
+    return given
+
+
+def _different(tools: list[ResponseTool]) -> list[ResponseTool]:
+    different_names([tool.name for tool in tools], "name")
+    return tools
+
+
+class TextFormat(Body):
+    """What the text has to be. strict: accepted, for text is always valid."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = None
+    description: Text | None = None
+    json_schema: Annotated[JsonSchema | None, Field(alias="schema")] = None
+    strict: StrictBool | None = None
+
+
+class TextOptions(Body):
+    """How the text is to be. verbosity: changes nothing, as in chats."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(Body):
+    """How a model is to think. summary: auto is what this server makes of it: none, since all that
+    is thought is told."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = None
+
+
+class ResponseStreamOptions(Body):
+    """include_obfuscation: OpenAI's padding against who counts bytes; there is none."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+LOGPROBS = "message.output_text.logprobs"
+_Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+class ResponseRequest(OneAnswer):
+    """POST /v1/responses. include: log-probabilities of the text; encrypted_content, which clients
+    ask for to send it back, is not needed, since reasoning is told as it is."""
+
+    input: StrictStr | Items
+    instructions: StrictStr | None = None
+    previous_response_id: _Id | None = None
+    store: StrictBool | None = None
+    max_output_tokens: Int32 | None = None
+    tools: (
+        Annotated[
+            list[ResponseTool],
+            Field(max_length=MAX_TOOLS, fail_fast=True),
+            AfterValidator(_different),
+        ]
+        | None
+    ) = None
+    tool_choice: (
+        Annotated[Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_choice)] | None
+    ) = None
+    parallel_tool_calls: StrictBool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: Annotated[list[_Include], Field(max_length=8, fail_fast=True)] | None = None
+    top_logprobs: Int32 | None = None
+    stream_options: ResponseStreamOptions | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
