@@ -4,7 +4,7 @@ No package has them, so they are written by hand after the public definitions, o
 have and no more: whatever else is there is refused. Gateway API v1
 (gateway.networking.k8s.io_httproutes.yaml), its Inference Extension v1
 (inference.networking.k8s.io_inferencepools.yaml), llm-d-router v0.11
-(llm-d.ai_inferenceobjectives.yaml, and the README of its metrics extractor), KubeRay v1
+(llm-d.ai_inferenceobjectives.yaml, and the READMEs of its plugins), KubeRay v1
 (ray.io_rayservices.yaml). Pod templates are left to Kubernetes' own schemas.
 """
 
@@ -138,8 +138,10 @@ ENGINE = fields(
 PARAMETERS = {
     "metrics-data-source": fields({}, scheme={"enum": ["http", "https"]}, path=TEXT),
     "core-metrics-extractor": fields({}, defaultEngine=TEXT, engineConfigs=several(ENGINE)),
+    "approx-prefix-cache-producer": fields({}),
     "queue-scorer": fields({}),
     "kv-cache-utilization-scorer": fields({}),
+    "prefix-cache-scorer": fields({}),
 }
 PICKER = fields(
     {

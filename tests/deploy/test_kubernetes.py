@@ -256,7 +256,8 @@ def test_the_picker_reads_gauges_that_the_server_exports(server: Server) -> None
         assert {plugin["pluginRef"] for plugin in profile["plugins"]} <= plugins.keys()
     source, extractor = plugins["metrics-data-source"], plugins["core-metrics-extractor"]
     (engine,) = extractor["engineConfigs"]
-    assert engine["name"] == extractor["defaultEngine"]
+    labels = one("deployment.yaml", "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert engine["name"] == extractor["defaultEngine"] == labels["llm-d.ai/engine-type"]
     page = get(server, source["path"])
     families = {family.name: family for family in text_string_to_metric_families(page)}
     values = {}
