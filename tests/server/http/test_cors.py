@@ -49,6 +49,11 @@ def test_pages_of_a_named_origin_may(engine: FakeEngine) -> None:
         assert "access-control-allow-credentials" not in headers
         status, headers = told(server, "GET", MINE, Authorization="Bearer alice")
         assert status == 200 and headers["access-control-allow-origin"] == MINE
+        readable = headers["access-control-expose-headers"].lower().split(", ")
+        assert {"retry-after", "retry-after-ms", "endpoint-load-metrics"} < set(readable)
+        assert {"x-request-id", "x-slo-class", "x-slo-ttft-ms", "x-slo-met", "server-timing"} < {
+            *readable
+        }
         status, headers = told(server, "GET", MINE)  # which the page may read, too
         assert status == 401 and headers["access-control-allow-origin"] == MINE
         status, headers = preflight(server, OTHER)
