@@ -1,8 +1,11 @@
-"""Schemathesis makes calls of the OpenAPI document, right ones and wrong ones."""
+"""Schemathesis makes calls of the OpenAPI document, right ones and wrong ones. `make fuzz` has ten
+times as many."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +24,8 @@ from jaxserve.server.server import Server
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS
 
-CALLS = 15  # of each path
+LONG = "JAXSERVE_FUZZ_MINUTES" in os.environ
+CALLS = 150 if LONG else 15  # of each path
 
 
 @pytest.fixture(scope="module")
@@ -91,22 +95,50 @@ def test_every_path_is_tried(document: Any) -> None:
 def test_no_call_is_the_servers_fault(
     document: Any, method: str, path: str, mode: GenerationMode
 ) -> None:
-    operation = document[path][method]
+    calls(document[path][method], mode)
+
+
+FEW = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "stream", "n")
+
+
+def test_chats_that_may_be_served(document: Any) -> None:
+    """Of all fields at once, one is always wrong."""
+
+    def few(body: dict[str, Any]) -> dict[str, Any]:
+        asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+        return asked | {name: body[name] for name in FEW if name in body}
+
+    found = calls(document["/v1/chat/completions"]["POST"], GenerationMode.POSITIVE, few)
+    assert found.keys() >= {200, 400}, found
+
+
+def calls(
+    operation: Any,
+    mode: GenerationMode,
+    changed: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Counter[int]:
+    """Makes them; how many have been answered with each status. changed: what becomes of a body."""
+    found: Counter[int] = Counter()
 
     @settings(
         max_examples=CALLS,
         deadline=None,
-        derandomize=True,
+        derandomize=not LONG,
+        database=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case: Case) -> None:
+        if changed is not None:
+            case.body = changed(case.body)
         response = case.call()
         documented = [status_code_conformance, response_schema_conformance]
         case.validate_response(response, checks=[not_a_server_error, *documented])
+        found[response.status_code] += 1
         if response.status_code >= 400:
             error = response.json()["error"]
             assert set(error) == {"message", "type", "param", "code"}
             assert error["message"]
 
     check()
+    return found
