@@ -29,7 +29,7 @@ UNIT := tests/sched tests/server/requests tests/engine/text \
 PYTHON312 ?= $(shell for found in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12.*/bin/python; \
 	do "$$found" -c pass 2>/dev/null && echo "$$found" && break; done)
 
-.PHONY: help serve check test test-slow test-hosts test-py312 soak fuzz scale-demo scale-test lint compile-check reference format proto bench-vllm bench-llama bench-speculation clean \
+.PHONY: help serve check test test-slow test-hosts test-py312 soak fuzz scale-demo scale-test lint compile-check reference format proto bench-vllm bench-llama bench-speculation clients-test clean \
 	environments pythons environment environment-py312 compilers
 .DEFAULT_GOAL := help
 
@@ -142,5 +142,8 @@ bench-llama: $(READY) ## compare with llama.cpp, built for this CPU in an enviro
 bench-speculation: $(READY) ## what drafts are worth, beside vLLM and llama.cpp where they are set up
 	$(BIN)/python tools/speculation/compare.py $(ARGS)
 
+clients-test: $(READY) ## other people's clients against a server, each in an environment of its own
+	$(BIN)/python tools/clients/run_clients.py $(ARGS)
+
 clean: ## remove the environments and caches
-	rm -rf .venv .venv-3.* $(REFERENCE) .venv-compile* .venv-vllm .venv-llama .venv-proto build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-3.* $(REFERENCE) .venv-compile* .venv-vllm .venv-clients .venv-llama .venv-proto build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

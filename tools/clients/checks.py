@@ -1,0 +1,79 @@
+"""What each client's script has in common: it runs its checks and prints a line of JSON for each.
+
+A script is started by `run_clients.py` with BASE_URL and MODEL among its variables, where the
+client is installed and nothing of jaxserve. A check is a function that returns a few words, or
+nothing, and raises where the client did not get what it had asked for. What the model says is not
+judged: only what holds of any text, such as that arguments are valid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import sys
+import traceback
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+BASE_URL = os.environ["BASE_URL"]
+MODEL = os.environ["MODEL"]
+KEY = "none"
+
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris", "Rome", "Oslo"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+ASK = "What is the weather in Rome in the next 3 days?"
+_CHECKS: list[tuple[str, str, Callable[[], Any]]] = []
+
+
+def check(what: str, needs: str = "/v1/chat/completions") -> Callable[[Any], Any]:
+    """Registers a function as the check of `what`. needs: a path; a server without it is not
+    asked."""
+
+    def register(function: Callable[[], Any]) -> Callable[[], Any]:
+        _CHECKS.append((what, needs, function))
+        return function
+
+    return register
+
+
+def is_weather(arguments: Any) -> None:
+    """Raises AssertionError unless they are arguments by CITY."""
+    assert isinstance(arguments, dict), arguments
+    assert set(arguments) == {"city", "days"}, arguments
+    assert arguments["city"] in ("Paris", "Rome", "Oslo"), arguments
+    assert isinstance(arguments["days"], int) and 1 <= arguments["days"] <= 9, arguments
+
+
+def main() -> None:
+    """Runs the checks of the script. Exits with 1 where one has failed."""
+    with urllib.request.urlopen(f"{BASE_URL.removesuffix('/v1')}/openapi.json") as answer:
+        paths = json.load(answer)["paths"]
+    failed, loop = False, asyncio.Runner()  # one, as clients keep connections of theirs
+    for what, needs, function in _CHECKS:
+        if needs not in paths:
+            print(json.dumps({"what": what, "outcome": f"not tried: no {needs}"}), flush=True)
+            continue
+        try:
+            found = function()
+            said = loop.run(found) if inspect.iscoroutine(found) else found
+            outcome = "works" if not said else f"works: {said}"
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            failed = True
+            traceback.print_exc(file=sys.stderr)
+            first = next(iter(str(error).splitlines()), "")
+            outcome = f"fails: {type(error).__name__}: {first[:200]}"
+        print(json.dumps({"what": what, "outcome": outcome}), flush=True)
+    loop.close()
+    sys.exit(failed)
