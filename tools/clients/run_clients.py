@@ -44,6 +44,7 @@ CLIENTS = {
 TIMEOUT_S = 1200
 FIELDS = {
     "server__http_port": 0,
+    "model__dtype": "float32",  # in which a text is the same beside whichever others
     "engine__max_model_len": 2048,
     "scheduler__max_rows": 4,
     "cache__memory_gib": 0.3,
