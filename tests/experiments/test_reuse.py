@@ -48,7 +48,7 @@ def test_parts_go_between_their_markers(tmp_path: Path) -> None:
     assert main(["--quick", "--jobs=1", f"--out={page}"]) == 0
     text = page.read_text()
     assert text.startswith("before\n<!-- begin") and text.endswith("<!-- end -->\nafter\n")
-    assert "stale" not in text and text.count("| conversation |") == 4
+    assert "stale" not in text and text.count("| conversation |") == 2
     assert "what any cache could find, drawn conversations | 100% | 99." in text
     assert text.count("a plan of 16 requests") == 4
 

@@ -1,4 +1,5 @@
-"""Run by test_sharding.py in a process of its own with 4 CPU devices; prints results as JSON."""
+"""Run by test_sharding.py in a process of its own with 4 CPU devices; prints results as JSON. Its
+argument is the lane: what is checked."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,15 +24,33 @@ from tests.models.fixtures import hf_config, load_reference, write_checkpoint
 from tests.models.paged import PagedRun
 from tests.models.quantized.test_gguf_blocks import written
 
-# 4 heads each, of opt and deepseek 4 KV heads, of all others 2; a vocabulary of 61.
-DENSE_SHARDS = {"opt": (4,), "llama3": (2,), "gemma3": (2,), "olmo2": (4,), "phi4_mini": (2,)}
-# Experts' width is cut over 2 or 4 devices; where that is odd, their number over 2.
-DENSE_SHARDS |= {"mixtral": (2, 4), "qwen2_moe": (2,), "qwen3_moe": (2,), "gpt_oss": (2,)}
-DENSE_SHARDS |= {"deepseek_v2_lite": (4,), "deepseek_v2": (2,)}
-QUANTIZED = ("int8", "int4:group=32,zero", "fp8")
-PAGED_SHARDS = {"opt": (2,), "llama3": (4,), "mixtral": (4,), "gpt_oss": (2,)}
-PAGED_SHARDS |= {"deepseek_v2_lite": (2,)}
-LAID_OUT = ("opt", "llama3", "mixtral")
+
+class Lane(NamedTuple):
+    """What is checked, on how many shards."""
+
+    dense: dict[str, int]
+    paged: dict[str, int]
+    layout: tuple[str, ...]
+    quantized: tuple[str, ...]
+
+
+# 4 heads each, of opt and deepseek 4 KV heads, of all others 2; a vocabulary of 61. Experts' width
+# is cut over 2 or 4 devices; where that is odd, their number.
+LANES = {
+    "quick": Lane(
+        {"opt": 4, "llama3": 2, "mixtral": 4, "gpt_oss": 2, "deepseek_v2_lite": 4},
+        {"llama3": 4, "deepseek_v2_lite": 2},
+        ("llama3", "mixtral"),
+        ("int4:group=32,zero",),
+    ),
+    "slow": Lane(
+        {"gemma3": 2, "olmo2": 4, "phi4_mini": 2, "mixtral": 2, "qwen2_moe": 2, "qwen3_moe": 2}
+        | {"deepseek_v2": 2},
+        {"opt": 2, "mixtral": 4, "gpt_oss": 2},
+        ("opt",),
+        ("int8", "fp8"),
+    ),
+}
 
 
 def dense_error(name: str, folder: Path, tensor: int) -> float:
@@ -151,23 +170,25 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def main() -> None:
-    """Prints {"dense": {name: {tensor: error}}, "paged": ..., "layout": ...}."""
+    """Prints {"dense": {name: error}, "paged": ..., "layout": ..., "quantized": ...}."""
     assert len(jax.devices()) == 4
-    results: dict[str, dict[str, dict[int, Any]]] = {"dense": {}, "paged": {}, "layout": {}}
-    for name in DENSE_SHARDS:
+    lane = LANES[sys.argv[1]]
+    results: dict[str, dict[str, Any]] = {"dense": {}, "paged": {}, "layout": {}}
+    for name in {**lane.dense, **lane.paged, **dict.fromkeys(lane.layout)}:
         with tempfile.TemporaryDirectory() as where:
             folder = Path(where)
             write_checkpoint(folder, hf_config(name))
             assert load_config(folder)[1] == load_reference(name).config
-            results["dense"][name] = {n: dense_error(name, folder, n) for n in DENSE_SHARDS[name]}
-            if name in PAGED_SHARDS:
-                errors = {n: paged_error(name, folder, n) for n in PAGED_SHARDS[name]}
-                results["paged"][name] = errors
-                if name in LAID_OUT:
-                    results["layout"][name] = {n: layout(name, folder, n) for n in (4,)}
-    results["quantized"] = {how: {2: quantized_error(how, 2)} for how in QUANTIZED}
-    results["dense"]["experts by number"] = {4: by_number_error(4)}
-    results["quantized"]["Q4_K"] = {2: blocks_error(2)}
+            if name in lane.dense:
+                results["dense"][name] = dense_error(name, folder, lane.dense[name])
+            if name in lane.paged:
+                results["paged"][name] = paged_error(name, folder, lane.paged[name])
+            if name in lane.layout:
+                results["layout"][name] = layout(name, folder, 4)
+    results["quantized"] = {how: quantized_error(how, 2) for how in lane.quantized}
+    if sys.argv[1] == "quick":
+        results["dense"]["experts by number"] = by_number_error(4)
+        results["quantized"]["Q4_K"] = blocks_error(2)
     json.dump(results, sys.stdout)
 
 

@@ -111,7 +111,9 @@ def test_packed_experts_are_refused(tmp_path: Path) -> None:
     assert "mlp.experts.*.gate_proj.weight" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("how", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize(
+    "how", ["int4", *(pytest.param(how, marks=pytest.mark.slow) for how in ("int8", "fp8"))]
+)
 def test_few_bits_say_what_they_stand_for(tmp_path: Path, how: str) -> None:
     """The router stays as it is."""
     hf = hf_config("qwen3_moe") | {"intermediate_size": 64}

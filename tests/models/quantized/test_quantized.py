@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.models.base import with_quantization
@@ -64,6 +64,7 @@ def test_a_weight_stays_what_it_was(how, transposed):
         np.testing.assert_array_equal(rows, back.T[jnp.array([5, 0, 63])])
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(-8, 7), min_size=32, max_size=32), st.floats(1e-4, 1e4))
 def test_numbers_of_a_grid_are_kept(numbers, scale):
     """A group that lies on a grid of its own scale comes back, for some scale near it."""
@@ -108,8 +109,15 @@ def test_unknown_ways(text):
         parse_quantization(text)
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", ["opt", "llama3", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *(("llama3", how) for how in HOW),
+        ("opt", "int4:group=32,zero"),
+        ("gemma2", "int8"),
+        *(pytest.param("qwen3", how, marks=pytest.mark.slow) for how in HOW),
+    ],
+)
 def test_logits_are_those_of_its_own_wide_weights(tmp_path, name, how):
     write_checkpoint(tmp_path, in_groups(name))
     family, plain, _ = load_config(tmp_path)
