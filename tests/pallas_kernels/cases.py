@@ -13,9 +13,10 @@ from _pytest.mark.structures import ParameterSet
 
 from jaxserve.pallas_kernels import HIDDEN, KV, KernelShape, get_backend
 from jaxserve.pallas_kernels.pool import FLOAT8
-from tests.compiling import OPTIMISED
 from tests.pallas_kernels.batches import Shape
 
+# Cases that add the least to the others, where compiling for an interpreter takes long.
+SLOW = ("mixed", "float8")
 # Those of other devices are interpreted. How many drawn batches a test has: GPUs are interpreted
 # slowly, TPUs an instruction at a time.
 BACKENDS = {"xla": 6, "numba": 6, "triton-interpret": 3, "tpu-interpret": 2}
@@ -112,14 +113,9 @@ BY_NAME = {case.name: case for case in CASES}
 def compiled(
     function: Callable[..., jax.Array], backend: str, *, donate: bool = False
 ) -> Callable[..., jax.Array]:
-    """A kernel's public function by a backend, under jit; donate: its first argument. XLA's are
-    compiled as users have them, and numba's; to optimise what is only interpreted takes longer
-    than running it."""
-    options = OPTIMISED if backend in ("xla", "numba") else None
+    """A kernel's public function by a backend, under jit; donate: its first argument."""
     return jax.jit(
-        functools.partial(function, backend=backend),
-        donate_argnums=(0,) if donate else (),
-        compiler_options=options,
+        functools.partial(function, backend=backend), donate_argnums=(0,) if donate else ()
     )
 
 
@@ -140,11 +136,15 @@ def backends_with(purpose: str) -> list[str]:
     return list(first.values())
 
 
+def _marks(backend: str, case: Case) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if case.name in SLOW and backend.endswith("interpret") else []
+
+
 def on_backends(names: Sequence[str], purpose: str, kind: int = KV) -> list[ParameterSet]:
     """Parameters (backend, case): every backend of `backends_with` with each of these cases that
     it takes."""
     return [
-        pytest.param(backend, case, id=f"{backend}-{case.name}")
+        pytest.param(backend, case, id=f"{backend}-{case.name}", marks=_marks(backend, case))
         for backend in backends_with(purpose)
         for case in (BY_NAME[name] for name in names)
         if takes(backend, case, kind)

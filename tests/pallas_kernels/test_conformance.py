@@ -23,7 +23,7 @@ def attentions(only: Iterable[str] | None = None) -> list[ParameterSet]:
     """Parameters (attention, backend, case) of all attention functions, or with `only` these
     cases."""
     return [
-        pytest.param(attention, *found.values, id=f"{attention.name}-{found.id}")
+        pytest.param(attention, *found.values, id=f"{attention.name}-{found.id}", marks=found.marks)
         for attention in ATTENTION
         for found in on_backends(only or attention.cases, attention.purpose, attention.kind)
     ]
@@ -31,9 +31,11 @@ def attentions(only: Iterable[str] | None = None) -> list[ParameterSet]:
 
 def at_edges(found: list[ParameterSet]) -> list[ParameterSet]:
     """The same, each with the edges of its case; of what is interpreted, which takes long, every
-    edge with one of the cases that it is of, in turn."""
+    edge with one of the cases that it is of, in turn, none of them slow."""
     having: dict[tuple[Any, ...], list[ParameterSet]] = {}
     for one in found:
+        if one.marks:
+            continue
         *of, case = one.values
         for edge in edges_of(case):
             having.setdefault((*of, edge), []).append(one)

@@ -108,8 +108,7 @@ def test_moves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scales, "MOST_BYTES", 2 * size[0] * 8 * 128 * 4)
     rng = np.random.default_rng(0)
     moves = drawn_slots(size, rng).reshape(2, MOST, 2).transpose(1, 0, 2).reshape(MOST, 4)
-    for count in (0, MOST - 1, MOST):
-        check_moves("tpu-interpret", drawn_pool(size, "int8", rng), moves, count)
+    check_moves("tpu-interpret", drawn_pool(size, "int8", rng), moves, MOST - 1)
 
 
 @pytest.mark.parametrize(("backend", "size", "dtype"), POOLS)

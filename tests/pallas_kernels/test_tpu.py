@@ -87,7 +87,10 @@ def test_a_write_looks_at_no_more_slots_than_it_fills() -> None:
     assert sorted(spans) == sorted([[0, 1], [6, 8], [0, 8], [6, 7]] * 2)
 
 
-def test_what_memory_has_no_room_for_is_written_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cache", ["int8", pytest.param(FLOAT8, marks=pytest.mark.slow)])
+def test_what_memory_has_no_room_for_is_written_in_pieces(
+    cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Granules as scalar memory has room for 3 of them, blocks of scales 2 at a time. Some pieces
     have nothing."""
     shape = Shape(2, 2, head_dim=64, block_size=32, rows=4, width=3, tokens=75)
@@ -95,8 +98,7 @@ def test_what_memory_has_no_room_for_is_written_in_pieces(monkeypatch: pytest.Mo
     monkeypatch.setattr(scales, "MOST_BYTES", 2 * 8 * 128 * 4)
     rows, sides = [(40, 1), (60, 40), (96, 29)], [LEFT, RIGHT, LEFT]
     batch = make_batch(shape, rows, sides, 1, np.random.default_rng(0))
-    for cache in ("int8", FLOAT8):
-        check_write("tpu-interpret", Case("pieces", shape, cache=cache), batch, 1)
+    check_write("tpu-interpret", Case("pieces", shape, cache=cache), batch, 1)
 
 
 def test_what_the_kernels_take() -> None:
