@@ -96,8 +96,17 @@ class Conversations:
         self.ended.append(self.tokens.pop(row))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("policy", POLICIES)
+SEEDS = range(3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "seed"),
+    [
+        pytest.param(policy, seed, marks=[] if seed == i % len(SEEDS) else [pytest.mark.slow])
+        for i, policy in enumerate(POLICIES)
+        for seed in SEEDS
+    ],
+)
 def test_all_are_served(policy: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     traffic, left, rate, idle = Conversations(policy, rng), 60, rng.uniform(0.3, 1.5), 0

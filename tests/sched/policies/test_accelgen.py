@@ -226,7 +226,7 @@ SETTINGS = ("late_last=false", "sparing=false", "paced=true", "gamma=9", "late_t
 
 
 @pytest.mark.parametrize("policy", [*VARIANTS, *(f"accelgen:{setting}" for setting in SETTINGS)])
-@settings(quick, max_examples=25)
+@settings(quick, max_examples=12)
 @given(case=cases, long=st.sampled_from((2, 8, 100)), tenths=st.booleans())
 def test_everything_ends_and_one_long_prompt_is_under_way(
     policy: str, case: Case, long: int, tenths: bool

@@ -106,7 +106,7 @@ def serve(
     return drive
 
 
-quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize("policy", [*NAMES, *PROBING])
@@ -131,7 +131,7 @@ def test_hidden_caches_stay_within_the_limits(policy: str, rho: float, case: Cas
     assert rho > 0 or not drive.projected
 
 
-@settings(quick, max_examples=60)
+@settings(quick, max_examples=40)
 @given(case=cases)
 def test_vllm_starves_nobody(case: Case) -> None:
     """Requests start in order of arrival; and all of them do, or the run would not end."""

@@ -64,7 +64,14 @@ def test_steps_with_adapters_cost_more(policy: str) -> None:
     assert plain.summary()["mean_tpot_s"] == none, "they are free where nobody measured"
 
 
-@pytest.mark.parametrize("policy", ["aptserve", "aptserve_s", "aptserve_fcfs", "goodput"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "aptserve",
+        "goodput",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("aptserve_s", "aptserve_fcfs")),
+    ],
+)
 def test_they_have_no_hidden_caches(policy: str) -> None:
     """A plan that has one is refused; those of the others are hidden, as memory is short."""
     place = system("opt-13b@a100-40g", "absorbed")

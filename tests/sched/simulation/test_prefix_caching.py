@@ -51,7 +51,13 @@ def test_what_is_found_takes_no_time() -> None:
 
 
 # Of the others tests/sched/cache/test_policies_share.py has the same, in small.
-@pytest.mark.parametrize("policy", ["sarathi", "goodput", "bros", "aptserve", "fastserve"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("sarathi", "bros", "aptserve"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("goodput", "fastserve")),
+    ],
+)
 def test_what_there_is_room_for_is_found(policy: str) -> None:
     """Plans are checked, and little room makes all of them preempt or evict."""
     work = drawn("conversation", 25, 4.0)

@@ -218,23 +218,36 @@ def compare(a: SimulationResult, b: SimulationResult) -> None:
 FIXED = [name for name in policies() if name != "oracle"]
 
 
-@pytest.mark.parametrize("name", [*FIXED, "sarathi+ef", "vllm+ef", "sarathi_pc+ef"])
-def test_taking_steps_together_changes_nothing(name: str) -> None:
-    for trial, (kv_tokens, prefill, rows) in enumerate(
-        [(600, 64, 8), (2000, 256, 100), (9000, 512, 16)]
-    ):
-        options: dict[str, Any] = {
-            "kv_tokens": kv_tokens,
-            "limits": Limits(512, prefill, rows),
-            "rules": ("jaxserve", "infermax_paper", "jaxserve")[trial],
-            "record_rows": True,
-            "checked": True,
-        }
-        workload = random_workload(trial, 14, (200.0, 9.0, 6.0)[trial])
-        compare(
-            simulate(name, workload, SEVEN, coast=True, **options),
-            simulate(name, workload, SEVEN, coast=False, **options),
-        )
+# Tokens of the pool, prefill tokens of a batch, rows, requests/s, rules.
+TRIALS = (
+    (600, 64, 8, 200.0, "jaxserve"),
+    (2000, 256, 100, 9.0, "infermax_paper"),
+    (9000, 512, 16, 6.0, "jaxserve"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "trial"),
+    [
+        pytest.param(name, trial, marks=[] if i % len(TRIALS) == trial else [pytest.mark.slow])
+        for i, name in enumerate([*FIXED, "sarathi+ef", "vllm+ef", "sarathi_pc+ef"])
+        for trial in range(len(TRIALS))
+    ],
+)
+def test_taking_steps_together_changes_nothing(name: str, trial: int) -> None:
+    kv_tokens, prefill, rows, rate, rules = TRIALS[trial]
+    options: dict[str, Any] = {
+        "kv_tokens": kv_tokens,
+        "limits": Limits(512, prefill, rows),
+        "rules": rules,
+        "record_rows": True,
+        "checked": True,
+    }
+    workload = random_workload(trial, 14, rate)
+    compare(
+        simulate(name, workload, SEVEN, coast=True, **options),
+        simulate(name, workload, SEVEN, coast=False, **options),
+    )
 
 
 class Watching(Policy):

@@ -97,7 +97,7 @@ def by_what_is_found(**changes: Any) -> UnifiedPolicy:
     replicas=st.sampled_from([1, 1, 2]),
     routing=st.sampled_from(["round_robin", "least_loaded", Routing("slo", prefixes=False)]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_compiled_or_not(
     seed: int,
     policy: str,
