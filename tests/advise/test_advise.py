@@ -110,7 +110,13 @@ def test_a_recording(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     """On the system that it was served on, with the policy that served it."""
     fields = {"scheduler__policy": "edf", "scheduler__params": {"watermark": "0.05"}}
     _, path = recorded(tmp_path, trace(3, 30.0, True, 20), **fields)
-    argv = [f"--replay={path}", "--slo_ttft_ms=50", "--jobs=1", "--policy=vllm,sarathi"]
+    argv = [
+        f"--replay={path}",
+        "--slo_ttft_ms=50",
+        "--jobs=1",
+        "--policy=vllm,sarathi",
+        "--seeds=2",
+    ]
     found, said = advised(capsys, *argv)
     names = {one["policy"]: one for one in found["ranking"]}
     assert set(names) == {"vllm", "sarathi", "edf:watermark=0.05"}

@@ -43,7 +43,12 @@ def write_wide(folder: Path, shape: Path, how: str) -> Path:
 
 @pytest.mark.parametrize(
     ("family", "how"),
-    [("opt", "int8"), ("opt", "int4:group=32,zero"), ("llama", "int4"), ("moe", "int8")],
+    [
+        pytest.param("opt", "int8", marks=pytest.mark.slow),
+        ("opt", "int4:group=32,zero"),
+        pytest.param("llama", "int4", marks=pytest.mark.slow),
+        ("moe", "int8"),
+    ],
 )
 def test_text_is_that_of_its_wide_weights(tmp_path: Path, family: str, how: str) -> None:
     shape = write_shape(tmp_path, family)
@@ -71,6 +76,7 @@ def test_text_of_kept_blocks_is_that_of_wide_ones(tmp_path: Path) -> None:
         assert generate(running, asked, **SAMPLING) == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["int8", "int4"])
 def test_text_is_the_same_by_every_policy(tmp_path: Path, how: str, one_executor: None) -> None:
     """Where memory is scarce, so that most of them preempt."""

@@ -79,12 +79,13 @@ def test_treatment(shapes: dict[str, Path], alone: Texts, family: str, treatment
     assert (preemptions > 0) == (treatment in PREEMPTING)
 
 
-@pytest.mark.parametrize(("policy", "preempts"), POLICIES.items())
-def test_policy(shapes: dict[str, Path], alone: Texts, policy: str, preempts: bool) -> None:
-    with engine(shapes["opt"], scheduler__policy=policy, **SCARCE) as running:
-        assert running.info().policy == policy
-        assert generate(running, prompts(), **SAMPLING) == alone("opt")
-        assert (running.stats().preemptions > 0) == preempts
+def test_policies(shapes: dict[str, Path], alone: Texts, one_executor: None) -> None:
+    expected = alone("opt")
+    for policy, preempts in POLICIES.items():
+        with engine(shapes["opt"], scheduler__policy=policy, **SCARCE) as running:
+            assert running.info().policy == policy
+            assert generate(running, prompts(), **SAMPLING) == expected, policy
+            assert (running.stats().preemptions > 0) == preempts, policy
 
 
 def test_every_kind_of_batch_is_served() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -74,10 +74,11 @@ def _dense_text(path: Path, prompt: list[int], count: int) -> list[int]:
     """What follows a prompt without a cache."""
     family, config, _ = load_config(str(path))
     params = load_params(None, family, config, dtype="float32", load_format="random")
+    of = jax.jit(lambda params, tokens: sequence_logits(family, params, config, tokens))
     tokens = list(prompt)
     for _ in range(count):
-        # Of one shape, so that all is compiled once; what comes behind a token is not seen.
+        # Of one shape, so that it is compiled once; what comes behind a token is not seen.
         padded = np.pad(tokens, (0, 32 - len(tokens)))
-        logits = sequence_logits(family, params, config, jnp.asarray(padded))
+        logits = of(params, padded)
         tokens.append(int(logits[len(tokens) - 1].argmax()))
     return tokens[len(prompt) :]

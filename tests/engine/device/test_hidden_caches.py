@@ -29,7 +29,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": SHAPES["llama"] | MHA | {"model_type": "qwen3", "head_dim": 8},
 }
 # model, how its hidden caches are read
-CASES = [("opt", "absorbed"), ("opt", "projected"), ("qwen3", "projected")]
+CASES = [
+    ("opt", "absorbed"),
+    pytest.param("opt", "projected", marks=pytest.mark.slow),
+    ("qwen3", "projected"),
+]
 
 
 @pytest.fixture(autouse=True)

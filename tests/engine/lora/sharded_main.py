@@ -1,5 +1,5 @@
 """Run by test_sharded.py in a process of its own with 2 virtual devices: serves the same requests
-with adapters on one shard and on two, and prints the tokens as JSON, by family and shards.
+with adapters on one shard and on two, and prints the tokens as JSON, by shards.
 
 OPT on two shards has caches of both kinds, so that q, k and v are apart. Llama's two KV heads are
 one for each. Steps on two shards are there for few columns of adapters and for all.
@@ -19,7 +19,7 @@ from tests.engine.lora import peft
 
 PROMPTS = [[5, 9, 4], [7] * 21, [11, 3, 8, 60, 61, 62, 63], list(range(3, 33))]
 WANTED = [(prompt, name) for prompt in PROMPTS for name in ("one", "", "two")]
-SHARDS = {"opt": (1, 2), "llama": (1, 2)}
+SHARDS = (1, 2)
 
 
 def serve(folder: Path, family: str) -> dict[int, Any]:
@@ -31,7 +31,7 @@ def serve(folder: Path, family: str) -> dict[int, Any]:
         "two": str(peft.write(folder / family / "two", path, rank=70, seed=2, lora_alpha=35)),
     }
     report: dict[int, Any] = {}
-    for shards in SHARDS[family]:
+    for shards in SHARDS:
         mixed = (family, shards) == ("opt", 2)
         hybrid = {"scheduler__policy": "mixed_chunks", "cache__rho": "0"} if mixed else {}
         with engine(
@@ -59,4 +59,4 @@ def serve(folder: Path, family: str) -> dict[int, Any]:
 
 if __name__ == "__main__":
     engine_choices.make_policy = mixed_caches.make
-    print(json.dumps({family: serve(Path(sys.argv[1]), family) for family in SHARDS}))
+    print(json.dumps(serve(Path(sys.argv[1]), sys.argv[2])))

@@ -258,7 +258,7 @@ def test_an_engine_without(roomy: Engine, folders: dict[str, Path]) -> None:
     assert not any(layout.lora for layout in roomy.executor.buckets.all())
 
 
-@pytest.mark.parametrize("how", ["int8", "int4"])
+@pytest.mark.parametrize("how", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_quantised_base(
     shapes: dict[str, Path], folders: dict[str, Path], tmp_path: Path, how: str
 ) -> None:

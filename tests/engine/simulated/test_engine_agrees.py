@@ -208,9 +208,10 @@ def same(served: Served, result: SimulationResult) -> None:
     ("policy", "rate", "blocks", "early"),
     [
         *((policy, 100.0, SMALL, True) for policy in DEPLOYABLE),
+        *((policy, 6.0, LARGE, False) for policy in ("bros", "edf")),
         *(
-            (policy, 6.0, LARGE, False)
-            for policy in ("accelgen", "aptserve", "bros", "edf", "vllm")
+            pytest.param(policy, 6.0, LARGE, False, marks=pytest.mark.slow)
+            for policy in ("accelgen", "aptserve", "vllm")
         ),
     ],
 )
@@ -226,9 +227,21 @@ def test_the_plans_are_the_same_one_by_one(
         assert (result.batches.num_hidden.sum() > 0) == (policy != "goodput")
 
 
-@pytest.mark.parametrize("blocks", [SMALL, LARGE])
 @pytest.mark.parametrize(
-    "policy", ["sarathi", "goodput", "bros", "bros:sharing=false", "aptserve", "vllm"]
+    ("policy", "blocks"),
+    [
+        *(("sarathi", blocks) for blocks in (SMALL, LARGE)),
+        *((policy, SMALL) for policy in ("goodput", "bros", "aptserve")),
+        *(
+            pytest.param(policy, blocks, marks=pytest.mark.slow)
+            for policy in ("bros:sharing=false", "vllm")
+            for blocks in (SMALL, LARGE)
+        ),
+        *(
+            pytest.param(policy, LARGE, marks=pytest.mark.slow)
+            for policy in ("goodput", "bros", "aptserve")
+        ),
+    ],
 )
 def test_so_is_what_is_found_again(
     policy: str, blocks: int, agree: Callable[..., SimulationResult]

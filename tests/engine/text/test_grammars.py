@@ -226,7 +226,7 @@ def alone(shared: Engine) -> list[list[int]]:
     ("fields", "preempts"),
     [
         ({"engine__overlap": False}, False),
-        ({"scheduler__max_prefill_tokens": 7}, False),
+        pytest.param({"scheduler__max_prefill_tokens": 7}, False, marks=pytest.mark.slow),
         ({**SCARCE, "scheduler__policy": "bros"}, True),
     ],
 )
