@@ -162,6 +162,30 @@ class Grammar:
 
 
 @dataclass(frozen=True)
+class Thinking:
+    """What the model thinks before it answers: its text begins with it. Only the server makes one.
+
+    Attributes:
+        ends: Texts with which the thought ends.
+        begins: Texts with which it begins; without any, it has begun with the prompt.
+        close: Tokens that are written behind it once the budget is spent, which end it.
+        budget: The most tokens of it; None for any number.
+
+    Raises:
+        InvalidRequest: The budget is negative.
+    """
+
+    ends: tuple[str, ...]
+    begins: tuple[str, ...] = ()
+    close: tuple[int, ...] = ()
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            _in_range("thinking_token_budget", self.budget, 0, None)
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How output tokens are sampled, and when the output ends. The default is greedy, 128 tokens.
 
@@ -188,6 +212,8 @@ class SamplingParams:
         grammar: A constraint on the output. Only tokens that it allows are sampled, and the output
             ends where nothing can follow.
         shown_token_ids: Special tokens that are part of the text, by their names; others add none.
+        thinking: What the model thinks before it answers, where that is limited or `grammar` is the
+            answer's alone.
 
     Raises:
         InvalidRequest: A value is out of range; it names the field.
@@ -212,6 +238,7 @@ class SamplingParams:
     n: int = 1
     grammar: Grammar | None = None
     shown_token_ids: tuple[int, ...] = ()
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         _in_range("max_tokens", self.max_tokens, 1, None)
@@ -335,11 +362,13 @@ def validate(request: Request, *, max_model_len: int, vocab_size: int, pool_toke
             f"{request.sampling.max_tokens} after a prompt of {length} tokens makes {total}; "
             f"at most {limit} in all can be served",
         )
+    thinking = request.sampling.thinking
     named = (
         ("prompt", request.prompt),
         ("logit_bias", tuple(token for token, _ in request.sampling.logit_bias)),
         ("stop_token_ids", request.sampling.stop_token_ids),
         ("shown_token_ids", request.sampling.shown_token_ids),
+        ("thinking.close", () if thinking is None else thinking.close),
         ("prediction", request.prediction),
     )
     for name, tokens in named:

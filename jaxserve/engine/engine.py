@@ -36,13 +36,15 @@ from jaxserve.engine.request_places import RequestPlaces
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
 from jaxserve.engine.step_loop import StepLoop, Submit
 from jaxserve.engine.text.detokenizer import Tokenizer
-from jaxserve.engine.text.grammars import Grammars
+from jaxserve.engine.text.grammars import GrammarMatcher, Grammars
+from jaxserve.engine.text.matcher import Matcher
 from jaxserve.engine.text.stop_conditions import ContinuationText
+from jaxserve.engine.text.thinking_matcher import MarkerTokens, ThinkingMatcher
 from jaxserve.engine.ttft_estimator import LiveTtftEstimator
 from jaxserve.sched.cache.pool_map import pool_map
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.cost.reachability import slo_problems
-from jaxserve.sched.request import Grammar, Request, Tier, validate
+from jaxserve.sched.request import Grammar, Request, Thinking, Tier, validate
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.tiers import blocks_used
@@ -136,6 +138,7 @@ class Engine:
             self._block_keys = BlockKeys(size, shared=shared, secret=block_secret)
         self._drafts = Drafts(shared=share_between_keys) if scheduler.policy.speculates else None
         self._grammars = Grammars(tokenizer.definition(), info.vocab_size, eos_ids)
+        self._marker_tokens = MarkerTokens(tokenizer.piece, info.vocab_size, eos_ids)
         self._failure_listeners: list[Callable[[BaseException], None]] = []
         self._thread: threading.Thread | None = None
         # Shared between threads, under the condition's lock.
@@ -177,10 +180,12 @@ class Engine:
         """One token by itself, for display."""
         return self.tokenizer.piece(token_id)
 
-    def check_grammar(self, grammar: Grammar) -> None:
-        """Compiles the grammar, so that a request with it can be submitted at once. Raises what
+    def check_grammar(self, grammar: Grammar, thinking: Thinking | None = None) -> None:
+        """Compiles the grammar, so that a request with both can be submitted at once. Raises what
         `Grammars.compile` raises."""
         self._grammars.compile(grammar)
+        if thinking is not None:
+            self._marker_tokens.find(thinking)
 
     def info(self) -> EngineInfo:
         """What is served; the same object from start to stop."""
@@ -202,7 +207,7 @@ class Engine:
         self._places.check(request)
         self._adapter(request)
         if request.sampling.grammar is not None:
-            self.check_grammar(request.sampling.grammar)
+            self.check_grammar(request.sampling.grammar, request.sampling.thinking)
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
         """Queues a request that has passed `check`. It arrives now. Its host-side state is built on
@@ -328,16 +333,21 @@ class Engine:
 
     def _texts(self, request: Request) -> list[ContinuationText]:
         """Fresh text state for each continuation of the request."""
-        asked, sampling = request.sampling.grammar, request.sampling
-        grammar = None if asked is None else self._grammars.compile(asked)
-        ignore = sampling.ignore_eos
-        matchers = (
-            None if grammar is None else grammar.matcher(ignore_eos=ignore)
-            for _ in range(sampling.n)
-        )
+        sampling = request.sampling
+        asked, thinking = sampling.grammar, sampling.thinking
+        grammar: Callable[[], GrammarMatcher] | None = None
+        if asked is not None:
+            compiled = self._grammars.compile(asked)
+            grammar = functools.partial(compiled.matcher, ignore_eos=sampling.ignore_eos)
+        make: Callable[[], Matcher] | None = grammar
+        if thinking is not None:
+            make = functools.partial(ThinkingMatcher, thinking, self._marker_tokens, grammar)
         return [
-            ContinuationText(self.tokenizer, sampling, self._eos_ids, request.prompt, matcher)
-            for matcher in matchers
+            ContinuationText(
+                *(self.tokenizer, sampling, self._eos_ids, request.prompt),
+                None if make is None else make(),
+            )
+            for _ in range(sampling.n)
         ]
 
     def cancel(self, request_id: str) -> None:

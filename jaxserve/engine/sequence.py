@@ -11,7 +11,7 @@ from jaxserve.engine.drafts.speculator import Speculator
 from jaxserve.engine.failures import refuse
 from jaxserve.engine.output import COMPLETE, FinishReason, Output, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import RequestStats
-from jaxserve.engine.text.grammars import Matcher
+from jaxserve.engine.text.matcher import Matcher
 from jaxserve.engine.text.stop_conditions import ContinuationText
 from jaxserve.sched.cost.reachability import SloProblem
 from jaxserve.sched.request import Request

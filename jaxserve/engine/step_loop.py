@@ -373,7 +373,7 @@ class StepLoop:
         full: bool,
     ) -> Handle | PendingSample:
         targets = None if prompts is None else prompts.targets
-        if any(one.continuation.matcher for one in emitting):
+        if any(map(_held, emitting)):
             return self._executor.compute(layout, batch.buffer, targets=targets)
         return self._executor.submit(layout, batch.buffer, full=full, targets=targets)
 
@@ -647,6 +647,12 @@ class StepLoop:
             self.failures.of_request(error, request.id)
         else:
             self.observers.notify(lambda observer: observer.on_finish(stats))
+
+
+def _held(one: Emitting) -> bool:
+    """Whether something says what its tokens may be. One of an earlier step may not have come."""
+    matcher = one.continuation.matcher
+    return matcher is not None and matcher.holds(len(one.draft) + 2)
 
 
 def _draft_of(continuation: Continuation) -> tuple[int, ...]:

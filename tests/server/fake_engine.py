@@ -24,7 +24,7 @@ from jaxserve.engine.stats import EngineInfo, EngineStats, Observer, RequestStat
 from jaxserve.sched.cache.pool_map import BlockUse
 from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.cost.reachability import SloProblem
-from jaxserve.sched.request import Grammar, InvalidRequest, Request, validate
+from jaxserve.sched.request import Grammar, InvalidRequest, Request, Thinking, validate
 from jaxserve.sched.slo.ttft_estimator import Wait
 from jaxserve.sched.slo.verdict import judge, tbt_that_counts
 
@@ -140,7 +140,7 @@ class FakeEngine:
     def expected_wait(self, request: Request) -> Wait:
         return self.wait_s
 
-    def check_grammar(self, grammar: Grammar) -> None:
+    def check_grammar(self, grammar: Grammar, thinking: Thinking | None = None) -> None:
         if "bad" in grammar.text:
             raise InvalidRequest(grammar.field_name, "is bad")
 

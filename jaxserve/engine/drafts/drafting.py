@@ -12,7 +12,7 @@ from jaxserve.engine.drafts.forced import GRAMMAR, Forced
 from jaxserve.engine.drafts.lookup import EARLIER_OUTPUTS, PROMPT_LOOKUP, Lookup
 from jaxserve.engine.drafts.prediction import PREDICTION, Prediction
 from jaxserve.engine.drafts.token_index import END, TokenIndex
-from jaxserve.engine.text.grammars import Matcher
+from jaxserve.engine.text.matcher import Matcher
 
 # The most tokens of prompt and output in which a continuation looks, at first the last 16,384 of
 # its prompt: 384 KiB.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.engine.drafts.draft import Draft
-from jaxserve.engine.text.grammars import Matcher
+from jaxserve.engine.text.matcher import Matcher
 
 GRAMMAR = "grammar"
 

@@ -45,8 +45,8 @@ _CLASSES = {
 _META = frozenset(r"\.+*?()|[]{}^$")
 
 
-class Matcher:
-    """The state of one continuation in its grammar.
+class GrammarMatcher:
+    """The state of one continuation in its grammar: a `Matcher`.
 
     Args:
         matcher: at the grammar's beginning.
@@ -58,28 +58,29 @@ class Matcher:
         self._matcher, self._keep, self._start = matcher, keep, start
         self._fed = array("i")
 
+    def holds(self, ahead: int) -> bool:
+        """See `Matcher`."""
+        return True
+
     def feed(self, token: int) -> bool:
-        """Takes the next token. Returns whether the text is complete, so that nothing can
-        follow."""
+        """See `Matcher`."""
         self._fed.append(token)
         self._matcher.consume_token(token)
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def mask(self) -> np.ndarray | None:
-        """uint32 [`mask_words(V)`], a bit for each token that may follow; None if none may."""
+        """See `Matcher`."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         allowed = bits[: len(self._keep)] & self._keep
         return allowed if allowed.any() and not self._matcher.is_error() else None
 
     def masks_along(self, tokens: Sequence[int]) -> list[np.ndarray | None]:
-        """What `mask` is before each of these tokens, if they come, and after the last: one more
-        than tokens. None after a token that may not follow, and where one follows a complete
-        text."""
+        """See `Matcher`."""
         masks = [self.mask()]
         for token in tokens:
             allowed = masks[-1]
             # A second end would be taken, and could not be taken back.
-            if allowed is None or not _has(allowed, token) or self._matcher.is_stopped():
+            if allowed is None or not has(allowed, token) or self._matcher.is_stopped():
                 break
             self._matcher.consume_token(token)
             masks.append(self.mask())
@@ -87,12 +88,11 @@ class Matcher:
         return masks + [None] * (len(tokens) + 1 - len(masks))
 
     def valid_prefix(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens may follow, one after the other. None follows one that completes
-        the text."""
+        """See `Matcher`."""
         valid = 0
         for token in tokens:
             # What is unknown to the library would be the matcher's end.
-            if self._matcher.is_stopped() or not _has(self._keep, token):
+            if self._matcher.is_stopped() or not has(self._keep, token):
                 break
             # Where bytes are forced, the mask has only the token by which a tokenizer writes them.
             forced = self._matcher.compute_ff_tokens()
@@ -104,12 +104,12 @@ class Matcher:
         return valid
 
     def forced(self, most: int) -> list[int]:
-        """At most `most` next tokens, as long as the mask has no other one."""
+        """See `Matcher`."""
         tokens: list[int] = []
         while len(tokens) < most:
             # What comes after the first may be other tokens once that one is taken.
             forced = self._matcher.compute_ff_tokens()
-            if not forced or not _has(self._keep, forced[0]):
+            if not forced or not has(self._keep, forced[0]):
                 break
             self._matcher.consume_token(forced[0])
             tokens.append(forced[0])
@@ -129,7 +129,7 @@ class Matcher:
 
     @property
     def problem(self) -> str:
-        """Why no token may follow; empty if the text is complete."""
+        """See `Matcher`."""
         if self._matcher.is_error():
             return f"the grammar got too complex here: {_one_line(self._matcher.get_error())}"
         if self._matcher.is_accepting():
@@ -149,10 +149,10 @@ class CompiledGrammar:
     def __init__(self, matcher: LLMatcher, keep: np.ndarray, keep_ends: np.ndarray) -> None:
         self._matcher, self._keep, self._keep_ends = matcher, keep, keep_ends
 
-    def matcher(self, *, ignore_eos: bool) -> Matcher:
+    def matcher(self, *, ignore_eos: bool) -> GrammarMatcher:
         """A matcher at the beginning. ignore_eos: never allow end-of-sequence tokens."""
         keep = self._keep if ignore_eos else self._keep_ends
-        return Matcher(self._matcher.deep_copy(), keep, self._matcher)
+        return GrammarMatcher(self._matcher.deep_copy(), keep, self._matcher)
 
 
 class Grammars:
@@ -223,7 +223,7 @@ class Grammars:
         others = [token for token in ends if token not in self._eos_ids]
         made = CompiledGrammar(matcher, _without(keep, ends), _without(keep, others))
         # The first mask takes longest: here, and not on the engine's thread.
-        first = Matcher(matcher, _without(keep, ends), matcher)
+        first = GrammarMatcher(matcher, _without(keep, ends), matcher)
         if first.mask() is None:
             problem = first.problem or "allows no text but the empty one"
             raise InvalidRequest(grammar.field_name, problem)
@@ -279,7 +279,8 @@ def _without(mask: np.ndarray, tokens: Sequence[int] | range) -> np.ndarray:
     return mask
 
 
-def _has(mask: np.ndarray, token: int) -> bool:
+def has(mask: np.ndarray, token: int) -> bool:
+    """Whether the mask allows the token."""
     return 0 <= token < 32 * len(mask) and bool(int(mask[token // 32]) >> token % 32 & 1)
 
 

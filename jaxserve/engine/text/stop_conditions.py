@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.text.detokenizer import Tokenizer
-from jaxserve.engine.text.grammars import Matcher
+from jaxserve.engine.text.matcher import Matcher
 from jaxserve.sched.request import SamplingParams
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
-from jaxserve.sched.request import Grammar, GrammarKind, InvalidRequest, Tier
+from jaxserve.sched.request import Grammar, GrammarKind, InvalidRequest, Thinking, Tier
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.batches.records import NewLine
 from jaxserve.server.requests.call_errors import call_error_of
@@ -54,11 +54,12 @@ class Line:
     def from_json(cls, text: str) -> Line:
         """The inverse of `to_json`."""
         line = cls(**_frozen(json.loads(text)))
-        grammar = line.sampling.get("grammar")
-        if grammar is None:
-            return line
-        grammar = Grammar(GrammarKind(grammar["kind"]), grammar["text"])
-        return replace(line, sampling={**line.sampling, "grammar": grammar})
+        sampling = dict(line.sampling)
+        if (grammar := sampling.get("grammar")) is not None:
+            sampling["grammar"] = Grammar(GrammarKind(grammar["kind"]), grammar["text"])
+        if (thinking := sampling.get("thinking")) is not None:
+            sampling["thinking"] = Thinking(**thinking)
+        return replace(line, sampling=sampling)
 
     def fields(self, caller: Caller | None = None) -> RequestFields:
         """The fields of its request. caller: the batch's owner."""

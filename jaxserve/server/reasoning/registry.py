@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar, TypeVar
+from collections.abc import Callable, Mapping
+from typing import ClassVar, NamedTuple, TypeVar
 
 from jaxserve.config import ConfigError
+from jaxserve.sched.request import Thinking
 from jaxserve.server.reasoning.parser import ReasoningParser
 
 NONE = "none"
 """Thoughts are not told apart from the rest of the text."""
+
+
+class Calls(enum.Enum):
+    """Whether an answer has calls of tools."""
+
+    NONE = enum.auto()
+    SOME = enum.auto()
+    ONLY = enum.auto()
+
+
+class Span(NamedTuple):
+    """Where a thought is in a text.
+
+    Attributes:
+        begins: texts of which one opens it; none where it is open from the beginning.
+        ends: texts that close it.
+        close: what is written to close it.
+        instead: what is written where it may not even begin; "" if that is the same.
+    """
+
+    begins: tuple[str, ...]
+    ends: tuple[str, ...]
+    close: str
+    instead: str = ""
+
+    def thinking(self, encode: Callable[..., list[int]], budget: int | None) -> Thinking:
+        """As the engine has it.
+
+        Args:
+            encode: makes token ids of a text.
+            budget: the most tokens of the thought; None for any number.
+
+        Raises:
+            InvalidRequest: the budget is negative, or the model has no tokenizer.
+        """
+        text = self.close if budget else self.instead or self.close
+        close = () if budget is None else tuple(encode(text, special=False))
+        return Thinking(self.ends, self.begins, close, budget)
 
 
 class ReasoningFormat(ABC):
@@ -38,6 +78,15 @@ class ReasoningFormat(ABC):
 
         Args:
             prompt: text that it continues, as the template has rendered it.
+        """
+
+    @abstractmethod
+    def span(self, prompt: str, calls: Calls = Calls.NONE) -> Span | None:
+        """Where the thought is in that text; None where it has none.
+
+        Args:
+            prompt: likewise.
+            calls: whether the answer may have calls of tools.
         """
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.engine.adapters import Adapter, AdapterLoad
 from jaxserve.engine.output import Output
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
-from jaxserve.sched.request import Grammar, Request
+from jaxserve.sched.request import Grammar, Request, Thinking
 from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.ttft_estimator import Wait
 
@@ -60,9 +60,9 @@ class EngineClient(Protocol):
         itself. Other threads run meanwhile. Raises InvalidRequest where the model has no tokenizer,
         and for a text that is too long to be served, at once where its bytes alone say so."""
 
-    def check_grammar(self, grammar: Grammar) -> None:
-        """Gets it ready, in up to a second, so that `submit` need not. Raises InvalidRequest, which
-        says what is wrong with it."""
+    def check_grammar(self, grammar: Grammar, thinking: Thinking | None = None) -> None:
+        """Gets it ready, in up to a second, so that `submit` need not. thinking: what comes before
+        the text that it holds. Raises InvalidRequest, which says what is wrong with it."""
 
     def max_text_bytes(self) -> int | None:
         """UTF-8 of the longest text that may be served; None: any text may, as far as is known."""

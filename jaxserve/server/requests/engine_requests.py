@@ -22,6 +22,7 @@ from jaxserve.sched.request import (
     InvalidRequest,
     Request,
     SamplingParams,
+    Thinking,
     Tier,
     too_many_tokens,
 )
@@ -192,15 +193,16 @@ class EngineRequests:
         grammar, and encoding a long prompt and making its keys."""
         loop, grammar = asyncio.get_running_loop(), fields.sampling.get("grammar")
         if grammar is not None:
-            await self.check_grammar(grammar)
+            await self.check_grammar(grammar, fields.sampling.get("thinking"))
         if len(fields.prompt) + len(fields.prediction) > _INLINE_LENGTH:
             return await loop.run_in_executor(self._encoders, self._ready, fields)
         return self._ready(fields)
 
-    async def check_grammar(self, grammar: Grammar) -> None:
-        """Gets it ready for the engine. Raises InvalidRequest, which says what is wrong with it."""
+    async def check_grammar(self, grammar: Grammar, thinking: Thinking | None = None) -> None:
+        """Gets it ready for the engine. thinking: what comes before the text that it holds. Raises
+        InvalidRequest, which says what is wrong with it."""
         check = self._engine.check_grammar
-        await asyncio.get_running_loop().run_in_executor(self._grammars, check, grammar)
+        await asyncio.get_running_loop().run_in_executor(self._grammars, check, grammar, thinking)
 
     def _ready(self, fields: RequestFields) -> Request:
         return self._engine.with_keys(self.build_request(fields))

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from jaxserve.engine.drafts.drafting import Drafts
 from jaxserve.engine.drafts.forced import GRAMMAR
 from jaxserve.engine.text import grammars
-from jaxserve.engine.text.grammars import CompiledGrammar, Grammars, Matcher
+from jaxserve.engine.text.grammars import CompiledGrammar, GrammarMatcher, Grammars
 from jaxserve.sched.request import Grammar
 
 BOX = Path(__file__).parents[3] / "jaxserve" / "assets" / "tiny-stories"
@@ -57,7 +57,7 @@ def walk(grammar: CompiledGrammar, draws: random.Random, ignore_eos: bool, most:
     return tokens
 
 
-def fed(grammar: CompiledGrammar, tokens: Sequence[int], ignore_eos: bool) -> Matcher:
+def fed(grammar: CompiledGrammar, tokens: Sequence[int], ignore_eos: bool) -> GrammarMatcher:
     matcher = grammar.matcher(ignore_eos=ignore_eos)
     for token in tokens:
         matcher.feed(token)
@@ -79,7 +79,7 @@ def one_by_one(
     return masks
 
 
-def followed(matcher: Matcher, draft: Sequence[int]) -> int:
+def followed(matcher: GrammarMatcher, draft: Sequence[int]) -> int:
     """How many of the tokens an engine would take, if they were drawn."""
     for taken, token in enumerate(draft):
         if token not in allowed(matcher.mask()):
@@ -166,7 +166,7 @@ def test_a_token_that_the_model_has_not_is_not_forced() -> None:
     grammar = MADE.compile(Grammar.choice(["red green"]))
     token = grammar.matcher(ignore_eos=False).forced(1)[0]
     keep = grammars._without(grammar._keep, [token])
-    matcher = Matcher(grammar._matcher.deep_copy(), keep, grammar._matcher)
+    matcher = GrammarMatcher(grammar._matcher.deep_copy(), keep, grammar._matcher)
     assert matcher.forced(4) == []
     assert matcher.mask() is None
     assert matcher.valid_prefix([token]) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -23,6 +23,11 @@ from jaxserve.server.http.openai.answer_messages import (
 )
 from jaxserve.server.http.openai.choices import Answer, LogprobLists, finish_fields
 from jaxserve.server.http.openai.logprobs import chat_logprobs
+from jaxserve.server.http.openai.reasoning_options import (
+    ThoughtUse,
+    template_kwargs,
+    thought_use,
+)
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import ChatRequest, TokenizeRequest
 from jaxserve.server.http.openai.tool_options import (
@@ -41,17 +46,19 @@ class PreparedChat(NamedTuple):
     Attributes:
         wanted: its request.
         note: of `parser_note`.
+        thought: with which its answer may begin; None for none.
     """
 
     wanted: list[Request]
     note: dict[str, Any]
+    thought: ThoughtUse | None
 
 
 async def chat_response(context: RouteContext, body: ChatRequest, http: HttpRequest) -> Response:
     """The answer, whole or as a stream of events."""
     request_options.check_stream_options(body)
-    wanted, note = await prepare_chat(context, body, record_of(http).caller)
-    return await _ChatAnswer(context, body, wanted, http, note).response()
+    asked = await prepare_chat(context, body, record_of(http).caller)
+    return await _ChatAnswer(context, body, http, asked).response()
 
 
 async def prepare_chat(context: RouteContext, body: ChatRequest, caller: Caller) -> PreparedChat:
@@ -67,11 +74,12 @@ async def prepare_chat(context: RouteContext, body: ChatRequest, caller: Caller)
             if "grammar" in held:
                 await check_calls(context, use, held["grammar"])
     text = await asyncio.wrap_future(render_chat(context.template, body, caller.name))
-    note = parser_note(context.template, use, text)
     prompt = await context.template.encode(text, context.requests.encode)
-    sampling = {**_sampling(context, body, len(prompt)), **_shown(context, note), **held}
+    note, thought = parser_note(context.template, use, text), thought_use(context, body, use, text)
+    sampling = {**_sampling(context, body, len(prompt)), **held}
+    sampling |= _parsed(context, note, thought, held="grammar" in sampling)
     wanted = await context.make_requests(body, [prompt], sampling, caller)
-    return PreparedChat(wanted, note)
+    return PreparedChat(wanted, note, thought)
 
 
 def chat_sampling(
@@ -86,14 +94,19 @@ def chat_sampling(
                 context.engine.check_grammar(use.otherwise)
             held = tool_sampling(context, use)
     text = render_chat(context.template, body, tenant).result()
-    note = parser_note(context.template, use, text)
     prompt = tuple(context.template.encode(text, context.engine.encode))
-    return prompt, {**_sampling(context, body, len(prompt)), **_shown(context, note), **held}, note
+    note, thought = parser_note(context.template, use, text), thought_use(context, body, use, text)
+    sampling = {**_sampling(context, body, len(prompt)), **held}
+    return prompt, sampling | _parsed(context, note, thought, held="grammar" in sampling), note
 
 
-def _shown(context: RouteContext, note: Mapping[str, Any]) -> dict[str, Any]:
-    """The special tokens that a parser has to see."""
-    return {"shown_token_ids": tuple(context.special_markers.values())} if note else {}
+def _parsed(
+    context: RouteContext, note: Mapping[str, Any], thought: ThoughtUse | None, *, held: bool
+) -> dict[str, Any]:
+    """The fields of SamplingParams that a parsed answer needs: the special tokens that its parser
+    has to see, and the thought before it. held: whether there is a grammar."""
+    shown = {"shown_token_ids": tuple(context.special_markers.values())} if note else {}
+    return shown if thought is None else {**shown, **thought.sampling(held=held)}
 
 
 def render_chat(
@@ -103,7 +116,7 @@ def render_chat(
     return template.submit(
         [message.plain() for message in body.messages or ()],
         add_generation_prompt=body.add_generation_prompt,
-        kwargs=body.chat_template_kwargs,
+        kwargs=template_kwargs(template, body),
         tenant=tenant,
         tools=shown_tools(body),
     )
@@ -125,7 +138,7 @@ def _sampling(context: RouteContext, body: ChatRequest, prompt_tokens: int) -> d
 
 
 class _ChatAnswer(Answer):
-    """note: of `parser_note`."""
+    """asked: what the chat asks for."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -133,24 +146,30 @@ class _ChatAnswer(Answer):
         self,
         context: RouteContext,
         body: ChatRequest,
-        wanted: Sequence[Request],
         http: HttpRequest,
-        note: Mapping[str, Any],
+        asked: PreparedChat,
     ) -> None:
-        self._template, self._note = context.template, note
+        self._template, self._note = context.template, asked.note
         self._new_id = context.template.tool_format.new_id
         self._engine, self._with_logprobs = context.engine, bool(body.logprobs)
         self._deltas: list[MessageDeltas] = []
-        super().__init__(context, body, wanted, http)
-        if note and self._streams:
-            parsers = [message_parser(self._template, note) for _ in range(self._n)]
+        super().__init__(context, body, asked.wanted, http)
+        if self._note and self._streams:
+            parsers = [message_parser(self._template, self._note) for _ in range(self._n)]
             self._deltas = [MessageDeltas(parser, self._new_id) for parser in parsers]
+        thought = asked.thought
+        self._thoughts = [] if thought is None else [thought.count() for _ in range(self._n)]
+
+    def reasoning_tokens(self) -> int:
+        return sum(count.tokens for count in self._thoughts)
 
     def lists(self) -> LogprobLists | None:
         return LogprobLists(refusal=None) if self._with_logprobs else None
 
     def news(self, number: int, delta: Delta) -> tuple[str, Any, dict[str, Any]]:
         self._output_tokens += len(delta.token_ids)
+        if self._thoughts:
+            self._thoughts[number].feed(delta.token_ids)
         ended = {} if delta.last is None else finish_fields(delta.last)
         logprobs = chat_logprobs(self._engine, delta.logprobs) if self._with_logprobs else None
         return "".join(delta.text), logprobs, ended

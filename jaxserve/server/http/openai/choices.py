@@ -183,11 +183,20 @@ class Answer(ABC):
     def _usage(self) -> dict[str, Any]:
         record = self._generating.record
         counts = record.prompt_tokens, self._output_tokens, record.cached_tokens
-        return usage_fields(*counts, *record.drafted_tokens)
+        return usage_fields(*counts, *record.drafted_tokens, self.reasoning_tokens())
+
+    def reasoning_tokens(self) -> int:
+        """Those of the outputs so far that were thought."""
+        return 0
 
 
 def usage_fields(
-    prompt_tokens: int, output_tokens: int, cached_tokens: int, accepted: int, rejected: int
+    prompt_tokens: int,
+    output_tokens: int,
+    cached_tokens: int,
+    accepted: int,
+    rejected: int,
+    reasoning: int = 0,
 ) -> dict[str, Any]:
     """The usage object.
 
@@ -197,14 +206,19 @@ def usage_fields(
         cached_tokens: of the prompts, found in the cache.
         accepted: output tokens that had been drafted, whoever drafted them.
         rejected: drafted tokens that were wrong.
+        reasoning: of the outputs, thought.
     """
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens}
-    drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    details = {
+        "reasoning_tokens": reasoning,
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": rejected,
+    }
     return {
         **usage,
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "completion_tokens_details": drafts,
+        "completion_tokens_details": details,
     }
 
 

@@ -427,12 +427,15 @@ class Prediction(Body):
 
 class Message(Body):
     """One turn of a chat. Those of assistants may have calls of tools, those of tools answer
-    one. parsed: what OpenAI's client makes of an answer's content; it sends it back."""
+    one. parsed: what OpenAI's client makes of an answer's content; it sends it back. reasoning: an
+    assistant's reasoning_content, as vLLM has it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StrictStr | TextParts | None = None
     name: Text | None = None
     refusal: Text | None = None
+    reasoning_content: StrictStr | None = None
+    reasoning: StrictStr | None = None
     tool_calls: ToolCalls | None = None
     tool_call_id: Text | None = None
     parsed: Any = None
@@ -443,7 +446,10 @@ class Message(Body):
             raise ValueError("only an assistant has tool_calls, or a refusal")
         if self.role != "tool" and self.tool_call_id:
             raise ValueError("only a tool has a tool_call_id")
-        if self.content is None and not (self.tool_calls or self.refusal):
+        if self.role != "assistant" and (self.reasoning_content or self.reasoning):
+            raise ValueError("only an assistant has reasoning_content")
+        thought = self.reasoning_content or self.reasoning
+        if self.content is None and not (self.tool_calls or self.refusal or thought):
             missing = "content is required, but where an assistant has tool_calls or a refusal"
             raise ValueError(missing)
         return self
@@ -453,6 +459,7 @@ class Message(Body):
         text = joined(self.content or self.refusal)
         calls = [call.plain() for call in self.tool_calls or ()]
         further = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
+        further["reasoning_content"] = self.reasoning_content or self.reasoning
         given = {name: value for name, value in further.items() if value}
         return {"role": self.role, "content": text, **given}
 
@@ -473,10 +480,11 @@ class ChatRequest(Generation):
     parallel_tool_calls: StrictBool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=8, fail_fast=True)] | None = None
     prediction: Prediction | None = None
-    # They change nothing: no model here has efforts.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
+    thinking_token_budget: Int32 | None = None  # as vLLM has it
+    # They change nothing.
     verbosity: Literal["low", "medium", "high"] | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: dict[str, Any] | None = None

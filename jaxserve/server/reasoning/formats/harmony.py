@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from jaxserve.server.reasoning.parser import ReasoningParser
-from jaxserve.server.reasoning.registry import ReasoningFormat, register
+from jaxserve.server.reasoning.registry import Calls, ReasoningFormat, Span, register
 from jaxserve.server.tools.calls import Content, Reasoning
 from jaxserve.server.tools.parser import Steps
 
@@ -15,7 +15,8 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _ROLE = f"{_START}assistant"
 _HEADS = (_CHANNEL, " to=", "to=")
 _MOST = 256  # characters of a header
-_KNOWN = re.compile(r"<\|channel\|>\s*(analysis|commentary|final)\s*")
+_KNOWN = re.compile(r"<\|channel\|>\s*(analysis|commentary|final)\s*(?:<\|constrain\|>\s*\w*\s*)?")
+_ANSWERS = tuple(f"{_CHANNEL}final{form}{_MESSAGE}" for form in ("", " <|constrain|>json"))
 
 
 class _Parser(ReasoningParser):
@@ -33,14 +34,18 @@ class _Parser(ReasoningParser):
                 continue
             begin = yield from self._literal(_ROLE, _START)
             head = yield from self._literal(*_HEADS)
-            rest = (yield from self._until(_MESSAGE, _MOST)) if head else None
-            if rest is None:  # no message
+            header = (yield from self._header()) if head else None
+            if header is None:  # no message
                 self._content(begin + head)
                 yield from self._body(self._content, _CHANNEL, _START)
                 continue
+            rest, mark = header
             known = _KNOWN.fullmatch(head + rest)
-            if known is None:
-                self._content(head + rest + _MESSAGE)
+            if mark != _MESSAGE:  # one without a text
+                if known is None:
+                    self._content(head + rest + mark)
+            elif known is None:
+                self._content(head + rest + mark)
                 end = yield from self._body(self._content, _CHANNEL, _START, *_ENDS)
                 self._content(end)
             elif known[1] == "analysis":
@@ -50,6 +55,22 @@ class _Parser(ReasoningParser):
             else:
                 self._line(Content)
                 yield from self._body(self._content, _CHANNEL, _START, *_ENDS)
+
+    def _header(self) -> Steps[tuple[str, str] | None]:
+        """What stands before a message's text, or where there is none before its end; and which of
+        them that is, which is read, too. None if it is no header."""
+        while True:
+            at = [(self._held.find(mark, 0, _MOST), mark) for mark in (_MESSAGE, _START, *_ENDS)]
+            found = min((each for each in at if each[0] >= 0), default=None)
+            if found is not None:
+                rest, mark = self._take(found[0]), self._take(len(found[1]))
+                if mark == _START:
+                    self._held = mark + self._held
+                    return rest, ""
+                return rest, mark
+            if self._ended or len(self._held) >= _MOST:
+                return None
+            yield
 
     def _body(self, tell: Callable[[str], None], *ends: str) -> Steps[str]:
         """Up to one of these, which is returned; it is read if no message begins with it."""
@@ -81,3 +102,12 @@ class Harmony(ReasoningFormat):
         if role and not any(end in begun for end in _ENDS):
             made.feed(begun)
         return made
+
+    def span(self, prompt: str, calls: Calls = Calls.NONE) -> Span | None:
+        """See `ReasoningFormat`. All is thought up to the answer."""
+        if calls is Calls.ONLY:
+            return Span((f"{_CHANNEL}analysis{_MESSAGE}",), (_ROLE,), f"{_ENDS[0]}{_ROLE}")
+        if prompt.endswith(_ANSWERS):
+            return None
+        ends = (*_ANSWERS, "to=functions.") if calls is Calls.SOME else _ANSWERS
+        return Span((), ends, f"{_ENDS[0]}{_ROLE}{_ANSWERS[0]}", _ANSWERS[0])

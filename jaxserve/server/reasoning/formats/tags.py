@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from jaxserve.server.reasoning.parser import TaggedParser
-from jaxserve.server.reasoning.registry import ReasoningFormat, register
+from jaxserve.server.reasoning.registry import Calls, ReasoningFormat, Span, register
+
+_TAIL = 256  # of a prompt, characters that are looked at
 
 
 class Tagged(ReasoningFormat):
@@ -15,20 +17,27 @@ class Tagged(ReasoningFormat):
     Attributes:
         begins: texts that open a thought; templates write the first.
         ends: texts that close it, likewise.
+        close: how the model closes it.
     """
 
     begins: ClassVar[tuple[str, ...]]
     ends: ClassVar[tuple[str, ...]]
+    close: ClassVar[str]
 
     def parser(self, prompt: str) -> TaggedParser | None:
+        """See `ReasoningFormat`."""
+        found = self.span(prompt)
+        if found is None:
+            return None
+        return TaggedParser(self.begins, self.ends, opened=not found.begins)
+
+    def span(self, prompt: str, calls: Calls = Calls.NONE) -> Span | None:
         """See `ReasoningFormat`."""
         end = prompt[-_TAIL:].rstrip()
         if end.endswith(self.ends):
             return None
-        return TaggedParser(self.begins, self.ends, opened=end.endswith(self.begins))
-
-
-_TAIL = 256
+        opened = end.endswith(self.begins)
+        return Span(() if opened else self.begins, self.ends, self.close)
 
 
 @register
@@ -37,7 +46,7 @@ class Think(Tagged):
 
     name = "think"
     signs = ("<think>", "</think>")
-    begins, ends = ("<think>",), ("</think>",)
+    begins, ends, close = ("<think>",), ("</think>",), "\n</think>\n\n"
     markers = (*begins, *ends)
 
 
@@ -47,7 +56,7 @@ class Mistral(Tagged):
 
     name = "mistral"
     signs = ("[THINK]",)
-    begins, ends = ("[THINK]",), ("[/THINK]",)
+    begins, ends, close = ("[THINK]",), ("[/THINK]",), "[/THINK]"
     markers = (*begins, *ends)
 
 
@@ -57,7 +66,7 @@ class SeedOss(Tagged):
 
     name = "seed_oss"
     signs = ("<seed:think>",)
-    begins, ends = ("<seed:think>",), ("</seed:think>",)
+    begins, ends, close = ("<seed:think>",), ("</seed:think>",), "</seed:think>"
     markers = (*begins, *ends)
 
 
@@ -69,4 +78,5 @@ class Granite(Tagged):
     signs = ("Here is my thought process:",)
     begins = ("Here is my thought process:", "Here's my thought process:")
     ends = ("Here is my response:", "Here's my response:")
+    close = "\n\nHere is my response:"
     markers = ()

@@ -29,6 +29,8 @@ from jaxserve.server.tools.described import with_tools_described
 _FILE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _FIELD = "chat_template_kwargs"
 _OF_THE_CALL = ("messages", "add_generation_prompt", "tools")
+_HISTORY = "reasoning_content"
+_EFFORT, _SWITCHES = "reasoning_effort", ("enable_thinking", "thinking")
 _SHORT_MESSAGES, _SHORT_CHARACTERS = 100, 1 << 15
 _MAX_VALUES, _MAX_DEPTH = 10_000, 8
 
@@ -113,9 +115,20 @@ class ChatTemplate:
         short = _is_short(messages, tools or ()) and not any(
             isinstance(value, str | list | dict) for value in (kwargs or {}).values()
         )
-        variables = {**self._fixed, **(kwargs or {}), "messages": list(messages)}
+        told = list(map(self._with_thought, messages))
+        variables = {**self._fixed, **(kwargs or {}), "messages": told}
         variables |= {"add_generation_prompt": add_generation_prompt, "tools": shown}
         return self._processes[not short].render(variables, tenant)
+
+    def effort_kwargs(self, effort: str | None) -> dict[str, Any]:
+        """What the template is given for an effort (`none`, `low`, `high` and so on); nothing where
+        it reads nothing of the kind. One that only knows whether to think is told that."""
+        if effort is None:
+            return {}
+        found: dict[str, Any] = {
+            name: effort != "none" for name in _SWITCHES if name in self._reads
+        }
+        return found | ({_EFFORT: effort} if _EFFORT in self._reads else {})
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """`submit`, waited for."""
@@ -125,6 +138,15 @@ class ChatTemplate:
         """The result of `encode` for a rendered chat. Special tokens are added only if the template
         has not written them."""
         return encode(text, special=not self.own)
+
+    def _with_thought(self, message: Message) -> Message:
+        """A message has what was thought where the template looks for it."""
+        where = _HISTORY if self.reasoning_format is None else self.reasoning_format.history
+        if _HISTORY not in message or where == _HISTORY:
+            return message
+        told = dict(message)
+        told[where] = told.pop(_HISTORY)
+        return told
 
     def _check(self, kwargs: Mapping[str, Any]) -> None:
         for name, value in kwargs.items():
@@ -151,7 +173,10 @@ def _line(message: Message) -> str:
 
 
 def _is_short(messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
-    characters = sum(len(each.get("content") or "") for each in messages[:_SHORT_MESSAGES])
+    texts = ("content", _HISTORY)
+    characters = sum(
+        len(each.get(name) or "") for each in messages[:_SHORT_MESSAGES] for name in texts
+    )
     calls = any("tool_calls" in each for each in messages[:_SHORT_MESSAGES])
     characters += sum(_size(tool) for tool in tools)
     return len(messages) <= _SHORT_MESSAGES and characters <= _SHORT_CHARACTERS and not calls

@@ -59,6 +59,7 @@ class ResponseAnswer:
         self._conversation, self._store = conversation, store
         self._id, self._head = str(fields["id"]), to_json(fields)
         self._parser = message_parser(context.template, prepared.note)
+        self._thought = None if prepared.thought is None else prepared.thought.count()
         asked = prepared.wanted[0].sampling.logprobs is not None
         self._logprobs = JsonList() if asked else None
         self._untold: list[Any] = []  # log-probabilities of tokens without text so far
@@ -115,6 +116,8 @@ class ResponseAnswer:
     def _news(self, delta: Delta) -> Iterator[Event]:
         """What a delta adds."""
         self._output_tokens += len(delta.token_ids)
+        if self._thought is not None:
+            self._thought.feed(delta.token_ids)
         text = "".join(delta.text)
         self._characters += len(text)
         pieces = self._parser.feed(text)
@@ -204,11 +207,12 @@ class ResponseAnswer:
 
     def _usage(self) -> dict[str, Any]:
         record = self._generating.record
+        thought = 0 if self._thought is None else self._thought.tokens
         return {
             "input_tokens": record.prompt_tokens,
             "input_tokens_details": {"cached_tokens": record.cached_tokens},
             "output_tokens": self._output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": thought},
             "total_tokens": record.prompt_tokens + self._output_tokens,
         }
 
