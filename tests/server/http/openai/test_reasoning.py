@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from jaxserve.sched.request import Thinking
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.server import Server
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import FIRST, FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
 
 ASK = [{"role": "user", "content": "How is it in Rome?"}]
@@ -47,6 +50,7 @@ def says(engine: FakeEngine, text: str, size: int = 3) -> None:
     """From now on, in pieces, and that is all."""
     texts = [text[at : at + size] for at in range(0, len(text), size)]
     engine.text, engine.ends_at = lambda k: texts[k], len(texts)
+    engine.token_bytes = lambda token: texts[token - FIRST].encode()  # type: ignore[method-assign]
 
 
 def chat(plain: Plain, **fields: Any) -> dict[str, Any]:
@@ -76,3 +80,199 @@ def test_with_tools(plain: Plain, running: FakeEngine) -> None:
     message = choice["message"]
     assert message["reasoning_content"] == f"Not {CALL}" and message["content"] == "Now:"
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
+
+
+def test_streamed(plain: Plain, running: FakeEngine) -> None:
+    says(running, "<think>\nHm. So.\n</think>\n\nFine. ")
+    deltas = streamed(plain, n=2)
+    assert len(deltas) == 2
+    for found in deltas.values():
+        assert found[0] == {"role": "assistant", "content": None}
+        assert "".join(each.get("reasoning_content", "") for each in found) == "Hm. So."
+        assert "".join(each.get("content") or "" for each in found) == "Fine. "
+        assert not any("<" in str(each) for each in found)
+        first_content = next(n for n, each in enumerate(found) if each.get("content"))
+        assert not any("reasoning_content" in each for each in found[first_content + 1 :])
+
+
+def streamed(plain: Plain, **fields: Any) -> dict[int, list[dict[str, Any]]]:
+    connection = plain.connect()
+    body = json.dumps({"messages": ASK, "stream": True, **fields})
+    connection.request("POST", CHATS, body, {"Content-Type": "application/json"})
+    lines = connection.getresponse().read().decode().splitlines()
+    connection.close()
+    found: dict[int, list[dict[str, Any]]] = {}
+    for line in lines:
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                found.setdefault(choice["index"], []).append(choice["delta"])
+    return found
+
+
+def test_usage_counts_thoughts(plain: Plain, running: FakeEngine) -> None:
+    says(running, "<think>Hm.</think>Fine.", 1)
+    body = {"messages": ASK, "n": 2}
+    usage = plain.call("POST", CHATS, body)[1]["usage"]
+    assert usage["completion_tokens"] == 2 * len("<think>Hm.</think>Fine.")
+    details = usage["completion_tokens_details"]
+    assert details["reasoning_tokens"] == 2 * len("<think>Hm.</think>")
+    says(running, "Fine.", 1)
+    usage = plain.call("POST", CHATS, body)[1]["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+def test_what_the_engine_gets(plain: Plain, running: FakeEngine) -> None:
+    says(running, "Fine.")
+    chat(plain)
+    assert running.requests[-1].sampling.thinking is None, "it would cost, and change nothing"
+    close = tuple(map(ord, "\n</think>\n\n"))
+    for fields, budget in (
+        ({"thinking_token_budget": 7}, 7),
+        ({"thinking_token_budget": 0, "reasoning_effort": "high"}, 0),
+        ({"response_format": {"type": "json_object"}}, None),
+        ({"tools": TOOLS, "tool_choice": "required", "thinking_token_budget": 9}, 9),
+    ):
+        chat(plain, **fields)
+        asked = running.requests[-1].sampling
+        ends = close if budget is not None else ()
+        assert asked.thinking == Thinking(("</think>",), ("<think>",), ends, budget)
+    chat(plain, thinking_token_budget=-1)
+    assert running.requests[-1].sampling.thinking is None
+    off = {"enable_thinking": False}
+    chat(plain, thinking_token_budget=3, chat_template_kwargs=off)
+    assert running.requests[-1].sampling.thinking is None
+    chat(plain, response_format={"type": "json_object"}, chat_template_kwargs=off)
+    assert running.requests[-1].sampling.thinking is None
+
+
+def prompt_of(engine: FakeEngine) -> str:
+    return "".join(map(chr, engine.requests[-1].prompt))
+
+
+def test_efforts_reach_a_switch(plain: Plain, running: FakeEngine) -> None:
+    says(running, "Fine.")
+    for fields, thinks in (
+        ({}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "low"}, True),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, True),
+    ):
+        chat(plain, **fields)
+        assert prompt_of(running).endswith("</think>\n\n") is not thinks
+        assert running.requests[-1].sampling.thinking is None
+
+
+OTHERS = [
+    ("{{ reasoning_effort or 'medium' }}<think>", {"reasoning_effort": "high"}, "high<think>"),
+    ("{{ reasoning_effort or 'medium' }}<think>", {}, "medium<think>"),
+    ("{{ thinking }}<think>", {"reasoning_effort": "high"}, "True<think>"),
+    ("{{ thinking }}", {"reasoning_effort": "none"}, "False"),
+    ("plain", {"reasoning_effort": "high"}, "plain"),
+    ("plain", {"reasoning_effort": "none"}, "plain"),
+]
+
+
+@pytest.mark.parametrize(("source", "fields", "prompt"), OTHERS)
+def test_efforts_of_other_templates(
+    engine: FakeEngine, source: str, fields: dict[str, Any], prompt: str
+) -> None:
+    with over(engine, source) as plain:
+        says(engine.run(), "Fine.")
+        chat(plain, **fields)
+        assert prompt_of(engine) == prompt
+        assert engine.requests[-1].sampling.thinking is None
+
+
+@contextmanager
+def over(engine: FakeEngine, source: str | None, name: str = "") -> Iterator[Plain]:
+    """A server with another template."""
+    template = ChatTemplate(source, reasoning_format=name)
+    with Server(engine, http=dataclasses.replace(SETTINGS, template=template)) as server:
+        assert server.http_address is not None
+        yield Plain(server.http_address, server)
+    template.close()
+
+
+def test_no_effort_is_no_budget_where_no_prompt_says_it(engine: FakeEngine) -> None:
+    with over(engine, "assistant<think>\n") as plain:
+        says(engine.run(), "Hm.\n</think>\n\nFine.")
+        message = chat(plain, reasoning_effort="none")["message"]
+        assert message["reasoning_content"] == "Hm." and message["content"] == "Fine."
+        close = tuple(map(ord, "\n</think>\n\n"))
+        assert engine.requests[-1].sampling.thinking == Thinking(("</think>",), (), close, 0)
+        chat(plain, reasoning_effort="none", thinking_token_budget=5)
+        thinking = engine.requests[-1].sampling.thinking
+        assert thinking is not None and thinking.budget == 5
+
+
+def test_gpt_oss(engine: FakeEngine) -> None:
+    source = "Reasoning: {{ reasoning_effort }}<|channel|>analysis{{ messages[0].thinking }}"
+    with over(engine, source + "<|start|>assistant") as plain:
+        text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final"
+        says(engine.run(), text + "<|message|>Fine.")
+        before = {"role": "assistant", "content": "A", "reasoning_content": "B"}
+        choice = chat(plain, messages=[before], reasoning_effort="low")
+        assert choice["message"]["reasoning_content"] == "Hm."
+        assert choice["message"]["content"] == "Fine."
+        assert "Reasoning: low<|channel|>analysisB" in prompt_of(engine)
+        chat(plain, response_format={"type": "json_object"})
+        thinking = engine.requests[-1].sampling.thinking
+        assert thinking is not None and thinking.ends[0] == "<|channel|>final<|message|>"
+
+
+def test_history(plain: Plain, running: FakeEngine) -> None:
+    says(running, "Fine.")
+    said = {"role": "assistant", "content": "Yes."}
+    for name in ("reasoning_content", "reasoning"):
+        chat(plain, messages=[*ASK, {**said, name: "Hm."}, *ASK])
+        assert "<think>\nHm.\n</think>\n\nYes.<|im_end|>" in prompt_of(running)
+    chat(plain, messages=[*ASK, {"role": "assistant", "reasoning_content": "Hm."}, *ASK])
+    assert "Hm." in prompt_of(running)
+
+
+REFUSED = [
+    ({"thinking_token_budget": -2}, "thinking_token_budget", "at least 0, or -1"),
+    ({"thinking_token_budget": 2**40}, "thinking_token_budget", "2147483647"),
+    ({"thinking_token_budget": "9"}, "thinking_token_budget", "whole number"),
+    ({"reasoning_effort": "lots"}, "reasoning_effort", "'high'"),
+    (
+        {"messages": [{"role": "user", "content": "a", "reasoning_content": "b"}]},
+        "messages.0",
+        "only an assistant has reasoning_content",
+    ),
+    ({"messages": [{"role": "assistant", "reasoning": 3}]}, "messages.0.reasoning", "string"),
+    (
+        {"messages": [{"role": "assistant", "content": "a", "reasoning": "\ud800"}]},
+        "messages",
+        "surrogate",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "where", "problem"), REFUSED)
+def test_what_is_wrong_is_refused(
+    plain: Plain, engine: FakeEngine, fields: dict[str, Any], where: str, problem: str
+) -> None:
+    status, body, _ = plain.call("POST", CHATS, {"messages": ASK, **fields})
+    assert status == 400 and problem in body["error"]["message"], body
+    assert where in (body["error"]["param"] or ""), body
+    assert not engine.requests
+
+
+@pytest.mark.parametrize(("source", "name"), [("plain", ""), ("<think>", "none"), (None, "")])
+def test_a_budget_of_nothing_is_refused(engine: FakeEngine, source: str | None, name: str) -> None:
+    with over(engine, source, name) as plain:
+        body = {"messages": ASK, "thinking_token_budget": 5}
+        status, answer, _ = plain.call("POST", CHATS, body)
+        assert status == 400 and answer["error"]["param"] == "thinking_token_budget"
+        says(engine.run(), "<think>Hm.</think>Fine.")
+        message = chat(plain)["message"]
+        assert message["content"] == "<think>Hm.</think>Fine." and len(message) == 3
+        assert engine.requests[-1].sampling.shown_token_ids == ()
+
+
+def test_a_format_of_ones_own(engine: FakeEngine) -> None:
+    with over(engine, None, "mistral") as plain:
+        says(engine.run(), "[THINK]Hm.[/THINK]Fine.")
+        message = chat(plain)["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", "Fine.")

@@ -292,7 +292,7 @@ def test_what_is_refused(
 def test_a_schema_that_no_grammar_takes(
     plain: Plain, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(grammar: Any) -> None:
+    def check(grammar: Any, thinking: Any = None) -> None:
         if "uniqueItems" in grammar.text:
             raise InvalidRequest(grammar.field_name, "unimplemented keys: uniqueItems")
 
