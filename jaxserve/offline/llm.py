@@ -138,9 +138,11 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """`generate` for chats, which the checkpoint's template makes prompts of.
+        """`generate` for chats, which the checkpoint's template makes prompts of. The text is
+        whole: what the model thinks and what it answers.
 
         Args:
             messages: one chat or several; each message has a `role` and a `content`, or the
@@ -149,6 +151,8 @@ class LLM:
             tools: functions that the model may ask for, as OpenAI has them. Calls of them are part
                 of the text, in the model's own format; `parse_calls` finds them.
             chat_template_kwargs: what else the template may read, such as enable_thinking.
+            reasoning_effort: how much to think, for templates that read that or whether to think
+                at all (`none` is not at all); others are given nothing.
             options: of `generate`.
 
         Returns:
@@ -160,13 +164,17 @@ class LLM:
         chats: Sequence[Chat] = messages  # type: ignore[assignment]
         if messages and isinstance(messages[0], Mapping):
             chats = [messages]  # type: ignore[list-item]
+        kwargs = {
+            **self._template.effort_kwargs(reasoning_effort),
+            **(chat_template_kwargs or {}),
+        }
         shown = from_openai(tools) if tools else None
         if shown:
             sampling = self._showing_calls(sampling)
         texts = [
             self._template.render(
                 [{**turn, "content": turn.get("content") or ""} for turn in chat],
-                kwargs=chat_template_kwargs,
+                kwargs=kwargs,
                 tools=shown,
             )
             for chat in chats

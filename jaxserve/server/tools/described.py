@@ -49,7 +49,7 @@ def _in_words(message: Message, names: Mapping[str, str], form: ToolFormat) -> M
         return message
     written = form.written([Call(call["name"], _object(call["arguments"])) for call in calls])
     text = "\n".join(filter(None, (message["content"], written)))
-    return {"role": message["role"], "content": text}
+    return {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": text}
 
 
 def _object(arguments: str) -> str:

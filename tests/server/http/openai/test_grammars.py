@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 
@@ -188,3 +190,38 @@ def test_without_a_server(real: Engine) -> None:
     (found,) = llm.generate(["Once upon a time"], sampling, progress=False)
     for output in found.outputs:
         check(output.text)
+
+
+@pytest.fixture(scope="module")
+def thinking(real: Engine) -> Iterator[Plain]:
+    template = ChatTemplate(reasoning_format="think")
+    settings = dataclasses.replace(SETTINGS, template=template)
+    with Server(real, grace_s=0.0, http=settings) as server:
+        assert server.http_address is not None
+        yield Plain(server.http_address, server)
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "seed": 3}])
+def test_behind_a_thought(thinking: Plain, real: Engine, fields: dict[str, Any]) -> None:
+    """Whose budget ends it. The model in the box would not think by itself."""
+    begin = real.encode("<think>", special=False)[0]
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "response_format": NAMED,
+        "logit_bias": {str(begin): 100.0},
+        "thinking_token_budget": 6,
+        "max_tokens": 120,
+        **fields,
+    }
+    status, answer, _ = thinking.call("POST", "/v1/chat/completions", body)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    assert choice["finish_reason"] == "stop", choice
+    jsonschema.validate(json.loads(message["content"]), SCHEMA)
+    assert message["reasoning_content"] == "<" * 6
+    usage = answer["usage"]
+    close = len(real.encode("\n</think>\n\n", special=False))
+    thought = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert 1 + 6 + close <= thought <= len("<think>") + 6 + close
+    assert thought < usage["completion_tokens"]
