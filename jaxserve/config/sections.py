@@ -388,8 +388,8 @@ class ServerConfig:
             met (1; policy goodput goes by it). Classes of one's own go beside these,
             --config.server.slo_classes.mine=ttft=2s:tbt=50ms. Tokens come at the speed at which
             people read (AccelGen section 1: 0.1875 s each), and at half of it.
-        tool_format: How the model writes calls of tools: hermes, json, llama3, mistral, pythonic or
-            qwen. auto: as its chat template says.
+        tool_format: How the model writes calls of tools: harmony, hermes, json, llama3, mistral,
+            pythonic or qwen. auto: as its chat template says.
         reasoning_format: How the model writes what it thinks before it answers: granite, harmony,
             mistral, seed_oss, think, or none, where that is not told apart from the answer. auto:
             as its chat template says.

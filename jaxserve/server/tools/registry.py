@@ -31,6 +31,7 @@ class ToolFormat(ABC):
         rank: formats of lower rank are looked for first.
         markers: texts around calls, which may be special tokens of the model.
         plain_json: whether calls are JSON with nothing before it.
+        holds_some: whether a text that may call nothing can be held to a grammar.
         instructions: how to write a call, for a model whose template says nothing of tools.
         parser: finds the calls in the text of one continuation.
     """
@@ -40,6 +41,7 @@ class ToolFormat(ABC):
     rank: ClassVar[int] = 0
     markers: ClassVar[tuple[str, ...]] = ()
     plain_json: ClassVar[bool] = False
+    holds_some: ClassVar[bool] = True
     instructions: ClassVar[str]
     parser: ClassVar[type[CallParser]]
 

@@ -83,6 +83,12 @@ def call_grammar(
         InvalidRequest: the grammar gets too long, the format cannot hold a schema, or `otherwise`
             cannot be a part of a grammar.
     """
+    if not (forced or form.holds_some):
+        problem = f"in the model's format, {form.name}, only calls that are required can be held"
+        for place in (place for place, tool in enumerate(tools) if tool.strict):
+            raise InvalidRequest(f"tools.{place}.function.strict", problem)
+        assert otherwise is not None
+        raise InvalidRequest(otherwise.field_name, f"cannot stand beside tools: {problem}")
     rules = Rules(special)
     calls = [
         rules.add(f"call_{place}", form.call(rules, tool, place))

@@ -59,7 +59,15 @@ def said(name: str, text: str, **how: Any) -> tuple[str, list[Any]]:
 
 
 ONE = [("weather", HERE)]
+TO = "<|channel|>commentary to=functions.weather"
+ROLE = "<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>"
+HARMONY = f'{TO} <|constrain|>json<|message|>{{"city": "Rome", "days": 2}}'
 TEXTS: list[tuple[str, str, str, list[Any]]] = [
+    ("harmony", f"{HARMONY}<|call|>", "", ONE),
+    ("harmony", f"{HARMONY}<|call|><|start|>assistant{HARMONY}", "", ONE * 2),
+    ("harmony", f'Now: {ROLE}{{"city": "Rome", "days": 2}}', "Now:", ONE),
+    ("harmony", f"{TO}<|message|>Rome", f"{TO}<|message|>Rome", []),
+    ("harmony", f"{TO}s<|message|>{{}}", f"{TO}s<|message|>{{}}", []),
     ("hermes", HERMES, "", ONE),
     ("hermes", f"Let me see.\n\n{HERMES}\n", "Let me see.", ONE),
     ("hermes", f"{HERMES}\n{HERMES}", "", ONE * 2),

@@ -88,6 +88,7 @@ def written(name: str, *arguments: dict[str, Any], source: str = "") -> str:
 
 
 FORMS = [*((name, "") for name in NAMES), ("mistral", "[ARGS]")]
+FREE = [form for form in FORMS if formats()[form[0]].holds_some]
 
 
 @pytest.mark.parametrize(("name", "source"), FORMS)
@@ -109,7 +110,7 @@ def test_forced_text_is_calls(grammars: Grammars, tokenizer: Any, name: str, sou
         assert not accepts(grammars, tokenizer, several, text), text
 
 
-@pytest.mark.parametrize(("name", "source"), FORMS)
+@pytest.mark.parametrize(("name", "source"), FREE)
 def test_strict_tools_leave_other_text_free(
     grammars: Grammars, tokenizer: Any, name: str, source: str
 ) -> None:
@@ -127,8 +128,10 @@ def test_strict_tools_leave_other_text_free(
         assert accepts(grammars, tokenizer, free, text)
 
 
-@pytest.mark.parametrize(("name", "source"), FORMS)
-@pytest.mark.parametrize("forced", [True, False])
+@pytest.mark.parametrize(
+    ("name", "source", "forced"),
+    [*((*form, True) for form in FORMS), *((*form, False) for form in FREE)],
+)
 def test_what_is_allowed_is_parsed(
     grammars: Grammars, tokenizer: Any, name: str, source: str, forced: bool
 ) -> None:
@@ -211,6 +214,11 @@ def test_everywhere_else_too(grammars: Grammars, tokenizer: Any) -> None:
         for blank in (" ", "\n", "\t"):
             assert accepts(grammars, tokenizer, grammar, "{" + blank * 8 + "}")
             assert not accepts(grammars, tokenizer, grammar, "{" + blank * 9 + "}")
+
+
+def test_harmony_holds_only_calls_that_are_required() -> None:
+    with pytest.raises(InvalidRequest, match=r"tools\.1\.function\.strict: in format harmony"):
+        held("harmony", tools=[Tool("now"), Tool("f", strict=True)], forced=False)
 
 
 def test_markers_that_are_special_tokens(grammars: Grammars) -> None:
@@ -312,6 +320,7 @@ SOURCES = [
     ("<tool_call>\n<function=example>\n<parameter=a>", "qwen"),
     ("[AVAILABLE_TOOLS] {{ tools }} [TOOL_CALLS]", "mistral"),
     ("{{ '<|python_tag|>' }}", "llama3"),
+    ("<|start|>assistant<|channel|>commentary to=", "harmony"),
     ("[func_name1(params_name1=params_value1)]", "pythonic"),
 ]
 
@@ -326,7 +335,7 @@ def test_formats_are_found_by_the_template(source: str, name: str) -> None:
 def test_a_format_may_be_given() -> None:
     settings = http_settings(Config().with_fields(server__tool_format="mistral", model__path=""))
     assert settings is not None and settings.template.tool_format.name == "mistral"
-    with pytest.raises(ConfigError, match=r"server\.tool_format: must be auto, hermes, .*'morse'"):
+    with pytest.raises(ConfigError, match=r"server\.tool_format: must be auto, harmony, .*'morse'"):
         http_settings(Config().with_fields(server__tool_format="morse", model__path=""))
 
 

@@ -39,13 +39,13 @@ def test_a_long_answer_is_whole(
     client: openai.OpenAI, running: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is made beside the event loop, which has other answers to give."""
-    threads, made = set[str](), choices._with
+    threads, made = set[str](), choices.with_raw
 
     def seen(*arguments: Any) -> bytes:
         threads.add(threading.current_thread().name[:15])
         return made(*arguments)
 
-    monkeypatch.setattr(choices, "_with", seen)
+    monkeypatch.setattr(choices, "with_raw", seen)
     prompts = ["a" * 3000, "b" * 3000]
     asked = {"model": INFO.model, "prompt": prompts, "echo": True, "max_tokens": 2, "n": 12}
     found = client.completions.create(**asked)

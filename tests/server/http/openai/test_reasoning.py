@@ -220,6 +220,28 @@ def test_gpt_oss(engine: FakeEngine) -> None:
         assert thinking is not None and thinking.ends[0] == "<|channel|>final<|message|>"
 
 
+def test_gpt_oss_calls(engine: FakeEngine) -> None:
+    analysis, role = "<|channel|>analysis<|message|>", "<|start|>assistant"
+    call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    with over(engine, "{{ tools }}<|channel|>analysis" + role) as plain:
+        says(engine.run(), f"{analysis}Hm.<|end|>{role}{call}")
+        for fields in ({}, {"tool_choice": "required"}):
+            choice = chat(plain, tools=TOOLS, thinking_token_budget=9, **fields)
+            assert choice["finish_reason"] == "tool_calls"
+            message = choice["message"]
+            assert (message["reasoning_content"], message["content"]) == ("Hm.", None)
+            assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+            thinking = engine.requests[-1].sampling.thinking
+            assert thinking is not None
+            assert thinking.ends == ((role,) if fields else (*ANSWERS, "to=functions."))
+
+
+ANSWERS = (
+    "<|channel|>final<|message|>",
+    "<|channel|>final <|constrain|>json<|message|>",
+)
+
+
 def test_history(plain: Plain, running: FakeEngine) -> None:
     says(running, "Fine.")
     said = {"role": "assistant", "content": "Yes."}
