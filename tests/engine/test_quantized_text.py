@@ -63,6 +63,7 @@ def test_text_is_that_of_its_wide_weights(tmp_path: Path, family: str, how: str)
             assert (running.stats().preemptions > 0) == bool(treatment)
 
 
+@pytest.mark.slow
 def test_text_of_kept_blocks_is_that_of_wide_ones(tmp_path: Path) -> None:
     kinds = {"ffn_up": Type.Q8_0, "blk": Type.Q4_1, "token_embd": Type.Q8_0}
     path = written(tmp_path / "m.gguf", kinds, TIED)

@@ -64,10 +64,11 @@ def test_batch_size(engines: Engines, alone: Texts, family: str, count: int) -> 
 @pytest.mark.parametrize(
     ("family", "treatment"),
     [
-        *(("opt", treatment) for treatment in TREATMENTS),
+        *(("opt", treatment) for treatment in TREATMENTS if treatment != "chunks of 1"),
+        pytest.param("opt", "chunks of 1", marks=pytest.mark.slow),
         *(("llama", treatment) for treatment in ("preempted in chunks", "blocks of 16")),
         ("moe", "preempted in chunks"),
-        ("deepseek", "preempted in chunks"),
+        pytest.param("deepseek", "preempted in chunks", marks=pytest.mark.slow),
     ],
 )
 def test_treatment(shapes: dict[str, Path], alone: Texts, family: str, treatment: str) -> None:

@@ -124,6 +124,10 @@ def test_pool() -> None:
 
 def test_auto_is_a_backend() -> None:
     assert resolve_backend("auto") == "numba"
+
+
+@pytest.mark.slow
+def test_what_auto_attends_is_what_its_backend_does() -> None:
     np.testing.assert_array_equal(attend(backend="auto"), attend(backend="numba"))
 
 

@@ -25,7 +25,14 @@ WIDE: Size = (2, 4, 2, 16, 128)
 SMALL_NUMBERS: Size = (2, 4, 2, 32, 128)
 ODD: Size = (2, 4, 3, 12, 40)  # not for TPUs
 POOLS = [
-    pytest.param(backend, size, dtype, id=f"{backend}-{dtype}")
+    pytest.param(
+        backend,
+        size,
+        dtype,
+        id=f"{backend}-{dtype}",
+        # Interpreting takes long, and numbers of 8 bits move as those of int8 do.
+        marks=[pytest.mark.slow] if backend.endswith("interpret") and dtype == FLOAT8 else [],
+    )
     for backend in backends_with("move")
     for size, dtype in (
         (SMALL, "float32"),

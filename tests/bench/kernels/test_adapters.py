@@ -11,6 +11,7 @@ from jaxserve.bench import cli
 TOY = ("--model=tiny", "--rows=4", "--context=16", "--adapters=3", "--repeats=1")
 
 
+@pytest.mark.slow
 def test_a_toy(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["adapters", *TOY, "--rank=9", "--max_rank=64", "--loras=8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

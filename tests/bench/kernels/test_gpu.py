@@ -244,7 +244,7 @@ def test_bfloat16_is_held_to_its_own_limit() -> None:
     assert max(check.error for check in found) > 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
 def test_pools_of_8_bits_are_checked(dtype: str) -> None:
     found = list(check_kernels("xla", (dtype,), (GROUPED,)))
     assert len(found) == 9 and all(check.passed for check in found)

@@ -126,7 +126,13 @@ def test_of_every_token_but_the_first(engines: Engines, alone: Texts, family: st
     wait_until_idle(engines(family))
 
 
-@pytest.mark.parametrize("treatment", TREATMENTS)
+@pytest.mark.parametrize(
+    "treatment",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("preempted", "chunks of 5") else [])
+        for name in TREATMENTS
+    ],
+)
 def test_whatever_becomes_of_the_cache(
     shapes: dict[str, Path], alone: Texts, monkeypatch: pytest.MonkeyPatch, treatment: str
 ) -> None:

@@ -18,12 +18,10 @@ from tests.engine.device import sharded_main
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By family, of a process that serves them all."""
-    folder = str(tmp_path_factory.mktemp("sharded"))
+@pytest.mark.parametrize("family", ["opt", pytest.param("llama", marks=pytest.mark.slow)])
+def test_shards_agree(tmp_path: Path, family: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.device.sharded_main", folder],
+        [sys.executable, "-m", "tests.engine.device.sharded_main", str(tmp_path), family],
         cwd=ROOT,
         env={**os.environ, "XLA_FLAGS": virtual_devices(4)},
         capture_output=True,
@@ -31,15 +29,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-@pytest.mark.parametrize("family", sharded_main.SHARDS)
-def test_shards_agree(reports: dict[str, Any], family: str) -> None:
-    report = reports[family]
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     whole = report["1"]
-    assert report.keys() == set(map(str, sharded_main.SHARDS[family]))
+    assert report.keys() == set(map(str, sharded_main.SHARDS))
     for cut in (report[shards] for shards in report if shards != "1"):
         for one, other in zip(whole, cut, strict=True):
             assert one["tokens"] == other["tokens"]

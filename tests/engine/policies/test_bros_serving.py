@@ -29,9 +29,13 @@ from tests.engine.harness import (
     ("fields", "done"),
     [
         ({"cache__host_gib": 1e-3}, {"Join", "Checkpoint", "Restore"}),
-        ({"cache__host_gib": 1e-3, "engine__overlap": False}, {"Join", "Checkpoint", "Restore"}),
+        pytest.param(
+            {"cache__host_gib": 1e-3, "engine__overlap": False},
+            {"Join", "Checkpoint", "Restore"},
+            marks=pytest.mark.slow,
+        ),
         ({"cache__host_gib": 1e-5}, {"Join", "Checkpoint", "Restore", "cut"}),
-        ({"cache__host_gib": 0.0}, {"Join", "cut"}),
+        pytest.param({"cache__host_gib": 0.0}, {"Join", "cut"}, marks=pytest.mark.slow),
         ({"cache__host_gib": 1e-3, "scheduler__max_rows": 6}, {"Checkpoint", "Preempt", "Restore"}),
         ({"scheduler__params": {"sharing": False}}, {"Preempt"}),
         ({"scheduler__params": {"floor": 200.0}, "cache__host_gib": 1e-3}, {"Join"}),

@@ -134,7 +134,13 @@ def test_logits_are_those_of_its_own_wide_weights(tmp_path, name, how):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("int4:group=32,zero", "fp8"),
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("int8", "int8:group=32", "int4")),
+    ],
+)
 def test_bytes_and_random_weights(how):
     family, config, _ = load_preset("opt-125m")
     config = dataclasses.replace(config, num_layers=1, vocab_size=512)
