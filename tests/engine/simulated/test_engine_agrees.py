@@ -34,6 +34,12 @@ from tests.sharing_caches import SharingCaches
 DEPLOYABLE = [name for name in policies() if not make_policy(name).hypothetical]
 HYBRID = [name for name in DEPLOYABLE if make_policy(name).hybrid_cache]
 
+
+def _of_variants(policy: str) -> list[pytest.MarkDecorator]:
+    base, _, variant = policy.partition("_")
+    return [pytest.mark.slow] if variant and base in DEPLOYABLE else []
+
+
 # Each kind of operation costs something of its own, so that one forgotten would show.
 _OF_ALL = LinearCostModel(
     dataclasses.replace(
@@ -207,7 +213,10 @@ def same(served: Served, result: SimulationResult) -> None:
 @pytest.mark.parametrize(
     ("policy", "rate", "blocks", "early"),
     [
-        *((policy, 100.0, SMALL, True) for policy in DEPLOYABLE),
+        *(
+            pytest.param(policy, 100.0, SMALL, True, marks=_of_variants(policy))
+            for policy in DEPLOYABLE
+        ),
         *((policy, 6.0, LARGE, False) for policy in ("bros", "edf")),
         *(
             pytest.param(policy, 6.0, LARGE, False, marks=pytest.mark.slow)

@@ -49,7 +49,7 @@ def _check(product: Any, x: Any, given: Any, want: Any, most: float) -> None:
         np.testing.assert_array_equal(got[row], alone[0])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     rows=st.integers(1, 2 * TALL + 3),
     outputs=st.integers(dots.OUTPUTS, 70),
@@ -95,7 +95,7 @@ def test_one_scale_an_output(bits, zeros, inputs):
     _check(dots.few_bits_matmul, x, given, np.asarray(x, np.float64) @ weights.T, most)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     rows=st.integers(1, 2 * TALL + 3),
     outputs=st.integers(dots.OUTPUTS, 70),

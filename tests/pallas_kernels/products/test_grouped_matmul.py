@@ -39,7 +39,7 @@ def _compared(x, weights, sizes, *, transposed):
     return product, stored, got
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5),
     behind=st.integers(0, 3),
