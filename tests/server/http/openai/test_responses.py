@@ -11,10 +11,11 @@ import openai
 import pydantic
 import pytest
 
+from jaxserve.config import Config, ConfigError, ServerConfig
 from jaxserve.sched.request import GrammarKind, Tier
 from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access
-from jaxserve.server.requests.options import ResponseLimits, ServerOptions
+from jaxserve.server.requests.options import ResponseLimits, ServerOptions, server_options
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.server import Server
 from tests.server.access.test_doors import asked
@@ -583,3 +584,28 @@ def test_calls_that_are_cut_off_leave_nothing(
         assert plain.call("GET", f"{PATH}/{name}")[0] == 404
     says(engine.run(), "Fine")
     assert client.responses.create(model="fake", input="a").output_text == "Fine"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"response_count": 0}, "response_count: must be at least 1, got 0"),
+        ({"response_mib": -1}, "response_mib: must be 0 to 1048576, got -1"),
+        ({"response_mib": (1 << 20) + 1}, "response_mib: must be 0 to 1048576"),
+        ({"response_keep_hours": 0.0}, "response_keep_hours: must be more than 0, got 0"),
+        ({"response_keep_hours": float("inf")}, "response_keep_hours: must be more than 0"),
+        ({"response_key_share": 0.0}, "response_key_share: must be more than 0 and at most 1"),
+        ({"response_key_share": 1.5}, "response_key_share: must be more than 0 and at most 1"),
+    ],
+)
+def test_settings_out_of_range(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=r"^server\." + words):
+        ServerConfig(**fields)
+
+
+def test_settings_are_what_the_server_gets() -> None:
+    given = {"response_count": 7, "response_mib": 3, "response_keep_hours": 0.5}
+    config = Config().with_fields(**{f"server__{name}": value for name, value in given.items()})
+    found = server_options(config).responses
+    assert found == ResponseLimits(count=7, bytes=3 << 20, keep_s=1800.0, key_share=0.25)
+    assert server_options(Config()).responses == ResponseLimits()
