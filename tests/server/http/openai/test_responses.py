@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from tests.server.access.test_doors import asked
 from tests.server.access.test_keys import key
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
+from tests.server.http.openai.test_reasoning import QWEN
+from tests.server.http.openai.test_reasoning import says as thinks
 from tests.server.http.openai.test_tools import CALL, CITY, deep, pieces, says
 
 PATH = "/v1/responses"
@@ -263,16 +266,17 @@ def test_tools_are_strict_where_they_can_be(client: openai.OpenAI, running: Fake
 
 @pytest.fixture
 def thinking(engine: FakeEngine) -> Iterator[openai.OpenAI]:
-    """A client of a server whose model thinks."""
-    template = ChatTemplate(reasoning_format="think")
-    settings = SETTINGS.__class__(0, template, SETTINGS.limits)
+    """A client of a server whose model thinks, and reads what it thought."""
+    template = ChatTemplate(QWEN)
+    settings = dataclasses.replace(SETTINGS, template=template)
     with Server(engine.run(), grace_s=0.0, http=settings) as server:
         yield openai.OpenAI(base_url=f"http://{server.http_address}/v1", api_key="none")
+    template.close()
 
 
 @pytest.mark.parametrize("size", [1, 9, 500])
 def test_reasoning(thinking: openai.OpenAI, engine: FakeEngine, size: int) -> None:
-    says(engine, *pieces(f"<think>\nRome, Rome.\n</think>\n\nLet me see.{CALL}", size))
+    thinks(engine, f"<think>\nRome, Rome.\n</think>\n\nLet me see.{CALL}", size)
     asked_for: Any = {"model": "fake", "input": "a", "tools": [TOOL]}
     whole = thinking.responses.create(**asked_for)
     thought, said, call = whole.output
@@ -280,7 +284,9 @@ def test_reasoning(thinking: openai.OpenAI, engine: FakeEngine, size: int) -> No
     assert thought.summary == [] and thought.content is not None
     assert [part.text for part in thought.content] == ["Rome, Rome."]
     assert whole.output_text == "Let me see." and call.type == "function_call"
-    assert said.type == "message"
+    assert said.type == "message" and whole.usage is not None
+    counted = whole.usage.output_tokens_details.reasoning_tokens
+    assert (0 < counted < whole.usage.output_tokens) == (whole.usage.output_tokens > 1)
     events = list(thinking.responses.create(**asked_for, stream=True))
     kinds = [event.type.removeprefix("response.") for event in events]
     first = kinds.index("output_item.added")
@@ -295,9 +301,18 @@ def test_reasoning(thinking: openai.OpenAI, engine: FakeEngine, size: int) -> No
     assert events[-1].type == "response.completed"
     given: Any = [{"role": "user", "content": "a"}, *whole.output]
     given.append({"type": "function_call_output", "call_id": call.call_id, "output": "21"})
-    says(engine, "Fine")
+    thinks(engine, "Fine")
     thinking.responses.create(model="fake", input=given, include=["reasoning.encrypted_content"])
-    assert "Let me see." in prompt(engine)
+    turn = "<|im_start|>assistant\n<think>\nRome, Rome.\n</think>\n\nLet me see.<|im_end|>\n"
+    assert turn in prompt(engine)
+    budget: Any = {"thinking_token_budget": 3}
+    thinking.responses.create(model="fake", input="a", extra_body=budget)
+    thought = engine.requests[-1].sampling.thinking
+    assert thought is not None and thought.budget == 3
+    thinking.responses.create(model="fake", input="a", reasoning={"effort": "none"})
+    assert prompt(engine).endswith("<think>\n\n</think>\n\n")
+    with pytest.raises(openai.BadRequestError, match="thinking_token_budget: must be"):
+        thinking.responses.create(model="fake", input="a", extra_body={"thinking_token_budget": -2})
 
 
 def test_logprobs(client: openai.OpenAI, running: FakeEngine) -> None:

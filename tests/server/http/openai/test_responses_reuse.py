@@ -28,6 +28,7 @@ def client() -> Iterator[openai.OpenAI]:
         )
 
 
+@pytest.mark.slow
 def test_each_turn_finds_the_turns_before(client: openai.OpenAI) -> None:
     """And its text is what a chat of the same turns says."""
     asked: Any = {"model": "tiny-stories", "temperature": 0}

@@ -27,7 +27,10 @@ from jaxserve.server.http.openai.schema import (
     ToolField,
 )
 
-_SHARED = {*OneAnswer.model_fields, "parallel_tool_calls", "chat_template_kwargs", "top_logprobs"}
+_SHARED = {
+    *OneAnswer.model_fields,
+    *("parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "thinking_token_budget"),
+}
 # Fields of chats by the names that they have here, the longest first.
 _NAMES = (
     (r"max_completion_tokens|max_tokens", "max_output_tokens"),

@@ -66,6 +66,7 @@ class _AssistantTurn:
     """What comes together in one message."""
 
     def __init__(self) -> None:
+        self._thought: list[str] = []
         self._said: list[str] = []
         self._calls: list[ToolCall] = []
         self.begun = False
@@ -79,7 +80,9 @@ class _AssistantTurn:
     def add(self, item: KeptItem) -> None:
         """Takes in an assistant's item."""
         self.begun = True
-        if item["type"] == "message":
+        if item["type"] == "reasoning":
+            self._thought += [part["text"] for part in item["content"]]
+        elif item["type"] == "message":
             self._said.append(_text(item["content"]))
         elif item["type"] == "function_call":
             function = FunctionCall.model_construct(name=item["name"], arguments=item["arguments"])
@@ -88,7 +91,8 @@ class _AssistantTurn:
 
     def message(self) -> Message:
         """All of it."""
-        return _message("assistant", "".join(self._said), tool_calls=self._calls)
+        thought, said = "\n".join(self._thought), "".join(self._said)
+        return _message("assistant", said, reasoning_content=thought, tool_calls=self._calls)
 
 
 def check_calls(items: Iterable[KeptItem], first: int) -> None:

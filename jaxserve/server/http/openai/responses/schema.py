@@ -294,3 +294,4 @@ class ResponseRequest(OneAnswer):
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Int32 | None = None  # as chats have it
