@@ -20,7 +20,7 @@ from jaxserve.server.http.errors import ApiError, add_handlers, record_of
 from jaxserve.server.http.live_feed import LiveFeed
 from jaxserve.server.http.openai.batch_routes import add_batch_routes
 from jaxserve.server.http.openai.body_limits import body_route
-from jaxserve.server.http.openai.chat import chat_response, render_chat
+from jaxserve.server.http.openai.chat import beside_if_tools, chat_response, render_chat
 from jaxserve.server.http.openai.completions import completion_response
 from jaxserve.server.http.openai.files import FileStore
 from jaxserve.server.http.openai.multi_prompt import ClientGone
@@ -139,7 +139,8 @@ def _add_tokens(app: FastAPI, context: RouteContext) -> None:
         if body.prompt is not None:
             encoding = context.requests.encode(body.prompt, special=body.add_special_tokens)
         else:
-            rendering = render_chat(context.template, body, record_of(http).caller.name)
+            given = context.template, body, record_of(http).caller.name
+            rendering = await beside_if_tools(context, body, render_chat, *given)
             text = await asyncio.wrap_future(rendering)
             encoding = context.template.encode(text, context.requests.encode)
         tokens = await encoding

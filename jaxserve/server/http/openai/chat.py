@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
@@ -31,6 +31,7 @@ from jaxserve.server.http.openai.reasoning_options import (
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import ChatRequest, TokenizeRequest
 from jaxserve.server.http.openai.tool_options import (
+    ToolUse,
     check_calls,
     shown_tools,
     tool_sampling,
@@ -38,6 +39,8 @@ from jaxserve.server.http.openai.tool_options import (
 )
 from jaxserve.server.requests.output_streams import Delta
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
+
+T = TypeVar("T")
 
 
 class PreparedChat(NamedTuple):
@@ -63,17 +66,17 @@ async def chat_response(context: RouteContext, body: ChatRequest, http: HttpRequ
 
 async def prepare_chat(context: RouteContext, body: ChatRequest, caller: Caller) -> PreparedChat:
     """The chat's request, ready to be submitted. Raises what `RouteContext.make_requests` does."""
-    use = tool_use(body)
     context.requests.check_open()
-    held: dict[str, Any] = {}
-    if use is not None:
-        with request_options.naming_grammar_fields(body):
-            if use.otherwise is not None:
-                await context.requests.check_grammar(use.otherwise)
-            held = tool_sampling(context, use)
-            if "grammar" in held:
-                await check_calls(context, use, held["grammar"])
-    text = await asyncio.wrap_future(render_chat(context.template, body, caller.name))
+    with request_options.naming_grammar_fields(body):
+        use, held = await beside_if_tools(context, body, _calls, context, body)
+        if use is not None and use.otherwise is not None:
+            await context.requests.check_grammar(use.otherwise)
+        if use is not None and "grammar" in held:
+            await check_calls(context, use, held["grammar"])
+    template = context.template
+    text = await asyncio.wrap_future(
+        await beside_if_tools(context, body, render_chat, template, body, caller.name)
+    )
     prompt = await context.template.encode(text, context.requests.encode)
     note, thought = parser_note(context.template, use, text), thought_use(context, body, use, text)
     sampling = {**_sampling(context, body, len(prompt)), **held}
@@ -87,12 +90,10 @@ def chat_sampling(
 ) -> tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]:
     """Prompt and fields of SamplingParams of a batch's line, and the note for `ended_message`; for
     who may wait for the encoding and for grammars. Raises InvalidRequest."""
-    use, held = tool_use(body), {}
-    if use is not None:
-        with request_options.naming_grammar_fields(body):
-            if use.otherwise is not None:
-                context.engine.check_grammar(use.otherwise)
-            held = tool_sampling(context, use)
+    with request_options.naming_grammar_fields(body):
+        use, held = _calls(context, body)
+        if use is not None and use.otherwise is not None:
+            context.engine.check_grammar(use.otherwise)
     text = render_chat(context.template, body, tenant).result()
     prompt = tuple(context.template.encode(text, context.engine.encode))
     note, thought = parser_note(context.template, use, text), thought_use(context, body, use, text)
@@ -107,6 +108,19 @@ def _parsed(
     has to see, and the thought before it. held: whether there is a grammar."""
     shown = {"shown_token_ids": tuple(context.special_markers.values())} if note else {}
     return shown if thought is None else {**shown, **thought.sampling(held=held)}
+
+
+async def beside_if_tools(
+    context: RouteContext, body: ChatRequest | TokenizeRequest, work: Callable[..., T], *given: Any
+) -> T:
+    """work(*given), off the event loop for a chat with tools: to write those down, again and again,
+    may take a tenth of a second."""
+    return await context.requests.run_beside(work, *given) if body.tools else work(*given)
+
+
+def _calls(context: RouteContext, body: ChatRequest) -> tuple[ToolUse | None, dict[str, Any]]:
+    use = tool_use(body)
+    return use, {} if use is None else tool_sampling(context, use)
 
 
 def render_chat(

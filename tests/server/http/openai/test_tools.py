@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from jaxserve.sched.request import GrammarKind, InvalidRequest
+from jaxserve.server.http.openai import tool_options
 from jaxserve.server.http.openai.tool_options import MAX_TOOLS_TEXT
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.server import Server
@@ -287,6 +289,28 @@ def test_what_is_refused(
     assert (status, error["param"]) == (400, param), error
     assert message in error["message"], error
     assert not engine.requests
+
+
+def test_many_tools_hold_up_nobody_else(
+    plain: Plain, running: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To write them down as a grammar and for the template may take a tenth of a second."""
+    threads: list[str] = []
+
+    def noting(function: Any) -> Any:
+        def noted(*given: Any, **how: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return function(*given, **how)
+
+        return noted
+
+    monkeypatch.setattr(tool_options, "call_grammar", noting(tool_options.call_grammar))
+    monkeypatch.setattr(ChatTemplate, "submit", noting(ChatTemplate.submit))
+    body = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "max_tokens": 1}
+    assert plain.call("POST", "/v1/chat/completions", body)[0] == 200
+    assert plain.call("POST", "/tokenize", {"messages": ASK, "tools": TOOLS})[0] == 200
+    assert len(threads) == 3
+    assert all(name.startswith("jaxserve-beside") for name in threads), threads
 
 
 def test_a_schema_that_no_grammar_takes(
