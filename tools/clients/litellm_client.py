@@ -68,9 +68,8 @@ def embeddings() -> None:
 
 @check("responses()", needs="/v1/responses")
 def responses() -> None:
-    found = litellm.responses(
-        f"openai/{MODEL}", input=ASK, max_output_tokens=24, api_base=BASE_URL, api_key=KEY
-    )
+    where = {"api_base": BASE_URL, "api_key": KEY}
+    found = litellm.responses(ASK, f"openai/{MODEL}", max_output_tokens=24, **where)
     assert found.output_text
 
 
