@@ -85,6 +85,9 @@ def test_a_whole_answer_says_what_was_asked_for_and_what_came_of_it(plain: Plain
     night = {"x-slo-class": "night", "x-slo-tier": "best_effort", "x-slo-met": "true"}
     times = {"x-slo-ttft-ms": "1500", "x-slo-jct-ms": "600000"}
     assert told(headers) == {**night, **times, "server-timing": timing}
+    response = {"input": "a", "model": INFO.model, "max_output_tokens": 4, "slo": "night"}
+    _, _, headers = plain.call("POST", "/v1/responses", response)
+    assert told(headers) == {**night, **times, "server-timing": timing}
     for path in ("/v1/models", "/version"):
         assert not told(plain.call("GET", path)[2])
     assert not told(plain.call("POST", "/tokenize", {"prompt": "a"})[2])
