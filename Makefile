@@ -85,6 +85,7 @@ reference: $(REFERENCE)/.ready ## regenerate the reference logits and answers wi
 	$(REFERENCE)/bin/python tools/reference/make_gguf_reference.py --check
 	$(REFERENCE)/bin/python tools/reference/make_mxfp4_reference.py --check
 	$(REFERENCE)/bin/python tools/reference/make_peft_reference.py --check
+	$(REFERENCE)/bin/python tools/reference/make_pooling_reference.py --check
 
 $(REFERENCE)/.ready: tools/reference/requirements.txt
 	$(PYTHON) -m venv $(REFERENCE)

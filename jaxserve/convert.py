@@ -47,7 +47,8 @@ from jaxserve.writable import check_folder
 
 ORBAX, SAFETENSORS = "orbax", "safetensors"
 COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-          "vocab.json", "merges.txt", "chat_template*", "LICENSE*")  # fmt: skip
+          "vocab.json", "merges.txt", "chat_template*", "LICENSE*",
+          "modules.json", "*_Pooling/config.json")  # fmt: skip
 
 
 def convert(
@@ -130,7 +131,9 @@ def convert(
         return
     for pattern in COPIED:
         for path in source.glob(pattern):
-            shutil.copyfile(path, target / path.name)
+            there = target / path.relative_to(source)
+            there.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, there)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ MAX_LOGIT_BIAS = 300
 MAX_N = 16
 MAX_SEED = 2**63 - 1
 MAX_GRAMMAR = 65_536  # characters
+MAX_SCORED_TOKENS = 16
 MAX_CHOICES = 1024
 LEAST_VALUE, MOST_VALUE = 1e-3, 1e3
 _MOST = sys.float_info.max  # an integer may be larger, and no float can be made of it then
@@ -286,9 +287,62 @@ class SamplingParams:
         )
 
 
+class PoolingType(enum.StrEnum):
+    """What one vector is made of."""
+
+    LAST = enum.auto()
+    MEAN = enum.auto()
+    CLS = enum.auto()
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """What is to become of a prompt that nothing is generated for.
+
+    Attributes:
+        pooling: Which hidden states, behind the model's last norm, make the vector: the last
+            token's, the mean of all, or the first token's.
+        normalize: Whether its length is to be 1.
+        dimensions: How many of its first numbers; None for all. They are cut before normalising.
+        scored_token_ids: Instead of a vector: the logits, behind the prompt, of these tokens.
+
+    Raises:
+        InvalidRequest: A value is out of range; it names the field.
+    """
+
+    pooling: PoolingType = PoolingType.LAST
+    normalize: bool = True
+    dimensions: int | None = None
+    scored_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None:
+            _in_range("dimensions", self.dimensions, 1, None)
+        at_most_entries("tokens", len(self.scored_token_ids), MAX_SCORED_TOKENS)
+
+    def with_own(
+        self, pooling: str | None, normalize: bool | None, dimensions: int | None
+    ) -> PoolingParams:
+        """The same but for what is given. Raises InvalidRequest."""
+        if pooling is not None and pooling not in list(PoolingType):
+            known = ", ".join(PoolingType)
+            raise InvalidRequest("pooling", f"{pooling!r:.80} is not known (known: {known})")
+        return PoolingParams(
+            self.pooling if pooling is None else PoolingType(pooling),
+            self.normalize if normalize is None else normalize,
+            dimensions,
+        )
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether hidden states before the last token's are needed, so that all of the prompt has
+        to be computed."""
+        return not self.scored_token_ids and self.pooling is not PoolingType.LAST
+
+
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue.
+    """One prompt to continue, or to make a vector of.
 
     Attributes:
         id: Names the request in results, cancellations and logs.
@@ -312,9 +366,12 @@ class Request:
         adapter: Name of the adapter (LoRA) that computes it; empty for the model as it is.
         prediction: Token ids of what the output is likely to be, drafts of which are checked where
             the policy speculates. It changes no text.
+        pooling: What is wanted in place of an output; None for an output. `sampling` is then
+            NOTHING_SAMPLED.
 
     Raises:
-        InvalidRequest: The prompt is empty, or the value is not between LEAST_VALUE and MOST_VALUE.
+        InvalidRequest: The prompt is empty, the value is not between LEAST_VALUE and MOST_VALUE, or
+            something is to be sampled beside `pooling`.
     """
 
     id: str
@@ -332,14 +389,19 @@ class Request:
     block_keys: tuple[bytes, ...] | None = None
     prediction: tuple[int, ...] = ()
     adapter: str = ""
+    pooling: PoolingParams | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise InvalidRequest("prompt", "is empty; at least 1 token is needed")
+        if self.pooling is not None and self.sampling != NOTHING_SAMPLED:
+            raise InvalidRequest("sampling", "nothing is sampled where a vector is wanted")
         _in_range("value", self.value, LEAST_VALUE, MOST_VALUE)
 
 
-def validate(request: Request, *, max_model_len: int, vocab_size: int, pool_tokens: int) -> None:
+def validate(
+    request: Request, *, max_model_len: int, vocab_size: int, pool_tokens: int, d_model: int
+) -> None:
     """Checks a request against what this engine can serve.
 
     Args:
@@ -347,6 +409,7 @@ def validate(request: Request, *, max_model_len: int, vocab_size: int, pool_toke
         max_model_len: The most prompt and output tokens.
         vocab_size: Token ids are below it.
         pool_tokens: Tokens that the whole block pool holds.
+        d_model: Numbers of a pooled vector.
 
     Raises:
         InvalidRequest: A field exceeds a limit; the error names both.
@@ -363,6 +426,9 @@ def validate(request: Request, *, max_model_len: int, vocab_size: int, pool_toke
             f"at most {limit} in all can be served",
         )
     thinking = request.sampling.thinking
+    pooling = request.pooling or PoolingParams()
+    if pooling.dimensions is not None:
+        _in_range("dimensions", pooling.dimensions, 1, d_model)
     named = (
         ("prompt", request.prompt),
         ("logit_bias", tuple(token for token, _ in request.sampling.logit_bias)),
@@ -370,6 +436,7 @@ def validate(request: Request, *, max_model_len: int, vocab_size: int, pool_toke
         ("shown_token_ids", request.sampling.shown_token_ids),
         ("thinking.close", () if thinking is None else thinking.close),
         ("prediction", request.prediction),
+        ("tokens", pooling.scored_token_ids),
     )
     for name, tokens in named:
         for kind in set(map(type, tokens)):
@@ -399,3 +466,11 @@ def at_most_entries(name: str, count: int, limit: int) -> None:
     """Raises InvalidRequest, naming the field, for a longer list."""
     if count > limit:
         raise InvalidRequest(name, f"has {count} entries; at most {limit} are allowed")
+
+
+NOTHING_SAMPLED = SamplingParams(max_tokens=1)
+"""Of requests with `Request.pooling`: they are prefills with one step that samples, as far as
+scheduling goes. Nobody is told of that token."""
+
+USUAL_POOLING = PoolingParams()
+"""Of models that do not say how vectors are made: the last token's, normalised."""

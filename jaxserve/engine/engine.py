@@ -203,6 +203,7 @@ class Engine:
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             pool_tokens=info.pool_tokens,
+            d_model=info.d_model,
         )
         self._places.check(request)
         self._adapter(request)
@@ -314,8 +315,9 @@ class Engine:
 
     def _keys(self, request: Request, adapter: Adapter | None) -> KeyChain | None:
         """The keys of the prompt's blocks. None without reuse, and for who wants to know the
-        log-probabilities of all prompt tokens: they have to be computed."""
-        if self._block_keys is None or request.sampling.prompt_logprobs is not None:
+        log-probabilities or the hidden states of all prompt tokens: they have to be computed."""
+        pooled = request.pooling is not None and request.pooling.needs_all
+        if self._block_keys is None or pooled or request.sampling.prompt_logprobs is not None:
             return None
         known, digest = request.block_keys or (), b"" if adapter is None else adapter.digest
         whose = request.tenant, request.cache_salt
@@ -325,7 +327,7 @@ class Engine:
         self, request: Request, texts: Sequence[ContinuationText], adapter: Adapter | None
     ) -> list[Drafting]:
         """What drafts for each continuation; none where nobody does."""
-        if self._drafts is None:
+        if self._drafts is None or request.pooling is not None:
             return []
         known = request.prompt, request.tenant, request.cache_salt, request.prediction
         digest = b"" if adapter is None else adapter.digest

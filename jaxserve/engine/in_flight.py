@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxserve.engine.device.executor import Handle, PendingSample
+from jaxserve.engine.pooling import Pooling
 from jaxserve.engine.prompt_logprobs import PromptLogprobs
 from jaxserve.engine.sequence import Continuation
 from jaxserve.engine.stats import StepStats
@@ -49,6 +50,7 @@ class InFlight:
             `PendingSample` until `StepLoop.sample`.
         emitting: who samples in it.
         prompts: the prompt log-probabilities that the step computes; None if no request wants any.
+        pooling: the vectors that it computes, or parts of them; None likewise.
         watched: its predicted time, for `StepWatch.finished` to compare with the measured one.
         begin: when its planning began, in seconds on the engine's clock.
         stats: its record for the observers, without what is known only when it has finished.
@@ -57,15 +59,20 @@ class InFlight:
     handle: Handle | PendingSample
     emitting: list[Emitting]
     prompts: PromptLogprobs | None
+    pooling: Pooling | None
     watched: Watched
     begin: float
     stats: StepStats
 
     @property
     def recipients(self) -> list[Continuation]:
-        """Continuations that get a token or prompt log-probabilities from this step, each once."""
-        pieces = [] if self.prompts is None else self.prompts.pieces
-        told = [piece.continuation for piece in pieces]
+        """Continuations that get a token, prompt log-probabilities or a part of their vector from
+        this step, each once."""
+        told = [
+            piece.continuation
+            for of in (self.prompts, self.pooling)
+            for piece in (() if of is None else of.pieces)
+        ]
         return list(dict.fromkeys([*(one.continuation for one in self.emitting), *told]))
 
     @property

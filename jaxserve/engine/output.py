@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jaxserve.sched.slo.verdict import Verdict
 
 
@@ -105,6 +107,7 @@ class Output:
             the second token, as the first has no probability.
         engine_failed: whether the error is the engine's, and not this request's alone.
         expected_missed: whether the policy has just given its targets up; told once, if at all.
+        pooled: float32, the vector or the logits that `Request.pooling` asks for, in the last one.
     """
 
     request_id: str
@@ -121,3 +124,4 @@ class Output:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     engine_failed: bool = False
     expected_missed: bool = False
+    pooled: np.ndarray | None = field(default=None, compare=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from jaxserve.engine.block_keys import KeyChain
 from jaxserve.engine.device.sampling_state import RequestRow, SlotParams
 from jaxserve.engine.drafts.speculator import Speculator
@@ -48,6 +50,9 @@ class Continuation:
         preempted: when it lost all of its cache, likewise.
         untold: first prompt token whose log-probability no launched step reports; None if there is
             none left to report.
+        uncounted: first prompt token that no launched step counts for `pooled`; None if there is
+            none left to count, or no vector is wanted.
+        pooled: sum of the hidden states that were counted, or the logits that are wanted.
     """
 
     def __init__(
@@ -76,6 +81,8 @@ class Continuation:
         self.preempted: list[float] = []
         asks = request.sampling.prompt_logprobs is not None and len(request.prompt) > 1
         self.untold: int | None = 1 if asks else None
+        self.uncounted: int | None = None if request.pooling is None else 0
+        self.pooled: np.ndarray | None = None
         self._text, self._sampling_row = text, sampling_row
         self._on_output = on_output
         self._told = False  # the last `Output` was sent, or its callback raised
@@ -151,6 +158,24 @@ class Continuation:
             token_times=(now,) * taken,
         )
         self._tell(news if reason is None else self._last(news, reason, now, preemptions))
+        return reason
+
+    def end_pooled(
+        self, token: int, vector: np.ndarray, now: float, preemptions: int
+    ) -> FinishReason:
+        """Ends it with its vector.
+
+        Args:
+            token: that was sampled behind the prompt, of which nobody is told.
+            vector: what was wanted.
+            now: seconds on the engine's clock.
+            preemptions: how often it has lost its cache so far.
+        """
+        self.token_times.append(now)
+        self.output_tokens.append(token)
+        self.finished, reason = True, FinishReason.STOP
+        news = Output(self.request.id, self.index, finish_reason=reason, pooled=vector)
+        self._tell(self._last(news, reason, now, preemptions))
         return reason
 
     def fail(self, now: float, preemptions: int, error: str, *, engine_failed: bool) -> None:

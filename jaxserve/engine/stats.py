@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.cost.cost_model import BatchFeatures
-from jaxserve.sched.request import Request, Tier
+from jaxserve.sched.request import USUAL_POOLING, PoolingParams, Request, Tier
 from jaxserve.sched.slo.verdict import Verdict
 
 
@@ -237,6 +237,8 @@ class EngineInfo:
         retention: which of that stays when its room is wanted.
         cache_dtype: of the pool.
         speculates: whether drafts are checked (the policy variant `+spec`).
+        d_model: numbers of a hidden state, and so of a pooled vector.
+        pooling: how vectors are made of prompts where a request does not say.
     """
 
     model: str
@@ -261,6 +263,8 @@ class EngineInfo:
     retention: str = "lru"
     cache_dtype: str = ""
     speculates: bool = False
+    d_model: int = 0
+    pooling: PoolingParams = USUAL_POOLING
 
 
 class Observer:

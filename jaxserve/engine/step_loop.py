@@ -20,6 +20,7 @@ from jaxserve.engine.device.batch_layout import Layout, PackedBatch
 from jaxserve.engine.device.batching import build_batch, carry_out, sampling_rows
 from jaxserve.engine.device.compile_counter import CompileCounter, CompiledAfterWarmup
 from jaxserve.engine.device.executor import Executor, Handle, PendingSample
+from jaxserve.engine.device.pooling_step import Pooled
 from jaxserve.engine.device.sampling import SampleResult, mask_words
 from jaxserve.engine.device.sampling_state import (
     COUNT_MASK,
@@ -32,6 +33,7 @@ from jaxserve.engine.drafts.drafting import Drafting
 from jaxserve.engine.drafts.speculator import Speculator
 from jaxserve.engine.in_flight import Emitting, InFlight
 from jaxserve.engine.output import COMPLETE, FinishReason, Output
+from jaxserve.engine.pooling import Pooling, uncounted, vector_of
 from jaxserve.engine.prompt_logprobs import PromptLogprobs, entries, untold
 from jaxserve.engine.sequence import NO_SLOT, Continuation
 from jaxserve.engine.stats import EngineInfo, StepStats
@@ -287,9 +289,9 @@ class StepLoop:
         admitted = [member for member in members if member.slot == NO_SLOT]
         for member in admitted:
             self._take_slot(member, begin)
-        layout, batch, prompts = self._batch(step, members)
+        layout, batch, prompts, pooling = self._batch(step, members)
         emitting = [_emitting(i, members[j], step, j) for i, j in sampling_rows(step, batch)]
-        handle = self._start(layout, batch, emitting, prompts, full=step.sampling)
+        handle = self._start(layout, batch, emitting, prompts, pooling, full=step.sampling)
         for row in scheduler.release_finished(step).tolist():
             self._release_slot(self.live[row])
         watched = self.watch.launched(step, self._clock(), usual=prompts is None)
@@ -319,7 +321,7 @@ class StepLoop:
             plan_time=planned - begin,
             launch_time=self._clock() - planned,
         )
-        flying = InFlight(handle, emitting, prompts, watched, begin, stats)
+        flying = InFlight(handle, emitting, prompts, pooling, watched, begin, stats)
         self._end_failed_members()
         self._preemptions = self._received = 0
         self._wake_time = self._receive_time = 0.0
@@ -349,9 +351,10 @@ class StepLoop:
 
     def _batch(
         self, step: Step, members: Sequence[Continuation]
-    ) -> tuple[Layout, PackedBatch, PromptLogprobs | None]:
+    ) -> tuple[Layout, PackedBatch, PromptLogprobs | None, Pooling | None]:
         slots = np.array([member.slot for member in members], np.int32)
-        buckets, pool, pieces = self._executor.buckets, self._scheduler.pool, untold(members, step)
+        buckets, pool = self._executor.buckets, self._scheduler.pool
+        told, counted = untold(members, step), uncounted(members, step)
         adapters = self._scheduler.table.adapter[step.rows]
         columns = int(self._columns[adapters].max(initial=0))
         layout, batch = build_batch(
@@ -359,9 +362,10 @@ class StepLoop:
             drafts_of=self._draft_of,
             adapters=adapters if columns else None,
             columns=columns,
-            mixed=bool(pieces),
+            mixed=bool(told or counted),
         )
-        return layout, batch, PromptLogprobs.of_step(pieces, step, layout, batch)
+        of = step, layout, batch
+        return layout, batch, PromptLogprobs.of_step(told, *of), Pooling.of_step(counted, *of)
 
     def _start(
         self,
@@ -369,13 +373,17 @@ class StepLoop:
         batch: PackedBatch,
         emitting: Sequence[Emitting],
         prompts: PromptLogprobs | None,
+        pooling: Pooling | None,
         *,
         full: bool,
     ) -> Handle | PendingSample:
         targets = None if prompts is None else prompts.targets
+        wanted = None if pooling is None else pooling.wanted
         if any(map(_held, emitting)):
-            return self._executor.compute(layout, batch.buffer, targets=targets)
-        return self._executor.submit(layout, batch.buffer, full=full, targets=targets)
+            return self._executor.compute(layout, batch.buffer, targets=targets, wanted=wanted)
+        return self._executor.submit(
+            layout, batch.buffer, full=full, targets=targets, wanted=wanted
+        )
 
     def _tokens_of(self, row: int, first: int, end: int) -> Sequence[int]:
         try:
@@ -435,8 +443,9 @@ class StepLoop:
         assert not isinstance(step.handle, PendingSample)
         result = step.handle.result()  # raises what the device raised
         prompt = None if step.prompts is None else step.handle.prompt()
+        pooled = None if step.pooling is None else step.handle.pooled()
         try:
-            self._take_in(step, result, prompt)
+            self._take_in(step, result, prompt, pooled)
         except BaseException as error:
             self._fail_step(error, step.recipients)
         self.steps += 1
@@ -446,11 +455,20 @@ class StepLoop:
                 f"{step.stats.num_rows} rows and {step.stats.padded_tokens} padded tokens"
             )
 
-    def _take_in(self, step: InFlight, result: SampleResult, prompt: SampleResult | None) -> None:
+    def _take_in(
+        self,
+        step: InFlight,
+        result: SampleResult,
+        prompt: SampleResult | None,
+        pooled: Pooled | None,
+    ) -> None:
         now = self._clock()
         device_time = self.watch.finished(step.watched, now)
         if step.prompts is not None and prompt is not None:
             for continuation, error in step.prompts.deliver(prompt):
+                self._fail(continuation, error)
+        if step.pooling is not None and pooled is not None:
+            for continuation, error in step.pooling.deliver(pooled):
                 self._fail(continuation, error)
         sampled = result.tokens.tolist()
         mine = [
@@ -477,14 +495,21 @@ class StepLoop:
         continuation, end = one.continuation, one.at + len(tokens)
         came = continuation.token_times
         last, before = (came[-1] if came else None), len(came)
+        preemptions = int(self._scheduler.table.preemptions[continuation.row])
         try:
-            reason = continuation.feed(
-                tokens,
-                now,
-                int(self._scheduler.table.preemptions[continuation.row]),
-                entries(result, one.at, end, continuation.request.sampling.logprobs),
-                drafted=len(one.draft),
-            )
+            if continuation.request.pooling is not None:
+                vector = vector_of(continuation)
+                reason: FinishReason | None = continuation.end_pooled(
+                    tokens[0], vector, now, preemptions
+                )
+            else:
+                reason = continuation.feed(
+                    tokens,
+                    now,
+                    preemptions,
+                    entries(result, one.at, end, continuation.request.sampling.logprobs),
+                    drafted=len(one.draft),
+                )
         finally:
             self._observe_tokens(continuation.request, last, len(came) - before, now)
         chain = continuation.block_keys

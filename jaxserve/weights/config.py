@@ -22,6 +22,7 @@ from jaxserve.models.registry import family_for
 from jaxserve.weights.errors import CheckpointError, read_json
 from jaxserve.weights.gguf_blocks import find_blocks
 from jaxserve.weights.quantized_config import find_quantization, stored_format
+from jaxserve.weights.sentence_transformers import lacks_head
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,9 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         hf["eos_token_id"] = list(dict.fromkeys(ids))
         family = family_for(hf)
         config = family.config_from_hf(hf)
+        if not config.tied and lacks_head(folder, family.prefix):
+            hf["tie_word_embeddings"] = True
+            config = dataclasses.replace(config, tied=True)
         if stored is not None and not isinstance(stored, Quantization):
             stored = find_quantization(folder, stored, family, config)
     except CheckpointError:

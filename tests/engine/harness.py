@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.config import Config
@@ -22,7 +23,14 @@ from jaxserve.engine.startup.step_profile import Progress, Seconds, timed_model
 from jaxserve.engine.startup.step_timer import Shape
 from jaxserve.sched.cost.cost_model import LinearCostModel
 from jaxserve.sched.cost.padding import Padding
-from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.sched.request import (
+    NOTHING_SAMPLED,
+    SLO,
+    PoolingParams,
+    Request,
+    SamplingParams,
+    Tier,
+)
 
 TIMEOUT = 120  # seconds until a test gives up on the engine
 
@@ -245,6 +253,25 @@ def send(
     on.check(request)
     on.submit(request, stream)
     return name, stream
+
+
+def pool(on: Engine, prompt: Sequence[int], pooling: PoolingParams, adapter: str = "") -> Stream:
+    """Submits one request for a vector; its stream."""
+    stream = Stream()
+    name = f"request-{next(_names)}"
+    request = Request(name, tuple(prompt), NOTHING_SAMPLED, adapter=adapter, pooling=pooling)
+    on.check(request)
+    on.submit(request, stream)
+    return stream
+
+
+def vector(stream: Stream) -> np.ndarray:
+    """The stream's, before which nothing comes, and with which no token."""
+    (last,) = stream.wait().outputs
+    assert last.finish_reason is FinishReason.STOP, last.error
+    assert (last.token_ids, last.text) == ((), "") and last.pooled is not None
+    assert last.pooled.dtype == np.float32
+    return last.pooled
 
 
 SAMPLING: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}

@@ -82,14 +82,14 @@ def test_empty_prompt() -> None:
 )
 def test_engine_limits(request_: Request, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        validate(request_, max_model_len=64, vocab_size=100, pool_tokens=1000)
+        validate(request_, max_model_len=64, vocab_size=100, pool_tokens=1000, d_model=8)
 
 
 def test_pool_limits_a_request_too() -> None:
     request = Request("a", (1,) * 60, SamplingParams(max_tokens=4))
-    validate(request, max_model_len=64, vocab_size=100, pool_tokens=64)
+    validate(request, max_model_len=64, vocab_size=100, pool_tokens=64, d_model=8)
     with pytest.raises(InvalidRequest, match="at most 31"):
-        validate(request, max_model_len=64, vocab_size=100, pool_tokens=32)
+        validate(request, max_model_len=64, vocab_size=100, pool_tokens=32, d_model=8)
 
 
 def test_import_sched_is_still_the_standard_library() -> None:

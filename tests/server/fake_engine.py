@@ -24,7 +24,15 @@ from jaxserve.engine.stats import EngineInfo, EngineStats, Observer, RequestStat
 from jaxserve.sched.cache.pool_map import BlockUse
 from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.cost.reachability import SloProblem
-from jaxserve.sched.request import Grammar, InvalidRequest, Request, Thinking, validate
+from jaxserve.sched.request import (
+    Grammar,
+    InvalidRequest,
+    PoolingParams,
+    PoolingType,
+    Request,
+    Thinking,
+    validate,
+)
 from jaxserve.sched.slo.ttft_estimator import Wait
 from jaxserve.sched.slo.verdict import judge, tbt_that_counts
 
@@ -50,6 +58,7 @@ INFO = EngineInfo(
     cost_model="timed at the start",
     hidden_read="projected",
     rho=2.5e-6,
+    d_model=4,
 )
 
 
@@ -210,6 +219,7 @@ class FakeEngine:
             max_model_len=INFO.max_model_len,
             vocab_size=INFO.vocab_size,
             pool_tokens=INFO.pool_tokens,
+            d_model=INFO.d_model,
         )
         if request.sampling.grammar is not None:
             self.check_grammar(request.sampling.grammar)
@@ -354,6 +364,9 @@ class FakeEngine:
         if sampling.prompt_logprobs is not None and not done:
             self._prompt(running, index, sampling.prompt_logprobs)
         output = Output(running.request.id, index, (token,), self.text(done), logprobs)
+        if running.request.pooling is not None:
+            vector = self._pooled(running.request, running.request.pooling)
+            output = Output(running.request.id, index, pooled=vector)
         running.produced[index] = done + 1
         if done + 1 == self.ends_at:
             self._finish(running, index, FinishReason.STOP, output)
@@ -363,6 +376,17 @@ class FakeEngine:
         else:
             self._finish(running, index, FinishReason.LENGTH, output)
             del running.produced[index]
+
+    def _pooled(self, request: Request, pooling: PoolingParams) -> np.ndarray:
+        """Logits are ids, in tenths. Vectors have the prompt's length and a 1 at its kind's
+        place."""
+        if pooling.scored_token_ids:
+            return np.array(pooling.scored_token_ids, np.float32) / 10
+        found = np.zeros(INFO.d_model, np.float32)
+        found[0] = len(request.prompt)
+        found[1 + list(PoolingType).index(pooling.pooling)] = 1
+        found = found[: pooling.dimensions]
+        return found / np.linalg.norm(found) if pooling.normalize else found
 
     def _prompt(self, running: Running, index: int, k: int) -> None:
         """Of token t: -t / 8, and as much for t + 1 and those after it; in two pieces."""

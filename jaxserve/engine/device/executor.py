@@ -24,6 +24,7 @@ from jaxserve.engine.device.cache_moves import Mover
 from jaxserve.engine.device.device_arrays import put_replicated
 from jaxserve.engine.device.hidden_cache import make_project_to_kv
 from jaxserve.engine.device.model_step import StepOutput, make_model_step
+from jaxserve.engine.device.pooling_step import Pooled, Wanted, make_pooling_step
 from jaxserve.engine.device.prompt_logprobs_step import make_prompt_step
 from jaxserve.engine.device.sampling import SampleResult, mask_words, sample_full
 from jaxserve.engine.device.sampling_state import SlotParams, admit, init_state, replicated, warm_up
@@ -53,6 +54,11 @@ class Handle(Protocol):
         step with targets."""
         ...
 
+    def pooled(self) -> Pooled:
+        """Vectors and logits of what the step was wanted for, as NumPy arrays. Only for a step with
+        `wanted`."""
+        ...
+
 
 @dataclass(frozen=True)
 class PendingSample:
@@ -66,6 +72,7 @@ class PendingSample:
         emit: [R], whether a row samples a token.
         checked: which of them are drafts; None where none may be.
         prompt: [T], what the model thought of the step's targets; None without targets.
+        pooled: what the step was wanted for; None for nothing.
     """
 
     rows: int
@@ -74,6 +81,7 @@ class PendingSample:
     emit: Any
     checked: Any = None
     prompt: Any = None
+    pooled: Any = None
 
 
 class Executor(Protocol):
@@ -163,6 +171,7 @@ class Executor(Protocol):
         *,
         full: bool,
         targets: np.ndarray | None = None,
+        wanted: Wanted | None = None,
     ) -> Handle:
         """Launches one step.
 
@@ -173,11 +182,18 @@ class Executor(Protocol):
             targets: int32 [layout.tokens], the token that follows each in its prompt, or
                 `layout.NO_TARGET`; None where no request asks for its prompt's logprobs. Not of a
                 decode step.
+            wanted: hidden states to sum up, and logits to tell; None where no request asks for
+                any. Not of a decode step.
         """
         ...
 
     def compute(
-        self, layout: Layout, packed: np.ndarray, *, targets: np.ndarray | None = None
+        self,
+        layout: Layout,
+        packed: np.ndarray,
+        *,
+        targets: np.ndarray | None = None,
+        wanted: Wanted | None = None,
     ) -> PendingSample:
         """Launches one step up to its logits. `sample` must follow; arguments as in `submit`."""
         ...
@@ -202,6 +218,7 @@ class StepHandle:
 
     _result: SampleResult
     _prompt: SampleResult | None
+    _pooled: Pooled | None
 
     def result(self) -> SampleResult:
         """See `Handle`."""
@@ -211,6 +228,11 @@ class StepHandle:
         """See `Handle`."""
         assert self._prompt is not None
         return jax.tree.map(np.asarray, self._prompt)
+
+    def pooled(self) -> Pooled:
+        """See `Handle`."""
+        assert self._pooled is not None
+        return jax.tree.map(np.asarray, self._pooled)
 
 
 class JaxExecutor:
@@ -249,6 +271,7 @@ class JaxExecutor:
         placed = pool_format(pool)
         self._step = make_model_step(model, placed)
         self._score = make_prompt_step(model)
+        self._pool_states = make_pooling_step(model)
         large = [layout for layout in buckets.all() if layout.mirrors]
         self._tables: Any = put_replicated(empty_tables(large[0]), self._place) if large else None
         placed_alike: dict[str, Any] = {
@@ -299,36 +322,50 @@ class JaxExecutor:
         *,
         full: bool,
         targets: np.ndarray | None = None,
+        wanted: Wanted | None = None,
     ) -> StepHandle:
         """See `Executor`."""
         if full:
-            return self._launch_sampling(self.compute(layout, packed, targets=targets))
-        done, prompt = self._launch(layout, layout.greedy(packed), targets)
-        return self._handle(SampleResult(done.tokens), prompt)
+            pending = self.compute(layout, packed, targets=targets, wanted=wanted)
+            return self._launch_sampling(pending)
+        done, prompt, pooled = self._launch(layout, layout.greedy(packed), targets, wanted)
+        return self._handle(SampleResult(done.tokens), prompt, pooled)
 
     def compute(
-        self, layout: Layout, packed: np.ndarray, *, targets: np.ndarray | None = None
+        self,
+        layout: Layout,
+        packed: np.ndarray,
+        *,
+        targets: np.ndarray | None = None,
+        wanted: Wanted | None = None,
     ) -> PendingSample:
         """See `Executor`."""
-        done, prompt = self._launch(layout, packed, targets)
+        done, *beside = self._launch(layout, packed, targets, wanted)
         checked = done.checked if layout.drafts else self._no_drafts.get(layout.rows)
-        return PendingSample(layout.rows, done.logits, done.slots, done.emit, checked, prompt)
+        return PendingSample(layout.rows, done.logits, done.slots, done.emit, checked, *beside)
 
     def _launch(
-        self, layout: Layout, packed: np.ndarray, targets: np.ndarray | None
-    ) -> tuple[StepOutput, SampleResult | None]:
-        """The model's step, and what is known of the targets."""
+        self,
+        layout: Layout,
+        packed: np.ndarray,
+        targets: np.ndarray | None,
+        wanted: Wanted | None,
+    ) -> tuple[StepOutput, SampleResult | None, Pooled | None]:
+        """The model's step, what is known of the targets, and what else is wanted."""
         if self._mover is not None:
             self._mover.check()
         with self._mesh or contextlib.nullcontext():
             batch = self._put(layout, packed)
             done = self._step(*self._arguments(layout, batch), layout=layout)
             self.pool, self._state = done.pool, self._state.after(done.newest)
-            prompt = None
+            prompt = pooled = None
             if targets is not None:
-                wanted = put_replicated(targets, self._place)
-                prompt = self._score(self.params, done.hidden, wanted, rows=layout.rows)
-        return done, prompt
+                of = put_replicated(targets, self._place)
+                prompt = self._score(self.params, done.hidden, of, rows=layout.rows)
+            if wanted is not None:
+                what = put_replicated(wanted, self._place)
+                pooled = self._pool_states(self.params, done.hidden, done.logits, *what)
+        return done, prompt, pooled
 
     def _arguments(self, layout: Layout, batch: jax.Array) -> tuple[Any, ...]:
         """Of a model's step."""
@@ -358,12 +395,14 @@ class JaxExecutor:
                 *(self._state, pending.logits, pending.slots, pending.emit),
                 *(masks, pending.checked),
             )
-        return self._handle(result, pending.prompt)
+        return self._handle(result, pending.prompt, pending.pooled)
 
-    def _handle(self, result: SampleResult, prompt: SampleResult | None) -> StepHandle:
-        for leaf in jax.tree.leaves((result, prompt)):
+    def _handle(
+        self, result: SampleResult, prompt: SampleResult | None, pooled: Pooled | None
+    ) -> StepHandle:
+        for leaf in jax.tree.leaves((result, prompt, pooled)):
             leaf.copy_to_host_async()
-        return StepHandle(result, prompt)
+        return StepHandle(result, prompt, pooled)
 
     def project_to_kv(self, layout: Layout, packed: np.ndarray) -> None:
         """See `Executor`."""
@@ -425,11 +464,15 @@ class JaxExecutor:
         _SAMPLE_FULL.lower(self._state, logits, each, true, masks, checked).compile()
 
     def _compile_scorer(self, layout: Layout) -> None:
-        """Likewise what scores the prompt of a step."""
+        """Likewise what scores the prompt of a step, and what makes vectors of it."""
         hidden = self._like((layout.tokens, self._d_model), self._activations)
         score: Any = self._score
         targets = self._like((layout.tokens,), np.int32)
         score.lower(self.params, hidden, targets, rows=layout.rows).compile()
+        pool: Any = self._pool_states
+        logits = self._like((layout.rows, self._state.vocab_size), np.float32)
+        wanted = (self._like(each.shape, np.int32) for each in Wanted.nothing(layout))
+        pool.lower(self.params, hidden, logits, *wanted).compile()
 
     def _like(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         """An array on the one device."""
@@ -444,7 +487,8 @@ class JaxExecutor:
     def _run_once(self, layout: Layout, full: bool) -> None:
         """A step on padding, which compiles what goes with it, unless that is compiled already."""
         targets = layout.no_targets() if _scored(layout) else None
-        self.submit(layout, layout.empty(), full=full, targets=targets).result()
+        wanted = Wanted.nothing(layout) if _scored(layout) else None
+        self.submit(layout, layout.empty(), full=full, targets=targets, wanted=wanted).result()
         if full and self._masked_sampling:
             masks = np.zeros((layout.rows, mask_words(self._state.vocab_size)), np.uint32)
             self.sample(self.compute(layout, layout.empty()), masks).result()

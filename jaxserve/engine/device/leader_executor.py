@@ -15,6 +15,7 @@ import numpy as np
 from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.buckets import Buckets
 from jaxserve.engine.device.executor import Executor, Handle, PendingSample
+from jaxserve.engine.device.pooling_step import Pooled, Wanted
 from jaxserve.engine.device.sampling import SampleResult
 from jaxserve.engine.device.sampling_state import SlotParams
 from jaxserve.engine.errors import HostLost
@@ -56,6 +57,11 @@ class LeaderHandle:
         """See `Handle`."""
         with _blaming(self._group):
             return self._handle.prompt()
+
+    def pooled(self) -> Pooled:
+        """See `Handle`."""
+        with _blaming(self._group):
+            return self._handle.pooled()
 
 
 class LeaderExecutor:
@@ -134,20 +140,27 @@ class LeaderExecutor:
         *,
         full: bool,
         targets: np.ndarray | None = None,
+        wanted: Wanted | None = None,
     ) -> LeaderHandle:
         """See `Executor`."""
-        with self._telling(Calls.SUBMIT, packed, targets, layout=_plain(layout), full=bool(full)):
-            handle = self._local.submit(layout, packed, full=full, targets=targets)
+        fields = {"layout": _plain(layout), "full": bool(full), **_asked(targets, wanted)}
+        with self._telling(Calls.SUBMIT, packed, targets, *(wanted or ()), **fields):
+            handle = self._local.submit(layout, packed, full=full, targets=targets, wanted=wanted)
         return LeaderHandle(handle, self._group)
 
     def compute(
-        self, layout: Layout, packed: np.ndarray, *, targets: np.ndarray | None = None
+        self,
+        layout: Layout,
+        packed: np.ndarray,
+        *,
+        targets: np.ndarray | None = None,
+        wanted: Wanted | None = None,
     ) -> NumberedPendingSample:
         """See `Executor`."""
         number = next(self._numbers)
-        fields = {"layout": _plain(layout), "number": number}
-        with self._telling(Calls.COMPUTE, packed, targets, **fields):
-            step = self._local.compute(layout, packed, targets=targets)
+        fields = {"layout": _plain(layout), "number": number, **_asked(targets, wanted)}
+        with self._telling(Calls.COMPUTE, packed, targets, *(wanted or ()), **fields):
+            step = self._local.compute(layout, packed, targets=targets, wanted=wanted)
         return NumberedPendingSample(**vars(step), number=number)
 
     def sample(self, pending: PendingSample, masks: np.ndarray) -> LeaderHandle:
@@ -178,6 +191,11 @@ def _blaming(group: Group) -> Iterator[None]:
 
 def _plain(layout: Layout) -> dict[str, Any]:
     return dataclasses.asdict(layout)
+
+
+def _asked(targets: np.ndarray | None, wanted: Wanted | None) -> dict[str, bool]:
+    """Which of them follow the batch, in this order."""
+    return {"targets": targets is not None, "wanted": wanted is not None}
 
 
 def _numbers(keys: Sequence[int], counts: Sequence[int]) -> dict[str, list[int]]:

@@ -41,7 +41,7 @@ class StepOutput(NamedTuple):
         slots, emit: int32, bool [R], what sampling needs of the batch.
         checked: the tokens that the logits are of, where some may be drafts; else None.
         hidden: the last layer's output of all tokens [T, d_model], on every device, for
-            `prompt_logprobs_step.py`; None of a decode step.
+            `prompt_logprobs_step.py` and `pooling_step.py`; None of a decode step.
     """
 
     pool: Any

@@ -160,7 +160,7 @@ class SlotParams:
     """
 
     packed: np.ndarray
-    counts: np.ndarray | None
+    counts: np.ndarray | None = None
 
 
 def plain_slot(vocab_size: int) -> SlotParams:

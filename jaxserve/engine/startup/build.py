@@ -282,4 +282,6 @@ def _info(
         prefix_caching=scheduler.cache is not None,
         retention=config.cache.retention,
         speculates=chosen.policy.speculates,
+        d_model=model.d_model,
+        pooling=chosen.pooling,
     )

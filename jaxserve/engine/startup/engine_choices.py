@@ -53,8 +53,10 @@ from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.cache.cache_kinds import ABSORBED, PROJECTED
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
+from jaxserve.sched.request import USUAL_POOLING, PoolingParams
 from jaxserve.sched.scheduler import request_bytes
 from jaxserve.sched.simulation.systems.profiles import System, UnknownSystem, load
+from jaxserve.weights.sentence_transformers import load_pooling
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +85,7 @@ class Choices:
         host_slots: slots of host memory for caches.
         profile: the measured system that the configuration names; None if it names none.
         modest: whether the pool's size was not configured, see `Demand`.
+        pooling: how the checkpoint says that vectors are made.
     """
 
     model: StepModel
@@ -99,6 +102,7 @@ class Choices:
     host_slots: int
     profile: System | None
     modest: bool = False
+    pooling: PoolingParams = USUAL_POOLING
 
     @property
     def moves_cache(self) -> bool:
@@ -252,6 +256,7 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
         in_host,
         profile,
         demand.modest,
+        load_pooling(config.model.path),
     )
 
 

@@ -16,6 +16,7 @@ from jaxserve.config import Config
 from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.executor import Executor, Handle, PendingSample
 from jaxserve.engine.device.leader_executor import Calls
+from jaxserve.engine.device.pooling_step import Wanted
 from jaxserve.engine.device.sampling_state import SlotParams
 from jaxserve.engine.startup import compilation_cache
 from jaxserve.engine.startup.blueprint import Blueprint, build_executor
@@ -103,15 +104,15 @@ def _make(message: Message, executor: Executor, pending: dict[int, PendingSample
     match message.name:
         case Calls.SUBMIT:
             layout, full = Layout(**fields["layout"]), fields["full"]
-            return executor.submit(layout, arrays[0], full=full, targets=_second(message))
+            return executor.submit(layout, arrays[0], full=full, **_asked(message))
         case Calls.COMPUTE:
             layout = Layout(**fields["layout"])
-            step = executor.compute(layout, arrays[0], targets=_second(message))
+            step = executor.compute(layout, arrays[0], **_asked(message))
             pending[fields["number"]] = step
         case Calls.SAMPLE:
             return executor.sample(pending.pop(fields["number"]), arrays[0])
         case Calls.ADMIT:
-            executor.admit(fields["slot"], SlotParams(arrays[0], _second(message)))
+            executor.admit(fields["slot"], SlotParams(arrays[0], *arrays[1:]))
         case Calls.PROJECT_TO_KV:
             executor.project_to_kv(Layout(**fields["layout"]), arrays[0])
         case Calls.COPY_SLOTS:
@@ -127,8 +128,11 @@ def _make(message: Message, executor: Executor, pending: dict[int, PendingSample
     return None
 
 
-def _second(message: Message) -> Any:
-    return message.arrays[1] if len(message.arrays) > 1 else None
+def _asked(message: Message) -> dict[str, Any]:
+    """What a step is asked for beside its tokens."""
+    fields, rest = message.fields, message.arrays[1:]
+    targets, rest = (rest[0], rest[1:]) if fields["targets"] else (None, rest)
+    return {"targets": targets, "wanted": Wanted(*rest) if fields["wanted"] else None}
 
 
 def leave_signals_to_the_leader() -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.engine.startup import engine_choices
+from jaxserve.sched.request import PoolingParams, PoolingType
 from tests.engine import mixed_caches
-from tests.engine.harness import SHAPES, engine, send, write_shape
+from tests.engine.harness import SHAPES, engine, pool, send, vector, write_shape
 
 PROMPTS = [[5, 9, 4], [7] * 21, [11, 3, 8, 60, 61, 62, 63], list(range(3, 33))]
 SHARDS = (1, 4)
@@ -44,8 +45,11 @@ def serve(folder: Path, family: str) -> dict[int, Any]:
                 send(running, p, max_tokens=12, logprobs=20, prompt_logprobs=20, ignore_eos=True)[1]
                 for p in PROMPTS
             ]
+            mean = PoolingParams(PoolingType.MEAN)
+            vectors = [vector(pool(running, prompt, mean)).tolist() for prompt in PROMPTS]
             report[shards] = [
                 {
+                    "vector": found,
                     "tokens": stream.wait().tokens(),
                     "prompt": len(prompt),
                     "top": [
@@ -54,7 +58,7 @@ def serve(folder: Path, family: str) -> dict[int, Any]:
                         for entry in (*output.prompt_logprobs, *output.logprobs)
                     ],
                 }
-                for prompt, stream in zip(PROMPTS, streams, strict=True)
+                for prompt, stream, found in zip(PROMPTS, streams, vectors, strict=True)
             ]
             if mixed:
                 seen = running._scheduler.policy.seen  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.buckets import make_buckets
 from jaxserve.engine.device.executor import PendingSample
 from jaxserve.engine.device.leader_executor import LeaderExecutor
+from jaxserve.engine.device.pooling_step import Wanted
 from jaxserve.engine.device.sampling import SampleResult
 from jaxserve.engine.device.sampling_state import SlotParams
 from jaxserve.engine.errors import HostLost
@@ -114,7 +115,7 @@ def flat(calls: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     def plain(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             return value.dtype.name, value.tolist()
-        return list(value) if isinstance(value, tuple) else value
+        return [plain(each) for each in value] if isinstance(value, tuple) else value
 
     return [tuple(plain(value) for value in call) for call in calls]
 
@@ -122,12 +123,13 @@ def flat(calls: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 def test_the_follower_makes_the_same_calls(pair: Pair) -> None:
     leader, slots = pair.leader, np.array([[1, 2], [3, 0], [3, 1]], np.int32)
     assert leader.buckets is pair.local.buckets and not leader.copies_beside
-    targets = np.arange(8, dtype=np.int32)
+    targets, wanted = np.arange(8, dtype=np.int32), Wanted.nothing(LAYOUT)
     leader.admit(3, SlotParams(PACKED, None))
     leader.admit(2, SlotParams(PACKED, np.arange(5, dtype=np.uint16)))
     first = leader.submit(LAYOUT, PACKED, full=False)
     leader.submit(LAYOUT, PACKED[::-1], full=np.bool_(True), targets=targets)
-    one = leader.compute(LAYOUT, PACKED, targets=targets)
+    leader.submit(LAYOUT, PACKED, full=False, wanted=wanted)
+    one = leader.compute(LAYOUT, PACKED, targets=targets, wanted=wanted)
     other = leader.compute(LAYOUT, PACKED)
     leader.sample(other, MASKS)
     leader.sample(one, MASKS + 1)

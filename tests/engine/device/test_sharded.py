@@ -35,6 +35,7 @@ def test_shards_agree(tmp_path: Path, family: str) -> None:
     for cut in (report[shards] for shards in report if shards != "1"):
         for one, other in zip(whole, cut, strict=True):
             assert one["tokens"] == other["tokens"]
+            assert one["vector"] == pytest.approx(other["vector"], abs=1e-5)
             assert len(one["top"]) == len(other["top"]) == one["prompt"] - 1 + len(one["tokens"])
             for a, b in zip(one["top"], other["top"], strict=True):
                 common = a.keys() & b.keys()

@@ -15,6 +15,7 @@ import numpy as np
 from jaxserve.config import Config
 from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.buckets import Buckets
+from jaxserve.engine.device.pooling_step import Wanted
 from jaxserve.engine.device.sampling import SampleResult
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.startup.build import assemble
@@ -129,9 +130,16 @@ class Device:
         pass
 
     def submit(
-        self, layout: Layout, packed: np.ndarray, *, full: bool, targets: np.ndarray | None
+        self,
+        layout: Layout,
+        packed: np.ndarray,
+        *,
+        full: bool,
+        targets: np.ndarray | None,
+        wanted: Wanted | None,
     ) -> Handle:
         assert targets is None, "no request of a simulation asks for log-probabilities"
+        assert wanted is None, "nor for vectors"
         self._free = max(self._clock.now, self._free) + self._time(self.step)
         return Handle(self._clock, self._free, self._sampled(layout.rows))
 

@@ -1,0 +1,138 @@
+"""Which hidden states a step sums up, for which requests, and the vectors that come of it.
+
+A step that computes the tokens [start, end) of a prompt has their hidden states. Each is counted
+once: tokens recomputed after a preemption are not counted again, and those of a restored cache were
+counted when they were first computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.engine.device.batch_layout import Layout, PackedBatch
+from jaxserve.engine.device.pooling_step import Pooled, Wanted
+from jaxserve.engine.sequence import Continuation
+from jaxserve.sched.request import PoolingParams, PoolingType, Request
+from jaxserve.sched.step import Step
+
+_TINY = 1e-12  # a vector of zeros stays one
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens [first, end) of one prompt, whose hidden states a step has.
+
+    Attributes:
+        member: index of the continuation in the step.
+        continuation: whose prompt it is.
+        first: first token of the piece.
+        end: the token after the last.
+    """
+
+    member: int
+    continuation: Continuation
+    first: int
+    end: int
+
+
+def uncounted(members: Sequence[Continuation], step: Step) -> list[Piece]:
+    """The pieces that the step has, which are marked as counted from now on."""
+    pieces = []
+    for member, continuation in enumerate(members):
+        if continuation.uncounted is None:
+            continue
+        wanted = _wanted(continuation.request)[1]
+        first = max(int(step.start[member]), continuation.uncounted, wanted.start)
+        end = min(int(step.end[member]), wanted.stop)
+        if first < end:
+            pieces.append(Piece(member, continuation, first, end))
+            continuation.uncounted = None if end == wanted.stop else end
+    return pieces
+
+
+def _wanted(request: Request) -> tuple[PoolingParams, range]:
+    """What is wanted of it, and the tokens whose hidden states or logits that takes."""
+    params, length = request.pooling, len(request.prompt)
+    assert params is not None
+    if not params.needs_all:
+        return params, range(length - 1, length)
+    return params, range(1 if params.pooling is PoolingType.CLS else length)
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """What a launched step pools.
+
+    Attributes:
+        pieces: parts of prompts. The hidden states of piece i are summed up at place i.
+        wanted: see `Executor.submit`.
+        rows: where the logits of each piece's row are, in the step's result.
+    """
+
+    pieces: Sequence[Piece]
+    wanted: Wanted
+    rows: Sequence[int]
+
+    @classmethod
+    def of_step(
+        cls, pieces: Sequence[Piece], step: Step, layout: Layout, batch: PackedBatch
+    ) -> Pooling | None:
+        """What is wanted of a step; None if there are no pieces.
+
+        Args:
+            pieces: what `uncounted` returned for the step.
+            step: the booked step.
+            layout: its layout, not a decode layout.
+            batch: its packed rows.
+        """
+        if not pieces:
+            return None
+        wanted, rows = Wanted.nothing(layout), []
+        begins = layout.views(batch.buffer)["query_start"]
+        order = {member: i for i, member in enumerate(batch.order.tolist())}
+        for place, piece in enumerate(pieces):
+            i, (params, _) = order[piece.member], _wanted(piece.continuation.request)
+            begin = int(begins[i]) + piece.first - int(step.start[piece.member])
+            wanted.places[begin : begin + piece.end - piece.first] = place
+            row = int(batch.begins[i])
+            wanted.scored[row, : len(params.scored_token_ids)] = params.scored_token_ids
+            rows.append(row)
+        return cls(pieces, wanted, rows)
+
+    def deliver(self, found: Pooled) -> Iterator[tuple[Continuation, BaseException]]:
+        """Hands the results, NumPy arrays, to the continuations that have not ended. Yields each
+        continuation that fails over it, with the error, and goes on with the others."""
+        for place, (piece, row) in enumerate(zip(self.pieces, self.rows, strict=True)):
+            continuation = piece.continuation
+            if continuation.finished:
+                continue
+            try:
+                params, _ = _wanted(continuation.request)
+                scored = len(params.scored_token_ids)
+                part = np.array(found.scores[row, :scored] if scored else found.sums[place])
+                before = continuation.pooled
+                continuation.pooled = part if before is None else before + part
+            except BaseException as error:
+                yield continuation, error
+
+
+def vector_of(continuation: Continuation) -> np.ndarray:
+    """Its result, float32, once all that it takes is counted.
+
+    Raises:
+        ArithmeticError: the model computed what is no number.
+    """
+    params, tokens = _wanted(continuation.request)
+    total = continuation.pooled
+    assert total is not None and continuation.uncounted is None
+    if not np.isfinite(total).all():
+        raise ArithmeticError("the model computed numbers that are not finite")
+    if params.scored_token_ids:
+        return total
+    mean = total[: params.dimensions].astype(np.float64) / len(tokens)
+    if params.normalize:
+        mean /= max(float(np.sqrt(mean @ mean)), _TINY)
+    return mean.astype(np.float32)

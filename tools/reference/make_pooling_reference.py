@@ -1,0 +1,81 @@
+"""Writes, or checks, the vectors that sentence-transformers makes with a case's weights.
+
+    python tools/reference/make_pooling_reference.py            rewrite tests/reference/pooling
+    python tools/reference/make_pooling_reference.py --check    fail if a fresh run differs
+
+The base is a case of make_reference.py, with its weights, saved as an embedding checkpoint is:
+without the language model's head, so without the prefix of names. vectors.npz has prompts (int32
+[S, T], of lengths int32 [S]), a float32 [S, d_model] by pooling mode, normalised, and logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from make_reference import FOLDER as BASES
+from make_reference import TOLERANCE, with_weights
+from sentence_transformers.sentence_transformer.modules import Pooling
+
+BASE, FILE = "qwen3", BASES / "pooling" / "vectors.npz"
+MODES = ("lasttoken", "mean", "cls")
+LENGTHS = (1, 7, 16, 30)
+
+
+def vectors() -> dict[str, np.ndarray]:
+    """What the file holds."""
+    fields = json.loads((BASES / f"{BASE}.json").read_text(encoding="utf-8"))["config"]
+    vocab = fields["vocab_size"]
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model = with_weights(
+        transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+    )
+    draw = np.random.RandomState(1)
+    shape = len(LENGTHS), max(LENGTHS)
+    prompts = draw.randint(3, vocab, shape).astype(np.int32)
+    given: Any = torch.from_numpy(prompts.astype(np.int64))
+    mask = torch.arange(shape[1])[None] < torch.tensor(LENGTHS)[:, None]
+    with torch.no_grad():
+        states = model.model(given, attention_mask=mask.long(), use_cache=False).last_hidden_state
+        logits = model.lm_head(states[torch.arange(shape[0]), torch.tensor(LENGTHS) - 1])
+        found = {}
+        for mode in MODES:
+            features = {"token_embeddings": states, "attention_mask": mask.long()}
+            pooled = Pooling(states.shape[-1], pooling_mode=mode)(features)["sentence_embedding"]
+            found[mode] = torch.nn.functional.normalize(pooled).numpy()
+    lengths = np.array(LENGTHS, np.int32)
+    return {"prompts": prompts, "lengths": lengths, "logits": logits.numpy(), **found}
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    checking = parser.parse_args().check
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    made = vectors()
+    if not checking:
+        FILE.parent.mkdir(exist_ok=True)
+        np.savez_compressed(FILE, **made)
+        print(f"{FILE} written")
+        return 0
+    stored = np.load(FILE)
+    problems = [
+        f"pooling: {name} differs"
+        for name, value in made.items()
+        if not np.allclose(stored[name], value, atol=TOLERANCE, rtol=0)
+    ]
+    print("\n".join(problems) or "vectors agree")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
