@@ -393,6 +393,10 @@ class ServerConfig:
         reasoning_format: How the model writes what it thinks before it answers: granite, harmony,
             mistral, seed_oss, think, or none, where that is not told apart from the answer. auto:
             as its chat template says.
+        score_template: File with the prompt in which a model scores a pair of texts, with {query}
+            and {document} in it, where score_tokens, or a call, has tokens to score by.
+        score_tokens: One token or several, separated by commas: a score is how likely the first of
+            them is to follow, among these. Empty: it is the cosine of the texts' vectors.
     """
 
     host: str = "localhost"
@@ -425,6 +429,8 @@ class ServerConfig:
     slo_classes: Mapping[str, str] = field(default_factory=lambda: dict(SLO_CLASSES))
     tool_format: str = "auto"
     reasoning_format: str = "auto"
+    score_template: str = ""
+    score_tokens: str = ""
 
     def __post_init__(self) -> None:
         for name, low, high in (

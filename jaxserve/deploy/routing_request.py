@@ -30,16 +30,29 @@ from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.openai import request_options
 from jaxserve.server.http.openai.body_limits import parse_body
 from jaxserve.server.http.openai.chat import render_chat
-from jaxserve.server.http.openai.completions import prompts_of
-from jaxserve.server.http.openai.schema import ChatRequest, CompletionRequest, Generation
+from jaxserve.server.http.openai.completions import prompts_in, prompts_of
+from jaxserve.server.http.openai.pooling.pooling_schema import EmbeddingRequest
+from jaxserve.server.http.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    Targeted,
+)
 from jaxserve.server.proto import generation_pb2 as pb
+from jaxserve.server.requests.pooling.pooled_call import MAX_INPUTS
 from jaxserve.server.requests.slo_classes import ServiceLevel, requested_level, slo_classes
 from jaxserve.server.requests.target_headers import target_headers
 from jaxserve.server.requests.templates.chat_template import load_chat_template
 
 log = logging.getLogger(__name__)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-_KINDS: Mapping[str, type[Generation]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
+EMBEDDINGS, POOLING = "/v1/embeddings", "/pooling"
+_KINDS: Mapping[str, type[Targeted]] = {
+    COMPLETIONS: CompletionRequest,
+    CHAT: ChatRequest,
+    EMBEDDINGS: EmbeddingRequest,
+    POOLING: EmbeddingRequest,
+}
 _INLINE_CHARS = 2000  # encoding takes about a microsecond a character
 _MANY_TOKENS = 1 << 30  # of a text that is too long to be served, and will be refused
 
@@ -93,11 +106,13 @@ class RoutingRequestBuilder:
         return await _made(functools.partial(self._from_message, message, metadata), slow=slow)
 
     def _from_body(
-        self, kind: type[Generation], body: bytes, headers: Iterable[tuple[bytes, bytes]]
+        self, kind: type[Targeted], body: bytes, headers: Iterable[tuple[bytes, bytes]]
     ) -> RoutingRequest:
         call = parse_body(body, kind)
         slo, slo_class = request_options.requested_targets(call)
-        n = 1 if call.n is None else call.n
+        n = 1
+        if isinstance(call, Generation) and call.n is not None:
+            n = call.n
         prompts = self._prompts(call)
         told = isinstance(call, CompletionRequest) and bool(call.echo) and call.logprobs is not None
         tier = request_options.requested_tier(call)
@@ -169,14 +184,18 @@ class RoutingRequestBuilder:
         targets |= {"sequences": n * len(prompts), "prompts": computed * len(prompts)}
         return RoutingRequest(max(mean, 1), int(level.tier), **targets)
 
-    def _prompts(self, call: Generation) -> list[_Prompt]:
+    def _prompts(self, call: Targeted) -> list[_Prompt]:
         if isinstance(call, ChatRequest):
             text = render_chat(self._template, call).result()
             return [self._template.encode(text, self._prompt)]
-        assert isinstance(call, CompletionRequest)
+        if isinstance(call, EmbeddingRequest):
+            given = prompts_in(call.input, "input", MAX_INPUTS)
+        else:
+            assert isinstance(call, CompletionRequest)
+            given = prompts_of(call)
         return [
             self._prompt(prompt) if isinstance(prompt, str) else (len(prompt), prompt)
-            for prompt in prompts_of(call)
+            for prompt in given
         ]
 
     def _prompt(self, text: str, *, special: bool = True) -> _Prompt:

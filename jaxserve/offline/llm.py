@@ -13,7 +13,7 @@ import asyncio
 import dataclasses
 import functools
 import math
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -24,11 +24,19 @@ from jaxserve.config import Config
 from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.configs import base, tiny_cpu
 from jaxserve.engine.errors import QueueFull
-from jaxserve.offline.outputs import CompletionOutput, Piece, RequestOutput
-from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.offline.outputs import CompletionOutput, EmbeddingOutput, Piece, RequestOutput
+from jaxserve.sched.request import (
+    NOTHING_SAMPLED,
+    SLO,
+    PoolingParams,
+    Request,
+    SamplingParams,
+    Tier,
+)
 from jaxserve.server.loop_thread import LoopThread
 from jaxserve.server.requests.engine_requests import EngineRequests, RequestFields
-from jaxserve.server.requests.output_streams import Stream
+from jaxserve.server.requests.output_streams import Delta, Stream
+from jaxserve.server.requests.pooling.scoring import NO_TOKENS, pair_prompts
 from jaxserve.server.requests.templates.chat_template import ChatTemplate, load_chat_template
 from jaxserve.server.tools.calls import Call, from_openai, special_tokens, whole
 
@@ -45,9 +53,10 @@ class _About(NamedTuple):
 
     slo: SLO
     tier: Tier
-    cache_salt: str
-    model: str
+    cache_salt: str = ""
+    model: str = ""
     prediction: str = ""
+    pooling: PoolingParams | None = None
 
 
 class LLM:
@@ -248,6 +257,82 @@ class LLM:
         work = self._generate(_several(prompts), sampling, about, prediction, bar)
         return await asyncio.wrap_future(self._loop.submit(work))
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        slo: SLO | None = None,
+        tier: Tier = Tier.REALTIME,
+        cache_salt: str = "",
+        adapter: str = "",
+        progress: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """Makes a vector of each prompt, as the checkpoint says, else of the last token's hidden
+        state.
+
+        Args:
+            prompts: one or several, as text or token ids.
+            pooling: last, mean or cls, instead of what the checkpoint says.
+            normalize: whether vectors have length 1, likewise.
+            dimensions: how many of their first numbers; None for all.
+            slo: the targets of each.
+            tier: the tier of all.
+            cache_salt: as in `generate`.
+            adapter: likewise.
+            progress: whether to show a bar.
+
+        Returns:
+            One a prompt, in their order.
+
+        Raises:
+            InvalidRequest: one of them cannot be served. Then none is.
+        """
+        wanted = self.engine.info().pooling.with_own(pooling, normalize, dimensions)
+        about = _About(slo or SLO(), tier, cache_salt, adapter, pooling=wanted)
+        return self._loop.run(self._embed(_several(prompts), about, progress))
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        tokens: Sequence[str | int] = (),
+        template: str | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> list[float]:
+        """How well queries and documents go together.
+
+        Args:
+            queries: one, or as many as documents.
+            documents: one or several.
+            tokens: of the model's answer; a score is how likely the first of them is to follow the
+                template, among these. None: it is the cosine of the texts' vectors.
+            template: the prompt of a pair, with {query} and {document} in it.
+            progress: whether to show a bar.
+            options: `slo`, `tier`, `cache_salt` and `adapter`, as in `embed`.
+
+        Returns:
+            One a pair, in their order.
+
+        Raises:
+            InvalidRequest: one of them cannot be served. Then none is.
+            ValueError: there are not as many queries as documents.
+        """
+        texts = [documents] if isinstance(documents, str) else list(documents)
+        asked = _one_each("queries", queries, str, len(texts))
+        info, encode = self.engine.info(), functools.partial(self.engine.encode, special=False)
+        pairs = list(zip(asked, texts, strict=True))
+        if not pairs:
+            return []
+        made = pair_prompts(pairs, NO_TOKENS, tokens, template, info.pooling, encode)
+        about = _About(**_options(**options), pooling=made.pooling)
+        found = self._loop.run(self._embed(made.prompts, about, progress))
+        return made.scores([each.embedding for each in found])
+
     def load_adapter(self, name: str, path: str | Path) -> None:
         """Loads an adapter (LoRA) from a folder as PEFT saves it, beside those of
         `lora__adapters=`. There has to be room for it, `lora__max_loras=`.
@@ -291,24 +376,51 @@ class LLM:
             for prompt, params, text in zip(prompts, chosen, likely, strict=True)
         ]
         found = [_empty(p, request) for p, request in zip(prompts, wanted, strict=True)]
-        with tqdm(total=len(wanted), desc="generating", unit="prompt", disable=not bar) as shown:
+        await self._serve(wanted, [output.add for output in found], "generating", bar)
+        return found
 
-            async def serve(request: Request, output: RequestOutput) -> None:
+    async def _embed(
+        self, prompts: Sequence[Prompt], about: _About, bar: bool
+    ) -> list[EmbeddingOutput]:
+        wanted = [await self._make_request(each, NOTHING_SAMPLED, about) for each in prompts]
+        found: dict[str, EmbeddingOutput] = {}
+
+        def add(delta: Delta) -> None:
+            last = delta.last
+            if last is not None and last.pooled is not None:
+                made = EmbeddingOutput(last.pooled, last.usage, last.timings, last.verdict)
+                found[last.request_id] = made
+
+        await self._serve(wanted, [add] * len(wanted), "embedding", bar)
+        if len(found) < len(wanted):
+            raise self._requests.cancelled_error()
+        return [found[request.id] for request in wanted]
+
+    async def _serve(
+        self,
+        wanted: Sequence[Request],
+        readers: Sequence[Callable[[Delta], None]],
+        what: str,
+        bar: bool,
+    ) -> None:
+        """Serves them beside each other; each has a reader."""
+        with tqdm(total=len(wanted), desc=what, unit="prompt", disable=not bar) as shown:
+
+            async def serve(request: Request, read: Callable[[Delta], None]) -> None:
                 stream = await self._open(request)
                 try:
                     while (delta := await stream.next()) is not None:
-                        output.add(delta)
+                        read(delta)
                 finally:
                     self._end(stream)
                 shown.update()
 
             try:
                 async with asyncio.TaskGroup() as group:
-                    for request, output in zip(wanted, found, strict=True):
-                        group.create_task(serve(request, output))
+                    for request, read in zip(wanted, readers, strict=True):
+                        group.create_task(serve(request, read))
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-        return found
 
     async def _stream(
         self, prompt: Prompt, sampling: SamplingParams | None, about: _About
@@ -329,6 +441,7 @@ class LLM:
         self, prompt: Prompt, sampling: SamplingParams, about: _About
     ) -> Request:
         params = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(sampling)}
+        params = params if about.pooling is None else {}
         fields = RequestFields(prompt, params, **about._asdict())
         return await self._requests.make_request(fields)
 
@@ -369,6 +482,12 @@ def _one_each(field: str, given: T | Sequence[T], kind: type[T], count: int) -> 
     if len(several) != count:
         raise ValueError(f"{field}: {len(several)} of them for {count} prompts")
     return several
+
+
+def _options(
+    slo: SLO | None = None, tier: Tier = Tier.REALTIME, cache_salt: str = "", adapter: str = ""
+) -> dict[str, Any]:
+    return {"slo": slo or SLO(), "tier": tier, "cache_salt": cache_salt, "model": adapter}
 
 
 def _empty(prompt: Prompt, request: Request) -> RequestOutput:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
 from jaxserve.sched.slo.verdict import Verdict
 from jaxserve.server.requests.output_streams import Delta
@@ -68,6 +70,23 @@ class RequestOutput:
         self.outputs[delta.index].add(delta)
         if self.prompt_logprobs is not None and delta.index == 0:
             self.prompt_logprobs += delta.prompt_logprobs
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """A prompt's vector.
+
+    Attributes:
+        embedding: float32 [dimensions].
+        usage: tokens of the prompt.
+        timings: when it came.
+        verdict: whether its targets were met; None without targets.
+    """
+
+    embedding: np.ndarray
+    usage: Usage | None = None
+    timings: Timings | None = None
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)

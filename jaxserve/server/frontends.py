@@ -78,8 +78,7 @@ class Frontends:
         slo_classes: Mapping[str, ServiceLevel] | None = None,
         batches: BatchSettings | None = None,
     ) -> None:
-        self._engine, self._lora_root = engine, options.lora_root
-        self._responses = options.responses
+        self._engine, self._options = engine, options
         self.requests = EngineRequests(
             engine, options.stream_buffer_bytes, slo_classes, options.refuse_late
         )
@@ -104,11 +103,13 @@ class Frontends:
             metrics: of /metrics.
             feed: data for the console; None for no console.
         """
-        context = RouteContext(self._engine, self.requests, template, self._lora_root)
+        context = RouteContext(
+            self._engine, self.requests, template, self._options.lora_root, self._options.scoring
+        )
         store, batches = None, self.batches
         if batches is not None:
             store = FileStore(batches.directory / "files", batches.max_bytes, batches.keep_s)
-        responses = ResponseStore(self._responses)
+        responses = ResponseStore(self._options.responses)
         return self.middleware.around(
             build_app(context, responses, batches, store, metrics.page, feed)
         )

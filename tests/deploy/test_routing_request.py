@@ -13,7 +13,12 @@ import pytest
 from jaxserve.client.messages import make_request
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.replicas import NOTHING
-from jaxserve.deploy.routing_request import CHAT, COMPLETIONS, RoutingRequestBuilder
+from jaxserve.deploy.routing_request import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    RoutingRequestBuilder,
+)
 from jaxserve.engine.block_keys import BlockKeys
 from jaxserve.engine.startup.model_options import tokenizer_path
 from jaxserve.engine.text.detokenizer import load_tokenizer
@@ -55,6 +60,13 @@ def test_prompts_of_completions_in_tokens(
     assert abs(found.prompt_len - tokens) <= 1  # a special token in front, or not
     assert found.sequences == count
     assert (found.tier, found.ttft, found.tbt, found.jct) == (0, np.inf, np.inf, np.inf)
+
+
+def test_prompts_of_embeddings_in_tokens(builder: RoutingRequestBuilder) -> None:
+    found = http(builder, EMBEDDINGS, input=[TEXT] * 300, slo={"ttft_ms": 50})
+    assert abs(found.prompt_len - TOKENS) <= 1
+    assert (found.sequences, found.ttft) == (300, 0.05)
+    assert http(builder, EMBEDDINGS, input=[TEXT] * 3000) is NOTHING
 
 
 def test_a_model_in_the_home_folder_has_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:

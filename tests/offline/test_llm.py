@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -228,3 +229,44 @@ def test_what_it_cannot_start_with() -> None:
         LLM(scheduler__max_rows="3")
     with pytest.raises(AttributeError, match="LLMs"):
         jaxserve.LLMs  # noqa: B018
+
+
+def test_vectors_and_scores(llm: LLM, engine: Engine) -> None:
+    """However many there are, for a queue of 8; a pair's score is its vectors' cosine, or what the
+    model says of it."""
+    prompts = [[5 + k, 6, 7] for k in range(20)]
+    found = llm.embed(prompts, pooling="mean", progress=False)
+    (alone,) = llm.embed(prompts[3], pooling="mean", progress=False)
+    assert found[3].embedding == pytest.approx(alone.embedding, abs=1e-5)
+    assert found[3].usage is not None and found[3].usage.prompt_tokens == 3
+    (short,) = llm.embed(prompts[3], pooling="mean", dimensions=4, normalize=False, progress=False)
+    scaled = short.embedding / alone.embedding[:4]
+    assert scaled == pytest.approx([scaled[0]] * 4, rel=1e-4)
+    for field_, wrong in (("pooling", {"pooling": "max"}), ("dimensions", {"dimensions": 33})):
+        with pytest.raises(InvalidRequest, match=f"^{field_}: "):
+            llm.embed(prompts[3], **wrong, progress=False)  # type: ignore[arg-type]
+
+
+def test_scores(llm: LLM, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(text: str, *, special: bool = True) -> list[int]:
+        return [ord(character) % 96 for character in text]
+
+    monkeypatch.setattr(engine, "encode", encode)
+    vectors = llm.embed(["ab", "ba", "abc"], progress=False)
+    near = [float(vectors[0].embedding @ each.embedding) for each in vectors]
+    assert llm.score("ab", ["ab", "ba", "abc"], progress=False) == pytest.approx(near, abs=1e-5)
+    given = {"template": "{document}|{query}", "progress": False}
+    (score,) = llm.score("b{document}", "a", tokens=["y", 7], **given)
+    (logprobs,) = llm.generate(
+        ["a|b{document}"], SamplingParams(max_tokens=1, logprobs=20), progress=False
+    )
+    top = dict(logprobs.outputs[0].logprobs[0].top)
+    (other,) = llm.score("b{document}", "a", tokens=list(top)[:2], **given)
+    first, second = list(top.values())[:2]
+    assert other == pytest.approx(1 / (1 + math.exp(second - first)), abs=1e-5)
+    assert 0 < score < 1
+    for wrong in ({"tokens": ["yes"]}, {"tokens": [96]}, {"tokens": []}):
+        with pytest.raises(InvalidRequest):
+            llm.score("a", "b", **wrong, **given)
+    with pytest.raises(ValueError, match="2 of them"):
+        llm.score(["a", "b"], ["a"], progress=False)

@@ -74,6 +74,11 @@ class Caller:
         return float(self._limits.weight or 1)
 
     @property
+    def most_requests(self) -> int:
+        """Requests that it may have running at once; 0 is any number."""
+        return self._limits.concurrency
+
+    @property
     def is_admin(self) -> bool:
         """Whether it may act on the whole server: its key says so, or no keys are needed."""
         return not self.name or bool(self._limits.admin)

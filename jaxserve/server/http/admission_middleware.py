@@ -36,7 +36,8 @@ from jaxserve.server.requests.write_timeout import WriteTimeout
 from jaxserve.server.telemetry.trace_context import trace_context
 
 _FILES = "/v1/files"
-_COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+_POOLED = ("/v1/embeddings", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank")
+_COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", *_POOLED, "/v2/rerank")
 _WITH_PROMPTS = (*_COUNTED, "/tokenize", "/detokenize")
 _LABELS = {path: f"http {path}" for path in (*_WITH_PROMPTS, "/v1/models", _FILES, "/v1/batches")}
 _OTHER = "http other"

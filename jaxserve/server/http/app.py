@@ -24,6 +24,7 @@ from jaxserve.server.http.openai.chat import beside_if_tools, chat_response, ren
 from jaxserve.server.http.openai.completions import completion_response
 from jaxserve.server.http.openai.files import FileStore
 from jaxserve.server.http.openai.multi_prompt import ClientGone
+from jaxserve.server.http.openai.pooling.pooling_routes import add_pooling_routes
 from jaxserve.server.http.openai.responses.routes import add_response_routes
 from jaxserve.server.http.openai.responses.store import ResponseStore
 from jaxserve.server.http.openai.route_context import RouteContext
@@ -76,6 +77,7 @@ def build_app(
         app.add_exception_handler(gone, _nobody)
     _add_generation(app, context)
     add_response_routes(app, context, responses)
+    add_pooling_routes(app, context)
     _add_models(app, context)
     _add_tokens(app, context)
     add_batch_routes(app, context, batches, store)

@@ -128,11 +128,12 @@ class CallRecord:
         timed = (last for last in self.last if last.timings is not None)
         return max(timed, key=lambda last: last.timings.total, default=None)  # type: ignore[union-attr]
 
-    def charge(self, requests: Sequence[Request]) -> None:
+    def charge(self, requests: Sequence[Request], at_once: int | None = None) -> None:
         """Counts the requests that it is about to submit as its caller's. Raises RateLimited or
-        TooManyRequests if the caller may not have as many."""
+        TooManyRequests if the caller may not have as many. at_once: how many of them run at once;
+        None for all."""
         self.requests, self.request_id = requests, self.caller.own(requests[0].id)
-        count = sum(request.sampling.n for request in requests)
+        count = sum(request.sampling.n for request in requests) if at_once is None else at_once
         self.caller.take_requests(count)
         self._taken = count
 

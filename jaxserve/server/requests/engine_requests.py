@@ -17,9 +17,11 @@ from jaxserve.engine.adapters import Adapter, UnknownAdapter
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.sched.request import (
+    NOTHING_SAMPLED,
     SLO,
     Grammar,
     InvalidRequest,
+    PoolingParams,
     Request,
     SamplingParams,
     Thinking,
@@ -47,7 +49,7 @@ MAX_CACHE_KEY = 256  # likewise, of a prompt_cache_key, which only routers read
 SHUTTING_DOWN = "the server is shutting down"
 # Encoding takes about a microsecond a character. Longer texts leave the event loop to others, and
 # so few of them are encoded at once that the engine's thread, too, has a core.
-_INLINE_LENGTH = 2000
+INLINE_LENGTH = 2000
 _NO_TARGETS = SLO()
 _ENCODERS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
@@ -74,6 +76,7 @@ class RequestFields:
         prediction: what the output is likely to be; empty where the client does not say. It is
             encoded where the policy speculates.
         model: name of an adapter, or of the model itself, which "" is, too.
+        pooling: what is wanted in place of an output, with an empty `sampling`; None for an output.
     """
 
     prompt: str | Sequence[int]
@@ -87,6 +90,7 @@ class RequestFields:
     caller: Caller | None = None
     prediction: str = ""
     model: str = ""
+    pooling: PoolingParams | None = None
 
 
 class EngineRequests:
@@ -194,7 +198,7 @@ class EngineRequests:
         loop, grammar = asyncio.get_running_loop(), fields.sampling.get("grammar")
         if grammar is not None:
             await self.check_grammar(grammar, fields.sampling.get("thinking"))
-        if len(fields.prompt) + len(fields.prediction) > _INLINE_LENGTH:
+        if len(fields.prompt) + len(fields.prediction) > INLINE_LENGTH:
             return await loop.run_in_executor(self._encoders, self._ready, fields)
         return self._ready(fields)
 
@@ -209,7 +213,7 @@ class EngineRequests:
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text; a long one is encoded off the event loop. Raises InvalidRequest."""
-        if len(text) > _INLINE_LENGTH:
+        if len(text) > INLINE_LENGTH:
             encode = functools.partial(self._engine.encode, text, special=special)
             return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
         return self._engine.encode(text, special=special)
@@ -236,7 +240,9 @@ class EngineRequests:
         params = SamplingParams(**fields.sampling)
         tokens = self._tokens(fields.prompt)
         self._check_prompt_logprobs(params, len(tokens))
-        if "max_tokens" not in fields.sampling:
+        if fields.pooling is not None:
+            params = NOTHING_SAMPLED
+        elif "max_tokens" not in fields.sampling:
             room = self.max_output_tokens(len(tokens))
             fits = max(params.min_tokens, min(params.max_tokens, room))
             params = dataclasses.replace(params, max_tokens=fits)
@@ -253,6 +259,7 @@ class EngineRequests:
             cache_salt=fields.cache_salt,
             prediction=self._prediction(fields.prediction),
             adapter=adapter,
+            pooling=fields.pooling,
             tenant="" if caller is None else caller.name,
             weight=None if caller is None or caller.key is None else caller.weight,
         )

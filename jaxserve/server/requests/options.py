@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from jaxserve.config import Config
 from jaxserve.server.requests.output_streams import BUFFER_BYTES
+from jaxserve.server.requests.pooling.scoring import NO_TOKENS, Scoring, load_scoring
 
 _HOUR_S = 3600.0
 
@@ -44,6 +45,7 @@ class ServerOptions:
         reflection: whether to offer gRPC server reflection.
         lora_root: as `lora.root`; "" loads no adapters over HTTP.
         responses: how much is kept of responses.
+        scoring: how pairs of texts are scored.
     """
 
     max_calls: int = 0
@@ -57,10 +59,11 @@ class ServerOptions:
     reflection: bool = True
     lora_root: str = ""
     responses: ResponseLimits = field(default_factory=ResponseLimits)
+    scoring: Scoring = NO_TOKENS
 
 
 def server_options(config: Config) -> ServerOptions:
-    """The options that a config has."""
+    """The options that a config has. Raises ConfigError where a file cannot be used."""
     server = config.server
     return ServerOptions(
         max_calls=server.max_calls or config.scheduler.max_queue + config.scheduler.max_rows,
@@ -79,4 +82,5 @@ def server_options(config: Config) -> ServerOptions:
             server.response_keep_hours * _HOUR_S,
             server.response_key_share,
         ),
+        scoring=load_scoring(server.score_template, server.score_tokens),
     )

@@ -235,7 +235,12 @@ def finish_fields(last: Output) -> dict[str, Any]:
     fields: dict[str, Any] = {"finish_reason": str(last.finish_reason)}
     if last.timings is not None:
         fields["timings"] = timings_ms(last.timings)
-    if (verdict := last.verdict) is not None:
-        about = {"class": verdict.slo_class, "tier": verdict.tier.name.lower()}
-        fields["slo"] = {**about, **verdict_fields(verdict)}
-    return fields
+    return {**fields, **slo_fields(last)}
+
+
+def slo_fields(last: Output) -> dict[str, Any]:
+    """The part of it that says whether its targets were met; nothing without targets."""
+    if (verdict := last.verdict) is None:
+        return {}
+    about = {"class": verdict.slo_class, "tier": verdict.tier.name.lower()}
+    return {"slo": {**about, **verdict_fields(verdict)}}

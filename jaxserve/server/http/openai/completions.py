@@ -40,13 +40,17 @@ async def completion_response(
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     """Each by itself, text or token ids. Raises InvalidRequest for none at all."""
-    given = body.prompt
+    return prompts_in(body.prompt, "prompt", MAX_PROMPTS)
+
+
+def prompts_in(given: Any, field_name: str, most: int) -> list[str | list[int]]:
+    """The same of any field that has prompts, `most` of them at most."""
     if isinstance(given, str):
         return [given]
     if given and isinstance(given[0], int):
         return [given]
     if not given:
-        raise InvalidRequest("prompt", f"has no prompts; 1 to {MAX_PROMPTS} prompts are taken")
+        raise InvalidRequest(field_name, f"has no prompts; 1 to {most} prompts are taken")
     return list(given)
 
 

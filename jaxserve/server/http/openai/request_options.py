@@ -10,7 +10,12 @@ from dataclasses import fields
 from typing import Any
 
 from jaxserve.sched.request import SLO, Grammar, GrammarKind, InvalidRequest, SamplingParams, Tier
-from jaxserve.server.http.openai.schema import CompletionRequest, Generation, SloFields
+from jaxserve.server.http.openai.schema import (
+    CompletionRequest,
+    Generation,
+    SloFields,
+    Targeted,
+)
 from jaxserve.server.requests.slo_classes import own_targets
 
 # Fields that both have; the others of theirs mean something else, or are of another type.
@@ -70,7 +75,7 @@ def scores_prompt_only(body: CompletionRequest) -> bool:
     return bool(body.echo) and body.max_tokens == 0
 
 
-def requested_targets(body: Generation) -> tuple[SLO, str]:
+def requested_targets(body: Targeted) -> tuple[SLO, str]:
     """The request's own targets, in seconds, and the name of its class, or "". Raises
     InvalidRequest."""
     given, named = body.slo, body.slo_class or ""
@@ -81,7 +86,7 @@ def requested_targets(body: Generation) -> tuple[SLO, str]:
     return SLO(), given
 
 
-def requested_tier(body: Generation) -> Tier | None:
+def requested_tier(body: Targeted) -> Tier | None:
     """What `tier` says, or `service_tier`, or `priority`: below 0 real-time, above 0 best-effort;
     None where none of them says one. Raises InvalidRequest if they contradict."""
     priority = body.priority or 0  # which vLLM's clients send without meaning it

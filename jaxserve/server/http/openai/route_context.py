@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from jaxserve.engine.adapters import UnknownAdapter
-from jaxserve.sched.request import Request
+from jaxserve.sched.request import InvalidRequest, PoolingParams, Request
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.openai import request_options
-from jaxserve.server.http.openai.schema import Generation, predicted_text
+from jaxserve.server.http.openai.schema import Generation, Targeted, predicted_text
 from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.engine_requests import MAX_REQUEST_ID, EngineRequests, RequestFields
+from jaxserve.server.requests.pooling.scoring import NO_TOKENS, Scoring
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.tools.calls import special_tokens
 
@@ -27,9 +30,10 @@ class RouteContext:
         requests: the way to it, which other frontends share.
         template: makes prompts of chats.
         lora_root: folder that adapters may be loaded from; "" loads none.
+        scoring: how pairs of texts are scored.
 
     Attributes:
-        engine, requests, template, lora_root: as given.
+        engine, requests, template, lora_root, scoring: as given.
         model: name of the model that is served.
     """
 
@@ -39,11 +43,13 @@ class RouteContext:
         requests: EngineRequests,
         template: ChatTemplate,
         lora_root: str = "",
+        scoring: Scoring = NO_TOKENS,
     ) -> None:
         self.engine = engine
         self.requests = requests
         self.template = template
         self.model, self.lora_root = requests.info().model, lora_root
+        self.scoring = scoring
 
     def adapter_of(self, model: str | None, caller: Caller) -> str:
         """The adapter of this name, "" for the base model or where none is named. Raises ApiError
@@ -53,6 +59,10 @@ class RouteContext:
         except UnknownAdapter:
             problem = f"there is no model {model!r:.80} here; this server has {self.model!r}"
             raise ApiError(404, problem, param="model", code="model_not_found") from None
+
+    def encode_plainly(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens around it."""
+        return self.engine.encode(text, special=False)
 
     @functools.cached_property
     def special_markers(self) -> dict[str, int]:
@@ -64,10 +74,12 @@ class RouteContext:
 
     async def make_requests(
         self,
-        body: Generation,
+        body: Targeted,
         prompts: Sequence[str | Sequence[int]],
         sampling: Mapping[str, Any],
         caller: Caller,
+        pooling: PoolingParams | None = None,
+        most_tokens: float = math.inf,
     ) -> list[Request]:
         """Builds and checks one request per prompt.
 
@@ -76,6 +88,8 @@ class RouteContext:
             prompts: text or token ids each.
             sampling: `SamplingParams` fields by name, for all of them.
             caller: the client.
+            pooling: what is wanted of each in place of an output.
+            most_tokens: of all prompts together.
 
         Raises:
             InvalidRequest: a request cannot be served.
@@ -88,14 +102,21 @@ class RouteContext:
         tier = request_options.requested_tier(body)
         name, late = body.request_id or "", bool(body.serve_late)
         salt, likely = body.cache_salt or "", predicted_text(body)
-        also = (slo, tier, slo_class, late, salt, caller, likely, adapter)
-        wanted = []
-        with request_options.naming_grammar_fields(body):
+        also = (slo, tier, slo_class, late, salt, caller, likely, adapter, pooling)
+        wanted, tokens = [], 0
+        naming: AbstractContextManager[None] = nullcontext()
+        if isinstance(body, Generation):
+            naming = request_options.naming_grammar_fields(body)
+        with naming:
             for place, prompt in enumerate(prompts):
                 await asyncio.sleep(0)  # others come in between: each may take milliseconds
                 own = _numbered(name, place)
                 fields = RequestFields(prompt, sampling, own, *also)
                 wanted.append(await self.requests.make_request(fields))
+                tokens += len(wanted[-1].prompt)
+                if tokens > most_tokens:
+                    most = f"{most_tokens:,} tokens in all are taken in a call"
+                    raise InvalidRequest("prompt", f"at most {most}")
         return wanted
 
 

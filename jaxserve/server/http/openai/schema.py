@@ -69,21 +69,20 @@ def _few(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _prompts(given: Any) -> str | list[str] | list[int] | list[list[int]]:
-    """As `Prompt` has it. A union of the four would try each prompt as all of them."""
+def checked_prompts(given: Any, most: int) -> str | list[str] | list[int] | list[list[int]]:
+    """As `Prompt` has it, `most` of them at most. A union of the four would try each prompt as all
+    of them."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
         raise ValueError("must be a string, or a list of strings, of token ids or of lists of them")
     if not given or type(given[0]) not in (str, list):
         return _token_ids(given)
-    if len(given) > MAX_PROMPTS:
-        raise ValueError(
-            f"has {len(given)} prompts; 1 to {MAX_PROMPTS} prompts are taken in a call"
-        )
+    if len(given) > most:
+        raise ValueError(f"has {len(given)} prompts; 1 to {most} prompts are taken in a call")
     for place, each in enumerate(given):
         if type(each) is not type(given[0]):
-            _wrong(place, f"must be as the first prompt, a {_NAMES[type(given[0])]}")
+            wrong_entry(place, f"must be as the first prompt, a {_NAMES[type(given[0])]}")
         if isinstance(each, list):
             _token_ids(each, place)
     return given
@@ -102,13 +101,13 @@ def _token_ids(given: Any, *where: int) -> list[int]:
     ):
         for place, each in enumerate(given):
             if type(each) is not int or not -_LAST_TOKEN_ID <= each <= _LAST_TOKEN_ID:
-                _wrong(
+                wrong_entry(
                     *where, place, f"must be a token id, a whole number from 0 to {_LAST_TOKEN_ID}"
                 )
     return given
 
 
-def _wrong(*where_and_what: int | str) -> None:
+def wrong_entry(*where_and_what: int | str) -> None:
     """Raises ValidationError for something within a value. where_and_what: the way to it, and what
     is said of it."""
     *where, what = where_and_what
@@ -120,7 +119,8 @@ def _wrong(*where_and_what: int | str) -> None:
 Prompt = Annotated[
     Any,
     PlainValidator(
-        _prompts, json_schema_input_type=str | list[str] | list[TokenId] | list[list[TokenId]]
+        lambda given: checked_prompts(given, MAX_PROMPTS),
+        json_schema_input_type=str | list[str] | list[TokenId] | list[list[TokenId]],
     ),
 ]
 TokenIds = Annotated[list[int], PlainValidator(_token_ids, json_schema_input_type=list[TokenId])]
@@ -232,10 +232,26 @@ class StructuredOutputs(Body):
 StopStrings = Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 
 
-class OneAnswer(Unused):
-    """What all calls that generate have in common."""
+class Targeted(Unused):
+    """What all calls for the model have in common: which, whose cache, and by when."""
 
     model: Text | None = None
+    service_tier: Literal["auto", "default", "priority", "fast", "scale", "flex"] | None = None
+    priority: Int64 | None = None  # as vLLM has it, the lower the earlier: of two tiers
+    cache_salt: Text | None = None
+    # For the router before several replicas; a single server does not read it.
+    prompt_cache_key: Annotated[Text, Field(max_length=MAX_CACHE_KEY)] | None = None
+    # Our own.
+    request_id: Text | None = None
+    slo: SloFields | Text | None = None  # targets, or the name of a class
+    slo_class: Text | None = None
+    tier: Literal["realtime", "best_effort"] | None = None
+    serve_late: StrictBool | None = None
+
+
+class OneAnswer(Targeted):
+    """What all calls that generate have in common."""
+
     temperature: Number | None = 1.0
     top_p: Number | None = 1.0
     stop: Text | StopStrings | None = None
@@ -244,9 +260,7 @@ class OneAnswer(Unused):
     frequency_penalty: Number | None = 0.0
     logit_bias: Annotated[dict[Text, Number], _few(MAX_LOGIT_BIAS)] | None = None
     stream: StrictBool | None = False
-    service_tier: Literal["auto", "default", "priority", "fast", "scale", "flex"] | None = None
     # As vLLM has them; its -1 for top_k is 0 here.
-    priority: Int64 | None = None  # the lower the earlier: of two tiers
     top_k: Int32 | None = None
     min_p: Number | None = None
     repetition_penalty: Number | None = None
@@ -255,20 +269,11 @@ class OneAnswer(Unused):
     stop_token_ids: (
         Annotated[list[Int32], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
     ) = None
-    cache_salt: Text | None = None
-    # For the router before several replicas; a single server does not read it.
-    prompt_cache_key: Annotated[Text, Field(max_length=MAX_CACHE_KEY)] | None = None
     # What the text has to be, as vLLM has it.
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchemaText | None = None
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
-    # Our own.
-    request_id: Text | None = None
-    slo: SloFields | Text | None = None  # targets, or the name of a class
-    slo_class: Text | None = None
-    tier: Literal["realtime", "best_effort"] | None = None
-    serve_late: StrictBool | None = None
 
 
 class Generation(OneAnswer):
@@ -391,7 +396,7 @@ def different_names(names: Sequence[str], *where: str) -> None:
     seen: set[str] = set()
     for place, name in enumerate(names):
         if name in seen:
-            _wrong(place, *where, f"two tools are named {name!r}")
+            wrong_entry(place, *where, f"two tools are named {name!r}")
         seen.add(name)
 
 
@@ -493,7 +498,7 @@ class ChatRequest(Generation):
     add_generation_prompt: StrictBool = True
 
 
-def predicted_text(body: Generation) -> str:
+def predicted_text(body: Targeted) -> str:
     """What its output is likely to be; empty where it does not say."""
     prediction = body.prediction if isinstance(body, ChatRequest) else None
     return "" if prediction is None else joined(prediction.content)

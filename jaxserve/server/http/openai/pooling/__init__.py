@@ -1,0 +1,1 @@
+"""Routes for vectors of texts and scores of pairs."""

@@ -1,0 +1,93 @@
+"""The bodies of requests for vectors and scores."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, StrictBool, StrictStr
+
+from jaxserve.sched.request import MAX_SCORED_TOKENS
+from jaxserve.server.http.openai.schema import (
+    Int32,
+    Targeted,
+    Text,
+    TokenId,
+    checked_prompts,
+    wrong_entry,
+)
+from jaxserve.server.requests.pooling.pooled_call import MAX_INPUTS
+
+Inputs = Annotated[
+    Any,
+    PlainValidator(
+        lambda given: checked_prompts(given, MAX_INPUTS),
+        json_schema_input_type=str | list[str] | list[TokenId] | list[list[TokenId]],
+    ),
+]
+PoolingName = Literal["last", "mean", "cls"]
+
+
+def _texts(given: Any) -> list[str]:
+    """Strings, or objects with nothing but a `text`."""
+    if not isinstance(given, list):
+        raise ValueError("must be a list of texts")
+    if not 1 <= len(given) <= MAX_INPUTS:
+        raise ValueError(f"has {len(given)} texts; 1 to {MAX_INPUTS} are taken in a call")
+    texts: list[str] = []
+    for place, each in enumerate(given):
+        text = each.get("text") if isinstance(each, dict) and len(each) == 1 else each
+        if isinstance(text, str):
+            texts.append(text)
+        else:
+            wrong_entry(place, "must be a string, or an object with a text")
+    return texts
+
+
+Texts = Annotated[
+    Any, PlainValidator(_texts, json_schema_input_type=list[str] | list[dict[str, str]])
+]
+OneOrMoreTexts = Annotated[
+    Any,
+    PlainValidator(
+        lambda given: [given] if isinstance(given, str) else _texts(given),
+        json_schema_input_type=str | list[str],
+    ),
+]
+Tokens = Annotated[list[TokenId | Text], Field(max_length=MAX_SCORED_TOKENS, fail_fast=True)]
+
+
+class EmbeddingRequest(Targeted):
+    """POST /v1/embeddings and /pooling. pooling, normalize: in place of what the checkpoint
+    says."""
+
+    input: Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int32 | None = None
+    pooling: PoolingName | None = None
+    normalize: StrictBool | None = None
+
+
+class PairScoring(Targeted):
+    """What calls for scores have in common. tokens, template: in place of the server's."""
+
+    tokens: Tokens | None = None
+    template: Text | None = None
+
+
+class ScoreRequest(PairScoring):
+    """POST /score: a text with one or several others, or as many of both. vLLM has both pairs of
+    names."""
+
+    text_1: OneOrMoreTexts | None = None
+    text_2: OneOrMoreTexts | None = None
+    queries: OneOrMoreTexts | None = None
+    documents: OneOrMoreTexts | None = None
+
+
+class RerankRequest(PairScoring):
+    """POST /rerank. top_n: how many of the best; 0 or none at all for all of them."""
+
+    query: StrictStr
+    documents: Texts
+    top_n: Annotated[Int32, Field(ge=0)] | None = None
+    return_documents: StrictBool = True

@@ -1,0 +1,160 @@
+"""How well pairs of texts go together: what a model says of both in one prompt, by the logits of
+some tokens, or how near their vectors are."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxserve.checkpoint_files import read_text
+from jaxserve.config import ConfigError
+from jaxserve.sched.request import MAX_SCORED_TOKENS, InvalidRequest, PoolingParams, at_most_entries
+from jaxserve.server.requests.pooling.pooled_call import MAX_INPUTS
+
+Pair = tuple[str, str]
+Encode = Callable[[str], list[int]]
+MAX_PROMPT_CHARACTERS = 1 << 22
+"""Of all prompts of a call that are made of pairs: 14 for each of the tokens that it may have."""
+_MAX_TEMPLATE = 1 << 16  # bytes
+_PLACES = re.compile(r"\{(query|document)\}")
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a server scores where a call does not say.
+
+    Attributes:
+        template: the prompt of a pair, with {query} and {document} in it.
+        tokens: of the answer, each one token of the model: the first says that they go together.
+            None: a score is the cosine of two vectors.
+    """
+
+    template: str = ""
+    tokens: tuple[str, ...] = ()
+
+
+NO_TOKENS = Scoring()
+
+
+def load_scoring(file: str, tokens: str) -> Scoring:
+    """As `server.score_template` and `server.score_tokens` say. Raises ConfigError."""
+    name, template = "server.score_template", ""
+    if file:
+        try:
+            template = read_text(Path(file).expanduser(), _MAX_TEMPLATE)
+            check_template(template, name)
+        except InvalidRequest as error:
+            raise ConfigError(str(error)) from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{name}: cannot read {file}: {error}") from None
+    named = tuple(each for each in tokens.split(",") if each)
+    if len(named) > MAX_SCORED_TOKENS:
+        raise ConfigError(f"server.score_tokens: at most {MAX_SCORED_TOKENS}, got {len(named)}")
+    return Scoring(template, named)
+
+
+@dataclass(frozen=True)
+class PairPrompts:
+    """What is to be computed for some pairs.
+
+    Attributes:
+        prompts: texts.
+        pooling: what is wanted of each.
+        _places: of each pair, the prompts that its score is made of.
+    """
+
+    prompts: Sequence[str]
+    pooling: PoolingParams
+    _places: Sequence[tuple[int, ...]]
+
+    def scores(self, pooled: Sequence[np.ndarray]) -> list[float]:
+        """Of each pair, from 0 to 1 by tokens, from -1 to 1 by vectors. pooled: of each prompt."""
+        return [_score([pooled[place] for place in places]) for places in self._places]
+
+
+def _score(of: Sequence[np.ndarray]) -> float:
+    if len(of) == 2:
+        return float(np.clip(of[0].astype(np.float64) @ of[1], -1.0, 1.0))
+    logits = of[0].astype(np.float64)
+    if len(logits) == 1:
+        logits = np.append(logits, 0.0)
+    likely = np.exp(logits - logits.max())
+    return float(likely[0] / likely.sum())
+
+
+def pair_prompts(
+    pairs: Sequence[Pair],
+    scoring: Scoring,
+    tokens: Sequence[str | int] | None,
+    template: str | None,
+    usual: PoolingParams,
+    encode: Encode,
+) -> PairPrompts:
+    """What is to be computed for pairs of a query and a document.
+
+    Args:
+        pairs: at least one.
+        scoring: what the server says.
+        tokens: what the call says instead, texts or ids; None where it does not.
+        template: likewise.
+        usual: how the model's vectors are made.
+        encode: a text to token ids, without special ones.
+
+    Raises:
+        InvalidRequest: there are too many pairs, a token is none or several, or there is no
+            template with both texts in it.
+    """
+    at_most_entries("documents", len(pairs), MAX_INPUTS)
+    named = scoring.tokens if tokens is None else tokens
+    if not named:
+        if template is not None:
+            raise InvalidRequest("template", "is only for scores by tokens")
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        place = {text: number for number, text in enumerate(texts)}
+        near = dataclasses.replace(usual, normalize=True)
+        return PairPrompts(texts, near, [(place[one], place[other]) for one, other in pairs])
+    at_most_entries("tokens", len(named), MAX_SCORED_TOKENS)
+    ids = tuple(each if isinstance(each, int) else _token_id(each, encode) for each in named)
+    form = scoring.template if template is None else template
+    check_template(form, "template")
+    _check_size(form, pairs)
+    prompts = [_filled(form, pair) for pair in pairs]
+    return PairPrompts(
+        prompts, PoolingParams(scored_token_ids=ids), [(i,) for i in range(len(prompts))]
+    )
+
+
+def check_template(template: str, field_name: str) -> None:
+    """Raises InvalidRequest, which names the field, unless both texts have a place in it."""
+    if set(_PLACES.findall(template)) != {"query", "document"}:
+        raise InvalidRequest(field_name, "must be a text with {query} and {document} in it")
+
+
+def _check_size(template: str, pairs: Sequence[Pair]) -> None:
+    """Before prompts are made: a query is in all of them, and may be there many times."""
+    named = _PLACES.findall(template)
+    of_query, of_document = named.count("query"), named.count("document")
+    size = len(template) * len(pairs) + sum(
+        of_query * len(query) + of_document * len(document) for query, document in pairs
+    )
+    if size > MAX_PROMPT_CHARACTERS:
+        problem = f"the pairs' prompts have {size:,} characters in all"
+        raise InvalidRequest("documents", f"{problem}; at most {MAX_PROMPT_CHARACTERS:,} are taken")
+
+
+def _filled(template: str, pair: Pair) -> str:
+    texts = dict(zip(("query", "document"), pair, strict=True))
+    return _PLACES.sub(lambda found: texts[found[1]], template)
+
+
+def _token_id(text: str, encode: Encode) -> int:
+    ids = encode(text)
+    if len(ids) != 1:
+        problem = f"{text!r:.80} is {len(ids)} tokens of this model; each must be one"
+        raise InvalidRequest("tokens", problem)
+    return ids[0]
