@@ -45,7 +45,13 @@ def agent() -> None:
     messages = list(MESSAGES)
     for choice in (CHOICE, "required"):
         with client.chat.completions.stream(
-            model=MODEL, messages=messages, tools=[TOOL], tool_choice=choice, max_tokens=128
+            model=MODEL,
+            messages=messages,
+            tools=[TOOL],
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=128,
         ) as stream:
             message = stream.get_final_completion().choices[0].message
         messages.append(message)
@@ -80,7 +86,7 @@ def auto() -> str:
 @check("structured output: parse() with a pydantic model")
 def structured() -> None:
     answer = client.chat.completions.parse(
-        model=MODEL, messages=MESSAGES, response_format=Weather, max_tokens=64
+        model=MODEL, messages=MESSAGES, response_format=Weather, temperature=0, max_tokens=128
     )
     assert isinstance(answer.choices[0].message.parsed, Weather)
 
@@ -92,7 +98,9 @@ def both() -> None:
         messages=MESSAGES,
         tools=[openai.pydantic_function_tool(Weather, name="get_weather")],
         response_format=Weather,
-        max_tokens=64,
+        parallel_tool_calls=False,
+        temperature=0,
+        max_tokens=128,
     )
     message = answer.choices[0].message
     found = [call.function.parsed_arguments for call in message.tool_calls or ()]
@@ -163,7 +171,13 @@ def streamed_responses() -> None:
 def responses_with_tools() -> None:
     tool: Any = {"type": "function", **TOOL["function"]}
     first = client.responses.create(
-        model=MODEL, input=ASK, tools=[tool], tool_choice="required", max_output_tokens=128
+        model=MODEL,
+        input=ASK,
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=0,
+        max_output_tokens=128,
     )
     (call, *_) = [each for each in first.output if each.type == "function_call"]
     is_weather(json.loads(call.arguments))
@@ -177,7 +191,7 @@ def responses_with_tools() -> None:
 @check("responses: parse() with a pydantic model", needs="/v1/responses")
 def structured_responses() -> None:
     found = client.responses.parse(
-        model=MODEL, input=ASK, text_format=Weather, max_output_tokens=64
+        model=MODEL, input=ASK, text_format=Weather, temperature=0, max_output_tokens=128
     )
     assert isinstance(found.output_parsed, Weather)
 
