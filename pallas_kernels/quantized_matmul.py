@@ -83,8 +83,10 @@ def quantized_matmul(
 def _of_minimum(x: jax.Array, minimum: jax.Array, *, transposed: bool) -> jax.Array:
     """Sums of x by group, times the groups' minimums: float32 [T, out]. As exact as x: matrix units
     take float32 for several passes."""
-    groups = minimum.shape[1 if transposed else 0]
-    sums = x.astype(jnp.float32).reshape(x.shape[0], groups, -1).sum(axis=-1)
+    rows, groups = x.shape[0], minimum.shape[1 if transposed else 0]
+    sums = x.astype(jnp.float32).reshape(rows, groups, -1).sum(axis=-1)
+    if rows == 1:  # XLA adds up one row in another order: its text would depend on its neighbours
+        sums = jax.lax.optimization_barrier(jnp.concatenate([sums, sums]))
     numbers = (((1,), (1 if transposed else 0,)), ((), ()))
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(sums, minimum, numbers, precision=precision)
+    return jax.lax.dot_general(sums, minimum, numbers, precision=precision)[:rows]
