@@ -195,7 +195,14 @@ class Executor(Protocol):
         targets: np.ndarray | None = None,
         wanted: Wanted | None = None,
     ) -> PendingSample:
-        """Launches one step up to its logits. `sample` must follow; arguments as in `submit`."""
+        """Launches one step up to its logits. `sample` must follow.
+
+        Args:
+            layout: as in `submit`.
+            packed: likewise.
+            targets: likewise.
+            wanted: likewise.
+        """
         ...
 
     def sample(self, pending: PendingSample, masks: np.ndarray) -> Handle:

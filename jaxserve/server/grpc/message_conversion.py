@@ -34,6 +34,7 @@ from jaxserve.server.requests.output_streams import Delta
 from jaxserve.server.requests.slo_classes import ServiceLevel, own_targets
 
 _MANY_BYTES = 4096
+_OF_VECTORS = ("d_model", "pooling")
 _LISTS = {
     "logit_bias": MAX_LOGIT_BIAS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
@@ -166,12 +167,14 @@ def verdict_message(verdict: Verdict) -> pb.SloVerdict:
 def server_info_message(
     info: EngineInfo, classes: Mapping[str, ServiceLevel]
 ) -> pb.GetServerInfoResponse:
-    """Every field of `EngineInfo` under its own name, the version, and the classes."""
+    """Every field of `EngineInfo` under its own name, but those about vectors, which are not made
+    here; the version, and the classes."""
+    fields = {name: value for name, value in asdict(info).items() if name not in _OF_VECTORS}
     listed = [
         pb.SloClass(name=name, targets=targets_ms(one.slo), tier=_TIER_VALUES[one.tier])
         for name, one in classes.items()
     ]
-    return pb.GetServerInfoResponse(version=__version__, **asdict(info), slo_classes=listed)
+    return pb.GetServerInfoResponse(version=__version__, **fields, slo_classes=listed)
 
 
 def logprobs_message(entry: TokenLogprobs) -> pb.TokenLogprobs:

@@ -153,7 +153,10 @@ def _filled(template: str, pair: Pair) -> str:
 
 
 def _token_id(text: str, encode: Encode) -> int:
-    ids = encode(text)
+    try:
+        ids = encode(text)
+    except InvalidRequest as error:  # far too long
+        raise InvalidRequest("tokens", error.problem) from None
     if len(ids) != 1:
         problem = f"{text!r:.80} is {len(ids)} tokens of this model; each must be one"
         raise InvalidRequest("tokens", problem)

@@ -103,7 +103,14 @@ class _Pooled:
         field_name: str,
         check: Callable[[Sequence[Request]], None] = lambda wanted: None,
     ) -> list[Output]:
-        """Serves the prompts, which came in this field."""
+        """Serves the prompts.
+
+        Args:
+            prompts: text or token ids each.
+            pooling: what is wanted of each.
+            field_name: of the body, in which they came.
+            check: raises InvalidRequest for requests that make too much of an answer.
+        """
         context = self._context
         try:
             wanted = await context.make_requests(
