@@ -139,12 +139,14 @@ def test_whatever_becomes_of_the_cache(
     treated = {**TREATMENTS, "drafts": {"scheduler__policy": "vllm+spec"}}[treatment]
     with engine(shapes["opt"], **treated) as running:
         begun, found = [], []
+        # A mean is what a token that is counted twice shows in.
+        kinds = [1] if treatment == "preempted in chunks" else range(len(KINDS))
         for number, prompt in enumerate(prompts()):
             begun.append(send(running, prompt, **SAMPLING)[1])
-            found.append(pool(running, prompt, KINDS[number % len(KINDS)]))
+            found.append(pool(running, prompt, KINDS[kinds[number % len(kinds)]]))
         assert [stream.wait().tokens() for stream in begun] == texts
         for number, stream in enumerate(found):
-            of = expected[number % len(KINDS)][number]
+            of = expected[kinds[number % len(kinds)]][number]
             assert vector(stream) == pytest.approx(of, abs=1e-5)
         if treatment == "preempted in chunks":
             usages = [stream.last().usage for stream in found]
