@@ -397,6 +397,8 @@ def register(
         The name.
     """
     symbol, code = f"{name}_task", digest(*files)
+    for part, function in ((plan, "plan"), (share, "share")):
+        _own_name(part, f"{name}_{function}")
     _start_helpers()
 
     def handler(frame: int) -> int:
@@ -421,6 +423,13 @@ def register(
 
 _plan: Any = None  # of handlers and tasks, see `_with`
 _share: Any = None
+
+
+def _own_name(function: Any, name: str) -> None:
+    """Names a jitted function, which no other may be named. numba tells closures of one function
+    apart by a number that counts from 1 in each process; compiled by two processes and kept on
+    disk, one kernel would call another's code."""
+    function.py_func.__qualname__ = name
 
 
 def _with(function: Callable[[int], int], **globals_: Any) -> Callable[[int], int]:

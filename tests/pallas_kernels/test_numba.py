@@ -5,6 +5,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import inspect
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +23,7 @@ from hypothesis import given, settings
 from numba.core import caching, config
 
 from jaxserve.pallas_kernels import AttentionBatch, has_skinny_matmul, skinny_matmul
-from jaxserve.pallas_kernels.cpu import attention, numba_ffi
+from jaxserve.pallas_kernels.cpu import attention, dots, numba_ffi
 from jaxserve.pallas_kernels.cpu import rows as numba_rows
 from jaxserve.pallas_kernels.cpu.pairs import has_pairs, has_vectors
 from tests.pallas_kernels import edges
@@ -229,3 +233,47 @@ def test_what_is_kept_belongs_to_a_jaxlib(monkeypatch: pytest.MonkeyPatch, tmp_p
     other.write_text(numba_ffi._HEADER.read_text() + "// one more\n")
     monkeypatch.setattr(numba_ffi, "_HEADER", other)
     assert numba_ffi.digest() != before
+
+
+def test_parts_of_kernels_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba finds their code by them, whichever process has compiled it."""
+    monkeypatch.setattr(numba_ffi, "_start_helpers", lambda: None)
+    monkeypatch.setattr(numba_ffi, "_compiled", lambda *_: 0)
+    monkeypatch.setattr(numba_ffi, "_capsule", lambda *_: None)
+    monkeypatch.setattr(numba_ffi.llvm, "add_symbol", lambda *_: None)
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: None)
+    register, names = numba_ffi.register, []
+
+    def seen(name: str, plan: Any, share: Any, *files: str) -> str:
+        register(name, plan, share, *files)
+        names.extend(part.py_func.__qualname__ for part in (plan, share))
+        return name
+
+    monkeypatch.setattr(numba_ffi, "register", seen)
+    for bits, parts in ((4, 4), (8, 2), (8, 0)):
+        inspect.unwrap(dots.target)(bits=bits, parts=parts, zeros=False)
+    assert len(set(names)) == len(names) == 6
+
+
+USES = """
+import sys
+import jax.numpy as jnp
+import numpy as np
+from jaxserve.pallas_kernels.cpu import dots, numba_ffi
+
+numba_ffi._start_helpers()
+for bits in map(int, sys.argv[1:]):
+    x, scale = jnp.ones((1, 576), jnp.bfloat16), jnp.ones((8192, 18))
+    q = jnp.full((8192, 576 * bits // 8), 0x11 if bits == 4 else 1, jnp.int8)
+    y = np.asarray(dots.few_bits_matmul(x, q, scale, None))
+    assert (y == 576).all(), (bits, y)
+"""
+
+
+@pytest.mark.slow
+@needs_pairs
+def test_kernels_of_several_processes_stand_beside_each_other(tmp_path: Path) -> None:
+    """Two processes keep one each on disk; the last finds both there."""
+    where = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    for bits in ([], ["4"], ["8"], ["4", "8"]):
+        subprocess.run([sys.executable, "-c", USES, *bits], env=where, check=True, timeout=300)
