@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc
+import numpy as np
 
 from jaxserve.client.connection import Tls, key_metadata, open_channel
 from jaxserve.client.errors import explained
-from jaxserve.client.messages import make_request
+from jaxserve.client.messages import make_embed_request, make_request, make_score_request
 from jaxserve.server.proto import batches_pb2, batches_pb2_grpc, generation_pb2_grpc
 from jaxserve.server.proto import generation_pb2 as pb
 
@@ -59,6 +60,30 @@ class Completion:
         completion.prompt_logprobs = list(message.prompt_logprobs)
         completion.finish(message.finish)
         return completion
+
+
+@dataclass
+class Embedding:
+    """The vector of an input.
+
+    Attributes:
+        embedding: the vector, of float32.
+        usage: token counts; the one output token is what a vector counts as.
+        timings: milliseconds.
+        slo: whether the call's targets were met for it; None if it had none.
+    """
+
+    embedding: np.ndarray
+    usage: pb.Usage
+    timings: pb.Timings
+    slo: pb.SloVerdict | None
+
+    @classmethod
+    def from_message(cls, message: pb.Embedding) -> Embedding:
+        """Of an input of Embed."""
+        slo = message.slo if message.HasField("slo") else None
+        values = np.array(message.values, np.float32)
+        return cls(values, message.usage, message.timings, slo)
 
 
 T = TypeVar("T")
@@ -140,6 +165,48 @@ class Client:
             if message.HasField("finish"):
                 entry.finish(message.finish)
         return [completions[index] for index in sorted(completions)]
+
+    def embed(
+        self,
+        inputs: str | Sequence[str | Sequence[int]],
+        *,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> list[Embedding]:
+        """Waits for a vector of each input, and returns them in their order.
+
+        Args:
+            inputs: a text, or several texts or lists of token ids.
+            timeout: seconds until the call is cancelled.
+            options: as in `make_embed_request`.
+        """
+        message = make_embed_request(inputs, **options)
+        call = self._stub.Embed(message, timeout=timeout, metadata=self._metadata)
+        return [
+            Embedding.from_message(each)
+            for response in Call[pb.EmbedResponse](call, self.address)
+            for each in response.embeddings
+        ]
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> pb.ScoreResponse:
+        """How well queries and documents go together: a score for each pair, in their order.
+
+        Args:
+            queries: one, or as many as documents.
+            documents: one or several.
+            timeout: seconds until the call is cancelled.
+            options: as in `make_score_request`.
+        """
+        message = make_score_request(queries, documents, **options)
+        found: pb.ScoreResponse = self._answer(self._stub.Score, message, timeout)
+        return found
 
     def info(self, *, timeout: float | None = None) -> pb.GetServerInfoResponse:
         """What the server serves: model, limits, policy, pool, device. timeout: seconds."""

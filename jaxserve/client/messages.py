@@ -12,6 +12,14 @@ from jaxserve.server.proto import generation_pb2 as pb
 
 TIERS = {"realtime": pb.TIER_REALTIME, "best_effort": pb.TIER_BEST_EFFORT}
 SAMPLING = frozenset(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+POOLING_TYPES = {
+    "last": pb.POOLING_TYPE_LAST,
+    "mean": pb.POOLING_TYPE_MEAN,
+    "cls": pb.POOLING_TYPE_CLS,
+}
+_OPTIONS = frozenset(
+    {"request_id", "slo_class", "serve_late", "cache_salt", "prompt_cache_key", "model"}
+)
 _SLO = frozenset(pb.Slo.DESCRIPTOR.fields_by_name)
 
 
@@ -47,10 +55,7 @@ def make_request(
     Raises:
         ValueError: a name does not exist, or a value does not fit its field.
     """
-    if tier is not None and tier not in TIERS:
-        raise ValueError(f"tier: unknown value {tier!r}; known values are {', '.join(TIERS)}")
     _known("sampling parameter", sampling, SAMPLING)
-    _known("slo", slo or {}, _SLO)
     message = pb.GenerateRequest(
         request_id=request_id,
         slo_class=slo_class,
@@ -60,11 +65,84 @@ def make_request(
         prediction=prediction,
         model=model,
     )
-    if tier is not None:
-        message.tier = TIERS[tier]
+    _set_targets(message, slo, tier)
     _set_prompt(message, prompt)
-    _fill(message.slo, slo or {})
     _fill(message.sampling, sampling)
+    return message
+
+
+def make_embed_request(
+    inputs: str | Sequence[str | Sequence[int]],
+    *,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    dimensions: int | None = None,
+    slo: Mapping[str, float] | None = None,
+    tier: str | None = None,
+    **options: Any,
+) -> pb.EmbedRequest:
+    """The message for vectors. The server checks limits, not this.
+
+    Args:
+        inputs: a text, or several texts or lists of token ids.
+        pooling: "last", "mean" or "cls"; None leaves it to the checkpoint.
+        normalize: whether the length is 1; None likewise.
+        dimensions: only the first so many numbers; None for all.
+        slo: as in `make_request`.
+        tier: likewise.
+        options: any of `request_id`, `slo_class`, `serve_late`, `cache_salt`, `prompt_cache_key`
+            and `model`, likewise.
+
+    Raises:
+        ValueError: a name does not exist, or a value does not fit its field.
+    """
+    if pooling is not None and pooling not in POOLING_TYPES:
+        known = ", ".join(POOLING_TYPES)
+        raise ValueError(f"pooling: unknown value {pooling!r}; known values are {known}")
+    _known("option", options, _OPTIONS)
+    message = pb.EmbedRequest(pooling=None if pooling is None else POOLING_TYPES[pooling])
+    _fill(message, {"normalize": normalize, "dimensions": dimensions, **options})
+    _set_targets(message, slo, tier)
+    for each in [inputs] if isinstance(inputs, str) else inputs:
+        _set_prompt(message.inputs.add(), each)
+    return message
+
+
+def make_score_request(
+    queries: str | Sequence[str],
+    documents: str | Sequence[str],
+    *,
+    tokens: Sequence[str | int] | None = None,
+    template: str | None = None,
+    slo: Mapping[str, float] | None = None,
+    tier: str | None = None,
+    **options: Any,
+) -> pb.ScoreRequest:
+    """The message for scores of pairs. The server checks limits, not this.
+
+    Args:
+        queries: one, or as many as documents.
+        documents: one or several.
+        tokens: of the answer, as text or ids, the first of which says that a pair goes together;
+            an empty list for the cosine of two vectors, None for what the server does.
+        template: the prompt of a pair, with {query} and {document} in it; None for the server's.
+        slo: as in `make_request`.
+        tier: likewise.
+        options: any of `request_id`, `slo_class`, `serve_late`, `cache_salt` and `model`, likewise.
+
+    Raises:
+        ValueError: a name does not exist, or a value does not fit its field.
+    """
+    _known("option", options, _OPTIONS - {"prompt_cache_key"})
+    message = pb.ScoreRequest()
+    texts = {"queries": queries, "documents": documents}
+    _fill(message, {name: [t] if isinstance(t, str) else t for name, t in texts.items()})
+    _fill(message, {"template": template, **options})
+    if tokens is not None:
+        message.tokens.SetInParent()
+        for each in tokens:
+            _fill(message.tokens.tokens.add(), {"text" if isinstance(each, str) else "id": each})
+    _set_targets(message, slo, tier)
     return message
 
 
@@ -95,6 +173,15 @@ def make_line(
     _set_prompt(message, prompt)
     _fill(message.sampling, sampling)
     return message
+
+
+def _set_targets(message: Any, slo: Mapping[str, float] | None, tier: str | None) -> None:
+    if tier is not None and tier not in TIERS:
+        raise ValueError(f"tier: unknown value {tier!r}; known values are {', '.join(TIERS)}")
+    _known("slo", slo or {}, _SLO)
+    if tier is not None:
+        message.tier = TIERS[tier]
+    _fill(message.slo, slo or {})
 
 
 def _set_prompt(message: Any, prompt: str | Sequence[int]) -> None:

@@ -351,9 +351,9 @@ class ServerConfig:
             the machine's own name are always some. Pages of other sites could call under any other
             name.
         grace_s: Seconds that running requests get after SIGTERM.
-        max_calls: Generate calls that are open at once, those included that wait for a slow reader;
-            beyond them calls get RESOURCE_EXHAUSTED. 0: as many as scheduler.max_queue and
-            max_rows.
+        max_calls: Calls that generate, or make vectors, that are open at once, those included that
+            wait for a slow reader; beyond them calls get RESOURCE_EXHAUSTED. 0: as many as
+            scheduler.max_queue and max_rows.
         refuse_late: Real-time requests with a TTFT or JCT target are refused, with
             RESOURCE_EXHAUSTED, where they are expected to wait for others for more than this share
             of what the target leaves beside their own prompt; those that say serve_late are not. 0:

@@ -187,6 +187,25 @@ class Ingress:
             async for raw in answers:
                 yield pb.GenerateResponse.FromString(raw)
 
+    async def Embed(
+        self, message: pb.EmbedRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[pb.EmbedResponse, None]:
+        """jaxserve.v1.Generation.Embed."""
+        with contextlib.suppress(*_GONE):  # as above
+            await self._longest()
+        metadata = grpc_context.invocation_metadata() or ()
+        routing_request = await self._routing_requests.from_grpc(message, metadata)
+        async with aclosing(self._rpc("Embed", message, grpc_context, routing_request)) as answers:
+            async for raw in answers:
+                yield pb.EmbedResponse.FromString(raw)
+
+    async def Score(
+        self, message: pb.ScoreRequest, grpc_context: RayServegRPCContext
+    ) -> pb.ScoreResponse:
+        """jaxserve.v1.Generation.Score, which goes to any replica, as /score does."""
+        found = [raw async for raw in self._rpc("Score", message, grpc_context, NOTHING)]
+        return pb.ScoreResponse.FromString(found[0])
+
     async def GetServerInfo(
         self, message: pb.GetServerInfoRequest, grpc_context: RayServegRPCContext
     ) -> pb.GetServerInfoResponse:

@@ -26,6 +26,7 @@ from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.server.access.api_keys import Caller, Keys, Unauthenticated, authorization
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.grpc import message_conversion
+from jaxserve.server.grpc.pooling_conversion import inputs_of
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.openai import request_options
 from jaxserve.server.http.openai.body_limits import parse_body
@@ -57,6 +58,7 @@ _INLINE_CHARS = 2000  # encoding takes about a microsecond a character
 _MANY_TOKENS = 1 << 30  # of a text that is too long to be served, and will be refused
 
 
+_Message = pb.GenerateRequest | pb.EmbedRequest
 _Prompt = tuple[int, Sequence[int]]  # how many tokens, and which; none where nobody knows
 
 
@@ -99,10 +101,10 @@ class RoutingRequestBuilder:
         return await _made(functools.partial(self._from_body, kind, body, headers), slow=slow)
 
     async def from_grpc(
-        self, message: pb.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]] = ()
+        self, message: _Message, metadata: Iterable[tuple[str, str | bytes]] = ()
     ) -> RoutingRequest:
-        """For a message of Generate, with that metadata."""
-        slow = len(message.text) + len(message.token_ids.ids) > _INLINE_CHARS
+        """For a message of Generate or Embed, with that metadata."""
+        slow = message.ByteSize() > _INLINE_CHARS
         return await _made(functools.partial(self._from_message, message, metadata), slow=slow)
 
     def _from_body(
@@ -124,14 +126,18 @@ class RoutingRequestBuilder:
         return self._with_keys(made, [] if told else prompts, caller, salt, hint)
 
     def _from_message(
-        self, message: pb.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]]
+        self, message: _Message, metadata: Iterable[tuple[str, str | bytes]]
     ) -> RoutingRequest:
-        ids = message.token_ids.ids
-        prompts = [self._prompt(message.text) if message.text else (len(ids), ids)]
-        n = message.sampling.n if message.sampling.HasField("n") else 1
+        n, told = 1, False
+        if isinstance(message, pb.EmbedRequest):
+            given = inputs_of(message)
+        else:
+            given = [message_conversion.prompt_from_message(message)]
+            n = message.sampling.n if message.sampling.HasField("n") else 1
+            told = message.sampling.HasField("prompt_logprobs")
+        prompts = list(map(self._counted, given))
         tier = message_conversion.TIERS.get(message.tier)
         slo = message_conversion.slo_from_message(message.slo)
-        told = message.sampling.HasField("prompt_logprobs")
         caller = self._caller(metadata)
         level = requested_level(self._classes, slo, tier, message.slo_class, caller)
         made = self._request(prompts, n, level, told=told)
@@ -193,10 +199,10 @@ class RoutingRequestBuilder:
         else:
             assert isinstance(call, CompletionRequest)
             given = prompts_of(call)
-        return [
-            self._prompt(prompt) if isinstance(prompt, str) else (len(prompt), prompt)
-            for prompt in given
-        ]
+        return list(map(self._counted, given))
+
+    def _counted(self, prompt: str | Sequence[int]) -> _Prompt:
+        return self._prompt(prompt) if isinstance(prompt, str) else (len(prompt), prompt)
 
     def _prompt(self, text: str, *, special: bool = True) -> _Prompt:
         """Its tokens; one a character where nobody knows."""

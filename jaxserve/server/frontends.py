@@ -116,7 +116,8 @@ class Frontends:
 
     def generation_handler(self) -> grpc.GenericRpcHandler:
         """gRPC's handler of jaxserve.v1.Generation."""
-        service, admissions = GenerationService(self.requests), {"Generate": self.admission}
+        service = GenerationService(self.requests, self._options.scoring)
+        admissions = {name: self.admission for name in ("Generate", "Embed", "Score")}
         return self._calls.handler(GENERATION, service, admissions, self._prompt_bytes)
 
     def batches_handler(self) -> grpc.GenericRpcHandler:

@@ -12,10 +12,11 @@ import grpc
 import pytest
 from prometheus_client.core import GaugeMetricFamily
 
+from jaxserve.client import make_embed_request, make_score_request
 from jaxserve.config import ConfigError
 from jaxserve.deploy.in_process import Status
 from jaxserve.deploy.relay import Unserved
-from jaxserve.deploy.replicas import AVOID, ROUTING_REQUEST
+from jaxserve.deploy.replicas import AVOID, NOTHING, ROUTING_REQUEST
 from jaxserve.server.proto import generation_pb2 as pb
 
 pytestmark = pytest.mark.ray  # it has to be installed
@@ -173,6 +174,37 @@ def rpc(handle: Handle) -> tuple[list[str], Context]:
     except CallFailed:
         assert context.code is not None
     return texts, context
+
+
+def test_vectors_and_scores_are_passed_on() -> None:
+    """The router is told what vectors cost; scores go anywhere, as /score does."""
+    from jaxserve.deploy.ingress import CallFailed, Ingress
+
+    many = [pb.EmbedResponse(embeddings=[pb.Embedding(index=i, values=[i, 1.5])]) for i in range(2)]
+    scored = pb.ScoreResponse(scores=[pb.Score(score=0.5)])
+
+    async def vectors(handle: Handle, context: Context) -> list[pb.EmbedResponse]:
+        message = make_embed_request(["Hi there"] * 3, slo={"ttft_ms": 500})
+        answers = Ingress(handle).Embed(message, context)  # type: ignore[arg-type]
+        return [each async for each in answers]
+
+    async def scores(handle: Handle, context: Context) -> pb.ScoreResponse:
+        message = make_score_request("a", "b")
+        return await Ingress(handle).Score(message, context)  # type: ignore[arg-type]
+
+    handle = Handle([[each.SerializeToString()] for each in many])
+    assert asyncio.run(vectors(handle, Context())) == many
+    ((given, named),) = handle.calls
+    assert given[0] == "/jaxserve.v1.Generation/Embed"
+    assert named[ROUTING_REQUEST].ttft == 0.5 and named[ROUTING_REQUEST].sequences == 3
+    handle = Handle([[scored.SerializeToString()]])
+    assert asyncio.run(scores(handle, Context())) == scored
+    assert handle.calls[0][1][ROUTING_REQUEST] is NOTHING
+    refusal, context = Status("INVALID_ARGUMENT", "documents: is empty"), Context()
+    for call in (vectors, scores):
+        with pytest.raises(CallFailed, match="documents: is empty"):
+            asyncio.run(call(Handle([[refusal]]), context))
+        assert context.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def said(text: str) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from jaxserve.client import make_embed_request, make_score_request
 from jaxserve.config import ConfigError
 from jaxserve.deploy import replica as module
 from jaxserve.deploy.flags import replica_config
@@ -145,6 +146,26 @@ def test_an_rpc_is_answered_by_the_door_itself() -> None:
     answers = [pb.GenerateResponse.FromString(one) for one in raw]
     assert "".join(one.text for one in answers) == " w0 w1 w2"
     assert answers[-1].finish.usage.output_tokens == 3
+
+
+@pytest.mark.parametrize("name", ["Embed", "Score"])
+def test_so_are_those_for_vectors_and_scores(name: str) -> None:
+    message = make_embed_request(["Hi", "You"])
+    if name == "Score":
+        message = make_score_request("Hi", "You")
+
+    async def call(replica: EngineReplica) -> list[Any]:
+        method, raw = f"/jaxserve.v1.Generation/{name}", message.SerializeToString()
+        to = "ipv4:127.0.0.1:5"
+        return await pieces_of(replica.grpc(method, raw, [], to, routing_request=NOTHING))
+
+    answer, status = run(call, Engine().run())
+    assert status.code == "OK"
+    if name == "Embed":
+        found = pb.EmbedResponse.FromString(answer).embeddings
+        assert [each.usage.prompt_tokens for each in found] == [2, 3]
+    else:
+        assert pb.ScoreResponse.FromString(answer).usage.prompt_tokens == 5
 
 
 def test_targets_come_through_and_the_answer_says_so() -> None:

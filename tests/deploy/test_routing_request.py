@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.client.messages import make_request
+from jaxserve.client.messages import make_embed_request, make_request
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.replicas import NOTHING
 from jaxserve.deploy.routing_request import (
@@ -67,6 +67,12 @@ def test_prompts_of_embeddings_in_tokens(builder: RoutingRequestBuilder) -> None
     assert abs(found.prompt_len - TOKENS) <= 1
     assert (found.sequences, found.ttft) == (300, 0.05)
     assert http(builder, EMBEDDINGS, input=[TEXT] * 3000) is NOTHING
+    for inputs in ([TEXT] * 300, [TEXT]):
+        asked = http(builder, EMBEDDINGS, input=inputs, slo={"ttft_ms": 50})
+        message = make_embed_request(inputs, slo={"ttft_ms": 50})
+        assert asyncio.run(builder.from_grpc(message)) == asked
+    assert asyncio.run(builder.from_grpc(make_embed_request([TEXT] * 3000))) is NOTHING
+    assert asyncio.run(builder.from_grpc(make_embed_request([]))) is NOTHING
 
 
 def test_a_model_in_the_home_folder_has_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:

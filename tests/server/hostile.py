@@ -218,6 +218,8 @@ _MESSAGES: Mapping[str, Callable[[], Any]] = {
     "Batches/SubmitBatch": batches_pb2.SubmitBatchRequest,
     "Batches/GetBatch": batches_pb2.GetBatchRequest,
     "Batches/CancelBatch": batches_pb2.CancelBatchRequest,
+    "Generation/Embed": generation_pb2.EmbedRequest,
+    "Generation/Score": generation_pb2.ScoreRequest,
     "Batches/DeleteBatch": batches_pb2.DeleteBatchRequest,
 }
 METHODS = sorted(_MESSAGES)
@@ -233,5 +235,11 @@ def messages(draw: st.DrawFn, method: str) -> bytes:
     if method == "Generation/Generate" and draw(st.booleans()):
         message.text = "a"
         message.sampling.max_tokens = 2
+    if method == "Generation/Embed" and draw(st.booleans()):
+        del message.inputs[:]
+        message.inputs.add(text="a")
+    if method == "Generation/Score" and draw(st.booleans()):
+        message.ClearField("queries")
+        message.queries.append("a")
     raw: bytes = message.SerializeToString()
     return draw(broken(raw)) if draw(st.integers(0, 4)) == 0 else raw

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from jaxserve.client import Client, ServerError, make_request
@@ -13,14 +14,14 @@ from jaxserve.client.records import TARGETS
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import Observer, RequestStats, StepRecorder, StepStats
-from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.sched.request import SLO, PoolingParams, PoolingType, Request, SamplingParams, Tier
 from jaxserve.sched.slo.metrics import Times, attained
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.server import Server
-from tests.engine.harness import SCARCE, generate, wait_until_idle, write_shape
+from tests.engine.harness import SCARCE, generate, pool, vector, wait_until_idle, write_shape
 from tests.engine.harness import engine as small_engine
 from tests.server.processes import PATIENCE, refused, serve
 
@@ -87,6 +88,23 @@ def test_targets_in_metadata_change_no_text(real: Engine, served: Client) -> Non
             found = list(served._stub.Generate(message, metadata=metadata, timeout=PATIENCE))
             assert [token for each in found for token in each.token_ids] == tokens
             assert found[-1].finish.slo.met == (said == "900000")
+
+
+def test_vectors_and_scores_over_grpc_are_the_engines(real: Engine, served: Client) -> None:
+    """And the texts beside them stay as they are."""
+    prompts = [[5, 6, 7], [8, 9], [10] * 20]
+    plain = {"max_tokens": 12, "ignore_eos": True}
+    expected = generate(real, prompts, **plain)
+    for mode in PoolingType:
+        pooling = PoolingParams(mode, dimensions=8)
+        made = [vector(pool(real, prompt, pooling)) for prompt in prompts]
+        text = served.generate(prompts[0], **plain)
+        found = served.embed(prompts, pooling=str(mode), dimensions=8, cache_salt=str(mode))
+        for ours, each in zip(made, found, strict=True):
+            assert np.allclose(ours, each.embedding, atol=1e-5)
+            assert abs(np.linalg.norm(each.embedding) - 1) < 1e-5
+        assert [token for each in text for token in each.token_ids] == expected[0]
+    assert generate(real, prompts, **plain) == expected
 
 
 NEVER, EASY = {"ttft_ms": 1e-3, "tbt_ms": 1e-3, "jct_ms": 2e-3}, {"jct_ms": 3.6e6}

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from jaxserve.engine.output import FinishReason
-from jaxserve.server.grpc import message_conversion
+from jaxserve.server.grpc import message_conversion, pooling_conversion
 from jaxserve.server.grpc.calls import Call
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.engine_requests import MAX_REQUEST_ID, CallStreams, EngineRequests
+from jaxserve.server.requests.pooling.pooled_outputs import pooled, scores, vectors
+from jaxserve.server.requests.pooling.scoring import NO_TOKENS, Scoring
+
+_INLINE_VALUES = 2048  # more are made into messages off the event loop
 
 
 class GenerationService:
-    """The two RPCs of jaxserve.v1.Generation.
+    """The RPCs of jaxserve.v1.Generation.
 
     Whatever ends a call early (cancelled, past its deadline, connection lost) cancels the request
     in the engine, which frees its blocks within one step.
+
+    Args:
+        requests: the way to the engine.
+        scoring: how pairs of texts are scored where a call does not say.
     """
 
-    def __init__(self, requests: EngineRequests) -> None:
-        self._requests = requests
+    def __init__(self, requests: EngineRequests, scoring: Scoring = NO_TOKENS) -> None:
+        self._requests, self._scoring = requests, scoring
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, call: Call
@@ -47,3 +55,30 @@ class GenerationService:
             streams.end()
         if cancelled:
             raise self._requests.cancelled_error()
+
+    async def Embed(self, message: pb.EmbedRequest, call: Call) -> None:
+        """The RPC: streams the vectors of all inputs, once they are made."""
+        record, requests = call.record, self._requests
+        record.request_id = message.request_id[:MAX_REQUEST_ID]
+        requests.check_open()
+        inputs = pooling_conversion.inputs_of(message)
+        shared = pooling_conversion.embed_fields(message, record.caller, requests.info().pooling)
+        outputs = await vectors(requests, shared, inputs, "inputs", record)
+        responses = pooling_conversion.embed_responses(record.request_id, outputs)
+        few = sum(len(pooled(output)) for output in outputs) <= _INLINE_VALUES
+        while response := (
+            next(responses, None) if few else await requests.run_beside(next, responses, None)
+        ):
+            await call.write(response)
+
+    async def Score(self, message: pb.ScoreRequest, call: Call) -> pb.ScoreResponse:
+        """The RPC: how well pairs of texts go together."""
+        record, requests = call.record, self._requests
+        record.request_id = message.request_id[:MAX_REQUEST_ID]
+        requests.check_open()
+        shared = pooling_conversion.score_fields(message, record.caller)
+        pairs = pooling_conversion.pairs_from_message(message)
+        tokens = pooling_conversion.tokens_from_message(message)
+        template = message.template if message.HasField("template") else None
+        found = await scores(requests, shared, pairs, self._scoring, tokens, template, record)
+        return pooling_conversion.score_response(record.request_id, found, record.last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -20,6 +20,7 @@ from jaxserve.sched.request import (
     SLO,
     Grammar,
     InvalidRequest,
+    PoolingType,
     Tier,
     at_most_entries,
 )
@@ -34,7 +35,6 @@ from jaxserve.server.requests.output_streams import Delta
 from jaxserve.server.requests.slo_classes import ServiceLevel, own_targets
 
 _MANY_BYTES = 4096
-_OF_VECTORS = ("d_model", "pooling")
 _LISTS = {
     "logit_bias": MAX_LOGIT_BIAS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
@@ -42,6 +42,12 @@ _LISTS = {
 }
 
 _TIER_VALUES = {tier: pb.Tier.Value(f"TIER_{tier.name}") for tier in Tier}
+T = TypeVar("T")
+_POOLING_VALUES = {kind: pb.PoolingType.Value(f"POOLING_TYPE_{kind.name}") for kind in PoolingType}
+POOLING_TYPES = {
+    pb.POOLING_TYPE_UNSPECIFIED: None,
+    **{value: kind for kind, value in _POOLING_VALUES.items()},
+}
 TIERS = {pb.TIER_UNSPECIFIED: None, **{value: tier for tier, value in _TIER_VALUES.items()}}
 REASONS = {
     reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}")
@@ -57,22 +63,51 @@ def fields_from_message(message: pb.GenerateRequest, caller: Caller) -> RequestF
     unknown fields and enum values."""
     check_unknown_fields("request", message)
     cache_key_of(message)
-    if message.tier not in TIERS:
-        known = ", ".join(pb.Tier.keys())
-        raise InvalidRequest("tier", f"unknown value {message.tier}; known values are {known}")
     prompt, sampling = prompt_from_message(message), sampling_from_message(message.sampling)
-    slo, tier = slo_from_message(message.slo), TIERS[message.tier]
-    own = (message.slo_class, message.serve_late, message.cache_salt, caller, message.prediction)
-    about = (message.request_id, slo, tier, *own, message.model)
-    return RequestFields(prompt, sampling, *about)
+    likely = message.prediction
+    return RequestFields(prompt, sampling, **shared_fields(message, caller), prediction=likely)
 
 
-def prompt_from_message(message: Any) -> str | Sequence[int]:
+def shared_fields(
+    message: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest, caller: Caller
+) -> dict[str, Any]:
+    """Those of `RequestFields` that all messages have. Raises InvalidRequest."""
+    return {
+        "request_id": message.request_id,
+        "slo": slo_from_message(message.slo),
+        "tier": known_value("tier", message.tier, TIERS, pb.Tier),
+        "slo_class": message.slo_class,
+        "serve_late": message.serve_late,
+        "cache_salt": message.cache_salt,
+        "caller": caller,
+        "model": message.model,
+    }
+
+
+def known_value(name: str, value: int, values: Mapping[int, T], kind: Any) -> T:
+    """What an enum's value stands for.
+
+    Args:
+        name: of the field.
+        value: what it has.
+        values: those that are known.
+        kind: the enum.
+
+    Raises:
+        InvalidRequest: it is not known.
+    """
+    if value not in values:
+        known = ", ".join(kind.keys())
+        raise InvalidRequest(name, f"unknown value {value}; known values are {known}")
+    return values[value]
+
+
+def prompt_from_message(message: Any, name: str = "prompt") -> str | Sequence[int]:
     """Of a message with `text` and `token_ids` in a oneof `prompt`; ids are not copied yet, for
-    there may be too many. Raises InvalidRequest without a prompt."""
+    there may be too many. Raises InvalidRequest, which has that name, without a prompt."""
     which = message.WhichOneof("prompt")
     if which is None:
-        raise InvalidRequest("prompt", "is required")
+        raise InvalidRequest(name, "is required")
     if which == "text":
         return str(message.text)
     ids: Sequence[int] = message.token_ids.ids
@@ -167,9 +202,10 @@ def verdict_message(verdict: Verdict) -> pb.SloVerdict:
 def server_info_message(
     info: EngineInfo, classes: Mapping[str, ServiceLevel]
 ) -> pb.GetServerInfoResponse:
-    """Every field of `EngineInfo` under its own name, but those about vectors, which are not made
-    here; the version, and the classes."""
-    fields = {name: value for name, value in asdict(info).items() if name not in _OF_VECTORS}
+    """Every field of `EngineInfo` under its own name, but that of `pooling` it has the fields; the
+    version, and the classes."""
+    fields = {**asdict(info), "pooling": _POOLING_VALUES[info.pooling.pooling]}
+    fields["normalize"] = info.pooling.normalize
     listed = [
         pb.SloClass(name=name, targets=targets_ms(one.slo), tier=_TIER_VALUES[one.tier])
         for name, one in classes.items()
@@ -189,7 +225,7 @@ def check_length(name: str, text: str, limit: int) -> None:
         raise InvalidRequest(name, f"has {len(text)} characters; at most {limit} are allowed")
 
 
-def cache_key_of(message: pb.GenerateRequest | batches_pb2.BatchLine) -> str:
+def cache_key_of(message: pb.GenerateRequest | pb.EmbedRequest | batches_pb2.BatchLine) -> str:
     """What routers read. Raises InvalidRequest for an overlong one."""
     check_length("prompt_cache_key", message.prompt_cache_key, MAX_CACHE_KEY)
     return str(message.prompt_cache_key)
@@ -197,7 +233,7 @@ def cache_key_of(message: pb.GenerateRequest | batches_pb2.BatchLine) -> str:
 
 def check_unknown_fields(name: str, message: Message) -> None:
     """A field that a newer client sends would be dropped silently, so it is refused: raises
-    InvalidRequest. Those of messages in lists are not looked at."""
+    InvalidRequest."""
     known = type(message)()
     known.CopyFrom(message)
     known.DiscardUnknownFields()
@@ -216,3 +252,6 @@ def _find_unknown(name: str, message: Message) -> None:
     for descriptor, value in message.ListFields():
         if isinstance(value, Message):
             _find_unknown(descriptor.name, value)
+        elif descriptor.message_type is not None and not isinstance(value, Mapping):
+            for each in value:
+                _find_unknown(descriptor.name, each)

@@ -28,6 +28,13 @@ class SloProblemKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SLO_PROBLEM_KIND_JCT_UNREACHABLE: _ClassVar[SloProblemKind]
     SLO_PROBLEM_KIND_JCT_BEFORE_TTFT: _ClassVar[SloProblemKind]
     SLO_PROBLEM_KIND_MAX_TBT_UNREACHABLE: _ClassVar[SloProblemKind]
+
+class PoolingType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_TYPE_UNSPECIFIED: _ClassVar[PoolingType]
+    POOLING_TYPE_LAST: _ClassVar[PoolingType]
+    POOLING_TYPE_MEAN: _ClassVar[PoolingType]
+    POOLING_TYPE_CLS: _ClassVar[PoolingType]
 TIER_UNSPECIFIED: Tier
 TIER_REALTIME: Tier
 TIER_BEST_EFFORT: Tier
@@ -41,6 +48,10 @@ SLO_PROBLEM_KIND_TBT_UNREACHABLE: SloProblemKind
 SLO_PROBLEM_KIND_JCT_UNREACHABLE: SloProblemKind
 SLO_PROBLEM_KIND_JCT_BEFORE_TTFT: SloProblemKind
 SLO_PROBLEM_KIND_MAX_TBT_UNREACHABLE: SloProblemKind
+POOLING_TYPE_UNSPECIFIED: PoolingType
+POOLING_TYPE_LAST: PoolingType
+POOLING_TYPE_MEAN: PoolingType
+POOLING_TYPE_CLS: PoolingType
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -291,12 +302,128 @@ class GenerateResponse(_message.Message):
     expected_missed: bool
     def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., expected_missed: bool = ...) -> None: ...
 
+class Input(_message.Message):
+    __slots__ = ("text", "token_ids")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIds
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+
+class EmbedRequest(_message.Message):
+    __slots__ = ("request_id", "inputs", "pooling", "normalize", "slo", "tier", "slo_class", "serve_late", "cache_salt", "prompt_cache_key", "dimensions", "model")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    SLO_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
+    SERVE_LATE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    inputs: _containers.RepeatedCompositeFieldContainer[Input]
+    pooling: PoolingType
+    normalize: bool
+    slo: Slo
+    tier: Tier
+    slo_class: str
+    serve_late: bool
+    cache_salt: str
+    prompt_cache_key: str
+    dimensions: int
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., pooling: _Optional[_Union[PoolingType, str]] = ..., normalize: bool = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., tier: _Optional[_Union[Tier, str]] = ..., slo_class: _Optional[str] = ..., serve_late: bool = ..., cache_salt: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ..., dimensions: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+
+class EmbedResponse(_message.Message):
+    __slots__ = ("request_id", "embeddings")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    embeddings: _containers.RepeatedCompositeFieldContainer[Embedding]
+    def __init__(self, request_id: _Optional[str] = ..., embeddings: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ...) -> None: ...
+
+class Embedding(_message.Message):
+    __slots__ = ("index", "values", "usage", "timings", "slo")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    SLO_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    values: _containers.RepeatedScalarFieldContainer[float]
+    usage: Usage
+    timings: Timings
+    slo: SloVerdict
+    def __init__(self, index: _Optional[int] = ..., values: _Optional[_Iterable[float]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., slo: _Optional[_Union[SloVerdict, _Mapping]] = ...) -> None: ...
+
+class ScoredToken(_message.Message):
+    __slots__ = ("text", "id")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    id: int
+    def __init__(self, text: _Optional[str] = ..., id: _Optional[int] = ...) -> None: ...
+
+class ScoredTokens(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[ScoredToken]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[ScoredToken, _Mapping]]] = ...) -> None: ...
+
+class ScoreRequest(_message.Message):
+    __slots__ = ("request_id", "queries", "documents", "tokens", "slo", "tier", "slo_class", "serve_late", "cache_salt", "template", "model")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SLO_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
+    SERVE_LATE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    queries: _containers.RepeatedScalarFieldContainer[str]
+    documents: _containers.RepeatedScalarFieldContainer[str]
+    tokens: ScoredTokens
+    slo: Slo
+    tier: Tier
+    slo_class: str
+    serve_late: bool
+    cache_salt: str
+    template: str
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., queries: _Optional[_Iterable[str]] = ..., documents: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Union[ScoredTokens, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., tier: _Optional[_Union[Tier, str]] = ..., slo_class: _Optional[str] = ..., serve_late: bool = ..., cache_salt: _Optional[str] = ..., template: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class ScoreResponse(_message.Message):
+    __slots__ = ("request_id", "scores", "usage")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    scores: _containers.RepeatedCompositeFieldContainer[Score]
+    usage: Usage
+    def __init__(self, request_id: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
+
+class Score(_message.Message):
+    __slots__ = ("score", "slo")
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    SLO_FIELD_NUMBER: _ClassVar[int]
+    score: float
+    slo: SloVerdict
+    def __init__(self, score: _Optional[float] = ..., slo: _Optional[_Union[SloVerdict, _Mapping]] = ...) -> None: ...
+
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "family", "num_params", "dtype", "vocab_size", "max_model_len", "policy", "num_blocks", "block_size", "pool_tokens", "pool_bytes", "device", "mesh_tensor", "attention_backend", "hidden_read", "rho", "num_layers", "cost_model", "slo_classes", "prefix_caching", "retention", "cache_dtype", "speculates")
+    __slots__ = ("version", "model", "family", "num_params", "dtype", "vocab_size", "max_model_len", "policy", "num_blocks", "block_size", "pool_tokens", "pool_bytes", "device", "mesh_tensor", "attention_backend", "hidden_read", "rho", "num_layers", "cost_model", "slo_classes", "prefix_caching", "retention", "cache_dtype", "speculates", "d_model", "pooling", "normalize")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
@@ -321,6 +448,9 @@ class GetServerInfoResponse(_message.Message):
     RETENTION_FIELD_NUMBER: _ClassVar[int]
     CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     SPECULATES_FIELD_NUMBER: _ClassVar[int]
+    D_MODEL_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     family: str
@@ -345,4 +475,7 @@ class GetServerInfoResponse(_message.Message):
     retention: str
     cache_dtype: str
     speculates: bool
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., family: _Optional[str] = ..., num_params: _Optional[int] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., policy: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., device: _Optional[str] = ..., mesh_tensor: _Optional[int] = ..., attention_backend: _Optional[str] = ..., hidden_read: _Optional[str] = ..., rho: _Optional[float] = ..., num_layers: _Optional[int] = ..., cost_model: _Optional[str] = ..., slo_classes: _Optional[_Iterable[_Union[SloClass, _Mapping]]] = ..., prefix_caching: bool = ..., retention: _Optional[str] = ..., cache_dtype: _Optional[str] = ..., speculates: bool = ...) -> None: ...
+    d_model: int
+    pooling: PoolingType
+    normalize: bool
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., family: _Optional[str] = ..., num_params: _Optional[int] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., policy: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., device: _Optional[str] = ..., mesh_tensor: _Optional[int] = ..., attention_backend: _Optional[str] = ..., hidden_read: _Optional[str] = ..., rho: _Optional[float] = ..., num_layers: _Optional[int] = ..., cost_model: _Optional[str] = ..., slo_classes: _Optional[_Iterable[_Union[SloClass, _Mapping]]] = ..., prefix_caching: bool = ..., retention: _Optional[str] = ..., cache_dtype: _Optional[str] = ..., speculates: bool = ..., d_model: _Optional[int] = ..., pooling: _Optional[_Union[PoolingType, str]] = ..., normalize: bool = ...) -> None: ...

@@ -39,6 +39,16 @@ class GenerationStub(object):
                 request_serializer=jaxserve_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=jaxserve_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_stream(
+                '/jaxserve.v1.Generation/Embed',
+                request_serializer=jaxserve_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/jaxserve.v1.Generation/Score',
+                request_serializer=jaxserve_dot_v1_dot_generation__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_v1_dot_generation__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/jaxserve.v1.Generation/GetServerInfo',
                 request_serializer=jaxserve_dot_v1_dot_generation__pb2.GetServerInfoRequest.SerializeToString,
@@ -63,6 +73,21 @@ class GenerationServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Makes a vector of each input. The first message comes once all are made. Ends as Generate does;
+        a full queue refuses it only while none of its inputs is in there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Says how well pairs of texts go together. Ends as Embed does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerInfo(self, request, context):
         """What is served: fixed from start to stop.
         """
@@ -77,6 +102,16 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=jaxserve_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=jaxserve_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_stream_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=jaxserve_dot_v1_dot_generation__pb2.EmbedRequest.FromString,
+                    response_serializer=jaxserve_dot_v1_dot_generation__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=jaxserve_dot_v1_dot_generation__pb2.ScoreRequest.FromString,
+                    response_serializer=jaxserve_dot_v1_dot_generation__pb2.ScoreResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -111,6 +146,60 @@ class Generation(object):
             '/jaxserve.v1.Generation/Generate',
             jaxserve_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
             jaxserve_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/jaxserve.v1.Generation/Embed',
+            jaxserve_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
+            jaxserve_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Generation/Score',
+            jaxserve_dot_v1_dot_generation__pb2.ScoreRequest.SerializeToString,
+            jaxserve_dot_v1_dot_generation__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

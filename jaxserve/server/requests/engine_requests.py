@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import math
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -95,8 +96,8 @@ class RequestFields:
 
 class EngineRequests:
     """Builds requests, submits them to the engine and tracks whether it accepts any. Create it on
-    the event loop that serves. All methods run there, but for `build_request`, which any thread may
-    call.
+    the event loop that serves. All methods run there, but for those that any thread may call,
+    which say so.
 
     Args:
         engine: the engine, already started.
@@ -202,6 +203,34 @@ class EngineRequests:
             return await loop.run_in_executor(self._encoders, self._ready, fields)
         return self._ready(fields)
 
+    async def make_requests(
+        self,
+        shared: RequestFields,
+        prompts: Sequence[str | Sequence[int]],
+        most_tokens: float = math.inf,
+    ) -> list[Request]:
+        """`make_request` of each prompt of a call.
+
+        Args:
+            shared: the fields that all have, with the first one's id and any prompt.
+            prompts: text or token ids each.
+            most_tokens: of all prompts together.
+
+        Raises:
+            InvalidRequest: a request cannot be served.
+        """
+        wanted, tokens = [], 0
+        for place, prompt in enumerate(prompts):
+            await asyncio.sleep(0)  # others come in between: each may take milliseconds
+            own = _numbered(shared.request_id, place)
+            fields = dataclasses.replace(shared, prompt=prompt, request_id=own)
+            wanted.append(await self.make_request(fields))
+            tokens += len(wanted[-1].prompt)
+            if tokens > most_tokens:
+                most = f"{most_tokens:,} tokens in all are taken in a call"
+                raise InvalidRequest("prompt", f"at most {most}")
+        return wanted
+
     async def check_grammar(self, grammar: Grammar, thinking: Thinking | None = None) -> None:
         """Gets it ready for the engine. thinking: what comes before the text that it holds. Raises
         InvalidRequest, which says what is wrong with it."""
@@ -217,6 +246,11 @@ class EngineRequests:
             encode = functools.partial(self._engine.encode, text, special=special)
             return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
         return self._engine.encode(text, special=special)
+
+    def encode_plainly(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens around it. Any thread may call this. Raises
+        InvalidRequest."""
+        return self._engine.encode(text, special=False)
 
     def max_output_tokens(self, prompt_tokens: int) -> int:
         """Tokens that can follow a prompt of that length; at least 1."""
@@ -383,6 +417,14 @@ class CallStreams:
         """Whatever is unfinished is cancelled."""
         for stream in self.streams:
             self._requests.end_stream(stream)
+
+
+def _numbered(name: str, place: int) -> str:
+    """The first prompt has the call's own id."""
+    if not name or not place:
+        return name
+    ending = f"-{place}"
+    return name[: MAX_REQUEST_ID - len(ending)] + ending
 
 
 def half_surrogate(error: UnicodeEncodeError) -> str:

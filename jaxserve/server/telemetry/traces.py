@@ -33,6 +33,8 @@ _MAX_EVENTS = 100
 _PROVIDER = "jaxserve"
 _OPERATIONS = {  # by method: what it is called in the conventions
     "Generate": "text_completion",
+    "Embed": "embeddings",
+    "http /v1/embeddings": "embeddings",
     "http /v1/completions": "text_completion",
     "http /v1/chat/completions": "chat",
     "http /v1/responses": "chat",

@@ -167,6 +167,8 @@ def test_grpc_wants_a_key(
             for call in (
                 lambda c=client: c.info(timeout=PATIENCE),
                 lambda c=client: c.complete("a", timeout=PATIENCE),
+                lambda c=client: c.embed("a", timeout=PATIENCE),
+                lambda c=client: c.score("a", "b", timeout=PATIENCE),
                 lambda c=client: c.batch_status("b"),
             ):
                 with pytest.raises(ServerError) as error:

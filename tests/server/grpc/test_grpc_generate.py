@@ -158,8 +158,8 @@ def test_an_engine_without_hidden_caches_says_so() -> None:
 def test_server_info_is_the_engines(client: Client) -> None:
     info = client.info()
     assert info.version == __version__
-    of_vectors = {"d_model", "pooling"}  # which are made over HTTP
-    for name in {field.name for field in dataclasses.fields(EngineInfo)} - of_vectors:
+    assert (info.pooling, info.normalize) == (pb.POOLING_TYPE_LAST, True)
+    for name in {field.name for field in dataclasses.fields(EngineInfo)} - {"pooling"}:
         assert getattr(info, name) == getattr(INFO, name)
 
 

@@ -147,4 +147,5 @@ def test_reflection_lists_the_services_and_describes_ours(channel: grpc.Channel)
     assert {GENERATION, BATCHES, "grpc.health.v1.Health"} <= names
     (proto,) = described.file_descriptor_response.file_descriptor_proto
     file = descriptor_pb2.FileDescriptorProto.FromString(proto)
-    assert [method.name for method in file.service[0].method] == ["Generate", "GetServerInfo"]
+    names = [method.name for method in file.service[0].method]
+    assert names == ["Generate", "Embed", "Score", "GetServerInfo"]

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from jaxserve.engine.adapters import UnknownAdapter
-from jaxserve.sched.request import InvalidRequest, PoolingParams, Request
+from jaxserve.sched.request import Request
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.openai import request_options
 from jaxserve.server.http.openai.schema import Generation, Targeted, predicted_text
 from jaxserve.server.requests.engine_client import EngineClient
-from jaxserve.server.requests.engine_requests import MAX_REQUEST_ID, EngineRequests, RequestFields
+from jaxserve.server.requests.engine_requests import EngineRequests, RequestFields
 from jaxserve.server.requests.pooling.scoring import NO_TOKENS, Scoring
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.tools.calls import special_tokens
@@ -60,10 +58,6 @@ class RouteContext:
             problem = f"there is no model {model!r:.80} here; this server has {self.model!r}"
             raise ApiError(404, problem, param="model", code="model_not_found") from None
 
-    def encode_plainly(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens around it."""
-        return self.engine.encode(text, special=False)
-
     @functools.cached_property
     def special_markers(self) -> dict[str, int]:
         """Ids of those texts around calls of tools and thoughts that are special tokens of the
@@ -78,8 +72,6 @@ class RouteContext:
         prompts: Sequence[str | Sequence[int]],
         sampling: Mapping[str, Any],
         caller: Caller,
-        pooling: PoolingParams | None = None,
-        most_tokens: float = math.inf,
     ) -> list[Request]:
         """Builds and checks one request per prompt.
 
@@ -88,41 +80,28 @@ class RouteContext:
             prompts: text or token ids each.
             sampling: `SamplingParams` fields by name, for all of them.
             caller: the client.
-            pooling: what is wanted of each in place of an output.
-            most_tokens: of all prompts together.
 
         Raises:
             InvalidRequest: a request cannot be served.
             EngineStopped: new requests are refused.
             ApiError: the body names another model.
         """
+        shared = self.shared_fields(body, sampling, caller)
+        naming: AbstractContextManager[None] = nullcontext()
+        if isinstance(body, Generation):
+            naming = request_options.naming_grammar_fields(body)
+        with naming:
+            return await self.requests.make_requests(shared, prompts)
+
+    def shared_fields(
+        self, body: Targeted, sampling: Mapping[str, Any], caller: Caller
+    ) -> RequestFields:
+        """What all prompts of a call have in common. Arguments and errors as of `make_requests`."""
         adapter = self.adapter_of(body.model, caller)
         self.requests.check_open()
         slo, slo_class = request_options.requested_targets(body)
         tier = request_options.requested_tier(body)
         name, late = body.request_id or "", bool(body.serve_late)
         salt, likely = body.cache_salt or "", predicted_text(body)
-        also = (slo, tier, slo_class, late, salt, caller, likely, adapter, pooling)
-        wanted, tokens = [], 0
-        naming: AbstractContextManager[None] = nullcontext()
-        if isinstance(body, Generation):
-            naming = request_options.naming_grammar_fields(body)
-        with naming:
-            for place, prompt in enumerate(prompts):
-                await asyncio.sleep(0)  # others come in between: each may take milliseconds
-                own = _numbered(name, place)
-                fields = RequestFields(prompt, sampling, own, *also)
-                wanted.append(await self.requests.make_request(fields))
-                tokens += len(wanted[-1].prompt)
-                if tokens > most_tokens:
-                    most = f"{most_tokens:,} tokens in all are taken in a call"
-                    raise InvalidRequest("prompt", f"at most {most}")
-        return wanted
-
-
-def _numbered(name: str, place: int) -> str:
-    """The first prompt has the call's own id."""
-    if not name or not place:
-        return name
-    ending = f"-{place}"
-    return name[: MAX_REQUEST_ID - len(ending)] + ending
+        also = (slo, tier, slo_class, late, salt, caller, likely, adapter)
+        return RequestFields("", sampling, name, *also)

@@ -87,6 +87,17 @@ def _score(of: Sequence[np.ndarray]) -> float:
     return float(likely[0] / likely.sum())
 
 
+def pairs_of(first: Sequence[str], second: Sequence[str], name: str) -> list[Pair]:
+    """One with several, or as many of both. name: of the field that has the second. Raises
+    InvalidRequest."""
+    if len(first) == 1:
+        first = [first[0]] * len(second)
+    if len(first) != len(second):
+        problem = f"has {len(second)} texts beside {len(first)}; as many are needed, or one and any"
+        raise InvalidRequest(name, problem)
+    return list(zip(first, second, strict=True))
+
+
 def pair_prompts(
     pairs: Sequence[Pair],
     scoring: Scoring,

@@ -15,7 +15,7 @@ from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access
 from jaxserve.server.http.openai.pooling import pooling_routes
 from jaxserve.server.requests.options import ServerOptions
-from jaxserve.server.requests.pooling import pooled_call
+from jaxserve.server.requests.pooling import pooled_call, pooled_outputs
 from jaxserve.server.requests.pooling.scoring import Scoring
 from jaxserve.server.server import Server
 from tests.server.access.test_keys import key
@@ -205,7 +205,7 @@ def test_half_a_surrogate_is_no_text(plain: Plain, running: FakeEngine, path: st
 def test_an_answer_has_a_size(
     plain: Plain, running: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pooling_routes, "MAX_VALUES", 11)
+    monkeypatch.setattr(pooled_outputs, "MAX_VALUES", 11)
     status, body, _ = plain.call("POST", "/v1/embeddings", {"input": ["a", "b", "c"]})
     assert status == 400 and "3 vectors of 4 numbers; at most 11" in body["error"]["message"]
     status, _, _ = plain.call("POST", "/v1/embeddings", {"input": ["a", "b"]})

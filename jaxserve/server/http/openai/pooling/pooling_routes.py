@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
 from fastapi.responses import StreamingResponse
 from pydantic_core import to_json
 
 from jaxserve.engine.output import Output
-from jaxserve.sched.request import InvalidRequest, PoolingParams, Request
+from jaxserve.sched.request import InvalidRequest, PoolingParams
 from jaxserve.server.http.errors import record_of
 from jaxserve.server.http.openai.choices import slo_fields
 from jaxserve.server.http.openai.completions import prompts_in
@@ -29,15 +29,10 @@ from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import Targeted
 from jaxserve.server.requests.call_outcome import CallRecord
 from jaxserve.server.requests.engine_requests import INLINE_LENGTH
-from jaxserve.server.requests.pooling.pooled_call import (
-    MAX_INPUT_TOKENS,
-    MAX_INPUTS,
-    PooledCall,
-)
-from jaxserve.server.requests.pooling.scoring import Pair, pair_prompts
+from jaxserve.server.requests.pooling.pooled_call import MAX_INPUTS
+from jaxserve.server.requests.pooling.pooled_outputs import pooled, scores, vectors
+from jaxserve.server.requests.pooling.scoring import Pair, pairs_of
 
-MAX_VALUES = 1 << 22
-"""Numbers of one answer: 16 MiB of vectors, some 80 MB as JSON."""
 _INLINE_VALUES = 2048
 _PIECE_BYTES = 256 << 10  # of an answer that is sent as it is made
 
@@ -94,56 +89,31 @@ class _Pooled:
     def __init__(self, context: RouteContext, body: Targeted, http: HttpRequest) -> None:
         self._context, self._body, self._http = context, body, http
         self._record: CallRecord = record_of(http)
-        self._model = context.model
 
-    async def outputs(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        pooling: PoolingParams,
-        field_name: str,
-        check: Callable[[Sequence[Request]], None] = lambda wanted: None,
+        self._shared = context.shared_fields(body, {}, self._record.caller)
+
+    async def vectors(
+        self, inputs: Sequence[str | list[int]], pooling: PoolingParams
     ) -> list[Output]:
-        """Serves the prompts.
-
-        Args:
-            prompts: text or token ids each.
-            pooling: what is wanted of each.
-            field_name: of the body, in which they came.
-            check: raises InvalidRequest for requests that make too much of an answer.
-        """
-        context = self._context
-        try:
-            wanted = await context.make_requests(
-                self._body, prompts, {}, self._record.caller, pooling, MAX_INPUT_TOKENS
-            )
-        except InvalidRequest as error:
-            if error.field_name != "prompt":
-                raise
-            raise InvalidRequest(field_name, error.problem) from None
-        check(wanted)
-        self._model = wanted[0].adapter or context.model
-        call = PooledCall(context.requests, wanted, self._record)
-        return await unless_gone(self._http, call.outputs())
+        """Of each input, the last output."""
+        shared = dataclasses.replace(self._shared, pooling=pooling)
+        made = vectors(self._context.requests, shared, inputs, "input", self._record)
+        return await unless_gone(self._http, made)
 
     async def scores(self, pairs: Sequence[Pair]) -> list[tuple[float, dict[str, Any]]]:
         """Of each pair, and how its targets were met, where one prompt is for it alone."""
         context, body = self._context, self._body
         assert isinstance(body, PairScoring)
-        made = await context.requests.run_beside(
-            pair_prompts,
-            *(pairs, context.scoring, body.tokens, body.template),
-            *(context.requests.info().pooling, context.encode_plainly),
-        )
-        outputs = await self.outputs(made.prompts, made.pooling, "documents")
-        scores = made.scores([_pooled(output) for output in outputs])
-        alone = len(outputs) == len(pairs)
-        slo = [slo_fields(output) for output in outputs] if alone else [{} for _ in pairs]
-        return list(zip(scores, slo, strict=True))
+        said = (context.scoring, body.tokens, body.template)
+        made = scores(context.requests, self._shared, pairs, *said, self._record)
+        found = await unless_gone(self._http, made)
+        return [(score, {} if last is None else slo_fields(last)) for score, last in found]
 
     def head(self, prefix: str) -> dict[str, Any]:
         """What an answer begins with."""
         named = {"id": f"{prefix}-{self._record.request_id}", "created": int(time.time())}
-        return {**named, "model": self._model}
+        adapter = self._record.requests[0].adapter
+        return {**named, "model": adapter or self._context.model}
 
     def usage(self) -> dict[str, Any]:
         """What it ends with."""
@@ -158,12 +128,7 @@ def _pairs(body: ScoreRequest) -> list[Pair]:
     if given.keys() not in ({"text_1", "text_2"}, {"queries", "documents"}):
         raise InvalidRequest("text_1", "text_1 and text_2, or queries and documents, are needed")
     (_, first), (name, second) = given.items()
-    if len(first) == 1:
-        first = first * len(second)
-    if len(first) != len(second):
-        problem = f"has {len(second)} texts beside {len(first)}; as many are needed, or one and any"
-        raise InvalidRequest(name, problem)
-    return list(zip(first, second, strict=True))
+    return pairs_of(first, second, name)
 
 
 async def _vectors(
@@ -173,14 +138,7 @@ async def _vectors(
     info, answer = context.requests.info(), _Pooled(context, body, http)
     pooling = info.pooling.with_own(body.pooling, body.normalize, body.dimensions)
     width = pooling.dimensions or info.d_model
-
-    def check(wanted: Sequence[Request]) -> None:
-        if len(wanted) * width > MAX_VALUES:
-            problem = f"{len(wanted)} vectors of {width} numbers; at most {MAX_VALUES:,} numbers"
-            raise InvalidRequest("input", f"{problem} are told in a call, so send fewer at once")
-
-    prompts = prompts_in(body.input, "input", MAX_INPUTS)
-    outputs = await answer.outputs(prompts, pooling, "input", check)
+    outputs = await answer.vectors(prompts_in(body.input, "input", MAX_INPUTS), pooling)
     fields = {**answer.head("embd"), "object": "list", **answer.usage()}
     pieces = _pieces(fields, outputs, kind, name, base=body.encoding_format == "base64")
     if len(outputs) * width <= _INLINE_VALUES:
@@ -199,7 +157,7 @@ def _pieces(
     """The answer's JSON, vector by vector."""
     begin = to_json(fields)[:-1] + b',"data":['
     for place, output in enumerate(outputs):
-        found = _pooled(output)
+        found = pooled(output)
         told: Any = base64.b64encode(found.astype("<f4").tobytes()) if base else found.tolist()
         entry = {"object": kind, "index": place, **slo_fields(output), name: told}
         yield begin + to_json(entry)
@@ -216,11 +174,6 @@ def _next(pieces: Iterator[bytes]) -> bytes:
         if size >= _PIECE_BYTES:
             break
     return b"".join(taken)
-
-
-def _pooled(output: Output) -> np.ndarray:
-    assert output.pooled is not None
-    return output.pooled
 
 
 def _json(fields: dict[str, Any]) -> Response:

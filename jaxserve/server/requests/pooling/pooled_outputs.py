@@ -1,0 +1,103 @@
+"""What calls for vectors and for scores do, whichever frontend they came through."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxserve.engine.output import Output
+from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.requests.call_outcome import CallRecord
+from jaxserve.server.requests.engine_requests import EngineRequests, RequestFields
+from jaxserve.server.requests.pooling.pooled_call import MAX_INPUT_TOKENS, PooledCall
+from jaxserve.server.requests.pooling.scoring import Pair, Scoring, pair_prompts
+
+MAX_VALUES = 1 << 22
+"""Numbers of one answer: 16 MiB of vectors, some 80 MB as JSON."""
+
+
+async def vectors(
+    requests: EngineRequests,
+    shared: RequestFields,
+    inputs: Sequence[str | Sequence[int]],
+    field_name: str,
+    record: CallRecord,
+) -> list[Output]:
+    """The last output of each input, with its vector.
+
+    Args:
+        requests: the way to the engine.
+        shared: what all inputs have in common, `pooling` among it.
+        inputs: text or token ids each.
+        field_name: of the call, in which they came.
+        record: of the call.
+
+    Raises:
+        InvalidRequest: a request cannot be served, or the answer would be too large.
+        Exception: what `PooledCall` raises.
+    """
+    assert shared.pooling is not None
+    width = shared.pooling.dimensions or requests.info().d_model
+    return await _outputs(requests, shared, inputs, field_name, record, width)
+
+
+async def scores(
+    requests: EngineRequests,
+    shared: RequestFields,
+    pairs: Sequence[Pair],
+    scoring: Scoring,
+    tokens: Sequence[str | int] | None,
+    template: str | None,
+    record: CallRecord,
+) -> list[tuple[float, Output | None]]:
+    """The score of each pair, and the last output of its prompt where that is for it alone.
+
+    Args:
+        requests: the way to the engine.
+        shared: what all prompts have in common.
+        pairs: at least one.
+        scoring: what the server says.
+        tokens: what the call says instead, as of `pair_prompts`.
+        template: likewise.
+        record: of the call.
+
+    Raises:
+        InvalidRequest: as of `pair_prompts`, or a request cannot be served.
+        Exception: what `PooledCall` raises.
+    """
+    usual, encode = requests.info().pooling, requests.encode_plainly
+    made = await requests.run_beside(pair_prompts, pairs, scoring, tokens, template, usual, encode)
+    shared = dataclasses.replace(shared, pooling=made.pooling)
+    outputs = await _outputs(requests, shared, made.prompts, "documents", record)
+    found = made.scores([pooled(output) for output in outputs])
+    if made.pooling.scored_token_ids:
+        return list(zip(found, outputs, strict=True))
+    return [(score, None) for score in found]
+
+
+async def _outputs(
+    requests: EngineRequests,
+    shared: RequestFields,
+    prompts: Sequence[str | Sequence[int]],
+    field_name: str,
+    record: CallRecord,
+    width: int = 0,
+) -> list[Output]:
+    try:
+        wanted = await requests.make_requests(shared, prompts, MAX_INPUT_TOKENS)
+    except InvalidRequest as error:
+        if error.field_name != "prompt":
+            raise
+        raise InvalidRequest(field_name, error.problem) from None
+    if len(wanted) * width > MAX_VALUES:
+        problem = f"{len(wanted)} vectors of {width} numbers; at most {MAX_VALUES:,} numbers"
+        raise InvalidRequest(field_name, f"{problem} are told in a call, so send fewer at once")
+    return await PooledCall(requests, wanted, record).outputs()
+
+
+def pooled(output: Output) -> np.ndarray:
+    """What is wanted in place of an output, which a last one has."""
+    assert output.pooled is not None
+    return output.pooled
