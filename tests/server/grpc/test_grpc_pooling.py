@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -259,6 +260,28 @@ def test_a_key_has_as_many_at_once_as_it_may(engine: FakeEngine) -> None:
                     call()
                 assert refused.value.code == "UNAUTHENTICATED"
     assert {request.tenant for request in engine.requests} == {"dave"}
+
+
+def test_calls_are_limited_and_counted(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As those of Generate are, by server.max_calls; each has its line in the log."""
+    caplog.set_level(logging.INFO)
+    options = ServerOptions(max_calls=1, request_log=True)
+    with Server(engine, options=options, grace_s=0.0) as server, Client(server.address) as client:
+        first = client._stub.Embed(make_embed_request(["a", "b"]), timeout=PATIENCE)
+        engine.wait(lambda: len(engine.live) == 2)
+        for call in (lambda: client.embed("a"), lambda: client.score("a", "b")):
+            with pytest.raises(ServerError, match=r"server\.max_calls") as refused:
+                call()
+            assert refused.value.code == "RESOURCE_EXHAUSTED"
+        engine.run()
+        assert len(list(first)) == 1
+        caplog.clear()
+        assert client.embed(["a", "bc"]) and client.score("a", "b")
+    lines = [line for line in caplog.messages if "ending=ok" in line]
+    assert [" method=Embed " in line for line in lines] == [True, False]
+    assert " method=Score " in lines[1] and all("prompt_tokens=" in line for line in lines)
 
 
 @pytest.mark.parametrize("score", [False, True])
