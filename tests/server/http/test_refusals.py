@@ -136,6 +136,15 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{
             "max_tokens",
             "contradicts",
         ),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
+        ("chat/completions", {"max_completion_tokens": 9999}, "max_completion_tokens", "in all"),
+        ("chat/completions", {"max_tokens": 9999}, "max_tokens", "in all"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "b" * 5000}]},
+            "messages",
+            "tokens; at most",
+        ),
     ],
 )
 def test_a_field_that_is_wrong_is_named(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request as HttpRequest
@@ -41,6 +42,7 @@ from jaxserve.server.requests.output_streams import Delta
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 
 T = TypeVar("T")
+_PARSED_INLINE = 4 << 10
 
 
 class PreparedChat(NamedTuple):
@@ -77,12 +79,27 @@ async def prepare_chat(context: RouteContext, body: ChatRequest, caller: Caller)
     text = await asyncio.wrap_future(
         await beside_if_tools(context, body, render_chat, template, body, caller.name)
     )
-    prompt = await context.template.encode(text, context.requests.encode)
+    with _naming_chat_fields(body):
+        prompt = await context.template.encode(text, context.requests.encode)
     note, thought = parser_note(context.template, use, text), thought_use(context, body, use, text)
     sampling = {**_sampling(context, body, len(prompt)), **held}
     sampling |= _parsed(context, note, thought, held="grammar" in sampling)
-    wanted = await context.make_requests(body, [prompt], sampling, caller)
+    with _naming_chat_fields(body):
+        wanted = await context.make_requests(body, [prompt], sampling, caller)
     return PreparedChat(wanted, note, thought)
+
+
+@contextmanager
+def _naming_chat_fields(body: ChatRequest) -> Iterator[None]:
+    """What is found wrong with its request meanwhile is said of the chat's own field."""
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    names = {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": limit}
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.field_name not in names:
+            raise
+        raise InvalidRequest(names[error.field_name], error.problem) from None
 
 
 def chat_sampling(
@@ -166,6 +183,8 @@ class _ChatAnswer(Answer):
         self._template, self._note = context.template, asked.note
         self._new_id = context.template.tool_format.new_id
         self._engine, self._with_logprobs = context.engine, bool(body.logprobs)
+        if self._note:  # to find calls and thoughts takes up to a microsecond for each character
+            self.inline_bytes = _PARSED_INLINE
         self._deltas: list[MessageDeltas] = []
         super().__init__(context, body, asked.wanted, http)
         if self._note and self._streams:

@@ -64,8 +64,10 @@ class Answer(ABC):
         kind: the `object` field of a whole response.
         chunk_kind: the `object` field of a chunk of a stream.
         prefix: of the response's id.
+        inline_bytes: a longer answer is made beside the event loop.
     """
 
+    inline_bytes = INLINE_BYTES
     kind: str
     chunk_kind: str
     prefix: str
@@ -142,7 +144,7 @@ class Answer(ABC):
             return with_raw(to_json(fields), {"choices": b"[%s]" % b",".join(choices)})
 
         size = sum(map(len, whole)) + sum(told.bytes for told in lists if told is not None)
-        body = made() if size <= INLINE_BYTES else await self._requests.run_beside(made)
+        body = made() if size <= self.inline_bytes else await self._requests.run_beside(made)
         return Response(body, media_type="application/json")
 
     async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
