@@ -13,6 +13,7 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 """What a parser does until it needs more text, then goes on with; and what it finds."""
 _SPACE = re.compile(r"\s*")
+_SLICE = 2048  # characters
 _OUTSIDE, _INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
 
 
@@ -60,10 +61,12 @@ class TextParser(ABC):
 
     def feed(self, text: str) -> list[Piece]:
         """What can be told with this text, which follows the one before."""
-        if not text:
-            return []
-        self._held += text
-        return self._go()
+        found: list[Piece] = []
+        # Each step looks at all that is held, and copies it.
+        for start in range(0, len(text), _SLICE):
+            self._held += text[start : start + _SLICE]
+            found += self._go()
+        return found
 
     def finish(self) -> list[Piece]:
         """What was held back, at the end of the text. Nothing may be fed after it."""

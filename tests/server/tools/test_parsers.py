@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.server.tools.calls import Arguments, Call, CallBegin, Content, Tool, whole
+from jaxserve.server.tools.parser import TextParser
 from jaxserve.server.tools.registry import find_format, formats
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -272,3 +273,25 @@ def test_what_is_written_is_read(name: str, city: Any, days: Any, cuts: list[int
         wanted = json.loads(json.dumps(wanted))
     text = form.written([Call("weather", json.dumps(wanted)), Call("now", "{}")])
     assert said(name, text, cuts=cuts) == ("", [("weather", wanted), ("now", {})])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_long_text_costs_no_more_for_each_character(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied, take = [0], TextParser._take
+
+    def counted(parser: TextParser, length: int) -> str:
+        copied[0] += len(parser._held)
+        return take(parser, length)
+
+    monkeypatch.setattr(TextParser, "_take", counted)
+    form = find_format("", name)
+    for text in (*form.markers, form.written([Call("now", "{}")])):
+        costs = []
+        for times in (2000, 8000):
+            copied[0] = 0
+            parser = form.parser(TOOLS)
+            whole([*parser.feed(text * times), *parser.finish()])
+            costs.append(copied[0])
+        assert costs[1] <= 5 * costs[0], text

@@ -118,13 +118,13 @@ class MessageDeltas:
         return self._told(pieces)
 
     def _told(self, pieces: Iterable[Piece]) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+        texts: dict[str, list[str]] = {}
         calls: list[dict[str, Any]] = []
         for piece in pieces:
             if isinstance(piece, Content):
-                told["content"] = told.get("content", "") + piece.text
+                texts.setdefault("content", []).append(piece.text)
             elif isinstance(piece, Reasoning):
-                told["reasoning_content"] = told.get("reasoning_content", "") + piece.text
+                texts.setdefault("reasoning_content", []).append(piece.text)
             elif isinstance(piece, CallBegin):
                 calls.append({"index": self.calls, **_tool_call(self._new_id(), Call(piece.name))})
                 self.calls += 1
@@ -134,4 +134,5 @@ class MessageDeltas:
                 if not calls or calls[-1]["index"] != index:
                     calls.append({"index": index, "function": {"arguments": ""}})
                 calls[-1]["function"]["arguments"] += piece.text
+        told: dict[str, Any] = {name: "".join(said) for name, said in texts.items()}
         return {**told, "tool_calls": calls} if calls else told

@@ -16,6 +16,7 @@ from jaxserve.config import Config, ConfigError, ServerConfig
 from jaxserve.sched.request import GrammarKind, Tier
 from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access
+from jaxserve.server.http.openai.responses.output_items import JsonList
 from jaxserve.server.requests.options import ResponseLimits, ServerOptions, server_options
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.server import Server
@@ -488,6 +489,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options.include_usage", "no such"),
     ({"include": ["file_search_call.results"]}, "include.0", "must be"),
     ({"top_logprobs": 2}, "top_logprobs", "needs include"),
+    ({"top_logprobs": 21, "include": LOGPROBS}, "top_logprobs", "at most 20"),
     ({"include": LOGPROBS, "tools": [TOOL]}, "include", "beside tools"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "must be 'auto'"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "must be"),
@@ -624,3 +626,14 @@ def test_settings_are_what_the_server_gets() -> None:
     found = server_options(config).responses
     assert found == ResponseLimits(count=7, bytes=3 << 20, keep_s=1800.0, key_share=0.25)
     assert server_options(Config()).responses == ResponseLimits()
+
+
+def test_events_without_log_probabilities_do_not_take_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    some = JsonList()
+    some.extend([{"token": "a"}] * 2)
+    whole = some.put_into(b'{"logprobs":"%s"}' % some.mark.encode())
+    assert json.loads(whole) == {"logprobs": [{"token": "a"}] * 2}
+    monkeypatch.setattr(some, "_pieces", None)  # which could not be joined
+    assert some.put_into(b'{"delta":"a"}') == b'{"delta":"a"}'

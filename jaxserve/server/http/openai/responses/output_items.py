@@ -49,7 +49,10 @@ class JsonList:
 
     def put_into(self, json: bytes) -> bytes:
         """The JSON with the list in the places of its mark."""
-        return json.replace(b'"%s"' % self.mark.encode(), b"[%s]" % b",".join(self._pieces))
+        mark = b'"%s"' % self.mark.encode()
+        if mark not in json:  # as in all that is told of one token
+            return json
+        return json.replace(mark, b"[%s]" % b",".join(self._pieces))
 
 
 class _OpenItem(ABC):
