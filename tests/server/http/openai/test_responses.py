@@ -336,6 +336,16 @@ def test_logprobs(client: openai.OpenAI, running: FakeEngine) -> None:
     assert second.output_text == " w0"
 
 
+def test_what_closes_a_thought_has_no_logprobs(thinking: openai.OpenAI, engine: FakeEngine) -> None:
+    thinks(engine, "<think>\nRome.\n</think>Fine", size=1)
+    made = thinking.responses.create(model="fake", input="a", include=LOGPROBS)
+    message = made.output[-1]
+    assert message.type == "message" and message.content[0].type == "output_text"
+    assert message.content[0].text == "Fine"
+    assert message.content[0].logprobs is not None
+    assert len(message.content[0].logprobs) == len("Fine")
+
+
 def test_our_own_fields(client: openai.OpenAI, running: FakeEngine) -> None:
     own: Any = {"slo": {"ttft_ms": 500}, "tier": "best_effort", "seed": 3, "top_k": 5}
     own |= {"cache_salt": "s", "request_id": "mine"}

@@ -29,7 +29,7 @@ from jaxserve.server.http.openai.responses.store import ResponseStore, StoredRes
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.sse import EventStream
 from jaxserve.server.requests.output_streams import Delta
-from jaxserve.server.tools.calls import Content, Piece, Reasoning
+from jaxserve.server.tools.calls import Content, Piece
 
 _CUT = "max_output_tokens"
 
@@ -63,6 +63,7 @@ class ResponseAnswer:
         asked = prepared.wanted[0].sampling.logprobs is not None
         self._logprobs = JsonList() if asked else None
         self._untold: list[Any] = []  # log-probabilities of tokens without text so far
+        self._left_out = 0  # those of what is thought
         self._items = OutputItems(context.template.tool_format.new_id, self._logprobs)
         self._characters = self._output_tokens = 0
         self._last: Output | None = None
@@ -131,15 +132,17 @@ class ResponseAnswer:
             yield from self._items.finish(self._status)
 
     def _new_logprobs(self, delta: Delta, pieces: Sequence[Piece]) -> list[Any]:
-        """Those of the text in the pieces. Thoughts have none."""
+        """Those of the text in the pieces. Thoughts have none, nor has what stands around them."""
         if self._logprobs is None:
             return []
         self._untold += chat_logprobs(self._engine, delta.logprobs)["content"]
+        if self._thought is not None:  # with which the text begins
+            thought = min(self._thought.tokens - self._left_out, len(self._untold))
+            del self._untold[:thought]
+            self._left_out += thought
         found: list[Any] = []
         if any(isinstance(piece, Content) for piece in pieces):
             found, self._untold = self._untold, []
-        elif any(isinstance(piece, Reasoning) for piece in pieces):
-            self._untold = []
         return found
 
     @property

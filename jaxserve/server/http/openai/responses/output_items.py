@@ -194,6 +194,9 @@ class OutputItems:
                 assert kind is not _CallItem
                 yield from self._begin(kind(self._place, self._logprobs))
             assert self._open is not None and not isinstance(piece, CallBegin)
+            if kind is not _MessageItem:
+                yield self._open.more(piece.text, ())
+                continue
             yield self._open.more(piece.text, logprobs)
             logprobs = ()
 
