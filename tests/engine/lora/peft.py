@@ -11,8 +11,9 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jaxserve.models.base import Family, Leaf, ModelConfig
-from jaxserve.models.dense import sequence_logits
+from jaxserve.models.base import Family, Leaf, ModelConfig, Params, StepInputs
+from jaxserve.models.dense import causal_attend, sequence_logits
+from jaxserve.models.forward import forward
 from jaxserve.models.lora import projections
 from jaxserve.weights import load_config
 from jaxserve.weights.random_init import random_params
@@ -69,12 +70,26 @@ def merged_texts(
 ) -> list[list[int]]:
     """What the random base of this seed, float32, says greedily with the adapter's product added to
     its weights: `count` tokens to each prompt, by the dense model."""
+    family, config, params = _merged_model(base, adapter, seed)
+    logits = jax.jit(lambda tokens: sequence_logits(family, params, config, tokens))
+    return [_greedy(logits, prompt, count, config.max_position) for prompt in asked]
+
+
+def merged_hidden(base: Path, adapter: Path | None, asked: Sequence[int]) -> np.ndarray:
+    """[T, d_model] of a prompt, behind the last norm, of the same model."""
+    family, config, params = _merged_model(base, adapter)
+    tokens = np.array(asked, np.int32)
+    inputs = StepInputs(tokens, np.arange(len(tokens)), np.zeros_like(tokens))
+    _, states = forward(family, params, config, inputs, causal_attend(config), ())
+    return np.asarray(family.finish(params, config, states, mesh=None))
+
+
+def _merged_model(base: Path, adapter: Path | None, seed: int = 0) -> tuple[Family, Any, Params]:
     family, config, _ = load_config(str(base))
     params = random_params(family, config, dtype=np.dtype(np.float32), mesh=None, seed=seed)
     if adapter is not None:
         params = jax.tree.map(_merging(adapter), family.leaves(config), params)
-    logits = jax.jit(lambda tokens: sequence_logits(family, params, config, tokens))
-    return [_greedy(logits, prompt, count, config.max_position) for prompt in asked]
+    return family, config, params
 
 
 def _merging(adapter: Path) -> Callable[[Leaf, Any], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from jaxserve.engine.errors import AdapterError
 from jaxserve.engine.output import Output
 from jaxserve.engine.startup import engine_choices
 from jaxserve.offline.llm import LLM
-from jaxserve.sched.request import Request, SamplingParams
+from jaxserve.sched.request import PoolingParams, PoolingType, Request, SamplingParams
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from tests.engine import mixed_caches
 from tests.engine.conftest import Texts
@@ -26,8 +27,10 @@ from tests.engine.harness import (
     TIMEOUT,
     Stream,
     engine,
+    pool,
     prompts,
     send,
+    vector,
     wait_until_idle,
 )
 from tests.engine.lora import peft
@@ -143,6 +146,35 @@ def test_hidden_caches(
         policy: Any = running._scheduler.policy
         assert policy.seen.hidden and policy.seen.projected and policy.seen.mixed
         assert running.info().hidden_read is not None
+
+
+def test_vectors(
+    shared: Engine,
+    shapes: dict[str, Path],
+    folders: dict[str, Path],
+    merged: Expected,
+    alone: Texts,
+) -> None:
+    """Of the last token, the mean and the first, of all in one batch, and again with what the first
+    ones left; texts beside them stay."""
+    prompt = max(prompts(COUNT), key=len)
+    streams = [
+        [pool(shared, prompt, PoolingParams(kind, normalize=False), name) for kind in PoolingType]
+        for name in ("", *NAMES)
+        for _ in range(2)
+    ]
+    assert ask(shared, EACH) == expected(merged, alone)
+    again = pool(shared, prompt, PoolingParams(normalize=False), "two")
+    states = {n: peft.merged_hidden(shapes["opt"], folders.get(n), prompt) for n in ("", *NAMES)}
+    for number, found in enumerate(streams):
+        of = states[("", *NAMES)[number // 2]]
+        for stream, want in zip(found, (of[-1], of.mean(axis=0), of[0]), strict=True):
+            assert vector(stream) == pytest.approx(want, abs=1e-4)
+    assert vector(again) == pytest.approx(states["two"][-1], abs=1e-4)
+    usage = again.last().usage
+    assert usage is not None and usage.cached_tokens >= 16
+    for one, other in itertools.combinations(states.values(), 2):
+        assert abs(one[-1] - other[-1]).max() > 0.1, "the adapters are too alike to tell apart"
 
 
 def cached_tokens(on: Engine, prompt: Sequence[int], name: str) -> tuple[list[int], int]:
