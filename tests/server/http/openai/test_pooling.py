@@ -176,9 +176,11 @@ def test_the_best_come_first(plain: Plain, running: FakeEngine, path: str) -> No
         (
             "/score",
             {"text_1": "a" * 3000, "tokens": ["A"], "template": "{query}" * 2000 + "{document}"},
-            "documents",
+            "text_2",
             "at most 4,194,304",
         ),
+        ("/score", {"text_2": "a" * 4096}, "text_2", "at most 4095"),
+        ("/rerank", {"documents": ["a" * 4096]}, "documents", "at most 4095"),
         ("/rerank", {"documents": []}, "documents", "1 to 2048"),
         ("/rerank", {"documents": ["a"] * 2049}, "documents", "1 to 2048"),
         ("/rerank", {"top_n": -1}, "top_n", "at least 0"),

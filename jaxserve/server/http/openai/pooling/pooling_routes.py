@@ -53,9 +53,15 @@ def add_pooling_routes(app: FastAPI, context: RouteContext) -> None:
     async def score(body: ScoreRequest, http: HttpRequest) -> Response:
         """How well pairs of texts go together."""
         answer = _Pooled(context, body, http)
+        try:
+            found = await answer.scores(_pairs(body))
+        except InvalidRequest as error:
+            if error.field_name != "documents" or body.text_2 is None:
+                raise
+            raise InvalidRequest("text_2", error.problem) from None
         data = [
             {"index": place, "object": "score", "score": score, **slo}
-            for place, (score, slo) in enumerate(await answer.scores(_pairs(body)))
+            for place, (score, slo) in enumerate(found)
         ]
         return _json({**answer.head("score"), "object": "list", "data": data, **answer.usage()})
 
