@@ -36,8 +36,9 @@ from jaxserve.server.requests.write_timeout import WriteTimeout
 from jaxserve.server.telemetry.trace_context import trace_context
 
 _FILES = "/v1/files"
-_POOLED = ("/v1/embeddings", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank")
-_COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", *_POOLED, "/v2/rerank")
+_SCORES = ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
+_POOLED = ("/v1/embeddings", "/pooling", *_SCORES)
+_COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", *_POOLED)
 _WITH_PROMPTS = (*_COUNTED, "/tokenize", "/detokenize")
 _LABELS = {path: f"http {path}" for path in (*_WITH_PROMPTS, "/v1/models", _FILES, "/v1/batches")}
 _OTHER = "http other"
@@ -48,6 +49,8 @@ _QUIET = (_PAGE, "/metrics", "/console/info", _EVENTS)  # asked often: no rate c
 METHODS = (*_LABELS.values(), _OTHER)
 _CONSOLES = 64
 _SMALL_BYTES = 64 << 10  # of a call without a prompt
+# Of a call for vectors, whose prompts may have MAX_INPUT_TOKENS together: 13 of each. An id has 8.
+_POOLED_BYTES = 4 << 20
 _RETRY = ("Retry-After", "retry-after-ms", LOAD_HEADER)
 _EXPOSED = (*_RETRY, "WWW-Authenticate", "x-request-id", *ANSWER_HEADERS)
 _REFUSALS = (NotAllowed, Unauthenticated, RateLimited, Overloaded)
@@ -64,7 +67,7 @@ class AdmissionMiddleware:
         admission: of calls that generate, whichever frontend they come through.
         few: of calls for files, batches and tokenizers, each of which may be large; likewise.
         tracker: counts how calls end.
-        body_bytes: the longest body of a call with prompts.
+        body_bytes: the longest body of a call with prompts, but for vectors.
         writes: what a client may take to read a piece.
     """
 
@@ -174,6 +177,8 @@ class AdmissionMiddleware:
                 await refusal.response()(scope, receive, send)
             else:
                 limit = self._body_bytes if scope["path"] in _WITH_PROMPTS else _SMALL_BYTES
+                if scope["path"] in _POOLED:
+                    limit = max(limit, _POOLED_BYTES)
                 if scope["path"] == _FILES:
                     limit = MAX_FILE_BYTES + FORM_BYTES
                 await app(scope, limited_receive(receive, scope, limit), send)

@@ -204,6 +204,16 @@ def test_half_a_surrogate_is_no_text(plain: Plain, running: FakeEngine, path: st
     assert status == 400 and "half a surrogate pair" in body["error"]["message"]
 
 
+def test_a_body_has_room_for_as_many_tokens_as_a_call_may_have(
+    plain: Plain, running: FakeEngine
+) -> None:
+    """Though the longest prompt of the model takes far less."""
+    inputs = [[100_000] * 300] * 1000
+    assert len(json.dumps(inputs)) > 2 << 20
+    status, body, _ = plain.call("POST", "/v1/embeddings", {"input": inputs})
+    assert status == 400 and "token id 100000 is outside" in body["error"]["message"]
+
+
 def test_an_answer_has_a_size(
     plain: Plain, running: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
