@@ -255,7 +255,10 @@ def test_a_key_has_as_many_at_once_as_it_may(engine: FakeEngine) -> None:
             assert len(client.embed(["a"] * 7)) == 7
             assert len(client.score("a", ["b"] * 3).scores) == 3
         with Client(server.address, api_key="other") as client:
-            for call in (lambda: client.embed("a"), lambda: client.score("a", "b")):
+            for call in (
+                lambda: client.embed("a", timeout=PATIENCE),
+                lambda: client.score("a", "b", timeout=PATIENCE),
+            ):
                 with pytest.raises(ServerError) as refused:
                     call()
                 assert refused.value.code == "UNAUTHENTICATED"
@@ -271,7 +274,10 @@ def test_calls_are_limited_and_counted(
     with Server(engine, options=options, grace_s=0.0) as server, Client(server.address) as client:
         first = client._stub.Embed(make_embed_request(["a", "b"]), timeout=PATIENCE)
         engine.wait(lambda: len(engine.live) == 2)
-        for call in (lambda: client.embed("a"), lambda: client.score("a", "b")):
+        for call in (
+            lambda: client.embed("a", timeout=PATIENCE),
+            lambda: client.score("a", "b", timeout=PATIENCE),
+        ):
             with pytest.raises(ServerError, match=r"server\.max_calls") as refused:
                 call()
             assert refused.value.code == "RESOURCE_EXHAUSTED"
