@@ -382,13 +382,16 @@ class ChosenTool(Body):
     function: ChosenFunction
 
 
-def _choice(given: Any) -> Any:
+def known_choice(given: Any) -> Any:
+    """As given. Raises ValueError for a `tool_choice` of another form."""
     if not isinstance(given, dict) and given not in ("none", "auto", "required"):
         raise ValueError("must be none, auto, required, or an object that names a function")
     return given
 
 
-ToolChoice = Annotated[Literal["none", "auto", "required"] | ChosenTool, BeforeValidator(_choice)]
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | ChosenTool, BeforeValidator(known_choice)
+]
 
 
 def different_names(names: Sequence[str], *where: str) -> None:

@@ -26,6 +26,7 @@ from jaxserve.server.http.openai.schema import (
     OneAnswer,
     Text,
     different_names,
+    known_choice,
 )
 
 MAX_ID = 256
@@ -217,12 +218,6 @@ class NamedTool(Body):
     name: Text
 
 
-def _choice(given: Any) -> Any:
-    if not isinstance(given, dict) and given not in ("none", "auto", "required"):
-        raise ValueError("must be none, auto, required, or an object that names a function")
-    return given
-
-
 def _different(tools: list[ResponseTool]) -> list[ResponseTool]:
     different_names([tool.name for tool in tools], "name")
     return tools
@@ -281,7 +276,8 @@ class ResponseRequest(OneAnswer):
         | None
     ) = None
     tool_choice: (
-        Annotated[Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_choice)] | None
+        Annotated[Literal["none", "auto", "required"] | NamedTool, BeforeValidator(known_choice)]
+        | None
     ) = None
     parallel_tool_calls: StrictBool | None = None
     text: TextOptions | None = None
