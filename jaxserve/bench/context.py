@@ -109,9 +109,7 @@ class _NoDevice:
     def close(self) -> None:
         pass
 
-    def submit(
-        self, layout: Layout, packed: np.ndarray, *, full: bool, targets: np.ndarray | None = None
-    ) -> _Done:
+    def submit(self, layout: Layout, packed: np.ndarray, **_: Any) -> _Done:
         self.sent.append(len(packed))
         tokens: Any = np.full(layout.rows, WORD, np.int32)
         return _Done(SampleResult(tokens, None, None, None))

@@ -99,7 +99,7 @@ class EngineTarget:
 
     def info(self) -> dict[str, Any]:
         """The fields of EngineInfo."""
-        return dict(vars(self._engine.info()))
+        return dataclasses.asdict(self._engine.info())
 
     def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
         """See `Target`."""

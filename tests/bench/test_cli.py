@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fi
 from jaxserve.server.server import Server
 from jaxserve.server.startup.launch import UsageError
 from tests.engine.harness import engine, write_shape
+from tests.server.fake_engine import INFO
 
 # The shapes of tests.engine.harness.engine: somebody has compiled them.
 SMALL = (
@@ -208,7 +209,7 @@ class FullEngine:
         pass
 
     def info(self) -> Any:
-        return SimpleNamespace(model="full", vocab_size=96, max_model_len=64, pool_tokens=64)
+        return replace(INFO, model="full", vocab_size=96, max_model_len=64, pool_tokens=64)
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
         self._calls += 1
