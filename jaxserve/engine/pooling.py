@@ -14,28 +14,12 @@ import numpy as np
 
 from jaxserve.engine.device.batch_layout import Layout, PackedBatch
 from jaxserve.engine.device.pooling_step import Pooled, Wanted
+from jaxserve.engine.prompt_logprobs import Piece
 from jaxserve.engine.sequence import Continuation
 from jaxserve.sched.request import PoolingParams, PoolingType, Request
 from jaxserve.sched.step import Step
 
 _TINY = 1e-12  # a vector of zeros stays one
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Tokens [first, end) of one prompt, whose hidden states a step has.
-
-    Attributes:
-        member: index of the continuation in the step.
-        continuation: whose prompt it is.
-        first: first token of the piece.
-        end: the token after the last.
-    """
-
-    member: int
-    continuation: Continuation
-    first: int
-    end: int
 
 
 def uncounted(members: Sequence[Continuation], step: Step) -> list[Piece]:

@@ -25,7 +25,7 @@ caller's buffer."""
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens [first, end) of one continuation's prompt, whose log-probabilities a step computes.
+    """Tokens [first, end) of one continuation's prompt, of which a step tells something.
 
     Attributes:
         member: index of the continuation in the step.
