@@ -217,14 +217,19 @@ class EngineRequests:
             most_tokens: of all prompts together.
 
         Raises:
-            InvalidRequest: a request cannot be served.
+            InvalidRequest: a request cannot be served. Of several prompts it names which.
         """
         wanted, tokens = [], 0
         for place, prompt in enumerate(prompts):
             await asyncio.sleep(0)  # others come in between: each may take milliseconds
             own = _numbered(shared.request_id, place)
             fields = dataclasses.replace(shared, prompt=prompt, request_id=own)
-            wanted.append(await self.make_request(fields))
+            try:
+                wanted.append(await self.make_request(fields))
+            except InvalidRequest as error:
+                if error.field_name != "prompt" or len(prompts) == 1:
+                    raise
+                raise InvalidRequest(f"prompt.{place}", error.problem) from None
             tokens += len(wanted[-1].prompt)
             if tokens > most_tokens:
                 most = f"{most_tokens:,} tokens in all are taken in a call"

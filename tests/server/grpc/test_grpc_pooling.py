@@ -134,7 +134,7 @@ REFUSED: list[tuple[Any, str]] = [
     (make_embed_request(["a"] * 2049), "inputs: has 2049 entries; at most 2048"),
     (make_embed_request(["a"] * 10_000), "inputs: has 10000 entries"),
     (pb.EmbedRequest(inputs=[pb.Input(text="a"), pb.Input()]), "inputs.1: is required"),
-    (make_embed_request(["a", ""]), "inputs: "),
+    (make_embed_request(["a", ""]), "inputs.1: "),
     (make_embed_request([[]]), "inputs: "),
     (make_embed_request([[2**31 - 1]]), "inputs: token id 2147483647 is outside"),
     (make_embed_request([[-(2**31)]]), "inputs: token id -2147483648 is outside"),

@@ -30,7 +30,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{
         ("completions", {"prompt": []}, "prompt", "1 to 128 prompts"),
         ("completions", {"prompt": ["a"] * 129}, "prompt", "1 to 128 prompts"),
         ("completions", {"prompt": ""}, "prompt", "empty"),
-        ("completions", {"prompt": [[1], []]}, "prompt", "empty"),
+        ("completions", {"prompt": [[1], []]}, "prompt.1", "empty"),
         ("completions", {"prompt": [[1, -2]]}, "prompt", "token id -2 is outside 0..99999"),
         ("completions", {"prompt": [100_000]}, "prompt", "outside 0..99999"),
         ("completions", {"max_tokens": 0}, "max_tokens", "at least 1"),

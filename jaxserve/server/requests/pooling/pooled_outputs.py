@@ -40,7 +40,7 @@ async def vectors(
     """
     assert shared.pooling is not None
     width = shared.pooling.dimensions or requests.info().d_model
-    return await _outputs(requests, shared, inputs, field_name, record, width)
+    return await _outputs(requests, shared, inputs, field_name, record, given=True, width=width)
 
 
 async def scores(
@@ -70,9 +70,10 @@ async def scores(
     usual, encode = requests.info().pooling, requests.encode_plainly
     made = await requests.run_beside(pair_prompts, pairs, scoring, tokens, template, usual, encode)
     shared = dataclasses.replace(shared, pooling=made.pooling)
-    outputs = await _outputs(requests, shared, made.prompts, "documents", record)
+    by_tokens = bool(made.pooling.scored_token_ids)
+    outputs = await _outputs(requests, shared, made.prompts, "documents", record, given=by_tokens)
     found = made.scores([pooled(output) for output in outputs])
-    if made.pooling.scored_token_ids:
+    if by_tokens:
         return list(zip(found, outputs, strict=True))
     return [(score, None) for score in found]
 
@@ -83,14 +84,19 @@ async def _outputs(
     prompts: Sequence[str | Sequence[int]],
     field_name: str,
     record: CallRecord,
+    *,
+    given: bool,
     width: int = 0,
 ) -> list[Output]:
+    """given: whether there is a prompt for each entry of the field, in their order."""
     try:
         wanted = await requests.make_requests(shared, prompts, MAX_INPUT_TOKENS)
     except InvalidRequest as error:
-        if error.field_name != "prompt":
+        name, _, place = error.field_name.partition(".")
+        if name != "prompt":
             raise
-        raise InvalidRequest(field_name, error.problem) from None
+        where = f"{field_name}.{place}" if place and given else field_name
+        raise InvalidRequest(where, error.problem) from None
     if len(wanted) * width > MAX_VALUES:
         problem = f"{len(wanted)} vectors of {width} numbers; at most {MAX_VALUES:,} numbers"
         raise InvalidRequest(field_name, f"{problem} are told in a call, so send fewer at once")

@@ -56,9 +56,10 @@ def add_pooling_routes(app: FastAPI, context: RouteContext) -> None:
         try:
             found = await answer.scores(_pairs(body))
         except InvalidRequest as error:
-            if error.field_name != "documents" or body.text_2 is None:
+            name, dot, place = error.field_name.partition(".")
+            if name != "documents" or body.text_2 is None:
                 raise
-            raise InvalidRequest("text_2", error.problem) from None
+            raise InvalidRequest(f"text_2{dot}{place}", error.problem) from None
         data = [
             {"index": place, "object": "score", "score": score, **slo}
             for place, (score, slo) in enumerate(found)
