@@ -1,0 +1,111 @@
+"""Threads that serve tenants by turns: one's long queue does not make another wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class TenantThreads:
+    """A few threads, which go to the tenants who wait round robin, and to the work of one in the
+    order in which it came. `run` is called on the event loop on which this is made.
+
+    Args:
+        threads: how many.
+        name: the threads' names begin with it.
+        each: the most of them that one tenant has at a time; 0 allows all.
+    """
+
+    def __init__(self, threads: int, name: str, each: int = 0) -> None:
+        self._pool = ThreadPoolExecutor(threads, name)
+        self._loop = asyncio.get_running_loop()
+        self._free, self._each = threads, each or threads
+        self._held: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def run(self, tenant: str, work: Callable[..., T], *arguments: Any) -> T:
+        """Returns work(*arguments), run on a thread when it is the tenant's turn. A caller that is
+        cancelled before the turn leaves the queue; one that is cancelled later keeps the thread
+        until the work ends, as no thread can be stopped.
+
+        Args:
+            tenant: name of the API key, "" for none.
+            work: any thread may call it.
+            arguments: of the work.
+        """
+        await self._turn(tenant)
+        try:
+            future = self._pool.submit(work, *arguments)
+        except BaseException:
+            self._give_back(tenant)
+            raise
+        future.add_done_callback(lambda _: self._ended(tenant))
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Cancels who waits. Threads end with the work that they have."""
+        for queue in self._waiting.values():
+            for turn in queue:
+                turn.cancel()
+        self._waiting.clear()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _turn(self, tenant: str) -> None:
+        # Whoever waits while a thread is free has as many as one may have.
+        if self._free and self._held[tenant] < self._each:
+            self._take(tenant)
+            return
+        turn: asyncio.Future[None] = self._loop.create_future()
+        queue = self._waiting.setdefault(tenant, deque())
+        queue.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it came at the same moment
+                self._give_back(tenant)
+            elif turn in queue:
+                queue.remove(turn)
+                self._forget(tenant)
+            raise
+
+    def _take(self, tenant: str) -> None:
+        self._free -= 1
+        self._held[tenant] += 1
+
+    def _ended(self, tenant: str) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            self._loop.call_soon_threadsafe(self._give_back, tenant)
+
+    def _give_back(self, tenant: str) -> None:
+        self._free += 1
+        self._held[tenant] -= 1
+        if not self._held[tenant]:
+            del self._held[tenant]
+        for following in list(self._waiting):
+            if not self._free:
+                break
+            if self._held[following] < self._each:
+                self._serve(following)
+
+    def _serve(self, tenant: str) -> None:
+        """The first of its queue has a turn, if any still waits there; the tenant is then the
+        last."""
+        queue = self._waiting[tenant]
+        while queue:
+            turn = queue.popleft()
+            if not turn.done():
+                self._take(tenant)
+                turn.set_result(None)
+                break
+        self._waiting.move_to_end(tenant)
+        self._forget(tenant)
+
+    def _forget(self, tenant: str) -> None:
+        if not self._waiting.get(tenant):
+            self._waiting.pop(tenant, None)
