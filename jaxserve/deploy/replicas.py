@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import statistics
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
@@ -23,12 +24,13 @@ _PLACES = 8  # to begin with
 
 
 class Replicas:
-    """The replicas that a router knows. routing: a name in `ROUTERS`; ValueError for another. seed:
-    of random choices."""
+    """The replicas that a router knows; others know them, too. routing: a name in `ROUTERS`;
+    ValueError for another. seed: of random choices; None for one of its own."""
 
-    def __init__(self, routing: str, seed: int = 0) -> None:
+    def __init__(self, routing: str, seed: int | None = None) -> None:
         self._fleet = Fleet(_PLACES)
-        self._router = Router(routing, self._fleet, seed)
+        seed = secrets.randbits(62) if seed is None else seed
+        self._router = Router(routing, self._fleet, seed, apart=True)
         self._places: dict[Hashable, int] = {}
         self._heard: dict[Hashable, float] = {}
 

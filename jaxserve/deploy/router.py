@@ -17,9 +17,10 @@ from jaxserve.sched.routing.routers import NoReplica
 
 class SnapshotRouter(RequestRouter):
     """Routes by snapshots of the replicas. Its keyword arguments in Ray Serve's configuration are
-    `routing`, a name in `ROUTERS`, and `seed`, of random choices."""
+    `routing`, a name in `ROUTERS`, and `seed`, of random choices; without it each router has one
+    of its own."""
 
-    def initialize_state(self, *, routing: str = "slo", seed: int = 0) -> None:
+    def initialize_state(self, *, routing: str = "slo", seed: int | None = None) -> None:
         """Called by Ray Serve, once. Raises ValueError for an unknown routing."""
         self._known = Replicas(routing, seed)
 

@@ -28,12 +28,22 @@ class Lots:
     """State of one router.
 
     Attributes:
-        turn: The replica after the last one that had its turn.
+        turn: The replica after the last one that had its turn; None for a first one by lot.
         state: Of the random draws.
+        ties: Of those between replicas that are as good; 0 for the first of them.
     """
 
-    turn: int
+    turn: int | None
     state: int
+    ties: int = 0
+
+    def least(self, values: np.ndarray) -> int:
+        """The replica with the least value, one of several by lot."""
+        if not self.ties:
+            return int(values.argmin())
+        least = (values == values.min()).nonzero()[0]
+        self.ties = drawn(self.ties)
+        return int(least[below(self.ties, len(least))])
 
 
 Choose = Callable[[Fleet, np.ndarray, Lots, RoutingRequest, float], int]
@@ -63,13 +73,14 @@ class Way:
 
 def _round_robin(fleet: Fleet, up: np.ndarray, lots: Lots, ask: RoutingRequest, now: float) -> int:
     there = up.nonzero()[0]
-    chosen = int(there[there.searchsorted(lots.turn) % len(there)])
+    turn = int(there[below(lots.state, len(there))]) if lots.turn is None else lots.turn
+    chosen = int(there[there.searchsorted(turn) % len(there)])
     lots.turn = (chosen + 1) % len(up)
     return chosen
 
 
 def _least_loaded(fleet: Fleet, up: np.ndarray, lots: Lots, ask: RoutingRequest, now: float) -> int:
-    return int(np.where(up, fleet.columns.unfinished, np.inf).argmin())
+    return lots.least(np.where(up, fleet.columns.unfinished, np.inf))
 
 
 def _two_choices(fleet: Fleet, up: np.ndarray, lots: Lots, ask: RoutingRequest, now: float) -> int:
@@ -94,7 +105,7 @@ def _slo(fleet: Fleet, up: np.ndarray, lots: Lots, ask: RoutingRequest, now: flo
     hinted = _hinted(fleet, ask)
     if hinted is not None:
         value[hinted] -= HINT
-    return int(value.argmin())
+    return lots.least(value)
 
 
 def _prefix_affinity(
@@ -106,7 +117,7 @@ def _prefix_affinity(
     if hinted is not None and allowed[hinted]:
         return hinted
     found = np.where(allowed, fleet.found(ask), -1.0)
-    return int(np.where(found == found.max(), load, np.inf).argmin())
+    return lots.least(np.where(found == found.max(), load, np.inf))
 
 
 def _hinted(fleet: Fleet, ask: RoutingRequest) -> int | None:
@@ -142,18 +153,23 @@ class Router:
         fleet: The replicas.
         seed: For random draws, at least 0.
         number: Its number among the routers that share the seed, at least 0.
+        apart: Whether others route to the same replicas, and know nothing of this one. Where all of
+            them took the first of the replicas that are as good, that one would get everything.
 
     Raises:
         ValueError: There is no such routing.
     """
 
-    def __init__(self, name: str, fleet: Fleet, seed: int = 0, number: int = 0) -> None:
+    def __init__(
+        self, name: str, fleet: Fleet, seed: int = 0, number: int = 0, *, apart: bool = False
+    ) -> None:
         if name not in ROUTERS:
             raise ValueError(f"there is no routing {name!r}; known: {', '.join(ROUTERS)}")
         self.way, self.fleet = ROUTERS[name], fleet
         if self.way.finds:
             fleet.watch_prefixes()
-        self._lots = Lots(0, seeded(seed, number))
+        state = seeded(seed, number)
+        self._lots = Lots(None, state, drawn(state)) if apart else Lots(0, state)
 
     def choose(self, ask: RoutingRequest, now: float) -> int:
         """The replica to send the request to; the caller then calls `Fleet.send`. now: on the

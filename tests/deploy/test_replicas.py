@@ -104,3 +104,37 @@ def test_a_new_replica_does_not_get_everything() -> None:
 def test_an_unknown_routing_is_refused_by_its_name() -> None:
     with pytest.raises(ValueError, match=r"'nowhere'.*slo"):
         Replicas("nowhere")
+
+
+@pytest.mark.parametrize("heard", [False, True])
+@pytest.mark.parametrize("routing", ROUTERS)
+def test_fresh_routers_that_know_nothing_of_each_other_do_not_agree(
+    routing: str, heard: bool
+) -> None:
+    """Of replicas that are as good each takes one by lot, and no seed is the same by itself."""
+    names = "abcdefgh"
+    replicas = {name: said(1.0) if heard else None for name in names}
+    first, calls = [], dict.fromkeys(names, 0)
+    for seed in range(64):
+        router = Replicas(routing, seed)
+        router.update(replicas)
+        for number in range(2):
+            chosen = str(router.choose(ROUTING_REQUEST, 1.1))
+            router.sent(chosen, ROUTING_REQUEST, 1.1)
+            calls[chosen] += 1
+            if not number:
+                first.append(chosen)
+    assert set(first) == set(names) and max(map(first.count, names)) <= 20, "8 are the mean"
+    assert max(calls.values()) <= 32, "16 are the mean"
+    others = [Replicas(routing) for _ in range(64)]
+    for router in others:
+        router.update(replicas)
+    # 64 of them agree once in 10^57 times.
+    assert len({router.choose(ROUTING_REQUEST, 1.1) for router in others}) > 1
+
+
+def test_a_tie_is_only_among_those_who_are_as_good() -> None:
+    routers = [Replicas("least_loaded", seed) for seed in range(32)]
+    for router in routers:
+        router.update({"a": busy(1.0), "b": said(1.0), "c": busy(1.0), "d": said(1.0)})
+    assert {router.choose(ROUTING_REQUEST, 1.1) for router in routers} == {"b", "d"}
