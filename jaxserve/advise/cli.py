@@ -31,7 +31,6 @@ from collections.abc import Sequence
 from jaxserve.advise import text
 from jaxserve.advise.rounds import advise
 from jaxserve.command_line import Parser, ended, tell
-from jaxserve.config import CacheConfig
 from jaxserve.sched.registry import deployable, make_policy
 from jaxserve.simulate import flags, output, replay
 from jaxserve.simulate.runs import REFUSED, check_targets
@@ -89,8 +88,6 @@ def _advise(args: argparse.Namespace) -> int:
         args.policy += [served] if served not in args.policy else []
         runs, notes = recorded.runs(args), ("", *recorded.notes)
     else:
-        if args.prefix_caching is None:  # as a server does by itself
-            args.prefix_caching = CacheConfig.prefix_caching
         runs = flags.runs(args)
     check_targets(runs[0], "nobody has a target that could be missed")
     with Workers(args.jobs) as workers:

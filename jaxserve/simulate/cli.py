@@ -43,6 +43,10 @@ and pool, instead; --seed is the server's. How far its steps were from the fit i
 in runs of steps that followed each other, so that tails are predicted. What became of it then is
 the first row.
 
+--rules=infermax_paper: as InferMax's published simulator counts, in everything that changes its
+figures: its batch times, no work of a host, blocks of one token, no watermark, nothing found again.
+A flag beside it (--block_size, --prefix_caching) wins, and a line says so.
+
 Everything is run with --seeds seeds, from --seed up: the numbers are means, with the half width of
 their 95% confidence intervals. Where nothing is drawn by a seed (a trace with its own arrivals, and
 a policy without lots) there is one run. The same seed makes the same requests for every policy, so
@@ -92,7 +96,8 @@ def _compare(args: argparse.Namespace) -> int:
     with Workers(args.jobs) as workers:
         points = sweep(runs, args.seeds, workers)
     output.write(args, points)
-    tell(args, *_comparison(args, points))
+    text, found = _comparison(args, points)
+    tell(args, _with_rules(args, text), found)
     return 0
 
 
@@ -135,8 +140,13 @@ def _find(args: argparse.Namespace) -> int:
         for point, capacity in found
     ]
     content = {"capacity": capacities, "points": [point.as_json() for point in tried]}
-    tell(args, capacity_report(found, level), content)
+    tell(args, _with_rules(args, capacity_report(found, level)), content)
     problems = [one.problem() for one in searches if one.problem()]
     for problem in problems:
         print(f"jaxserve simulate: {problem}", file=sys.stderr)
     return 1 if problems else 0
+
+
+def _with_rules(args: argparse.Namespace, text: str) -> str:
+    """The text, and what was not as the rules have it."""
+    return "\n".join(filter(None, (text, flags.beside_rules(args))))

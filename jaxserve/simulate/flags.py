@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxserve import workload_flags
 from jaxserve.command_line import Parser
-from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.config import SchedulerConfig
 from jaxserve.sched.cache.cache_kinds import HIDDEN_READS
 from jaxserve.sched.cache.retention import LRU
 from jaxserve.sched.registry import make_policy
@@ -98,6 +98,19 @@ def check(args: argparse.Namespace) -> str:
     return routing_flags.check(args)
 
 
+def beside_rules(args: argparse.Namespace) -> str:
+    """In a line, which flags are given instead of what a paper's rules say; "" if none are."""
+    rules = simulator.RULES[args.rules]
+    found = []
+    if args.block_size not in (None, rules.block_size):
+        found.append(f"--block_size={args.block_size}")
+    if args.prefix_caching and not rules.prefix_caching:
+        found.append("--prefix_caching")
+    if args.rules == "jaxserve" or not found:
+        return ""
+    return f"rules {args.rules}, but for {' and '.join(found)}"
+
+
 def add_policy(parser: Parser, default: list[str] | None, named: str) -> None:
     """Adds --policy. named: the default, for the help."""
     parser.add_argument(
@@ -166,8 +179,8 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
         "--prefix_caching",
         action=argparse.BooleanOptionalAction,
         help="find what others have computed, as far as the workload says which tokens are the "
-        "same (conversation, agent, traces with hash_ids); as a server does by itself, or with "
-        "--replay as it was served",
+        "same (conversation, agent, traces with hash_ids); by itself as a server does, with "
+        "infermax_paper not, and with --replay as it was served",
     )
     add("--retention", default=LRU, help="of --prefix_caching, what stays: lru, worth (lru)")
     routing_flags.add_flags(parser)
@@ -277,9 +290,9 @@ def runs(args: argparse.Namespace, recorded: Source | None = None) -> list[Run]:
     args.seed = args.seed or 0
     sources = specs(args) if recorded is None else [recorded]
     given: dict[str, Any] = {name: getattr(args, name) for name in _OF_A_RUN}
-    if args.prefix_caching is None:  # as a server does by itself
-        args.prefix_caching = CacheConfig.prefix_caching
-    given["prefix_caching"] = args.prefix_caching
+    rules = simulator.RULES[args.rules]
+    reuses = args.prefix_caching
+    given["prefix_caching"] = rules.prefix_caching if reuses is None else reuses
     given |= {"routing": routing_flags.routing(args), "keep": output.keeps(args)}
     given |= {"system": args.system or SYSTEM, "record_rows": output.records_rows(args)}
     found = [Run(policy, workload=one, **given) for policy in args.policy for one in sources]

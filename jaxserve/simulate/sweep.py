@@ -34,6 +34,7 @@ class Point:
             "system": self.run.system_name,
             "workload": self.run.workload.lengths,
             "rules": self.run.rules,
+            "prefix_caching": self.run.prefix_caching,
             "replicas": self.run.replicas,
             "routing": self.run.routing.name,
             "kv_tokens": self.outcomes[0].kv_tokens,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -41,33 +41,50 @@ class SimulationError(ValueError):
 
 @dataclass(frozen=True)
 class Rules:
-    """How the accounting goes.
+    """How the accounting goes. No field has a default: rules say all that changes their figures, so
+    that what becomes usual elsewhere does not change them.
 
     Attributes:
         overlap: Whether a step is planned while the one before it runs, as the engine does.
-        host: Whether the work of the system's host takes time.
+        host: Whether the work of the system's host takes time, and steps scatter as measured.
+        padding: Whether batches are rounded up to the system's shapes.
         block_size: Tokens of a block, where nothing else is said.
+        prefix_caching: Whether `jaxserve simulate` lets requests find what others have computed,
+            where nothing else is said; also what they had computed themselves when preempted.
         policy: Parameters that policies are made with.
     """
 
     name: str
     overlap: bool
     host: bool
+    padding: bool
     block_size: int
-    policy: dict[str, Any] = field(default_factory=dict)
+    prefix_caching: bool
+    policy: dict[str, Any]
 
 
 RULES = {
     # As the engine serves.
-    "jaxserve": Rules("jaxserve", overlap=True, host=True, block_size=16),
+    "jaxserve": Rules(
+        "jaxserve",
+        overlap=True,
+        host=True,
+        padding=True,
+        block_size=16,
+        prefix_caching=True,
+        policy={},
+    ),
     # As InferMax's published simulator counts: blocks of one token, all of them for whoever comes,
-    # each batch planned when the one before it has ended, its own batch times.
+    # each batch planned when the one before it has ended, its own batch times, and a preempted
+    # request computed again in full.
     "infermax_paper": Rules(
         "infermax_paper",
         overlap=False,
         host=False,
+        padding=False,
         block_size=1,
-        policy={"watermark": 0.0, "requeue": True},
+        prefix_caching=False,
+        policy={"watermark": 0.0, "requeue": True, "probing": False},
     ),
 }
 
@@ -140,7 +157,8 @@ def simulate(
             the same.
         coast: In Python, whether to take certain steps several at once. The outcome is the same.
         prefix_caching: Whether requests find K and V of what others have computed, as far as the
-            workload's prefixes say that their tokens are the same.
+            workload's prefixes say that their tokens are the same. Not by itself, whatever the
+            rules.
         retention: Which of what nobody reads stays: a name of `registry.RETENTIONS`, with
             parameters. Others than `lru` run in Python.
         online: Policies see a model that begins as this one and learns from the steps, as a
@@ -220,7 +238,8 @@ def _setting(
     cost = system.cost_under(rules.name)
     host = system.host if rules.host else HostOverhead()
     scatter = system.scatter if rules.host else None
-    return Setting(limits, blocks, size, cost, overlap, system.padding, host, scatter=scatter)
+    padding = system.padding if rules.padding else None
+    return Setting(limits, blocks, size, cost, overlap, padding, host, scatter=scatter)
 
 
 def _routed(setting: Setting, policy: Policy, routing: str | Routing) -> Setting:
