@@ -9,14 +9,15 @@ import platform
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("jaxserve", "jax", "jaxlib", "numpy")
+from jaxserve import __version__
+
+PACKAGES = ("jax", "jaxlib", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Package name to version, Python's own included. Raises PackageNotFoundError where jaxserve
-    runs from a folder that was never installed."""
+    """Package name to version, jaxserve's and Python's own included."""
     found = {name: importlib.metadata.version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **found}
+    return {"python": platform.python_version(), "jaxserve": __version__, **found}
 
 
 def machine() -> dict[str, Any]:

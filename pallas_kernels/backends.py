@@ -204,7 +204,7 @@ def _misplaced(name: str) -> str | None:
     if wanted not in (None, device.platform):
         return f"{name} needs a {wanted}, this is a {device.platform}"
     if name == "numba" and importlib.util.find_spec("numba") is None:
-        return "numba is not installed: pip install 'jaxserve[fast]'"
+        return "numba is not installed: pip install numba"
     if wanted != "gpu":
         return None
     oldest, newest = CAPABILITIES[name]

@@ -490,7 +490,7 @@ class TelemetryConfig:
             what was said.
         log_prompts: In those lines, what was said, too: prompts and texts.
         otlp_endpoint: Where traces go by OTLP over gRPC, http://localhost:4317: a span a call, and
-            its queueing, prefill and decode. Empty: nowhere. pip install 'jaxserve[otel]'.
+            its queueing, prefill and decode. Empty: nowhere. Needs the extra otel.
     """
 
     log_format: str = "text"

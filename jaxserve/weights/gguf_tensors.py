@@ -68,7 +68,7 @@ class GGUFTensors:
         if first is not None and importlib.util.find_spec("gguf") is None:
             raise CheckpointError(
                 f"{path}: tensor {first.name!r} is {first.type.name}, which the package gguf "
-                "reads: pip install 'jaxserve[gguf]'"
+                "reads: pip install gguf"
             )
         # llama.cpp rotates neighbours, and its converter has the rows of llama's q and k in that
         # order; here, as in transformers, elements of two halves are rotated.

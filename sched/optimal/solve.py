@@ -1,4 +1,4 @@
-"""Optimal schedules: InferMax section 5 on OR-Tools CP-SAT (the extra `jaxserve[optimal]`).
+"""Optimal schedules: InferMax section 5 on OR-Tools CP-SAT (the extra `optimal`).
 
 `solve` answers what no policy can: what the best schedule of a small workload takes, or whether
 one better than x exists. It knows arrivals and output lengths. The program itself is in

@@ -120,7 +120,7 @@ def _run_compiled(
     try:
         from jaxserve.sched.simulation.compiled import run
     except ImportError as error:
-        raise NotCompiled(f"pip install 'jaxserve[fast]' ({error})") from error
+        raise NotCompiled(f"pip install numba ({error})") from error
     try:
         key = run.key_of(form)
     except run.NotCompilable as error:

@@ -312,7 +312,7 @@ def test_a_field_of_ten_million_digits_is_shown_short(tmp_path: Path) -> None:
 def test_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "m.gguf", metadata_of(WIDE), tensors_of(WIDE), Type.Q4_0)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "is Q4_0, which the package gguf reads: pip install 'jaxserve[gguf]'" in refusal(path)
+    assert "is Q4_0, which the package gguf reads: pip install gguf" in refusal(path)
     write_gguf(path, metadata_of(WIDE), tensors_of(WIDE), Type.F16)
     load(path)  # needs none
 

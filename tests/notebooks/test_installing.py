@@ -70,7 +70,7 @@ def test_where_nothing_can_be_installed_it_says_what_to_paste(
         "PIP_NO_BUILD_ISOLATION": "0",
     }
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    source = str(tmp_path / "jaxserve") if place else "jaxserve"
+    source = (tmp_path / "jaxserve").as_uri() if place else ""
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1
     assert last.startswith(f"RuntimeError: pip cannot install jaxserve from {source!r}. Paste the ")

@@ -25,7 +25,7 @@ from jaxserve.deploy.local.cluster import Cluster, NotReady, local_cluster
 from jaxserve.deploy.settings import Settings
 from jaxserve.server.startup.launch import jaxserve_command
 
-_MISSING = "Ray is not installed: pip install 'jaxserve[ray]'"
+_MISSING = "Ray is not installed: pip install 'ray[serve]>=2.56'"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

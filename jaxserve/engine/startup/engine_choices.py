@@ -273,7 +273,7 @@ def _check_cache(platform: str, backend: str, cached: jnp.dtype, activations: jn
     if platform == "cpu" and backend == "xla" and cached not in (jnp.float32, jnp.int8):
         raise ConfigError(
             f"{wanted}: on CPUs, plain XLA would convert the whole pool in each step; take float32 "
-            "or int8, or install numba: pip install 'jaxserve[fast]'"
+            "or int8, or install numba (pip install numba)"
         )
 
 

@@ -15,8 +15,7 @@ the others; the page goes to the folder league, not to docs, and runs of docs/fi
 there. --azure: the folder of the two hours of the Azure public dataset; without it, they are drawn
 with the hours' moments. The sessions, conversation and agent, which find what was computed before,
 are run by name only (--workloads=conversation,agent): half an hour of a core, where all others take
-an hour and a half, since with host memory they run in Python. Needs numba (pip install
-'jaxserve[fast]') and OR-Tools ('jaxserve[optimal]').
+an hour and a half, since with host memory they run in Python. Needs numba and OR-Tools.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from jaxserve.writable import check_folder
 
 DOCS, OWN = "docs", "league"  # folders of pages
 QUICK_POLICIES = ("sarathi", "aptserve")
-NEEDS = {"numba": "fast", "ortools": "optimal", "matplotlib": "dev"}  # and the extra that has it
+NEEDS = ("numba", "ortools", "matplotlib")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -81,8 +80,7 @@ def _check(args: argparse.Namespace) -> None:
     """ValueError says which flag is wrong."""
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        extras = ",".join(NEEDS[name] for name in missing)
-        raise ValueError(f"needs {', '.join(missing)}: pip install 'jaxserve[{extras}]'")
+        raise ValueError(f"needs {', '.join(missing)}: pip install {' '.join(missing)}")
     for name in args.policy:
         make_policy(name)
     scale = QUICK if args.quick else Scale()

@@ -4,8 +4,7 @@
 
 --azure: the folder of the two hours of the Azure public dataset; without it, they are drawn with
 the hours' moments. --requests: of each run; --few: of shorter ones before the most replicas, one at
-each load. A million take some 12 s of one core, and 2.2 GB of memory a process. Needs numba (pip
-install 'jaxserve[fast]').
+each load. A million take some 12 s of one core, and 2.2 GB of memory a process. Needs numba.
 """
 
 from __future__ import annotations

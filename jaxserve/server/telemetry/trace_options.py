@@ -32,7 +32,7 @@ def open_traces(endpoint: str, model: Callable[[], str]) -> Iterator[Sink | None
 
         from jaxserve.server.telemetry.traces import Traces
     except ImportError:
-        problem = "OpenTelemetry is not installed: pip install 'jaxserve[otel]'"
+        problem = "not installed: pip install opentelemetry-exporter-otlp-proto-grpc"
         raise ConfigError(f"telemetry.otlp_endpoint: {problem}") from None
     exporter = OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http://"))
     traces = Traces(BatchSpanProcessor(exporter), model)

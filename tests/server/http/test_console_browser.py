@@ -16,7 +16,7 @@ import pytest
 
 from tests.server.processes import serve
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs jaxserve[browser]")
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra browser")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 PATIENCE_MS = 60_000

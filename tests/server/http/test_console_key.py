@@ -16,7 +16,7 @@ from tests.server.access.test_keys import key
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs jaxserve[browser]")
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra browser")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 PATIENCE_MS = 60_000

@@ -195,7 +195,7 @@ def test_without_numba_it_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delattr(sys.modules[package], "run")
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.setattr(dispatch, "_FEW", 0)
-    with pytest.raises(SimulationError, match=r"pip install 'jaxserve\[fast\]'"):
+    with pytest.raises(SimulationError, match=r"pip install numba"):
         simulate("edf", workload, SEVEN, compiled=True)
     assert_same(simulate("edf", workload, SEVEN), compiled)
 
