@@ -1,4 +1,4 @@
-"""Notebooks as Colab runs them: nothing of a clone around, pip installs what the first cell says."""
+"""Notebooks as Colab runs them: no clone around, and pip installs what the first cell says."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_first_cell_installs_a_wheel(notebook: Path, wheel: Path, colab: Pat
     imports = re.findall(r"(?m)^(?:import|from) .*$", "\n".join(cell.source for cell in code))
     cells = [
         first.replace('SOURCE = ""', f"SOURCE = {str(wheel)!r}"),
-        "import jaxserve, sys\nprint(jaxserve.__version__, jaxserve.__file__.startswith(sys.prefix))",
+        "import jaxserve as j, sys\nprint(j.__version__, j.__file__.startswith(sys.prefix))",
         "\n".join(each for each in imports if not each.endswith("(")),
     ]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(each) for each in cells])

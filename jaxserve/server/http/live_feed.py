@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.engine.stats import EngineStats, Observer, RequestStats, StepStats
+from jaxserve.sched.cache.pool_map import BlockUse
 from jaxserve.sched.request import Request, Tier
 from jaxserve.server.requests.engine_client import EngineClient
 
@@ -108,7 +109,8 @@ class LiveFeed(Observer):
             "blocks": stats.blocks_total,
             "free": stats.blocks_free,
             "every": every,  # one of so many blocks is shown
-            "map": (uses[::every] + ord("0")).astype(np.uint8).tobytes().decode(),
+            "map": (_sample(uses, every) + ord("0")).astype(np.uint8).tobytes().decode(),
+            "counts": np.bincount(uses, minlength=len(BlockUse)).tolist(),
         }
 
     def _newcomer(self, since: float) -> dict[str, float] | None:
@@ -127,6 +129,15 @@ class LiveFeed(Observer):
         since = time.monotonic() - recent
         latest = (reversed(tuple(times)) for times in (self._first, self._between))
         return sum(len(list(takewhile(lambda seen: seen[0] >= since, t))) for t in latest) / recent
+
+
+def _sample(uses: np.ndarray, every: int) -> np.ndarray:
+    """One of `every` blocks, in the shares that the blocks around it have: K and V are taken from
+    the pool in turn, so that every second block of it could be all K."""
+    if every <= 1:
+        return uses
+    around = np.arange(len(uses)) // every**2
+    return np.sort(around * len(BlockUse) + uses)[every // 2 :: every] % len(BlockUse)
 
 
 def scheduling_decision(step: StepStats, stats: EngineStats, limits: SchedulerConfig) -> str:

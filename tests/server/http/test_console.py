@@ -228,3 +228,23 @@ def test_a_map_of_the_pool() -> None:
     assert uses[key] == BlockUse.K_BEST_EFFORT and uses[value] == BlockUse.V_BEST_EFFORT
     assert (uses[pool.blocks_of(2)] == BlockUse.HIDDEN_REALTIME).all()
     assert np.count_nonzero(uses == BlockUse.FREE) == pool.num_free == 16 - 4 - 2 - 1
+
+
+@pytest.mark.parametrize("most", [16, 64, 100, 4096])
+def test_a_picture_of_a_large_pool_has_the_shares_of_all_blocks(
+    most: int, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K and V are taken in turn: every second block would be all K."""
+    uses = np.zeros(1024, np.uint8)
+    uses[:512:2], uses[1:512:2] = BlockUse.K_REALTIME, BlockUse.V_REALTIME
+    uses[512:768] = BlockUse.SHARED
+    monkeypatch.setattr(live_feed, "MAX_CELLS", most)
+    monkeypatch.setattr(engine, "block_map", lambda: uses)
+    pool = LiveFeed(engine, SchedulerConfig()).snapshot()["pool"]
+    counts = np.bincount(uses, minlength=len(BlockUse))
+    assert pool["counts"] == counts.tolist()
+    cells = np.array([int(cell) for cell in pool["map"]])
+    assert len(cells) <= most
+    shown = pool["every"] * np.bincount(cells, minlength=len(BlockUse))
+    assert np.abs(shown - counts).max() <= pool["every"] * (len(uses) / pool["every"] ** 2 + 1)
+    assert (shown[counts > 0] > 0).all()

@@ -33,12 +33,17 @@ globalThis.document = {
 globalThis.window = { addEventListener() {} };
 globalThis.matchMedia = () => new Part();
 globalThis.sessionStorage = { getItem: () => null };
-const asked = [];
-const word = (text) => `data: ${JSON.stringify({ choices: [{ delta: { content: text } }] })}\\n\\n`;
+const asked = [], settings = [];
+const word = (text) => {
+  const delta = text[0] === "~" ? { reasoning_content: text.slice(1) } : { content: text };
+  return `data: ${JSON.stringify({ choices: [{ delta }] })}\\n\\n`;
+};
 globalThis.fetch = async (path, { signal, body } = {}) => {
   const info = { chat: true, slo_classes: [] };
   if (path === "console/info") return { ok: true, json: async () => info };
   if (path === "console/events") return new Promise(() => {});
+  const { stream: _, messages: __, ...options } = JSON.parse(body);
+  settings.push(options);
   asked.push(JSON.parse(body).messages.map((one) => `${one.role}: ${one.content}`));
   const answer = ANSWERS.shift();
   if (answer === null) return { ok: false, json: async () => ({ error: { message: "no" } }) };
@@ -53,6 +58,7 @@ const rest = async () => { for (let k = 0; k < 50; k++) await new Promise(setImm
 (async () => {
   (0, eval)(SCRIPT);
   await rest();
+  for (const id of Object.keys(SETTINGS)) document.getElementById(id).value = SETTINGS[id];
   for (const text of SAID) {
     found.prompt.value = text;
     found.form.on.submit({ preventDefault() {} });
@@ -61,23 +67,26 @@ const rest = async () => { for (let k = 0; k < 50; k++) await new Promise(setImm
     await rest();
   }
   const turns = found.turns.parts.map((one) => `${one.className}: ${one.textContent}`);
-  const [prompt, text] = [found.prompt.value, found.text.textContent];
-  console.log(JSON.stringify({ asked, turns, prompt, text }));
+  const [text, thought] = [found.text.textContent, found.thought.textContent];
+  console.log(JSON.stringify({ asked, settings, turns, prompt: found.prompt.value, text, thought }));
   process.exit(0);
 })();
 """
 
 
-def chat(said: list[str], answers: list[list[str] | None]) -> dict[str, Any]:
+def chat(
+    said: list[str], answers: list[list[str] | None], settings: dict[str, str] | None = None
+) -> dict[str, Any]:
     """What the page shows, and what it has asked, after these were sent.
 
     Args:
         said: what was sent, one after another; each answer is stopped that does not end by itself.
-        answers: the words of each. "." ends one; None is refused.
+        answers: the words of each. "." ends one; "~" begins one of a thought; None is refused.
+        settings: what is in the fields beside the message, by id.
     """
     script = re.search(r"<script>(.*)</script>", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert script is not None and NODE is not None
-    given = {"SCRIPT": script[1], "SAID": said, "ANSWERS": answers}
+    given = {"SCRIPT": script[1], "SAID": said, "ANSWERS": answers, "SETTINGS": settings or {}}
     names = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in given.items())
     done = subprocess.run(
         [NODE, "-"], input=names + PARTS, capture_output=True, text=True, timeout=60
@@ -104,3 +113,19 @@ def test_what_was_not_answered_is_taken_back(answer: list[str] | None) -> None:
     page = chat(["Hi"], [answer])
     assert page["turns"] == [] and page["prompt"] == "Hi"
     assert page["text"] == ("" if answer is not None else "\n[no]")
+
+
+def test_thoughts_are_shown_and_not_sent_back() -> None:
+    page = chat(["Hi", "More"], [["~Who", "~?", "Hello", "."], ["~Hm", "Well"]])
+    assert page["asked"][1] == ["user: Hi", "assistant: Hello.", "user: More"]
+    assert page["turns"][:3] == ["user: Hi", "thought: Who?", "assistant: Hello."]
+    assert page["turns"][3:] == ["user: More", "thought: Hm", "assistant: Well"]
+    assert page["thought"] == ""
+
+
+def test_settings_are_what_the_fields_say() -> None:
+    """An empty one leaves it to the server."""
+    given = {"max_tokens": "7", "temperature": "0.5"}
+    assert chat(["Hi"], [["."]], given)["settings"] == [{"max_tokens": 7, "temperature": 0.5}]
+    given = {"max_tokens": "", "temperature": "0"}
+    assert chat(["Hi"], [["."]], given)["settings"] == [{"temperature": 0}]
