@@ -68,7 +68,8 @@ const rest = async () => { for (let k = 0; k < 50; k++) await new Promise(setImm
   }
   const turns = found.turns.parts.map((one) => `${one.className}: ${one.textContent}`);
   const [text, thought] = [found.text.textContent, found.thought.textContent];
-  console.log(JSON.stringify({ asked, settings, turns, prompt: found.prompt.value, text, thought }));
+  const prompt = found.prompt.value;
+  console.log(JSON.stringify({ asked, settings, turns, prompt, text, thought }));
   process.exit(0);
 })();
 """
