@@ -19,6 +19,7 @@ from jaxserve.sched.request import InvalidRequest, Request, SamplingParams, Tier
 from tests.engine.harness import SCARCE, TIMEOUT, Stream, engine, generate, send, wait_until_idle
 
 
+@pytest.mark.promise(1)
 def test_same_seed_same_text_whatever_else_runs(roomy: Engine) -> None:
     sampling = {"max_tokens": 20, "temperature": 0.9, "top_p": 0.9, "seed": 11, "ignore_eos": True}
     alone = generate(roomy, [[5, 6, 7]], **sampling)[0]
@@ -68,6 +69,7 @@ def test_min_tokens_holds_a_stop_off(roomy: Engine) -> None:
     assert free[2] not in stream.tokens()[:15]
 
 
+@pytest.mark.promise(8)
 def test_logprobs_are_those_of_the_model(roomy: Engine) -> None:
     _, stream = send(roomy, [3, 4, 5], max_tokens=6, logprobs=4, ignore_eos=True)
     stream.wait()
@@ -100,6 +102,7 @@ def test_usage_and_timings(roomy: Engine) -> None:
     assert (timings.tbt, timings.tbt_mean, timings.tbt_max) == (None, None, None)
 
 
+@pytest.mark.promise(12)
 def test_200_requests_with_random_cancels_leave_nothing_behind(shapes: dict[str, Path]) -> None:
     """The harness checks the pool at the end."""
     rng = random.Random(3)
@@ -138,6 +141,7 @@ def test_200_requests_with_random_cancels_leave_nothing_behind(shapes: dict[str,
     assert {FinishReason.CANCELLED, FinishReason.LENGTH} <= set(reasons)
 
 
+@pytest.mark.promise(12)
 def test_cancel_frees_blocks_within_one_step(shapes: dict[str, Path]) -> None:
     with engine(shapes["opt"]) as running:
         first = threading.Event()

@@ -128,6 +128,7 @@ HOOKS: dict[str, Break] = {
 }
 
 
+@pytest.mark.promise(11)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_request_that_fails_ends_alone(
     hook: str, roomy: Engine, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
@@ -302,6 +303,7 @@ STEPS: dict[str, Callable[[Engine], Break]] = {
 }
 
 
+@pytest.mark.promise(11)
 @pytest.mark.parametrize("where", STEPS)
 def test_a_step_that_fails_ends_its_requests_and_no_others(
     where: str, roomy: Engine, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch

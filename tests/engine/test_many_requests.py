@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason, Output
@@ -33,6 +34,7 @@ class Seen(Observer):
         self.shared = max(self.shared, self._engine.stats().blocks["kv", "shared"])
 
 
+@pytest.mark.promise(1)
 def test_every_request_is_answered_as_if_it_were_alone(
     shapes: dict[str, Path], alone: Texts
 ) -> None:

@@ -95,6 +95,7 @@ def second(engines: Engines, alone: Texts) -> list[list[int]]:
 POLICIES = ("sarathi", "vllm", "accelgen", "goodput", "fastgen", "aptserve", "qoserve", "bros")
 
 
+@pytest.mark.promise(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_text(shapes: dict[str, Path], alone: Texts, second: list[list[int]], policy: str) -> None:
     fields = {**REUSE, **SCARCE, "scheduler__policy": policy, "engine__forbid_compile": False}
@@ -111,6 +112,7 @@ def test_text(shapes: dict[str, Path], alone: Texts, second: list[list[int]], po
         assert cache is not None and cache.num_reused and cache.num_evicted
 
 
+@pytest.mark.promise(3)
 def test_text_of_hidden_vectors(
     shapes: dict[str, Path],
     alone: Texts,
@@ -130,6 +132,7 @@ def test_text_of_hidden_vectors(
         assert policy.seen.found and policy.seen.projected and policy.seen.mixed
 
 
+@pytest.mark.promise(3)
 @pytest.mark.parametrize("policy", ["sarathi", "goodput", "accelgen", "aptserve", "vllm"])
 def test_text_from_host_memory(
     shapes: dict[str, Path],
@@ -173,6 +176,7 @@ def test_the_last_token_is_always_computed(reusing: Engine) -> None:
     assert cached(reusing, [*prompt, *text[:5]])[1] == 20, "answers are found, too"
 
 
+@pytest.mark.promise(15)
 def test_nobody_finds_what_another_has(reusing: Engine) -> None:
     prompt = [11 + i % 7 for i in range(20)]
 

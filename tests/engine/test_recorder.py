@@ -254,6 +254,7 @@ def test_nobody_else_may_read_any_of_it(tmp_path: Path) -> None:
     assert set(modes.values()) == {0o600}
 
 
+@pytest.mark.promise(26)
 @pytest.mark.parametrize(("version", "lacks"), [(8, 1), (7, 1), (6, 3), (5, 4), (4, 5)])
 def test_recordings_of_the_last_formats_are_read(tmp_path: Path, version: int, lacks: int) -> None:
     path = tmp_path / "served.jsonl"

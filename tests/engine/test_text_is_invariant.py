@@ -53,6 +53,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.promise(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("count", [7, 32])
 def test_batch_size(engines: Engines, alone: Texts, family: str, count: int) -> None:
@@ -61,6 +62,7 @@ def test_batch_size(engines: Engines, alone: Texts, family: str, count: int) -> 
     wait_until_idle(on)
 
 
+@pytest.mark.promise(1)
 @pytest.mark.parametrize(
     ("family", "treatment"),
     [
@@ -80,6 +82,7 @@ def test_treatment(shapes: dict[str, Path], alone: Texts, family: str, treatment
     assert (preemptions > 0) == (treatment in PREEMPTING)
 
 
+@pytest.mark.promise(2)
 def test_policies(shapes: dict[str, Path], alone: Texts, one_executor: None) -> None:
     expected = alone("opt")
     for policy, preempts in POLICIES.items():
@@ -102,6 +105,7 @@ def test_every_kind_of_batch_is_served() -> None:
     assert {kind(e.name) for e in policies().values() if e.deployable} == served
 
 
+@pytest.mark.promise(1)
 @pytest.mark.parametrize("treatment", PREEMPTING)
 def test_seeded_text_survives_preemption(
     shapes: dict[str, Path], roomy: Engine, treatment: str

@@ -80,11 +80,13 @@ def assert_the_same(page: ModuleType, case: Any) -> None:
     assert_same(quick, slow)
 
 
+@pytest.mark.promise(24)
 @pytest.mark.parametrize("case", OFFLINE)
 def test_runs_of_the_infermax_page(case: grid.Case) -> None:
     assert_the_same(grid, case)
 
 
+@pytest.mark.promise(24)
 @pytest.mark.parametrize("case", ONLINE)
 def test_runs_of_the_aptserve_page(case: online.OnlineCase) -> None:
     # Nearly at once, so that they compete.

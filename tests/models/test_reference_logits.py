@@ -30,6 +30,7 @@ def _options(name: str) -> Options:
     return OPTIMISED if name in AS_USERS_HAVE_IT else {}
 
 
+@pytest.mark.promise(7)
 def test_every_family_has_a_reference():
     covered = {hf_config(name)["model_type"] for name in NAMES}
     assert covered == {kind for family in FAMILIES for kind in family.model_types}
@@ -49,6 +50,7 @@ def _dense_logits(case: Reference, params: Any, options: Options) -> np.ndarray:
     return np.asarray(both(params, case.tokens))
 
 
+@pytest.mark.promise(7)
 @pytest.mark.parametrize("name", NAMES)
 def test_dense_logits(name):
     case = load_reference(name)
@@ -150,6 +152,7 @@ MORE += [("llama2", *SMALL)]
 MORE += [(name, *PADDED) for name in ("qwen2_yarn", "phi4_mini", "qwen3_moe", "gemma3")]
 
 
+@pytest.mark.promise(7)
 @pytest.mark.parametrize(("name", "block_size", "rows", "tokens"), PAGED)
 def test_paged_logits(name, block_size, rows, tokens):
     case = load_reference(name)

@@ -170,6 +170,7 @@ def hammered(strategy: st.SearchStrategy[Any], examples: int, send: Callable[[An
 TESTS = 8  # below, but for those of what is left of it
 
 
+@pytest.mark.promise(17)
 @pytest.mark.parametrize("path", [hostile.COMPLETIONS, hostile.CHAT, "/tokenize", "/detokenize"])
 def test_hostile_bodies_are_served_or_refused(target: Target, path: str) -> None:
     examples = 50 if path in (hostile.COMPLETIONS, hostile.CHAT) else 15
@@ -233,6 +234,7 @@ def test_hostile_paths_are_answered(target: Target) -> None:
     hammered(st.tuples(methods, paths, hostile.TEXTS, ends), 60, send)
 
 
+@pytest.mark.promise(17)
 @pytest.mark.parametrize("service", ["Generation", "Batches"])
 def test_hostile_messages_are_served_or_refused(target: Target, service: str) -> None:
     methods = [each for each in hostile.METHODS if each.startswith(service)]

@@ -312,6 +312,7 @@ FRONTENDS = {
 }
 
 
+@pytest.mark.promise(16)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_same_mistake_has_the_same_outcome_at_every_frontend(
     frontends: Frontends, name: str

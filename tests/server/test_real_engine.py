@@ -78,6 +78,7 @@ def test_tokens_over_grpc_are_the_engines(real: Engine, served: Client) -> None:
         assert 0 < completion.timings.ttft_ms <= completion.timings.total_ms
 
 
+@pytest.mark.promise(5)
 def test_targets_in_metadata_change_no_text(real: Engine, served: Client) -> None:
     prompts = [[5, 6, 7], [8, 9], [10] * 20]
     expected = generate(real, prompts, max_tokens=12, ignore_eos=True)
@@ -110,6 +111,7 @@ def test_vectors_and_scores_over_grpc_are_the_engines(real: Engine, served: Clie
 NEVER, EASY = {"ttft_ms": 1e-3, "tbt_ms": 1e-3, "jct_ms": 2e-3}, {"jct_ms": 3.6e6}
 
 
+@pytest.mark.promise(5)
 def test_targets_change_no_token_and_what_cannot_be_met_is_flagged(
     real: Engine, served: Client
 ) -> None:
@@ -133,6 +135,7 @@ def test_targets_change_no_token_and_what_cannot_be_met_is_flagged(
         assert 0 < easy.timings.tbt_ms < easy.timings.total_ms
 
 
+@pytest.mark.promise(19)
 def test_what_is_told_is_what_a_load_test_counts(real: Engine) -> None:
     """Targets in the midst of what the requests get, so that some are met and some are not."""
     outputs: list[Output] = []
@@ -171,6 +174,7 @@ def test_what_is_told_is_what_a_load_test_counts(real: Engine) -> None:
             assert last.verdict.tbt == counted.tbt[0]
 
 
+@pytest.mark.promise(12)
 def test_cancelling_frees_all_blocks_within_one_step(
     real: Engine, served: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ HOST = {"cache__host_gib": 0.001}
 ROOMY = {**HOST, "engine__row_buckets": (32,)}  # one bucket: there is less to compile
 
 
+@pytest.mark.promise(3)
 @pytest.mark.parametrize(
     "fields",
     [{}, {"engine__overlap": False}, {"cache__hidden_read": "projected", "cache__rho": "0"}],
@@ -57,6 +58,7 @@ def test_text_survives_every_move(
         assert policy.did[operation] > 5, operation
 
 
+@pytest.mark.promise(3)
 def test_seeded_text_survives_every_move(
     shapes: dict[str, Path], roomy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

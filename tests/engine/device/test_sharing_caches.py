@@ -20,6 +20,7 @@ from tests.sharing_caches import SharingCaches
 COUNT = 10
 
 
+@pytest.mark.promise(3)
 @pytest.mark.parametrize(
     ("family", "host_gib", "hidden"),
     [("opt", 2e-5, {"cache__rho": "0"}), ("opt", 1e-3, {"cache__rho": "0"}), ("llama", 5e-5, {})],

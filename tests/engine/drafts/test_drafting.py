@@ -87,6 +87,7 @@ def test_shared_ones_are_found_by_all_with_the_salt() -> None:
     assert found(drafts, "b", "salt") is None
 
 
+@pytest.mark.promise(15)
 @given(
     work=st.lists(
         st.tuples(

@@ -130,6 +130,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.promise(4)
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_text_is_what_it_is_without(
@@ -267,6 +268,7 @@ TREATMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.promise(4)
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("treatment", TREATMENTS)
 def test_treatment(

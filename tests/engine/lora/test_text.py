@@ -94,12 +94,14 @@ def expected(
     return [texts[name][i] for i, name in wanted]
 
 
+@pytest.mark.promise(10)
 def test_merged(shared: Engine, merged: Expected, alone: Texts) -> None:
     for name in NAMES:
         assert ask(shared, [(i, name) for i in range(3)]) == merged[name][:3]
     assert merged["one"] != merged["two"] != merged["three"] != alone("opt")[:COUNT]
 
 
+@pytest.mark.promise(10)
 def test_mixed_batch(shared: Engine, merged: Expected, alone: Texts) -> None:
     assert ask(shared, EACH) == expected(merged, alone)
 
@@ -113,6 +115,7 @@ TREATMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.promise(10)
 @pytest.mark.parametrize("treatment", TREATMENTS)
 def test_treatment(
     shapes: dict[str, Path],

@@ -24,6 +24,7 @@ def by_policy(path: Path, **fields: Any) -> Iterator[tuple[str, Any]]:
                 yield name, running
 
 
+@pytest.mark.promise(2)
 def test_experts(shapes: dict[str, Path], one_executor: None) -> None:
     with engine(shapes["moe"]) as running:
         want = generate(running, prompts(12), **SAMPLING)
@@ -35,6 +36,7 @@ def test_experts(shapes: dict[str, Path], one_executor: None) -> None:
     assert preempting > 8
 
 
+@pytest.mark.promise(2)
 def test_adapters(shapes: dict[str, Path], tmp_path: Path, one_executor: None) -> None:
     base, count = shapes["opt"], 12
     folders = {name: peft.write(tmp_path / name, base, seed=i) for i, name in enumerate(NAMES[:2])}

@@ -66,6 +66,7 @@ def test_the_smallest_repetition_penalty_is_computed_right() -> None:
     assert int(result.tokens[0]) == 5
 
 
+@pytest.mark.promise(8)
 def test_logprobs_are_the_models_own_whatever_is_sampled() -> None:
     logits = np.random.default_rng(0).normal(0, 3, (3, V)).astype(np.float32)
     logprobs = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))

@@ -210,6 +210,7 @@ def same(served: Served, result: SimulationResult) -> None:
         np.testing.assert_allclose(measured, batches.duration, rtol=1e-9)
 
 
+@pytest.mark.promise(23)
 @pytest.mark.parametrize(
     ("policy", "rate", "blocks", "early"),
     [

@@ -44,6 +44,7 @@ def fallback_ids(text: str) -> list[int]:
     return ids
 
 
+@pytest.mark.promise(6)
 @settings(max_examples=150, deadline=None)
 @given(texts, texts)
 def test_byte_level_deltas_are_the_text(prompt: str, text: str) -> None:
@@ -60,6 +61,7 @@ def test_byte_level_agrees_with_decoding_at_once_on_any_tokens(ids: list[int]) -
     assert "".join(deltas(LEVEL, ids)) == LEVEL.decode(ids)
 
 
+@pytest.mark.promise(6)
 @settings(max_examples=150, deadline=None)
 @given(texts, texts)
 def test_byte_fallback_deltas_are_the_text(prompt: str, text: str) -> None:

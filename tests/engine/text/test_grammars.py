@@ -102,6 +102,7 @@ def _nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS = st.recursive(_leaves, _nested, max_leaves=4)
 
 
+@pytest.mark.promise(9)
 @settings(
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -167,6 +168,7 @@ def test_any_object(on: Engine) -> None:
     assert isinstance(json.loads(stream.text()), dict)
 
 
+@pytest.mark.promise(9)
 def test_length_ends_it_with_a_valid_beginning(on: Engine) -> None:
     grammar = Grammar.json_schema(PERSON)
     whole = ask(on, grammar).wait()
@@ -222,6 +224,7 @@ def alone(shared: Engine) -> list[list[int]]:
     return [ask(shared, g, t, **how).wait().tokens() for g, t, how in everything()]
 
 
+@pytest.mark.promise(1)
 @pytest.mark.parametrize(
     ("fields", "preempts"),
     [
@@ -239,6 +242,7 @@ def test_text_is_the_same_in_any_company(
         assert not preempts or running.stats().preemptions
 
 
+@pytest.mark.promise(1)
 def test_text_is_the_same_beside_all_others(alone: list[list[int]], on: Engine) -> None:
     streams = [ask(on, g, t, **how) for g, t, how in everything()]
     assert [stream.wait().tokens() for stream in streams] == alone

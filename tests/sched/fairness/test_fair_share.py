@@ -45,6 +45,7 @@ def ends(drive: Drive, count: int) -> Counter[str]:
     return ended
 
 
+@pytest.mark.promise(13)
 @pytest.mark.parametrize("policy", ONLINE)
 def test_who_comes_behind_a_flood_has_its_share(policy: str) -> None:
     """Without shares all 26 that are left of the flood end first where order is by arrival."""
@@ -55,6 +56,7 @@ def test_who_comes_behind_a_flood_has_its_share(policy: str) -> None:
     drive.to_the_end()
 
 
+@pytest.mark.promise(13)
 @pytest.mark.parametrize("policy", ["sarathi", "vllm", "edf", "priority"])
 def test_shares_are_by_weight(policy: str) -> None:
     drive = flooded(policy, first=32, then=30, weight=3.0)
@@ -156,6 +158,7 @@ def test_counters_stay_within_one_request(
         assert got.max() - got.min() <= cost.max() / min(weights) + 1e-9
 
 
+@pytest.mark.promise(13)
 @given(seed=st.integers(0, 1000), policy=st.sampled_from(ONLINE), tenants=st.integers(2, 4))
 @settings(max_examples=25, deadline=None)
 def test_everybody_is_served(seed: int, policy: str, tenants: int) -> None:

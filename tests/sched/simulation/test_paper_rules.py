@@ -27,6 +27,7 @@ AUTHORS = [
 ]
 
 
+@pytest.mark.promise(25)
 @pytest.mark.parametrize(("policy", "workload", "kv_tokens", *_NAMES), AUTHORS)
 def test_the_command_gives_the_authors_figures(
     policy: str, workload: str, kv_tokens: int, latency: float, batches: int, preemptions: int,
@@ -40,6 +41,7 @@ def test_the_command_gives_the_authors_figures(
     check(point["mean"], latency, batches, preemptions)
 
 
+@pytest.mark.promise(25)
 @pytest.mark.parametrize(
     ("policy", "workload", "kv_tokens", *_NAMES),
     [*AUTHORS[:3], pytest.param(*AUTHORS[3], marks=pytest.mark.slow)],

@@ -47,6 +47,7 @@ def crowd(lies: dict[str, float]) -> tuple[Workload, np.ndarray]:
     return Workload.create(np.sort(rng.uniform(0, 2, count)), lengths, terms=terms), honest
 
 
+@pytest.mark.promise(14)
 @pytest.mark.parametrize("refuse_late", [None, 0.75])
 @pytest.mark.parametrize("lies", [{"ttft": 1e-6}, {"ttft": 1e-6, "tbt": 1e-9, "jct": 1e-6}])
 @pytest.mark.parametrize("policy", ["edf", "bros", "accelgen", "goodput"])

@@ -57,6 +57,7 @@ def names(page: Any) -> list[str]:
     return [each.id for each in page.data]
 
 
+@pytest.mark.promise(15)
 def test_over_grpc(tmp_path: Path) -> None:
     with (
         serving(tmp_path, KEYS) as server,
@@ -85,6 +86,7 @@ def test_over_grpc(tmp_path: Path) -> None:
         assert bob.cancel_batch("mine").num_lines == 2
 
 
+@pytest.mark.promise(15)
 def test_over_http(tmp_path: Path) -> None:
     with (
         serving(tmp_path, KEYS) as server,

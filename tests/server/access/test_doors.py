@@ -400,6 +400,7 @@ def refuse(channel: grpc.Channel) -> None:
     )
 
 
+@pytest.mark.promise(18)
 def test_no_key_is_ever_in_the_log(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     asked(server.http_address, "GET", "/v1/models", "jx-mallory")

@@ -138,6 +138,7 @@ class FlakyClient(Client):
             yield message
 
 
+@pytest.mark.promise(20)
 @settings(max_examples=25)
 @given(
     faults=st.lists(st.integers(0, 3), max_size=20),

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,6 +85,7 @@ def after_a_crash(source: Path, target: Path, torn: float | None = None) -> Stat
     return found
 
 
+@pytest.mark.promise(20)
 @settings(max_examples=25)
 @given(_operations, st.lists(st.floats(0, 1), min_size=1, max_size=4))
 def test_a_torn_log_gives_the_state_after_some_operation(
@@ -102,6 +104,7 @@ def test_a_torn_log_gives_the_state_after_some_operation(
             assert after_a_crash(journal.path.parent, target, cut) in [{}, *states]
 
 
+@pytest.mark.promise(20)
 @settings(max_examples=10)
 @given(_operations)
 def test_a_crash_within_an_operation_leaves_it_done_or_undone(operations: list[tuple]) -> None:

@@ -29,6 +29,7 @@ PROMPTS = [f"{beginning} {name}" for beginning in BEGINNINGS for name in NAMES]
 PATIENCE = 120
 
 
+@pytest.mark.promise(20)
 @pytest.mark.slow
 def test_a_killed_server_loses_no_line_of_500(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,7 @@ def test_an_engine_that_fails_leaves_the_batch_for_the_next_server(tmp_path: Pat
         assert len(second.requests) == 2
 
 
+@pytest.mark.promise(20)
 def test_a_disk_that_fails_for_a_moment_loses_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

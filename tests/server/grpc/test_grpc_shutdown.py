@@ -79,6 +79,7 @@ def test_what_is_there_from_the_start_is_not_gone_through_again() -> None:
     assert server.log.splitlines() == ["stopping: nothing runs"]
 
 
+@pytest.mark.promise(21)
 def test_sigterm_finishes_what_runs_says_so_and_exits_0() -> None:
     with fake_server(grace_s=1000) as server:
         stream = server.client.generate("hi", max_tokens=2)
@@ -131,6 +132,7 @@ def test_a_failed_engine_leaves_the_process_up_and_its_exit_code_is_1() -> None:
     assert server.process.returncode == 1
 
 
+@pytest.mark.promise(22)
 def test_a_failed_engine_ends_the_process_where_the_config_says_so() -> None:
     with fake_server(1000, "server.exit_on_failure=on") as server:
         stream = server.client.generate("hi")
@@ -156,6 +158,7 @@ def test_a_lost_host_ends_the_process_whatever_the_config_says() -> None:
     assert "the server stops: the engine failed: host 1 is gone" in server.log
 
 
+@pytest.mark.promise(22)
 def test_a_hung_engine_ends_the_process_where_the_config_says_so() -> None:
     with fake_server(1000, "server.exit_on_failure=on", "engine.stall_s=0.2") as server:
         with pytest.raises(ServerError, match=r"no step for 0\.2 s, with 1 request") as error:

@@ -44,6 +44,7 @@ def events(plain: Plain) -> Iterator[dict[str, Any]]:
         connection.close()
 
 
+@pytest.mark.promise(27)
 def test_the_page_needs_nothing_from_elsewhere(plain: Plain) -> None:
     connection = plain.connect()
     connection.request("GET", "/")

@@ -24,6 +24,7 @@ def begin(plain: Plain, **fields: object) -> HTTPConnection:
     return connection
 
 
+@pytest.mark.promise(12)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]], ids=["one", "two"])
 def test_who_hangs_up_is_cancelled(
@@ -56,6 +57,7 @@ def test_an_engine_that_fails_ends_calls_with_an_error(plain: Plain, engine: Fak
     assert plain.call("GET", "/ready")[0] == 503
 
 
+@pytest.mark.promise(21)
 def test_a_server_that_stops_lets_calls_end() -> None:
     engine = FakeEngine()
     server = Server(engine, grace_s=PATIENCE, http=SETTINGS)

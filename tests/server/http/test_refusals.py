@@ -15,6 +15,7 @@ COMPLETION = {"prompt": "a"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
 
+@pytest.mark.promise(16)
 @pytest.mark.parametrize(
     ("path", "fields", "param", "says"),
     [

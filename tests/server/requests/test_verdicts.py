@@ -31,6 +31,7 @@ def server(engine: FakeEngine) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.promise(19)
 def test_what_was_asked_what_was_got_and_whether_that_is_enough(
     client: Client, engine: FakeEngine
 ) -> None:

@@ -92,6 +92,7 @@ def assert_same(a: SimulationResult, b: SimulationResult) -> None:
     assert (a.kv_tokens, a.seed_read) == (b.kv_tokens, b.seed_read)
 
 
+@pytest.mark.promise(24)
 @given(
     seed=st.integers(0, 1 << 30),
     policy=st.sampled_from(PLAIN + VARIED),

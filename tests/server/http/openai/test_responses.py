@@ -411,6 +411,7 @@ def test_kept_and_forgotten(client: openai.OpenAI, plain: Plain, running: FakeEn
         client.responses.retrieve(loose.id)
 
 
+@pytest.mark.promise(15)
 def test_tenants_see_their_own_only(engine: FakeEngine) -> None:
     access = Access(Keys(fixed=[key("ann"), key("bob")]))
     with Server(engine.run(), grace_s=0.0, http=SETTINGS, access=access) as server:

@@ -98,6 +98,7 @@ def test_every_path_is_tried(document: Any) -> None:
     assert found == set(PATHS)
 
 
+@pytest.mark.promise(17)
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
 def test_no_call_is_the_servers_fault(
     document: Any, method: str, path: str, mode: GenerationMode
