@@ -139,4 +139,7 @@ def test_toy_sizes_say_so() -> None:
     found = Bros(QUICK, Results(run, lambda _: MixedNumbers))
     assert "**Toy sizes (`--quick`)" in found.rendered(quick=True)
     assert "Toy sizes" not in found.rendered()
-    assert "[bros.json](figures/bros.json) has the numbers of every run; [bros-" in found.rendered()
+    said = (
+        "has the numbers of every run, under the rules `jaxserve`, without prefix caching; [bros-"
+    )
+    assert said in found.rendered()

@@ -145,6 +145,10 @@ class AccelGen(Page[SloCase, SloNumbers]):
 
     name = "accelgen"
     scale: Scale
+    held = tuple(
+        SloCase(policy, "Llama-13B", 1.0, budget=512, requests=12, ease=EASE)
+        for policy in (*ALL, *ABLATIONS)
+    )
     ease, trial_seed, as_printed, block = EASE, TRIAL, AS_PRINTED, BLOCK
 
     @cached_property

@@ -177,6 +177,13 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
     """
 
     name = "aptserve"
+    held = tuple(
+        OnlineCase(policy, MODELS[ONE], "sharegpt", 9.0, 1.0, 1.0, requests=150, hidden_read=read)
+        for policy, read in (
+            *((policy, "auto") for policy in (*BASELINES, KV, FCFS)),
+            *product((PROJECTED, CHUNKED), READS),
+        )
+    )
     scale: Scale
     labels, baselines, ratios_there, means_there = LABELS, BASELINES, RATIOS, MEANS
     kv, projected, absorbed, fcfs, fcfs_absorbed = KV, PROJECTED, ABSORBED, FCFS, FCFS_ABSORBED

@@ -97,6 +97,10 @@ class Bros(page.Page[MixedCase, MixedNumbers]):
 
     name = "bros"
     scale: Scale
+    held = tuple(
+        MixedCase(policy, MODELS["OPT-13B"], "sharegpt", 10.0, duration=30.0, batch=64)
+        for policy in POLICIES
+    )
     labels, highest, static, close = LABELS, HIGHEST, STATIC, CLOSE
     compared = (VLLM, RR)
 

@@ -23,7 +23,7 @@ TEMPLATE = "page.md.j2"
 BEGIN, END = "<!-- begin: python -m jaxserve.experiments.{} --parts={} -->\n", "<!-- end -->"
 Column = tuple[str, str, str, float]  # title, number, format, factor
 Rows = Iterable[tuple[Sequence[str], Sequence[C]]]  # first cells, and the cases of the others
-NUMBERS = "[{name}.json](figures/{name}.json) has the numbers of every run"
+NUMBERS = "[{name}.json](figures/{name}.json) has the numbers of every run, under {rules}"
 
 
 class Page(Generic[C, N]):
@@ -39,9 +39,14 @@ class Page(Generic[C, N]):
 
     Attributes:
         name: Of the page, of its folder in experiments/, and of its numbers in figures/.
+        rules: What the page says of the rules of its runs.
+        held: Small runs beside those that the page is made of. A test does them again, so that a
+            change of the simulator or of a policy, which the page would have to follow, is noticed.
     """
 
     name: ClassVar[str]
+    rules: ClassVar[str] = "the rules `jaxserve`, without prefix caching"
+    held: ClassVar[Sequence[Any]] = ()
 
     def __init__(self, scale: Any, results: Results[C, N]) -> None:
         self.scale, self.results = scale, results
@@ -51,6 +56,8 @@ class Page(Generic[C, N]):
         """Runs what is missing, writes the page and its figures, and returns the number of figures.
         quick: whether the sizes are toy sizes, which the page then says."""
         numbers = out / "figures" / f"{self.name}.json"
+        for case in () if quick else self.held:
+            self.results.get(case)
         text = self._rendered(quick)
         while text is None:
             self.results.run_missing(jobs, numbers)
@@ -77,7 +84,7 @@ class Page(Generic[C, N]):
             Path(str(sys.modules[type(self).__module__].__file__)).parent,
             **{name: getattr(self, name) for name in dir(self) if not name.startswith("_")},
             quick=quick,
-            numbers=NUMBERS.format(name=self.name),
+            numbers=NUMBERS.format(name=self.name, rules=self.rules),
         )
 
     def chart(

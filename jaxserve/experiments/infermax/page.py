@@ -90,8 +90,13 @@ QUICK = Scale((1, 64), (1, 8), 4, 48, 20_000, (100, 1_000), (8, 16), (2, 64), 2,
 class InferMax(Page[Case, Numbers]):
     """What the template beside this asks for."""
 
-    name = "infermax"
+    name, rules = "infermax", "the rules `infermax_paper`"
     scale: Scale
+    held = (
+        *(Case(policy, "fixed:128x32x1024", 100_000) for policy in (*PLAIN, FREE)),
+        *(Case(policy, "lilo+siso", 100_000, 64) for policy in RANKED),
+        Case("infermax", "lilo+siso", 100_000, 64, switches=INFERMAX["infermax"]),
+    )
     free, plain = FREE, PLAIN
 
     def __init__(self, args: Namespace, results: Results[Case, Numbers]) -> None:

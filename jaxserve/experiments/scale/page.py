@@ -104,7 +104,13 @@ class Fleets(Page[Case, Found]):
     """
 
     name = "scale"
+    rules = "the rules `jaxserve`; conversations with prefix caching, all others without"
     scale: Scale
+    held = (
+        *(Cell(router, 8, 0.8, "published", 1000) for router in ROUTERS),
+        *(Cell("slo", 8, 0.8, scene, 1000) for scene in ("stale", "slow", "dead")),
+        Talk("slo", 4, 40),
+    )
     kinds, tbt, slowdown, scenes_of, same, enough = KINDS, TBT, SLOWDOWN, SCENES, SAME, ENOUGH
     system, policy = SYSTEM, POLICY
     talk_system, talk_policy, talk_rate = TALK_SYSTEM, TALK_POLICY, TALK_RATE
