@@ -43,44 +43,66 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
 )
-_DIGITS = {"type": "Digits", "individual_digits": True}
+_GPT_4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CONTRACTION}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTION}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+)
+_SEED_CODER = rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_REST}"
+# DeepSeek's, each cutting what those before it have left. The letters are those of scripts with
+# two cases, as they were when its vocabulary was made.
+_CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-"
+    "ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭ"
+    "ℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_CJK = "[一-龥ࠀ-一가-퟿]+"
+_DEEPSEEK_LLM = (
+    r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK, r"\p{N}+"
+)  # fmt: skip
+_DEEPSEEK_CODER = r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_REST}",
+)
 
 
 class _Cut(NamedTuple):
     """How text is cut.
 
     Attributes:
-        steps: pre-tokenizers; GPT-2's comes last where there is no regex.
-        regex: cuts instead of GPT-2's.
+        digits: each by itself, before all else.
+        regexes: cut instead of GPT-2's, one after the other.
         add_bos: a prompt begins with BOS, unless the file says.
         ignore_merges: what is a token as a whole is not put together.
         nfc: text is normalised before.
     """
 
-    steps: tuple[dict[str, Any], ...] = ()
-    regex: str | None = None
+    digits: bool = False
+    regexes: tuple[str, ...] = ()
     add_bos: bool = False
     ignore_merges: bool = False
     nfc: bool = False
 
 
-_GPT_2, _SMOLLM = _Cut(), _Cut((_DIGITS,))
-_LLAMA_BPE = _Cut(regex=_LLAMA_3, add_bos=True, ignore_merges=True)
-_QWEN = _Cut(regex=_QWEN_2, nfc=True)
-CUTS = {
-    "gpt-2": _GPT_2,
-    "smollm": _SMOLLM,
-    "starcoder": _SMOLLM,
-    "command-r": _SMOLLM,
-    "refact": _SMOLLM,
-    "llama-bpe": _LLAMA_BPE,
-    "llama3": _LLAMA_BPE,
-    "llama-v3": _LLAMA_BPE,
-    "falcon3": _LLAMA_BPE,
-    "qwen2": _QWEN,
-    "deepseek-r1-qwen": _QWEN,
-    "tekken": _Cut(regex=_TEKKEN, add_bos=True, ignore_merges=True),
-}
+_BY_CUT = {
+    _Cut(): ("gpt-2", "phi-2", "mpt", "olmo", "exaone4"),
+    _Cut(digits=True): ("smollm", "starcoder", "command-r", "refact", "minerva-7b"),
+    _Cut(regexes=(_LLAMA_3,), add_bos=True, ignore_merges=True): (
+        "llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"
+    ),
+    _Cut(regexes=(_LLAMA_3,)): ("dbrx", "smaug-bpe"),
+    _Cut(regexes=(_QWEN_2,), nfc=True): ("qwen2", "deepseek-r1-qwen", "megrez"),
+    _Cut(regexes=(_TEKKEN,), add_bos=True, ignore_merges=True): ("tekken",),
+    _Cut(regexes=(_GPT_4O,)): ("gpt-4o", "llama4"),
+    _Cut(regexes=(_SEED_CODER,)): ("seed-coder",),
+    _Cut(regexes=_DEEPSEEK_LLM): ("deepseek-llm",),
+    _Cut(regexes=_DEEPSEEK_CODER): ("deepseek-coder",),
+    _Cut(regexes=_DEEPSEEK_V3): ("deepseek-v3",),
+}  # fmt: skip
+CUTS = {name: cut for cut, names in _BY_CUT.items() for name in names}
 """By `tokenizer.ggml.pre`."""
 _OF_OLD_FILES = {"qwen2": "qwen2", "qwen3": "qwen2"}  # by architecture
 
@@ -192,12 +214,14 @@ def _byte_level(header: Header) -> dict[str, Any]:
     missing = next((pair for pair in merges if "".join(pair) not in vocabulary), None)
     if missing is not None:
         raise header.error(f"tokenizer.ggml.merges: {missing!r:.80} makes no token")
-    steps = list(cut.steps)
-    if cut.regex is not None:
-        split = {"type": "Split", "pattern": {"Regex": cut.regex}, "behavior": "Isolated"}
+    steps: list[dict[str, Any]] = []
+    if cut.digits:
+        steps.append({"type": "Digits", "individual_digits": True})
+    for regex in cut.regexes:
+        split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated"}
         steps.append({**split, "invert": False})
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    steps.append({**byte_level, "use_regex": cut.regex is None})
+    steps.append({**byte_level, "use_regex": not cut.regexes})
     return _assembled(
         header,
         normalizer={"type": "NFC"} if cut.nfc else None,
@@ -248,15 +272,15 @@ def _sentencepiece(header: Header) -> dict[str, Any]:
     ]
     if prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    # Every stretch of text has the prefix, also those after special tokens, and keeps its spaces.
+    normalizers: list[dict[str, Any]] = []
+    if prefix:
+        normalizers.append({"type": "Prepend", "prepend": "▁"})
+    normalizers.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
     return _assembled(
         header,
-        normalizer=None,
-        pre_tokenizer={
-            "type": "Metaspace",
-            "replacement": "▁",
-            "prepend_scheme": "first" if prefix else "never",
-            "split": False,
-        },
+        normalizer={"type": "Sequence", "normalizers": normalizers},
+        pre_tokenizer=None,
         decoder={"type": "Sequence", "decoders": decoders},
         add_bos=True,
         model={
@@ -297,7 +321,7 @@ def _assembled(
     header: Header,
     *,
     normalizer: dict[str, Any] | None,
-    pre_tokenizer: dict[str, Any],
+    pre_tokenizer: dict[str, Any] | None,
     decoder: dict[str, Any],
     model: dict[str, Any],
     add_bos: bool,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +28,32 @@ MORE = (
     "def f(x):\n    return x ** 2  # squares\r\n\r\n\t\t/* */ //path/to/file\n",
     "caf\u00e9 cafe\u0301 \u0130stanbul \u4e2d\uff11\uff12\uff13 \u0663\u0664\u0665 \u2460\u00bd",
 )
+_END = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {
     "llama-bpe": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
     "qwen2": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
     "tekken": (
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        rf"|\p{{N}}|{_END}",
+    ),
+    "gpt-4o": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{{N}}{{1,3}}|{_END}",
+    ),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
 }
 
@@ -48,9 +63,8 @@ def hf_tokenizer(pre: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in _SPLITS)
     if pre in _SPLITS:
-        level = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(_SPLITS[pre]), "isolated"), level]
-        )
+        splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in _SPLITS[pre]]
+        level = pre_tokenizers.Sequence([*splits, level])
     elif pre == "smollm":
         level = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
     tokenizer.pre_tokenizer, tokenizer.decoder = level, decoders.ByteLevel()
@@ -110,56 +124,99 @@ def test_byte_level(pre: str, tmp_path: Path) -> None:
     assert (load_tokenizer(added).encode("a")[:1] == [1]) == (not begins)
 
 
-def sentencepiece() -> tuple[dict[str, Any], Tokenizer]:
-    """Fields of a small vocabulary with scores, and Hugging Face's tokenizer for it, whose merges
-    are written by hand."""
+def sentencepiece() -> dict[str, Any]:
+    """Fields of a small vocabulary with scores."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    pieces = ["▁t", "he", "▁the", "▁a", "in", "▁in", "er", "▁▁", "▁he"]
-    letters = [*"▁abcdefghijklmnopqrstuvwxyz.,'1"]
-    tokens = ["<unk>", "<s>", "</s>", *bytes_, *pieces, *letters]
-    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "a"), ("i", "n"), ("▁", "in"),
-              ("e", "r"), ("▁", "▁"), ("▁", "he")]  # fmt: skip
-    tokenizer = Tokenizer(
-        models.BPE(
-            {token: i for i, token in enumerate(tokens)},
-            merges,
-            unk_token="<unk>",
-            byte_fallback=True,
-            fuse_unk=True,
-        )
-    )
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first", split=False)
-    scores = [0.0] * 259 + [-float(i) for i in range(len(pieces))] + [-100.0] * len(letters)
+    pieces = ["▁t", "he", "▁the", "▁a", "in", "▁in", "er", "▁▁", "▁he", "▁["]
+    letters = [*"▁abcdefghijklmnopqrstuvwxyz.,'1[]INST/H"]
+    tokens = ["<unk>", "<s>", "</s>", *bytes_, *pieces, *letters, "<tool>"]
+    scores = [0.0] * 259 + [-float(i) for i in range(len(pieces))] + [-100.0] * len(letters) + [0.0]
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 260), 4],
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
-    }, tokenizer
+    }
+
+
+def by_scores(fields: dict[str, Any], text: str) -> list[str]:
+    """The pieces of a text as SentencePiece finds them: in each stretch between special tokens,
+    after a space, the pair that makes the best piece is merged, over and over."""
+    tokens = fields["tokenizer.ggml.tokens"]
+    scores = dict(zip(tokens[259:], fields["tokenizer.ggml.scores"][259:], strict=True))
+    found: list[str] = []
+    for part in re.split("(<s>|</s>|<unk>|<tool>)", text):
+        if not part or part in ("<s>", "</s>", "<unk>", "<tool>"):
+            found += [part] * bool(part)
+            continue
+        pieces = [*"▁", *part.replace(" ", "▁")]
+        while True:
+            pairs = [a + b for a, b in itertools.pairwise(pieces)]
+            best = max(
+                (pair for pair in pairs if pair in scores), key=scores.__getitem__, default=""
+            )
+            if not best:
+                break
+            at = pairs.index(best)
+            pieces[at : at + 2] = [best]
+        for piece in pieces:
+            byte = [f"<0x{byte:02X}>" for byte in piece.encode()]
+            found += [piece] if piece in scores else byte
+    return found
 
 
 def test_sentencepiece(tmp_path: Path) -> None:
-    fields, expected = sentencepiece()
+    fields = sentencepiece()
     found = load_tokenizer(written(tmp_path, fields))
+    tokens = fields["tokenizer.ggml.tokens"]
 
     @given(st.one_of(st.text(max_size=40), st.text(" thein.", max_size=40)))
-    @example("the  thin heather in the inn, 1 é 水 <s> the</s>the")
+    @example("the  thin heather in the inn, 1 é 水 <s> the</s>the<tool>  the ")
     def check(text: str) -> None:
-        ids = expected.encode(text).ids
+        ids = found.encode(text, special=False)
+        assert [tokens[i] for i in ids] == by_scores(fields, text)
         assert found.encode(text) == [1, *ids]
-        assert found.decode(ids).strip() == text.replace("<s>", "").replace("</s>", "").strip() or (
-            "<" in text or "▁" in text or text != text.strip()
-        )
+        if "<" not in text:
+            assert found.decode(ids) == text.replace("▁", " ")
 
     check()
-    never = written(tmp_path, fields | {"tokenizer.ggml.add_space_prefix": False})
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("<s>[INST] Hi", ["<s>", "▁[", "I", "N", "S", "T", "]", "▁", "H", "i"]),
+        ("the</s>the", ["▁the", "</s>", "▁the"]),
+        ("</s> the", ["</s>", "▁", "▁the"]),
+        (" the", ["▁", "▁the"]),
+        ("   ", ["▁▁", "▁▁"]),
+        ("the<tool>a", ["▁the", "<tool>", "▁a"]),
+        ("in\n", ["▁in", "<0x0A>"]),
+        ("<s></s>", ["<s>", "</s>"]),
+        ("", []),
+    ],
+)
+def test_each_stretch_of_text_has_a_space_before_it(
+    text: str, pieces: list[str], tmp_path: Path
+) -> None:
+    """As llama.cpp and Llama 2's own tokenizer.json have it, after special tokens, too."""
+    fields = sentencepiece()
+    found = load_tokenizer(written(tmp_path, fields))
+    ids = found.encode(text, special=False)
+    assert [fields["tokenizer.ggml.tokens"][i] for i in ids] == pieces
+
+
+def test_without_a_space_before_it(tmp_path: Path) -> None:
+    """As Gemma's."""
+    fields = sentencepiece()
+    never = load_tokenizer(written(tmp_path, fields | {"tokenizer.ggml.add_space_prefix": False}))
     tokens = fields["tokenizer.ggml.tokens"]
-    assert [tokens[i] for i in load_tokenizer(never).encode("the", special=False)] == ["t", "he"]
-    assert load_tokenizer(never).decode(load_tokenizer(never).encode(" the")) == " the"
+    ids = never.encode("the<s>the the", special=False)
+    assert [tokens[i] for i in ids] == ["t", "he", "<s>", "t", "he", "▁the"]
+    assert never.decode(never.encode(" the")) == " the"
 
 
 def test_tokens_that_are_found_whole(tmp_path: Path) -> None:
