@@ -350,7 +350,8 @@ class Request:
         sampling: How to sample its output.
         slo: Its own targets, with those of its class already merged in.
         tier: Real-time or best-effort.
-        arrival: Seconds on the engine's clock.
+        arrival: When it came to the server, in seconds on the engine's clock; 0: when it is
+            submitted to the engine.
         slo_class: The SLO class to report it under. `slo` and `tier` are already resolved.
         serve_late: Whether to admit it even if its first token is expected late
             (`sched/slo/slo_admission.py`).

@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import grpc
 from starlette.types import ASGIApp, Message, Scope
 
+from jaxserve.server.grpc.calls import ARRIVED
+
 Parts = AsyncGenerator[list[Any], None]
 OK = grpc.StatusCode.OK.name
 
@@ -61,6 +63,7 @@ def call_grpc(
     message: bytes,
     metadata: Sequence[tuple[str, str | bytes]],
     peer: str,
+    arrived: float,
 ) -> Parts:
     """The serialized responses of an RPC, followed by a `Status` if it fails or has trailing
     metadata. Closing the generator cancels the call.
@@ -71,10 +74,11 @@ def call_grpc(
         message: the request, serialized.
         metadata: of the call.
         peer: the client's address.
+        arrived: when it came, in seconds of time.monotonic().
     """
 
     async def run(say: Callable[[Any], None]) -> None:
-        context = _Context(message, metadata, peer, say)
+        context = _Context(message, metadata, peer, arrived, say)
         found = handler.service(_Details(method, tuple(metadata)))
         assert found is not None and found.stream_stream is not None
         with suppress(grpc.aio.AbortError):
@@ -126,9 +130,11 @@ class _Context:
         message: bytes,
         metadata: Sequence[tuple[str, str | bytes]],
         peer: str,
+        arrived: float,
         say: Callable[[Any], None],
     ) -> None:
         self._message, self._metadata, self._peer, self._say = message, metadata, peer, say
+        setattr(self, ARRIVED, arrived)
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
         return self._metadata

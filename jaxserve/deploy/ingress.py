@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -98,18 +99,19 @@ class Ingress:
 
     async def _messages(self, scope: Scope, receive: Receive) -> AsyncGenerator[Message, None]:
         """The response to a call, as ASGI messages."""
+        arrived = time.time()
         body = await self._body(scope, receive)
         plain = {name: scope[name] for name in _SCOPE if name in scope}
         plain["path"] = path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path == _METRICS and scope["method"] == "GET":
-            async with aclosing(self._relayed(NOTHING, plain, body)) as messages:
+            async with aclosing(self._relayed(NOTHING, plain, body, arrived)) as messages:
                 head = await anext(messages)
             if head["status"] == 200:  # a replica's door lets the client in
                 for message in _whole(metrics_page(await self._metrics()), CONTENT_TYPE_LATEST):
                     yield message
                 return
         if path == _RESET and scope["method"] == "POST":
-            async with aclosing(self._relayed(NOTHING, plain, body)) as messages:
+            async with aclosing(self._relayed(NOTHING, plain, body, arrived)) as messages:
                 answer = [message async for message in messages]
             if answer[0]["status"] == 200:  # likewise
                 await self._of_all("reset_prefix_cache")
@@ -117,15 +119,16 @@ class Ingress:
                 yield message
             return
         routing_request = await self._routing_requests.from_http(path, body, scope["headers"])
-        async with aclosing(self._relayed(routing_request, plain, body)) as messages:
+        async with aclosing(self._relayed(routing_request, plain, body, arrived)) as messages:
             async for message in messages:
                 yield message
 
     async def _relayed(
-        self, routing_request: RoutingRequest, scope: Mapping[str, Any], body: bytes
+        self, routing_request: RoutingRequest, scope: Mapping[str, Any], body: bytes, arrived: float
     ) -> AsyncGenerator[Message, None]:
         """The response of a replica."""
-        send_to = functools.partial(self._pieces, self._http, routing_request, scope, body)
+        given = (scope, body, arrived)
+        send_to = functools.partial(self._pieces, self._http, routing_request, *given)
         async with aclosing(relay_response(send_to, http_response_kind)) as pieces:
             async for piece in pieces:
                 for message in piece:
@@ -177,12 +180,13 @@ class Ingress:
         self, message: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """jaxserve.v1.Generation.Generate."""
+        arrived = time.time()
         with contextlib.suppress(*_GONE):  # the call itself will say so
             await self._longest()
         metadata = grpc_context.invocation_metadata() or ()
         routing_request = await self._routing_requests.from_grpc(message, metadata)
         async with aclosing(
-            self._rpc("Generate", message, grpc_context, routing_request)
+            self._rpc("Generate", message, grpc_context, routing_request, arrived)
         ) as answers:
             async for raw in answers:
                 yield pb.GenerateResponse.FromString(raw)
@@ -191,11 +195,14 @@ class Ingress:
         self, message: pb.EmbedRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.EmbedResponse, None]:
         """jaxserve.v1.Generation.Embed."""
+        arrived = time.time()
         with contextlib.suppress(*_GONE):  # as above
             await self._longest()
         metadata = grpc_context.invocation_metadata() or ()
         routing_request = await self._routing_requests.from_grpc(message, metadata)
-        async with aclosing(self._rpc("Embed", message, grpc_context, routing_request)) as answers:
+        async with aclosing(
+            self._rpc("Embed", message, grpc_context, routing_request, arrived)
+        ) as answers:
             async for raw in answers:
                 yield pb.EmbedResponse.FromString(raw)
 
@@ -203,25 +210,33 @@ class Ingress:
         self, message: pb.ScoreRequest, grpc_context: RayServegRPCContext
     ) -> pb.ScoreResponse:
         """jaxserve.v1.Generation.Score, which goes to any replica, as /score does."""
-        found = [raw async for raw in self._rpc("Score", message, grpc_context, NOTHING)]
+        call = self._rpc("Score", message, grpc_context, NOTHING, time.time())
+        found = [raw async for raw in call]
         return pb.ScoreResponse.FromString(found[0])
 
     async def GetServerInfo(
         self, message: pb.GetServerInfoRequest, grpc_context: RayServegRPCContext
     ) -> pb.GetServerInfoResponse:
         """jaxserve.v1.Generation.GetServerInfo, answered by any replica: they are all alike."""
-        found = [raw async for raw in self._rpc("GetServerInfo", message, grpc_context, NOTHING)]
+        call = self._rpc("GetServerInfo", message, grpc_context, NOTHING, time.time())
+        found = [raw async for raw in call]
         return pb.GetServerInfoResponse.FromString(found[0])
 
     async def _rpc(
-        self, name: str, message: Any, context: RayServegRPCContext, routing_request: RoutingRequest
+        self,
+        name: str,
+        message: Any,
+        context: RayServegRPCContext,
+        routing_request: RoutingRequest,
+        arrived: float,
     ) -> AsyncGenerator[bytes, None]:
         """Its messages. Raises CallFailed, with the status in the context."""
         raw, method = message.SerializeToString(), f"/{_SERVICE}/{name}"
         metadata, peer = list(context.invocation_metadata()), context.peer()
         try:
             send_to = functools.partial(
-                self._pieces, self._grpc, routing_request, method, raw, metadata, peer
+                self._pieces,
+                *(self._grpc, routing_request, method, raw, metadata, peer, arrived),
             )
             async with aclosing(relay_response(send_to, grpc_response_kind)) as pieces:
                 async for piece in pieces:

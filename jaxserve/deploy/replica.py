@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,6 +33,7 @@ from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.frontends import Frontends, make_call_tracker
+from jaxserve.server.http.transport.protocol import ARRIVED
 from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.options import server_options
 from jaxserve.server.requests.output_streams import StreamFailed
@@ -101,6 +103,7 @@ class EngineReplica:
         self,
         scope: Mapping[str, Any],
         body: bytes,
+        arrived: float | None = None,
         *,
         routing_request: RoutingRequest,
         avoid: str = "",
@@ -110,13 +113,15 @@ class EngineReplica:
         Args:
             scope: the call's ASGI scope.
             body: the whole body.
+            arrived: when its head had been read, in seconds of time.time(); None: now.
             routing_request: for the router only.
             avoid: likewise.
 
         Raises:
             Unserved: nothing was answered, and the replica takes no more requests.
         """
-        parts = call_asgi(self._app, dict(scope), body)
+        state = {ARRIVED: _monotonic(arrived)}
+        parts = call_asgi(self._app, {**scope, "state": state}, body)
         async with contextlib.aclosing(self._served(parts, http_response_kind)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -127,6 +132,7 @@ class EngineReplica:
         message: bytes,
         metadata: Sequence[tuple[str, str | bytes]],
         peer: str,
+        arrived: float | None = None,
         *,
         routing_request: RoutingRequest,
         avoid: str = "",
@@ -138,13 +144,15 @@ class EngineReplica:
             message: the request, serialized.
             metadata: of the call.
             peer: the client's address.
+            arrived: as of `http`.
             routing_request: for the router only.
             avoid: likewise.
 
         Raises:
             Unserved: nothing was answered, and the replica takes no more requests.
         """
-        parts = call_grpc(self._handler, method, message, metadata, peer)
+        came = _monotonic(arrived)
+        parts = call_grpc(self._handler, method, message, metadata, peer, came)
         async with contextlib.aclosing(self._served(parts, grpc_response_kind)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -227,3 +235,9 @@ class EngineReplica:
         kind = EngineStopped if isinstance(error, HostLost) else StreamFailed
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._frontends.requests.fail, text, kind)
+
+
+def _monotonic(when: float | None) -> float:
+    """A time that another process has from time.time(), maybe on another host, whose clock may be
+    ahead of this one's: on the clock of this process, and not after now. None is now."""
+    return time.monotonic() - (0.0 if when is None else max(0.0, time.time() - when))

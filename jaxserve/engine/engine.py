@@ -211,11 +211,12 @@ class Engine:
             self.check_grammar(request.sampling.grammar, request.sampling.thinking)
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
-        """Queues a request that has passed `check`. It arrives now. Its host-side state is built on
-        the calling thread, so that an error there affects only the caller.
+        """Queues a request that has passed `check`. Its host-side state is built on the calling
+        thread, so that an error there affects only the caller.
 
         Args:
-            request: with an id that no running request has.
+            request: with an id that no running request has. Its times count from its arrival, or
+                from now if it has none.
             on_output: gets every `Output` on the engine thread and must not block; it is never
                 called if this raises.
 
@@ -252,14 +253,18 @@ class Engine:
             if not self._open:
                 raise EngineStopped("the engine is shutting down")
             self._places.reserve(request)
-            stamped = dataclasses.replace(request, arrival=self._clock())
+            now = self._clock()
+            stamped = dataclasses.replace(request, arrival=request.arrival or now)
             if adapter is not None:
                 self._using[request.id] = adapter
             self._inbox.append(
-                Submit(stamped, on_output, texts, row, alone, problems, keys, drafting, adapter)
+                Submit(
+                    *(stamped, on_output, texts, row, alone, now),
+                    *(problems, keys, drafting, adapter),
+                )
             )
             self._wake.notify()
-        self._ttft_estimator.submitted(stamped)
+        self._ttft_estimator.submitted(stamped, now)
 
     def with_keys(self, request: Request) -> Request:
         """The request with the keys of its prompt's blocks."""
@@ -399,7 +404,8 @@ class Engine:
         )
 
     def expected_wait(self, request: Request) -> Wait:
-        """How long a request that is submitted now is expected to wait for its first token."""
+        """How long a request that is submitted now is expected to wait for its first token, from
+        its arrival on."""
         return self._ttft_estimator.wait(self.with_keys(request))
 
     def backlog(self) -> Backlog:
@@ -550,8 +556,7 @@ class Engine:
             if wait and not (self._inbox or self._stop):
                 self._wake.wait_for(lambda: self._inbox or self._stop)
                 first = self._inbox[0] if self._inbox else None
-                arrival = first.request.arrival if isinstance(first, Submit) else None
-                self._step_loop.woke(arrival)
+                self._step_loop.woke(first.at if isinstance(first, Submit) else None)
             if self._stop:
                 return False
             commands = len(self._inbox)

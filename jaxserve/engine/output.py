@@ -44,13 +44,15 @@ class Timings:
     """Latencies of one continuation, in seconds.
 
     Attributes:
-        queue: arrival to first scheduled, or to the end if it never was.
+        queue: submission to first scheduled, or to the end if it never was.
         ttft: arrival to first token, or to the end if there was none.
         total: arrival to the end.
         tbt: 99th percentile of the times between tokens; None with fewer than two tokens.
         tbt_mean: mean of the times between tokens, or None.
         tbt_max: the longest time between two tokens, or None.
         preempted: when it lost all of its cache, counted from arrival.
+        preprocess: arrival to submission: what comes before the engine, such as the reading of the
+            call, the chat template, a grammar and the encoding.
     """
 
     queue: float
@@ -60,6 +62,7 @@ class Timings:
     tbt_mean: float | None = None
     tbt_max: float | None = None
     preempted: tuple[float, ...] = ()
+    preprocess: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class Continuation:
         problems: what is wrong with its latency targets.
         block_keys: of its blocks; None where nothing is to be found.
         speculator: drafts what comes next; None where nobody does.
+        submitted: when it was submitted, in seconds on the engine's clock; None: when it arrived.
 
     Attributes:
         slot: device slot while it holds cache, else NO_SLOT.
@@ -67,6 +68,7 @@ class Continuation:
         problems: tuple[SloProblem, ...] = (),
         block_keys: KeyChain | None = None,
         speculator: Speculator | None = None,
+        submitted: float | None = None,
     ) -> None:
         self.request = request
         self.index = index
@@ -87,6 +89,7 @@ class Continuation:
         self._on_output = on_output
         self._told = False  # the last `Output` was sent, or its callback raised
         self._engine_failed = False
+        self._submitted = request.arrival if submitted is None else submitted
         self._problems = problems
         self.block_keys, self.speculator = block_keys, speculator
         self._timings: Timings | None = None
@@ -242,13 +245,14 @@ class Continuation:
         request, came = self.request, self.token_times
         scheduled = now if self.first_scheduled is None else self.first_scheduled
         self._timings = Timings(
-            queue=scheduled - request.arrival,
+            queue=scheduled - self._submitted,
             ttft=(came[0] if came else now) - request.arrival,
             total=now - request.arrival,
             tbt=tbt_that_counts(came),
             tbt_mean=(came[-1] - came[0]) / (len(came) - 1) if len(came) > 1 else None,
             tbt_max=longest_tbt(came),
             preempted=tuple(when - request.arrival for when in self.preempted),
+            preprocess=self._submitted - request.arrival,
         )
         self._verdict = judge(
             request,
@@ -281,4 +285,5 @@ class Continuation:
             accepted=self._drafts()[0],
             guessed=guessed,
             right=right,
+            preprocess_time=self._timings.preprocess,
         )

@@ -128,6 +128,7 @@ class RequestStats:
         accepted: those of them that were right.
         guessed: tokens of which there was a draft, computed or not.
         right: those that were as drafted.
+        preprocess_time: as `Timings.preprocess`.
     """
 
     number: int
@@ -145,6 +146,7 @@ class RequestStats:
     accepted: int = 0
     guessed: int = 0
     right: int = 0
+    preprocess_time: float = 0.0
 
 
 @dataclass(frozen=True)

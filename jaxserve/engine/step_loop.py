@@ -60,6 +60,7 @@ class Submit:
         texts: turn tokens into text, one for each of the request's continuations.
         row: its sampling parameters for the device.
         alone: latencies that an idle engine would reach.
+        at: when it was submitted, in seconds on the engine's clock.
         problems: what is wrong with its latency targets.
         block_keys: of its prompt; None where nothing is to be found.
         drafting: draft what comes next, one for each of its first continuations.
@@ -71,6 +72,7 @@ class Submit:
     texts: Sequence[ContinuationText]
     row: RequestRow
     alone: Alone
+    at: float
     problems: tuple[SloProblem, ...] = ()
     block_keys: KeyChain | None = None
     drafting: Sequence[Drafting] = ()
@@ -148,10 +150,10 @@ class StepLoop:
         self._preemptions = self._received = 0
         self._wake_time = self._receive_time = 0.0
 
-    def woke(self, arrival: float | None) -> None:
-        """The thread has just slept. arrival: of the request that woke it, if one did."""
+    def woke(self, submitted: float | None) -> None:
+        """The thread has just slept. submitted: when the request that woke it was, if one did."""
         self._since = self._clock()
-        self._wake_time = 0.0 if arrival is None else self._since - arrival
+        self._wake_time = 0.0 if submitted is None else self._since - submitted
 
     def admit(self, command: Submit) -> None:
         """Adds all continuations of the request to the waiting ones."""
@@ -173,6 +175,7 @@ class StepLoop:
                     *(command.on_output, command.problems),
                     None if keys is None else keys.copy(),
                     self._speculator(command, index),
+                    command.at,
                 )
                 mine.append(one)
                 self.live[row] = one

@@ -43,8 +43,8 @@ class LiveTtftEstimator:
         self._arrivals = arrivals
         self._lock = threading.Lock()
         self._submitted = 0  # continuations
-        # Submitted before it, the request, tokens that it finds.
-        self._since: deque[tuple[int, Request, int]] = deque()
+        # Submitted before it, the request, when it was submitted, tokens that it finds.
+        self._since: deque[tuple[int, Request, float, int]] = deque()
         self._seen: TtftEstimator | None = None
         self.publish()
 
@@ -56,18 +56,18 @@ class LiveTtftEstimator:
         backlog = self.backlog = Backlog.from_scheduler(self._scheduler, now, free_at)
         self._latest = self._arrivals(), TtftEstimator(backlog)
 
-    def submitted(self, request: Request) -> None:
+    def submitted(self, request: Request, now: float) -> None:
         """Counts a request in that the engine may not have admitted yet."""
         with self._lock:
             predicts = self._current()
             if self._submitted >= self._latest[0]:
                 cached = self._scheduler.cached(request)
-                self._since.append((self._submitted, request, cached))
-                _arrived(predicts, request, cached)
+                self._since.append((self._submitted, request, now, cached))
+                _arrived(predicts, request, now, cached)
             self._submitted += request.sampling.n
 
     def wait(self, request: Request) -> Wait:
-        """The expected wait of a request that arrives now."""
+        """The expected wait of a request that is submitted now, from its arrival on."""
         with self._lock:
             return self._current().wait(request, self._clock(), self._scheduler.cached(request))
 
@@ -82,15 +82,15 @@ class LiveTtftEstimator:
             self._seen = predicts
             while self._since and self._since[0][0] < received:
                 self._since.popleft()
-            for _, request, cached in self._since:
-                _arrived(predicts, request, cached)
+            for _, request, submitted, cached in self._since:
+                _arrived(predicts, request, submitted, cached)
         return predicts
 
 
-def _arrived(predicts: TtftEstimator, request: Request, cached: int) -> None:
+def _arrived(predicts: TtftEstimator, request: Request, now: float, cached: int) -> None:
     """Adds the request to the queue. If the policy fails to place it there, only the predictions
     get worse."""
     try:
-        predicts.arrived(request, request.arrival, cached)
+        predicts.arrived(request, now, cached)
     except Exception:
         log.debug("the policy does not say where %r stands", request.id, exc_info=True)

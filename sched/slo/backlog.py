@@ -64,14 +64,14 @@ class Known:
 
     @classmethod
     def from_request(
-        cls, request: Request, alone: Alone, now: float, seq: int, seed: int, cached: int = 0
+        cls, request: Request, alone: Alone, arrival: float, seq: int, seed: int, cached: int = 0
     ) -> Known:
-        """One request that arrives now.
+        """One request that has just come.
 
         Args:
             request: The request.
             alone: Its latency on this engine, if it were idle.
-            now: Seconds.
+            arrival: Seconds.
             seq: How many requests came before it.
             seed: Of the run.
             cached: Tokens of its prompt that it finds.
@@ -82,7 +82,7 @@ class Known:
 
         ttft, tbt, jct, _ = targets_that_count(request.slo, alone)
         return cls(
-            *(one(now), one(now), one(ttft), one(tbt), one(jct)),
+            *(one(arrival), one(arrival), one(ttft), one(tbt), one(jct)),
             *(one(seq), one(len(request.prompt)), _ZERO, one(cached)),
             *(one(int(request.tier)), one(alone.ttft), one(request.sampling.max_tokens)),
             waiting=_YES,

@@ -93,7 +93,7 @@ class TtftEstimator:
 
         Args:
             request: The request.
-            now: Seconds, on the backlog's clock.
+            now: When it was submitted, in seconds on the backlog's clock.
             cached: Tokens of its prompt that it finds.
         """
         if not len(self._backlog) and self._count == self._backlog.received:
@@ -105,7 +105,8 @@ class TtftEstimator:
             self._came.setdefault(request.tenant, _Came()).add(place, own)
 
     def wait(self, request: Request, now: float, cached: int = 0) -> Wait:
-        """Of a request that comes now. Of its continuations, of the first.
+        """Of a request that is submitted now, from its arrival on. Of its continuations, of the
+        first.
 
         Args:
             request: The request.
@@ -120,14 +121,17 @@ class TtftEstimator:
         lacking = total.starts - rows - (backlog.max_rows - self._holders)
         short = total.blocks - blocks - backlog.free_blocks
         seconds = self._seconds(total, self._steps_until(lacking, short, total.starts))
-        return Wait(max(alone, seconds + (self._free_at - now)), alone)
+        waited = now - (request.arrival or now)
+        return Wait(waited + max(alone, seconds + (self._free_at - now)), alone)
 
     # Who is before it.
 
     def _place(self, request: Request, now: float, cached: int) -> float | None:
         backlog = self._backlog
         alone = Alone.from_request(request, backlog.step_time, backlog.prefill_tokens)
-        known = Known.from_request(request, alone, now, self._count, backlog.known.seed, cached)
+        known = Known.from_request(
+            *(request, alone, request.arrival or now, self._count, backlog.known.seed, cached)
+        )
         found = backlog.queue_priority(known, now)
         return None if found is None else float(found[0])
 

@@ -58,6 +58,7 @@ class Caller:
         key: as given.
         target_headers: what the call's headers, or its metadata, say of targets, as they came; a
             frontend fills it in (`requests/target_headers.py`).
+        arrived: when the call came, as `CallRecord.began`, which fills it in; 0 for none.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Caller:
         self.key, self._limits = key, key or ApiKey("", "")
         self._usage = usage or Usage(time.monotonic)
         self.target_headers: Sequence[tuple[str, str]] = ()
+        self.arrived = 0.0
 
     @property
     def weight(self) -> float:

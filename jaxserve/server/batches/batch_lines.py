@@ -61,6 +61,11 @@ class Line:
             sampling["thinking"] = Thinking(**thinking)
         return replace(line, sampling=sampling)
 
+    @property
+    def continuations(self) -> int:
+        """How many it asks for."""
+        return int(self.sampling.get("n", 1))
+
     def fields(self, caller: Caller | None = None) -> RequestFields:
         """The fields of its request. caller: the batch's owner."""
         return RequestFields(

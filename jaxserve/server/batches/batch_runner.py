@@ -145,11 +145,10 @@ class BatchRunner:
         while True:
             work = await self._next()
             line = Line.from_json(work.request)
+            await self._room(line.continuations)
+            record = self._begin(work)
             try:
-                fields = line.fields(Caller(name=work.owner))
-                request = await self._requests.make_request(fields)
-                await self._room(request.sampling.n)
-                record = self._begin(work)
+                request = await self._requests.make_request(line.fields(record.caller))
                 record.charge((request,))
                 while work.batch not in self._dropped:
                     try:
@@ -164,7 +163,7 @@ class BatchRunner:
                         self._spawn(self._collect(work, line, stream, record))
                         break
             except InvalidRequest as error:  # the model is another one of the same name
-                self._over(self._begin(work), CallOutcome.INVALID)
+                self._over(record, CallOutcome.INVALID)
                 self._finish(_outcome(work, Result(line.name, error=LineError.from_error(error))))
 
     async def _next(self) -> Work:
@@ -185,7 +184,7 @@ class BatchRunner:
 
     def _begin(self, work: Work) -> CallRecord:
         record = self._tracker.begin(CallSource.BATCH, "batch line")
-        record.caller = Caller(name=work.owner)
+        record.of(Caller(name=work.owner))
         record.batch, record.line = work.batch_id, work.line
         return record
 

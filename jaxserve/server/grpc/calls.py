@@ -40,6 +40,8 @@ from jaxserve.server.requests.write_timeout import WriteTimeout
 from jaxserve.server.telemetry.trace_context import trace_context
 
 RETRY_KEY = "grpc-retry-pushback-ms"
+ARRIVED = "jaxserve_arrived"
+"""Attribute of a call's context: when it came to another process, as `CallRecord.began`."""
 _READ_S = 30.0  # what a request may take from its first byte to its last
 _ABOUT_NOW_S = 1.0  # a client's deadline passes on its own clock, which is ahead of ours
 _NO_PLACE = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -183,7 +185,10 @@ class Calls:
     def _handler(self, name: str, rpc: _Rpc) -> grpc.RpcMethodHandler:
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
             carrier = trace_context(context.invocation_metadata() or ())
-            record = self._tracker.begin(CallSource.GRPC, name, context.peer(), carrier)
+            arrived: float | None = getattr(context, ARRIVED, None)  # who passes calls on says so
+            record = self._tracker.begin(
+                CallSource.GRPC, name, context.peer(), carrier, began=arrived
+            )
             call = Call(context, record, self._writes)
             try:
                 with await self._caller(call):
@@ -208,7 +213,7 @@ class Calls:
         try:
             caller = self._keys.caller(call.authorization)
             caller.target_headers = call.target_headers
-            call.record.caller = caller
+            call.record.of(caller)
             return caller.enter()
         except Unauthenticated as error:
             self._log.warning("key", "refused a call from %s: %s", call.record.peer, error)

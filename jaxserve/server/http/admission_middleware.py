@@ -20,7 +20,7 @@ from jaxserve.server.access.options import Access
 from jaxserve.server.http.errors import RECORD, ApiError, as_api_error
 from jaxserve.server.http.openai.files import FORM_BYTES, MAX_FILE_BYTES
 from jaxserve.server.http.transport.connections import Place
-from jaxserve.server.http.transport.protocol import LOST, PLACE, REQUEST_ID
+from jaxserve.server.http.transport.protocol import ARRIVED, LOST, PLACE, REQUEST_ID
 from jaxserve.server.requests.admission import NOBODY, Admission, Overloaded
 from jaxserve.server.requests.call_outcome import (
     CallOutcome,
@@ -119,7 +119,8 @@ class AdmissionMiddleware:
         """Answers a call, whatever happens, and tells how it has ended."""
         headers, state = scope["headers"], scope.get("state", {})
         record = self._tracker.begin(
-            CallSource.HTTP, _label(scope["path"]), _peer(scope), trace_context(headers)
+            *(CallSource.HTTP, _label(scope["path"]), _peer(scope), trace_context(headers)),
+            began=state.get(ARRIVED),
         )
         record.x_request_id = state.get(REQUEST_ID, "")
         done, too_slow = False, ""
@@ -161,7 +162,8 @@ class AdmissionMiddleware:
         record = scope[RECORD]
         with contextlib.ExitStack() as places:
             try:
-                caller = record.caller = self._caller(scope, self._log)
+                caller = self._caller(scope, self._log)
+                record.of(caller)
                 places.enter_context(caller.enter())
                 admission = self._admission if scope["path"] in _COUNTED else self._few
                 if scope["method"] == "POST":

@@ -213,18 +213,20 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., rejected_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queue_ms", "ttft_ms", "total_ms", "tbt_ms", "max_tbt_ms")
+    __slots__ = ("queue_ms", "ttft_ms", "total_ms", "tbt_ms", "max_tbt_ms", "preprocess_ms")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     TBT_MS_FIELD_NUMBER: _ClassVar[int]
     MAX_TBT_MS_FIELD_NUMBER: _ClassVar[int]
+    PREPROCESS_MS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     ttft_ms: float
     total_ms: float
     tbt_ms: float
     max_tbt_ms: float
-    def __init__(self, queue_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., tbt_ms: _Optional[float] = ..., max_tbt_ms: _Optional[float] = ...) -> None: ...
+    preprocess_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., tbt_ms: _Optional[float] = ..., max_tbt_ms: _Optional[float] = ..., preprocess_ms: _Optional[float] = ...) -> None: ...
 
 class SloProblem(_message.Message):
     __slots__ = ("kind", "target_ms", "limit_ms")

@@ -74,8 +74,8 @@ class CallRecord:
         reason: the error message that the client gets if `outcome` is not OK; it may quote the
             client.
         load: what the engine has to do, for a call that is refused; None where nobody knows.
-        began: when it came, in seconds of time.monotonic().
-        submitted: when the engine got its first request.
+        began: when its head had been read at the door, in seconds of time.monotonic(); its requests
+            arrive then.
         ended: when it ended.
     """
 
@@ -99,7 +99,6 @@ class CallRecord:
     reason: str = ""
     load: Callable[[], EngineLoad | None] = lambda: None
     began: float = field(default_factory=time.monotonic)
-    submitted: float | None = None
     ended: float = 0.0
     _taken: int = 0  # of the caller's concurrency
     _open: int = 0
@@ -128,6 +127,10 @@ class CallRecord:
         timed = (last for last in self.last if last.timings is not None)
         return max(timed, key=lambda last: last.timings.total, default=None)  # type: ignore[union-attr]
 
+    def of(self, caller: Caller) -> None:
+        """It is known whose call it is. That caller's requests arrive when the call did."""
+        caller.arrived, self.caller = self.began, caller
+
     def charge(self, requests: Sequence[Request], at_once: int | None = None) -> None:
         """Counts the requests that it is about to submit as its caller's. Raises RateLimited or
         TooManyRequests if the caller may not have as many. at_once: how many of them run at once;
@@ -140,8 +143,6 @@ class CallRecord:
     def opened(self) -> None:
         """Counts a request that was submitted to the engine."""
         self._open += 1
-        if self.submitted is None:
-            self.submitted = time.monotonic()
 
     def heard(self, output: Output) -> None:
         """Takes in an output of one of its requests, whether or not the client still reads."""
@@ -183,6 +184,7 @@ class CallTracker:
         logged: whether one of the sinks is the log. Frontends then need not log refused calls.
         keeps_text: whether records keep generated text for the sinks.
         load: what the engine has to do, for records.
+        clock: seconds; the engine's.
 
     Attributes:
         counts: calls by (method, outcome). Any thread may read it.
@@ -198,11 +200,12 @@ class CallTracker:
         logged: bool = False,
         keeps_text: bool = False,
         load: Callable[[], EngineLoad | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts = {(method, outcome): 0 for method in methods for outcome in CallOutcome}
         self.lines = dict.fromkeys(CallOutcome, 0)
         self._sinks, self.logged, self._keeps_text = sinks, logged, keeps_text
-        self._load = load
+        self._load, self._clock = load, clock
 
     def begin(
         self,
@@ -210,6 +213,7 @@ class CallTracker:
         method: str,
         peer: str = "",
         carrier: Mapping[str, str] | None = None,
+        began: float | None = None,
     ) -> CallRecord:
         """The record of a new call or batch line.
 
@@ -218,6 +222,7 @@ class CallTracker:
             method: the API method's name.
             peer: the client's address.
             carrier: W3C Trace Context headers of the call.
+            began: as `CallRecord.began`; None: now.
         """
         return CallRecord(
             method,
@@ -226,6 +231,7 @@ class CallTracker:
             carrier=carrier or {},
             keeps_text=self._keeps_text,
             load=self._load,
+            began=self._clock() if began is None else began,
         )
 
     def ended(self, record: CallRecord) -> None:
@@ -234,7 +240,7 @@ class CallTracker:
             self.lines[record.outcome] += 1
         else:
             self.counts[record.method, record.outcome] += 1
-        record.ended = time.monotonic()
+        record.ended = self._clock()
         record.when_closed(lambda: self._tell(record))
 
     def _tell(self, record: CallRecord) -> None:

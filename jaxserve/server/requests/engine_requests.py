@@ -292,6 +292,7 @@ class EngineRequests:
             sampling=params,
             slo=level.slo,
             tier=level.tier,
+            arrival=0.0 if caller is None else caller.arrived,
             value=level.value,
             slo_class=level.slo_class,
             serve_late=fields.serve_late,

@@ -12,7 +12,9 @@ from jaxserve.sched.slo.verdict import Verdict
 
 def timings_ms(timings: Timings) -> dict[str, float | None]:
     """What a client is told of a continuation's latencies."""
-    told = {name: getattr(timings, name) for name in ("queue", "ttft", "tbt", "total")}
+    told = {
+        name: getattr(timings, name) for name in ("preprocess", "queue", "ttft", "tbt", "total")
+    }
     told["max_tbt"] = timings.tbt_max
     return {f"{name}_ms": None if time is None else time * 1000 for name, time in told.items()}
 

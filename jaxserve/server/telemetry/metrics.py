@@ -40,7 +40,8 @@ _LATENCIES = {  # by what is timed: a histogram's name and its help
     "ttft": ("time_to_first_token_seconds", "Arrival to first token."),
     "tbt": ("inter_token_latency_seconds", "Between two tokens of a continuation."),
     "e2e": ("e2e_request_latency_seconds", "Arrival to last token."),
-    "queue_time": ("request_queue_time_seconds", "Arrival to first scheduled."),
+    "preprocess_time": ("request_preprocess_time_seconds", "Arrival to the engine's queue."),
+    "queue_time": ("request_queue_time_seconds", "In the engine's queue, to first scheduled."),
 }
 _SIZES = {  # by the field of StepStats or RequestStats: the same, and the bounds
     "step_time": ("step_time_seconds", "A batch, launch to tokens on the host.", _SHORT),
@@ -143,7 +144,7 @@ class EngineMetrics(Collector, Observer):
     def on_finish(self, stats: RequestStats) -> None:
         """Why the continuation ended, its times and its lengths."""
         self._finished[stats.finish_reason] += 1
-        for of in ("e2e", "queue_time"):
+        for of in ("e2e", "preprocess_time", "queue_time"):
             self._times[of, stats.tier].observe(getattr(stats, of))
         for of in ("prompt_tokens", "output_tokens"):
             self._sizes[of].observe(getattr(stats, of))

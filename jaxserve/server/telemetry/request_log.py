@@ -119,6 +119,7 @@ def _got(record: CallRecord) -> Iterator[tuple[str, Any]]:
 
 def _times(timings: Timings, *, written: bool) -> Iterator[tuple[str, Any]]:
     """written: it got as far as its first token."""
+    yield "preprocess_ms", _ms(timings.preprocess)
     yield "queue_ms", _ms(timings.queue)
     yield "ttft_ms", _ms(timings.ttft) if written else None
     yield "tbt_mean_ms", _ms(timings.tbt_mean)

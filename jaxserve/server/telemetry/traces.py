@@ -1,8 +1,9 @@
 """Spans of calls for OpenTelemetry, made once a call is over: while it runs they cost nothing.
 
-A call is one span; what its longest continuation went through (queue, prefill, decode) is one more
-each beneath it, and preemptions are events. Attributes are those of OpenTelemetry's conventions for
-generative AI where there are any, and the fields of the request log, as `jaxserve.NAME`.
+A call is one span; what its longest continuation went through (preprocess, queue, prefill, decode)
+is one more each beneath it, and preemptions are events. Attributes are those of OpenTelemetry's
+conventions for generative AI where there are any, and the fields of the request log, as
+`jaxserve.NAME`.
 """
 
 from __future__ import annotations
@@ -74,9 +75,8 @@ class Traces:
         if record.outcome in _OWN_FAULT:
             span.set_status(trace.StatusCode.ERROR, record.outcome)
         longest = record.longest
-        if longest is not None and record.submitted is not None and span.is_recording():
-            submitted = record.submitted
-            self._phases(span, longest, lambda since: at(submitted + since))
+        if longest is not None and span.is_recording():
+            self._phases(span, longest, lambda since: at(record.began + since))
         span.end(at(record.ended))
 
     def _attributes(self, record: CallRecord) -> dict[str, AttributeValue]:
@@ -101,12 +101,17 @@ class Traces:
         return found
 
     def _phases(self, span: trace.Span, last: Output, at: Callable[[float], int]) -> None:
-        """at: when so many seconds had passed since its arrival."""
+        """at: when so many seconds had passed since the call's arrival."""
         timings = last.timings
         assert timings is not None
         written = last.usage is not None and last.usage.output_tokens > 0
         first = timings.ttft if written else timings.total
-        phases = [("queue", 0.0, timings.queue), ("prefill", timings.queue, first)]
+        scheduled = timings.preprocess + timings.queue
+        phases = [
+            ("preprocess", 0.0, timings.preprocess),
+            ("queue", timings.preprocess, scheduled),
+            ("prefill", scheduled, first),
+        ]
         if written:
             phases.append(("decode", first, timings.total))
         under = trace.set_span_in_context(span)

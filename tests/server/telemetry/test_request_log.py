@@ -84,6 +84,7 @@ def test_a_line_says_who_asked_for_what_and_what_came_of_it(
         "preemptions": 1,
         "accepted_draft_tokens": 2,
         "finish_reason": "length",
+        "preprocess_ms": 0.0,
         "queue_ms": 100.0,
         "ttft_ms": 200.0,
         "tbt_mean_ms": 50.0,

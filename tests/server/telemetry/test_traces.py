@@ -79,7 +79,7 @@ def test_a_call_is_a_span_and_its_phases_are_beneath_it(
     with traced.server as server, Client(server.address) as client:
         client.complete("secret", max_tokens=3, request_id="mine", slo={"ttft_ms": 100})
     spans = traced.spans()
-    assert list(spans) == ["queue", "prefill", "decode", "Generate"]
+    assert list(spans) == ["preprocess", "queue", "prefill", "decode", "Generate"]
     call = spans["Generate"]
     assert (call.kind, call.parent) == (SpanKind.SERVER, None)
     assert call.context is not None
@@ -104,6 +104,8 @@ def test_a_call_is_a_span_and_its_phases_are_beneath_it(
         span = spans[name]
         assert span.parent is not None and span.parent.span_id == call.context.span_id
         assert milliseconds(span) == pytest.approx(took, abs=0.01), name
+    assert spans["preprocess"].start_time == call.start_time
+    assert spans["preprocess"].end_time == spans["queue"].start_time
     assert spans["queue"].end_time == spans["prefill"].start_time
     assert spans["prefill"].end_time == spans["decode"].start_time
     assert f"trace_id={call.context.trace_id:032x}" in caplog.text
@@ -163,22 +165,21 @@ def test_the_servers_own_fault_is_an_error(engine: FakeEngine) -> None:
 def test_what_a_continuation_went_through_is_that_of_the_longest() -> None:
     exporter = InMemorySpanExporter()
     traces = Traces(SimpleSpanProcessor(exporter), lambda: "fake")
-    record = CallRecord(
-        "batch line", source=CallSource.BATCH, began=10.0, submitted=10.5, ended=13.0
-    )
+    record = CallRecord("batch line", source=CallSource.BATCH, began=10.0, ended=13.0)
     for total in (1.0, 2.5, 2.0):
-        timings = Timings(0.25, total / 2, total, preempted=tuple(i / 500 for i in range(300)))
+        gone = tuple(i / 500 for i in range(300))
+        timings = Timings(0.25, total / 2, total, preempted=gone, preprocess=0.5)
         usage = Usage(3, 0 if total == 2.0 else 7, preemptions=300)
         ended = FinishReason.STOP
         record.last.append(Output("r", 0, finish_reason=ended, usage=usage, timings=timings))
     traces(record)
-    queue, prefill, decode, call = exporter.get_finished_spans()
+    preprocess, queue, prefill, decode, call = exporter.get_finished_spans()
     assert call.kind is SpanKind.INTERNAL
-    took = [round(milliseconds(span)) for span in (queue, prefill, decode, call)]
-    assert took == [250, 1000, 1250, 3000]
+    took = [round(milliseconds(span)) for span in (preprocess, queue, prefill, decode, call)]
+    assert took == [500, 250, 500, 1250, 3000]
     assert len(call.events) == 100 and {event.name for event in call.events} == {"preempted"}
-    assert queue.start_time is not None
-    since = [(event.timestamp - queue.start_time) / 1e6 for event in call.events[:3]]
+    assert preprocess.start_time is not None
+    since = [(event.timestamp - preprocess.start_time) / 1e6 for event in call.events[:3]]
     assert since == pytest.approx([0, 2, 4], abs=0.01)
 
 

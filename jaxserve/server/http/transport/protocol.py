@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import uuid
 from typing import Any, cast
 
@@ -21,6 +22,8 @@ PLACE = "jaxserve.place"
 """In the same: the connection's Place."""
 REQUEST_ID = "jaxserve.x_request_id"
 """In the same: what the answer's x-request-id says."""
+ARRIVED = "jaxserve.arrived"
+"""In the same: when the call's head had been read, as time.monotonic() has it."""
 HEAD_S = 30.0  # from its first byte, or the connection's beginning, to its last
 LINGER_S = 2.0  # what a client gets to read an answer that ends the connection
 _LONG_HEAD = f"the head: at most {HEAD_BYTES:,} bytes are taken"
@@ -75,6 +78,7 @@ class _Framing(h11.Connection):
         self._state.pop(REQUEST_ID, None)
 
     def _begin(self, request: h11.Request) -> None:
+        self._state[ARRIVED] = time.monotonic()
         self._chunks = self._bytes = 0
         size, framed, chunked, given = len(request.target), 0, False, []
         for name, value in request.headers:
