@@ -394,6 +394,7 @@ class Engine:
             step_time_error=self._cost_model.error,
             expected_wait=self._ttft_estimator.by_tier(),
             request_failures=failures.requests,
+            corrupted_requests=failures.not_finite,
             step_failures=failures.steps,
             observer_failures=failures.observers,
             prefix_cache_queries={} if cache is None else _by_tier(cache.num_queried),

@@ -15,5 +15,15 @@ class EngineStopped(RuntimeError):
     """The engine is shutting down or has failed and takes no requests."""
 
 
+class NotFinite(ArithmeticError):
+    """The model computed NaN or infinite numbers for a request."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model computed NaN or infinite numbers for this request; serve it in a dtype with "
+            "more range (model.dtype)"
+        )
+
+
 class HostLost(EngineStopped):
     """One of the hosts that serve the model together is gone. The message says which."""

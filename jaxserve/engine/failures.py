@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from jaxserve.engine.device.compile_counter import CompiledAfterWarmup
-from jaxserve.engine.errors import HostLost
+from jaxserve.engine.errors import HostLost, NotFinite
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import Observer
 from jaxserve.sched.request import Request
@@ -41,17 +41,19 @@ class Failures:
         requests: continuations that were ended alone.
         steps: failed steps, whose continuations were ended together.
         observers: observer calls that raised.
+        not_finite: those of `requests` whose numbers were NaN or infinite.
         in_vain: failed steps since the last one that brought tokens.
     """
 
     def __init__(self) -> None:
-        self.requests = self.steps = self.observers = 0
+        self.requests = self.steps = self.observers = self.not_finite = 0
         self.in_vain = 0
         self._logged: deque[float] = deque(maxlen=_LINES)
 
     def of_request(self, error: BaseException, request_id: str) -> None:
         """Counts a continuation of the request that failed alone."""
         self.requests += 1
+        self.not_finite += isinstance(error, NotFinite)
         self._log(f"request {request_id!r} failed", error)
 
     def of_step(self, error: BaseException, ended: int) -> None:
@@ -76,7 +78,8 @@ class Failures:
         now, logged = time.monotonic(), self._logged
         if len(logged) < _LINES or now - logged[0] > _WINDOW_S:
             logged.append(now)
-            log.error("%s: %s", what, with_traceback(error))
+            plain = isinstance(error, NotFinite)  # it is the model's, so no line of code tells more
+            log.error("%s: %s", what, describe(error) if plain else with_traceback(error))
 
 
 class Observers:

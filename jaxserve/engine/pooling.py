@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.engine.device.batch_layout import Layout, PackedBatch
 from jaxserve.engine.device.pooling_step import Pooled, Wanted
+from jaxserve.engine.errors import NotFinite
 from jaxserve.engine.prompt_logprobs import Piece
 from jaxserve.engine.sequence import Continuation
 from jaxserve.sched.request import PoolingParams, PoolingType, Request
@@ -107,13 +108,13 @@ def vector_of(continuation: Continuation) -> np.ndarray:
     """Its result, float32, once all that it takes is counted.
 
     Raises:
-        ArithmeticError: the model computed what is no number.
+        NotFinite: the model computed what is no number.
     """
     params, tokens = _wanted(continuation.request)
     total = continuation.pooled
     assert total is not None and continuation.uncounted is None
     if not np.isfinite(total).all():
-        raise ArithmeticError("the model computed numbers that are not finite")
+        raise NotFinite
     if params.scored_token_ids:
         return total
     mean = total[: params.dimensions].astype(np.float64) / len(tokens)

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.engine.device.batch_layout import Layout, PackedBatch
 from jaxserve.engine.device.sampling import SampleResult
+from jaxserve.engine.errors import NotFinite
 from jaxserve.engine.output import TokenLogprobs
 from jaxserve.engine.sequence import Continuation
 from jaxserve.sched.step import Step
@@ -109,6 +110,8 @@ class PromptLogprobs:
             if not continuation.finished:
                 end = min(begin + TOLD_AT_ONCE, at + count)
                 wanted = continuation.request.sampling.prompt_logprobs
+                if found.top_logprobs is not None and np.isnan(found.top_logprobs[begin:end]).any():
+                    raise NotFinite
                 continuation.tell_prompt(entries(found, begin, end, wanted))
 
 

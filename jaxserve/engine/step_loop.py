@@ -21,7 +21,7 @@ from jaxserve.engine.device.batching import build_batch, carry_out, sampling_row
 from jaxserve.engine.device.compile_counter import CompileCounter, CompiledAfterWarmup
 from jaxserve.engine.device.executor import Executor, Handle, PendingSample
 from jaxserve.engine.device.pooling_step import Pooled
-from jaxserve.engine.device.sampling import SampleResult, mask_words
+from jaxserve.engine.device.sampling import NOT_FINITE, SampleResult, mask_words
 from jaxserve.engine.device.sampling_state import (
     COUNT_MASK,
     RequestRow,
@@ -31,6 +31,7 @@ from jaxserve.engine.device.sampling_state import (
 )
 from jaxserve.engine.drafts.drafting import Drafting
 from jaxserve.engine.drafts.speculator import Speculator
+from jaxserve.engine.errors import NotFinite
 from jaxserve.engine.in_flight import Emitting, InFlight
 from jaxserve.engine.output import COMPLETE, FinishReason, Output
 from jaxserve.engine.pooling import Pooling, uncounted, vector_of
@@ -495,17 +496,18 @@ class StepLoop:
         self._report(step, got, now, device_time)
 
     def _feed(self, one: Emitting, tokens: Sequence[int], result: SampleResult, now: float) -> None:
-        continuation, end = one.continuation, one.at + len(tokens)
+        continuation = one.continuation
+        broken = tokens[-1] == NOT_FINITE and continuation.request.pooling is None
+        tokens = tokens[:-1] if broken else tokens  # an end before it is an end
+        end, reason = one.at + len(tokens), None
         came = continuation.token_times
         last, before = (came[-1] if came else None), len(came)
         preemptions = int(self._scheduler.table.preemptions[continuation.row])
         try:
             if continuation.request.pooling is not None:
                 vector = vector_of(continuation)
-                reason: FinishReason | None = continuation.end_pooled(
-                    tokens[0], vector, now, preemptions
-                )
-            else:
+                reason = continuation.end_pooled(tokens[0], vector, now, preemptions)
+            elif tokens:
                 reason = continuation.feed(
                     tokens,
                     now,
@@ -515,6 +517,8 @@ class StepLoop:
                 )
         finally:
             self._observe_tokens(continuation.request, last, len(came) - before, now)
+        if broken and reason is None:
+            raise NotFinite
         chain = continuation.block_keys
         if chain is not None and (reason is None or one.draft):
             taken = tokens[: len(came) - before]

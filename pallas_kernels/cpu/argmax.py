@@ -16,17 +16,21 @@ from jaxserve.pallas_kernels.cpu import numba_ffi
 CHUNK = 512  # numbers whose maximum is one loop of vectors
 
 _WORD = ir.IntType(32)
+_NAN = ir.Constant(_WORD, 0x7FFFFFFF)
+_INFINITY = 0x7F800000  # as a key; that of -inf is _LOWEST
+_LOWEST = -0x7F800001
 
 
 @numba_ffi.intrinsic
 def _key(_: Any, number: Any) -> Any:
-    """An int32 in the order of float32; -0 is 0, and NaN is somewhere."""
+    """An int32 in the order of float32; -0 is 0, and NaN is above all."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         number = builder.fadd(args[0], ir.Constant(ir.FloatType(), 0.0))
         word = builder.bitcast(number, _WORD)
         sign = builder.ashr(word, ir.Constant(_WORD, 31))
-        return builder.xor(word, builder.and_(sign, ir.Constant(_WORD, 0x7FFFFFFF)))
+        key = builder.xor(word, builder.and_(sign, ir.Constant(_WORD, 0x7FFFFFFF)))
+        return builder.select(builder.fcmp_unordered("uno", number, number), _NAN, key)
 
     return types.int32(types.float32), generate
 
@@ -59,6 +63,9 @@ def _row(given: Any, _: int, row: int) -> None:
             top = max(top, _key(part[j]))
         if top > best:
             best, first = top, begin_at
-    while _key(scores[first]) != best:
-        first += 1
+    if best >= _INFINITY or best == _LOWEST:
+        first = -1
+    else:
+        while _key(scores[first]) != best:
+            first += 1
     carray(numba_ffi.data(given[1]), (rows,), np.int32)[row] = first

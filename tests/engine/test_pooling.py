@@ -221,7 +221,7 @@ def test_they_end_the_one_request(roomy: Engine, monkeypatch: pytest.MonkeyPatch
     streams = [pool(roomy, fine, KINDS[1]), pool(roomy, bad, KINDS[1])]
     assert vector(streams[0]) == pytest.approx(good, abs=1e-5)
     failed = streams[1].wait().last()
-    assert failed.finish_reason is FinishReason.ERROR and "not finite" in failed.error
+    assert failed.finish_reason is FinishReason.ERROR and "NaN or infinite" in failed.error
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ from jaxserve.pallas_kernels import argmax
 from jaxserve.sched.request import MAX_TOP_LOGPROBS
 from jaxserve.sched.speculation.choice import MOST
 
+NOT_FINITE = -1
 _INF_BITS = 0x7F800000  # float32 infinity
 
 
@@ -59,7 +60,7 @@ class SampleResult:
     asked for any.
 
     Attributes:
-        tokens: int32 [R].
+        tokens: int32 [R]; NOT_FINITE where the model computed no numbers to draw by.
         chosen_logprob: float32 [R], of the sampled tokens.
         top_ids: int32 [R, min(MAX_TOP_LOGPROBS, V)], the likeliest tokens, best first.
         top_logprobs: float32, their log-probabilities.
@@ -89,7 +90,7 @@ def sample_greedy(
         checked: which rows are drafts behind the row before; None where none is.
 
     Returns:
-        The updated `newest`, and the tokens, int32 [R].
+        The updated `newest`, and the tokens, int32 [R], see `SampleResult`.
     """
     tokens = argmax(logits)
     standing = None if checked is None else checked.stand(tokens)
@@ -133,6 +134,7 @@ def sample_full(
         )
     else:
         tokens = _draw(raw, rows, masks)
+    tokens = jnp.where(argmax(raw) < 0, NOT_FINITE, jnp.maximum(tokens, 0))
     result = lax.cond(
         jnp.any(emit & (rows.knobs.num_logprobs >= 0)),
         with_logprobs,

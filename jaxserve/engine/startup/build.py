@@ -26,6 +26,7 @@ from jaxserve.engine.startup import compilation_cache, cost_model_cache
 from jaxserve.engine.startup.blueprint import Blueprint, build_executor
 from jaxserve.engine.startup.config_errors import config_errors, first_line
 from jaxserve.engine.startup.engine_choices import Choices, choose
+from jaxserve.engine.startup.finite_check import warn_of_overflow
 from jaxserve.engine.startup.host_group import BUILD, lead_group, share_fate
 from jaxserve.engine.startup.initial_cost_model import InitialCostModel, find_initial_cost_model
 from jaxserve.engine.startup.model_options import tokenizer_path
@@ -119,6 +120,8 @@ def _build(
         group.barrier()
         group.hurry()
         executor = LeaderExecutor(local, group)
+    most = min(chosen.limits.max_prefill_tokens, chosen.model.max_len)
+    warn_of_overflow(executor, chosen.model.config, chosen.num_blocks, most, chosen.dtype.name)
     made = functools.partial(assemble, config, chosen, executor, tokenizer, block_secret=secret)
     engine = made(pool_bytes=pool_bytes, progress=show)
     if group is not None:

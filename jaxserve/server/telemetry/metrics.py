@@ -26,7 +26,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from jaxserve.engine.output import FinishReason
-from jaxserve.engine.stats import Observer, RequestStats, StepStats
+from jaxserve.engine.stats import EngineStats, Observer, RequestStats, StepStats
 from jaxserve.sched.request import NO_CLASS, Request, Tier
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.server.requests.call_outcome import CallTracker
@@ -211,8 +211,13 @@ class EngineMetrics(Collector, Observer):
         text = "Compilations after warm-up; each one stalled every request."
         yield self._counter("compiles_after_warmup", text, stats.compiles_after_warmup)
         yield self._counter("engine_steps", "Batches executed.", stats.steps)
+        yield from self._failures(stats)
+
+    def _failures(self, stats: EngineStats) -> Iterator[Metric]:
         text = "Continuations that ended alone for a failure of their own."
         yield self._counter("request_failures", text, stats.request_failures)
+        text = "Those of them for which the model computed NaN or infinite numbers."
+        yield self._counter("corrupted_requests", text, stats.corrupted_requests)
         text = "Plans and batches that failed, and whose requests ended with them."
         yield self._counter("engine_step_failures", text, stats.step_failures)
         text = "Calls of the engine's observers, metrics and recordings among them, that raised."

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ import pytest
 
 import tests.engine.sampling.sampling_reference as reference
 from jaxserve.engine.device import sampling_state
-from jaxserve.engine.device.sampling import mask_words, sample_full
+from jaxserve.engine.device.sampling import NOT_FINITE, mask_words, sample_full, sample_greedy
 from jaxserve.engine.device.sampling_state import RequestRow, admit, init_state, warm_up
+from jaxserve.engine.device.verification import Checked
 from jaxserve.sched.request import (
     MAX_LOGIT_BIAS,
     MIN_REPETITION_PENALTY,
@@ -23,7 +25,7 @@ from jaxserve.sched.request import (
     SamplingParams,
 )
 from tests.compiling import virtual_devices
-from tests.engine.sampling.sampling_steps import EOS, S, V, enter, request, step
+from tests.engine.sampling.sampling_steps import EOS, R, S, V, enter, full, request, step
 
 
 def test_min_tokens_keeps_eos_and_stop_tokens_away_until_then() -> None:
@@ -66,6 +68,54 @@ def test_the_smallest_repetition_penalty_is_computed_right() -> None:
     assert int(result.tokens[0]) == 5
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 1.0, "top_k": 3, "top_p": 0.9, "min_p": 0.01},
+        {"logit_bias": ((3, 5.0),), "logprobs": 2},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_tokens": 4},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_is_no_number_is_told_and_is_its_rows_alone(
+    sampling: dict[str, Any], masked: bool
+) -> None:
+    """Not of a row that a grammar leaves nothing, nor where some tokens are ruled out."""
+    whole = np.random.default_rng(0).normal(0, 3, (R, V)).astype(np.float32)
+    whole[5, 1::2] = -np.inf
+    broken = whole.copy()
+    broken[0], broken[1, 7], broken[2, 3], broken[3] = np.nan, np.nan, np.inf, -np.inf
+    masks = np.full((R, mask_words(V)), -1, np.int32).view(np.uint32)
+    masks[4] = 0
+    tokens = []
+    for logits in (whole, broken):
+        state = init_state(S, V)
+        for slot in range(R):
+            state = enter(state, slot, request(**{**sampling, "seed": slot}))
+        slots, emit = np.arange(R, dtype=np.int32), np.ones(R, bool)
+        more = (masks,) if masked else ()
+        _, result = full(state, logits, slots, emit, *more)
+        tokens.append(result.tokens.tolist())
+    assert tokens[1][:4] == [NOT_FINITE] * 4
+    assert tokens[1][4:] == tokens[0][4:]
+    assert min(tokens[0]) >= 0
+
+
+def test_drafts_behind_what_is_no_number_do_not_stand() -> None:
+    logits = np.zeros((4, V), np.float32)
+    logits[[0, 1, 2, 3], [5, 6, 7, 8]] = 1
+    logits[1, 3] = np.nan
+    checked = Checked(jnp.array([False, True, True, True]), jnp.array([4, 5, 6, 7]))
+    newest, tokens = sample_greedy(
+        init_state(S, V).newest, jnp.asarray(logits), jnp.zeros(4, int), jnp.ones(4, bool), checked
+    )
+    assert tokens.tolist() == [5, NOT_FINITE, 7, 8]
+    assert int(newest.num_generated[0]) == 2
+
+
 @pytest.mark.promise(8)
 def test_logprobs_are_the_models_own_whatever_is_sampled() -> None:
     logits = np.random.default_rng(0).normal(0, 3, (3, V)).astype(np.float32)
@@ -103,12 +153,6 @@ def test_counts_saturate() -> None:
         assert int(result.tokens[0]) == 5
     assert int(state.counts[0, 5]) == sampling_state.COUNT_MASK
     assert int(state.counts[0, 6]) == sampling_state.PROMPT_BIT
-
-
-def test_a_row_of_nan_gives_a_token_of_the_vocabulary() -> None:
-    state = enter(init_state(S, V), 0, request(temperature=1.0, top_p=0.9))
-    _, result = step(state, np.full((1, V), np.nan), [0])
-    assert 0 <= int(result.tokens[0]) < V
 
 
 def test_nothing_compiles_after_warm_up_and_plain_rows_carry_no_counts() -> None:
