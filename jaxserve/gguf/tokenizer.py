@@ -28,9 +28,19 @@ _SPECIAL = {
     "unk_token_id": "tokenizer.ggml.unknown_token_id",
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
-_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Old files name the end of a text only, and not the end of a turn. llama.cpp knows these by name.
-_END_TEXTS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"}
+_ENDS = ("eot_token_id", "eom_token_id")
+_TYPES = "tokenizer.ggml.token_type"
+# llama.cpp ends an answer at these, whatever the file says of them: many name one end only, or call
+# it text.
+_END_TEXTS = frozenset(
+    ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+     "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+     "<｜end▁of▁sentence｜>", "[e~[")
+)  # fmt: skip
+_FILE_ENDS = frozenset(("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"))  # of code
+# In the formats that have these two, `<|end|>` ends a part of an answer.
+_PARTS, _PART_END = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"}), "<|end|>"
 _PADDING = re.compile(r"\[PAD\d+\]")
 
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -127,8 +137,12 @@ def tokenizer_json(header: Header) -> dict[str, Any]:
 
 def tokenizer_config_json(header: Header) -> dict[str, Any]:
     """What tokenizer_config.json says of the special tokens, and the chat template."""
-    tokens = _tokens(header)
-    config = {name.removesuffix("_id"): tokens[i] for name, i in special_ids(header).items()}
+    tokens, types = _tokens(header), _types(header)
+    config = {
+        name.removesuffix("_id"): tokens[i]
+        for name, i in special_ids(header).items()
+        if types[i] in (_UNKNOWN, _CONTROL)
+    }
     template = header.metadata.get(TEMPLATE)
     if template is None:
         return config
@@ -140,18 +154,39 @@ def tokenizer_config_json(header: Header) -> dict[str, Any]:
 def special_ids(header: Header) -> dict[str, int]:
     """The ids of bos_token_id, eos_token_id and so on, where the file gives them."""
     given = {name: header.metadata.get(key) for name, key in _SPECIAL.items()}
+    if header.metadata.get("tokenizer.ggml.model") == "llama":  # old files leave these out
+        tokens = _tokens(header)
+        for name, i, text in (("bos_token_id", 1, "<s>"), ("eos_token_id", 2, "</s>")):
+            if given[name] is None and tokens[i : i + 1] == [text]:
+                given[name] = i
     return {name: _id(header, _SPECIAL[name], i) for name, i in given.items() if i is not None}
 
 
 def end_ids(header: Header) -> tuple[int, ...]:
     """The tokens that end an answer, the end of a text first."""
-    keys = [f"tokenizer.ggml.{name}" for name in _ENDS]
-    ends = [_id(header, key, header.metadata[key]) for key in keys if key in header.metadata]
-    types = _types(header)
-    ends += [
-        i for i, text in enumerate(_tokens(header)) if text in _END_TEXTS and types[i] == _CONTROL
+    given = {"eos_token_id": special_ids(header).get("eos_token_id")}
+    for name in _ENDS:
+        key = f"tokenizer.ggml.{name}"
+        if key in header.metadata:
+            given[name] = _id(header, key, header.metadata[key])
+    named = [i for i in given.values() if i is not None]
+    return tuple(dict.fromkeys([*named, *_text_ends(header)]))
+
+
+def _text_ends(header: Header) -> list[int]:
+    """The tokens that end an answer by their texts."""
+    known = _END_TEXTS | _FILE_ENDS | {"</s>"}
+    found = {i: text for i, text in enumerate(_tokens(header)) if text in known}
+    texts = set(found.values())
+    parts = any(part <= texts for part in _PARTS)
+    stated = _numbers(header, _TYPES, _CONTROL)
+    return [
+        i
+        for i, text in found.items()
+        if not (text == _PART_END and parts)
+        # Elsewhere it is a tag of HTML.
+        and not (text == "</s>" and stated[i] != _CONTROL)
     ]
-    return tuple(dict.fromkeys(ends))
 
 
 def _id(header: Header, key: str, value: Any) -> int:
@@ -173,8 +208,12 @@ def _strings(header: Header, key: str) -> list[str]:
 
 
 def _types(header: Header) -> np.ndarray:
-    """int [V]: a type for each token; all normal where the file does not say."""
-    return _numbers(header, "tokenizer.ggml.token_type", _NORMAL)
+    """int [V]: a type for each token; all normal where the file does not say, but for the beginning
+    of a text and the ends of answers."""
+    types, named = _numbers(header, _TYPES, _NORMAL).copy(), special_ids(header)
+    types[_text_ends(header)] = _CONTROL
+    types[[named[name] for name in ("bos_token_id", "eos_token_id") if name in named]] = _CONTROL
+    return types
 
 
 def _numbers(header: Header, key: str, default: int) -> np.ndarray:

@@ -19,6 +19,7 @@ from jaxserve.models.hf import shown, token_ids
 from jaxserve.models.presets import preset
 from jaxserve.models.quantized import Quantization
 from jaxserve.models.registry import family_for
+from jaxserve.tokenizer_files import read_config, special_tokens, token_id
 from jaxserve.weights.errors import CheckpointError, read_json
 from jaxserve.weights.gguf_blocks import find_blocks
 from jaxserve.weights.quantized_config import find_quantization, stored_format
@@ -26,14 +27,16 @@ from jaxserve.weights.sentence_transformers import lacks_head
 
 log = logging.getLogger(__name__)
 
+_ENDLESS = "answers end at max_tokens or a stop string only"
+
 
 def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
     """Reads the config of a checkpoint directory (Hugging Face, or written by convert) or a GGUF
     file.
 
-    End-of-sequence ids are those of config.json, then any more of generation_config.json. Whether
-    weights are quantised, and how, config.json and the shapes of their tensors say, of a GGUF file
-    their types.
+    End-of-sequence ids are those of config.json, then any more of generation_config.json, then what
+    tokenizer_config.json calls so. Whether weights are quantised, and how, config.json and the
+    shapes of their tensors say, of a GGUF file their types.
 
     Returns:
         The family, its config, and config.json as a dict with the merged `eos_token_id`.
@@ -57,6 +60,7 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         ids = token_ids(hf, "eos_token_id")
         if os.path.lexists(generation):
             ids += token_ids(read_json(generation), "eos_token_id")
+        ids += _named_end(folder)
         hf["eos_token_id"] = list(dict.fromkeys(ids))
         family = family_for(hf)
         config = family.config_from_hf(hf)
@@ -87,23 +91,32 @@ def _load_gguf_config(path: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
     return family, dataclasses.replace(config, eos_token_ids=ends, quantization=stored), hf
 
 
+def _named_end(folder: Path) -> tuple[int, ...]:
+    """The `eos_token` of the tokenizer, if it has one. Raises ValueError."""
+    config = read_config(folder)
+    text = special_tokens(config).get("eos_token")
+    found = None if text is None else token_id(folder, config, text)
+    return () if found is None else (found,)
+
+
 def _usable_ends(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     """The end-of-sequence tokens within the vocabulary. Others would break token arrays and the
     grammar library. Logs if there are none, or others."""
     usable = tuple(one for one in config.eos_token_ids if 0 <= one < config.vocab_size)
     if not config.eos_token_ids:
         log.warning(
-            "%s names no end-of-sequence token (eos_token_id in %s): answers end at max_tokens or "
-            "a stop string only",
+            "%s names no end-of-sequence token (eos_token_id in %s): %s",
             folder,
             "config.json or generation_config.json" if folder.is_dir() else "its metadata",
+            _ENDLESS,
         )
     elif usable != config.eos_token_ids:
         log.warning(
-            "%s: eos_token_id %d is outside of the vocabulary, 0 to %d: it ends no answer",
+            "%s: eos_token_id %d is outside of the vocabulary, 0 to %d: it ends no answer%s",
             folder,
             next(one for one in config.eos_token_ids if one not in usable),
             config.vocab_size - 1,
+            "" if usable else f", and there is no other: {_ENDLESS}",
         )
     return usable
 

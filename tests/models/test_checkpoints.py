@@ -191,6 +191,57 @@ def test_end_of_sequence_ids_of_both_files(opt):
     assert hf["eos_token_id"] == [2, 7, 9]
 
 
+@pytest.mark.parametrize(
+    ("files", "end"),
+    [
+        ({"tokenizer_config": {"eos_token": "<e>", "added_tokens_decoder": {"5": "<e>"}}}, (5,)),
+        ({"tokenizer_config": {"eos_token": {"content": "<e>"}}, "added_tokens": {"<e>": 6}}, (6,)),
+        ({"special_tokens_map": {"eos_token": "<e>"}, "added_tokens": {"<e>": 6}}, (6,)),
+        (
+            {
+                "tokenizer_config": {"eos_token": "<e>"},
+                "tokenizer": {"added_tokens": [{"id": 9, "content": "<e>"}]},
+            },
+            (9,),
+        ),
+        (
+            {
+                "tokenizer_config": {"eos_token": "<e>"},
+                "tokenizer": {"model": {"vocab": {"a": 0, "<e>": 3}}},
+            },
+            (3,),
+        ),
+        (
+            {
+                "tokenizer_config": {"eos_token": "<e>"},
+                "tokenizer": {"model": {"vocab": [["a", 0.0], ["<e>", -1.0]]}},
+            },
+            (1,),
+        ),
+        ({"tokenizer_config": {"eos_token": "<e>"}, "tokenizer": {"model": {"vocab": {}}}}, ()),
+        ({"tokenizer_config": {"eos_token": None}}, ()),
+        ({"tokenizer_config": [], "tokenizer": []}, ()),
+    ],
+)
+def test_the_end_that_the_tokenizer_names(opt, files, end):
+    for name, content in files.items():
+        (opt / f"{name}.json").write_text(json.dumps(content))
+    _, config, hf = load_config(opt)
+    assert config.eos_token_ids == (2, *end)
+    assert hf["eos_token_id"] == [2, *end]
+
+
+@pytest.mark.parametrize("given", [-1, 1 << 40])
+def test_an_end_that_is_no_token_leaves_that_of_the_tokenizer(opt, caplog, given):
+    (opt / "config.json").write_text(json.dumps({**hf_config("opt"), "eos_token_id": given}))
+    assert load_config(opt)[1].eos_token_ids == ()
+    assert f"eos_token_id {given} is outside of the vocabulary" in caplog.text
+    assert "and there is no other: answers end at max_tokens" in caplog.text
+    (opt / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<e>"}))
+    (opt / "added_tokens.json").write_text(json.dumps({"<e>": 5}))
+    assert load_config(opt)[1].eos_token_ids == (5,)
+
+
 def test_checkpoint_dtype():
     assert checkpoint_dtype({}) is None
     assert checkpoint_dtype({"torch_dtype": "float16"}) == jnp.float16

@@ -10,13 +10,15 @@ import codecs
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import tokenizers
 from tokenizers import decoders
 
+from jaxserve import tokenizer_files
 from jaxserve.checkpoint_files import find_gguf, read_text
 from jaxserve.config import ConfigError
 from jaxserve.engine.text.text_limit import BYTE_OF_CHAR, text_limit
@@ -26,11 +28,16 @@ from jaxserve.sched.request import InvalidRequest, too_many_tokens
 
 log = logging.getLogger(__name__)
 
-FILE_NAME = "tokenizer.json"
-_MAX_BYTES = 256 << 20  # of that file; the longest have some 35 MiB
+FILE_NAME = tokenizer_files.TOKENIZER
 _CHARACTER = 4  # most bytes, and so most tokens, that make one character
 _PROMPT_TAIL = 2 * _CHARACTER  # tokens of the prompt that are looked at
 _REPLACEMENT = "\ufffd"
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+# What breaks the library at this breaks it at most texts. The runs are for patterns that try every
+# way to cut them.
+_PROBE = " A b, 1.5\t\n  \u00e9e\u0301 \u00df \u043f \u6c34 \ufb01 \U0001f98a" + "".join(
+    40 * each for each in "a1 .\n"
+)
 
 
 class Detokenizer(Protocol):
@@ -100,7 +107,9 @@ class HFTokenizer:
         self._bytes: list[bytes | None] | None = None
         if isinstance(tokenizer.decoder, decoders.ByteLevel):
             self._bytes = [None] * tokenizer.get_vocab_size(with_added_tokens=True)
-        self._limit = text_limit(json.loads(tokenizer.to_str()))
+        spec = json.loads(tokenizer.to_str())
+        self._limit = text_limit(spec)
+        self._byte_fallback = _has_byte_fallback(spec["decoder"])
 
     def encode(self, text: str, most: int | None = None, *, special: bool = True) -> list[int]:
         """See `Tokenizer`. Never truncates or pads, whatever the file says."""
@@ -108,8 +117,12 @@ class HFTokenizer:
             problem = self._limit.exceeded(text, most)
             if problem is not None:
                 raise InvalidRequest("prompt", problem)
-        # `encode` alone holds the interpreter until it is done, this one does not.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        try:
+            # `encode` alone holds the interpreter until it is done, this one does not.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        except BaseException as error:
+            problem = f"the model's tokenizer fails on this text: {_said(error)}"
+            raise InvalidRequest("prompt", problem) from None
         if most is not None and len(encoding) > most:
             raise too_many_tokens(len(encoding), most)
         ids: list[int] = encoding.ids
@@ -121,17 +134,20 @@ class HFTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """See `Tokenizer`. Bytes that form no character become U+FFFD."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+        return self._decode(token_ids)
 
     def piece(self, token_id: int) -> bytes:
-        """See `Tokenizer`. The token's bytes, if the vocabulary is byte-level."""
+        """See `Tokenizer`. Its bytes as they are behind other text, with the space before it."""
         if self._bytes is not None and (known := self.token_bytes(token_id)):
             return known
-        if self._tokenizer.id_to_token(token_id) is None:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
             return b""
-        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return text.encode()
+        if self._byte_fallback and (byte := _BYTE.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        # Decoders in the manner of SentencePiece drop the space before the first token.
+        once, twice = (self._decode([token_id] * n, special=True) for n in (1, 2))
+        return (twice[len(once) :] if twice.startswith(once) else once).encode()
 
     def detokenizer(self, prompt: Sequence[int] = (), shown: Sequence[int] = ()) -> Detokenizer:
         """See `Tokenizer`. Works on bytes if the vocabulary is byte-level, else decodes a window of
@@ -154,6 +170,14 @@ class HFTokenizer:
         padded)."""
         return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
 
+    def is_unfinished(self, token_ids: Iterable[int]) -> bool:
+        """Whether what decodes to U+FFFD may be the beginning of a character."""
+        if not self._byte_fallback:
+            return True
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(b"".join(map(self.piece, token_ids)))
+        return bool(decoder.getstate()[0])
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token of a byte-level vocabulary."""
         assert self._bytes is not None
@@ -163,6 +187,13 @@ class HFTokenizer:
         if known is None:
             known = self._bytes[token_id] = self._look_up(token_id)
         return known
+
+    def _decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        try:
+            text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not special)
+        except BaseException as error:
+            raise RuntimeError(f"the model's tokenizer fails on tokens: {_said(error)}") from None
+        return text
 
     def _look_up(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
@@ -217,19 +248,18 @@ def load_tokenizer(path: str | Path | None, vocab_size: int | None = None) -> To
             "(transformers writes it: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         )
     try:
-        text = (
-            json.dumps(tokenizer_json(read_header(gguf))) if gguf else read_text(file, _MAX_BYTES)
-        )
-        found = tokenizers.Tokenizer.from_str(text)
+        if gguf is not None:
+            found = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(read_header(gguf))))
+        else:
+            text = read_text(file, tokenizer_files.MAX_TOKENIZER)
+            found = _with_added(tokenizers.Tokenizer.from_str(text), file)
         made = HFTokenizer(found)
-    except GGUFError as error:
+        _probe(found)
+    except (GGUFError, ConfigError) as error:
         raise ConfigError(f"model.path: {error}") from None
-    except BaseException as error:  # the library raises bare Exception, and panics
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            problem = f"cannot read the tokenizer {file}: {said[:300]}"
-            raise ConfigError(f"model.path: {problem}") from error
-        raise
+    except BaseException as error:
+        problem = f"cannot read the tokenizer {file}: {_said(error)}"
+        raise ConfigError(f"model.path: {problem}") from error
     if vocab_size is not None:
         _check_ids(file, found, vocab_size)
     return made
@@ -247,6 +277,74 @@ def _check_ids(file: Path, found: tokenizers.Tokenizer, vocab_size: int) -> None
         if not added:
             raise ConfigError(f"model.path: {problem} {vocab_size}")
         log.warning("prompts with that token will be refused: %s %d", problem, vocab_size)
+
+
+def _with_added(found: tokenizers.Tokenizer, file: Path) -> tokenizers.Tokenizer:
+    """The tokenizer with what only the files beside its own say of special and added tokens.
+    Raises ValueError, and ConfigError where they contradict each other."""
+    folder = file.parent
+    there = found.get_added_tokens_decoder()
+    known = {token.content: (token.special, _flags(token)) for token in there.values()}
+    missing = []
+    for token in tokenizer_files.added_tokens(folder, tokenizer_files.read_config(folder)):
+        own = found.token_to_id(token.content)
+        if own is None and token.id is None:
+            continue  # a name for a token that the model does not have
+        if token.id is None:
+            if token.content not in known:
+                missing.append(token._replace(id=own))
+            continue
+        taken = found.id_to_token(token.id)
+        if own not in (None, token.id) or taken not in (None, token.content):
+            log.warning("%s: by the files beside it token %d is %.80r, which it has as %s; its own "
+                        "%.80r counts", file, token.id, token.content, own, taken)  # fmt: skip
+        elif known.get(token.content) != (token.special, token.flags):
+            missing.append(token)
+    if not missing:
+        return found
+    spec = json.loads(found.to_str())
+    names = {token.content for token in missing}
+    kept = [each for each in spec["added_tokens"] if each["content"] not in names]
+    for token in missing:
+        if isinstance(spec["model"]["vocab"], dict):  # or it would get the next id that is free
+            spec["model"]["vocab"].setdefault(token.content, token.id)
+        more = {"id": token.id, "content": token.content, "special": token.special}
+        kept.append({**more, **token.flags})
+    spec["added_tokens"] = sorted(kept, key=lambda each: each["id"])
+    made = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    for token in missing:
+        if (i := made.token_to_id(token.content)) != token.id:
+            what = f"{token.content!r:.80} is token {token.id} by the files beside it"
+            raise ConfigError(f"{file}: {what}, which leaves a gap: it would be {i}")
+    return made
+
+
+def _probe(found: tokenizers.Tokenizer) -> None:
+    try:
+        found.decode(found.encode(_PROBE).ids)
+    except Exception as error:  # some know no such characters, and say so
+        log.debug("the tokenizer does not encode everything: %s", error)
+
+
+def _flags(token: tokenizers.AddedToken) -> dict[str, bool]:
+    names = ("single_word", "lstrip", "rstrip", "normalized")
+    return {name: getattr(token, name) for name in names}
+
+
+def _has_byte_fallback(decoder: Mapping[str, Any] | None) -> bool:
+    if decoder is None:
+        return False
+    return decoder["type"] == "ByteFallback" or any(
+        map(_has_byte_fallback, decoder.get("decoders") or ())
+    )
+
+
+def _said(error: BaseException) -> str:
+    """What the library says is wrong, in a line: it raises bare Exceptions, and panics, which are
+    none. Anything else that is no Exception is raised again."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 class _Silent:
@@ -301,7 +399,7 @@ class _WindowDetokenizer:
 
     def __init__(self, tokenizer: HFTokenizer, prompt_tail: Sequence[int]) -> None:
         self._decode = tokenizer.decode
-        self._is_silent = tokenizer.is_silent
+        self._is_silent, self._is_unfinished = tokenizer.is_silent, tokenizer.is_unfinished
         self._settled: list[int] = []
         self._settled_text = ""
         self._pending: list[int] = []
@@ -319,7 +417,8 @@ class _WindowDetokenizer:
             return ""
         self._pending.append(token_id)
         text = self._decode([*self._settled, *self._pending])
-        if text.endswith(_REPLACEMENT) and len(self._pending) < _CHARACTER:
+        waits = text.endswith(_REPLACEMENT) and len(self._pending) < _CHARACTER
+        if waits and self._is_unfinished(self._pending):
             return ""
         return self._settle(text)
 

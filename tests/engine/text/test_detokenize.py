@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from jaxserve.config import ConfigError
 from jaxserve.engine.text.detokenizer import HFTokenizer, NullTokenizer, load_tokenizer
@@ -63,6 +66,8 @@ def test_byte_level_agrees_with_decoding_at_once_on_any_tokens(ids: list[int]) -
 
 @pytest.mark.promise(6)
 @settings(max_examples=150, deadline=None)
+@example("\ufffd", "")
+@example("", "\ufffd\ufffd")
 @given(texts, texts)
 def test_byte_fallback_deltas_are_the_text(prompt: str, text: str) -> None:
     before, ids = fallback_ids("x" + prompt), fallback_ids(text)
@@ -147,6 +152,63 @@ def test_a_token_costs_the_same_late_as_early() -> None:
         stream.feed([token])
         per_token.append(Counting.handed)
     assert max(per_token) <= 12
+
+
+def test_a_piece_is_what_it_is_behind_other_text() -> None:
+    vocabulary = byte_fallback().get_vocab()
+    expected = {"▁": b" ", "▁upon": b" upon", "fox": b"fox", "▁fox": b" fox", "<0xF0>": b"\xf0",
+                "<0x41>": b"A", "水": "水".encode(), "</s>": b"</s>"}  # fmt: skip
+    assert {token: FALLBACK.piece(vocabulary[token]) for token in expected} == expected
+    ids = fallback_ids("Once upon a 🦊 水 é")
+    assert b"".join(map(FALLBACK.piece, ids)) == "Once upon a 🦊 水 é".encode()
+    assert FALLBACK.piece(FALLBACK_SIZE) == b""
+    words = Tokenizer(models.WordPiece({"the": 0, "##ing": 1, ".": 2, "[UNK]": 3}))
+    words.decoder = decoders.WordPiece()
+    pieces = [HFTokenizer(words).piece(i) for i in range(3)]
+    assert pieces == [b" the", b"ing", b"."]
+
+
+def _with(**parts: Any) -> str:
+    return json.dumps(json.loads(byte_level().to_str()) | parts)
+
+
+def _cut(pattern: str) -> dict[str, Any]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    return {**split, "invert": False}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"pre_tokenizer": _cut(r"(a+)+$")},
+        {"pre_tokenizer": _cut("(")},
+        *(
+            {
+                "added_tokens": [],
+                "normalizer": {
+                    "type": "Precompiled",
+                    "precompiled_charsmap": base64.b64encode(charsmap).decode(),
+                },
+            }
+            for charsmap in (b"", b"\x08\0\0\0" + b"\xff" * 8, b"\x10\0\0\0" + b"\1" * 20)
+        ),
+    ],
+)
+def test_a_tokenizer_that_panics_is_refused_at_the_start(
+    broken: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(_with(**broken))
+    with pytest.raises(ConfigError, match=r"^model\.path: cannot read the tokenizer .*json: \S"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_text_that_a_tokenizer_panics_at_ends_that_request_alone(tmp_path: Path) -> None:
+    """A pattern that tries every way to cut a run of a letter."""
+    (tmp_path / "tokenizer.json").write_text(_with(pre_tokenizer=_cut(r"(c+)+$")))
+    found = load_tokenizer(tmp_path)
+    with pytest.raises(InvalidRequest, match=r"^prompt: the model's tokenizer fails on "):
+        found.encode("c" * 50 + "!")
+    assert found.decode(found.encode("cat")) == "cat"
 
 
 def test_loading(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -16,8 +17,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from jaxserve.config import ConfigError
 from jaxserve.engine.text.detokenizer import HFTokenizer, load_tokenizer
 from jaxserve.gguf.header import Header
-from jaxserve.gguf.tokenizer import CUTS, tokenizer_json
+from jaxserve.gguf.tokenizer import CUTS, end_ids, tokenizer_config_json, tokenizer_json
 from jaxserve.server.requests.templates.chat_template import load_chat_template
+from jaxserve.weights import load_config
 from tests.engine.text.tokenizers_for_tests import TEXTS
 from tests.models.fixtures import hf_config
 from tests.models.gguf_files import metadata_of, tensors_of, write_gguf
@@ -228,6 +230,55 @@ def test_tokens_that_are_found_whole(tmp_path: Path) -> None:
     assert found.encode("<|im_end|><tool>") == [2, size - 2]
     assert found.decode([2, size - 2, size - 1]) == "<tool>"  # one is special, one no token at all
     assert len(found.encode("[PAD701]")) > 1
+
+
+def with_token(*texts: str, kind: int) -> dict[str, Any]:
+    fields = fields_of(hf_tokenizer("gpt-2"), "gpt-2")
+    fields["tokenizer.ggml.tokens"] += texts
+    fields["tokenizer.ggml.token_type"] += [kind] * len(texts)
+    return fields
+
+
+def ends_of(fields: dict[str, Any]) -> list[str]:
+    ends = end_ids(Header(Path("m"), fields | {_TYPES: np.array(fields[_TYPES])}, {}))
+    return [fields["tokenizer.ggml.tokens"][i] for i in ends]
+
+
+_TYPES = "tokenizer.ggml.token_type"
+END_TEXTS = (
+    "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<|call|>",
+    "<｜end▁of▁sentence｜>", "[e~[", "<|return|>", "<|calls|>", "<|flush|>", "<|fim_pad|>",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4], ids=["normal", "control", "user defined"])
+@pytest.mark.parametrize("text", END_TEXTS)
+def test_ends_by_their_texts(text: str, kind: int, tmp_path: Path) -> None:
+    """Whatever the file calls them, they end an answer, are found whole, and are no text."""
+    fields = with_token(text, kind=kind)
+    assert ends_of(fields) == ["<|im_end|>", "<|endoftext|>", text]
+    path = written(tmp_path, fields)
+    assert load_config(path)[1].eos_token_ids[-1] == len(fields["tokenizer.ggml.tokens"]) - 1
+    found = load_tokenizer(path)
+    ids = found.encode(f"a{text}b", special=False)
+    assert len(ids) == 3
+    assert found.decode(ids) == "ab"
+
+
+def test_what_ends_only_a_part_of_an_answer() -> None:
+    harmony = with_token("<|return|>", "<|call|>", "<|end|>", kind=3)
+    assert "<|end|>" not in ends_of(harmony) and "<|call|>" in ends_of(harmony)
+    assert "</s>" not in ends_of(with_token("</s>", kind=4))  # a tag of HTML, as Gemma has it
+    assert "</s>" in ends_of(with_token("</s>", kind=3))
+
+
+def test_an_old_file_of_sentencepiece_names_no_end() -> None:
+    fields = sentencepiece()
+    del fields["tokenizer.ggml.eos_token_id"], fields["tokenizer.ggml.bos_token_id"]
+    assert ends_of(fields) == ["</s>"]
+    fields[_TYPES] = np.array(fields[_TYPES])
+    assert tokenizer_config_json(Header(Path("m"), fields, {}))["bos_token"] == "<s>"
 
 
 @pytest.mark.parametrize(
