@@ -3,8 +3,10 @@ runs that each page keeps beside its own come out as they did when it was made."
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -15,8 +17,13 @@ from jaxserve.experiments.bros import page as bros
 from jaxserve.experiments.common.page import Page
 from jaxserve.experiments.common.runs import Results
 from jaxserve.experiments.infermax import page as infermax
+from jaxserve.experiments.league import runs as league
+from jaxserve.experiments.league.workloads import OPT
+from jaxserve.experiments.reuse import retention
+from jaxserve.experiments.reuse.setting import Setting
 from jaxserve.experiments.scale import page as scale
 from jaxserve.experiments.scale.cell import KINDS_OF
+from jaxserve.experiments.speculation import simulated as speculation
 
 DOCS = Path(__file__).parents[2] / "docs"
 MEASURED = ("plan", "plan_p99", "per_s")  # by a clock
@@ -48,3 +55,49 @@ def check(found: Any, kept: Any, case: object) -> None:
 def test_pages_say_whose_rules_made_them(page: type[Page[Any, Any]], run: Any, kind: Any) -> None:
     text = (DOCS / f"{page.name}.md").read_text(encoding="utf-8")
     assert f"has the numbers of every run, under {page.rules}" in text
+
+
+@pytest.mark.parametrize("policy", ["goodput", "sarathi", "vllm", "priority"])
+def test_runs_of_the_league_come_out_as_on_its_page(policy: str) -> None:
+    with (DOCS / "figures" / "league.csv").open(newline="") as file:
+        rows = [r for r in csv.DictReader(file) if (r["system"], r["policy"]) == (OPT, policy)]
+    (row,) = (r for r in rows if (r["workload"], r["load"], r["seed"]) == ("liso+silo", "at", "0"))
+    rate, count = float(row["rate"]), int(row["count"])
+    found = league.run(league.LeagueCase(OPT, "liso+silo", "at", policy, 0, rate, count))
+    for name, value in dataclasses.asdict(found).items():
+        kept = pytest.approx(float(row[name]), rel=1e-4) if row[name] else None
+        assert value == kept, name
+
+
+def test_a_place_of_the_page_on_reuse_comes_out_as_there() -> None:
+    cells = line_of("reuse", "| two tiers | 5% |")
+    cases = [
+        retention.Case("two tiers", "sarathi", "lru", 0.05, seed, Setting())
+        for seed in retention.SEEDS
+    ]
+    assert cells[6] == f"{fmean(retention.run(case).met for case in cases):.1%}"
+
+
+def test_a_place_of_the_page_on_drafts_comes_out_as_there() -> None:
+    cells = line_of("speculation", "| `humaneval` | `sarathi` | at, 45/s |")
+    plain, drafting = (
+        [
+            speculation.run(speculation.Case("humaneval", "at", policy, seed, speculation.REQUESTS))
+            for seed in speculation.SEEDS
+        ]
+        for policy in ("sarathi", "sarathi+spec")
+    )
+    assert cells[3:5] == [f"{fmean(one.met for one in runs):.1%}" for runs in (plain, drafting)]
+    times = fmean(two.token / one.token for one, two in zip(plain, drafting, strict=True))
+    drafted, right = (fmean(getattr(one, n) for one in drafting) for n in ("drafted", "accepted"))
+    assert cells[7:] == [f"{times:.3f}", f"{drafted:.2f}", f"{right:.2f}"]
+
+
+def line_of(page: str, begin: str) -> list[str]:
+    """The cells of the only line of a table that begins so."""
+    (line,) = (
+        one
+        for one in (DOCS / f"{page}.md").read_text(encoding="utf-8").splitlines()
+        if one.startswith(begin)
+    )
+    return line.strip("| ").split(" | ")
