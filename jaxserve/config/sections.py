@@ -148,6 +148,10 @@ class EngineConfig:
         forbid_compile: A compilation after the warm-up is an engine failure.
         stall_s: Seconds without a finished step, though there are requests, after which the engine
             counts as hung: health turns to NOT_SERVING until it goes on. 0: never.
+        grammar_compile_s: Seconds of a processor that a grammar may take to be compiled.
+        grammar_mib: MiB of memory for the compiled grammars that are kept, a quarter of it for one.
+        grammar_mask_ms: Milliseconds of a processor that a grammar may take for each token on
+            average, once it has had those of 50 tokens.
         record: File that all that is served is written to, without any text, so that jaxserve
             simulate --replay=FILE can serve it again; empty: nowhere.
         record_mib: At this size, MiB, and at each start of the server, what is there goes on as
@@ -162,11 +166,18 @@ class EngineConfig:
     overlap: bool = True
     forbid_compile: bool = False
     stall_s: float = 60.0
+    grammar_compile_s: float = 2.0
+    grammar_mib: float = 128.0
+    grammar_mask_ms: float = 1.0
     record: str = ""
     record_mib: int = 64
 
     def __post_init__(self) -> None:
         _check(self, "engine.stall_s", 0 <= self.stall_s <= _MAX_S, f": must be 0 to {_MAX_S}")
+        for name, most in (("compile_s", 600), ("mib", 1 << 20), ("mask_ms", 60_000)):
+            field = f"grammar_{name}"
+            fine = 0 < getattr(self, field) <= most
+            _check(self, f"engine.{field}", fine, f" must be above 0 and at most {most}")
         fine = not self.record or self.record_mib >= 1
         _check(self, "engine.record_mib", fine, " must be at least 1")
 

@@ -36,6 +36,7 @@ from jaxserve.engine.request_places import RequestPlaces
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
 from jaxserve.engine.step_loop import StepLoop, Submit
 from jaxserve.engine.text.detokenizer import Tokenizer
+from jaxserve.engine.text.grammar_process import GrammarLimits
 from jaxserve.engine.text.grammars import GrammarMatcher, Grammars
 from jaxserve.engine.text.matcher import Matcher
 from jaxserve.engine.text.stop_conditions import ContinuationText
@@ -91,6 +92,7 @@ class Engine:
         share_between_keys: whether tenants find what others have computed.
         block_secret: of the keys of blocks, as `BlockKeys` has it.
         adapters: room for adapters; None for none.
+        grammar_limits: what grammars may take; None for the usual.
         clock: seconds; `Request.arrival` is on it.
     """
 
@@ -108,6 +110,7 @@ class Engine:
         share_between_keys: bool = False,
         block_secret: bytes | None = None,
         adapters: AdapterSlots | None = None,
+        grammar_limits: GrammarLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokenizer = tokenizer
@@ -137,7 +140,7 @@ class Engine:
             size, shared = scheduler.pool.block_size, share_between_keys
             self._block_keys = BlockKeys(size, shared=shared, secret=block_secret)
         self._drafts = Drafts(shared=share_between_keys) if scheduler.policy.speculates else None
-        self._grammars = Grammars(tokenizer.definition(), info.vocab_size, eos_ids)
+        self._grammars = Grammars(tokenizer.definition(), info.vocab_size, eos_ids, grammar_limits)
         self._marker_tokens = MarkerTokens(tokenizer.piece, info.vocab_size, eos_ids)
         self._failure_listeners: list[Callable[[BaseException], None]] = []
         self._thread: threading.Thread | None = None
@@ -395,6 +398,7 @@ class Engine:
             expected_wait=self._ttft_estimator.by_tier(),
             request_failures=failures.requests,
             corrupted_requests=failures.not_finite,
+            grammar_breaches=self._grammars.breaches,
             step_failures=failures.steps,
             observer_failures=failures.observers,
             prefix_cache_queries={} if cache is None else _by_tier(cache.num_queried),
@@ -479,6 +483,7 @@ class Engine:
 
     def stop(self) -> None:
         """Cancels everything and ends the thread. Idempotent."""
+        self._grammars.close()
         if self._thread is None:
             self._end_unstarted()
             return

@@ -172,6 +172,7 @@ class EngineStats:
         expected_wait: by tier, seconds until the first token of the shortest prompt submitted now.
         request_failures: continuations that failed alone, see `failures.py`.
         corrupted_requests: those of them whose numbers were NaN or infinite.
+        grammar_breaches: continuations that ended for the time that their grammar took.
         step_failures: steps that failed as a whole.
         observer_failures: observer calls that raised.
         prefix_cache_queries: by tier, prompt tokens of started requests that may find some of them
@@ -199,6 +200,7 @@ class EngineStats:
     expected_wait: dict[str, float]
     request_failures: int = 0
     corrupted_requests: int = 0
+    grammar_breaches: int = 0
     step_failures: int = 0
     observer_failures: int = 0
     prefix_cache_queries: dict[str, int] = field(default_factory=dict)

@@ -24,10 +24,10 @@ from jaxserve.server.http.live_feed import LiveFeed
 from jaxserve.server.http.metrics_server import MetricsServer
 from jaxserve.server.http.options import HttpSettings
 from jaxserve.server.http.transport.http_server import HttpServer
+from jaxserve.server.open_files import connections_of_a_door
 from jaxserve.server.requests.addresses import addresses_of
 from jaxserve.server.requests.call_outcome import Sink
 from jaxserve.server.requests.engine_client import EngineClient
-from jaxserve.server.requests.open_files import connections_of_a_door
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.output_streams import StreamFailed
 from jaxserve.server.requests.slo_classes import ServiceLevel

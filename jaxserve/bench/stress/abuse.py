@@ -39,7 +39,7 @@ from jaxserve.client.connection import open_channel
 from jaxserve.command_line import tell
 from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
-from jaxserve.server.requests.open_files import raise_limit
+from jaxserve.server.open_files import raise_limit
 
 STALL_S = 3.0  # so that nobody waits long for what is to happen
 MAX_WAIT_S = 0.05  # of others, while prompts are too long

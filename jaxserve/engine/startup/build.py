@@ -33,6 +33,7 @@ from jaxserve.engine.startup.model_options import tokenizer_path
 from jaxserve.engine.startup.step_profile import Progress
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.engine.text.detokenizer import Tokenizer, load_tokenizer
+from jaxserve.engine.text.grammar_process import GrammarLimits
 from jaxserve.hosts.group import Group, Starter
 from jaxserve.hosts.messages import Message
 from jaxserve.hosts.rank import Rank
@@ -188,6 +189,11 @@ def assemble(
         share_between_keys=config.cache.share_between_keys,
         block_secret=block_secret,
         adapters=_adapter_slots(chosen, info.model),
+        grammar_limits=GrammarLimits(
+            config.engine.grammar_compile_s,
+            config.engine.grammar_mib,
+            config.engine.grammar_mask_ms,
+        ),
         clock=clock,
     )
     for name, path in config.lora.adapters.items():

@@ -1,48 +1,29 @@
-"""Text that is what a grammar says: which tokens may come next, for each continuation.
-
-llguidance (https://github.com/guidance-ai/llguidance) parses grammars and makes the masks. It is
-imported with the first grammar that comes.
-"""
+"""Text that is what a grammar says: which tokens may come next, for each continuation."""
 
 from __future__ import annotations
 
-import json
-import re
+import functools
 import threading
+import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxserve.engine.device.sampling import mask_words
-from jaxserve.sched.request import Grammar, GrammarKind, InvalidRequest
+from jaxserve.engine.text.grammar_process import GrammarLimits, GrammarProcesses
+from jaxserve.engine.text.grammar_source import make_matcher, make_tokenizer, one_line
+from jaxserve.sched.request import Grammar, InvalidRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
-CACHED = 256  # grammars
-# White space between two parts of JSON ends: a model may else write nothing but that.
-_JSON: JsonCompileOptions = {
-    "whitespace_flexible": True,
-    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,8}",
-    # A keyword that is not known is an error, whatever the schema itself says of that.
-    "lenient": False,
-    "coerce_one_of": False,
-}
-# What a grammar may take, in llguidance's units: a fraction of a second for the first mask, and
-# milliseconds for each of the others, which the engine's thread makes.
-_COMPILE_FUEL, _STEP_FUEL = 300_000, 50_000
-_ESCAPED = re.compile(r"\\.", re.DOTALL)
-_CLASSES = {
-    r"\d": "[0-9]",
-    r"\D": "[^0-9]",
-    r"\w": "[0-9A-Za-z_]",
-    r"\W": "[^0-9A-Za-z_]",
-}
-_META = frozenset(r"\.+*?()|[]{}^$")
+
+_LEAST = 4096  # bytes of any grammar, beside what its compiler takes
 
 
 class GrammarMatcher:
@@ -52,11 +33,22 @@ class GrammarMatcher:
         matcher: at the grammar's beginning.
         keep: mask of the tokens that ever may follow.
         start: another one there, which stays there.
+        limits: what its masks may take.
+        on_breach: called where they take more, which is the text's end.
     """
 
-    def __init__(self, matcher: LLMatcher, keep: np.ndarray, start: LLMatcher) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        keep: np.ndarray,
+        start: LLMatcher,
+        limits: GrammarLimits,
+        on_breach: Callable[[], None],
+    ) -> None:
         self._matcher, self._keep, self._start = matcher, keep, start
         self._fed = array("i")
+        self._limits, self._on_breach = limits, on_breach
+        self._masks, self._took, self._late = 0, 0.0, False
 
     def holds(self, ahead: int) -> bool:
         """See `Matcher`."""
@@ -70,7 +62,11 @@ class GrammarMatcher:
 
     def mask(self) -> np.ndarray | None:
         """See `Matcher`."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        if self._late:
+            return None
+        with self._timed():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        self._masks += 1
         allowed = bits[: len(self._keep)] & self._keep
         return allowed if allowed.any() and not self._matcher.is_error() else None
 
@@ -89,14 +85,20 @@ class GrammarMatcher:
 
     def valid_prefix(self, tokens: Sequence[int]) -> int:
         """See `Matcher`."""
+        if self._late:
+            return 0
         valid = 0
         for token in tokens:
             # What is unknown to the library would be the matcher's end.
             if self._matcher.is_stopped() or not has(self._keep, token):
                 break
             # Where bytes are forced, the mask has only the token by which a tokenizer writes them.
-            forced = self._matcher.compute_ff_tokens()
-            if token != forced[0] if forced else not self._matcher.validate_tokens([token]):
+            with self._timed():
+                forced = self._matcher.compute_ff_tokens()
+                fits = (
+                    token == forced[0] if forced else bool(self._matcher.validate_tokens([token]))
+                )
+            if not fits:
                 break
             self._matcher.consume_token(token)
             valid += 1
@@ -106,15 +108,27 @@ class GrammarMatcher:
     def forced(self, most: int) -> list[int]:
         """See `Matcher`."""
         tokens: list[int] = []
-        while len(tokens) < most:
+        while len(tokens) < most and not self._late:
             # What comes after the first may be other tokens once that one is taken.
-            forced = self._matcher.compute_ff_tokens()
+            with self._timed():
+                forced = self._matcher.compute_ff_tokens()
             if not forced or not has(self._keep, forced[0]):
                 break
             self._matcher.consume_token(forced[0])
             tokens.append(forced[0])
         self._take_back(len(tokens))
         return tokens
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """All that asks the library what may follow: the engine's thread does it for everybody.
+        Time of the processor, so that it is the same beside others."""
+        begin = time.thread_time()
+        yield
+        self._took += time.thread_time() - begin
+        if self._took > self._limits.mask_s(self._masks) and not self._late:
+            self._late = True
+            self._on_breach()
 
     def _take_back(self, tokens: int) -> None:
         """Back to the state before the last `tokens`. A copy would be as right, and takes 17 us
@@ -130,8 +144,10 @@ class GrammarMatcher:
     @property
     def problem(self) -> str:
         """See `Matcher`."""
+        if self._late:
+            return f"the grammar {self._limits.mask_problem}"
         if self._matcher.is_error():
-            return f"the grammar got too complex here: {_one_line(self._matcher.get_error())}"
+            return f"the grammar got too complex here: {one_line(self._matcher.get_error())}"
         if self._matcher.is_accepting():
             return ""
         return "the grammar allows none of this model's tokens here"
@@ -144,131 +160,149 @@ class CompiledGrammar:
         matcher: at the grammar's beginning.
         keep: mask of the tokens that ever may follow, without end-of-sequence tokens.
         keep_ends: likewise, with the model's end-of-sequence tokens.
+        limits: what masks may take.
+        on_breach: called by the matcher of each continuation whose masks take more.
     """
 
-    def __init__(self, matcher: LLMatcher, keep: np.ndarray, keep_ends: np.ndarray) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        keep: np.ndarray,
+        keep_ends: np.ndarray,
+        limits: GrammarLimits,
+        on_breach: Callable[[], None],
+    ) -> None:
         self._matcher, self._keep, self._keep_ends = matcher, keep, keep_ends
+        self._limits, self._on_breach = limits, on_breach
 
     def matcher(self, *, ignore_eos: bool) -> GrammarMatcher:
         """A matcher at the beginning. ignore_eos: never allow end-of-sequence tokens."""
-        keep = self._keep if ignore_eos else self._keep_ends
-        return GrammarMatcher(self._matcher.deep_copy(), keep, self._matcher)
+        keep, copy = self._keep if ignore_eos else self._keep_ends, self._matcher.deep_copy()
+        return GrammarMatcher(copy, keep, self._matcher, self._limits, self._on_breach)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What came of a grammar, and its bytes: compiled, or why it is refused."""
+
+    made: CompiledGrammar | str
+    size: int
 
 
 class Grammars:
-    """Compiles grammars for a model's tokens, and keeps the last `CACHED`. Thread-safe.
+    """Compiles grammars for a model's tokens, and keeps the last ones. Thread-safe.
 
     Args:
         definition: content of the tokenizer.json; None if there is none.
         vocab_size: tokens of the vocabulary.
         eos_ids: tokens that may end a text.
+        limits: what grammars may take.
+
+    Attributes:
+        breaches: texts that ended for the time that their grammar took.
     """
 
-    def __init__(self, definition: str | None, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        definition: str | None,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        limits: GrammarLimits | None = None,
+    ) -> None:
         self._definition, self._vocab_size, self._eos_ids = definition, vocab_size, eos_ids
+        self._limits = limits or GrammarLimits()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._processes = (
+            None
+            if definition is None
+            else GrammarProcesses(definition, vocab_size, eos_ids, self._limits)
+        )
+        self._kept: OrderedDict[Grammar, _Kept] = OrderedDict()
+        self._size, self.breaches = 0, 0
         self._lock, self._loading = threading.Lock(), threading.Lock()
 
-    def __len__(self) -> int:
-        """Number of kept grammars."""
-        return len(self._compiled)
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of what is kept."""
+        return self._size
+
+    def close(self) -> None:
+        """Ends what is being compiled. Idempotent."""
+        if self._processes is not None:
+            self._processes.close()
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """The compiled grammar. Takes up to about a second without holding the interpreter, or
-        nothing if it is kept. Raises InvalidRequest, with the reason, if it is malformed,
-        unsupported, too complex, or allows no text."""
+        """The compiled grammar, at once if it is kept. Others wait for nothing meanwhile.
+
+        Raises:
+            InvalidRequest: it is malformed, unsupported, takes more than a grammar may, or allows
+                no text; it says which.
+            EngineStopped: after `close`.
+            QueueFull: no process can be had to try it.
+        """
         with self._lock:
-            found = self._compiled.get(grammar)
+            found = self._kept.get(grammar)
             if found is not None:
-                self._compiled.move_to_end(grammar)
-                return found
-        if self._definition is None:
-            raise InvalidRequest(grammar.field_name, "this model has no tokenizer to apply it to")
-        made = self._compile(grammar, self._loaded(self._definition))
+                self._kept.move_to_end(grammar)
+        if found is None:
+            if self._definition is None or self._processes is None:
+                problem = "this model has no tokenizer to apply it to"
+                raise InvalidRequest(grammar.field_name, problem)
+            if self._tokenizer is None:  # while the process reads its own
+                threading.Thread(target=self._loaded, args=[self._definition], daemon=True).start()
+            try:
+                size = self._processes.size(grammar)
+                made = self._compile(grammar, self._loaded(self._definition))
+            except InvalidRequest as error:
+                found = _Kept(error.problem, 0)
+            else:
+                found = _Kept(made, size)
+            self._keep(grammar, found)
+        if isinstance(found.made, str):
+            raise InvalidRequest(grammar.field_name, found.made)
+        return found.made
+
+    def _keep(self, grammar: Grammar, found: _Kept) -> None:
+        """In place of what is known of it. The oldest make room."""
         with self._lock:
-            self._compiled[grammar] = made
-            if len(self._compiled) > CACHED:
-                self._compiled.popitem(last=False)
-        return made
+            self._drop(grammar)
+            self._kept[grammar] = found
+            self._size += found.size + 4 * len(grammar.text) + _LEAST
+            while self._size > self._limits.kept and len(self._kept) > 1:
+                self._drop(next(iter(self._kept)))
+
+    def _drop(self, grammar: Grammar) -> None:
+        if (old := self._kept.pop(grammar, None)) is not None:
+            self._size -= old.size + 4 * len(grammar.text) + _LEAST
+
+    def _breached(self, grammar: Grammar) -> None:
+        """Nobody else begins with it."""
+        self.breaches += 1
+        self._keep(grammar, _Kept(self._limits.mask_problem, 0))
 
     def _loaded(self, definition: str) -> LLTokenizer:
-        from llguidance import LLTokenizer
-
         with self._loading:
             if self._tokenizer is None:
-                ends = list(self._eos_ids) or None
-                try:
-                    self._tokenizer = LLTokenizer(definition, self._vocab_size, eos_token=ends)
-                except ValueError:  # it has tokens that the model has not; no mask will have them
-                    self._tokenizer = LLTokenizer(definition, eos_token=ends)
+                self._tokenizer = make_tokenizer(definition, self._vocab_size, self._eos_ids)
             return self._tokenizer
 
     def _compile(self, grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar:
-        from llguidance import LLMatcher, LLParserLimits
-
-        try:
-            source = _source(grammar)
-        except ValueError as error:
-            raise InvalidRequest(grammar.field_name, _one_line(str(error))) from None
-        limits = LLParserLimits(
-            initial_lexer_fuel=_COMPILE_FUEL, step_lexer_fuel=_STEP_FUEL, verbose_errors=False
-        )
-        matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise InvalidRequest(grammar.field_name, _one_line(matcher.get_error()))
+        matcher = make_matcher(grammar, tokenizer)
         keep = np.full(mask_words(self._vocab_size), -1, np.int32).view(np.uint32)
         keep = _without(keep, range(self._vocab_size, 32 * len(keep)))
         ends = [token for token in tokenizer.eos_tokens if token < self._vocab_size]
         others = [token for token in ends if token not in self._eos_ids]
-        made = CompiledGrammar(matcher, _without(keep, ends), _without(keep, others))
+        made = CompiledGrammar(
+            *(matcher, _without(keep, ends), _without(keep, others), self._limits),
+            functools.partial(self._breached, grammar),
+        )
         # The first mask takes longest: here, and not on the engine's thread.
-        first = GrammarMatcher(matcher, _without(keep, ends), matcher)
+        matcher.compute_bitmask()
+        first = made.matcher(ignore_eos=True)
         if first.mask() is None:
             problem = first.problem or "allows no text but the empty one"
             raise InvalidRequest(grammar.field_name, problem)
         return made
-
-
-def _source(grammar: Grammar) -> str:
-    """The grammar in llguidance's form. Raises ValueError."""
-    from llguidance import LLMatcher
-
-    text = grammar.text
-    match grammar.kind:
-        case GrammarKind.JSON_OBJECT:
-            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON)
-        case GrammarKind.JSON_SCHEMA:
-            if text.strip() == "false":
-                raise ValueError("nothing is valid by it")
-            text = "{}" if text.strip() == "true" else text
-            return LLMatcher.grammar_from_json_schema(text, overrides=_JSON)
-        case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(_ESCAPED.sub(_as_ecma, text))
-        case GrammarKind.CHOICE:
-            choices: list[str] = json.loads(text)
-            return LLMatcher.grammar_from_regex("|".join(map(_literal, choices)))
-        case GrammarKind.LARK:
-            return _with_schemas(**json.loads(text))
-
-
-def _with_schemas(lark: str, schemas: Mapping[str, Mapping[str, Any]]) -> str:
-    """The grammar that begins with the Lark rules."""
-    named = [
-        {"name": name, "json_schema": {**schema, "x-guidance": _JSON}}
-        for name, schema in schemas.items()
-    ]
-    return json.dumps({"grammars": [{"name": "start", "lark_grammar": lark}, *named]})
-
-
-def _as_ecma(escaped: re.Match[str]) -> str:
-    r"""\d and \w, and their opposites, as ECMAScript has them, ASCII: the library takes those of
-    every script, but in a schema's pattern. What it reads may have classes within classes."""
-    return _CLASSES.get(escaped[0], escaped[0])
-
-
-def _literal(text: str) -> str:
-    return "".join(f"\\{char}" if char in _META else char for char in text)
 
 
 def _without(mask: np.ndarray, tokens: Sequence[int] | range) -> np.ndarray:
@@ -282,10 +316,3 @@ def _without(mask: np.ndarray, tokens: Sequence[int] | range) -> np.ndarray:
 def has(mask: np.ndarray, token: int) -> bool:
     """Whether the mask allows the token."""
     return 0 <= token < 32 * len(mask) and bool(int(mask[token // 32]) >> token % 32 & 1)
-
-
-def _one_line(problem: str) -> str:
-    """A parser's message, which may be long and drawn over several lines."""
-    lines = [line.strip() for line in problem.splitlines()]
-    text = " ".join(line for line in lines if line and set(line) - set("^ |"))
-    return text if len(text) <= 300 else f"{text[:297]}..."

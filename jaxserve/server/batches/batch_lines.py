@@ -80,14 +80,17 @@ class Line:
     def checked(
         self,
         requests: EngineRequests,
+        tenant: str,
         problem: InvalidRequest | None = None,
         named: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> NewLine:
         """The line for the journal, with an error as its result if it is too large, its frontend
-        found a problem, or the engine would not serve it. Any thread may call this.
+        found a problem, or the engine would not serve it. Called on a thread that may wait, see
+        `EngineRequests.read_lines`.
 
         Args:
             requests: builds the request, to check it.
+            tenant: owner of the batch.
             problem: what the frontend found wrong.
             named: context in which the request is built; it renames fields in errors to the
                 frontend's names.
@@ -101,6 +104,8 @@ class Line:
             if problem is not None:
                 raise problem
             with named():
+                if (grammar := self.sampling.get("grammar")) is not None:
+                    requests.wait_for_grammar(grammar, self.sampling.get("thinking"), tenant)
                 requests.build_request(self.fields())
         except InvalidRequest as error:
             return NewLine(text, Result(self.name, error=LineError.from_error(error)).to_json())

@@ -69,8 +69,7 @@ class Progress:
 
 
 class Batches:
-    """The journal and its runner, on the event loop that serves. All methods but `checked` run
-    there.
+    """The journal and its runner, on the event loop that serves. All methods run there.
 
     Methods raise BatchRefused if the journal refuses the operation, and sqlite3.Error if the disk
     fails. Their `owner` is the name of the calling API key, which sees its own batches only; ""
@@ -131,10 +130,15 @@ class Batches:
         """Wakes those who wait for results, since the engine takes no requests any more."""
         self._runner.announce()
 
-    def checked(self, lines: Iterable[tuple[Line, InvalidRequest | None]]) -> list[NewLine]:
-        """Lines for `submit`, each given with the problem that its frontend found, if any. A line
-        with a problem gets it as its result. Any thread may call this."""
-        return [line.checked(self._requests, problem) for line, problem in lines]
+    async def checked(
+        self, lines: Iterable[tuple[Line, InvalidRequest | None]], owner: str
+    ) -> list[NewLine]:
+        """The owner's lines for `submit`, each given with the problem that its frontend found, if
+        any. A line with a problem gets it as its result."""
+        requests = self._requests
+        return await requests.read_lines(
+            owner, lambda: [line.checked(requests, owner, problem) for line, problem in lines]
+        )
 
     async def submit(
         self,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason
-from jaxserve.sched.request import InvalidRequest
+from jaxserve.sched.request import InvalidRequest, Request
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.batches.batch_lines import Completion, Line, LineError, Result
 from jaxserve.server.batches.journal import Journal
@@ -148,10 +148,13 @@ class BatchRunner:
             await self._room(line.continuations)
             record = self._begin(work)
             try:
-                request = await self._requests.make_request(line.fields(record.caller))
-                record.charge((request,))
+                request: Request | None = None
                 while work.batch not in self._dropped:
                     try:
+                        if request is None:
+                            fields = line.fields(record.caller)
+                            request = await self._requests.make_request(fields)
+                            record.charge((request,))
                         stream = self._requests.open_stream(request, bounded=False, record=record)
                     except (QueueFull, EngineStopped) as error:
                         if isinstance(error, EngineStopped) and not self._requests.stalled:

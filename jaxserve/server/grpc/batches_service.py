@@ -28,10 +28,8 @@ class BatchesService:
     ) -> pb.SubmitBatchResponse:
         """The RPC: adds lines, and commits."""
         batches = await self._served(request, call)
-        lines = await asyncio.to_thread(
-            batches.checked, map(convert.line_from_message, request.lines)
-        )
         name, first, caller = request.batch_id, request.first_line, call.record.caller
+        lines = await batches.checked(map(convert.line_from_message, request.lines), caller.name)
         progress = await batches.submit(name, first, lines, commit=request.commit, caller=caller)
         return pb.SubmitBatchResponse(status=convert.status_message(progress))
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from jaxserve.engine.adapters import Adapter, UnknownAdapter
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.engine.stats import EngineInfo
+from jaxserve.engine.text.grammar_process import PROCESSES
 from jaxserve.sched.request import (
     NOTHING_SAMPLED,
     SLO,
@@ -42,6 +43,7 @@ from jaxserve.server.requests.output_streams import (
 )
 from jaxserve.server.requests.slo_admission import check_expected
 from jaxserve.server.requests.slo_classes import ServiceLevel, requested_level
+from jaxserve.server.requests.tenant_turns import TenantThreads
 
 T = TypeVar("T")
 MAX_REQUEST_ID = 128  # characters
@@ -52,6 +54,7 @@ SHUTTING_DOWN = "the server is shutting down"
 # so few of them are encoded at once that the engine's thread, too, has a core.
 INLINE_LENGTH = 2000
 _NO_TARGETS = SLO()
+_READERS = 8  # tenants whose batches' lines are read at a time; most of that is waiting
 _ENCODERS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
@@ -122,11 +125,11 @@ class EngineRequests:
         self._engine = engine
         self._refuse_late, self._buffer_bytes = refuse_late, buffer_bytes
         self.slo_classes = slo_classes or {}
-        self._router = OutputRouter(
-            asyncio.get_running_loop(), buffer_bytes=buffer_bytes, cancel=engine.cancel
-        )
+        self._loop = asyncio.get_running_loop()
+        self._router = OutputRouter(self._loop, buffer_bytes=buffer_bytes, cancel=engine.cancel)
         self._encoders = ThreadPoolExecutor(_ENCODERS, "jaxserve-encode")
-        self._grammars = ThreadPoolExecutor(1, "jaxserve-grammar")  # which nobody's text waits for
+        self._grammars = TenantThreads(PROCESSES, "jaxserve-grammar", each=1)
+        self._lines = TenantThreads(_READERS, "jaxserve-lines", each=1)
         self._others = ThreadPoolExecutor(_ENCODERS, "jaxserve-beside")
         self.draining = False
         self.failure: str | None = None
@@ -180,8 +183,10 @@ class EngineRequests:
         """Fails the open streams and shuts down the thread pools. Nothing can be built or submitted
         afterwards."""
         self._router.fail_all(SHUTTING_DOWN)
-        for pool in (self._encoders, self._grammars, self._others):
+        for pool in (self._encoders, self._others):
             pool.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
+        self._lines.close()
 
     def cancel_all(self) -> None:
         """Cancels every running request. Each stream ends with the engine's final output for it."""
@@ -198,7 +203,8 @@ class EngineRequests:
         grammar, and encoding a long prompt and making its keys."""
         loop, grammar = asyncio.get_running_loop(), fields.sampling.get("grammar")
         if grammar is not None:
-            await self.check_grammar(grammar, fields.sampling.get("thinking"))
+            tenant = "" if fields.caller is None else fields.caller.name
+            await self.check_grammar(grammar, fields.sampling.get("thinking"), tenant)
         if len(fields.prompt) + len(fields.prediction) > INLINE_LENGTH:
             return await loop.run_in_executor(self._encoders, self._ready, fields)
         return self._ready(fields)
@@ -236,11 +242,32 @@ class EngineRequests:
                 raise InvalidRequest("prompt", f"at most {most}")
         return wanted
 
-    async def check_grammar(self, grammar: Grammar, thinking: Thinking | None = None) -> None:
-        """Gets it ready for the engine. thinking: what comes before the text that it holds. Raises
-        InvalidRequest, which says what is wrong with it."""
-        check = self._engine.check_grammar
-        await asyncio.get_running_loop().run_in_executor(self._grammars, check, grammar, thinking)
+    async def check_grammar(
+        self, grammar: Grammar, thinking: Thinking | None = None, tenant: str = ""
+    ) -> None:
+        """Gets it ready for the engine.
+
+        Args:
+            grammar: of a text.
+            thinking: what comes before the text that it holds.
+            tenant: whose it is. Tenants take turns at the compiler.
+
+        Raises:
+            InvalidRequest: it cannot be served, and why.
+            EngineStopped: the engine stops.
+            QueueFull: it cannot be tried now.
+        """
+        await self._grammars.run(tenant, self._engine.check_grammar, grammar, thinking)
+
+    async def read_lines(self, tenant: str, read: Callable[..., T], *arguments: Any) -> T:
+        """Returns read(*arguments), run on a thread for the lines of tenants' batches, which may
+        wait for encoding, templates and grammars (`wait_for_grammar`)."""
+        return await self._lines.run(tenant, read, *arguments)
+
+    def wait_for_grammar(self, grammar: Grammar, thinking: Thinking | None, tenant: str) -> None:
+        """`check_grammar`, for a thread that may wait."""
+        check = self.check_grammar(grammar, thinking, tenant)
+        asyncio.run_coroutine_threadsafe(check, self._loop).result()
 
     def _ready(self, fields: RequestFields) -> Request:
         return self._engine.with_keys(self.build_request(fields))

@@ -16,9 +16,9 @@ from jaxserve.hosts.process_exit import end_process
 from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.http.options import HttpSettings
+from jaxserve.server.open_files import raise_limit
 from jaxserve.server.requests.call_outcome import Sink
 from jaxserve.server.requests.engine_client import EngineClient
-from jaxserve.server.requests.open_files import raise_limit
 from jaxserve.server.requests.options import server_options
 from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.server import Server

@@ -218,6 +218,9 @@ class EngineMetrics(Collector, Observer):
         yield self._counter("request_failures", text, stats.request_failures)
         text = "Those of them for which the model computed NaN or infinite numbers."
         yield self._counter("corrupted_requests", text, stats.corrupted_requests)
+        yield self._counter(
+            "grammar_breaches", "Texts whose grammar took too long.", stats.grammar_breaches
+        )
         text = "Plans and batches that failed, and whose requests ended with them."
         yield self._counter("engine_step_failures", text, stats.step_failures)
         text = "Calls of the engine's observers, metrics and recordings among them, that raised."

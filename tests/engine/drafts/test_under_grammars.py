@@ -166,7 +166,8 @@ def test_a_token_that_the_model_has_not_is_not_forced() -> None:
     grammar = MADE.compile(Grammar.choice(["red green"]))
     token = grammar.matcher(ignore_eos=False).forced(1)[0]
     keep = grammars._without(grammar._keep, [token])
-    matcher = GrammarMatcher(grammar._matcher.deep_copy(), keep, grammar._matcher)
+    start = grammar._matcher
+    matcher = GrammarMatcher(start.deep_copy(), keep, start, grammar._limits, lambda: None)
     assert matcher.forced(4) == []
     assert matcher.mask() is None
     assert matcher.valid_prefix([token]) == 0

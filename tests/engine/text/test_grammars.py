@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason
-from jaxserve.engine.text.grammars import CACHED, Grammars
+from jaxserve.engine.text.grammar_process import GrammarLimits
+from jaxserve.engine.text.grammars import Grammars
 from jaxserve.sched.request import MAX_GRAMMAR, Grammar, InvalidRequest
 from tests.engine.harness import Stream, engine, send, wait_until_idle
 
@@ -279,18 +280,6 @@ def test_many_grammars_at_once(on: Engine) -> None:
     assert all(re.fullmatch("[0-9]+ bottles of [a-z]{1,2}", text) for text in texts)
 
 
-def test_only_so_many_are_kept(shared: Engine) -> None:
-    grammars = Grammars(shared.tokenizer.definition(), 1536, (2,))
-    first = grammars.compile(Grammar.regex("a0"))
-    for n in range(1, CACHED):
-        grammars.compile(Grammar.regex(f"a{n}"))
-    assert grammars.compile(Grammar.regex("a0")) is first
-    grammars.compile(Grammar.regex("b"))
-    assert grammars.compile(Grammar.regex("a0")) is first, "it was wanted last but one"
-    grammars.compile(Grammar.regex("a1"))
-    assert len(grammars) == CACHED
-
-
 BAD = {
     "not JSON": (lambda: Grammar.json_schema("{"), "EOF|expected"),
     "no schema": (lambda: Grammar.json_schema({"type": "objekt"}), "objekt"),
@@ -326,14 +315,33 @@ def test_bad_grammars_are_refused(on: Engine, case: str) -> None:
     assert len(str(error.value)) < 400
 
 
-def test_one_that_gets_too_complex_ends_with_an_error(on: Engine) -> None:
+def test_one_that_gets_too_complex_ends_with_an_error(
+    on: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And nobody else does."""
+    wide = GrammarLimits(kept_mib=1024, mask_ms=1000)
+    for one in (on._grammars, on._grammars._processes):
+        monkeypatch.setattr(one, "_limits", wide)
     beside = ask(on, Grammar.regex("[a-z ]{60}"))
     grammar = Grammar.regex("a{1000}{1000}")
     stream = ask(on, grammar).wait()
     assert stream.reason is FinishReason.ERROR
     assert "too complex" in stream.last().error
     assert len(beside.wait().text()) == 60
+
+
+def test_one_that_takes_too_long_ends_with_an_error(on: Engine) -> None:
+    """And nobody else does; but nobody begins with it again."""
+    slow, before = Grammar.regex("[a-z ]{59}"), on.stats().grammar_breaches
+    beside = ask(on, Grammar.regex("[a-z ]{60}"))
+    on._grammars.compile(slow)._limits = GrammarLimits(mask_ms=1e-9)
+    stream = ask(on, slow).wait()
+    assert stream.reason is FinishReason.ERROR
+    assert "takes too long for each token: more than 1e-09 ms" in stream.last().error
+    assert len(beside.wait().text()) == 60
+    assert on.stats().grammar_breaches == before + 1
+    with pytest.raises(InvalidRequest, match="takes too long for each token"):
+        on.check_grammar(slow)
 
 
 def test_a_model_without_a_tokenizer_takes_none() -> None:

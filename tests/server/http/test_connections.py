@@ -17,11 +17,11 @@ import openai
 import pytest
 
 from jaxserve.client import Client
+from jaxserve.server import open_files
 from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access
 from jaxserve.server.http.transport import http_server, protocol
 from jaxserve.server.http.transport.connections import Connections, Place, Standing
-from jaxserve.server.requests import open_files
 from jaxserve.server.requests.admission import Overloaded
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.server import Server

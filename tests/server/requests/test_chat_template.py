@@ -16,6 +16,7 @@ import pytest
 
 from jaxserve.config import ConfigError
 from jaxserve.engine.errors import EngineStopped, QueueFull
+from jaxserve.limited import process as limited_process
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.requests.templates import template_process
 from jaxserve.server.requests.templates.chat_template import ChatTemplate, load_chat_template
@@ -152,7 +153,7 @@ def test_closing_ends_a_template_that_loops() -> None:
     while not looping.running():
         time.sleep(0.001)
     template.close()
-    assert process.wait(PATIENCE) == -signal.SIGKILL
+    assert process.process.wait(PATIENCE) == -signal.SIGKILL
     with pytest.raises(EngineStopped):
         looping.result(PATIENCE)
     assert behind.cancelled()
@@ -173,12 +174,12 @@ def test_a_process_that_does_not_answer_is_replaced(
 ) -> None:
     stopped = any_of._processes[0]._process
     assert stopped is not None
-    stopped.send_signal(signal.SIGSTOP)
+    stopped.process.send_signal(signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(template_process, "WALL_S", 0.2)
         with pytest.raises(InvalidRequest, match=r"has not ended after 0\.2 s"):
             any_of.render(CHAT)
-    assert stopped.returncode == -signal.SIGKILL
+    assert stopped.process.returncode == -signal.SIGKILL
     assert any_of.render(asking("tools")) == "TrueTrue"
 
 
@@ -186,8 +187,8 @@ def test_a_process_that_died_while_idle_is_nobodys_failure(any_of: ChatTemplate)
     assert any_of.render(asking("tools")) == "TrueTrue"
     died = any_of._processes[0]._process
     assert died is not None
-    os.kill(died.pid, signal.SIGKILL)  # as the kernel does where memory is short
-    os.waitid(os.P_PID, died.pid, os.WEXITED | os.WNOWAIT)
+    os.kill(died.process.pid, signal.SIGKILL)  # as the kernel does where memory is short
+    os.waitid(os.P_PID, died.process.pid, os.WEXITED | os.WNOWAIT)
     assert any_of.render(asking("tools")) == "TrueTrue"
 
 
@@ -200,9 +201,9 @@ def test_where_there_can_be_no_process_it_is_tried_again(
     process = any_of._processes[0]
     assert process._process is not None
     process._process.kill()
-    process._process.wait()
+    process._process.process.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(template_process.socket, "socketpair", full)
+        patch.setattr(limited_process.socket, "socketpair", full)
         with pytest.raises(QueueFull, match="no process for the chat template"):
             any_of.render(CHAT)
     assert any_of.render(asking("tools")) == "TrueTrue"
@@ -249,11 +250,9 @@ def test_the_process_has_no_secrets_and_ends_without_the_server(
     template = ChatTemplate("yes")
     process = template._processes[0]._process
     assert process is not None
-    assert b"alice" not in Path(f"/proc/{process.pid}/environ").read_bytes()
-    connection = template._processes[0]._connection
-    assert connection is not None
-    connection.shutdown(socket.SHUT_RDWR)
-    assert process.wait(PATIENCE) == 0
+    assert b"alice" not in Path(f"/proc/{process.process.pid}/environ").read_bytes()
+    process._connection.shutdown(socket.SHUT_RDWR)
+    assert process.process.wait(PATIENCE) == 0
     template.close()
 
 

@@ -59,7 +59,7 @@ def read_line(context: RouteContext, endpoint: str, text: str, tenant: str) -> N
         context: what the routes need.
         endpoint: the batch's endpoint.
         text: the line.
-        tenant: owner of the batch; tenants take turns at the chat template.
+        tenant: owner of the batch; tenants take turns at the chat template and the grammars.
     """
     requests, name = context.requests, _custom_id(text)
     try:
@@ -81,9 +81,9 @@ def read_line(context: RouteContext, endpoint: str, text: str, tenant: str) -> N
         if isinstance(error, ApiError):
             where = error.param or "line"
             error = InvalidRequest(where, str(error).removeprefix(f"{where}: "))
-        return Line(text, {}, name).checked(requests, error)
+        return Line(text, {}, name).checked(requests, tenant, error)
     return line.checked(
-        requests, named=functools.partial(request_options.naming_grammar_fields, body)
+        requests, tenant, named=functools.partial(request_options.naming_grammar_fields, body)
     )
 
 

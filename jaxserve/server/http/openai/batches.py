@@ -65,7 +65,9 @@ class CallerBatches:
         pieces = self._store.lines(asked.input_file_id)
         try:
             while piece := await asyncio.to_thread(next, pieces, None):
-                lines = await asyncio.to_thread(self._read, asked.endpoint, piece)
+                lines = await self._context.requests.read_lines(
+                    self._owner, self._read, asked.endpoint, piece
+                )
                 await submit(first, lines, commit=False)
                 first += len(lines)
             if not first:

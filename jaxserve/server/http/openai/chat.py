@@ -72,9 +72,9 @@ async def prepare_chat(context: RouteContext, body: ChatRequest, caller: Caller)
     with request_options.naming_grammar_fields(body):
         use, held = await beside_if_tools(context, body, _calls, context, body)
         if use is not None and use.otherwise is not None:
-            await context.requests.check_grammar(use.otherwise)
+            await context.requests.check_grammar(use.otherwise, tenant=caller.name)
         if use is not None and "grammar" in held:
-            await check_calls(context, use, held["grammar"])
+            await check_calls(context, use, held["grammar"], caller.name)
     template = context.template
     text = await asyncio.wrap_future(
         await beside_if_tools(context, body, render_chat, template, body, caller.name)
@@ -110,7 +110,7 @@ def chat_sampling(
     with request_options.naming_grammar_fields(body):
         use, held = _calls(context, body)
         if use is not None and use.otherwise is not None:
-            context.engine.check_grammar(use.otherwise)
+            context.requests.wait_for_grammar(use.otherwise, None, tenant)
     text = render_chat(context.template, body, tenant).result()
     prompt = tuple(context.template.encode(text, context.engine.encode))
     note, thought = parser_note(context.template, use, text), thought_use(context, body, use, text)

@@ -104,13 +104,22 @@ def tool_sampling(context: RouteContext, use: ToolUse) -> dict[str, Any]:
     return {"grammar": _grammar(context.template.tool_format, use, context.special_markers)}
 
 
-async def check_calls(context: RouteContext, use: ToolUse, grammar: Grammar) -> None:
-    """Gets the grammar of a text with calls ready. Raises InvalidRequest, which names the tool that
-    it cannot be made of."""
+async def check_calls(context: RouteContext, use: ToolUse, grammar: Grammar, tenant: str) -> None:
+    """Gets the grammar of a text with calls ready.
+
+    Args:
+        context: what the routes need.
+        use: the tools.
+        grammar: as in `tool_sampling`.
+        tenant: whose chat it is.
+
+    Raises:
+        InvalidRequest: it cannot be made; it names the tool for which.
+    """
     try:
-        await context.requests.check_grammar(grammar)
+        await context.requests.check_grammar(grammar, tenant=tenant)
     except InvalidRequest as error:
-        await _blame(context, use)
+        await _blame(context, use, tenant)
         raise InvalidRequest("tools", f"as a grammar: {error.problem}") from None
 
 
@@ -135,16 +144,17 @@ def _grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> Gram
         raise InvalidRequest(where, error.problem) from None
 
 
-async def _blame(context: RouteContext, use: ToolUse) -> None:
+async def _blame(context: RouteContext, use: ToolUse, tenant: str) -> None:
     """Raises InvalidRequest for the first tool whose schema is no grammar by itself."""
-    until = time.monotonic() + _SEARCH_S  # others wait for the same thread
+    until = time.monotonic() + _SEARCH_S
     for place, tool in zip(use.places, use.tools, strict=True):
         if time.monotonic() > until:
             return
         if not (use.forced or tool.strict):
             continue
         try:
-            await context.requests.check_grammar(Grammar.json_schema(schema_of(tool)))
+            grammar = Grammar.json_schema(schema_of(tool))
+            await context.requests.check_grammar(grammar, tenant=tenant)
         except InvalidRequest as error:
             where = f"tools.{place}.function.parameters"
             raise InvalidRequest(where, error.problem) from None

@@ -17,8 +17,8 @@ from jaxserve.config import ConfigError
 from jaxserve.server.access.tls import Tls
 from jaxserve.server.http.transport.connections import Connections
 from jaxserve.server.http.transport.protocol import Connection
+from jaxserve.server.open_files import connections_of_a_door
 from jaxserve.server.requests.addresses import bind_sockets, bracketed_host
-from jaxserve.server.requests.open_files import connections_of_a_door
 
 log = logging.getLogger(__name__)
 _BACKLOG = 2048

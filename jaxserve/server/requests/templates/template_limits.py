@@ -1,12 +1,7 @@
-"""What a process that renders a chat template may take, and how it is talked to.
+"""What a process that renders a chat template may take.
 
-Both sides send frames: the length in bytes, then JSON. The first question is the template's source,
-each other one the variables of a chat.
+The first question to it is the template's source, each other one the variables of a chat.
 """
-
-from __future__ import annotations
-
-import struct
 
 CPU_S = 2.0
 """Of the processor, for compiling the template and for each render: real ones take milliseconds for
@@ -17,11 +12,7 @@ MEMORY = 768 << 20
 """Bytes of address space; Python and Jinja have some 50 MiB of it."""
 KEPT = 128 << 20
 """Resident bytes beyond which a process is not used again: it would keep them."""
-MAX_TEXT = 32 << 20
-"""Bytes of an answer, which the server reads in one go: nothing else runs meanwhile."""
 MAX_SOURCE = 1 << 20
 """Bytes of a template: real ones have up to 20 KiB."""
 MAX_PROBLEM = 300
 """Characters of what a template says is wrong."""
-
-LENGTH = struct.Struct("!Q")

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import jaxserve
 from jaxserve.engine.errors import EngineStopped, QueueFull
-from jaxserve.hosts.channel import receive_exactly
+from jaxserve.limited.process import LimitedProcess, ProcessEnded
 from jaxserve.sched.request import InvalidRequest
-from jaxserve.server.requests.templates.template_limits import CPU_S, LENGTH, MAX_TEXT, WALL_S
+from jaxserve.server.requests.templates.template_limits import CPU_S, WALL_S
 
 _MODULE = "jaxserve.server.requests.templates.template_worker"
-# What Python and strftime need. The server's keys and tokens are not for a template.
-_VARIABLES = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_TIME", "TZ")
 _STOPPING = "the server is stopping"
 
 
@@ -47,8 +38,7 @@ class TemplateProcess:
     def __init__(self, source: str) -> None:
         self._source = source
         self._thread: threading.Thread | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
+        self._process: LimitedProcess | None = None
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[_Asked]] = OrderedDict()  # the next tenant first
         self._closed = False
@@ -112,8 +102,9 @@ class TemplateProcess:
         if time.monotonic() > asked.latest:
             raise QueueFull(f"other chats took the chat template more than {WALL_S:g} s")
         try:
-            if self._process is not None and self._process.poll() is not None:
-                self._end()  # it has died while nobody asked it anything
+            if self._process is not None and self._process.ended:
+                self._process.end()  # it has died while nobody asked it anything
+                self._process = None
             if self._process is None:
                 self._start()
             text: str = self._ask(asked.variables)["text"]
@@ -127,71 +118,29 @@ class TemplateProcess:
         return text
 
     def _start(self) -> frozenset[str]:
-        ours, theirs = socket.socketpair()
-        with theirs, self._changed:
+        with self._changed:
             if self._closed:
-                ours.close()
                 raise TemplateFailed(_STOPPING)
-            self._connection = ours
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=_environment(),
-                start_new_session=True,  # Ctrl-C is for the server
-            )
+            self._process = LimitedProcess(_MODULE)
         return frozenset(self._ask({"source": self._source})["reads"])
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """The answer. Raises TemplateFailed; where none has come, the process is gone."""
-        assert self._connection is not None and self._process is not None
-        asked = json.dumps(question, ensure_ascii=False).encode()
+        process = self._process
+        assert process is not None
         try:
-            answer = _exchange(self._connection, asked, time.monotonic() + WALL_S)
+            answer = process.ask(question, WALL_S)
         except TimeoutError:
-            self._process.kill()
-            self._end()
+            self._process = None
             raise TemplateFailed(f"has not ended after {WALL_S:g} s") from None
-        except (OSError, EOFError):
-            code = self._end()
-            if code == -signal.SIGPROF:
-                problem = f"takes more than {CPU_S:g} s of a processor"
-            else:
-                problem = f"its process has ended with {code}"
-            raise TemplateFailed(problem) from None
+        except ProcessEnded as ended:
+            self._process = None
+            if ended.code == -signal.SIGPROF:
+                raise TemplateFailed(f"takes more than {CPU_S:g} s of a processor") from None
+            raise TemplateFailed(str(ended)) from None
         if answer["last"]:
-            self._end()
+            self._process = None
+            process.end()
         if "problem" in answer:
             raise TemplateFailed(answer["problem"])
         return answer
-
-    def _end(self) -> int:
-        """The exit code of a process that has ended, or is about to."""
-        assert self._connection is not None and self._process is not None
-        self._connection.close()
-        try:
-            code = self._process.wait(CPU_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        self._process = self._connection = None
-        return code
-
-
-def _exchange(connection: socket.socket, question: bytes, deadline: float) -> dict[str, Any]:
-    """Raises TimeoutError, EOFError, OSError."""
-    connection.settimeout(max(deadline - time.monotonic(), 0.001))
-    connection.sendall(LENGTH.pack(len(question)) + question)
-    (length,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size, deadline))
-    if length > MAX_TEXT:
-        raise EOFError
-    answer: dict[str, Any] = json.loads(receive_exactly(connection, length, deadline))
-    return answer
-
-
-def _environment() -> dict[str, str]:
-    own = str(Path(jaxserve.__file__).resolve().parents[1])
-    paths = [own, *filter(None, [os.environ.get("PYTHONPATH")])]
-    kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths)}

@@ -7,12 +7,9 @@ memory, so the process has limits. It imports little but Jinja, and starts in so
 from __future__ import annotations
 
 import json
-import resource
-import signal
 import socket
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, meta, nodes, pass_context
@@ -21,6 +18,14 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jaxserve.limited.limits import (
+    MAX_ANSWER,
+    frame,
+    limit_memory,
+    limit_time,
+    memory_pages,
+    read_question,
+)
 from jaxserve.server.requests.templates import template_limits as limits
 
 _TOO_MUCH = f"needs more than {limits.MEMORY >> 20} MiB of memory"
@@ -125,52 +130,25 @@ def _as_object(text: str) -> Any:
 def serve_renders(connection: socket.socket) -> None:
     """Answers until the other side closes the connection, or so much has been needed that another
     process had better go on; `last` says so."""
-    worker, stream = Worker(), connection.makefile("rb")
-    last = False
-    while not last and (head := stream.read(limits.LENGTH.size)):
-        signal.setitimer(signal.ITIMER_PROF, limits.CPU_S)
-        (length,) = limits.LENGTH.unpack(head)
+    worker, last = Worker(), False
+    while not last:
+        limit_time(limits.CPU_S)
         try:
-            answer = worker.answer(json.loads(stream.read(length)))
-            last = _resident() > limits.KEPT
-            reply = _reply(answer, last)
+            question = read_question(connection)
+            if question is None:
+                return
+            answer = worker.answer(question)
+            last = memory_pages()[1] > limits.KEPT
+            reply = frame({**answer, "last": last})
         except MemoryError:
-            last, reply = True, _reply({"problem": _TOO_MUCH}, True)
-        if len(reply) > limits.MAX_TEXT:
-            problem = f"writes more than {limits.MAX_TEXT >> 20} MiB"
-            last, reply = True, _reply({"problem": problem}, True)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        connection.sendall(limits.LENGTH.pack(len(reply)) + reply)
-
-
-def _reply(answer: Mapping[str, Any], last: bool) -> bytes:
-    return json.dumps({**answer, "last": last}, ensure_ascii=False).encode()
-
-
-def _resident() -> int:
-    """Bytes of memory that this process has now; 0 where the system does not say."""
-    try:
-        pages = Path("/proc/self/statm").read_text().split()[1]
-    except OSError:
-        return 0
-    return int(pages) * resource.getpagesize()
-
-
-def _limit() -> None:
-    """For good, whatever gets out of the sandbox. Beyond the time the kernel ends the process."""
-    for kind, most in (
-        (resource.RLIMIT_AS, limits.MEMORY),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NPROC, 0),
-    ):
-        hard = resource.getrlimit(kind)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            last, reply = True, frame({"problem": _TOO_MUCH, "last": True})
+        if len(reply) > MAX_ANSWER:
+            problem = f"writes more than {MAX_ANSWER >> 20} MiB"
+            last, reply = True, frame({"problem": problem, "last": True})
+        limit_time(0)
+        connection.sendall(reply)
 
 
 if __name__ == "__main__":
-    _limit()
+    limit_memory(limits.MEMORY)
     serve_renders(socket.socket(fileno=0))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,34 @@ def create(client: openai.OpenAI, lines: list[Any], endpoint: Any = "/v1/complet
     return client.batches.create(
         input_file_id=name, endpoint=endpoint, completion_window="24h", metadata={"who": "me"}
     )
+
+
+def test_grammars_that_take_long_hold_up_no_other_route(
+    client: openai.OpenAI, running: FakeEngine, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There were as many of them as asyncio has threads for files, metrics and the rest."""
+    begun, may = threading.Event(), threading.Event()
+
+    def check(grammar: Any, thinking: Any = None) -> None:
+        begun.set()
+        assert may.wait(60)
+
+    monkeypatch.setattr(running, "check_grammar", check)
+    files = [upload(client, [line("a", prompt="ab", structured_outputs={"regex": "a"})])]
+    with ThreadPoolExecutor(40) as threads:
+        made = [
+            threads.submit(
+                client.batches.create,
+                input_file_id=files[0],
+                endpoint="/v1/completions",
+                completion_window="24h",
+            )
+            for _ in range(40)
+        ]
+        assert begun.wait(60)
+        assert [each.id for each in client.files.list()] == files
+        may.set()
+        assert {each.result(60).request_counts.total for each in made} == {1}
 
 
 def test_every_line_gets_its_answer(

@@ -1,0 +1,1 @@
+"""Processes with limits, for what others have written and may never end."""
