@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 
 HELLO, WELCOME, HERE, ALL_HERE = "hello", "welcome", "here", "all here"
 _HELLO_S = 5.0  # for whoever has connected to say who it is
-HELLO_BYTES = 1 << 20  # of what is said before both sides know each other
+HELLO_BYTES = 1 << 16  # of what is said before both sides know each other
+_LOGGED = 80  # characters of a value that somebody unknown has sent
+OTHER = "its versions or configuration are not the leader's, whose log says where they differ"
+"""What a host hears that is refused: whoever reaches the port may ask, so it is told no values."""
 _LOOK_S = 0.5  # between two looks at followers that may not come
 LAST_S = 5.0
 """Seconds after which the process ends, once a host is lost or the leader has failed, whatever else
@@ -138,7 +141,7 @@ def gather(
     rank: Rank, profile: Mapping[str, Any], starter: Starter | None = None
 ) -> dict[int, Channel]:
     """Waits for all followers, by index, whose `profile` is this one's; who has another one is
-    refused, and told why. starter: None where others start them. Raises GroupError."""
+    refused, and the log says why. starter: None where others start them. Raises GroupError."""
     try:
         listener = socket.create_server((rank.address, rank.port), family=rank.family)
     except OSError as error:
@@ -194,24 +197,31 @@ def _admitted(channel: Channel, address: str, rank: Rank, profile: Mapping[str, 
         if message.name != HELLO or type(index) is not int or not isinstance(theirs, dict):
             raise BadMessage(f"a {message.name[:40]!r} instead of a hello")
     except (Closed, BadMessage, TimeoutError) as error:
-        log.warning("somebody at %s has connected who is no follower: %s", address, error)
+        why = str(error)[:_LOGGED]
+        log.warning("somebody at %s has connected who is no follower: %s", address, why)
         channel.close()
         return None
-    problem = _difference(theirs, profile)
-    if problem is None and not 0 < index < rank.hosts:
-        problem = f"mesh.host_index must be 1 to {rank.hosts - 1}, got {index}"
-    if problem is None:
+    difference = _difference(theirs, profile)
+    if difference is None and not 0 < index < rank.hosts:
+        difference = f"mesh.host_index must be 1 to {rank.hosts - 1}, got {_short(index)}"
+    if difference is None:
         return index
-    log.warning("the host at %s is refused: %s", address, problem)
-    _refuse(channel, problem)
+    log.warning("the host at %s is refused: %s", address, difference)
+    _refuse(channel, OTHER)
     return None
 
 
 def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
     for name in sorted({*theirs, *ours}):
         if theirs.get(name) != ours.get(name):
-            return f"{name}: it has {theirs.get(name)!r}, the leader {ours.get(name)!r}"
+            theirs_is, ours_is = _short(theirs.get(name)), _short(ours.get(name))
+            return f"{name[:_LOGGED]}: it has {theirs_is}, the leader {ours_is}"
     return None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LOGGED else f"{text[:_LOGGED]}... ({len(text)} characters)"
 
 
 def _refuse(channel: Channel, why: str) -> None:

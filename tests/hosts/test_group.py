@@ -7,6 +7,7 @@ import dataclasses
 import math
 import re
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import pytest
 from jaxserve.hosts import group as group_module
 from jaxserve.hosts.callers import MOST
 from jaxserve.hosts.channel import Channel, Closed
-from jaxserve.hosts.group import Group, gather
+from jaxserve.hosts.group import HELLO_BYTES, OTHER, Group, gather
 from jaxserve.hosts.link import CLOSE, Link
 from jaxserve.hosts.membership import join_group
 from jaxserve.hosts.messages import Message
@@ -153,18 +154,50 @@ def test_those_who_have_come_hear_that_another_one_does_not() -> None:
         starting.joined[0].result(TIMEOUT)
 
 
-def test_one_with_another_configuration_is_refused_and_the_right_one_comes_later() -> None:
+def test_one_with_another_configuration_is_refused_and_the_right_one_comes_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The leader's log says where they differ, and the one refused hears no values: it may be
+    anybody."""
     leader, right = ranks(2)
     gathered = beside(lambda: gather(leader, PROFILE))
-    wrong = joining(right, {**PROFILE, "model.path": "elsewhere"})
-    problem = "model.path: it has 'elsewhere', the leader 'there'"
-    with pytest.raises(GroupError, match=problem):
-        wrong.result(TIMEOUT)
-    with pytest.raises(GroupError, match=re.escape("mesh.hosts: it has 4, the leader 3")):
-        joining(right, {**PROFILE, "mesh.hosts": 4}).result(TIMEOUT)
     outside = Rank(right.address, right.port, 5, 4, TIMEOUT)
-    with pytest.raises(GroupError, match=re.escape("mesh.host_index must be 1 to 1, got 4")):
-        joining(outside).result(TIMEOUT)
+    for rank, profile, why in (
+        (right, {"model.path": "elsewhere"}, "model.path: it has 'elsewhere', the leader 'there'"),
+        (right, {"mesh.hosts": 4}, "mesh.hosts: it has 4, the leader 3"),
+        (outside, {}, "mesh.host_index must be 1 to 1, got 4"),
+        (right, {"mesh.hosts": "x" * 60_000}, "xxx... (60002 characters), the leader 3"),
+        (right, {"a" * 60_000: 1}, "aaa: it has 1, the leader None"),
+        (right, {"mesh.hosts": 10**400}, "000... (401 characters), the leader 3"),
+    ):
+        caplog.clear()
+        with pytest.raises(GroupError, match=re.escape(OTHER)):
+            joining(rank, {**PROFILE, **profile}).result(TIMEOUT)
+        (line,) = (each.getMessage() for each in caplog.records if "is refused" in each.message)
+        assert line.endswith(why) and len(line) < 300
+    joining(right)
+    assert list(gathered.result(TIMEOUT)) == [1]
+
+
+def test_what_is_too_long_or_no_message_leaves_a_short_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    leader, right = ranks(2)
+    gathered = beside(lambda: gather(leader, PROFILE))
+    first = joining(right, {**PROFILE, "mesh.hosts": 4})  # it waits until the leader listens
+    with pytest.raises(GroupError):
+        first.result(TIMEOUT)
+    for sent in (
+        struct.pack("!I", HELLO_BYTES + 1),
+        struct.pack("!II", 60_004, 60_000) + b'["hello",{},[["%s",[]]]]' % (b"y" * 59_977),
+    ):
+        with socket.create_connection((leader.address, leader.port), TIMEOUT) as stranger:
+            stranger.sendall(sent)
+            stranger.settimeout(TIMEOUT)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+    lines = [each.getMessage() for each in caplog.records if "no follower" in each.message]
+    assert len(lines) == 2 and max(map(len, lines)) < 200, lines
     joining(right)
     assert list(gathered.result(TIMEOUT)) == [1]
 
