@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import re
 import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxserve.client.connection import Tls, key_metadata
+from jaxserve.client.errors import PORTS
 from jaxserve.client.flags import add_access_flags, read_key, read_tls
 from jaxserve.client.records import EXPECTED_MISSED, json_verdict_line
 from jaxserve.command_line import Parser
 
 DEFAULT_ADDRESS = "localhost:8000"
-RESET = "/reset"
+HELP, RESET, EXIT = "/help", "/reset", "/exit"
+COMMANDS = {HELP: "this list", RESET: "begins anew", EXIT: "ends, as ^D does"}
+_COMMAND = re.compile(r"/[a-z]+")
 
 
 class ChatError(Exception):
@@ -36,11 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say(chat, args.message)
             return 0
         if sys.stdin.isatty():
-            print("A line is a message. /reset begins anew, ^D ends.", file=sys.stderr)
+            print(f"A line is a message. {HELP} lists commands, ^D ends.", file=sys.stderr)
         while (message := _read()) is not None:
-            if message.strip() == RESET:
+            command = message.strip()
+            if command == EXIT:
+                break
+            if command == RESET:
                 chat.reset()
-            elif message.strip():
+            elif _COMMAND.fullmatch(command):
+                _help(command)
+            elif command:
                 _say(chat, message)
         return 0
     except (ChatError, OSError) as error:
@@ -123,6 +132,8 @@ class Chat:
             problem = f"no server answers at {self._address}: is it running? (jaxserve serve)"
             raise ChatError(problem) from None
         except (OSError, http.client.HTTPException) as error:
+            if type(error) is http.client.BadStatusLine:
+                raise ChatError(f"{self._address} does not speak HTTP: {PORTS}") from None
             raise ChatError(f"{self._address}: {error or type(error).__name__}") from None
         finally:
             connection.close()
@@ -155,6 +166,13 @@ def _problem(body: bytes) -> str:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return ""
+
+
+def _help(command: str) -> None:
+    if command != HELP:
+        print(f"{command} is no command.", file=sys.stderr)
+    for name, does in COMMANDS.items():
+        print(f"{name:<8}{does}", file=sys.stderr)
 
 
 def _say(chat: Chat, message: str) -> None:

@@ -7,6 +7,11 @@ from typing import Any
 import grpc
 
 _PASSING = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED")
+PORTS = (
+    "`jaxserve complete` and `jaxserve batch` call a server's gRPC port (--port=50051), "
+    "`jaxserve chat` its HTTP port (--http_port=8000)"
+)
+_NOT_GRPC = "Failed parsing HTTP/2"  # as when HTTP/1.1 answers
 _TOO_LARGE = "message larger than max"  # which gRPC calls RESOURCE_EXHAUSTED, too
 
 
@@ -44,6 +49,8 @@ def explained(error: Any, address: str) -> ServerError:
     if code is grpc.StatusCode.UNAVAILABLE and "handshake" in details.lower():
         why = details.rpartition("last error: ")[2]
         return Unreachable(code.name, f"no TLS with {address}: {why}")
+    if code is grpc.StatusCode.UNAVAILABLE and _NOT_GRPC in details:
+        return Unreachable(code.name, f"{address} does not speak gRPC: {PORTS}")
     if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
         problem = f"no server answers at {address}: is it running? (jaxserve serve)"
         if "socket closed" in details.lower():

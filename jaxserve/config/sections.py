@@ -343,8 +343,8 @@ class ServerConfig:
     """Where it listens.
 
     Attributes:
-        host: localhost: this machine only. 0.0.0.0: everyone; what is open to them a line in the
-            log says.
+        host: localhost: this machine only. 0.0.0.0: everyone; ::, by IPv6, too. What is open to
+            them a line in the log says.
         port: 0: any free one.
         http_port: HTTP, in the shape of OpenAI's API; -1: none, 0: any free port.
         metrics_port: Prometheus; -1: none, 0: any free port.
@@ -377,7 +377,8 @@ class ServerConfig:
             | off (it stays, refuses, and is for a health check to end).
         reflection: gRPC server reflection, with which tools such as grpcurl need no proto file.
         batch_dir: Folder of the batches, which survive the server there; only one server at a time,
-            on a local disk. auto: ~/.local/state/jaxserve/batches-PORT, none with any free port.
+            on a local disk. auto: ~/.local/state/jaxserve/batches-PORT, none with any free port or
+            where that cannot be written.
             Empty: batches are refused.
         batch_in_flight: Requests of batches, each of the n of a line, that the engine gets at once;
             the others wait on the disk. 0: twice scheduler.max_rows, but at most half of

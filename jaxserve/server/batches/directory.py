@@ -10,10 +10,14 @@ from jaxserve.config import ConfigError
 from jaxserve.file_lock import lock
 
 
+class NotWritable(ConfigError):
+    """There is no such directory, and it cannot be made, or not be written."""
+
+
 def lock_directory(path: Path) -> IO[str]:
     """Makes the directory, for its owner's eyes only, if it is not there, and locks it until what
     is returned is closed; the system lets go of it when the process ends, however that happens.
-    Raises ConfigError where another has it, or it cannot be written."""
+    Raises ConfigError where another has it, and its NotWritable where it cannot be written."""
     file = path / "lock"
     held: IO[str] | None = None
     try:
@@ -28,7 +32,8 @@ def lock_directory(path: Path) -> IO[str]:
         if held is not None:
             held.close()
         problem = f"{path}: {error.strerror}; {OTHER_DIRECTORIES}"
-        raise ConfigError(f"server.batch_dir: {problem}") from None
+        kind = ConfigError if isinstance(error, BlockingIOError) else NotWritable
+        raise kind(f"server.batch_dir: {problem}") from None
     return held
 
 

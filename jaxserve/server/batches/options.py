@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 from jaxserve.config import AUTO, ConfigError, SchedulerConfig, ServerConfig
 from jaxserve.server.batches.batch_operations import BatchSettings
-from jaxserve.server.batches.directory import OTHER_DIRECTORIES
+from jaxserve.server.batches.directory import OTHER_DIRECTORIES, NotWritable
 from jaxserve.server.batches.journal import Journal
+
+log = logging.getLogger(__name__)
 
 _DAY_S = 86_400.0
 
@@ -24,6 +27,9 @@ def batch_directory(server: ServerConfig) -> Path | None:
     try:
         return Path(given).expanduser() if given else None
     except RuntimeError:
+        if server.batch_dir == AUTO:
+            log.warning("no batches are taken: there is no home directory; %s", OTHER_DIRECTORIES)
+            return None
         problem = f"there is no home directory for {given}; {OTHER_DIRECTORIES}"
         raise ConfigError(f"server.batch_dir: {problem}") from None
 
@@ -32,14 +38,22 @@ def batch_directory(server: ServerConfig) -> Path | None:
 def open_batches(
     server: ServerConfig, scheduler: SchedulerConfig
 ) -> Iterator[BatchSettings | None]:
-    """Opens the journal for the duration of the context; None if there are no batches. Raises
-    ConfigError if another server has it, or it cannot be written."""
+    """Opens the journal for the duration of the context; None if there are no batches: also
+    where the directory of "auto" cannot be written, with a warning. Raises ConfigError if another
+    server has it, or it cannot be written."""
     directory = batch_directory(server)
     if directory is None:
         yield None
         return
     half = max(scheduler.max_queue // 2, 1)
-    journal = Journal(directory, max_bytes=int(server.batch_gib * 2**30))
+    try:
+        journal = Journal(directory, max_bytes=int(server.batch_gib * 2**30))
+    except NotWritable as error:
+        if server.batch_dir != AUTO:
+            raise
+        log.warning("no batches are taken: %s", error)
+        yield None
+        return
     try:
         yield BatchSettings(
             journal=journal,

@@ -41,7 +41,11 @@ def bind_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
         try:
             for family, address in addresses:
                 where = (address[0], bound, *address[2:])
-                listeners.append(socket.create_server(where, family=family, backlog=backlog))
+                listeners.append(
+                    socket.create_server(
+                        where, family=family, backlog=backlog, dualstack_ipv6=_is_all(address)
+                    )
+                )
                 bound = listeners[0].getsockname()[1]
             return listeners
         except OSError as error:
@@ -50,6 +54,11 @@ def bind_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
             if not left:
                 raise OSError(error.errno, os.strerror(error.errno or 0)) from None
     raise AssertionError("unreachable")
+
+
+def _is_all(address: Any) -> bool:
+    """Whether it is `::`, all addresses of both families, as gRPC has it, too."""
+    return bool(address[0] == "::") and socket.has_dualstack_ipv6()
 
 
 def bracketed_host(host: str) -> str:

@@ -35,9 +35,9 @@ def run_server(
     access: Access | None = None,
     traces: Sink | None = None,
 ) -> int:
-    """Serves until SIGTERM or SIGINT, or until the engine has failed if the config says so. A
-    second signal cuts the grace period short. Must run in the main thread. If the engine hangs, its
-    threads would block the exit, so the process ends here with exit code 1.
+    """Serves until SIGTERM, SIGINT or SIGHUP, or until the engine has failed if the config says so.
+    A second SIGTERM or SIGINT cuts the grace period short. Must run in the main thread. If the
+    engine hangs, its threads would block the exit, so the process ends here with exit code 1.
 
     Args:
         engine: the engine, already started.
@@ -71,7 +71,7 @@ def run_server(
         signals += 1
         if signals == 1:
             server.request_stop(say)
-        else:
+        elif number != signal.SIGHUP:  # a terminal that closes may send two
             server.cancel_running()
 
     server.start()
@@ -80,9 +80,10 @@ def run_server(
     gc.collect()
     gc.freeze()
     gc.enable()  # off while it started
-    before = {
-        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    taken = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        taken.append(signal.SIGHUP)
+    before = {number: signal.signal(number, on_signal) for number in taken}
     try:
         if on_ready is not None:
             on_ready(server)

@@ -24,6 +24,31 @@ def test_each_port_has_a_directory_of_its_own(monkeypatch: pytest.MonkeyPatch) -
         batch_directory(ServerConfig(batch_dir="~nobody-at-home/x"))
 
 
+@pytest.mark.parametrize("home", ["a file", "nobody's"])
+def test_without_a_home_that_can_be_written_a_server_starts_and_takes_no_batches(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless it was told where they are to be."""
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "a file"))
+    if home == "nobody's":
+        monkeypatch.setattr(Path, "expanduser", no_home)
+    with open_batches(ServerConfig(), SchedulerConfig()) as batches:
+        assert batches is None
+    (record,) = caplog.records
+    assert record.message.startswith("no batches are taken: ")
+    assert "--config.server.batch_dir=DIR names another" in record.message
+    with (
+        pytest.raises(ConfigError, match=r"^server\.batch_dir: "),
+        open_batches(ServerConfig(batch_dir="~/x"), SchedulerConfig()),
+    ):
+        pass
+
+
+def no_home(path: Path) -> Path:
+    raise RuntimeError
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

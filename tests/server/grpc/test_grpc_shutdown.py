@@ -45,6 +45,16 @@ class Process:
 
 
 @contextmanager
+def hangup(handler: signal.Handlers) -> Iterator[None]:
+    """What becomes of SIGHUP in processes that are started meanwhile."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@contextmanager
 def fake_server(grace_s: float, *fields: str) -> Iterator[Process]:
     command = [sys.executable, "-m", "tests.server.run_fake_server", str(grace_s), *fields]
     root = Path(__file__).parents[3]
@@ -95,6 +105,31 @@ def test_sigterm_finishes_what_runs_says_so_and_exits_0() -> None:
     assert server.process.returncode == 0
     line = "stopping: up to 1000 s for 1 request; a second signal cancels them"
     assert server.log.splitlines() == [line]
+
+
+def test_a_terminal_that_closes_lets_running_calls_end() -> None:
+    """SIGHUP, which may come twice: by the shell and by the system."""
+    with hangup(signal.SIG_DFL), fake_server(grace_s=1000) as server:
+        stream = server.client.generate("hi", max_tokens=2)
+        _first(server, stream)
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_not_serving()
+        server.process.send_signal(signal.SIGHUP)
+        server.tell("step")
+        (last,) = stream
+        assert last.finish.usage.output_tokens == 2
+    assert server.process.returncode == 0
+
+
+def test_under_nohup_a_terminal_may_close() -> None:
+    with hangup(signal.SIG_IGN), fake_server(grace_s=1000) as server:
+        server.process.send_signal(signal.SIGHUP)
+        stream = server.client.generate("hi", max_tokens=2)
+        _first(server, stream)
+        server.tell("step")
+        assert [each.text for each in stream] == [" w1"]
+        server.process.send_signal(signal.SIGTERM)
+    assert server.process.returncode == 0
 
 
 def test_after_the_grace_period_calls_are_cut_and_the_process_exits_0() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.client.chat import Chat, ChatError, main
+from jaxserve.client.chat import COMMANDS, Chat, ChatError, main
+from jaxserve.client.cli import complete
+from jaxserve.client.errors import PORTS
 from jaxserve.client.records import EXPECTED_MISSED
 from jaxserve.server.server import Server
 from tests.server.fake_engine import FakeEngine
@@ -71,6 +73,31 @@ def test_reset_begins_anew(
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n/reset\nthree\n"))
     assert main([f"--address={address}", "--max_tokens=1", "--system=brief"]) == 0
     assert asked == [["brief", "one"], ["brief", "one", " w0", "two"], ["brief", "three"]]
+
+
+def test_help_and_exit(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command that there is not is no message; what only begins like one is."""
+    said = "/help\n/halp\n/etc/hosts\n/exit\nnever\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+    assert main([f"--address={address}", "--max_tokens=1"]) == 0
+    out, error = capsys.readouterr()
+    assert out == " w0\n"  # of /etc/hosts
+    listed = "".join(f"{name:<8}{does}\n" for name, does in COMMANDS.items())
+    assert error == f"{listed}/halp is no command.\n{listed}"
+
+
+def test_the_grpc_port_is_named(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"--address={server.address}", "hello"]) == 1
+    problem = f"{server.address} does not speak HTTP: {PORTS}"
+    assert capsys.readouterr().err == f"jaxserve chat: {problem}\n"
+
+
+def test_the_http_port_is_named(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert complete([f"--address={server.http_address}", "hi"]) == 1
+    problem = f"{server.http_address} does not speak gRPC: {PORTS}"
+    assert capsys.readouterr().err == f"jaxserve complete: {problem}\n"
 
 
 def test_the_turns_are_kept(address: str) -> None:

@@ -53,6 +53,16 @@ def test_a_host_that_is_elsewhere_is_refused() -> None:
         addresses.addresses_of("192.0.2.1", 0)  # RFC 5737: nobody's
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6 here")
+def test_all_addresses_of_both_families() -> None:
+    """`::`, as gRPC takes it."""
+    (listener,) = addresses.bind_sockets("::", 0, 2)
+    port = listener.getsockname()[1]
+    for host in ("127.0.0.1", "::1"):
+        socket.create_connection((host, port), 10.0).close()
+    listener.close()
+
+
 def test_one_port_for_all_addresses() -> None:
     listeners = addresses.bind_sockets("localhost", 0, 1)
     ports = {listener.getsockname()[1] for listener in listeners}
