@@ -47,7 +47,7 @@ from jaxserve.writable import check_folder
 
 ORBAX, SAFETENSORS = "orbax", "safetensors"
 COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-          "vocab.json", "merges.txt", "chat_template*", "LICENSE*",
+          "vocab.json", "merges.txt", "chat_template*", "LICENSE*", "additional_chat_templates/*",
           "modules.json", "*_Pooling/config.json")  # fmt: skip
 
 

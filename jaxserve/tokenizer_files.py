@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxserve.checkpoint_files import find_gguf, read_json
+from jaxserve.checkpoint_files import find_gguf, read_json, read_text
 from jaxserve.gguf.header import GGUFError, read_header
 from jaxserve.gguf.tokenizer import tokenizer_config_json
 
@@ -20,7 +20,12 @@ TOKENIZER = "tokenizer.json"
 MAX_TOKENIZER = 256 << 20
 """Bytes of a tokenizer.json; the longest have some 35 MiB."""
 _MAP, _ADDED, _DECODER = "special_tokens_map.json", "added_tokens.json", "added_tokens_decoder"
+_TEMPLATE, _TEMPLATES, _PROCESSOR = (
+    "chat_template.jinja", "additional_chat_templates", "chat_template.json"
+)  # fmt: skip
+DEFAULT, TOOL_USE = "default", "tool_use"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+_MOST_TEMPLATES = 16
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
@@ -94,6 +99,45 @@ def added_tokens(folder: Path, config: Mapping[str, Any]) -> list[AddedToken]:
         found[content] = AddedToken(content, is_special, i, _flags(value, not is_special))
     last = 1 << 40
     return sorted(found.values(), key=lambda token: last if token.id is None else token.id)
+
+
+def chat_templates(path: Path, config: Mapping[str, Any], most: int) -> dict[str, tuple[str, Path]]:
+    """Chat templates by name, such as DEFAULT and TOOL_USE, each with the file that has it.
+
+    Args:
+        path: the folder or GGUF file.
+        config: of `read_config`.
+        most: bytes of a template.
+
+    Raises:
+        ValueError: a file cannot be read, or a template is too long.
+    """
+    found: dict[str, tuple[str, Path]] = {}
+
+    def add(name: Any, source: Any, where: Path) -> None:
+        if isinstance(name, str) and isinstance(source, str):
+            if len(source) > most:
+                size = f"it has {len(source):,} characters, and {most:,} are allowed"
+                raise ValueError(f"the chat template in {where}: {size}")
+            found[name] = source, where
+
+    own = read_if_there(path / _TEMPLATE, read_text, most)
+    if own is not None:  # it stands for all that is said elsewhere
+        add(DEFAULT, own, path / _TEMPLATE)
+    else:
+        processor = _object(path / _PROCESSOR)
+        given, where = processor.get("chat_template"), path / _PROCESSOR
+        if "chat_template" in config:
+            given, where = config["chat_template"], find_gguf(path) or path / CONFIG
+        if isinstance(given, dict):
+            given = [{"name": name, "template": source} for name, source in given.items()]
+        several = given if isinstance(given, list) else [{"name": DEFAULT, "template": given}]
+        for each in several:
+            if isinstance(each, dict):
+                add(each.get("name"), each.get("template"), where)
+    for file in sorted((path / _TEMPLATES).glob("*.jinja"))[:_MOST_TEMPLATES]:
+        add(file.stem, read_if_there(file, read_text, most), file)
+    return found
 
 
 def token_id(folder: Path, config: Mapping[str, Any], text: str) -> int | None:

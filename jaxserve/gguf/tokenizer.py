@@ -143,12 +143,18 @@ def tokenizer_config_json(header: Header) -> dict[str, Any]:
         for name, i in special_ids(header).items()
         if types[i] in (_UNKNOWN, _CONTROL)
     }
-    template = header.metadata.get(TEMPLATE)
-    if template is None:
+    named = {}
+    for key, template in header.metadata.items():
+        if key == TEMPLATE or key.startswith(f"{TEMPLATE}."):
+            if not isinstance(template, str):
+                raise header.error(f"{key} is no text")
+            named[key[len(TEMPLATE) + 1 :] or "default"] = template
+    if not named:
         return config
-    if not isinstance(template, str):
-        raise header.error(f"{TEMPLATE} is no text")
-    return {**config, "chat_template": template}
+    if set(named) == {"default"}:
+        return {**config, "chat_template": named["default"]}
+    several = [{"name": name, "template": template} for name, template in named.items()]
+    return {**config, "chat_template": several}
 
 
 def special_ids(header: Header) -> dict[str, int]:

@@ -20,6 +20,8 @@ from jaxserve.limited import process as limited_process
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.requests.templates import template_process
 from jaxserve.server.requests.templates.chat_template import ChatTemplate, load_chat_template
+from jaxserve.server.tools.calls import Tool
+from tests.models.gguf_files import write_gguf
 
 CHAT = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "Yes"}]
 PATIENCE = 60
@@ -60,6 +62,73 @@ def test_the_default_of_several(tmp_path: Path) -> None:
     several = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
     assert load_chat_template(str(tmp_path)).render(CHAT) == "yes"
+
+
+TOOL = Tool("look", "", {"type": "object"})
+
+
+def several(folder: Path, form: str, templates: dict[str, str]) -> str:
+    """A checkpoint with these templates, in one of the forms that they come in."""
+    if form == "files":
+        (folder / "additional_chat_templates").mkdir()
+        for name, source in templates.items():
+            file = f"additional_chat_templates/{name}.jinja"
+            (folder / ("chat_template.jinja" if name == "default" else file)).write_text(source)
+    elif form == "gguf":
+        names = {name: f"tokenizer.chat_template.{name}" for name in templates}
+        fields = {names[name]: source for name, source in templates.items()}
+        if "default" in templates:
+            fields["tokenizer.chat_template"] = fields.pop(names["default"])
+        metadata = {"general.architecture": "llama", "tokenizer.ggml.tokens": ["a"], **fields}
+        return str(write_gguf(folder / "m.gguf", metadata, {}))
+    else:
+        listed = [{"name": name, "template": source} for name, source in templates.items()]
+        told = listed if form == "list" else templates
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": told}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("form", ["list", "object", "files", "gguf"])
+def test_chats_with_tools_have_a_template_of_their_own(form: str, tmp_path: Path) -> None:
+    sources = {
+        "rag": "no",
+        "tool_use": "{{ messages[0].content }}{{ tools|map(attribute='function.name')|join }}",
+        "default": "{{ messages[0].content }}{{ 'x' if tools else '-' }}{{ mood }}",
+    }
+    template = load_chat_template(several(tmp_path, form, sources))
+    try:
+        assert template.own
+        assert template.render(CHAT, tools=[TOOL]) == "Hi <b>look"
+        assert template.render(CHAT, kwargs={"mood": "!"}) == "Hi <b>-!"
+    finally:
+        template.close()
+
+
+@pytest.mark.parametrize("form", ["list", "object", "files", "gguf"])
+@pytest.mark.parametrize(("names", "used"), [(("rag", "tool_use"), "tool_use"), (("rag",), "rag")])
+def test_without_a_default_one_of_the_checkpoints_is_used(
+    names: tuple[str, ...],
+    used: str,
+    form: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = several(
+        tmp_path, form, {name: f"{name}: {{{{ messages[0].content }}}}" for name in names}
+    )
+    template = load_chat_template(path)
+    assert template.render(CHAT) == f"{used}: Hi <b>"
+    template.close()
+    said = f"no chat template of the name default (it has {', '.join(names)}): {used} is used"
+    assert said in caplog.text
+
+
+def test_the_template_of_a_processor(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ bos_token }}"}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>"}))
+    template = load_chat_template(str(tmp_path))
+    assert template.render(CHAT) == "<s>"
+    template.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,14 @@
 """Renders chats as prompts, by the checkpoint's own template or as plain lines.
 
 The template is what Hugging Face has: Jinja, in tokenizer_config.json or in a file of its own
-beside it. It gets `messages`, the special tokens and `add_generation_prompt`. Since it is a program
-of unknown origin, it runs in a process of its own (`template_process.py`).
+beside it. Of several, `tool_use` is for chats with tools, and `default` for others. It gets
+`messages`, the special tokens and `add_generation_prompt`. Since it is a program of unknown origin,
+it runs in a process of its own (`template_process.py`).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +16,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxserve.checkpoint_files import find_gguf, read_json, read_text
+from jaxserve import tokenizer_files
 from jaxserve.config import ConfigError, ServerConfig
-from jaxserve.gguf.header import GGUFError, read_header
-from jaxserve.gguf.tokenizer import tokenizer_config_json
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.reasoning import registry as reasoning_formats
 from jaxserve.server.requests.templates.template_limits import MAX_SOURCE
@@ -26,7 +26,9 @@ from jaxserve.server.tools import registry as tool_formats
 from jaxserve.server.tools.calls import Tool, as_openai, compact
 from jaxserve.server.tools.described import with_tools_described
 
-_FILE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+log = logging.getLogger(__name__)
+
+_NAMES = tokenizer_files.DEFAULT, tokenizer_files.TOOL_USE
 _FIELD = "chat_template_kwargs"
 _OF_THE_CALL = ("messages", "add_generation_prompt", "tools")
 _HISTORY = "reasoning_content"
@@ -44,6 +46,7 @@ class ChatTemplate:
     Args:
         source: the checkpoint's Jinja template; None renders each turn as a line with its role, for
             models that were not trained on chats.
+        tool_source: that of chats with tools, where it is another one.
         special: special tokens by the templates' names for them, such as bos_token.
         tool_format: as `server.tool_format`.
         reasoning_format: as `server.reasoning_format`.
@@ -64,20 +67,20 @@ class ChatTemplate:
         special: Mapping[str, str] | None = None,
         tool_format: str = "",
         reasoning_format: str = "",
+        *,
+        tool_source: str | None = None,
     ) -> None:
         self.own = source is not None
-        self.tool_format = tool_formats.find_format(source or "", tool_format)
-        self.reasoning_format = reasoning_formats.find_format(source or "", reasoning_format)
-        self._reads_tools = False
+        sources = [each for each in (source, tool_source) if each is not None]
+        self.tool_format = tool_formats.find_format("".join(sources[-1:]), tool_format)
+        self.reasoning_format = reasoning_formats.find_format("".join(sources), reasoning_format)
         self._fixed = {**(special or {}), "documents": None}
-        self._reads: frozenset[str] = frozenset()
         # Long chats do not hold up short ones.
-        self._processes = [] if source is None else [TemplateProcess(source) for _ in range(2)]
+        self._processes = [TemplateProcess(each) for each in sources for _ in range(2)]
         self.close = weakref.finalize(self, _close, self._processes)
-        if self._processes:
-            read = self._processes[0].compile()
-            self._reads_tools = "tools" in read
-            self._reads = read - {*(special or ()), *_OF_THE_CALL}
+        read = [process.compile() for process in self._processes[::2]]
+        self._reads_tools = "tools" in frozenset[str]().union(*read[-1:])
+        self._reads = frozenset[str]().union(*read) - {*(special or ()), *_OF_THE_CALL}
 
     def submit(
         self,
@@ -118,7 +121,8 @@ class ChatTemplate:
         told = list(map(self._with_thought, messages))
         variables = {**self._fixed, **(kwargs or {}), "messages": told}
         variables |= {"add_generation_prompt": add_generation_prompt, "tools": shown}
-        return self._processes[not short].render(variables, tenant)
+        process = self._processes[(-2 if tools else 0) + (not short)]
+        return process.render(variables, tenant)
 
     def effort_kwargs(self, effort: str | None) -> dict[str, Any]:
         """What the template is given for an effort (`none`, `low`, `high` and so on); nothing where
@@ -219,54 +223,25 @@ def load_chat_template(path: str, server: ServerConfig | None = None) -> ChatTem
     Raises:
         ConfigError: a file or a template cannot be read.
     """
-    chosen = server or ServerConfig()
-    formats = chosen.tool_format, chosen.reasoning_format
+    server = server or ServerConfig()
+    formats = server.tool_format, server.reasoning_format
     if not path:
         return ChatTemplate(None, None, *formats)
     folder = Path(path).expanduser()
-    gguf = find_gguf(folder)
-    config = _of_gguf(gguf) if gguf else _read(folder / _CONFIG, read_json)
-    config = config if isinstance(config, dict) else {}
-    special = {
-        name: text
-        for name, value in config.items()
-        if name.endswith("_token")
-        and isinstance(text := value.get("content") if isinstance(value, dict) else value, str)
-    }
-    source, where = _read(folder / _FILE, read_text, MAX_SOURCE), folder / _FILE
-    if source is None:
-        source, where = _of_config(config), gguf or folder / _CONFIG
-    if source is not None and len(source) > MAX_SOURCE:
-        size = f"it has {len(source):,} characters, and {MAX_SOURCE:,} are allowed"
-        raise ConfigError(f"model.path: the chat template in {where}: {size}")
     try:
-        return ChatTemplate(source, special, *formats)
+        config = tokenizer_files.read_config(folder)
+        found = tokenizer_files.chat_templates(folder, config, MAX_SOURCE)
+    except ValueError as error:
+        raise ConfigError(f"model.path: {error}") from None
+    special = tokenizer_files.special_tokens(config)
+    if not found:
+        return ChatTemplate(None, special, *formats)
+    name = next(each for each in (*_NAMES, *found) if each in found)
+    if name != _NAMES[0]:
+        log.warning("%s has no chat template of the name %s (it has %s): %s is used",
+                    folder, _NAMES[0], ", ".join(found), name)  # fmt: skip
+    (source, where), (for_tools, _) = found[name], found.get(_NAMES[1], (None, None))
+    try:
+        return ChatTemplate(source, special, *formats, tool_source=for_tools)
     except TemplateFailed as error:
         raise ConfigError(f"model.path: the chat template in {where}: {error}") from None
-
-
-def _of_gguf(path: Path) -> dict[str, Any]:
-    try:
-        return tokenizer_config_json(read_header(path))
-    except GGUFError as error:
-        raise ConfigError(f"model.path: {error}") from None
-
-
-def _of_config(config: Mapping[str, Any]) -> str | None:
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several, by name
-        named = [each for each in found if isinstance(each, dict)]
-        found = next(
-            (each.get("template") for each in named if each.get("name") == "default"), None
-        )
-    return found if isinstance(found, str) else None
-
-
-def _read(file: Path, read: Callable[..., Any], *limits: int) -> Any:
-    """None where there is no such file."""
-    try:
-        return read(file, *limits)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: cannot read {file}: {error}") from None
