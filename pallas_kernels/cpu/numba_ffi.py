@@ -18,13 +18,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from pickle import UnpicklingError
 from types import FunctionType
 from typing import Any
 
@@ -32,12 +30,12 @@ import jax
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.core import cgutils, registry
-from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic as _intrinsic
 
-log = logging.getLogger(__name__)
+from jaxserve.numba_cache.checked_cache import cache_of
 
 intrinsic: Any = _intrinsic  # by its types, Python could not call what it makes
 
@@ -452,23 +450,14 @@ _kept: list[Any] = []  # compiled functions that XLA has the addresses of
 def _compiled(function: Callable[[int], int], name: str) -> int:
     """The address of the function's machine code.
 
-    numba names its cache files by `name` and this processor. So the name must be unique: of two
-    processes that write to the same files at once, one would leave its code under the other's key.
+    It is kept on disk by `name` and this processor. So the name must be unique: of two processes
+    that write to the same files at once, one would leave its code under the other's key.
     """
     machine = repr(registry.cpu_target.target_context.codegen().magic_tuple())
     function.__qualname__ = f"{name}_{hashlib.sha256(machine.encode()).hexdigest()[:8]}"
-    signature = types.int64(types.int64)
-    keeping = cfunc(signature, cache=True, **OPTIONS)
-    made: Any
-    try:
-        try:
-            made = keeping(function)
-        except (EOFError, UnpicklingError):  # a file is not whole: the machine may have gone down
-            FunctionCache(function).flush()
-            made = keeping(function)
-    except (RuntimeError, OSError) as error:  # no folder for it that can be written; a full disk
-        log.warning("%s is compiled at each start, it cannot be kept: %s", name, error)
-        made = cfunc(signature, **OPTIONS)(function)
+    made: Any = CFunc(function, ((types.int64,), types.int64), {}, OPTIONS)
+    made._cache = cache_of(function)
+    made.compile()
     _kept.append(made)
     return int(made.address)
 

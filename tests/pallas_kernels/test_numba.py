@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import functools
 import inspect
 import os
@@ -20,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from numba.core import caching, config
 
 from jaxserve.pallas_kernels import AttentionBatch, has_skinny_matmul, skinny_matmul
 from jaxserve.pallas_kernels.cpu import attention, dots, numba_ffi
@@ -181,49 +179,6 @@ def test_helpers_help_whoever_calls() -> None:
     while not asleep.all():
         assert time.monotonic() < deadline, "helpers look for work for ever"
     assert call(0)
-
-
-def test_compiled_code_is_kept_where_it_can_be(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By the values that a function closes over; and compiled each time where nothing can be."""
-
-    def times(factor: int) -> Any:
-        def function(number: int) -> int:
-            return factor * number
-
-        return function
-
-    def compiled(factor: int, name: str = "times") -> tuple[int, int]:
-        address = numba_ffi._compiled(times(factor), name)
-        call = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(address)
-        return call(7), numba_ffi._kept[-1].cache_hits
-
-    def full(*given: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
-    assert compiled(2) == (14, 0)
-    assert compiled(3) == (21, 0)
-    assert compiled(2) == (14, 1)
-    assert compiled(3) == (21, 1)
-    indices = set(tmp_path.rglob("*.nbi"))
-    assert compiled(2, "other") == (14, 0)
-    assert len(set(tmp_path.rglob("*.nbi")) - indices) == 1  # what it writes is its own
-    for kind in ("*.nbc", "*.nbi"):
-        for path in tmp_path.rglob(kind):
-            path.write_bytes(path.read_bytes()[:20])
-        assert compiled(2) == (14, 0)
-        assert compiled(2) == (14, 1)
-    assert not caplog.text
-    with monkeypatch.context() as patch:
-        patch.setattr(caching.IndexDataCacheFile, "save", full)
-        assert compiled(4) == (28, 0)
-    assert "times is compiled at each start" in caplog.text
-    assert "No space left" in caplog.text
-    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-    monkeypatch.setattr(config, "CACHE_DIR", "")
-    assert compiled(2) == (14, 0)
 
 
 def test_what_is_kept_belongs_to_a_jaxlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def use(folder: Path) -> bool:
 
 def is_empty(folder: Path) -> bool:
     """Whether nothing has been compiled for it yet."""
-    return next(folder.rglob("*.nbi"), None) is None
+    return next(folder.rglob("*.nbc"), None) is None
 
 
 def only_one(folder: Path) -> IO[str] | None:

@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit, types
 from numba.core.event import Listener, install_listener
 
+from jaxserve.numba_cache.checked_cache import cache_of
 from jaxserve.sched import progress
 from jaxserve.sched.cache import block_sizes
 from jaxserve.sched.cost import cost_model, host_overhead
@@ -92,7 +93,12 @@ def _compile(kinds: tuple[types.Type, ...], directory: Path, keeps: bool) -> Any
     before = _CONFIG.CACHE_DIR
     _CONFIG.CACHE_DIR = str(directory)
     try:
-        return njit(signature, cache=keeps, **OPTIONS)(serve)
+        made: Any = njit(**OPTIONS)(serve)
+        if keeps:
+            made._cache = cache_of(serve)
+        made.compile(signature)
+        made.disable_compile()
+        return made
     finally:
         _CONFIG.CACHE_DIR = before
 

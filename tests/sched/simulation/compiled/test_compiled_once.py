@@ -46,7 +46,7 @@ def folder_of(parent: Path, number: int) -> Path:
     """Used `number` seconds after 1970."""
     folder = parent / f"{number:016x}"
     (folder / "loop").mkdir(parents=True)
-    (folder / "loop" / "serve.nbi").write_text("")
+    (folder / "loop" / "serve.nbc").write_text("")
     (folder / "used.lock").write_text("")
     os.utime(folder, (number, number))
     return folder
