@@ -31,6 +31,7 @@ from jaxserve.checkpoint_files import find_gguf
 from jaxserve.command_line import Parser, exit_code
 from jaxserve.config import DTYPES, ConfigError
 from jaxserve.engine.text.detokenizer import load_tokenizer
+from jaxserve.gguf.config import generation_config_json
 from jaxserve.gguf.header import GGUFError, read_header
 from jaxserve.gguf.tokenizer import tokenizer_config_json, tokenizer_json
 from jaxserve.hub import local_path
@@ -128,6 +129,8 @@ def convert(
         header = read_header(gguf)
         _write_json(target / "tokenizer.json", tokenizer_json(header))
         _write_json(target / "tokenizer_config.json", tokenizer_config_json(header))
+        if sampling := generation_config_json(header):
+            _write_json(target / "generation_config.json", sampling)
         return
     for pattern in COPIED:
         for path in source.glob(pattern):

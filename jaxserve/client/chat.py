@@ -217,7 +217,7 @@ def _parser() -> Parser:
     add("--address", default=DEFAULT_ADDRESS, help="host:port of the server's HTTP (%(default)s)")
     add("--system", metavar="TEXT", help="what the model is told before the first message")
     add("--max_tokens", type=int, help="at most that many tokens an answer (all there is room for)")
-    add("--temperature", type=float, help="0 is greedy (1)")
+    add("--temperature", type=float, help="0 is greedy (1, or the model's own)")
     add("--top_p", type=float, help="1 is off (1)")
     add("--seed", type=int, help="same seed, same text")
     add("--ttft_ms", type=float, help="target: to an answer's first token")

@@ -8,6 +8,7 @@ from jaxserve.config.sections import JSON as JSON
 from jaxserve.config.sections import LOAD_FORMATS as LOAD_FORMATS
 from jaxserve.config.sections import LORA_NAME as LORA_NAME
 from jaxserve.config.sections import MAX_LORAS as MAX_LORAS
+from jaxserve.config.sections import NO_DEFAULTS as NO_DEFAULTS
 from jaxserve.config.sections import TEXT as TEXT
 from jaxserve.config.sections import CacheConfig as CacheConfig
 from jaxserve.config.sections import EngineConfig as EngineConfig

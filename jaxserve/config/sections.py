@@ -18,6 +18,7 @@ from jaxserve.sched.cache.retention import LRU
 from jaxserve.sched.registry import make_retention
 
 AUTO = "auto"
+NO_DEFAULTS = "none"
 LOAD_FORMATS = (AUTO, "safetensors", "gguf", "orbax", "random")
 DTYPES = ("float32", "bfloat16", "float16")
 SMALL_CACHES = ("fp8", "int8")
@@ -272,6 +273,9 @@ class ServedModelConfig:
             int4:group=N,zero have groups of N inputs (int4: 32), with zero points. Embeddings and
             the output table become int8. Empty: as the checkpoint has them. none: those of a GGUF
             file are made wide.
+        generation_config: What temperature, top_k, top_p, min_p and repetition_penalty of requests
+            that do not say are: auto: what generation_config.json says, or a GGUF file; none:
+            jaxserve's own defaults.
         seed: Seed of random weights.
         name: What GetServerInfo and the metrics call it; empty: from path or preset.
     """
@@ -281,6 +285,7 @@ class ServedModelConfig:
     preset: str = ""
     dtype: str = "auto"
     quantization: str = ""
+    generation_config: str = AUTO
     seed: int = 0
     name: str = ""
 
@@ -289,6 +294,8 @@ class ServedModelConfig:
         _check(self, "model.load_format", self.load_format in LOAD_FORMATS, formats)
         dtypes = f" must be auto or one of {', '.join(DTYPES)}"
         _check(self, "model.dtype", self.dtype in (AUTO, *DTYPES), dtypes)
+        read = self.generation_config in (AUTO, NO_DEFAULTS)
+        _check(self, "model.generation_config", read, f" must be {AUTO} or {NO_DEFAULTS}")
 
 
 @dataclass(frozen=True)

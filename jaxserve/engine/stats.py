@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.cost.cost_model import BatchFeatures
@@ -245,6 +246,8 @@ class EngineInfo:
         speculates: whether drafts are checked (the policy variant `+spec`).
         d_model: numbers of a hidden state, and so of a pooled vector.
         pooling: how vectors are made of prompts where a request does not say.
+        sampling_defaults: fields of SamplingParams that the checkpoint gives, for requests that do
+            not say.
     """
 
     model: str
@@ -271,6 +274,7 @@ class EngineInfo:
     speculates: bool = False
     d_model: int = 0
     pooling: PoolingParams = USUAL_POOLING
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Observer:

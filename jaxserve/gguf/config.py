@@ -20,6 +20,13 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 """Those that are served. GGUF's llama is Mistral, too."""
 
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
 _FIELDS = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -100,6 +107,12 @@ def config_json(header: Header) -> dict[str, Any]:
     _rotation(header, architecture, hf)
     _check_rest(header, architecture)
     return hf
+
+
+def generation_config_json(header: Header) -> dict[str, Any]:
+    """What generation_config.json of the same model says of sampling."""
+    given = {name: header.metadata.get(key) for name, key in _SAMPLING.items()}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def in_its_terms(header: Header, problem: str) -> str:

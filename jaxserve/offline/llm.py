@@ -120,7 +120,8 @@ class LLM:
 
         Args:
             prompts: one or several, as text or token ids.
-            sampling: for all prompts, or one for each.
+            sampling: for all prompts, or one for each; None: greedy, or what the checkpoint's
+                generation_config.json says.
             slo: the targets of each.
             tier: the tier of all.
             cache_salt: of all; only requests with the same one find in the cache what they compute.
@@ -210,8 +211,11 @@ class LLM:
         )
         show = functools.partial(dataclasses.replace, shown_token_ids=tuple(special.values()))
         if sampling is None or isinstance(sampling, SamplingParams):
-            return show(sampling or SamplingParams())
+            return show(sampling or self._default_sampling())
         return [show(each) for each in sampling]
+
+    def _default_sampling(self) -> SamplingParams:
+        return SamplingParams(**self.engine.info().sampling_defaults)
 
     def stream(
         self,
@@ -229,7 +233,7 @@ class LLM:
 
         Args:
             prompt: text, or token ids.
-            sampling: sampling parameters; None for the defaults.
+            sampling: sampling parameters; None as in `generate`.
             slo: the request's targets.
             tier: its tier.
             cache_salt: only requests with the same one find in the cache what it computes.
@@ -368,7 +372,7 @@ class LLM:
         prediction: str | Sequence[str],
         bar: bool,
     ) -> list[RequestOutput]:
-        default = sampling or SamplingParams()
+        default = sampling or self._default_sampling()
         chosen = _one_each("sampling", default, SamplingParams, len(prompts))
         likely = _one_each("prediction", prediction, str, len(prompts))
         wanted = [
@@ -425,7 +429,7 @@ class LLM:
     async def _stream(
         self, prompt: Prompt, sampling: SamplingParams | None, about: _About
     ) -> AsyncGenerator[Piece, None]:
-        params = sampling or SamplingParams()
+        params = sampling or self._default_sampling()
         request = await self._make_request(prompt, params, about)
         stream = await self._open(request)
         try:

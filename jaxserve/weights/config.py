@@ -12,13 +12,14 @@ import jax.numpy as jnp
 
 from jaxserve.checkpoint_files import check_folder, find_gguf
 from jaxserve.config import DTYPES
-from jaxserve.gguf.config import config_json, in_its_terms
+from jaxserve.gguf.config import config_json, generation_config_json, in_its_terms
 from jaxserve.gguf.header import GGUFError, read_header
 from jaxserve.models.base import Family, ModelConfig
 from jaxserve.models.hf import shown, token_ids
 from jaxserve.models.presets import preset
 from jaxserve.models.quantized import Quantization
 from jaxserve.models.registry import family_for
+from jaxserve.sched.request import InvalidRequest, SamplingParams
 from jaxserve.tokenizer_files import read_config, special_tokens, token_id
 from jaxserve.weights.errors import CheckpointError, read_json
 from jaxserve.weights.gguf_blocks import find_blocks
@@ -27,6 +28,7 @@ from jaxserve.weights.sentence_transformers import lacks_head
 
 log = logging.getLogger(__name__)
 
+_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _ENDLESS = "answers end at max_tokens or a stop string only"
 
 
@@ -89,6 +91,41 @@ def _load_gguf_config(path: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         raise CheckpointError(f"{path}: {in_its_terms(header, str(error))}") from None
     ends, stored = _usable_ends(path, config), find_blocks(path, family, config)
     return family, dataclasses.replace(config, eos_token_ids=ends, quantization=stored), hf
+
+
+def load_sampling_defaults(path: str | Path) -> dict[str, Any]:
+    """The fields of SamplingParams that a checkpoint gives for requests that do not say:
+    generation_config.json, or a GGUF file. As vLLM, it goes by these fields alone: `do_sample` and
+    `max_new_tokens` are not read.
+
+    Raises:
+        CheckpointError: a value is none; the message names it.
+    """
+    folder = Path(os.path.expanduser(path))
+    file = folder / "generation_config.json"
+    given: dict[str, Any] = {}
+    if (gguf := find_gguf(folder)) is not None:
+        file, given = gguf, generation_config_json(read_header(gguf))
+    elif os.path.lexists(file):
+        given = read_json(file)
+    found: dict[str, Any] = {}
+    for name in _SAMPLING_DEFAULTS:
+        value = given.get(name)
+        if value is None:
+            continue
+        if name == "top_k" and value == -1:
+            value = 0
+        kind = int if name == "top_k" else int | float
+        try:
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise InvalidRequest(name, f"must be a number, got {shown(value)}")
+            one: dict[str, Any] = {name: value}
+            SamplingParams(**one)
+        except InvalidRequest as error:
+            way_out = "model.generation_config=none leaves it out"
+            raise CheckpointError(f"{file}: {error}; {way_out}") from None
+        found[name] = value
+    return found
 
 
 def _named_end(folder: Path) -> tuple[int, ...]:

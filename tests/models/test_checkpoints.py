@@ -21,6 +21,7 @@ from jaxserve.weights import (
     load_config,
     load_params,
     load_preset,
+    load_sampling_defaults,
 )
 from tests.models.fixtures import hf_config, hf_tensors, load_reference, write_checkpoint
 
@@ -240,6 +241,42 @@ def test_an_end_that_is_no_token_leaves_that_of_the_tokenizer(opt, caplog, given
     (opt / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<e>"}))
     (opt / "added_tokens.json").write_text(json.dumps({"<e>": 5}))
     assert load_config(opt)[1].eos_token_ids == (5,)
+
+
+def test_sampling_that_a_checkpoint_gives(opt):
+    assert load_sampling_defaults(opt) == {}
+    given = {"do_sample": False, "temperature": 0.6, "top_p": 0.95, "top_k": -1, "min_p": 0,
+             "repetition_penalty": 1.05, "max_new_tokens": 7, "eos_token_id": 2}  # fmt: skip
+    (opt / "generation_config.json").write_text(json.dumps(given))
+    assert load_sampling_defaults(opt) == {
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 0,
+        "min_p": 0,
+        "repetition_penalty": 1.05,
+    }
+    (opt / "generation_config.json").write_text('{"temperature": null, "do_sample": true}')
+    assert load_sampling_defaults(opt) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"temperature": "hot"}, "temperature: must be a number, got 'hot'"),
+        ({"temperature": -1}, "temperature: must be at least 0 and at most 100, got -1"),
+        ({"temperature": float("nan")}, "temperature: must be at least 0"),
+        ({"top_p": 1.5}, "top_p: must be more than 0 and at most 1, got 1.5"),
+        ({"top_k": 0.5}, "top_k: must be a number, got 0.5"),
+        ({"min_p": True}, "min_p: must be a number, got True"),
+        ({"repetition_penalty": 0}, "repetition_penalty: must be at least"),
+    ],
+)
+def test_sampling_that_is_none(opt, given, says):
+    (opt / "generation_config.json").write_text(json.dumps(given))
+    with pytest.raises(CheckpointError) as caught:
+        load_sampling_defaults(opt)
+    assert f"generation_config.json: {says}" in str(caught.value)
+    assert str(caught.value).endswith("; model.generation_config=none leaves it out")
 
 
 def test_checkpoint_dtype():

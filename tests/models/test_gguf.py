@@ -28,7 +28,13 @@ from jaxserve.gguf.tokenizer import tokenizer_config_json
 from jaxserve.models.base import Params, with_quantization
 from jaxserve.models.registry import family_for
 from jaxserve.models.rope import inverse_frequencies
-from jaxserve.weights import CheckpointError, checkpoint_dtype, load_config, load_params
+from jaxserve.weights import (
+    CheckpointError,
+    checkpoint_dtype,
+    load_config,
+    load_params,
+    load_sampling_defaults,
+)
 from jaxserve.weights.gguf_tensors import GGUFTensors
 from tests.models.fixtures import hf_config, hf_tensors, load_reference
 from tests.models.gguf_files import (
@@ -351,9 +357,12 @@ def test_a_header_is_read_once(tmp_path: Path) -> None:
 
 def test_converted_it_is_the_same(tmp_path: Path) -> None:
     hf = hf_config("llama3")
-    more = {"tokenizer__chat_template": "{{ messages[0].content }}"}
+    more: dict[str, Any] = {"tokenizer__chat_template": "{{ messages[0].content }}"}
+    more |= {"general__sampling__top_k": 20, "general__sampling__temp": 0.5}
     path = write_reference(tmp_path / "model.gguf", hf, **more)
     convert(path, tmp_path / "out")
+    for each in (path, tmp_path / "out"):
+        assert load_sampling_defaults(each) == {"temperature": 0.5, "top_k": 20}
     (family, config, _), (_, before, _) = load_config(tmp_path / "out"), load_config(path)
     assert config == before
     same(load_params(tmp_path / "out", family, config, dtype="float32"), load(path))

@@ -293,4 +293,5 @@ def _info(
         speculates=chosen.policy.speculates,
         d_model=model.d_model,
         pooling=chosen.pooling,
+        sampling_defaults=chosen.sampling_defaults,
     )

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import AUTO, CacheConfig, Config, ConfigError, SchedulerConfig
+from jaxserve.config import (
+    AUTO,
+    NO_DEFAULTS,
+    CacheConfig,
+    Config,
+    ConfigError,
+    SchedulerConfig,
+    ServedModelConfig,
+)
 from jaxserve.engine.device.buckets import Buckets, make_buckets
 from jaxserve.engine.device.sampling_state import MAX_EOS
 from jaxserve.engine.device.step_model import GPUS, StepModel, activations_in, cached_in
@@ -56,6 +66,7 @@ from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import USUAL_POOLING, PoolingParams
 from jaxserve.sched.scheduler import request_bytes
 from jaxserve.sched.simulation.systems.profiles import System, UnknownSystem, load
+from jaxserve.weights import load_sampling_defaults
 from jaxserve.weights.sentence_transformers import load_pooling
 
 log = logging.getLogger(__name__)
@@ -86,6 +97,7 @@ class Choices:
         profile: the measured system that the configuration names; None if it names none.
         modest: whether the pool's size was not configured, see `Demand`.
         pooling: how the checkpoint says that vectors are made.
+        sampling_defaults: as in `EngineInfo`.
     """
 
     model: StepModel
@@ -103,6 +115,7 @@ class Choices:
     profile: System | None
     modest: bool = False
     pooling: PoolingParams = USUAL_POOLING
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def moves_cache(self) -> bool:
@@ -257,6 +270,7 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
         profile,
         demand.modest,
         load_pooling(config.model.path),
+        _sampling_defaults(config.model),
     )
 
 
@@ -275,6 +289,11 @@ def _check_cache(platform: str, backend: str, cached: jnp.dtype, activations: jn
             f"{wanted}: on CPUs, plain XLA would convert the whole pool in each step; take float32 "
             "or int8, or install numba (pip install numba)"
         )
+
+
+def _sampling_defaults(served: ServedModelConfig) -> dict[str, Any]:
+    read = served.path and served.generation_config != NO_DEFAULTS
+    return load_sampling_defaults(served.path) if read else {}
 
 
 def _check_ends(model: ModelConfig) -> None:

@@ -64,8 +64,9 @@ class RequestFields:
 
     Attributes:
         prompt: text, or token ids.
-        sampling: the `SamplingParams` fields that the client gave, by name. The others have their
-            defaults, except that a missing max_tokens is lowered to what fits after the prompt.
+        sampling: the `SamplingParams` fields that the client gave, by name. The others are the
+            checkpoint's (`EngineInfo.sampling_defaults`), or have their defaults, except that a
+            missing max_tokens is lowered to what fits after the prompt.
         request_id: the client's id; empty generates one.
         slo: targets given with the request. They override those of the call's headers, and these
             those of `slo_class` (`slo_classes.requested_level`).
@@ -303,7 +304,7 @@ class EngineRequests:
             limits = f"at most {MAX_CACHE_SALT} are allowed"
             raise InvalidRequest("cache_salt", f"has {len(fields.cache_salt)} characters; {limits}")
         adapter = self.adapter_named(fields.model, caller)
-        params = SamplingParams(**fields.sampling)
+        params = SamplingParams(**{**self.info().sampling_defaults, **fields.sampling})
         tokens = self._tokens(fields.prompt)
         self._check_prompt_logprobs(params, len(tokens))
         if fields.pooling is not None:

@@ -239,6 +239,7 @@ def ready_text(info: EngineInfo, server: Server, seconds: float, *, chats: bool 
         f"  limits   {min(info.max_model_len, info.pool_tokens):,} tokens a request",
         f"  policy   {info.policy}{_hidden_caches(info)}",
         f"  steps    predicted by a cost model, {info.cost_model}",
+        *_sampling_defaults(info),
         f"  address  {server.address}",
         f"  http     {f'{scheme}://{http}/v1, console at {scheme}://{http}/' if http else 'off'}",
         f"  metrics  {f'{scheme}://{metrics}/metrics' if metrics else 'off'}",
@@ -247,6 +248,16 @@ def ready_text(info: EngineInfo, server: Server, seconds: float, *, chats: bool 
         f"  {client_line(http if chats and http else server.address, server.access, chats=chats)}",
     ]
     return "\n".join(lines)
+
+
+def _sampling_defaults(info: EngineInfo) -> list[str]:
+    if not info.sampling_defaults:
+        return []
+    told = ", ".join(f"{name} {value:g}" for name, value in info.sampling_defaults.items())
+    return [
+        f"  sampling {told}, where a request does not say, by the checkpoint's generation_config "
+        "(model.generation_config=none: not)"
+    ]
 
 
 def _hidden_caches(info: EngineInfo) -> str:

@@ -148,7 +148,7 @@ def _asked(
         if not all(isinstance(token, int) for token in prompt):
             raise InvalidRequest("prompt", "a line has one prompt")
         prompt = tuple(prompt)
-    return prompt, request_options.completion_sampling(body), {}
+    return prompt, request_options.completion_sampling(body, context.sampling_defaults), {}
 
 
 def _answer(context: RouteContext, endpoint: str, result: Result, name: str) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def render_chat(
 
 
 def _sampling(context: RouteContext, body: ChatRequest, prompt_tokens: int) -> dict[str, Any]:
-    fields = request_options.sampling_fields(body)
+    fields = request_options.sampling_fields(body, context.sampling_defaults)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs: true")
     if body.logprobs:

@@ -63,7 +63,10 @@ async def _wanted(
     request_options.check_stream_options(body)
     try:
         wanted = await context.make_requests(
-            body, prompts, request_options.completion_sampling(body), caller
+            body,
+            prompts,
+            request_options.completion_sampling(body, context.sampling_defaults),
+            caller,
         )
     except InvalidRequest as error:
         if error.field_name != "prompt_logprobs":

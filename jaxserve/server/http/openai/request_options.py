@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -21,6 +21,7 @@ from jaxserve.server.requests.slo_classes import own_targets
 # Fields that both have; the others of theirs mean something else, or are of another type.
 _PLAIN = Generation.model_fields.keys() & {field.name for field in fields(SamplingParams)}
 _PLAIN -= {"top_k", "stop", "stop_token_ids", "logit_bias"}
+_DEFAULTS = {"temperature": 1.0}
 _REALTIME = ("default", "priority", "fast", "scale")
 _SERVICE_TIERS = {**dict.fromkeys(_REALTIME, Tier.REALTIME), "flex": Tier.BEST_EFFORT}
 _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
@@ -34,11 +35,13 @@ SERVED_AS = {Tier.REALTIME: "default", Tier.BEST_EFFORT: "flex"}
 """What a response calls the tier in `service_tier`."""
 
 
-def sampling_fields(body: Generation) -> dict[str, Any]:
-    """Fields of SamplingParams by its own names, but for max_tokens and logprobs; null is the
-    default. Raises InvalidRequest."""
+def sampling_fields(body: Generation, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of SamplingParams by its own names, but for max_tokens and logprobs. defaults: the
+    checkpoint's; what is null or missing is as there, else as OpenAI has it. Raises
+    InvalidRequest."""
     given = {name: getattr(body, name) for name in _PLAIN}
     found = {name: value for name, value in given.items() if value is not None}
+    found = {**_DEFAULTS, **defaults, **found}
     if body.top_k is not None:
         found["top_k"] = 0 if body.top_k == -1 else body.top_k
     if body.stop is not None:
@@ -52,9 +55,9 @@ def sampling_fields(body: Generation) -> dict[str, Any]:
     return found
 
 
-def completion_sampling(body: CompletionRequest) -> dict[str, Any]:
-    """All of them, of a completion. Raises InvalidRequest."""
-    found = sampling_fields(body)
+def completion_sampling(body: CompletionRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """All of them, of a completion; defaults as in `sampling_fields`. Raises InvalidRequest."""
+    found = sampling_fields(body, defaults)
     if body.max_tokens is not None:
         found["max_tokens"] = body.max_tokens
     if scores_prompt_only(body):

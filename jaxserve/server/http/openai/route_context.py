@@ -33,6 +33,7 @@ class RouteContext:
     Attributes:
         engine, requests, template, lora_root, scoring: as given.
         model: name of the model that is served.
+        sampling_defaults: as in `EngineInfo`.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class RouteContext:
         self.requests = requests
         self.template = template
         self.model, self.lora_root = requests.info().model, lora_root
+        self.sampling_defaults = requests.info().sampling_defaults
         self.scoring = scoring
 
     def adapter_of(self, model: str | None, caller: Caller) -> str:

@@ -252,8 +252,8 @@ class Targeted(Unused):
 class OneAnswer(Targeted):
     """What all calls that generate have in common."""
 
-    temperature: Number | None = 1.0
-    top_p: Number | None = 1.0
+    temperature: Number | None = None
+    top_p: Number | None = None
     stop: Text | StopStrings | None = None
     seed: Int64 | None = None
     presence_penalty: Number | None = 0.0

@@ -1,0 +1,123 @@
+"""Requests that do not say how they are sampled have the checkpoint's defaults, whichever way they
+come; what a request says wins."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.client import Client, make_line
+from jaxserve.server.batches.batch_operations import BatchSettings
+from jaxserve.server.batches.journal import Journal
+from jaxserve.server.requests.templates.chat_template import ChatTemplate
+from jaxserve.server.server import Server
+from jaxserve.server.startup import launch
+from tests.server.fake_engine import INFO, FakeEngine
+from tests.server.http.conftest import SETTINGS
+from tests.server.http.openai.test_batches import line, upload
+
+OWN = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05}
+SAID = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+NONE = SAID | {"temperature": 1.0}  # as OpenAI
+NULLS = dict.fromkeys(OWN)
+CHAT: Any = [{"role": "user", "content": "Hi"}]
+
+
+def engine_with(defaults: dict[str, float]) -> FakeEngine:
+    engine = FakeEngine()
+    engine.served = dataclasses.replace(INFO, sampling_defaults=defaults)
+    return engine.run()
+
+
+@pytest.fixture(params=[{}, OWN], ids=["none", "own"])
+def engine(request: pytest.FixtureRequest) -> FakeEngine:
+    return engine_with(request.param)
+
+
+@pytest.fixture
+def server(engine: FakeEngine, tmp_path: Path) -> Iterator[Server]:
+    journal = Journal(tmp_path, max_bytes=1 << 20)
+    batches = BatchSettings(journal, in_flight=4, keep_s=3600.0)
+    with Server(engine, grace_s=0.0, http=SETTINGS, batches=batches) as server:
+        yield server
+    journal.close()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    address = f"http://{server.http_address}/v1"
+    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def sampled(engine: FakeEngine) -> list[dict[str, Any]]:
+    """What the requests have come with, in no order."""
+    found = [each.sampling for each in engine.requests]
+    return [{name: getattr(each, name) for name in OWN} for each in found]
+
+
+def expected(engine: FakeEngine, without: dict[str, Any]) -> dict[str, Any]:
+    return {**without, **engine.served.sampling_defaults}
+
+
+def test_http(client: openai.OpenAI, engine: FakeEngine) -> None:
+    for more in ({}, {"extra_body": NULLS}):
+        client.completions.create(model="fake", prompt="a", max_tokens=1, **more)
+        client.chat.completions.create(model="fake", messages=CHAT, max_tokens=1, **more)
+        made = client.responses.create(model="fake", input="Hi", max_output_tokens=16, **more)
+        assert made.temperature == expected(engine, NONE)["temperature"]
+    assert sampled(engine) == [expected(engine, NONE)] * 6
+
+
+def test_what_is_said_over_http_wins(client: openai.OpenAI, engine: FakeEngine) -> None:
+    more: Any = {"extra_body": SAID}
+    client.completions.create(model="fake", prompt="a", max_tokens=1, **more)
+    client.chat.completions.create(model="fake", messages=CHAT, max_tokens=1, **more)
+    client.responses.create(model="fake", input="Hi", max_output_tokens=16, **more)
+    assert sampled(engine) == [SAID] * 3
+    client.completions.create(model="fake", prompt="a", max_tokens=1, temperature=0)
+    assert sampled(engine)[-1] == expected(engine, NONE) | {"temperature": 0.0}
+
+
+def test_grpc(server: Server, engine: FakeEngine) -> None:
+    with Client(server.address) as client:
+        list(client.generate("a", max_tokens=1))
+        list(client.generate("a", max_tokens=1, **SAID))
+    assert sampled(engine) == [expected(engine, SAID), SAID]
+
+
+def test_batches(client: openai.OpenAI, server: Server, engine: FakeEngine) -> None:
+    file = upload(client, [line("a", prompt="a"), line("b", prompt="b", **SAID)])
+    batch = client.batches.create(
+        input_file_id=file, endpoint="/v1/completions", completion_window="24h"
+    )
+    with Client(server.address) as grpc:
+        list(grpc.get_batch(batch.id, follow=True))
+        other = grpc.submit_batch("", [make_line("a")])
+        list(grpc.get_batch(other.batch_id, follow=True))
+    found = sampled(engine)
+    assert len(found) == 3 and found[-1] == expected(engine, SAID)
+    assert SAID in found[:2] and expected(engine, NONE) in found[:2]
+
+
+def test_llm(engine: FakeEngine) -> None:
+    """There it is the object that says it, as with vLLM: all of it, or nothing."""
+    with LLM.over(engine, ChatTemplate()) as llm:  # type: ignore[arg-type]
+        llm.generate("a", progress=False)
+        list(llm.stream("a"))
+        llm.chat(CHAT, progress=False)
+        llm.generate("a", SamplingParams(max_tokens=1), progress=False)
+    assert sampled(engine) == [expected(engine, SAID)] * 3 + [SAID]
+
+
+def test_the_start_shows_them(server: Server, engine: FakeEngine) -> None:
+    text = launch.ready_text(engine.info(), server, 1.0)
+    told = "sampling temperature 0.6, top_k 20, top_p 0.95, min_p 0.05, repetition_penalty 1.05, "
+    assert (told in text) == bool(engine.served.sampling_defaults)
+    assert ("model.generation_config=none" in text) == bool(engine.served.sampling_defaults)
