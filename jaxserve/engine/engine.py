@@ -35,7 +35,7 @@ from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.request_places import RequestPlaces
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
 from jaxserve.engine.step_loop import StepLoop, Submit
-from jaxserve.engine.text.detokenizer import Tokenizer
+from jaxserve.engine.text.detokenizer import Detokenizer, Tokenizer
 from jaxserve.engine.text.grammar_process import GrammarLimits
 from jaxserve.engine.text.grammars import GrammarMatcher, Grammars
 from jaxserve.engine.text.matcher import Matcher
@@ -182,6 +182,10 @@ class Engine:
     def token_bytes(self, token_id: int) -> bytes:
         """One token by itself, for display."""
         return self.tokenizer.piece(token_id)
+
+    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """The text of a continuation of the prompt, as its tokens come."""
+        return self.tokenizer.detokenizer(prompt)
 
     def check_grammar(self, grammar: Grammar, thinking: Thinking | None = None) -> None:
         """Compiles the grammar, so that a request with both can be submitted at once. Raises what

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from jaxserve.engine.adapters import Adapter, AdapterLoad, UnknownAdapter
 from jaxserve.engine.errors import AdapterError, EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer, RequestStats, StepStats
+from jaxserve.engine.text.detokenizer import Detokenizer
 from jaxserve.sched.cache.pool_map import BlockUse
 from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.cost.reachability import SloProblem
@@ -103,6 +104,17 @@ class Running:
     produced: dict[int, int] = field(default_factory=dict)  # unfinished index -> tokens so far
 
 
+class _Decoding:
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        return self._engine.decode(list(token_ids))
+
+    def flush(self) -> str:
+        return ""
+
+
 class FakeEngine:
     def __init__(self, max_requests: int = 64) -> None:
         self.changed = threading.Condition(threading.RLock())
@@ -139,6 +151,9 @@ class FakeEngine:
 
     def token_bytes(self, token_id: int) -> bytes:
         return chr(token_id).encode()
+
+    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        return _Decoding(self)
 
     def max_text_bytes(self) -> int | None:
         return 4 * INFO.max_model_len

@@ -11,6 +11,7 @@ import numpy as np
 from jaxserve.engine.adapters import Adapter, AdapterLoad
 from jaxserve.engine.output import Output
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
+from jaxserve.engine.text.detokenizer import Detokenizer
 from jaxserve.sched.request import Grammar, Request, Thinking
 from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.ttft_estimator import Wait
@@ -72,6 +73,9 @@ class EngineClient(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """One token by itself, as it is shown to people; nothing where there is no tokenizer."""
+
+    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """The text of a continuation of the prompt, as its tokens come."""
 
     def info(self) -> EngineInfo:
         """What is served, the same from start to stop."""

@@ -171,7 +171,9 @@ def _answer(context: RouteContext, endpoint: str, result: Result, name: str) -> 
 def _choice(
     context: RouteContext, chat: bool, found: Completion, note: Mapping[str, Any], name: str
 ) -> dict[str, Any]:
-    tell: Callable[..., Any] = CompletionLogprobs(context.engine).as_dict
+    # Whether its first space is text depends on the prompt, which is not at hand.
+    before = found.token_ids if found.text.startswith(" ") else ()
+    tell: Callable[..., Any] = CompletionLogprobs(context.engine, before).as_dict
     if chat:
         tell = functools.partial(chat_logprobs, context.engine)
     logprobs = tell(found.logprobs) if found.logprobs else None

@@ -99,7 +99,7 @@ class _CompletionAnswer(Answer):
         self._logprobs = None
         if body.logprobs is not None:
             self._logprobs = [
-                CompletionLogprobs(context.engine, request.prompt[0] if body.echo else None)
+                CompletionLogprobs(context.engine, request.prompt, bool(body.echo))
                 for request in wanted
                 for _ in range(request.sampling.n)
             ]

@@ -12,12 +12,20 @@ LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class CompletionLogprobs:
-    """Of one continuation of a completion: lists by token, with each token's place in the text."""
+    """Of one continuation of a completion: lists by token, with each token's place in the text, in
+    characters. A token that ends a character has the place of the character's begin, as those
+    before it.
 
-    def __init__(self, engine: EngineClient, first: int | None = None) -> None:
-        """first: token of the prompt, if that is echoed: nothing says how likely it is."""
+    Args:
+        engine: whose tokens they are.
+        prompt: the tokens that are continued.
+        echo: whether the text begins with the prompt. Nothing says how likely its first token is.
+    """
+
+    def __init__(self, engine: EngineClient, prompt: Sequence[int], echo: bool = False) -> None:
         self._engine = engine
-        self._first = first
+        self._text = engine.detokenizer(() if echo else prompt)
+        self._first = prompt[0] if echo else None
         self._offset = 0
 
     def as_dict(self, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
@@ -25,19 +33,25 @@ class CompletionLogprobs:
         found: dict[str, list[Any]] = {name: [] for name in LISTS}
         if self._first is not None:
             self._add(found, self._first, None, None)
-            if not self._engine.decode([self._first]):  # a special token, which the text is without
-                self._offset = 0
             self._first = None
         for entry in entries:
-            top = {token_text(self._engine, token): value for token, value in entry.top}
-            self._add(found, entry.token_id, entry.logprob, top)
+            self._add(found, entry.token_id, entry.logprob, self._by_text(entry.top))
+        return found
+
+    def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Each alternative has a name of its own: of tokens with the same text, the less likely
+        ones have their ids."""
+        found: dict[str, float] = {}
+        for token, value in top:
+            text = token_text(self._engine, token)
+            found[f"token_id:{token}" if text in found else text] = value
         return found
 
     def _add(self, found: dict[str, list[Any]], token: int, *known: Any) -> None:
         text = token_text(self._engine, token)
         for name, value in zip(LISTS, (text, *known, self._offset), strict=True):
             found[name].append(value)
-        self._offset += len(text)
+        self._offset += len(self._text.feed((token,)))
 
 
 def chat_logprobs(engine: EngineClient, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
