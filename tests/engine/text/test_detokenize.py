@@ -209,6 +209,8 @@ def test_a_text_that_a_tokenizer_panics_at_ends_that_request_alone(tmp_path: Pat
     with pytest.raises(InvalidRequest, match=r"^prompt: the model's tokenizer fails on "):
         found.encode("c" * 50 + "!")
     assert found.decode(found.encode("cat")) == "cat"
+    with pytest.raises(UnicodeEncodeError):
+        found.encode("half a pair: \ud800")
 
 
 def test_loading(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from absl import flags
+from huggingface_hub.utils import filter_repo_objects
 
 from jaxserve import __version__
 from jaxserve.config import Config, ConfigError, ServerConfig
@@ -328,7 +329,10 @@ def test_a_model_of_the_hub_is_found_in_its_cache(
     (tmp_path / "config.json").touch()
     config = launch.find_checkpoint(parse("--model=Qwen/Qwen2.5-0.5B"))
     assert (config.model.path, config.model.name) == (str(tmp_path), "Qwen/Qwen2.5-0.5B")
-    assert asked["model"] == "Qwen/Qwen2.5-0.5B" and "*.safetensors" in asked["allow_patterns"]
+    assert asked.pop("model") == "Qwen/Qwen2.5-0.5B"
+    wanted = ["config.json", "model.safetensors", "additional_chat_templates/tool_use.jinja"]
+    others = ["model.bin", "original/params.json", "original/model.safetensors"]
+    assert list(filter_repo_objects(wanted + others, **asked)) == wanted
     (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"config\.json is missing"):
         launch.find_checkpoint(parse("--model=Qwen/Qwen2.5-0.5B"))
