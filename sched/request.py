@@ -12,7 +12,7 @@ import numbers
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 NO_CLASS = "default"  # the SLO class of requests that name none
 MAX_TBT, LEAST_MAX_TBT = 10.0, 2.0
@@ -42,6 +42,15 @@ class InvalidRequest(ValueError):
     def __init__(self, field_name: str, problem: str) -> None:
         super().__init__(f"{field_name}: {problem}")
         self.field_name, self.problem = field_name, problem
+
+    def renamed(self, field_name: str) -> Self:
+        """The same, of the field that the client knows."""
+        return type(self)(field_name, self.problem)
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """A prompt, or what may follow it, that does not fit the model's context or the block pool.
+    Agents shorten their conversation and try again."""
 
 
 class Tier(enum.IntEnum):
@@ -421,7 +430,7 @@ def validate(
         raise too_many_tokens(length, limit - 1)
     total = length + request.sampling.max_tokens
     if total > limit:
-        raise InvalidRequest(
+        raise ContextLengthExceeded(
             "max_tokens",
             f"{request.sampling.max_tokens} after a prompt of {length} tokens makes {total}; "
             f"at most {limit} in all can be served",
@@ -448,9 +457,12 @@ def validate(
             raise InvalidRequest(name, f"token id {bad} is outside 0..{vocab_size - 1}")
 
 
-def too_many_tokens(length: int, most: int) -> InvalidRequest:
+def too_many_tokens(length: int, most: int) -> ContextLengthExceeded:
     """The error for a prompt that is too long, for callers that know before there is a Request."""
-    return InvalidRequest("prompt", f"has {length} tokens; at most {most} can be served")
+    problem = f"has {length} tokens; at most {most} can be served"
+    return ContextLengthExceeded(
+        "prompt", f"{problem}: this model's maximum context length is {most + 1}"
+    )
 
 
 def _in_range(

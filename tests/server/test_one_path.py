@@ -48,7 +48,7 @@ class Refusal(NamedTuple):
 
 class Mistake(NamedTuple):
     """prompt, sampling, slo, request_id: what is asked. refusal: its message, from its field on.
-    not_at: frontends that have no such field, or no word for the mistake."""
+    not_at: frontends that have no such field, or no word for the mistake. code: of HTTP's error."""
 
     refusal: str
     prompt: str | list[int] = "hi"
@@ -56,25 +56,27 @@ class Mistake(NamedTuple):
     slo: dict[str, float] = {}  # noqa: RUF012
     request_id: str = ""
     not_at: tuple[str, ...] = ()
+    code: str = "invalid_value"
 
 
 WITHOUT_TARGETS = ("grpc batch", "http batch")  # as batches are
 WITHOUT_IDS = (*WITHOUT_TARGETS, "llm")
+TOO_LONG = "at most 4095 can be served: this model's maximum context length is 4096"
+OVER = "context_length_exceeded"
 MISTAKES = {
     "no tokens": Mistake(
         "prompt: is empty; at least 1 token is needed", prompt=[], not_at=("http",)
     ),
     "no text": Mistake("prompt: is empty; at least 1 token is needed", prompt=""),
-    "too long": Mistake("prompt: has 5000 tokens; at most 4095 can be served", prompt="x" * 5000),
-    "too many ids": Mistake(
-        "prompt: has 4096 tokens; at most 4095 can be served", prompt=[1] * 4096
-    ),
+    "too long": Mistake(f"prompt: has 5000 tokens; {TOO_LONG}", prompt="x" * 5000, code=OVER),
+    "too many ids": Mistake(f"prompt: has 4096 tokens; {TOO_LONG}", prompt=[1] * 4096, code=OVER),
     "no token": Mistake("prompt: token id 100000 is outside 0..99999", prompt=[1, 100_000]),
     "below 0": Mistake("prompt: token id -1 is outside 0..99999", prompt=[1, -1]),
     "max_tokens": Mistake("max_tokens: must be at least 1, got 0", sampling={"max_tokens": 0}),
     "no room": Mistake(
         "max_tokens: 4095 after a prompt of 2 tokens makes 4097; at most 4096 in all can be served",
         sampling={"max_tokens": 4095},
+        code=OVER,
     ),
     "min_tokens": Mistake(
         "min_tokens: must be at least 0 and at most 5, got 6",
@@ -325,7 +327,8 @@ def test_the_same_mistake_has_the_same_outcome_at_every_frontend(
         named = "guided_regex" if "http" in frontend else "grammar.regex"
         refusal = ask(frontends, mistake)
         assert refusal.message == mistake.refusal.format(grammar=named), frontend
-        assert refusal.code == "invalid_value", frontend
+        code = mistake.code if "http" in frontend else "invalid_value"
+        assert refusal.code == code, frontend
         field_name = refusal.message.partition(":")[0]
         assert refusal.field_name in (None, field_name), frontend
         calls += 1

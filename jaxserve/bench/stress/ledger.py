@@ -28,6 +28,7 @@ SEEN_AS: Mapping[str, frozenset[CallOutcome]] = {
         # HTTP
         "not_json": "malformed",
         "invalid_value": "invalid",
+        "context_length_exceeded": "invalid",
         "unknown_field": "invalid",
         "duplicate": "duplicate",
         "queue_full": "queue_full",

@@ -24,7 +24,7 @@ from jaxserve.config import ConfigError
 from jaxserve.engine.text.text_limit import BYTE_OF_CHAR, text_limit
 from jaxserve.gguf.header import GGUFError, read_header
 from jaxserve.gguf.tokenizer import tokenizer_json
-from jaxserve.sched.request import InvalidRequest, too_many_tokens
+from jaxserve.sched.request import ContextLengthExceeded, InvalidRequest, too_many_tokens
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class HFTokenizer:
         if most is not None and self._limit is not None:
             problem = self._limit.exceeded(text, most)
             if problem is not None:
-                raise InvalidRequest("prompt", problem)
+                raise ContextLengthExceeded("prompt", problem)
         try:
             # `encode` alone holds the interpreter until it is done, this one does not.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)

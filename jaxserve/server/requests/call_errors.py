@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jaxserve.engine.adapters import UnknownAdapter
 from jaxserve.engine.errors import AdapterError, EngineStopped, QueueFull
-from jaxserve.sched.request import InvalidRequest
+from jaxserve.sched.request import ContextLengthExceeded, InvalidRequest
 from jaxserve.server.access.api_keys import RateLimited, TooManyRequests, Unauthenticated
 from jaxserve.server.requests.admission import Overloaded, retry_s
 from jaxserve.server.requests.call_outcome import CallOutcome
@@ -62,6 +62,8 @@ def call_error_of(error: Exception) -> CallError | None:
             return CallError("model_not_found", 404, "NOT_FOUND", CallOutcome.INVALID, "model")
         case AdapterError():
             return CallError("invalid_adapter", 400, "INVALID_ARGUMENT", CallOutcome.INVALID)
+        case ContextLengthExceeded():
+            return _invalid("context_length_exceeded", error.field_name)
         case InvalidRequest():
             return _invalid("invalid_value", error.field_name)
         case TooManyRequests():

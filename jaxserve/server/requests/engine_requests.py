@@ -236,7 +236,7 @@ class EngineRequests:
             except InvalidRequest as error:
                 if error.field_name != "prompt" or len(prompts) == 1:
                     raise
-                raise InvalidRequest(f"prompt.{place}", error.problem) from None
+                raise error.renamed(f"prompt.{place}") from None
             tokens += len(wanted[-1].prompt)
             if tokens > most_tokens:
                 most = f"{most_tokens:,} tokens in all are taken in a call"

@@ -67,7 +67,10 @@ def test_too_many_token_ids_are_not_even_copied(stub, engine: FakeEngine) -> Non
     ids = range(INFO.max_model_len * 20)
     error = ended(stub.Generate(make_request(ids)))
     assert error.code() is Code.INVALID_ARGUMENT
-    assert error.details() == "prompt: has 81920 tokens; at most 4095 can be served"
+    assert error.details() == (
+        "prompt: has 81920 tokens; at most 4095 can be served: this model's maximum context length "
+        "is 4096"
+    )
 
 
 def test_a_message_far_beyond_the_longest_prompt_is_not_read(

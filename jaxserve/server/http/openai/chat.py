@@ -99,7 +99,7 @@ def _naming_chat_fields(body: ChatRequest) -> Iterator[None]:
     except InvalidRequest as error:
         if error.field_name not in names:
             raise
-        raise InvalidRequest(names[error.field_name], error.problem) from None
+        raise error.renamed(names[error.field_name]) from None
 
 
 def chat_sampling(

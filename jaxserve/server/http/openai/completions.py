@@ -71,7 +71,7 @@ async def _wanted(
     except InvalidRequest as error:
         if error.field_name != "prompt_logprobs":
             raise
-        raise InvalidRequest("logprobs", error.problem) from None
+        raise error.renamed("logprobs") from None
     asked, n = wanted[0].sampling.prompt_logprobs, wanted[0].sampling.n
     if asked is not None:
         tokens = sum(len(request.prompt) for request in wanted)

@@ -140,7 +140,7 @@ def naming_grammar_fields(body: Generation) -> Iterator[None]:
             raise
         of_calls = error.field_name.endswith(GrammarKind.LARK)
         where = "tools" if of_calls else grammar_field(body) or "tools"
-        raise InvalidRequest(where, error.problem) from None
+        raise error.renamed(where) from None
 
 
 def grammar_field(body: Generation) -> str | None:

@@ -141,7 +141,7 @@ def _grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> Gram
             raise InvalidRequest("tools", problem) from None
         name, _, rest = error.field_name.removeprefix("tools.").partition(".")
         where = f"tools.{use.places[int(name)]}.{rest}"
-        raise InvalidRequest(where, error.problem) from None
+        raise error.renamed(where) from None
 
 
 async def _blame(context: RouteContext, use: ToolUse, tenant: str) -> None:
@@ -157,4 +157,4 @@ async def _blame(context: RouteContext, use: ToolUse, tenant: str) -> None:
             await context.requests.check_grammar(grammar, tenant=tenant)
         except InvalidRequest as error:
             where = f"tools.{place}.function.parameters"
-            raise InvalidRequest(where, error.problem) from None
+            raise error.renamed(where) from None

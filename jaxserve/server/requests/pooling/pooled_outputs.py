@@ -96,7 +96,7 @@ async def _outputs(
         if name != "prompt":
             raise
         where = f"{field_name}.{place}" if place and given else field_name
-        raise InvalidRequest(where, error.problem) from None
+        raise error.renamed(where) from None
     if len(wanted) * width > MAX_VALUES:
         problem = f"{len(wanted)} vectors of {width} numbers; at most {MAX_VALUES:,} numbers"
         raise InvalidRequest(field_name, f"{problem} are told in a call, so send fewer at once")

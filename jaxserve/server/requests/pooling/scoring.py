@@ -167,7 +167,7 @@ def _token_id(text: str, encode: Encode) -> int:
     try:
         ids = encode(text)
     except InvalidRequest as error:  # far too long
-        raise InvalidRequest("tokens", error.problem) from None
+        raise error.renamed("tokens") from None
     if len(ids) != 1:
         problem = f"{text!r:.80} is {len(ids)} tokens of this model; each must be one"
         raise InvalidRequest("tokens", problem)

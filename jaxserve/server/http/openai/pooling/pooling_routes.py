@@ -59,7 +59,7 @@ def add_pooling_routes(app: FastAPI, context: RouteContext) -> None:
             name, dot, place = error.field_name.partition(".")
             if name != "documents" or body.text_2 is None:
                 raise
-            raise InvalidRequest(f"text_2{dot}{place}", error.problem) from None
+            raise error.renamed(f"text_2{dot}{place}") from None
         data = [
             {"index": place, "object": "score", "score": score, **slo}
             for place, (score, slo) in enumerate(found)

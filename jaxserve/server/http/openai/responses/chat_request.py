@@ -82,7 +82,7 @@ def naming_response_fields() -> Iterator[None]:
         for theirs, ours in _NAMES:
             name, found = re.subn(rf"^(?:{theirs})(?=\.|$)", ours, name)
             if found:
-                raise InvalidRequest(name, error.problem) from None
+                raise error.renamed(name) from None
         raise
 
 
