@@ -60,7 +60,8 @@ def read_config(path: Path) -> dict[str, Any]:
             raise ValueError(str(error)) from None
     config, named = (_object(path / name) for name in (CONFIG, _MAP))
     # As transformers: what is older counts where the newer form is not there.
-    return {**named, **config} if _DECODER in config else {**config, **named}
+    first, then = (config, named) if _DECODER in config else (named, config)
+    return {**then, **{name: value for name, value in first.items() if value is not None}}
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

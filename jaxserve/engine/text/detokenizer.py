@@ -269,8 +269,9 @@ def load_tokenizer(path: str | Path | None, vocab_size: int | None = None) -> To
 def _check_ids(file: Path, found: tokenizers.Tokenizer, vocab_size: int) -> None:
     """Tokens that were added to a vocabulary, for padding, say, may have no embedding; who sends
     one is told."""
+    everything, more = found.get_vocab(with_added_tokens=True), found.get_added_tokens_decoder()
     for added in (False, True):
-        ids = found.get_vocab(with_added_tokens=added)
+        ids = {token: i for token, i in everything.items() if (i in more) == added}
         token = max(ids, key=ids.__getitem__, default="")
         if ids.get(token, -1) < vocab_size:
             continue

@@ -310,6 +310,17 @@ def test_what_windows_keep_is_said(
         assert bool(re.search(text, caplog.text)) == said
 
 
+def test_sampling_that_the_checkpoint_gives_may_be_left_out(tmp_path: Path) -> None:
+    folder = write_shape(tmp_path, "llama")
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": true}')
+    config = Config().with_fields(model__path=str(folder), model__load_format="random")
+    assert engine_choices.choose(config).sampling_defaults == {"temperature": 0.6}
+    left_out = config.with_fields(model__generation_config="none")
+    assert engine_choices.choose(left_out).sampling_defaults == {}
+    with pytest.raises(ConfigError, match=r"model\.generation_config must be auto or none"):
+        config.with_fields(model__generation_config="vllm")
+
+
 def test_rotations_are_for_the_longest_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

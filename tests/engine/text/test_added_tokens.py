@@ -75,6 +75,14 @@ def test_ids_that_leave_a_gap(tmp_path: Path) -> None:
     assert found.encode(START, special=False) == [SIZE + 7]
 
 
+def test_a_token_that_the_model_has_no_row_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as one for padding, which nobody sends."""
+    load_tokenizer(write(tmp_path, {"added_tokens": {"[PAD]": SIZE}}), SIZE)
+    assert f"has an id {SIZE} ('[PAD]')" in caplog.text
+
+
 def test_a_name_makes_a_token_of_the_vocabulary_special(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "a": 2}, unk_token="<unk>"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))

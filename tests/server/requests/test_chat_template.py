@@ -131,6 +131,16 @@ def test_the_template_of_a_processor(tmp_path: Path) -> None:
     template.close()
 
 
+@pytest.mark.parametrize("decoder", [{}, {"added_tokens_decoder": {}}])
+def test_special_tokens_of_either_file(tmp_path: Path, decoder: dict[str, Any]) -> None:
+    config = {"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": None, **decoder}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "</s>"}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>"}))
+    template = load_chat_template(str(tmp_path))
+    assert template.render(CHAT) == "<s></s>"
+    template.close()
+
+
 @pytest.fixture(scope="module")
 def any_of() -> Iterator[ChatTemplate]:
     """A template that does what the first message says, one branch each."""
