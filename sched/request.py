@@ -204,9 +204,9 @@ class SamplingParams:
         min_tokens: No end-of-sequence or stop token is sampled before that many tokens.
         temperature: 0 is greedy.
         top_k: Sample among the k most likely tokens; 0 is off.
-        top_p: Nucleus sampling; 1 is off.
+        top_p: Nucleus sampling; 1 is off, 0 leaves the most likely token.
         min_p: Least probability, as a share of the most likely token's; 0 is off.
-        seed: For reproducible output; None for a random one.
+        seed: For reproducible output, any of 64 bits; None for a random one.
         repetition_penalty: Divides positive and multiplies negative logits of every token in the
             prompt or the output; 1 is off.
         presence_penalty: Subtracted once from the logits of generated tokens.
@@ -255,10 +255,10 @@ class SamplingParams:
         _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_k", self.top_k, 0, None)
-        _in_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _in_range("top_p", self.top_p, 0.0, 1.0)
         _in_range("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _in_range("seed", self.seed, 0, MAX_SEED)
+            _in_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         _in_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _in_range("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _in_range("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
@@ -465,14 +465,10 @@ def too_many_tokens(length: int, most: int) -> ContextLengthExceeded:
     )
 
 
-def _in_range(
-    name: str, value: float, low: float, high: float | None, *, low_open: bool = False
-) -> None:
-    ok = (value > low if low_open else value >= low) and value <= (_MOST if high is None else high)
-    if not ok:
-        above = f"more than {low:g}" if low_open else f"at least {low:g}"
+def _in_range(name: str, value: float, low: float, high: float | None) -> None:
+    if not low <= value <= (_MOST if high is None else high):
         below = "" if high is None else f" and at most {high:g}"
-        raise InvalidRequest(name, f"must be {above}{below}, got {value}")
+        raise InvalidRequest(name, f"must be at least {low:g}{below}, got {value}")
 
 
 def at_most_entries(name: str, count: int, limit: int) -> None:

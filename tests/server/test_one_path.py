@@ -88,14 +88,11 @@ MISTAKES = {
     "nan": Mistake(
         "temperature: must be at least 0 and at most 100, got nan", sampling={"temperature": NAN}
     ),
-    "top_p": Mistake("top_p: must be more than 0 and at most 1, got 0.0", sampling={"top_p": 0.0}),
+    "top_p": Mistake("top_p: must be at least 0 and at most 1, got -0.1", sampling={"top_p": -0.1}),
     "top_k": Mistake("top_k: must be at least 0, got -2", sampling={"top_k": -2}),
     "n": Mistake("n: must be at least 1 and at most 16, got 17", sampling={"n": 17}),
     "logprobs": Mistake(
         "logprobs: must be at least 0 and at most 20, got 21", sampling={"logprobs": 21}
-    ),
-    "seed": Mistake(
-        f"seed: must be at least 0 and at most {2**63 - 1:g}, got -4", sampling={"seed": -4}
     ),
     "stop": Mistake("stop: has 17 entries; at most 16 are allowed", sampling={"stop": ["a"] * 17}),
     "a long stop": Mistake(

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxserve.server.tools.arguments import as_json
 from jaxserve.server.tools.calls import Call, Tool, as_openai, compact
 from jaxserve.server.tools.registry import ToolFormat
 
 Message = Mapping[str, Any]
 
 
+def has_calls(messages: Sequence[Message]) -> bool:
+    """Whether there are calls, or results of them."""
+    return any(each["role"] == "tool" or each.get("tool_calls") for each in messages)
+
+
 def with_tools_described(
     messages: Sequence[Message], tools: Sequence[Tool], form: ToolFormat
 ) -> list[Message]:
-    """The chat in words only: a system message describes the tools, calls stand in the assistant's
-    text, and what tools have answered is said by the user.
+    """The chat `in_words` only; a system message describes the tools.
 
     Args:
         messages: the chat.
         tools: those that may be called; none are described where there are none.
         form: how to write calls.
     """
-    names = {
-        call["id"]: call["function"]["name"]
-        for message in messages
-        for call in message.get("tool_calls", ())
-    }
-    told = [_in_words(message, names, form) for message in messages]
+    told = in_words(messages, form)
     if not tools:
         return told
     about = "\n".join(compact(each["function"]) for each in as_openai(tools))
@@ -39,23 +38,40 @@ def with_tools_described(
     return [{"role": "system", "content": text}, *told]
 
 
-def _in_words(message: Message, names: Mapping[str, str], form: ToolFormat) -> Message:
-    if message["role"] == "tool":
-        name = names.get(message.get("tool_call_id", ""), message.get("name", ""))
-        which = f"The function {name}" if name else "The function"
-        return {"role": "user", "content": f"{which} returned:\n{message['content']}"}
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    if not calls:
-        return message
-    written = form.written([Call(call["name"], _object(call["arguments"])) for call in calls])
+def in_words(messages: Sequence[Message], form: ToolFormat, *, calls: bool = True) -> list[Message]:
+    """The chat with the calls in the assistant's text, and with what tools have answered said by
+    the user.
+
+    Args:
+        messages: the chat.
+        form: how to write calls.
+        calls: whether they are told so; else only the answers are.
+    """
+    names = {
+        call["id"]: call["function"]["name"]
+        for message in messages
+        for call in message.get("tool_calls", ())
+    }
+    told: list[Message] = []
+    for before, message in zip([None, *messages], messages, strict=False):
+        said = _result(message, names) if message["role"] == "tool" else message
+        if calls and message.get("tool_calls"):
+            said = _calling(message, form)
+        if before is not None and before["role"] == message["role"] == "tool":
+            # One turn: many templates want the roles to alternate.
+            said = {**said, "content": f"{told.pop()['content']}\n{said['content']}"}
+        told.append(said)
+    return told
+
+
+def _result(message: Message, names: Mapping[str, str]) -> Message:
+    name = names.get(message.get("tool_call_id", ""), message.get("name", ""))
+    which = f"The function {name}" if name else "The function"
+    return {"role": "user", "content": f"{which} returned:\n{message['content']}"}
+
+
+def _calling(message: Message, form: ToolFormat) -> Message:
+    calls = [call["function"] for call in message["tool_calls"]]
+    written = form.written([Call(call["name"], as_json(call["arguments"])) for call in calls])
     text = "\n".join(filter(None, (message["content"], written)))
     return {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": text}
-
-
-def _object(arguments: str) -> str:
-    """Arguments that are no JSON object are shown as a string in one."""
-    try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        found = None
-    return arguments if isinstance(found, dict) else compact({"": arguments})

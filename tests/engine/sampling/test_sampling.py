@@ -157,7 +157,7 @@ def generate(
     "sampling",
     [
         {"temperature": 1.0, "seed": 5},
-        {"temperature": 0.8, "seed": 2**63 - 1, "top_p": 0.9, "top_k": 30, "min_p": 0.01},
+        {"temperature": 0.8, "seed": -(2**63), "top_p": 0.9, "top_k": 30, "min_p": 0.01},
         {"temperature": 1.5, "seed": 9, "repetition_penalty": 1.7, "frequency_penalty": 0.6},
         {"presence_penalty": 2.0, "repetition_penalty": 1.3, "min_tokens": 9},
         {"temperature": 1.0},

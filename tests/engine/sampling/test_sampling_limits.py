@@ -51,7 +51,7 @@ def test_logit_bias_adds_up_and_reaches_its_limit_of_entries() -> None:
     assert int(result.tokens[0]) == 350
 
 
-@pytest.mark.parametrize("top_p", [1e-30, 1e-38, 1e-45, 5e-324])
+@pytest.mark.parametrize("top_p", [0.0, 1e-30, 1e-38, 1e-45, 5e-324])
 def test_the_smallest_top_p_leaves_the_likeliest_token(top_p: float) -> None:
     logits = np.random.default_rng(0).normal(0, 3, (1, V)).astype(np.float32)
     state = enter(init_state(S, V), 0, request(temperature=2.0, top_p=top_p, seed=1))

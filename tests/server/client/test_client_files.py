@@ -145,7 +145,7 @@ def test_the_server_says_when_to_come_again(monkeypatch: pytest.MonkeyPatch) -> 
         ("RESOURCE_EXHAUSTED", "3 continuations are queued", True),
         ("RESOURCE_EXHAUSTED", "Sent message larger than max (9 vs. 8)", False),
         ("UNAVAILABLE", "Socket closed", True),
-        ("INVALID_ARGUMENT", "top_p: must be more than 0", False),
+        ("INVALID_ARGUMENT", "top_p: must be at least 0", False),
         ("INTERNAL", "the engine has failed", False),
     ],
 )

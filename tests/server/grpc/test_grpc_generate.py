@@ -169,7 +169,7 @@ def test_the_wire_has_every_sampling_parameter_and_no_other() -> None:
     assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == ours
 
 
-_fraction = st.floats(0.01, 1.0)
+_fraction = st.floats(0.0, 1.0)
 _penalty = st.floats(-100.0, 100.0)
 _token = st.integers(0, 2**31 - 1)
 _sampling = st.fixed_dictionaries(
@@ -181,7 +181,7 @@ _sampling = st.fixed_dictionaries(
         "top_k": st.integers(0, 1000),
         "top_p": _fraction,
         "min_p": st.floats(0.0, 1.0),
-        "seed": st.integers(0, 2**63 - 1),
+        "seed": st.integers(-(2**63), 2**63 - 1),
         "repetition_penalty": st.floats(0.01, 100.0),
         "presence_penalty": _penalty,
         "frequency_penalty": _penalty,

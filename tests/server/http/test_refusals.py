@@ -15,6 +15,10 @@ COMPLETION = {"prompt": "a"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
 
+def calls(arguments: Any) -> list[dict[str, Any]]:
+    return [{"id": "c", "function": {"name": "f", "arguments": arguments}}]
+
+
 @pytest.mark.promise(16)
 @pytest.mark.parametrize(
     ("path", "fields", "param", "says"),
@@ -129,7 +133,9 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{
             "only an assistant",
         ),
         ("chat/completions", {"tools": [{}]}, "tools.0.type", "is required"),
-        ("chat/completions", {"tool_choice": "auto"}, "tool_choice", "needs tools"),
+        ("chat/completions", {"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ("chat/completions", {"max_tokens": 1.5}, "max_tokens", "whole number"),
+        ("chat/completions", {"seed": 2.0**63}, "seed", ""),
         ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         (
             "chat/completions",
@@ -238,13 +244,20 @@ def test_tokens_there_and_back(plain: Plain) -> None:
         ("chat/completions", {"reasoning_effort": "high", "service_tier": "priority"}),
         ("chat/completions", {"prediction": {"type": "content", "content": "a"}}),
         ("chat/completions", {"prompt_cache_retention": "24h"}),
+        ("chat/completions", {"tools": [], "tool_choice": "auto", "parallel_tool_calls": None}),
+        ("chat/completions", {"max_tokens": 1.0, "n": 1.0, "top_k": -1.0, "seed": -5.0}),
+        ("chat/completions", {"top_p": 0, "seed": -(2**63), "top_logprobs": 0}),
+        ("chat/completions", {"stop": [], "logit_bias": {}, "metadata": {}, "functions": None}),
+        ("completions", {"top_p": 0, "seed": -5, "stop": [], "logit_bias": {}, "max_tokens": 1.0}),
+        ("responses", {"tools": [], "tool_choice": "auto", "max_output_tokens": 1.0, "seed": -5}),
     ],
 )
 def test_what_changes_nothing_is_taken_and_null_is_absent(
     plain: Plain, engine: FakeEngine, path: str, fields: dict[str, Any]
 ) -> None:
     engine.run()
-    body = {**(CHAT if path.startswith("chat") else COMPLETION), "max_tokens": 1, **fields}
+    usual = {"responses": {"input": "a"}, "completions": {**COMPLETION, "max_tokens": 1}}
+    body = {**usual.get(path, {**CHAT, "max_tokens": 1}), **fields}
     connection = plain.connect()
     connection.request(
         "POST", f"/v1/{path}", json.dumps(body), {"Content-Type": "application/json"}
@@ -265,3 +278,74 @@ def test_an_assistants_turn_may_have_calls_instead_of_content(
     assert status == 200
     text = "".join(map(chr, chat["tokens"]))
     assert text == 'user: a\nassistant: f({"x": 1})\ntool: 2\nassistant:'
+
+
+TURNS: list[tuple[str, dict[str, Any]]] = [
+    ("", {"content": None}),
+    ("", {}),
+    ("", {"content": None, "refusal": None, "tool_calls": None, "function_call": None}),
+    ("b", {"content": "b", "annotations": [], "tool_calls": [], "audio": None}),
+    ("b", {"content": "b", "phase": "final_answer"}),
+    ("No.", {"content": None, "refusal": "No.", "annotations": []}),
+    ("No.", {"content": [{"type": "refusal", "refusal": "No."}]}),
+    ("b", {"content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}]}),
+    ("b", {"content": [{"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]}),
+    ("b", {"content": "b", "provider_specific_fields": {"refusal": None}}),
+    ('f({"x": 1})', {"content": None, "tool_calls": [{**CALL, "extra_content": {}, "index": 0}]}),
+    (
+        'f({"x": 1})',
+        {"tool_calls": calls({"x": 1})},
+    ),
+    ("f({})", {"tool_calls": calls(None)}),
+    ("f({})", {"tool_calls": calls("")}),
+    ('f({"x": 1})', {"content": None, "function_call": CALL["function"]}),
+]
+
+
+@pytest.mark.parametrize(("says", "turn"), TURNS)
+def test_what_clients_send_back_is_taken(plain: Plain, says: str, turn: dict[str, Any]) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", **turn}]
+    status, chat, _ = plain.call("POST", "/tokenize", {"messages": turns})
+    assert status == 200, chat
+    text = "".join(map(chr, chat["tokens"]))
+    assert text == f"user: a\nassistant: {says}\nassistant:"
+
+
+def test_functions_of_old_clients_are_tools(plain: Plain) -> None:
+    turns = [
+        {"role": "assistant", "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        {"role": "function", "name": "f", "content": "2"},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}], "name": "Ann"},
+    ]
+    status, chat, _ = plain.call("POST", "/tokenize", {"messages": turns})
+    assert status == 200, chat
+    text = "".join(map(chr, chat["tokens"]))
+    assert text == 'assistant: f({"x": 1})\ntool: 2\nuser: a\nassistant:'
+
+
+@pytest.mark.parametrize(
+    ("turn", "says"),
+    [
+        ({"role": "user", "content": None}, "content is required"),
+        ({"role": "user", "content": "a", "refusal": "no"}, "only an assistant has refusal"),
+        ({"role": "tool", "content": "a", "function_call": {"name": "f"}}, "only an assistant"),
+        ({"role": "user", "content": [{"type": "text", "refusal": "a"}]}, "has text"),
+        ({"role": "user", "content": [{"type": "refusal", "text": "a"}]}, "has refusal"),
+        ({"role": "assistant", "content": "", "tool_calls": [{"id": "c"}]}, "function"),
+    ],
+)
+def test_turns_that_are_none(plain: Plain, turn: dict[str, Any], says: str) -> None:
+    status, answer, _ = plain.call("POST", "/v1/chat/completions", {"messages": [turn]})
+    assert status == 400
+    assert says in answer["error"]["message"]
+
+
+def test_arguments_may_be_as_long_as_a_prompt(plain: Plain) -> None:
+    told = json.dumps({"text": "x" * 100_000})
+    call = {"id": "c", "type": "function", "function": {"name": "write", "arguments": told}}
+    turns = [{"role": "assistant", "tool_calls": [call]}]
+    status, chat, _ = plain.call("POST", "/tokenize", {"messages": turns})
+    assert status == 200 and chat["count"] > len(told)
+    item = {"type": "function_call", "call_id": "c", "name": "write", "arguments": told}
+    status, answer, _ = plain.call("POST", "/v1/responses", {"input": [item]})
+    assert (status, answer["error"]["param"]) == (400, "input")  # more than the model takes

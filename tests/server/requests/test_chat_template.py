@@ -174,7 +174,6 @@ BRANCHES = {
     "tools": "{{ tools is none }}{{ documents is none }}",
     "generation": "{% generation %}said{% endgeneration %}",
     "loop": LOOP,
-    "arguments": "{{ messages[1].tool_calls[0].function.arguments|tojson }}",
     "surrogate": "{{ '\\ud800' }}",
     "raise surrogate": "{{ raise_exception('a \\ud800 b') }}",
     "kwargs": "{{ bos_token }}{{ mood }}{{ documents|length }}",
@@ -301,19 +300,30 @@ def test_tenants_take_turns(any_of: ChatTemplate) -> None:
     assert ended == ["loud", "quiet", "other", "loud", "quiet", "loud"]
 
 
+@pytest.fixture(scope="module")
+def arguments() -> Iterator[ChatTemplate]:
+    template = ChatTemplate("{{ messages[1].tool_calls[0].function.arguments|tojson }}")
+    yield template
+    template.close()
+
+
 @pytest.mark.parametrize(
     ("text", "object_"),
     [
         ('{"a": [1]}', {"a": [1]}),
-        *((text, text) for text in ("[1]", "{", '{"a": "\\ud800"}', '{"a": NaN}', "[" * 60_000)),
+        *((text, {}) for text in ("", " ", "null", "{}")),
+        *(
+            (text, {"": text})
+            for text in ("[1]", "{", '{"a": "\\ud800"}', '{"a": NaN}', "[" * 60_000)
+        ),
     ],
 )
-def test_arguments_of_functions_are_objects_where_their_text_is_one(
-    any_of: ChatTemplate, text: str, object_: Any
+def test_arguments_of_functions_are_objects_for_templates(
+    arguments: ChatTemplate, text: str, object_: Any
 ) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
-    chat = [*asking("arguments"), {"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert json.loads(any_of.render(chat)) == object_
+    chat = [*CHAT[:1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert json.loads(arguments.render(chat)) == object_
 
 
 def test_what_is_no_text_is_not_answered(any_of: ChatTemplate) -> None:

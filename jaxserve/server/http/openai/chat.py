@@ -130,9 +130,11 @@ def _parsed(
 async def beside_if_tools(
     context: RouteContext, body: ChatRequest | TokenizeRequest, work: Callable[..., T], *given: Any
 ) -> T:
-    """work(*given), off the event loop for a chat with tools: to write those down, again and again,
-    may take a tenth of a second."""
-    return await context.requests.run_beside(work, *given) if body.tools else work(*given)
+    """work(*given), off the event loop for a chat with tools or calls: to write those down, again
+    and again, may take a tenth of a second."""
+    if body.tools or any(each.tool_calls for each in body.messages or ()):
+        return await context.requests.run_beside(work, *given)
+    return work(*given)
 
 
 def _calls(context: RouteContext, body: ChatRequest) -> tuple[ToolUse | None, dict[str, Any]]:
@@ -155,7 +157,7 @@ def render_chat(
 
 def _sampling(context: RouteContext, body: ChatRequest, prompt_tokens: int) -> dict[str, Any]:
     fields = request_options.sampling_fields(body, context.sampling_defaults)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs: true")
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0

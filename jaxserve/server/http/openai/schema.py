@@ -31,7 +31,7 @@ from jaxserve.sched.request import (
     MAX_STOP_TOKEN_IDS,
 )
 from jaxserve.server.requests.engine_requests import MAX_CACHE_KEY
-from jaxserve.server.tools.calls import NOTHING, Tool
+from jaxserve.server.tools.calls import NOTHING, Tool, compact
 from jaxserve.server.tools.schema_check import schema_problem
 
 MAX_PROMPTS = 128
@@ -52,8 +52,15 @@ _LAST_TOKEN_ID = (1 << 31) - 1
 # Whether a number, NaN among them, or a token id is one that can be served, is found out where all
 # frontends' requests are checked.
 Number = Annotated[float, Field(strict=True)]
-Int32 = Annotated[int, Field(strict=True, ge=-(1 << 31), le=(1 << 31) - 1)]
-Int64 = Annotated[int, Field(strict=True, ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+def _whole(given: Any) -> Any:
+    """JSON has one kind of numbers: 16.0 is 16."""
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
+Int32 = Annotated[int, BeforeValidator(_whole), Field(strict=True, ge=-(1 << 31), le=(1 << 31) - 1)]
+Int64 = Annotated[int, BeforeValidator(_whole), Field(strict=True, ge=-(1 << 63), le=(1 << 63) - 1)]
 TokenId = Annotated[int, Field(strict=True, ge=0, le=_LAST_TOKEN_ID)]
 Text = Annotated[StrictStr, Field(max_length=MAX_TEXT)]
 
@@ -296,18 +303,44 @@ class CompletionRequest(Generation):
 
 
 class TextPart(Body):
-    """A piece of a message."""
+    """A piece of a message, of whichever of OpenAI's types for text. What stands behind refusal is
+    what answers have, or what clients send for other servers' caches; no model reads it."""
 
-    type: Literal["text"]
-    text: StrictStr
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: StrictStr | None = None
+    refusal: StrictStr | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    parsed: Any = None
+    cache_control: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _is_text(cls, given: Any) -> Any:
         kind = given.get("type", "text") if isinstance(given, dict) else "text"
-        if kind != "text":
+        if kind not in _TEXT_PARTS:
             raise ValueError(f"{kind!r:.80} parts are not served, only text")
         return given
+
+    @model_validator(mode="after")
+    def _whole(self) -> TextPart:
+        wanted, other = ("refusal", "text") if self.type == "refusal" else ("text", "refusal")
+        if getattr(self, wanted) is None or getattr(self, other) is not None:
+            raise ValueError(f"a part of the type {self.type} has {wanted}, and no {other}")
+        return self
+
+    @property
+    def said(self) -> str:
+        """Its text."""
+        return self.text or self.refusal or ""
+
+
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+def _as_text(arguments: Any) -> Any:
+    """Some clients send the object itself."""
+    return compact(arguments) if isinstance(arguments, dict) else arguments
 
 
 class FunctionCall(Body):
@@ -316,18 +349,21 @@ class FunctionCall(Body):
     sends them back."""
 
     name: Text
-    arguments: Text
+    arguments: Annotated[StrictStr, BeforeValidator(_as_text)] = ""
     parsed_arguments: Any = None
 
 
 class ToolCall(Body):
     """One of an assistant's turn. index: its place, which OpenAI's client leaves there if it was
-    streamed."""
+    streamed. extra_content, provider_specific_fields: what gateways have in answers; their clients
+    send them back."""
 
     id: Text
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionCall
     index: Int32 | None = None
+    extra_content: Any = None
+    provider_specific_fields: Any = None
 
     def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
@@ -423,7 +459,7 @@ def joined(content: str | list[TextPart] | None) -> str:
     """A content's text."""
     if isinstance(content, str):
         return content
-    return "".join(part.text for part in content or ())
+    return "".join(part.said for part in content or ())
 
 
 class Prediction(Body):
@@ -434,42 +470,54 @@ class Prediction(Body):
 
 
 class Message(Body):
-    """One turn of a chat. Those of assistants may have calls of tools, those of tools answer
-    one. parsed: what OpenAI's client makes of an answer's content; it sends it back. reasoning: an
-    assistant's reasoning_content, as vLLM has it."""
+    """One turn of a chat. Those of assistants may have calls of tools, those of tools answer one;
+    function_call, and the role function, are the same as OpenAI first had them. reasoning: an
+    assistant's reasoning_content, as vLLM has it. All behind tool_call_id is what answers have,
+    OpenAI's or a gateway's, and clients send back; no model reads it."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: StrictStr | TextParts | None = None
     name: Text | None = None
-    refusal: Text | None = None
+    refusal: StrictStr | None = None
     reasoning_content: StrictStr | None = None
     reasoning: StrictStr | None = None
     tool_calls: ToolCalls | None = None
+    function_call: FunctionCall | None = None
     tool_call_id: Text | None = None
     parsed: Any = None
+    annotations: list[Any] | None = None
+    phase: Text | None = None
+    provider_specific_fields: Any = None
 
     @model_validator(mode="after")
     def _whole(self) -> Message:
-        if self.role != "assistant" and (self.tool_calls or self.refusal):
-            raise ValueError("only an assistant has tool_calls, or a refusal")
+        if self.role == "assistant":
+            return self
+        for name in ("tool_calls", "function_call", "refusal", "reasoning_content", "reasoning"):
+            if getattr(self, name):
+                raise ValueError(f"only an assistant has {name}")
         if self.role != "tool" and self.tool_call_id:
             raise ValueError("only a tool has a tool_call_id")
-        if self.role != "assistant" and (self.reasoning_content or self.reasoning):
-            raise ValueError("only an assistant has reasoning_content")
-        thought = self.reasoning_content or self.reasoning
-        if self.content is None and not (self.tool_calls or self.refusal or thought):
-            missing = "content is required, but where an assistant has tool_calls or a refusal"
-            raise ValueError(missing)
+        if self.content is None:
+            raise ValueError("content is required, but of an assistant")
         return self
 
     def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
         text = joined(self.content or self.refusal)
-        calls = [call.plain() for call in self.tool_calls or ()]
-        further = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
+        further: dict[str, Any] = {"name": self.name, "tool_call_id": self.tool_call_id}
+        further["tool_calls"] = [call.plain() for call in self.tool_calls or ()]
+        if self.function_call is not None:
+            call = ToolCall.model_construct(id=_NO_ID, type="function", function=self.function_call)
+            further["tool_calls"].append(call.plain())
         further["reasoning_content"] = self.reasoning_content or self.reasoning
         given = {name: value for name, value in further.items() if value}
-        return {"role": self.role, "content": text, **given}
+        return {"role": _TOOL if self.role == "function" else self.role, "content": text, **given}
+
+
+_TOOL = "tool"
+_NO_ID = "call00000"
+"""Of a call that has none, in a form that any template takes."""
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

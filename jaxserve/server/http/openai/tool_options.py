@@ -73,7 +73,7 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
     """None where nothing may be called. Raises InvalidRequest for a choice that cannot be made."""
     choice, shown = body.tool_choice, shown_tools(body)
     if shown is None:
-        if choice not in (None, "none"):
+        if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice", "needs tools")
         return None
     size = sum(len(tool.description) + len(compact(tool.parameters)) for tool in shown)

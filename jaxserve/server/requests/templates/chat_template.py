@@ -8,6 +8,7 @@ it runs in a process of its own (`template_process.py`).
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import weakref
@@ -22,9 +23,11 @@ from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.reasoning import registry as reasoning_formats
 from jaxserve.server.requests.templates.template_limits import MAX_SOURCE
 from jaxserve.server.requests.templates.template_process import TemplateFailed, TemplateProcess
+from jaxserve.server.requests.templates.template_turns import TemplateTurns
 from jaxserve.server.tools import registry as tool_formats
+from jaxserve.server.tools.arguments import as_json
 from jaxserve.server.tools.calls import Tool, as_openai, compact
-from jaxserve.server.tools.described import with_tools_described
+from jaxserve.server.tools.described import has_calls, in_words, with_tools_described
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +84,10 @@ class ChatTemplate:
         read = [process.compile() for process in self._processes[::2]]
         self._reads_tools = "tools" in frozenset[str]().union(*read[-1:])
         self._reads = frozenset[str]().union(*read) - {*(special or ()), *_OF_THE_CALL}
+        self._turns = [
+            TemplateTurns(each, functools.partial(self._rendered, process))
+            for each, process in zip(sources, self._processes[::2], strict=True)
+        ]
 
     def submit(
         self,
@@ -99,7 +106,8 @@ class ChatTemplate:
             kwargs: more variables for the template, JSON values by name.
             tenant: owner of the chat. Tenants take turns if several chats wait.
             tools: those that the model may call. A template that reads none has them described in
-                a system message. None: the chat has no tools, and goes to the template as it is.
+                a system message, and calls and results told in words. None: the chat has no tools;
+                then they are told in words where the template would lose them.
 
         Raises, here or in the future:
             InvalidRequest: the template rejects the chat, or does not read such a variable.
@@ -114,14 +122,18 @@ class ChatTemplate:
             plain: Future[str] = Future()
             plain.set_result("".join(map(_line, messages)) + "assistant:" * add_generation_prompt)
             return plain
+        which = -1 if tools else 0
+        turns = self._turns[which]
+        if turns.lose_calls and has_calls(messages):
+            messages = in_words(messages, self.tool_format, calls=not turns.has_calls)
         shown = as_openai(tools) if tools else None
         short = _is_short(messages, tools or ()) and not any(
             isinstance(value, str | list | dict) for value in (kwargs or {}).values()
         )
-        told = list(map(self._with_thought, messages))
+        told = list(map(self._with_thought, turns.placed(messages)))
         variables = {**self._fixed, **(kwargs or {}), "messages": told}
         variables |= {"add_generation_prompt": add_generation_prompt, "tools": shown}
-        process = self._processes[(-2 if tools else 0) + (not short)]
+        process = self._processes[2 * which + (not short)]
         return process.render(variables, tenant)
 
     def effort_kwargs(self, effort: str | None) -> dict[str, Any]:
@@ -142,6 +154,12 @@ class ChatTemplate:
         """The result of `encode` for a rendered chat. Special tokens are added only if the template
         has not written them."""
         return encode(text, special=not self.own)
+
+    def _rendered(
+        self, process: TemplateProcess, chats: Sequence[Sequence[Message]]
+    ) -> Sequence[str | None]:
+        usual = {**self._fixed, "add_generation_prompt": True, "tools": None}
+        return process.rendered([{**usual, "messages": chat} for chat in chats])
 
     def _with_thought(self, message: Message) -> Message:
         """A message has what was thought where the template looks for it."""
@@ -172,7 +190,7 @@ def _close(processes: Sequence[TemplateProcess]) -> None:
 
 def _line(message: Message) -> str:
     functions = (call["function"] for call in message.get("tool_calls", ()))
-    calls = "".join(f"{each['name']}({each['arguments']})" for each in functions)
+    calls = "".join(f"{each['name']}({as_json(each['arguments'])})" for each in functions)
     return f"{message['role']}: {message['content']}{calls}\n"
 
 

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -47,6 +47,17 @@ class TemplateProcess:
         """The variables that the template looks up; before anything is rendered. Raises
         TemplateFailed."""
         return self._start()
+
+    def rendered(self, several: Sequence[Mapping[str, Any]]) -> Sequence[str | None]:
+        """The texts of chats, given as variables, behind `compile`; None for those that the
+        template rejects, or where they take too long."""
+        try:
+            texts: list[str | None] = self._ask({"several": several})["texts"]
+        except TemplateFailed:
+            texts = [None] * len(several)
+        if self._process is None:
+            self._start()
+        return texts
 
     def render(self, variables: Mapping[str, Any], tenant: str = "") -> Future[str]:
         """The text to come; who cancels it before its turn takes nobody's time. It raises

@@ -27,6 +27,7 @@ from jaxserve.limited.limits import (
     read_question,
 )
 from jaxserve.server.requests.templates import template_limits as limits
+from jaxserve.server.tools.arguments import as_object
 
 _TOO_MUCH = f"needs more than {limits.MEMORY >> 20} MiB of memory"
 
@@ -89,9 +90,11 @@ class Worker:
         self._render: Callable[[Mapping[str, Any]], str] | None = None
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """`reads`, the variables that the template looks up, or `text`; or what is wrong, as
-        `problem`."""
+        """`reads`, the variables that the template looks up, or `text`, or `texts` of several
+        chats, null for those that it rejects; or what is wrong, as `problem`."""
         try:
+            if "several" in question:
+                return {"texts": [self.answer(each).get("text") for each in question["several"]]}
             if self._render is not None:
                 _read_arguments(question["messages"])
                 text = self._render(question)
@@ -111,20 +114,11 @@ class Worker:
 
 
 def _read_arguments(messages: list[dict[str, Any]]) -> None:
-    """Has those of functions as templates want them: objects, where their text is one."""
+    """Has those of functions as templates want them, objects."""
     for message in messages:
         for call in message.get("tool_calls", ()):
             function = call["function"]
-            function["arguments"] = _as_object(function["arguments"])
-
-
-def _as_object(text: str) -> Any:
-    try:
-        found = json.loads(text)
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text
+            function["arguments"] = as_object(function["arguments"])
 
 
 def serve_renders(connection: socket.socket) -> None:

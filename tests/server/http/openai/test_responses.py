@@ -300,11 +300,13 @@ def test_reasoning(thinking: openai.OpenAI, engine: FakeEngine, size: int) -> No
     told = "".join(e.delta for e in events if e.type == "response.reasoning_text.delta")
     assert told == "Rome, Rome."
     assert events[-1].type == "response.completed"
-    given: Any = [{"role": "user", "content": "a"}, *whole.output]
+    given: Any = [{"role": "user", "content": "a"}, *(each.to_dict() for each in whole.output)]
+    given[1]["encrypted_content"] = "x" * 100_000  # another server's, which nobody reads here
+    given[2]["phase"] = "commentary"
     given.append({"type": "function_call_output", "call_id": call.call_id, "output": "21"})
     thinks(engine, "Fine")
     thinking.responses.create(model="fake", input=given, include=["reasoning.encrypted_content"])
-    turn = "<|im_start|>assistant\n<think>\nRome, Rome.\n</think>\n\nLet me see.<|im_end|>\n"
+    turn = "<|im_start|>assistant\n<think>\nRome, Rome.\n</think>\n\nLet me see.\n<tool_call>"
     assert turn in prompt(engine)
     budget: Any = {"thinking_token_budget": 3}
     thinking.responses.create(model="fake", input="a", extra_body=budget)
@@ -472,11 +474,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "a part of the type input_text has text",
     ),
     (
-        {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
-        "input.0.encrypted_content",
+        {"input": [{"type": "reasoning", "summary": [], "encrypted": "x"}]},
+        "input.0.encrypted",
         "no such field",
     ),
-    ({"input": [{**CALLED, "arguments": "1" * (1 << 20)}]}, "input.0.arguments", "65536"),
+    ({"input": [{**CALLED, "arguments": "1" * (1 << 20)}]}, "input", "tokens; at most"),
     ({"input": [{**CALLED, "call_id": "c" * 400}]}, "input.0.call_id", "256"),
     (
         {"input": [CALLED, {"type": "function_call_output", "call_id": "d", "output": ""}]},

@@ -224,7 +224,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "tools",
         f"{MAX_TOOLS_TEXT:,} are allowed",
     ),
-    ({"tools": None, "tool_choice": "auto"}, "tool_choice", "needs tools"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tool_choice": "always"}, "tool_choice", "must be none, auto, required"),
     ({"tool_choice": 1}, "tool_choice", "must be none, auto, required"),
@@ -264,8 +263,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
                 },
             ]
         },
-        "messages.1.tool_calls.0.function.arguments",
-        "65536",
+        "messages",
+        "tokens; at most",
     ),
 ]
 

@@ -20,11 +20,13 @@ from jaxserve.server.http.openai.schema import (
     MAX_TEXT_PARTS,
     MAX_TOOLS,
     Body,
+    FunctionCall,
     FunctionTool,
     Int32,
     JsonSchema,
     OneAnswer,
     Text,
+    TextPart,
     different_names,
     known_choice,
 )
@@ -35,41 +37,16 @@ MAX_ITEMS = MAX_MESSAGES
 """Of a call's input, and of a conversation."""
 _Id = Annotated[Text, Field(max_length=MAX_ID)]
 _Status = Literal["in_progress", "completed", "incomplete"]
-_TEXTS = ("input_text", "output_text")
 
 
-class ContentPart(Body):
-    """A piece of a message. annotations, logprobs, parsed: what answers have and clients send back;
-    no model reads them."""
-
-    type: Literal["input_text", "output_text", "refusal"]
-    text: StrictStr | None = None
-    refusal: StrictStr | None = None
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    parsed: Any = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, given: Any) -> Any:
-        kind = given.get("type", "input_text") if isinstance(given, dict) else "input_text"
-        if kind not in (*_TEXTS, "refusal"):
-            raise ValueError(f"{kind!r:.80} parts are not served, only text")
-        return given
-
-    @model_validator(mode="after")
-    def _whole(self) -> ContentPart:
-        if (self.text is None) == (self.type != "refusal") or (self.refusal is None) == (
-            self.type == "refusal"
-        ):
-            raise ValueError(f"a part of the type {self.type} has {self.type.rpartition('_')[2]}")
-        return self
+class ContentPart(TextPart):
+    """A piece of a message, or of what came of a call."""
 
     def plain(self) -> dict[str, Any]:
         """As it is kept."""
         if self.type == "refusal":
             return {"type": self.type, "refusal": self.refusal}
-        return _text_part(self.type, self.text or "")
+        return _text_part("input_text" if self.type == "text" else self.type, self.text or "")
 
 
 def _text_part(kind: str, text: str) -> dict[str, Any]:
@@ -81,13 +58,15 @@ ContentParts = Annotated[list[ContentPart], Field(max_length=MAX_TEXT_PARTS, fai
 
 
 class MessageItem(Body):
-    """Somebody's turn."""
+    """Somebody's turn. phase: whether OpenAI's model meant it for its last word; no model here
+    reads it."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: StrictStr | ContentParts
     id: _Id | None = None
     status: _Status | None = None
+    phase: Text | None = None
 
     def plain(self) -> dict[str, Any]:
         """As it is kept: its content in parts."""
@@ -99,17 +78,13 @@ class MessageItem(Body):
         return {"type": "message", "role": self.role, "content": parts}
 
 
-class CallItem(Body):
-    """What a model wanted to be called. parsed_arguments: what OpenAI's client makes of an answer's
-    arguments; it sends them back."""
+class CallItem(FunctionCall):
+    """What a model wanted to be called."""
 
     type: Literal["function_call"]
     call_id: _Id
-    name: Text
-    arguments: Text
     id: _Id | None = None
     status: _Status | None = None
-    parsed_arguments: Any = None
 
     def plain(self) -> dict[str, Any]:
         """As it is kept."""
@@ -153,13 +128,15 @@ _Summary = Annotated[list[SummaryPart], Field(max_length=MAX_TEXT_PARTS, fail_fa
 
 
 class ReasoningItem(Body):
-    """What a model has thought before it said something."""
+    """What a model has thought before it said something. encrypted_content: the same as another
+    server has it, which no model here reads."""
 
     type: Literal["reasoning"]
     summary: _Summary | None = None
     content: _Reasoning | None = None
     id: _Id | None = None
     status: _Status | None = None
+    encrypted_content: StrictStr | None = None
 
     def plain(self) -> dict[str, Any]:
         """As it is kept."""

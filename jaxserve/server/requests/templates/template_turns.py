@@ -1,0 +1,114 @@
+"""Turns that a chat template loses or refuses, told in a way that it has.
+
+Templates are asked what they do with a few short chats, once, before any other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]
+Rendered = Callable[[Sequence[Sequence[Message]]], Sequence[str | None]]
+_INSTRUCTIONS = ("system", "developer")
+_FIRST, _SECOND = "mark12345", "mark67890"
+_QUOTED = re.compile(r"""(['"])developer\1""")
+_USER, _SAID = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}
+_ORDERS = (
+    ("developer", "user"),
+    ("system", "developer", "user"),
+    ("system", "system", "user"),
+    ("user", "assistant", "developer", "user"),
+    ("user", "assistant", "system", "user"),
+)
+_CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+_ID = "call12345"  # some want nine letters and digits
+_RESULT = {"role": "tool", "name": "f", "tool_call_id": _ID, "content": _FIRST}
+_CALLED, _UNCALLED = (
+    [_USER, {"role": "assistant", "content": "", **calls}, _RESULT]
+    for calls in ({"tool_calls": [{"id": _ID, **_CALL}]}, {})
+)
+
+
+class TemplateTurns:
+    """What a template does with turns.
+
+    Args:
+        source: the template's.
+        rendered: the texts of chats without tools; None for one that it rejects.
+
+    Attributes:
+        has_calls: whether it renders calls, in a chat without tools.
+        lose_calls: whether it leaves them out, or what came of them.
+    """
+
+    def __init__(self, source: str, rendered: Rendered) -> None:
+        *texts, called, uncalled = rendered([*map(_chat, _ORDERS), _CALLED, _UNCALLED])
+        alone, beside, several, later, later_system = (
+            text is not None and all(mark in text for mark in _marks(order))
+            for text, order in zip(texts, _ORDERS, strict=True)
+        )
+        # One that writes any role as it is given was not made for those that it does not name.
+        self._knows = alone and _QUOTED.search(source) is not None
+        self._beside, self._several = self._knows and beside, several
+        self._later = {"developer": self._knows and later, "system": later_system}
+        if called is None:  # if it says anything of calls, it says what is wrong when it is asked
+            self.has_calls = "tool_calls" in source
+        else:
+            self.has_calls = called != uncalled
+        self.lose_calls = not self.has_calls or (called is not None and _FIRST not in called)
+
+    def placed(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The chat with the instructions in it where the template has them. What is of the role
+        developer is of the role system where it knows no other; what it would lose is part of the
+        first of them."""
+        if not any(_instructs(each) for each in messages[1:]) and not (
+            messages and messages[0]["role"] == "developer" and not self._knows
+        ):
+            return messages
+        behind = (n for n, each in enumerate(messages) if not _instructs(each))
+        lead = next(behind, len(messages))
+        first, rest = list(messages[:lead]), list[Message]()
+        lost = len(first) > 1 and not self._has_several(first)
+        for each in messages[lead:]:
+            role = self._later_role(each["role"]) if _instructs(each) else each["role"]
+            if role:
+                rest.append(_as(role, each))
+            else:
+                first.append(each)
+                lost = True
+        if lost:
+            texts = filter(None, (each["content"] for each in first))
+            first = [{**first[0], "content": "\n\n".join(texts)}]
+        return [*(_as(self._role(each["role"]), each) for each in first), *rest]
+
+    def _role(self, role: str) -> str:
+        return role if self._knows else "system"
+
+    def _has_several(self, first: Sequence[Message]) -> bool:
+        if all(each["role"] == "system" for each in first):
+            return self._several
+        return self._beside
+
+    def _later_role(self, role: str) -> str:
+        """In which it has one behind other turns; "" for none."""
+        return next((each for each in (role, "system") if self._later[each]), "")
+
+
+def _chat(order: Sequence[str]) -> list[Message]:
+    """Turns of these roles; those with instructions have the marks."""
+    marks, others = iter((_FIRST, _SECOND)), {"user": _USER, "assistant": _SAID}
+    return [others.get(role) or {"role": role, "content": next(marks)} for role in order]
+
+
+def _marks(order: Sequence[str]) -> Sequence[str]:
+    return (_FIRST, _SECOND)[: sum(role in _INSTRUCTIONS for role in order)]
+
+
+def _as(role: str, message: Message) -> Message:
+    return message if message["role"] == role else {**message, "role": role}
+
+
+def _instructs(message: Message) -> bool:
+    return message["role"] in _INSTRUCTIONS

@@ -1,0 +1,33 @@
+"""Arguments of the calls in a chat so far: clients send nothing, too, or half an object."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def as_object(arguments: str) -> dict[str, Any]:
+    """Their values by name, as templates want them. Nothing, and null, is {}. What is no JSON
+    object is told as it is, under no name."""
+    found = _loaded(arguments)
+    if found is None:
+        return {}
+    return found if isinstance(found, dict) else {"": arguments}
+
+
+def as_json(arguments: str) -> str:
+    """The same as JSON, which is left as it is where it is an object."""
+    if isinstance(_loaded(arguments), dict):
+        return arguments
+    return json.dumps(as_object(arguments), ensure_ascii=False)
+
+
+def _loaded(arguments: str) -> Any:
+    if not arguments.strip():
+        return None
+    try:
+        found = json.loads(arguments)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return arguments
+    return found
