@@ -14,7 +14,8 @@ Rendered = Callable[[Sequence[Sequence[Message]]], Sequence[str | None]]
 _INSTRUCTIONS = ("system", "developer")
 _FIRST, _SECOND = "mark12345", "mark67890"
 _QUOTED = re.compile(r"""(['"])developer\1""")
-_USER, _SAID = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}
+_USER: Message = {"role": "user", "content": "Hi"}
+_SAID: Message = {"role": "assistant", "content": "Yes"}
 _ORDERS = (
     ("developer", "user"),
     ("system", "developer", "user"),
@@ -22,13 +23,12 @@ _ORDERS = (
     ("user", "assistant", "developer", "user"),
     ("user", "assistant", "system", "user"),
 )
-_CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+_CALL: Message = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
 _ID = "call12345"  # some want nine letters and digits
-_RESULT = {"role": "tool", "name": "f", "tool_call_id": _ID, "content": _FIRST}
-_CALLED, _UNCALLED = (
-    [_USER, {"role": "assistant", "content": "", **calls}, _RESULT]
-    for calls in ({"tool_calls": [{"id": _ID, **_CALL}]}, {})
-)
+_RESULT: Message = {"role": "tool", "name": "f", "tool_call_id": _ID, "content": _FIRST}
+_SILENT: Message = {"role": "assistant", "content": ""}
+_CALLING: Message = {**_SILENT, "tool_calls": [{"id": _ID, **_CALL}]}
+_CALLED, _UNCALLED = [_USER, _CALLING, _RESULT], [_USER, _SILENT, _RESULT]
 
 
 class TemplateTurns:
