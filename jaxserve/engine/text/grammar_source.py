@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.engine.text.json_schemas import compilable
 from jaxserve.sched.request import Grammar, GrammarKind, InvalidRequest
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _source(grammar: Grammar) -> str:
         case GrammarKind.JSON_SCHEMA:
             if text.strip() == "false":
                 raise ValueError("nothing is valid by it")
-            text = "{}" if text.strip() == "true" else text
+            text = "{}" if text.strip() == "true" else _rewritten(text)
             return LLMatcher.grammar_from_json_schema(text, overrides=_JSON)
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(_ESCAPED.sub(_as_ecma, text))
@@ -94,10 +95,19 @@ def _source(grammar: Grammar) -> str:
             return _with_schemas(**json.loads(text))
 
 
+def _rewritten(text: str) -> str:
+    """A schema as the compiler takes it. What cannot be read is for the compiler to name."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return json.dumps(compilable(schema))
+
+
 def _with_schemas(lark: str, schemas: Mapping[str, Mapping[str, Any]]) -> str:
     """The grammar that begins with the Lark rules."""
     named = [
-        {"name": name, "json_schema": {**schema, "x-guidance": _JSON}}
+        {"name": name, "json_schema": {**compilable(schema), "x-guidance": _JSON}}
         for name, schema in schemas.items()
     ]
     return json.dumps({"grammars": [{"name": "start", "lark_grammar": lark}, *named]})

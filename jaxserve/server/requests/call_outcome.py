@@ -63,6 +63,7 @@ class CallRecord:
         line: its number in the batch.
         x_request_id: the X-Request-Id of the HTTP response.
         requests: its requests to the engine, once they are known.
+        unenforced: places of keywords in its schema that its text is not held to.
         output_tokens: tokens generated so far.
         given_up: continuations whose targets the policy has given up.
         last: the final output of each continuation that has ended.
@@ -88,6 +89,7 @@ class CallRecord:
     line: int | None = None
     x_request_id: str = ""
     requests: Sequence[Request] = ()
+    unenforced: Sequence[str] = ()
     output_tokens: int = 0
     given_up: int = 0
     last: list[Output] = field(default_factory=list)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
+from urllib.parse import quote
 
 from jaxserve.sched.request import SLO, InvalidRequest
 from jaxserve.server.requests.call_outcome import CallRecord
@@ -27,7 +28,8 @@ TARGET_HEADERS: Mapping[str, str] = MappingProxyType(
 """By the field of `SLO`."""
 _LLM_D = {"ttft": "x-llm-d-slo-ttft-ms", "tbt": "x-llm-d-slo-tpot-ms"}
 _CLASS, _TIER, _MET, _TIMING = "x-slo-class", "x-slo-tier", "x-slo-met", "server-timing"
-ANSWER_HEADERS = (*TARGET_HEADERS.values(), _CLASS, _TIER, _MET, _TIMING)
+_UNENFORCED, _MAX_UNENFORCED = "x-schema-not-enforced", 1000
+ANSWER_HEADERS = (*TARGET_HEADERS.values(), _CLASS, _TIER, _MET, _TIMING, _UNENFORCED)
 _NAMES = {*TARGET_HEADERS.values(), *_LLM_D.values()}
 _MAX_MS = 1_000_000_000  # 11 days
 _NUMBER = re.compile(r"[0-9]{1,10}(\.[0-9]{1,9})?")
@@ -70,7 +72,8 @@ def header_targets(headers: Headers) -> HeaderTargets:
 
 def answer_headers(record: CallRecord, *, ended: bool) -> Iterator[tuple[str, str]]:
     """What an answer says of its requests' targets: which were in force, and once all is over what
-    came of them. Nothing of a call that had no requests.
+    came of them; and of a schema's keywords that its text is not held to. Nothing of a call that
+    had no requests.
 
     Args:
         record: of the call.
@@ -85,6 +88,9 @@ def answer_headers(record: CallRecord, *, ended: bool) -> Iterator[tuple[str, st
     for target, name in TARGET_HEADERS.items():
         if (seconds := getattr(slo, target)) is not None:
             yield name, f"{1000 * seconds:.15g}"
+    if record.unenforced:
+        places = [quote(each, safe="$") for each in record.unenforced]
+        yield _UNENFORCED, ", ".join(places)[:_MAX_UNENFORCED]
     if not ended:
         return
     verdicts = [last.verdict for last in record.last if last.verdict is not None]

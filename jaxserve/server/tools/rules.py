@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.engine.text.json_schemas import closed
 from jaxserve.sched.request import Grammar, GrammarKind, InvalidRequest
 from jaxserve.server.tools.calls import ANY_OBJECT, Tool, objects_only
 
@@ -93,8 +94,7 @@ def call_grammar(
     calls = [
         rules.add(f"call_{place}", form.call(rules, tool, place))
         for place, tool in enumerate(
-            tool if forced or tool.strict else Tool(tool.name, tool.description, ANY_OBJECT)
-            for tool in tools
+            Tool(tool.name, tool.description, _held(tool, forced=forced)) for tool in tools
         )
     ]
     rules.add("call", " | ".join(calls))
@@ -106,6 +106,12 @@ def call_grammar(
     else:
         rules.add("start", (form.held if forced else form.free)(rules, parallel))
     return rules.grammar()
+
+
+def _held(tool: Tool, *, forced: bool) -> Mapping[str, Any]:
+    """What its arguments are held to: as OpenAI has it, they have no properties that are not named,
+    unless the schema itself says so."""
+    return closed(tool.parameters) if forced or tool.strict else ANY_OBJECT
 
 
 def _part(rules: Rules, grammar: Grammar) -> str:

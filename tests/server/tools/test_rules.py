@@ -110,6 +110,26 @@ def test_forced_text_is_calls(grammars: Grammars, tokenizer: Any, name: str, sou
         assert not accepts(grammars, tokenizer, several, text), text
 
 
+@pytest.mark.parametrize("forced", [True, False])
+def test_objects_are_closed_where_the_schema_says_nothing(
+    grammars: Grammars, tokenizer: Any, forced: bool
+) -> None:
+    """As OpenAI has it for strict tools. It is so for forced ones, too."""
+    place = {"type": "object", "properties": {"city": {"type": "string"}}}
+    parameters = {"type": "object", "properties": {"place": place, "more": {"type": "object"}}}
+    tools = [Tool("weather", "", parameters, strict=not forced)]
+    grammar = held("hermes", tools=tools, forced=forced)
+    for arguments, fine in (
+        ({"place": {"city": "Rome"}, "more": {"x": 1}}, True),
+        ({"place": {"city": "Rome", "x": 1}}, False),
+        ({"place": {}, "x": 1}, False),
+    ):
+        assert accepts(grammars, tokenizer, grammar, written("hermes", arguments)) is fine
+    loose = [Tool("weather", "", {**parameters, "additionalProperties": {"type": "integer"}})]
+    text = written("hermes", {"place": {}, "x": 1})
+    assert accepts(grammars, tokenizer, held("hermes", tools=loose), text)
+
+
 @pytest.mark.parametrize(("name", "source"), FREE)
 def test_strict_tools_leave_other_text_free(
     grammars: Grammars, tokenizer: Any, name: str, source: str

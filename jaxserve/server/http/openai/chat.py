@@ -52,11 +52,13 @@ class PreparedChat(NamedTuple):
         wanted: its request.
         note: of `parser_note`.
         thought: with which its answer may begin; None for none.
+        unenforced: as `request_options.unenforced` has it.
     """
 
     wanted: list[Request]
     note: dict[str, Any]
     thought: ThoughtUse | None
+    unenforced: list[str]
 
 
 async def chat_response(context: RouteContext, body: ChatRequest, http: HttpRequest) -> Response:
@@ -86,7 +88,7 @@ async def prepare_chat(context: RouteContext, body: ChatRequest, caller: Caller)
     sampling |= _parsed(context, note, thought, held="grammar" in sampling)
     with _naming_chat_fields(body):
         wanted = await context.make_requests(body, [prompt], sampling, caller)
-    return PreparedChat(wanted, note, thought)
+    return PreparedChat(wanted, note, thought, request_options.unenforced(body))
 
 
 @contextmanager

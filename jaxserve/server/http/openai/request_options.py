@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
+from jaxserve.engine.text.json_schemas import relaxed
 from jaxserve.sched.request import SLO, Grammar, GrammarKind, InvalidRequest, SamplingParams, Tier
 from jaxserve.server.http.openai.schema import (
     CompletionRequest,
@@ -30,6 +31,7 @@ _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
     "choice": Grammar.choice,
     "json_object": lambda _: Grammar.json_object(),
 }
+_SCHEMA = "response_format.json_schema.schema"
 _ID_DIGITS = 10
 SERVED_AS = {Tier.REALTIME: "default", Tier.BEST_EFFORT: "flex"}
 """What a response calls the tier in `service_tier`."""
@@ -143,6 +145,16 @@ def naming_grammar_fields(body: Generation) -> Iterator[None]:
         raise error.renamed(where) from None
 
 
+def unenforced(body: Generation) -> list[str]:
+    """Places of what a schema says, and the text is not held to, as no grammar can: where the
+    schema is not strict."""
+    form = body.response_format
+    schema = None if form is None else form.json_schema
+    if schema is None or schema.strict:
+        return []
+    return [f"{_SCHEMA}.{place}" for place in relaxed(schema.json_schema)[1]]
+
+
 def grammar_field(body: Generation) -> str | None:
     """The field that has its grammar; None where there is none. Raises InvalidRequest."""
     return next((name for name, _ in _asked(body)), None)
@@ -159,8 +171,8 @@ def _asked(body: Generation) -> Iterator[tuple[str, Callable[[], Grammar]]]:
         if form.type == "json_object":
             yield "response_format", Grammar.json_object
         if schema is not None:
-            asked = schema.json_schema
-            yield "response_format.json_schema.schema", lambda: Grammar.json_schema(asked)
+            strict, asked = schema.strict, schema.json_schema
+            yield _SCHEMA, lambda: Grammar.json_schema(asked if strict else relaxed(asked)[0])
     if structured is not None:
         given = structured.model_dump(by_alias=True, exclude_none=True)
         if not given:

@@ -212,7 +212,8 @@ Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
 
 
 class NamedSchema(Body):
-    """A JSON Schema as OpenAI has it. strict: accepted, for text is always valid."""
+    """A JSON Schema as OpenAI has it. strict: whether it is refused if no grammar can hold all of
+    it; else what can be held is."""
 
     name: Text
     description: Text | None = None

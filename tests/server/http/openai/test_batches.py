@@ -92,6 +92,19 @@ def test_grammars_that_take_long_hold_up_no_other_route(
         assert {each.result(60).request_counts.total for each in made} == {1}
 
 
+def test_a_line_of_which_not_all_can_be_enforced_fails(
+    client: openai.OpenAI, running: FakeEngine, server: Server
+) -> None:
+    """Its result has no header that would say so."""
+    schema = {"type": "array", "uniqueItems": True}
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    batch = create(client, [line("a", prompt="ab", response_format=form), line("b", prompt="ab")])
+    batch = ended(client, server, batch.id)
+    problem = results(client, batch.error_file_id)["a"]["body"]["error"]["message"]
+    assert "response_format.json_schema.schema.uniqueItems: cannot be enforced" in problem
+    assert set(results(client, batch.output_file_id)) == {"b"}
+
+
 def test_every_line_gets_its_answer(
     client: openai.OpenAI, running: FakeEngine, server: Server
 ) -> None:

@@ -64,6 +64,39 @@ def test_what_each_field_stands_for(
     engine.stop()
 
 
+LOOSE = {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True}
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+def test_what_no_grammar_holds_is_left_out_and_said_so(
+    plain: Plain, engine: FakeEngine, path: str
+) -> None:
+    """Unless the schema is strict: then the compiler refuses it."""
+    engine.run()
+    schema = {"type": "object", "properties": {"é": LOOSE}}
+    named: dict[str, Any] = {"name": "it", "schema": schema}
+    kept = {"type": "array", "items": {"enum": ["a"]}}
+    left = Grammar.json_schema({"type": "object", "properties": {"é": kept}})
+    asked: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
+    if path == "responses":
+        asked = {"input": "a", "max_output_tokens": 16}
+    elif path.startswith("chat"):
+        asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    for strict, grammar in ((None, left), (True, Grammar.json_schema(schema))):
+        if path == "responses":
+            form = {"type": "json_schema", **named, "strict": strict}
+            asked["text"] = {"format": form}
+        else:
+            form = {"type": "json_schema", "json_schema": {**named, "strict": strict}}
+            asked["response_format"] = form
+        status, _, headers = plain.call("POST", f"/v1/{path}", asked)
+        assert status == 200
+        assert engine.requests[-1].sampling.grammar == grammar
+        place = "response_format.json_schema.schema.properties.%C3%A9.uniqueItems"
+        assert headers.get("x-schema-not-enforced") == (None if strict else place)
+    engine.stop()
+
+
 def test_the_journal_keeps_it() -> None:
     line = Line("a", {"max_tokens": 3, "grammar": Grammar.choice(["a", "b"])})
     assert Line.from_json(line.to_json()) == line

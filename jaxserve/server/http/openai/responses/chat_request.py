@@ -119,7 +119,9 @@ def _format(given: TextFormat | None) -> ResponseFormat | None:
         if given.type != "json_schema" and value is not None:
             raise InvalidRequest(f"text.format.{name}", f"is not for type {given.type}")
     if given.type == "json_schema":
-        schema = NamedSchema.model_construct(name=given.name, schema=given.json_schema)
+        schema = NamedSchema.model_construct(
+            name=given.name, schema=given.json_schema, strict=given.strict
+        )
     return ResponseFormat.model_construct(type=given.type, json_schema=schema)
 
 

@@ -96,6 +96,7 @@ async def _created(
         body.request_id = response_id
     with naming_response_fields():
         strict, prepared = await _prepared(context, body, conversation, http)
+    record_of(http).unenforced = prepared.unenforced
     (request,) = prepared.wanted
     model = request.adapter or context.model
     fields = asked_fields(response_id, body, request, model, strict=strict)

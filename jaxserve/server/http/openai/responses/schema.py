@@ -201,7 +201,7 @@ def _different(tools: list[ResponseTool]) -> list[ResponseTool]:
 
 
 class TextFormat(Body):
-    """What the text has to be. strict: accepted, for text is always valid."""
+    """What the text has to be. strict: as in `NamedSchema`."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Text | None = None

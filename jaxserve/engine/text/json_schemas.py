@@ -1,0 +1,543 @@
+"""JSON Schemas as llguidance can hold text to them.
+
+People's schemas come from pydantic, zod and OpenAPI. Much of what those write, and the compiler
+does not take, can be said otherwise (`compilable`). What cannot is left for the compiler to refuse,
+or is taken out and told (`relaxed`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+Schema = Any  # a mapping or a boolean, as far as anybody knows
+
+_ONE = (
+    *("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains"),
+    *("propertyNames", "unevaluatedItems", "unevaluatedProperties"),
+)
+_SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_FORMATS = frozenset(
+    "date-time time date duration email hostname ipv4 ipv6 uuid uri".split()  # noqa: SIM905
+)
+_NOTES = frozenset(
+    {"title", "description", "$comment", "examples", "default", "deprecated", "format"}
+)
+_UNHELD = (
+    *("uniqueItems", "propertyNames", "not", "if", "then", "else", "contains", "minContains"),
+    *("maxContains", "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+)
+_NO_REGULAR = re.compile(r"\(\?<?[=!]|\\[bB1-9]")  # look-around, word boundaries, back-references
+# Of the compiler's integers, 64 bits that come through floats, and of other numbers.
+_EXACT, _LAST, _LAST_NUMBER = 1 << 53, (1 << 63) - 1024, 9e18
+_MOST_NAMES, _MOST_BRANCHES, _MOST_CHOICES, _MOST_REFS = 256, 64, 16, 8
+_WORK = 100_000
+"""Steps that patterns and branches of a schema may take; what is left then stays as it is."""
+
+
+class NotHeld(ValueError):
+    """A schema that the compiler would take for another one."""
+
+
+class _Work:
+    """What there is to do for a schema, which is bounded: it is done for everybody's requests."""
+
+    def __init__(self) -> None:
+        self._left = _WORK
+
+    def allows(self, steps: int) -> bool:
+        """Whether there may be so many more steps, which are then taken."""
+        self._left -= steps
+        return self._left >= 0
+
+
+def compilable(schema: Schema) -> Schema:
+    """A schema for the same JSON, or for less of it where that takes a bound of more than 2^53, in
+    which the compiler knows more. What it cannot know stays. Raises NotHeld."""
+    try:
+        return _mapped(schema, functools.partial(_compilable, root=schema, work=_Work()))
+    except NotHeld:
+        raise
+    except (TypeError, ValueError, AttributeError, RecursionError, OverflowError):
+        return schema  # which is no schema, and the compiler says why
+
+
+def relaxed(schema: Schema) -> tuple[Schema, list[str]]:
+    """The same without what no grammar holds, and the places of that."""
+    dropped: list[str] = []
+    try:
+        known = compilable(schema)
+        return _mapped(known, functools.partial(_relaxed, dropped=dropped)), dropped
+    except (TypeError, ValueError, AttributeError, RecursionError):
+        return schema, []
+
+
+def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema with every object that names its properties, and says nothing of others, without
+    others. Those that are parts of an object, as in `allOf`, stay as they are."""
+    kept: set[str] = set()  # places of parts
+    for _ in range(_MOST_REFS):
+        before = len(kept)
+        for where, each in _walk(schema):
+            part = where in kept or bool(each.keys() & {"properties", "patternProperties", "allOf"})
+            own = ("allOf.", "anyOf.", "oneOf.") if part else ("allOf.",)
+            kept |= {_joined(where, name) for name, _ in _inner(each) if name.startswith(own)}
+            if part and isinstance(each.get("$ref"), str):
+                kept.add(".".join(_steps(each["$ref"])))
+        if len(kept) == before:
+            break
+
+    def close(node: dict[str, Any], where: str) -> Schema:
+        composed = node.keys() & {"$ref", "allOf", "anyOf", "oneOf", "additionalProperties"}
+        if where in kept or composed or "properties" not in node:
+            return node
+        return {**node, "additionalProperties": False}
+
+    found: Mapping[str, Any] = _mapped(schema, close)
+    return found
+
+
+def _joined(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def _inner(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name in _ONE:
+        if isinstance(node.get(name), Mapping):
+            yield name, node[name]
+    for name in _SEVERAL:
+        if isinstance(node.get(name), list):
+            yield from ((f"{name}.{place}", each) for place, each in enumerate(node[name]))
+    for name in _NAMED:
+        if isinstance(node.get(name), Mapping):
+            yield from ((f"{name}.{key}", each) for key, each in node[name].items())
+
+
+def _walk(schema: Any, where: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if isinstance(schema, Mapping):
+        yield where, schema
+        for name, each in _inner(schema):
+            yield from _walk(each, _joined(where, name))
+
+
+def _mapped(
+    schema: Any, change: Callable[[dict[str, Any], str], Schema], where: str = ""
+) -> Schema:
+    """The schema with each one in it changed, the innermost first. change: gets it, with what is
+    within changed, and its place."""
+    if not isinstance(schema, Mapping):
+        return schema
+    node = dict(schema)
+    for name in _ONE:
+        if isinstance(node.get(name), Mapping):
+            node[name] = _mapped(node[name], change, _joined(where, name))
+    for name in _SEVERAL:
+        if isinstance(node.get(name), list):
+            node[name] = [
+                _mapped(each, change, _joined(where, f"{name}.{place}"))
+                for place, each in enumerate(node[name])
+            ]
+    for name in _NAMED:
+        if isinstance(node.get(name), Mapping):
+            node[name] = {
+                key: _mapped(each, change, _joined(where, f"{name}.{key}"))
+                for key, each in node[name].items()
+            }
+    return change(node, where)
+
+
+def _named(root: Any, reference: Any) -> Any:
+    """What a reference within the schema means; None for another one."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found = root
+    for name in _steps(reference):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _steps(reference: str) -> list[str]:
+    """Of a JSON pointer behind #."""
+    parts = filter(None, reference[1:].split("/"))
+    return [part.replace("~1", "/").replace("~0", "~") for part in parts]
+
+
+def _resolved(node: Any, root: Any) -> Any:
+    for _ in range(_MOST_REFS):
+        if not (
+            isinstance(node, Mapping) and "$ref" in node and not node.keys() - _NOTES - {"$ref"}
+        ):
+            break
+        node = _named(root, node["$ref"])
+    return node
+
+
+def _also(node: dict[str, Any], more: Schema) -> None:
+    node["allOf"] = [*node.get("allOf", ()), more]
+
+
+def _compilable(node: dict[str, Any], where: str, *, root: Schema, work: _Work) -> Schema:
+    if node.get("format") not in _FORMATS:
+        node.pop("format", None)  # a note (JSON Schema 2020-12, validation, 7.2.1)
+    if node.get("uniqueItems") is False or node.get("maxItems", 2) < 2:
+        node.pop("uniqueItems", None)
+    for name in ("const", "enum"):
+        if _is_rounded(node.get(name)):
+            raise NotHeld(f"{name}: has an integer beyond 2^53, which cannot be held exactly")
+    _bound(node)
+    _name_properties(node, root)
+    _list_finite_names(node, work)
+    for name, needed in node.pop("dependentRequired", {}).items():
+        with_it = {"required": [name, *needed]}
+        _also(node, {"anyOf": [{"properties": {name: False}}, with_it]})
+    without = node.get("not")
+    if isinstance(without, Mapping) and _only_requires(without) and "object" in _types(node):
+        names = without["required"]
+        if len(names) == 1 and node.get("type", "object") == "object":
+            del node["not"]
+            node["type"] = "object"
+            node["properties"] = {**node.get("properties", {}), names[0]: False}
+    if "unevaluatedProperties" in node and not node.keys() & {
+        *("additionalProperties", "$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
+    }:
+        node["additionalProperties"] = node.pop("unevaluatedProperties")
+    if "oneOf" in node:
+        _choose(node, root, work)
+    return node
+
+
+def _relaxed(node: dict[str, Any], where: str, *, dropped: list[str]) -> Schema:
+    gone = [name for name in _UNHELD if name in node]
+    if _NO_REGULAR.search(node.get("pattern", "")):
+        gone.append("pattern")
+    listed, required = node.get("properties", {}).keys(), set(node.get("required", ()))
+    if node.get("additionalProperties", True) is not False and listed - required:
+        gone += [name for name in ("minProperties", "maxProperties") if name in node]
+    for name in gone:
+        del node[name]
+    if "oneOf" in node:
+        gone.append("oneOf")
+        _also(node, {"anyOf": node.pop("oneOf")})
+    dropped += (_joined(where, name) for name in gone)
+    return node
+
+
+# Bounds of numbers.
+
+
+def _bound(node: dict[str, Any]) -> None:
+    """Bounds that the compiler would round are written so that it need not, or tighter."""
+    found = {
+        name: node[name]
+        for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+        if isinstance(node.get(name), int | float) and not isinstance(node[name], bool)
+    }
+    if all(abs(bound) < _EXACT for bound in found.values()):
+        return
+    kinds = _types(node)
+    if "integer" in kinds and "number" not in kinds:
+        least, most = _integers(found)
+        for name in found:
+            del node[name]
+        if least is not None:
+            least = node["minimum"] = _exact(max(least, -_LAST), up=True)
+        if most is not None:
+            most = node["maximum"] = _exact(min(most, _LAST), up=False)
+        if least is not None and most is not None and least > most:
+            raise NotHeld("no integer within these bounds can be held exactly, beyond 2^53")
+        return
+    for name, bound in found.items():
+        if abs(bound) > _LAST_NUMBER:
+            node[name] = math.copysign(_LAST_NUMBER, bound)
+
+
+def _is_rounded(value: Any) -> bool:
+    """Whether there are integers in it that the compiler would round."""
+    if isinstance(value, list):
+        return any(map(_is_rounded, value))
+    if isinstance(value, Mapping):
+        return any(map(_is_rounded, value.values()))
+    if not isinstance(value, int) or abs(value) <= _EXACT:
+        return False
+    return abs(value) > _LAST or int(float(value)) != value
+
+
+def _integers(bounds: Mapping[str, float]) -> tuple[int | None, int | None]:
+    """The least and the largest integer within them; None for no bound."""
+    least = [math.ceil(b) for n, b in bounds.items() if n == "minimum" and math.isfinite(b)]
+    least += [
+        math.floor(b) + 1 for n, b in bounds.items() if n == "exclusiveMinimum" and math.isfinite(b)
+    ]
+    most = [math.floor(b) for n, b in bounds.items() if n == "maximum" and math.isfinite(b)]
+    most += [
+        math.ceil(b) - 1 for n, b in bounds.items() if n == "exclusiveMaximum" and math.isfinite(b)
+    ]
+    return max(least, default=None), min(most, default=None)
+
+
+def _exact(bound: int, *, up: bool) -> int:
+    """The nearest integer within the bound that is a float."""
+    near = float(bound)
+    if (near < bound) if up else (near > bound):
+        near = math.nextafter(near, math.inf if up else -math.inf)
+    return int(near)
+
+
+def _types(node: Mapping[str, Any]) -> set[str]:
+    """Those that it may be, where it says so."""
+    kind = node.get("type")
+    if isinstance(kind, str):
+        return {kind}
+    if isinstance(kind, list):
+        return set(kind)
+    return {"object", "array", "string", "number", "integer", "boolean", "null"}
+
+
+# Names of properties.
+
+
+def _name_properties(node: dict[str, Any], root: Schema) -> None:
+    """`propertyNames` as properties, or as a pattern of them."""
+    names = _resolved(node.get("propertyNames"), root)
+    if names is True:
+        del node["propertyNames"]
+    if not isinstance(names, Mapping):
+        return
+    said = names.keys() - _NOTES
+    if "string" not in _types(names):
+        return
+    said -= {"type"}
+    listed, others = node.get("properties", {}), node.get("additionalProperties", True)
+    if not said:
+        del node["propertyNames"]
+    elif "patternProperties" in node:
+        return  # nobody asks here which names a pattern of others matches: it may take for ever
+    elif said in ({"const"}, {"enum"}):
+        known = [names["const"]] if "const" in names else names["enum"]
+        known = dict.fromkeys(name for name in known if isinstance(name, str))
+        kept = {name: each for name, each in listed.items() if name in known}
+        if others is not False:
+            kept |= {name: others for name in known if name not in kept}
+        del node["propertyNames"]
+        node.update(properties=kept, additionalProperties=False)
+    elif not listed and (said == {"pattern"} or said <= {"minLength", "maxLength"}):
+        most = names.get("maxLength", "")
+        pattern = names.get("pattern", rf"^[\s\S]{{{names.get('minLength', 0)},{most}}}$")
+        del node["propertyNames"]
+        if others is not False:
+            node["patternProperties"] = {pattern: others}
+        node["additionalProperties"] = False
+
+
+def _list_finite_names(node: dict[str, Any], work: _Work) -> None:
+    """Patterns that few names match become those. The compiler goes on after the last of them with
+    a comma, behind which nothing can come."""
+    patterns = node.get("patternProperties")
+    if not isinstance(patterns, Mapping):
+        return
+    listed, left = dict(node.get("properties", {})), {}
+    for pattern, each in patterns.items():
+        names = _finite(pattern, work)
+        if names is None:
+            left[pattern] = each
+            continue
+        for name in names:
+            listed[name] = {"allOf": [listed[name], each]} if name in listed else each
+    if len(left) < len(patterns):
+        node.update(properties=listed, patternProperties=left)
+        if not left:
+            del node["patternProperties"]
+
+
+_BEGIN, _END = "\x02", "\x03"  # of a text, where they stand in one
+
+
+def _finite(pattern: str, work: _Work) -> list[str] | None:
+    """All texts in which the pattern is found, sorted; None where there may be more than a few."""
+    parser: Any = importlib.import_module("re._parser")
+    if not work.allows(len(pattern)):
+        return None
+    try:
+        found = _texts(parser.parse(pattern), work)
+    except (re.error, RecursionError, OverflowError):
+        return None
+    if found is None or not all(
+        text.startswith(_BEGIN)
+        and text.endswith(_END)
+        and not re.search("[\x02\x03]", text.strip(_BEGIN + _END))
+        for text in found
+    ):
+        return None
+    return sorted({text.strip(_BEGIN + _END) for text in found})
+
+
+def _texts(parsed: Iterable[tuple[Any, Any]], work: _Work) -> set[str] | None:
+    """Texts that a parsed expression matches; None for too many, or where nobody knows."""
+    made: set[str] | None = {""}
+    for kind, value in parsed:
+        made = _followed(made, _matched(str(kind), value, work), work)
+        if made is None:
+            break
+    return made
+
+
+def _followed(ones: set[str] | None, others: set[str] | None, work: _Work) -> set[str] | None:
+    """Each of the ones with each of the others behind it."""
+    if ones is None or others is None:
+        return None
+    count = len(ones) * len(others)
+    if count > _MOST_NAMES or not work.allows(count + 1):
+        return None
+    return {one + other for one in ones for other in others}
+
+
+def _matched(kind: str, value: Any, work: _Work) -> set[str] | None:
+    match kind:
+        case "LITERAL":
+            return {chr(value)}
+        case "AT":
+            return {"AT_BEGINNING": {_BEGIN}, "AT_END": {_END}}.get(str(value))
+        case "IN":
+            parts = [_of_class(str(each), inner) for each, inner in value]
+        case "BRANCH":
+            parts = [_texts(each, work) for each in value[1]]
+        case "SUBPATTERN" if not (value[1] or value[2]):
+            return _texts(value[3], work)
+        case "MAX_REPEAT" | "MIN_REPEAT":
+            least, largest, inner = int(value[0]), int(value[1]), _texts(value[2], work)
+            if largest > _MOST_NAMES:
+                return None
+            parts, made = [], _texts((), work)
+            for count in range(largest + 1):
+                parts += [made] if count >= least else []
+                made = _followed(made, inner, work)
+        case _:
+            return None
+    known = [part for part in parts if part is not None]
+    found = set().union(*known)
+    return found if len(known) == len(parts) and len(found) <= _MOST_NAMES else None
+
+
+def _of_class(kind: str, value: Any) -> set[str] | None:
+    if kind == "LITERAL":
+        return {chr(value)}
+    if kind == "RANGE" and value[1] - value[0] < _MOST_NAMES:
+        return set(map(chr, range(value[0], value[1] + 1)))
+    return set("0123456789") if str(value) == "CATEGORY_DIGIT" else None
+
+
+# Exactly one of several.
+
+
+def _only_requires(node: Any) -> bool:
+    return (
+        isinstance(node, Mapping)
+        and "required" in node
+        and not node.keys() - _NOTES - {"required", "type"}
+        and node.get("type", "object") == "object"
+    )
+
+
+def _choose(node: dict[str, Any], root: Schema, work: _Work) -> None:
+    """`oneOf` as `anyOf`, where no JSON is valid by two of them."""
+    branches: list[Any] = node["oneOf"]
+    known = [_resolved(each, root) for each in branches]
+    if not all(_disjoint(a, b, root, work) for a, b in itertools.combinations(known, 2)):
+        if not all(map(_only_requires, known)) or len(known) > _MOST_CHOICES:
+            return
+        branches = list(_requires_one([each["required"] for each in known]))
+        if not branches or len(branches) > _MOST_BRANCHES:
+            return
+    del node["oneOf"]
+    if "anyOf" in node:
+        _also(node, {"anyOf": branches})
+    else:
+        node["anyOf"] = branches
+
+
+def _requires_one(wanted: Sequence[Sequence[str]]) -> Iterator[Schema]:
+    """Objects that have all names of exactly one of the lists."""
+    for place, own in enumerate(wanted):
+        missing = [
+            [name for name in other if name not in own]
+            for other in (*wanted[:place], *wanted[place + 1 :])
+        ]
+        for absent in itertools.islice(itertools.product(*missing), _MOST_BRANCHES + 1):
+            without = dict.fromkeys(absent, False)
+            yield {"type": "object", "properties": without, "required": list(own)}
+
+
+def _disjoint(one: Any, other: Any, root: Schema, work: _Work, depth: int = 3) -> bool:
+    """Whether certainly nothing is valid by both."""
+    one, other = _resolved(one, root), _resolved(other, root)
+    if one is False or other is False:
+        return True
+    if not (isinstance(one, Mapping) and isinstance(other, Mapping)) or not depth:
+        return False
+    listed = sum(len(each.get("enum", ())) + 1 for each in (one, other))
+    if not work.allows(listed * listed + len(one.get("required", ())) + len(other)):
+        return False
+    for each, against in ((one, other), (other, one)):
+        values = _values(each)
+        if values is not None and all(_impossible(value, against) for value in values):
+            return True
+    kinds, others = _types(one), _types(other)
+    if {"number", "integer"} & kinds and {"number", "integer"} & others:
+        return False
+    if not kinds & others:
+        return True
+    if kinds & others != {"object"}:
+        return False
+    return any(_never_both(*pair, root, work, depth) for pair in ((one, other), (other, one)))
+
+
+def _never_both(
+    one: Mapping[str, Any], other: Mapping[str, Any], root: Schema, work: _Work, depth: int
+) -> bool:
+    """For objects: a property that the one has to have is for the other something else, or not
+    there."""
+    mine, theirs = one.get("properties", {}), other.get("properties", {})
+    for name in one.get("required", ()):
+        if name in theirs:
+            if _disjoint(mine.get(name, True), theirs[name], root, work, depth - 1):
+                return True
+        elif other.get("additionalProperties") is False and not other.get("patternProperties"):
+            return True
+    return False
+
+
+def _values(node: Mapping[str, Any]) -> list[Any] | None:
+    """All that it may be, where they are listed."""
+    if "const" in node:
+        return [node["const"]]
+    found = node.get("enum")
+    return found if isinstance(found, list) else None
+
+
+def _impossible(value: Any, node: Mapping[str, Any]) -> bool:
+    """Whether a value is certainly not valid by it, as far as types and lists say."""
+    values = _values(node)
+    if values is not None and not any(_same(value, each) for each in values):
+        return True
+    names = {
+        *(["boolean"] if isinstance(value, bool) else []),
+        *(["integer", "number"] if isinstance(value, int) and not isinstance(value, bool) else []),
+        *(["number", "integer"] if isinstance(value, float) else []),
+        *(["string"] if isinstance(value, str) else []),
+        *(["null"] if value is None else []),
+        *(["array"] if isinstance(value, list) else []),
+        *(["object"] if isinstance(value, Mapping) else []),
+    }
+    return not names & _types(node)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """As JSON has it, where true is not 1."""
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
