@@ -28,17 +28,20 @@ _SPECIAL = {
     "unk_token_id": "tokenizer.ggml.unknown_token_id",
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
-_ENDS = ("eot_token_id", "eom_token_id")
+_ENDS = ("eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id",
+         "fim_sep_token_id")  # fmt: skip
 _TYPES = "tokenizer.ggml.token_type"
 # llama.cpp ends an answer at these, whatever the file says of them: many name one end only, or call
 # it text.
 _END_TEXTS = frozenset(
     ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
      "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
-     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
-     "<｜end▁of▁sentence｜>", "[e~[")
+     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "</s>",
+     "<｜end▁of▁sentence｜>", "[e~[",
+     # Between files of code, or padding.
+     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
+     "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>")
 )  # fmt: skip
-_FILE_ENDS = frozenset(("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"))  # of code
 # In the formats that have these two, `<|end|>` ends a part of an answer.
 _PARTS, _PART_END = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"}), "<|end|>"
 _PADDING = re.compile(r"\[PAD\d+\]")
@@ -170,19 +173,16 @@ def special_ids(header: Header) -> dict[str, int]:
 
 def end_ids(header: Header) -> tuple[int, ...]:
     """The tokens that end an answer, the end of a text first."""
-    given = {"eos_token_id": special_ids(header).get("eos_token_id")}
-    for name in _ENDS:
-        key = f"tokenizer.ggml.{name}"
-        if key in header.metadata:
-            given[name] = _id(header, key, header.metadata[key])
-    named = [i for i in given.values() if i is not None]
+    keys = [f"tokenizer.ggml.{name}" for name in _ENDS]
+    named = [_id(header, key, header.metadata[key]) for key in keys if key in header.metadata]
+    if (end := special_ids(header).get("eos_token_id")) is not None:
+        named.insert(0, end)
     return tuple(dict.fromkeys([*named, *_text_ends(header)]))
 
 
 def _text_ends(header: Header) -> list[int]:
     """The tokens that end an answer by their texts."""
-    known = _END_TEXTS | _FILE_ENDS | {"</s>"}
-    found = {i: text for i, text in enumerate(_tokens(header)) if text in known}
+    found = {i: text for i, text in enumerate(_tokens(header)) if text in _END_TEXTS}
     texts = set(found.values())
     parts = any(part <= texts for part in _PARTS)
     stated = _numbers(header, _TYPES, _CONTROL)
@@ -190,7 +190,7 @@ def _text_ends(header: Header) -> list[int]:
         i
         for i, text in found.items()
         if not (text == _PART_END and parts)
-        # Elsewhere it is a tag of HTML.
+        # Elsewhere that is a tag of HTML.
         and not (text == "</s>" and stated[i] != _CONTROL)
     ]
 

@@ -249,6 +249,7 @@ END_TEXTS = (
     "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<|call|>",
     "<｜end▁of▁sentence｜>", "[e~[", "<|return|>", "<|calls|>", "<|flush|>", "<|fim_pad|>",
+    "<fim_pad>", "[PAD]", "<|repo_name|>", "<reponame>", "<|file_sep|>",
 )  # fmt: skip
 
 
