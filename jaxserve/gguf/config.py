@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.gguf.architectures import ARCHITECTURES
 from jaxserve.gguf.header import Header
 from jaxserve.gguf.tokenizer import end_ids, special_ids
 from jaxserve.models import hf as fields
 
 log = logging.getLogger(__name__)
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
-"""Those that are served. GGUF's llama is Mistral, too."""
-
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _SAMPLING = {
     "temperature": "general.sampling.temp",
     "top_k": "general.sampling.top_k",
@@ -39,20 +38,35 @@ _FIELDS = {
     "sliding_window": "attention.sliding_window",
     "head_dim": "attention.key_length",
 }
-_OPTIONAL = {"num_key_value_heads", "rope_theta", "sliding_window", "head_dim"}
+_OPTIONAL = {
+    *("num_key_value_heads", "rope_theta", "sliding_window", "head_dim", "intermediate_size"),
+}
 _YARN = {
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
-_GEMMA_3 = {
-    "final_logit_softcapping": "final_logit_softcapping",
-    "rope_local_base_freq": "rope.freq_base_swa",
-    "sliding_window_pattern": "attention.sliding_window_pattern",
+_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+_EXPERTS = {  # by model_type: how many there are, how many a token has, how wide they are
+    "mixtral": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+    "qwen2_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "gpt_oss": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+    "deepseek_v2": ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
 }
-_GEMMA_3_27B_LAYERS = 62
-_ONLY = {"expert_count": 0, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_attn_factor": 1}
+_ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_gate_exps\.weight|blk\.\d+\.ffn_gate\.0\.weight")
+_ALL_SHARED = re.compile(r"blk\.\d+\.ffn_gate_shexp\.weight")
+_SOFTMAX = 1  # of a router's outputs
+_ONLY = {
+    "expert_count": 0,
+    "rope.scaling.attn_factor": 1,
+    "rope.scaling.yarn_attn_factor": 1,
+    "expert_gating_func": _SOFTMAX,
+}
 # Said twice, or of no account for what is computed.
-_UNREAD = {"vocab_size", "rope.dimension_count", "attention.value_length",
+_UNREAD = {"vocab_size", "rope.dimension_count", "attention.value_length", "expert_used_count",
+           "expert_feed_forward_length", "expert_shared_feed_forward_length",
+           "attention.q_lora_rank", "attention.key_length_mla", "attention.value_length_mla",
+           "rope.scaling.yarn_log_multiplier", "attention.causal",
            "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
            "rope.scaling.original_context_length", "rope.scaling.finetuned",
            "tensor_data_layout"}  # fmt: skip
@@ -68,7 +82,7 @@ def config_json(header: Header) -> dict[str, Any]:
     """
     metadata = header.metadata
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise header.error(
             f"general.architecture is {architecture!r:.80}, which is not supported (known: {known})"
@@ -78,10 +92,11 @@ def config_json(header: Header) -> dict[str, Any]:
             "it is a part of a model that was split; merge its parts first: "
             "llama-gguf-split --merge FIRST MERGED"
         )
-    hf: dict[str, Any] = {"model_type": architecture}
-    for field, name in _FIELDS.items():
+    known_as = ARCHITECTURES[architecture]
+    hf: dict[str, Any] = {"model_type": known_as.model_type, **known_as.fixed}
+    for field, name in (_FIELDS | dict(known_as.fields)).items():
         value = _scalar(header, f"{architecture}.{name}")
-        if value is None and field not in _OPTIONAL:
+        if value is None and field in _FIELDS and field not in _OPTIONAL:
             raise header.error(f"it has no {architecture}.{name}")
         if value is not None:
             hf[field] = value
@@ -96,16 +111,23 @@ def config_json(header: Header) -> dict[str, Any]:
         **{name: token for name, token in special_ids(header).items() if name != "eos_token_id"},
         "eos_token_id": list(end_ids(header)),
     }
-    if architecture == "gemma3":
-        hf |= _gemma_3(header, hf)
+    if architecture in _27B_LAYERS:
+        hf["query_pre_attn_scalar"] = _gemma_scalar(hf, _27B_LAYERS[architecture])
     elif not hf.get("sliding_window"):
-        hf.pop("sliding_window", None)
+        hf["sliding_window"] = None
     elif architecture == "llama":
         hf["model_type"] = "mistral"
-    else:
+    elif architecture in ("qwen2", "qwen3", "qwen2moe", "qwen3moe"):
         hf |= {"use_sliding_window": True, "max_window_layers": 0}
+    elif architecture not in ("phi3", "gpt-oss"):
+        raise header.error(f"{architecture}.attention.sliding_window is not supported")
+    hf |= _experts(header, architecture, hf)
+    if "intermediate_size" not in hf:
+        raise header.error(f"it has no {architecture}.feed_forward_length")
+    if architecture == "deepseek2":
+        hf |= _deepseek(header, hf)
     _rotation(header, architecture, hf)
-    _check_rest(header, architecture)
+    _check_rest(header, architecture, hf)
     return hf
 
 
@@ -119,21 +141,66 @@ def in_its_terms(header: Header, problem: str) -> str:
     """A problem with a field of `config_json`, by the name that the file has for it."""
 
     def key(found: re.Match[str]) -> str:
-        name = _FIELDS.get(found[1])
-        return found[1] if name is None else f"{header.metadata['general.architecture']}.{name}"
+        architecture = str(header.metadata["general.architecture"])
+        name = (_FIELDS | dict(ARCHITECTURES[architecture].fields)).get(found[1])
+        return found[1] if name is None else f"{architecture}.{name}"
 
     return _FIELD.sub(key, problem)
 
 
-def _gemma_3(header: Header, hf: dict[str, Any]) -> dict[str, Any]:
-    """What else config.json says. Files do not have what the product of q and k is scaled by;
-    llama.cpp, too, goes by the number of layers."""
-    given = {field: _scalar(header, f"gemma3.{name}") for field, name in _GEMMA_3.items()}
-    scalar = fields.positive_int(hf, "head_dim", 256)
-    if hf["num_hidden_layers"] == _GEMMA_3_27B_LAYERS:
-        heads = fields.positive_int(hf, "num_attention_heads")
-        scalar = fields.positive_int(hf, "hidden_size") // heads
-    return {**given, "model_type": "gemma3_text", "query_pre_attn_scalar": scalar}
+def _gemma_scalar(hf: dict[str, Any], layers_of_27b: int) -> int:
+    """What the product of q and k is scaled by. Files do not have it; llama.cpp, too, goes by the
+    number of layers."""
+    if hf["num_hidden_layers"] != layers_of_27b:
+        return fields.positive_int(hf, "head_dim", 256)
+    heads = fields.positive_int(hf, "num_attention_heads")
+    return fields.positive_int(hf, "hidden_size") // heads
+
+
+def _experts(header: Header, architecture: str, hf: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says of experts; their widths as the tensors have them."""
+    count = _scalar(header, f"{architecture}.expert_count") or 0
+    model_type = "mixtral" if architecture == "llama" and count else hf["model_type"]
+    if model_type not in _EXPERTS or not count:
+        return {}
+    all_of, each, width = _EXPERTS[model_type]
+    used = _scalar(header, f"{architecture}.expert_used_count")
+    found = {"model_type": model_type, all_of: count, each: used}
+    for name, tensor in header.tensors.items():
+        if _ONE_EXPERT.fullmatch(name):
+            found[width] = tensor.shape[-2]
+        elif _ALL_SHARED.fullmatch(name):
+            found["shared_expert_intermediate_size"] = tensor.shape[-2]
+    return {"intermediate_size": hf.get("intermediate_size", found.get(width, 1)), **found}
+
+
+def _deepseek(header: Header, hf: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says of latent attention. Widths of heads have other fields where K and V
+    are to be cached as few numbers."""
+
+    def get(*names: str) -> Any:
+        given = (_scalar(header, f"deepseek2.{name}") for name in names)
+        return next((value for value in given if value is not None), None)
+
+    key, value = (
+        get(f"attention.{k}_length_mla", f"attention.{k}_length") for k in ("key", "value")
+    )
+    rotated = hf.get("qk_rope_head_dim")
+    if not all(isinstance(size, int) for size in (key, value, rotated)):
+        raise header.error(
+            "it needs deepseek2.attention.key_length, attention.value_length and "
+            "rope.dimension_count"
+        )
+    grouped = (hf.get("n_group") or 1) > 1
+    return {
+        "qk_nope_head_dim": key - rotated,
+        "v_head_dim": value,
+        "q_lora_rank": get("attention.q_lora_rank"),
+        "num_key_value_heads": hf["num_attention_heads"],
+        "head_dim": None,
+        "attention_bias": _has_all(header, "attn_kv_a_mqa", "attn_output"),
+        "topk_method": "group_limited_greedy" if grouped else "greedy",
+    }
 
 
 def _scalar(header: Header, key: str, default: Any = None) -> Any:
@@ -168,19 +235,20 @@ def _rotation(header: Header, architecture: str, hf: dict[str, Any]) -> None:
     def get(name: str, default: Any = None) -> Any:
         return _scalar(header, f"{architecture}.{name}", default)
 
-    head_dim = hf.get("head_dim")
-    rotated = get("rope.dimension_count", head_dim)
-    if head_dim is None and rotated is not None:
-        hf["head_dim"] = head_dim = rotated
-    for name in ("rope.dimension_count", "attention.value_length"):
-        if head_dim is not None and get(name, head_dim) != head_dim:
-            raise header.error(
-                f"{architecture}.{name} is {get(name)!r:.80}, and heads have {head_dim!r:.80} "
-                "elements; another number is not supported"
-            )
+    if architecture != "deepseek2":
+        _check_heads(header, architecture, hf)
     kind, scale = get("rope.scaling.type"), get("rope.scaling.factor", get("rope.scale_linear"))
     factors = header.tensors.get(ROPE_FACTORS)
-    if factors is not None:
+    original = get("rope.scaling.original_context_length")
+    if architecture == "phi3" and LONG_FACTORS in header.tensors:
+        hf["rope_scaling"] = {
+            "rope_type": "longrope",
+            "long_factor": _floats(header, LONG_FACTORS).tolist(),
+            "short_factor": _floats(header, SHORT_FACTORS).tolist(),
+            "original_max_position_embeddings": original,
+            "attention_factor": get("rope.scaling.attn_factor"),
+        }
+    elif factors is not None:
         hf["rope_scaling"] = _llama3(header, hf)
     elif kind in ("linear", "yarn") or (kind is None and scale is not None):
         hf["rope_scaling"] = {"rope_type": kind or "linear", "factor": scale}
@@ -190,11 +258,40 @@ def _rotation(header: Header, architecture: str, hf: dict[str, Any]) -> None:
             "(known: none, linear, yarn)"
         )
     if kind == "yarn":
-        original = get("rope.scaling.original_context_length")
         hf["rope_scaling"] |= {
             "original_max_position_embeddings": original,
             **{field: get(name) for field, name in _YARN.items() if get(name) is not None},
         }
+    if kind == "yarn" and architecture == "gpt-oss":
+        hf["rope_scaling"]["truncate"] = False
+    logarithm = get("rope.scaling.yarn_log_multiplier")
+    if kind == "yarn" and architecture == "deepseek2" and logarithm:
+        of_all = round(10 * logarithm, 6)  # as llama.cpp has it, for both
+        hf["rope_scaling"] |= {"mscale": of_all, "mscale_all_dim": of_all}
+
+
+def _check_heads(header: Header, architecture: str, hf: dict[str, Any]) -> None:
+    """Adds the width of heads where only the rotation says it, and checks that these are alike."""
+
+    def get(name: str, default: Any = None) -> Any:
+        return _scalar(header, f"{architecture}.{name}", default)
+
+    head_dim = hf.get("head_dim")
+    rotated = get("rope.dimension_count", head_dim)
+    if head_dim is None and rotated is not None:
+        hf["head_dim"] = head_dim = rotated
+    names = ["rope.dimension_count", "attention.value_length"]
+    if architecture == "phi3":  # which may rotate a part
+        size = fields.positive_int(hf, "hidden_size")
+        size //= fields.positive_int(hf, "num_attention_heads")
+        hf |= {"head_dim": None, "partial_rotary_factor": (rotated or size) / max(size, 1)}
+        names, head_dim = names[1:], size
+    for name in names:
+        if head_dim is not None and get(name, head_dim) != head_dim:
+            raise header.error(
+                f"{architecture}.{name} is {get(name)!r:.80}, and heads have {head_dim!r:.80} "
+                "elements; another number is not supported"
+            )
 
 
 def _llama3(header: Header, hf: dict[str, Any]) -> dict[str, Any]:
@@ -203,9 +300,7 @@ def _llama3(header: Header, hf: dict[str, Any]) -> dict[str, Any]:
     theta, head_dim = fields.number(hf, "rope_theta", 10000.0), 2 * tensor.shape[-1]
     if tensor.type.name != "F32" or len(tensor.shape) != 1 or head_dim != hf.get("head_dim"):
         raise header.error(f"tensor {ROPE_FACTORS!r} is not one F32 value for each pair of a head")
-    with header.path.open("rb") as file:
-        file.seek(tensor.offset)
-        found = np.frombuffer(file.read(4 * tensor.shape[0]), np.float32).astype(np.float64)
+    found = _floats(header, ROPE_FACTORS)
     if not (np.isfinite(found).all() and (found > 0).all() and found.max() > 1):
         raise header.error(f"tensor {ROPE_FACTORS!r} does not scale as Llama 3.1 does")
     wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
@@ -231,16 +326,28 @@ def _llama3(header: Header, hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_rest(header: Header, architecture: str) -> None:
+def _floats(header: Header, name: str) -> np.ndarray:
+    """The numbers of a tensor that is part of the config."""
+    tensor = header.tensors.get(name)
+    if tensor is None or tensor.type.name != "F32" or len(tensor.shape) != 1:
+        raise header.error(f"it has no tensor {name!r} of F32 values")
+    with header.path.open("rb") as file:
+        file.seek(tensor.offset)
+        return np.frombuffer(file.read(4 * tensor.shape[0]), np.float32).astype(np.float64)
+
+
+def _check_rest(header: Header, architecture: str, hf: dict[str, Any]) -> None:
     """What is said of the model, and not used."""
-    prefix = f"{architecture}."
-    known = {*_FIELDS.values(), *_YARN.values(), *_ONLY, *_UNREAD}
-    if architecture == "gemma3":
-        known |= set(_GEMMA_3.values())
+    prefix, of_arch = f"{architecture}.", ARCHITECTURES[architecture].fields.values()
+    known = {*_FIELDS.values(), *_YARN.values(), *_ONLY, *_UNREAD, *of_arch}
     rest = sorted(
         key for key in header.metadata if key.startswith(prefix) and key[len(prefix) :] not in known
     )
     for name, only in _ONLY.items():
+        if (name == "expert_count" and hf["model_type"] in _EXPERTS) or (
+            name == "rope.scaling.attn_factor" and LONG_FACTORS in header.tensors
+        ):
+            continue
         found = _scalar(header, prefix + name, only)
         if found != only:
             raise header.error(f"{prefix}{name} is {found!r:.80}; only {only} is supported")

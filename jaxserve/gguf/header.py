@@ -25,7 +25,7 @@ _MAX_FIELDS, _MAX_TENSORS, _MAX_DIMENSIONS = 4096, 1 << 17, 4
 _MAX_STRING, _MAX_ITEMS, _MAX_ALL_ITEMS = 16 << 20, 4 << 20, 16 << 20
 _MAX_STRINGS = 256 << 20  # bytes of all strings
 _MAX_SHOWN = 80
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_STRING, _ARRAY, _BOOL, _FLOAT32 = 8, 9, 7, 6
 _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1",
             10: "<u8", 11: "<i8", 12: "<f8"}  # fmt: skip
 _LENGTH = struct.Struct("<Q")
@@ -57,12 +57,33 @@ TYPES = {
     6: TensorType("Q5_0", 32, 22),
     7: TensorType("Q5_1", 32, 24),
     8: TensorType("Q8_0", 32, 34),
+    10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110),
     12: TensorType("Q4_K", 256, 144),
     13: TensorType("Q5_K", 256, 176),
     14: TensorType("Q6_K", 256, 210),
+    16: TensorType("IQ2_XXS", 256, 66),
+    17: TensorType("IQ2_XS", 256, 74),
+    18: TensorType("IQ3_XXS", 256, 98),
+    19: TensorType("IQ1_S", 256, 50),
+    20: TensorType("IQ4_NL", 32, 18),
+    21: TensorType("IQ3_S", 256, 110),
+    22: TensorType("IQ2_S", 256, 82),
+    23: TensorType("IQ4_XS", 256, 136),
+    28: TensorType("F64", 1, 8),
+    29: TensorType("IQ1_M", 256, 56),
     30: TensorType("BF16", 1, 2),
+    34: TensorType("TQ1_0", 256, 54),
+    35: TensorType("TQ2_0", 256, 66),
+    39: TensorType("MXFP4", 32, 17),
 }
 """By GGML's number, those that are read."""
+OTHER_TYPES = {
+    **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64"},
+    **{31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8"},
+    **{38: "IQ4_NL_8_8", 40: "NVFP4", 41: "Q1_0"},
+}
+"""Likewise, the names of others."""
 
 
 @dataclass(frozen=True)
@@ -198,8 +219,10 @@ class _Cursor:
             if kind == _STRING:
                 return [self._string(key) for _ in range(count)]
             return self._numbers(key, kind, count)
-        (value,) = self._numbers(key, kind, 1).tolist()
-        return bool(value) if kind == _BOOL else value
+        (value,) = self._numbers(key, kind, 1)
+        if kind == _FLOAT32:  # 0.2 is 0.2, as in config.json
+            return float(str(value))
+        return bool(value) if kind == _BOOL else value.item()
 
     def _numbers(self, key: str, kind: int, count: int) -> np.ndarray:
         if kind not in _NUMBERS:
@@ -228,7 +251,8 @@ class _Cursor:
                 raise ValueError(f"it has {named} twice")
             if kind not in TYPES:
                 known = ", ".join(each.name for each in TYPES.values())
-                raise ValueError(f"{named} is of GGML type {kind}; known are {known}")
+                one = f"{OTHER_TYPES[kind]} ({kind})" if kind in OTHER_TYPES else str(kind)
+                raise ValueError(f"{named} is of GGML type {one}; known are {known}")
             info = TensorInfo(name, tuple(dimensions[::-1]), TYPES[kind], begin + offset)
             elements = 1
             for size in dimensions:

@@ -17,6 +17,8 @@ FAMILIES: tuple[Family, ...] = (
     deepseek.FAMILY,
 )
 
+MODEL_TYPES = tuple(sorted(one for family in FAMILIES for one in family.model_types))
+
 
 def get_family(name: str) -> Family:
     """The family called `name`; ValueError lists the known ones."""
@@ -38,7 +40,7 @@ def family_for(hf: Mapping[str, Any]) -> Family:
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
-    known = ", ".join(sorted(t for family in FAMILIES for t in family.model_types))
+    known = ", ".join(MODEL_TYPES)
     if model_type is None:
         raise ValueError(f"config.json: model_type is missing (known: {known})")
     raise ValueError(

@@ -85,7 +85,8 @@ class Rope:
 
 
 def rope_from_hf(hf: Mapping[str, Any], *, partial: bool = False) -> Rope:
-    """Reads `rope_parameters`, or the older `rope_theta` and `rope_scaling`, of a config.json.
+    """Reads `rope_theta` and `rope_scaling` of a config.json, or the newer `rope_parameters`. Where
+    both are given, the older one is what somebody has added to the config, and counts.
 
     Args:
         hf: the config.
@@ -94,13 +95,14 @@ def rope_from_hf(hf: Mapping[str, Any], *, partial: bool = False) -> Rope:
     Raises:
         ValueError: names the field of a scaling that is not supported.
     """
-    field = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    field = _field(hf)
     scaling = fields.mapping(hf, field)
     theta = fields.number({**hf, **scaling}, "rope_theta", 10000.0)
     if theta <= 1:
         raise ValueError(f"config.json: rope_theta must be above 1, got {theta:g}")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    kind = "longrope" if kind == "su" else kind  # its name in the first of Phi-3's configs
+    if kind == "su" or (kind == "yarn" and "short_factor" in scaling):
+        kind = "longrope"  # its names in the first of Phi-3's configs
     if not isinstance(kind, str) or kind not in _KNOWN:
         raise ValueError(
             f"config.json: {field}.rope_type {fields.shown(kind)} is not supported "
@@ -120,14 +122,15 @@ def rope_from_hf(hf: Mapping[str, Any], *, partial: bool = False) -> Rope:
         raise ValueError(f"config.json: {what} is not supported")
     if kind == "longrope":
         return _longrope(hf, scaling, field, Rope(kind=kind, theta=theta, partial=share))
-    factor = fields.number(scaling, "factor")
     if kind == "linear":
-        return Rope(kind=kind, theta=theta, factor=factor)
+        return Rope(kind=kind, theta=theta, factor=fields.number(scaling, "factor"))
     max_position = fields.positive_int(hf, "max_position_embeddings")
     if kind == "dynamic":
+        factor = fields.number(scaling, "factor")
         rope = Rope(kind=kind, theta=theta, factor=factor, original_max=max_position)
         return for_length(rope, longest_context(rope, hf))
-    original = fields.positive_int(scaling, "original_max_position_embeddings", max_position)
+    original = _original_max(hf, scaling, max_position)
+    factor = fields.number(scaling, "factor", max_position / original if kind == "yarn" else None)
     if kind == "llama3":
         low, high = (fields.number(scaling, f"{end}_freq_factor") for end in ("low", "high"))
         if low >= high:
@@ -149,11 +152,20 @@ def rope_from_hf(hf: Mapping[str, Any], *, partial: bool = False) -> Rope:
     )
 
 
+def _field(hf: Mapping[str, Any]) -> str:
+    return "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+
+
+def _original_max(hf: Mapping[str, Any], scaling: Mapping[str, Any], max_position: int) -> int:
+    """The context that the model was first trained with: as the config itself has it, before what
+    its scaling says."""
+    name = "original_max_position_embeddings"
+    return fields.positive_int(hf, name, fields.positive_int(scaling, name, max_position))
+
+
 def _longrope(hf: Mapping[str, Any], scaling: Mapping[str, Any], field: str, rope: Rope) -> Rope:
     max_position = fields.positive_int(hf, "max_position_embeddings")
-    original = fields.positive_int(
-        {**scaling, **hf}, "original_max_position_embeddings", max_position
-    )
+    original = _original_max(hf, scaling, max_position)
     factor = fields.number(scaling, "factor", max_position / original)
     amplitude = 1.0
     if factor > 1 and original > 1:
@@ -331,7 +343,7 @@ def _yarn_amplitude(scaling: Mapping[str, Any], factor: float) -> float:
 def score_factor(hf: Mapping[str, Any], rope: Rope) -> float:
     """Factor on the scores of a DeepSeek, whose `mscale_all_dim` is of all elements of a head, and
     so of queries and keys both; ValueError where it is no number. rope: of the same config."""
-    scaling = fields.mapping(hf, "rope_parameters") or fields.mapping(hf, "rope_scaling")
+    scaling = fields.mapping(hf, _field(hf))
     if rope.kind != "yarn" or not scaling.get("mscale_all_dim"):
         return 1.0
     return _temperature(rope.factor, fields.number(scaling, "mscale_all_dim")) ** 2

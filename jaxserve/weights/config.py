@@ -18,13 +18,19 @@ from jaxserve.models.base import Family, ModelConfig
 from jaxserve.models.hf import shown, token_ids
 from jaxserve.models.presets import preset
 from jaxserve.models.quantized import Quantization
-from jaxserve.models.registry import family_for
+from jaxserve.models.registry import MODEL_TYPES, family_for
 from jaxserve.sched.request import InvalidRequest, SamplingParams
 from jaxserve.tokenizer_files import read_config, special_tokens, token_id
 from jaxserve.weights.errors import CheckpointError, read_json
-from jaxserve.weights.gguf_blocks import find_blocks
+from jaxserve.weights.gguf.blocks import find_blocks
 from jaxserve.weights.quantized_config import find_quantization, stored_format
-from jaxserve.weights.sentence_transformers import lacks_head
+from jaxserve.weights.tied import is_tied
+
+_OF_BOTH = (
+    *("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype"),
+    *("quantization_config", "tie_word_embeddings"),
+)
+_TEXTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}  # of configs that do not say
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +61,7 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
     gguf = find_gguf(folder)
     if gguf is not None:
         return _load_gguf_config(gguf)
-    hf = read_json(folder / "config.json")
+    hf = _of_language(read_json(folder / "config.json"), folder)
     generation = folder / "generation_config.json"
     try:
         stored = stored_format(hf, folder)
@@ -66,9 +72,8 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         hf["eos_token_id"] = list(dict.fromkeys(ids))
         family = family_for(hf)
         config = family.config_from_hf(hf)
-        if not config.tied and lacks_head(folder, family.prefix):
-            hf["tie_word_embeddings"] = True
-            config = dataclasses.replace(config, tied=True)
+        tied = is_tied(folder, family, config)
+        hf["tie_word_embeddings"], config = tied, dataclasses.replace(config, tied=tied)
         if stored is not None and not isinstance(stored, Quantization):
             stored = find_quantization(folder, stored, family, config)
     except CheckpointError:
@@ -77,6 +82,20 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         raise CheckpointError(f"{folder}: {error}") from error
     ends = _usable_ends(folder, config)
     return family, dataclasses.replace(config, eos_token_ids=ends, quantization=stored), hf
+
+
+def _of_language(hf: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The config of the part that computes texts, of a model of images, too; others as they are."""
+    text = hf.get("text_config")
+    if not isinstance(text, dict) or hf.get("model_type") in MODEL_TYPES:
+        return hf
+    kind = str(hf.get("model_type"))
+    log.warning("%s: of this %s only texts are served; images are refused", folder, shown(kind))
+    outer = {name: hf[name] for name in _OF_BOTH if name in hf}
+    # Where a head is stored that is another table, it counts, see `is_tied`.
+    tied = outer.get("tie_word_embeddings", True) or text.get("tie_word_embeddings", False)
+    model_type = {"model_type": text.get("model_type", _TEXTS.get(kind))}
+    return {**outer, **text, **model_type, "tie_word_embeddings": tied}
 
 
 def _load_gguf_config(path: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:

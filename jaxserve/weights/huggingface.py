@@ -26,12 +26,13 @@ from jaxserve.models.quantized import Quantization, Quantized, pack_pairs
 from jaxserve.models.sharding import padded_shape, param_sharding
 from jaxserve.progress import Show, shown
 from jaxserve.weights.errors import CheckpointError
-from jaxserve.weights.gguf_blocks import Blocks
-from jaxserve.weights.gguf_tensors import GGUFTensors
+from jaxserve.weights.gguf.blocks import Blocks
+from jaxserve.weights.gguf.tensors import GGUFTensors
 from jaxserve.weights.packed import Numbers, Stored
 from jaxserve.weights.quantize import quantize_leaf
 from jaxserve.weights.quantized_config import packed_format, reads_mxfp4
-from jaxserve.weights.tensors import TensorFiles
+from jaxserve.weights.tensors import OF_LANGUAGE, TensorFiles
+from jaxserve.weights.tied import HEAD
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +81,16 @@ def load_safetensors(
     tensors = (
         GGUFTensors(gguf, config)
         if gguf
-        else TensorFiles(folder, family.prefix, mxfp4=reads_mxfp4(folder))
+        else TensorFiles(
+            folder,
+            family.prefix,
+            mxfp4=reads_mxfp4(folder),
+            experts=family.stacked_tensor(config) is not None,
+        )
     )
     with tensors as files:
         used: set[str | None] = set()
+        leaves = [_where_stored(files, leaf, config) for leaf in leaves]
         for leaf in leaves:
             if stored is not None and leaf.scheme(quantization):
                 used.update(stored.tensors(files, leaf.name))
@@ -102,6 +109,17 @@ def load_safetensors(
                     params.append(quantize_leaf(wide, leaf, quantization, mesh))
                 bar.update(leaf.spec.size * dtype.itemsize)
     return jax.tree.unflatten(treedef, params)
+
+
+def _where_stored(files: Tensors, leaf: Leaf, config: ModelConfig) -> Leaf:
+    """The leaf, with the place that it has here: a table may be stored as the head alone."""
+    if isinstance(files, GGUFTensors):
+        return dataclasses.replace(leaf, source=files.source(leaf))
+    if not config.tied or not leaf.is_table or files.find(leaf.source.name) is not None:
+        return leaf
+    if files.find(HEAD) is None:
+        return leaf
+    return dataclasses.replace(leaf, source=dataclasses.replace(leaf.source, name=HEAD))
 
 
 def _log_mxfp4(
@@ -146,7 +164,7 @@ def place(
 
 
 def _check(files: Tensors, spec: ParamSpec, source: HFTensor) -> None:
-    if source.name == "lm_head.weight" and files.find(source.name) is None:
+    if source.name == HEAD and files.find(source.name) is None:
         raise CheckpointError(
             "the checkpoint has no tensor 'lm_head.weight' "
             "(config.json: set tie_word_embeddings to true if it is tied to the embedding)"
@@ -171,11 +189,13 @@ def _check_rest(
 ) -> None:
     """Checks the checkpoint's other tensors. A model that is cut off generates nonsense, and so do
     weights without their scales."""
+    texts_only = any(name is not None and OF_LANGUAGE in name for name in used)
     rest = sorted(
         name
         for name in files.names - used
-        if not name.endswith("rotary_emb.inv_freq")  # computed
-        and not (config.tied and name == "lm_head.weight")
+        if not (texts_only and OF_LANGUAGE not in name)  # of images
+        and not name.endswith("rotary_emb.inv_freq")  # computed
+        and not (config.tied and name == files.stored(HEAD))  # the same table once more
         and not (stored is not None and name.endswith(".bias") and _is_zero(files, name))
     )
     for name in rest:

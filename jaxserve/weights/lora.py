@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -181,16 +181,21 @@ class _Settings:
                 if half not in both:
                     raise CheckpointError(f"there is no tensor '{_PREFIX}{module}.{name}.weight'")
             self._check_shapes(module, both, modules[module])
-        wanted = self._fields.get("target_modules")
+        wanted, excluded = (self._fields.get(f"{kind}_modules") for kind in ("target", "exclude"))
+        without = _of_names(excluded, "exclude_modules", modules)
+        if present := sorted(without & halves.keys()):
+            raise _of_field(
+                "exclude_modules", f"names {shown(present[0])}, of which there are tensors"
+            )
         if not isinstance(wanted, list) or self._fields.get("layers_to_transform") is not None:
             return
+        if isinstance(excluded, str):  # a pattern, as target_modules may be one
+            return
         for target in wanted:
-            if not isinstance(target, str):
-                raise _of_field("target_modules", f"must hold names, got {shown(target)}")
-            mine = [m for m in modules if m == target or m.endswith(f".{target}")]
+            mine = _of_names([target], "target_modules", modules)
             if not mine:
                 raise _of_field("target_modules", f"{shown(target)} is no projection of this model")
-            for module in mine:
+            for module in sorted(mine - without):
                 if module not in halves:
                     name = f"{_PREFIX}{module}.lora_A.weight"
                     raise CheckpointError(f"there is no tensor {name!r}, by its target_modules")
@@ -206,6 +211,16 @@ class _Settings:
                     f"tensor '{_PREFIX}{module}.lora_{half}.weight': expected shape "
                     f"{list(shape)}, found {list(both[half].shape)}"
                 )
+
+
+def _of_names(names: Any, field: str, modules: Iterable[str]) -> set[str]:
+    """The modules that a list of names means; none where it is no list."""
+    found: set[str] = set()
+    for name in names if isinstance(names, list) else ():
+        if not isinstance(name, str):
+            raise _of_field(field, f"must hold names, got {shown(name)}")
+        found.update(m for m in modules if m == name or m.endswith(f".{name}"))
+    return found
 
 
 def _tensors(data: bytes) -> dict[str, np.ndarray]:

@@ -26,6 +26,22 @@ def is_orbax(folder: Path) -> bool:
     return (folder / FOLDER / "_METADATA").is_file()
 
 
+def stored_names(folder: Path) -> list[str]:
+    """Of the parameters of a checkpoint written by `save_orbax`. CheckpointError if it is
+    damaged."""
+    import orbax.checkpoint as ocp
+
+    location = (folder / FOLDER).resolve()
+    try:
+        with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
+            return list(_stored_shapes(checkpointer, location))
+    except CheckpointError:
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"cannot read {location}: {reason}") from error
+
+
 def save_orbax(folder: Path, params: Params) -> None:
     """Writes the parameters to `folder`/params, replacing what is there."""
     import orbax.checkpoint as ocp

@@ -11,7 +11,6 @@ from jaxserve.checkpoint_files import read_json as read_any_json
 from jaxserve.models.hf import shown
 from jaxserve.sched.request import USUAL_POOLING, PoolingParams, PoolingType
 from jaxserve.weights.errors import CheckpointError, read_json
-from jaxserve.weights.tensors import TensorFiles
 
 MODULES = "modules.json"
 _TYPES = {"lasttoken": PoolingType.LAST, "mean": PoolingType.MEAN, "cls": PoolingType.CLS}
@@ -53,15 +52,6 @@ def load_pooling(path: str | Path) -> PoolingParams:
 def is_embedder(folder: Path) -> bool:
     """Whether a checkpoint is for vectors, as far as its files say."""
     return os.path.lexists(folder / MODULES)
-
-
-def lacks_head(folder: Path, prefix: str) -> bool:
-    """Whether it is one that was saved without an output embedding: no vector needs it. prefix: of
-    names of tensors, which it may leave out."""
-    if not is_embedder(folder) or not any(folder.glob("*.safetensors")):
-        return False
-    with TensorFiles(folder, prefix) as files:
-        return files.find("lm_head.weight") is None
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:

@@ -15,11 +15,22 @@ from safetensors import SafetensorError, safe_open
 
 from jaxserve.checkpoint_files import regular_file, without_safetensors
 from jaxserve.weights.errors import CheckpointError, read_json
+from jaxserve.weights.fused_experts import apart
 from jaxserve.weights.mxfp4 import Mxfp4, joined
 
+ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+OF_LANGUAGE = "language_model."
+"""What names have in them of the part that computes texts, in models of images, too."""
 STORED_DTYPES = ("F32", "F16", "BF16", "F64")
 FLOAT8 = "F8_E4M3"
+
+_EXPERTS_RENAMED = (
+    (".block_sparse_moe.", ".mlp."),
+    (".w1.", ".gate_proj."),
+    (".w2.", ".down_proj."),
+    (".w3.", ".up_proj."),
+)
 
 
 class TensorFiles:
@@ -27,29 +38,50 @@ class TensorFiles:
 
     Args:
         folder: directory with *.safetensors files and, if sharded, their index.
-        prefix: prefix of tensor names that the checkpoint may have left out, or added.
+        prefix: prefix of tensor names that the checkpoint may have left out, or added, beside
+            `OF_LANGUAGE`.
         mxfp4: weights stored so are read wide, see `jaxserve.weights.mxfp4`.
+        experts: those stored together are read apart, see `jaxserve.weights.fused_experts`.
 
     Raises:
-        CheckpointError: no safetensors files, a file of the index is missing, or one is damaged.
+        CheckpointError: no safetensors files, a file of the index is missing, one is damaged, or
+            two have the same tensor and no index says which counts.
     """
 
-    def __init__(self, folder: Path, prefix: str, *, mxfp4: bool = False) -> None:
+    def __init__(
+        self, folder: Path, prefix: str, *, mxfp4: bool = False, experts: bool = False
+    ) -> None:
         self._prefix = prefix
         self._stack = contextlib.ExitStack()
         self._slices: dict[str, Any] = {}
-        for path in _files(folder):
+        whose: dict[str, str] = {}
+        paths, weight_map = _files(folder)
+        for path in paths:
             try:
                 regular_file(path)
                 # framework "np" gives bfloat16 as ml_dtypes.bfloat16, which jax has registered.
                 file = self._stack.enter_context(safe_open(path, framework="np"))
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                self._slices.update(slices)
+                slices = {
+                    name: file.get_slice(name)
+                    for name in file.keys()  # noqa: SIM118
+                    if weight_map.get(name, path.name) == path.name
+                }
+                for name in slices:
+                    if (first := whose.setdefault(name, path.name)) != path.name:
+                        raise ValueError(
+                            f"it has the tensor {name!r}, and so has {first}; without "
+                            f"{ONE_FILE} or an index nobody knows which of them counts"
+                        )
                 if any(found.get_dtype() == FLOAT8 for found in slices.values()):
-                    self._slices.update(_float8_slices(path))
+                    slices |= {
+                        name: part for name, part in _float8_slices(path).items() if name in slices
+                    }
+                self._slices.update(slices)
             except (SafetensorError, OSError, ValueError) as error:
                 self._stack.close()
                 raise CheckpointError(f"cannot read {path}: {error}") from error
+        if experts:
+            self._slices = apart(self._slices)
         if mxfp4:
             try:
                 self._slices = joined(self._slices)
@@ -76,10 +108,17 @@ class TensorFiles:
         return {name: part.nbytes for name, part in found if isinstance(part, Mxfp4)}
 
     def stored(self, name: str) -> str | None:
-        """The name that a tensor is stored under, with or without the prefix; None if it is not."""
-        shortened = name.removeprefix(self._prefix)
-        candidates = (name, shortened, self._prefix + name)
-        return next((each for each in candidates if each in self._slices), None)
+        """The name that a tensor is stored under, with or without prefixes; None if it is not."""
+        for each in dict.fromkeys((name, _renamed(name))):
+            short = each.removeprefix(self._prefix)
+            candidates = (
+                *(each, short, self._prefix + each),
+                *(OF_LANGUAGE + each, f"{self._prefix}{OF_LANGUAGE}{short}", OF_LANGUAGE + short),
+            )
+            for candidate in candidates:
+                if candidate in self._slices:
+                    return candidate
+        return None
 
     def find(self, name: str) -> Any | None:
         """The tensor's slice object, or None."""
@@ -124,6 +163,13 @@ class TensorFiles:
         return found[tuple(slice(one.start, one.stop) for one in index)][steps]
 
 
+def _renamed(name: str) -> str:
+    """A tensor of Mixtral's experts as transformers 5 calls it; others as they are."""
+    for old, new in _EXPERTS_RENAMED if _EXPERTS_RENAMED[0][0] in name else ():
+        name = name.replace(old, new)
+    return name
+
+
 class _Float8:
     """As safetensors' slices, which know no NumPy dtype for these."""
 
@@ -157,22 +203,26 @@ def _float8_slices(path: Path) -> dict[str, _Float8]:
     }
 
 
-def _files(folder: Path) -> list[Path]:
-    index = folder / INDEX
+def _files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """A checkpoint's files, and which of them has each tensor, by its index. As transformers has
+    it, `ONE_FILE` counts before an index that does not name it, and alone."""
+    index, one = folder / INDEX, folder / ONE_FILE
     if not os.path.lexists(index):
-        files = sorted(folder.glob("*.safetensors"))
+        files = [one] if os.path.lexists(one) else sorted(folder.glob("*.safetensors"))
         if not files:
             instead = without_safetensors(folder)
             raise CheckpointError(f"no *.safetensors files in {folder}: {instead}")
-        return files
+        return files, {}
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not name or Path(name).name != name:
             raise CheckpointError(f"{index}: weight_map: {tensor!r} is in no file, but in {name!r}")
+    if ONE_FILE not in weight_map.values() and os.path.lexists(one):
+        return [one], {}
     files = [folder / name for name in sorted(set(weight_map.values()))]
     missing = [path.name for path in files if not path.exists()]
     if missing:
         raise CheckpointError(f"{index} names {missing[0]}, which is not in {folder}")
-    return files
+    return files, weight_map

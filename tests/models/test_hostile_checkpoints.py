@@ -114,6 +114,7 @@ def test_a_fifo_is_not_waited_for(tmp_path: Path, name: str) -> None:
 
 def test_a_shard_that_is_a_folder(tmp_path: Path) -> None:
     opt(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "first.safetensors")
     (tmp_path / "more.safetensors").mkdir()
     assert "more.safetensors: it is no regular file" in refusal(tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from jaxserve.models.presets import preset, preset_names
 from jaxserve.models.registry import family_for, get_family
 from jaxserve.models.rope import Rope, inverse_frequencies
-from tests.models.fixtures import hf_config
+from tests.models.fixtures import hf_config, saved_config
 
 
 def parse(hf):
@@ -90,7 +91,7 @@ BAD = [
     ),
     ("llama3", {"rope_scaling": {"type": "linear"}}, "factor is missing"),
     ("llama3", {"rope_scaling": {**YARN, "attn_factor": 1}}, r"rope_scaling\.attn_factor"),
-    ("llama3", {"rope_parameters": {"rope_type": "ntk"}}, "rope_parameters.rope_type 'ntk'"),
+    ("llama2", {"rope_parameters": {"rope_type": "ntk"}}, "rope_parameters.rope_type 'ntk'"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": "2"}, "max_window_layers"),
     (
         "qwen2",
@@ -216,3 +217,38 @@ def test_llama3_frequencies_keep_short_waves_and_stretch_long_ones():
     between = (waves > 8192 / 4) & (waves < 8192)
     assert between.any()
     assert ((got < plain) & (got > plain / 8))[between].all()
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama_yarn", "qwen2_yarn", "phi4_mini"])
+def test_the_original_context_is_read_wherever_it_is(name):
+    """As transformers has it: the config's own comes before that of its scaling."""
+    hf = hf_config(name)
+    field = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    where = "original_max_position_embeddings"
+    scaling = {key: value for key, value in hf[field].items() if key != where}
+    size = hf[field].get(where) or hf[where]
+    want = parse({**hf, field: {**scaling, where: size}})
+    for inner in ({}, {where: 3}):
+        assert parse({**hf, where: size, field: {**scaling, **inner}}) == want
+
+
+def test_a_scaling_that_was_added_counts():
+    """transformers 5 writes rope_parameters, and people add the older field by hand."""
+    added = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    hf = {**hf_config("qwen2"), "rope_parameters": None, "rope_theta": 1e6}
+    want = parse({**hf, "rope_scaling": added}).rope
+    written = {"rope_type": "default", "rope_theta": 1e6}
+    assert want.kind == "yarn"
+    both = {**hf, "rope_scaling": added, "rope_parameters": written}
+    assert parse(both).rope == want
+    # Its own base counts, and nothing of the other field.
+    own = parse({**both, "rope_theta": None, "rope_scaling": {**added, "rope_theta": 5e5}}).rope
+    assert own == dataclasses.replace(want, theta=5e5)
+    gemma = saved_config("gemma3")
+    linear = {"rope_type": "linear", "factor": 8.0}
+    kinds = parse({**gemma, "rope_scaling": linear}).layer_kinds
+    before = parse(gemma).layer_kinds
+    assert {kind.rope.kind for kind in kinds if kind.sliding_window is None} == {"linear"}
+    assert [kind for kind in kinds if kind.sliding_window] == [
+        kind for kind in before if kind.sliding_window
+    ]

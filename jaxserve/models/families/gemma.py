@@ -89,15 +89,19 @@ def _cap(hf: Mapping[str, Any], field: str, default: float | None) -> float | No
 
 
 def _of_kind(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Gemma 3's config with the rotation of one kind of layers as that of all."""
+    """Gemma 3's config with the rotation of one kind of layers as that of all. `rope_scaling` is of
+    layers without a window, whatever else says so, too."""
     field, theta = _THETA[kind]
-    given = fields.mapping(hf, "rope_parameters")
+    given, scaling = fields.mapping(hf, "rope_parameters"), dict[str, Any]()
     if set(given) & {FULL, SLIDING}:
-        scaling = fields.mapping(given, kind)
-    else:
-        scaling = given or fields.mapping(hf, "rope_scaling") if kind == FULL else {}
+        scaling |= fields.mapping(given, kind)
+    if kind == FULL:
+        scaling |= {**given, **fields.mapping(hf, "rope_scaling")}
+        scaling = {name: value for name, value in scaling.items() if name not in (FULL, SLIDING)}
     theta = fields.number({**hf, field: scaling.get("rope_theta", hf.get(field))}, field, theta)
-    return {**hf, "rope_theta": theta, "rope_scaling": None, "rope_parameters": scaling}
+    rotation = {"rope_theta": theta, "rope_scaling": None, "rope_parameters": scaling}
+    # Not read by layer: theirs is in the scaling.
+    return {**hf, **rotation, "original_max_position_embeddings": None}
 
 
 FAMILY = dataclasses.replace(

@@ -71,6 +71,8 @@ SPOILT: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "singular values": (setting(kasa_config={"beta": 1e-4}), ("kasa_config", "beta")),
     "unknown target": (setting(target_modules=["conv1"]), ("target_modules", "'conv1'")),
     "target of no text": (setting(target_modules=[7]), ("target_modules", "7")),
+    "exclusion of no text": (setting(exclude_modules=[7]), ("exclude_modules", "7")),
+    "excluded and there": (setting(exclude_modules=["fc1"]), ("exclude_modules", "layers.0.fc1")),
     "a missing half": (without(B), (B,)),
     "the other half": (without(A), (A,)),
     "a missing layer": (
@@ -118,6 +120,25 @@ def test_spoilt(shapes: dict[str, Path], tmp_path: Path, spoilt: str) -> None:
     text = str(caught.value)
     assert all(word in text for word in words), text
     assert "\n" not in text and len(text) < 500
+
+
+@pytest.mark.parametrize("excluded", [["layers.1.fc1"], ["layers.1.fc1", "conv9"], r".*1\.fc1"])
+def test_excluded_modules_have_no_tensors(
+    shapes: dict[str, Path], tmp_path: Path, excluded: list[str] | str
+) -> None:
+    family, config, _ = load_config(str(shapes["opt"]))
+    given, tensors = peft.fields(4), peft.tensors(family, config, 4, 1)
+    whole = peft.save(tmp_path / "whole", given, tensors)
+    given |= {"target_modules": ["q_proj", "fc1"], "exclude_modules": excluded}
+    kept = {
+        name: value
+        for name, value in tensors.items()
+        if any(f".{part}." in name for part in ("q_proj", "fc1")) and "layers.1.fc1" not in name
+    }
+    found = load(shapes["opt"], peft.save(tmp_path / "part", given, kept))
+    want = load(shapes["opt"], whole)
+    np.testing.assert_array_equal(found.arrays[0]["up"].a, want.arrays[0]["up"].a)
+    assert not found.arrays[1]["up"].a.any() and found.arrays[0]["up"].a.any()
 
 
 def test_another_family(shapes: dict[str, Path], tmp_path: Path) -> None:

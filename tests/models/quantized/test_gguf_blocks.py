@@ -22,7 +22,7 @@ from jaxserve.models.dense import sequence_logits
 from jaxserve.models.fused import fuse
 from jaxserve.models.quantized import BLOCKS, Quantized
 from jaxserve.weights import load_config, load_params
-from jaxserve.weights.gguf_blocks import split
+from jaxserve.weights.gguf.blocks import split
 from tests.models.gguf_files import metadata_of, tensors_of, write_gguf
 from tests.models.quantized.test_quantized import widened
 from tests.models.test_gguf import WIDE

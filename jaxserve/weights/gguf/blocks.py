@@ -3,6 +3,7 @@ with a scale, and some with a minimum."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ import numpy as np
 
 from jaxserve.models.base import Family, Leaf, ModelConfig
 from jaxserve.models.quantized import BLOCKS, TABLE, Quantization, Scheme
-from jaxserve.weights.gguf_tensors import GGUFTensors
+from jaxserve.weights.gguf.tensors import GGUFTensors
 from jaxserve.weights.packed import Numbers
 
 log = logging.getLogger(__name__)
@@ -55,12 +56,14 @@ def find_blocks(path: Path, family: Family, config: ModelConfig) -> Quantization
     """Which weights of a GGUF file are kept as they are stored, and how: those of `BLOCKS`, q, k
     and v of a layer only where all three are alike. None for none."""
     leaves: list[Leaf] = jax.tree.leaves(family.leaves(config))
+    found: dict[str, Scheme | None] = {}
     with GGUFTensors(path, config) as files:
-        found = {
-            leaf.name: _scheme(files, leaf.name)
-            for leaf in leaves
-            if leaf.is_table or leaf.source.transpose
-        }
+        for leaf in leaves:
+            here = dataclasses.replace(leaf, source=files.source(leaf))
+            if leaf.of_experts or leaf.source.rows:  # parts of a tensor, which are read wide
+                found |= {leaf.name: None, here.name: None}
+            elif leaf.is_table or leaf.source.transpose:
+                found[leaf.name] = _scheme(files, leaf.name)
     tables = [leaf.name for leaf in leaves if leaf.is_table]
     _unlike_to_wide(found)
     kept = Counter(one for name, one in found.items() if one is not None and name not in tables)
@@ -90,7 +93,7 @@ def _unlike_to_wide(found: dict[str, Scheme | None]) -> None:
     apart = []
     for name in [name for name in found if name.endswith(".q_proj")]:
         three = [f"{name.removesuffix('q_proj')}{part}_proj" for part in "qkv"]
-        if len({found[one] for one in three}) > 1:
+        if all(one in found for one in three) and len({found[one] for one in three}) > 1:
             apart.append(name.rpartition(".")[0])
             found.update(dict.fromkeys(three))
     if apart:

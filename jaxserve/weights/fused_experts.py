@@ -1,0 +1,57 @@
+"""Experts of a layer that are stored as two tensors, as transformers 5 has them, each by itself:
+gate and up [experts, 2 * width, d_model], gate's rows first, and down [experts, d_model, width]."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+_FUSED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
+
+
+class Part:
+    """One expert's matrix as safetensors' slices are.
+
+    Args:
+        whole: the slice of the tensor that it is in.
+        expert: its number.
+        first: the first of its rows.
+        rows: how many it has.
+    """
+
+    def __init__(self, whole: Any, expert: int, first: int, rows: int) -> None:
+        self._whole, self._expert, self._first, self._rows = whole, expert, first, rows
+
+    def get_shape(self) -> list[int]:
+        """[out, in]."""
+        return [self._rows, self._whole.get_shape()[2]]
+
+    def get_dtype(self) -> str:
+        """As safetensors has it."""
+        return str(self._whole.get_dtype())
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        begin, end, _ = index[0].indices(self._rows)
+        rows = slice(self._first + begin, self._first + end)
+        found: np.ndarray = self._whole[slice(self._expert, self._expert + 1), rows, index[1]]
+        return found[0]
+
+
+def apart(slices: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's slices by name, with one for each expert's matrix in place of such tensors."""
+    found: dict[str, Any] = {}
+    for name, whole in slices.items():
+        fused, shape = _FUSED.fullmatch(name), list(whole.get_shape())
+        if fused is None or len(shape) != 3:
+            found[name] = whole
+            continue
+        parts = ("down",) if fused[2] == "down_proj" else ("gate", "up")
+        rows = shape[1] // len(parts)
+        for expert in range(shape[0]):
+            for number, part in enumerate(parts):
+                each = f"{fused[1]}.{expert}.{part}_proj.weight"
+                found[each] = Part(whole, expert, number * rows, rows)
+    return found

@@ -1,0 +1,1 @@
+"""The tensors of GGUF files, wide and as they are stored."""
