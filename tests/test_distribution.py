@@ -42,6 +42,7 @@ def _told() -> list[tuple[str, str]]:
     return told
 
 
+@pytest.mark.promise(36)
 def test_no_line_tells_anybody_to_install_it_by_a_name() -> None:
     told = _told()
     assert len(told) > 10  # else the expression finds nothing any more

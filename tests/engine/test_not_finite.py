@@ -59,6 +59,7 @@ def poisoned(roomy: Engine, alone: Texts) -> Iterator[Engine]:
     executor.params = whole
 
 
+@pytest.mark.promise(30)
 def test_it_fails_alone_and_is_counted(
     poisoned: Engine, alone: Texts, caplog: pytest.LogCaptureFixture
 ) -> None:

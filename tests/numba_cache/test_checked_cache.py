@@ -57,6 +57,7 @@ def zero(content: bytes, first: int, count: int) -> bytes:
     return content[:first] + bytes(count) + content[first + count :]
 
 
+@pytest.mark.promise(33)
 @pytest.mark.parametrize(
     "damage",
     [

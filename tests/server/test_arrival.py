@@ -148,6 +148,7 @@ DOORS = {
 }
 
 
+@pytest.mark.promise(29)
 @pytest.mark.parametrize("name", DOORS)
 def test_a_request_has_arrived_before_anything_is_encoded(doors: Doors, name: str) -> None:
     before = time.monotonic()
@@ -209,6 +210,7 @@ class Ended(Observer):
         self.stats.append(stats)
 
 
+@pytest.mark.promise(29)
 def test_a_slow_encoder_is_in_the_times_and_the_verdict(slow: Slow) -> None:
     ended = Ended()
     slow.engine.add_observer(ended)

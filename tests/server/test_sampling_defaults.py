@@ -66,6 +66,7 @@ def expected(engine: FakeEngine, without: dict[str, Any]) -> dict[str, Any]:
     return {**without, **engine.served.sampling_defaults}
 
 
+@pytest.mark.promise(35)
 def test_http(client: openai.OpenAI, engine: FakeEngine) -> None:
     for more in ({}, {"extra_body": NULLS}):
         client.completions.create(model="fake", prompt="a", max_tokens=1, **more)
@@ -85,6 +86,7 @@ def test_what_is_said_over_http_wins(client: openai.OpenAI, engine: FakeEngine) 
     assert sampled(engine)[-1] == expected(engine, NONE) | {"temperature": 0.0}
 
 
+@pytest.mark.promise(35)
 def test_grpc(server: Server, engine: FakeEngine) -> None:
     with Client(server.address) as client:
         list(client.generate("a", max_tokens=1))
@@ -92,6 +94,7 @@ def test_grpc(server: Server, engine: FakeEngine) -> None:
     assert sampled(engine) == [expected(engine, SAID), SAID]
 
 
+@pytest.mark.promise(35)
 def test_batches(client: openai.OpenAI, server: Server, engine: FakeEngine) -> None:
     file = upload(client, [line("a", prompt="a"), line("b", prompt="b", **SAID)])
     batch = client.batches.create(
@@ -106,6 +109,7 @@ def test_batches(client: openai.OpenAI, server: Server, engine: FakeEngine) -> N
     assert SAID in found[:2] and expected(engine, NONE) in found[:2]
 
 
+@pytest.mark.promise(35)
 def test_llm(engine: FakeEngine) -> None:
     """There it is the object that says it, as with vLLM: all of it, or nothing."""
     with LLM.over(engine, ChatTemplate()) as llm:  # type: ignore[arg-type]

@@ -97,6 +97,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning_whatever_the_policy(
     assert all(line.startswith("engine.compilation_cache_dir: nothing can be") for line in lines)
 
 
+@pytest.mark.promise(33)
 def test_what_was_damaged_is_whole_after_the_next_start(tmp_path: Path) -> None:
     """With JAX itself, which does not write an entry that is there."""
     script = f"""

@@ -187,6 +187,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
     check()
 
 
+@pytest.mark.promise(34)
 @pytest.mark.parametrize(
     ("text", "pieces"),
     [

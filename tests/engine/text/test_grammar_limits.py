@@ -63,6 +63,7 @@ ENDLESS: dict[str, Grammar] = {
 }
 
 
+@pytest.mark.promise(32)
 @pytest.mark.parametrize("case", ENDLESS)
 def test_what_never_compiles_is_refused_and_holds_up_nobody(case: str, fast: Grammars) -> None:
     with ThreadPoolExecutor(1) as beside:
@@ -82,6 +83,7 @@ def test_a_refusal_is_remembered(fast: Grammars, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(fast, "_processes", None)
 
 
+@pytest.mark.promise(32)
 def test_memory_to_compile_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_process, "_MEMORY", 8 << 20)
     grammars = made(GrammarLimits(compile_s=60))
@@ -156,6 +158,7 @@ def test_the_oldest_make_room() -> None:
     grammars.close()
 
 
+@pytest.mark.promise(32)
 def test_one_that_keeps_too_much_is_refused() -> None:
     grammars = made(GrammarLimits(kept_mib=64, compile_s=30, mask_ms=100))
     with pytest.raises(
@@ -172,6 +175,7 @@ SLOW: dict[str, Callable[[], Grammar]] = {
 }
 
 
+@pytest.mark.promise(32)
 @pytest.mark.parametrize("case", SLOW)
 def test_one_whose_masks_take_too_long_is_refused(case: str) -> None:
     grammars = made(GrammarLimits(mask_ms=0.2))

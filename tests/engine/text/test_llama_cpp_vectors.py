@@ -67,6 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / f"{NAME}-{VERSION}" / "vendor" / "llama.cpp" / "models"
 
 
+@pytest.mark.promise(34)
 @pytest.mark.parametrize("name", SERVED)
 def test_texts_are_the_same_tokens(name: str, models: Path) -> None:
     file = models / f"ggml-vocab-{name}.gguf"

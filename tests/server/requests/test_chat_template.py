@@ -287,6 +287,7 @@ def test_where_there_can_be_no_process_it_is_tried_again(
     assert any_of.render(asking("tools")) == "TrueTrue"
 
 
+@pytest.mark.promise(31)
 def test_tenants_take_turns(any_of: ChatTemplate) -> None:
     long = asking("tools") * 101
     held = any_of._processes[1]

@@ -25,6 +25,7 @@ class Slow(FakeEngine):
             assert self.may.wait(60)
 
 
+@pytest.mark.promise(31)
 def test_one_tenants_slow_grammars_hold_up_no_other() -> None:
     async def scene() -> None:
         engine = Slow()

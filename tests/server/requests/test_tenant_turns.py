@@ -41,6 +41,7 @@ async def until(what: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.promise(31)
 def test_a_tenant_waits_for_one_piece_of_another_however_many_it_has() -> None:
     async def scene(work: Work) -> None:
         threads = TenantThreads(1, "test")
