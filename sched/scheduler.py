@@ -196,7 +196,8 @@ class Scheduler:
         self._lengths.set_output(row, length, number)
         if self.cache is not None and request.block_keys is not None:
             side = self.policy.side(request.tier)
-            self.cache.add(row, request.block_keys, side, request.tier)
+            self.cache.tenants.weight[tenant] = self.shares.weight(tenant)
+            self.cache.add(row, request.block_keys, side, request.tier, tenant)
             self._look_up(row)
             if first is not None:
                 self._firsts[row] = first, int(self.table.seq[first])
@@ -289,7 +290,7 @@ class Scheduler:
         which waiting requests are held back, and which of two equal blocks are read."""
         self._progress.check()
         if self.cache is not None:
-            self.cache.retention.now = now
+            self.cache.retention.now = self.cache.tenants.now = now
             self._register_again()
             self._note_found(self.cache)
         self.view.device.free_at, self.view.device.overrun = free_at, overrun

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxserve.sched.cache.kv_offload import HostMemory
+from jaxserve.sched.cache.page_shares import PageShares, Tenants
 
 if TYPE_CHECKING:
     from jaxserve.sched.cache.prefix_cache import Page
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 class HostPages:
     """Which pages are in host memory. Ends of prompts come first, so each goes before those that
-    come before it. They have the room that checkpoints leave.
+    come before it. They have the room that checkpoints leave, and tenants share it as the pool.
 
     Args:
         memory: Holds checkpoints, too.
@@ -27,17 +28,19 @@ class HostPages:
 
     Attributes:
         least_depth: What `worth_from` said last.
+        tenants: Who has used pages, and when.
     """
 
     def __init__(self, memory: HostMemory, slots: int, worth_from: Callable[[], float]) -> None:
         self._memory, self._slots, self._worth_from = memory, slots, worth_from
         self.least_depth = 0.0
-        self._pages: dict[Page, None] = {}  # the next to go first
+        self.tenants = Tenants()
+        self._pages, self._count = PageShares(self.tenants), 0
         self._new: dict[Page, tuple[int, ...]] = {}  # since `take_new`, in these blocks
         self._dropped: list[int] = []
 
     def __len__(self) -> int:
-        return len(self._pages)
+        return self._count
 
     def look(self) -> None:
         """Asks anew from which depth on pages are worth it, unless some have come since the last
@@ -59,22 +62,26 @@ class HostPages:
         """The page has left these blocks, which hold it until the next step, and comes here."""
         self._new[page] = ids
         page.host = self._memory.new_key()
-        self._pages[page] = None
+        self._pages.add(page)
+        self._pages.count(page.tenant, 1)
+        self._count += 1
 
     def drop(self, page: Page) -> None:
         """The page is no longer here, if it was."""
         if page.host is None:
             return
-        del self._pages[page]
+        self._pages.remove(page)
+        self._pages.count(page.tenant, -1)
+        self._count -= 1
         if self._new.pop(page, None) is None:
             self._dropped.append(page.host)
         page.host = None
 
     def surplus(self) -> Page | None:
         """The next page to go, if there is no room for all of them."""
-        if len(self._pages) * self._slots <= self._memory.num_free:
+        if self._count * self._slots <= self._memory.num_free:
             return None
-        return next(iter(self._pages))
+        return next(iter(self._pages.first()))
 
     def take_new(self) -> list[tuple[int, tuple[int, ...]]]:
         """Those that have come since the last call: their keys, and their blocks."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT
 from jaxserve.sched.cache.host_pages import HostPages
+from jaxserve.sched.cache.page_shares import PageShares, Tenants
 from jaxserve.sched.cache.prefix_sketch import PrefixSketch
 from jaxserve.sched.cache.retention import Reader, Retention
 from jaxserve.sched.request import Tier
@@ -44,9 +45,13 @@ class Page:
         after: The pages right behind it.
         finders: Rows that wait and would find it, and none behind it.
         note: What retention knows of it.
+        tenant: Whose it is: who has filled or read it last.
     """
 
-    __slots__ = ("after", "before", "depth", "finders", "host", "ids", "key", "kind", "note")
+    __slots__ = (
+        *("after", "before", "depth", "finders", "host", "ids", "key", "kind", "note"),
+        "tenant",
+    )
     depth: int
     note: Any
 
@@ -56,6 +61,7 @@ class Page:
         self.after: set[Page] = set()
         self.finders: set[int] = set()
         self.host: int | None = None
+        self.tenant = 0
 
     @property
     def is_known(self) -> bool:
@@ -90,6 +96,7 @@ class PrefixCache:
         num_hit: int64 by tier, those of them that were found.
         num_host_hit: int64 by tier, those of them that were in host memory.
         hopeless: As `Retention.hopeless`.
+        tenants: Who has used pages, and when.
         sketch: Of all pages, and of what those rows will have that have come and not ended.
     """
 
@@ -111,7 +118,8 @@ class PrefixCache:
         self.retention.hopeless = self.hopeless
         self._pages: dict[bytes, Page] = {}
         self._of_block: dict[int, Page] = {}
-        self._unread: dict[Page, None] = {}  # see `Retention.first`
+        self.tenants = Tenants() if host is None else host.tenants
+        self._unread = PageShares(self.tenants)
         self._readers: dict[int, Reader] = {}  # by row
         self._keys: dict[int, list[bytes]] = {}  # by row
         self._sides: dict[int, int] = {}  # by row
@@ -139,7 +147,12 @@ class PrefixCache:
     # Rows.
 
     def add(
-        self, row: int, keys: Sequence[bytes], side: int = LEFT, tier: int = Tier.REALTIME
+        self,
+        row: int,
+        keys: Sequence[bytes],
+        side: int = LEFT,
+        tier: int = Tier.REALTIME,
+        tenant: int = 0,
     ) -> None:
         """A request has come.
 
@@ -149,8 +162,10 @@ class PrefixCache:
             side: The side from which it fills blocks (`Direction`). Who fills them from the other
                 one has its tokens elsewhere in them, and finds none of these.
             tier: Its tier.
+            tenant: Whose it is.
         """
-        self._readers[row] = Reader(tier, len(keys))
+        self._readers[row] = Reader(tier, len(keys), tenant)
+        self.tenants.use(tenant)
         self._sides[row], self._keys[row] = side, []
         self.extend(row, keys)
 
@@ -330,6 +345,8 @@ class PrefixCache:
         elif self.host is not None:
             self.host.drop(page)
             page.ids = ids
+        self._give(page, row)
+        self._unread.count(page.tenant, len(ids))
         self.retention.made(page, self._readers[row])
         for block in ids:
             self._of_block[block] = page
@@ -348,8 +365,9 @@ class PrefixCache:
         pages.pop(None, None)
         for page in reversed([*pages]):
             assert page is not None
-            self._unread[page] = None
+            self._unread.add(page)
             self.num_unread += len(page.ids)
+            self.tenants.use(page.tenant)
             self.retention.stay(page)
             if any(after.ids and after not in self._unread for after in page.after):
                 free += self.forget(page)  # whoever reads on has a copy of it
@@ -358,13 +376,21 @@ class PrefixCache:
     def read(self, page: Page, row: int) -> None:
         """The row reads the page, which it has found."""
         self._leave(page)
+        self._unread.count(page.tenant, -len(page.ids))
+        self._give(page, row)
+        self._unread.count(page.tenant, len(page.ids))
         self.retention.hit(page, self._readers[row])
+
+    def _give(self, page: Page, row: int) -> None:
+        """From now on the page is the row's tenant's."""
+        page.tenant = self._readers[row].tenant
+        self.tenants.use(page.tenant)
 
     def _leave(self, page: Page) -> bool:
         """The page is read, or goes. Returns whether nobody has read it."""
         if page not in self._unread:
             return False
-        del self._unread[page]
+        self._unread.remove(page)
         self.num_unread -= len(page.ids)
         self.retention.leave(page)
         return True
@@ -376,7 +402,7 @@ class PrefixCache:
         if self.host is not None:
             self.host.look()
         while len(found) < blocks and self._unread:
-            page = self.retention.first(self._unread)
+            page = _end(self.retention.first(self._unread.first()))
             if self.host is not None and page.kind == KV and self.host.keeps(page):
                 ids = page.ids
                 found += self._vacate(page, evicted=True)
@@ -388,7 +414,7 @@ class PrefixCache:
     def trim_host(self) -> None:
         """Forgets pages in host memory for which there is no room."""
         while self.host is not None and (page := self.host.surplus()) is not None:
-            self._lose(page)
+            self._lose(_end(page))
 
     def _lose(self, page: Page) -> list[int]:
         """Forgets the page, and all behind it, since others take its room."""
@@ -450,9 +476,17 @@ class PrefixCache:
         for block in page.ids:
             del self._of_block[block]
         free = list(page.ids) if self._leave(page) else []
+        self._unread.count(page.tenant, -len(page.ids))
         page.ids = ()
         self.retention.gone(page, evicted=evicted)
         before = page.before
         if before is not None and before in self._unread and before.is_bare:
             self.retention.bare(before)
         return free
+
+
+def _end(page: Page) -> Page:
+    """The page, or one behind it at this level: it may be another tenant's, where they share."""
+    while behind := [after for after in page.after if bool(after.ids) == bool(page.ids)]:
+        page = min(behind, key=lambda after: after.key)
+    return page

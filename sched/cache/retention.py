@@ -1,6 +1,7 @@
 """Which of the known pages that nobody reads goes first when room is wanted.
 
-A page goes only when none behind it is left, so prompts shrink from their ends.
+A page goes only when none behind it is left, so prompts shrink from their ends. Which tenant loses
+one is decided before, in `page_shares.py`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ class Reader:
     Attributes:
         tier: Its tier.
         prompt_pages: Full blocks of its prompt.
+        tenant: Whose it is.
     """
 
-    __slots__ = ("prompt_pages", "tier")
+    __slots__ = ("prompt_pages", "tenant", "tier")
 
-    def __init__(self, tier: Tier | int, prompt_pages: int) -> None:
-        self.tier, self.prompt_pages = int(tier), prompt_pages
+    def __init__(self, tier: Tier | int, prompt_pages: int, tenant: int = 0) -> None:
+        self.tier, self.prompt_pages, self.tenant = int(tier), prompt_pages, tenant
 
 
 class Retention:
@@ -49,8 +51,8 @@ class Retention:
     hopeless: AbstractSet[int] = frozenset()
 
     def first(self, unread: dict[Page, None]) -> Page:
-        """The page to go. unread: those that nobody reads, at least one; who became so first comes
-        first, and no page before those behind it."""
+        """The page to go. unread: those of one tenant that nobody reads, at least one; who became
+        so first comes first, and no page before those of the tenant behind it."""
         return next(iter(unread))
 
     def made(self, page: Page, by: Reader) -> None:

@@ -78,8 +78,9 @@ class Worth(Retention):
         self._hits, self._ends = np.zeros((2, _CLASSES, _AGES))
         self._known = self._seen = self._stamp = 0  # pages; ends of stays since the last table
         self._gone: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # class, last read
-        self._queues = [_Queue() for _ in range(_CLASSES)]
-        self._best: dict[int, tuple[float, Page | None]] = {}  # by class, what is worth least
+        self._queues: dict[int, list[_Queue]] = {}  # by tenant, by class
+        # By tenant and class, what is worth least.
+        self._best: dict[tuple[int, int], tuple[float, Page | None]] = {}
         self._at = -math.inf  # the time for which that is so
         self._prices: list[float] = [1.0]  # by depth
         self._recent: OrderedDict[bytes, None] = OrderedDict()  # what `lru` would have
@@ -128,15 +129,18 @@ class Worth(Retention):
     def bare(self, page: Page) -> None:
         """See `Retention`."""
         group = page.note.group
-        self._queues[group].add(page)
-        self._best.pop(group, None)
+        if page.tenant not in self._queues:
+            self._queues[page.tenant] = [_Queue() for _ in range(_CLASSES)]
+        self._queues[page.tenant][group].add(page)
+        self._best.pop((page.tenant, group), None)
 
     def leave(self, page: Page) -> None:
         """See `Retention`."""
         note: _Note = page.note
         note.left = True
-        self._queues[note.group].pages.pop(page, None)
-        self._best.pop(note.group, None)
+        if page.tenant in self._queues:
+            self._queues[page.tenant][note.group].pages.pop(page, None)
+            self._best.pop((page.tenant, note.group), None)
 
     def gone(self, page: Page, *, evicted: bool) -> None:
         """See `Retention`."""
@@ -168,15 +172,19 @@ class Worth(Retention):
         if self._at != self.now:
             self._best.clear()
             self._at = self.now
-        least, found = math.inf, None
-        for group, queue in enumerate(self._queues):
+        least, found, tenant = math.inf, None, next(iter(unread)).tenant
+        queues = self._queues.get(tenant, [])
+        for group, queue in enumerate(queues):
             if queue.pages:
-                best = self._best.get(group)
+                best = self._best.get((tenant, group))
                 if best is None:
-                    best = self._best[group] = self._least(group, queue)
+                    best = self._best[tenant, group] = self._least(group, queue)
                 if best[0] < least:
                     least, found = best
-        return self.first(unread) if found is None else found
+        if found is not None:
+            return found
+        some = any(queue.pages for queue in queues)
+        return self.first(unread) if some else super().first(unread)
 
     def _asked_for(self, page: Page, by: Reader, *, found: bool) -> None:
         """Somebody asks for the page: does that save more than with `lru`?"""

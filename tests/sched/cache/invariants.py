@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.cache.cache_kinds import HIDDEN, NOBODY, Direction
 from jaxserve.sched.cache.free_blocks import FreeBlocks
 from jaxserve.sched.cache.kv_offload import HostMemory
+from jaxserve.sched.cache.page_shares import PageShares
 from jaxserve.sched.cache.prefix_cache import Page, PrefixCache
 from jaxserve.sched.simulation.replica.counted_pool import CountedPool
 from jaxserve.sched.step import Step
@@ -97,8 +99,9 @@ def check_cache(pool: BlockPool, refs: np.ndarray) -> None:
     assert cache.num_unread == sum(len(page.ids) for page in unread)
     places = {page: place for place, page in enumerate(cache._unread)}
     for page in unread:
-        behind = [other for other in page.after if other.ids]
+        behind = [other for other in page.after if other.ids and other.tenant == page.tenant]
         assert all(places[other] < places[page] for other in behind), "a prefix goes first"
+    _check_shares(cache._unread, [page for page in pages.values() if page.ids])
     for row, most in cache._most.items():
         keys = cache._keys[row][:most]
         hidden = [key + b"X" for key in keys]
@@ -138,7 +141,25 @@ def check_host_pages(cache: PrefixCache, host: HostMemory, block_size: int) -> N
     assert host.num_used + 2 * block_size * len(there) <= host.capacity, "more than fits"
     places = {page: place for place, page in enumerate(there and cache.host._pages)}
     for page in there:
-        assert all(places[other] < places[page] for other in page.after), "a prefix goes first"
+        behind = [other for other in page.after if other.tenant == page.tenant]
+        assert all(places[other] < places[page] for other in behind), "a prefix goes first"
+    if cache.host is not None:
+        _check_shares(cache.host._pages, there, host=True)
+
+
+def _check_shares(shares: PageShares, there: Sequence[Page], *, host: bool = False) -> None:
+    """AssertionError if tenants have other pages than is counted, or another one loses first."""
+    has = Counter[int]()
+    for page in there:
+        has[page.tenant] += 1 if host else len(page.ids)
+    assert shares._has == has, "tenants' blocks are miscounted"
+    if not shares:
+        return
+    tenants, may = shares._tenants, {page.tenant for page in shares}
+    loser = next(iter(shares.first())).tenant
+    if not tenants.is_idle(loser):
+        most = max(has[tenant] / tenants.weight.get(tenant, 1.0) for tenant in may)
+        assert has[loser] / tenants.weight.get(loser, 1.0) == most, "who has less loses first"
 
 
 def _check_free(blocks: FreeBlocks, used: np.ndarray) -> None:

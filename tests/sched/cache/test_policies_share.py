@@ -43,7 +43,7 @@ class Conversations:
         options["retention"] = str(rng.choice([*RETENTIONS]))
         self.drive = Drive(policy, prefix_caching=True, rho=1e-6, **options)
         self.device = DeviceContents(blocks, SIZE)
-        self.rng, self.now = rng, 0.0
+        self.rng, self.now, (self.whose,) = rng, 0.0, rng.spawn(1)
         self.tokens: dict[int, np.ndarray] = {}  # by row
         self.told: dict[int, int] = {}
         self.ended = [np.zeros(0, np.int64)]
@@ -55,6 +55,8 @@ class Conversations:
         prompt = np.concatenate([before, rng.integers(0, 2, rng.integers(1, 12))])[: MOST - 2]
         output, tier = int(min(rng.integers(1, 40), MOST - len(prompt))), int(rng.integers(2))
         own = {"tier": Tier(tier), "keys": keys_of(prompt), "ttft": 5.0, "tbt": 2.0}
+        weight = float(self.whose.integers(1, 4))
+        own |= {"tenant": f"of weight {weight}", "weight": weight}  # who find what others have
         row = self.drive.add(len(prompt), output, arrival=self.now, **own)
         self.tokens[row] = np.concatenate([prompt, rng.integers(0, 2, output)])
         self.told[row] = len(prompt)

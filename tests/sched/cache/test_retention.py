@@ -23,11 +23,16 @@ class Cache(PrefixCache):
     made = 0
 
     def serve(
-        self, keys: list[bytes], now: float, tier: int = Tier.REALTIME, room: int = 1_000_000
+        self,
+        keys: list[bytes],
+        now: float,
+        tier: int = Tier.REALTIME,
+        room: int = 1_000_000,
+        tenant: int = 0,
     ) -> int:
         """Serves a request, in a pool of so many pages. Returns how many it found."""
-        self.retention.now = now
-        self.add(0, keys, tier=tier)
+        self.retention.now = self.tenants.now = now
+        self.add(0, keys, tier=tier, tenant=tenant)
         self.wait(0, len(keys))
         chain = self.start(0)
         for page in chain:
