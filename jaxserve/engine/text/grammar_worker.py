@@ -135,4 +135,5 @@ def _answer(
 
 
 if __name__ == "__main__":
+    os.nice(5)  # those who are served come first
     serve_trials(socket.socket(fileno=0))

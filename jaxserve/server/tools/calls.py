@@ -197,9 +197,14 @@ def _tool(where: str, tool: Mapping[str, Any]) -> Tool:
     return Tool(name, str(about), parameters, bool(function.get("strict")))
 
 
-def compact(value: Any) -> str:
-    """The value as JSON, as chat templates write it."""
-    return json.dumps(value, ensure_ascii=False)
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+def compact(value: Any, *, finite: bool = False) -> str:
+    """The value as JSON, as chat templates write it: characters are themselves, but for half a
+    surrogate pair, which is none. finite: whether to raise ValueError for numbers that are not."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=not finite)
+    return _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
 def special_tokens(

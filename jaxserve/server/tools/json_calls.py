@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from jaxserve.server.tools.calls import compact
 from jaxserve.server.tools.parser import CallParser, Steps, ValueEnd
 
 # How a call begins that can be told as it comes. White space is bounded, as is what is looked at.
@@ -136,7 +137,7 @@ def _read(text: str) -> tuple[str, str] | None:
         name, arguments = found.get("name"), found.get("arguments", found.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
-        written = json.dumps(arguments, allow_nan=False)
+        written = compact(arguments, finite=True)
     except (ValueError, AttributeError, RecursionError):
         return None
     return (name, written) if isinstance(name, str) and isinstance(arguments, dict) else None

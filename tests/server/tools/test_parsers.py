@@ -182,6 +182,21 @@ def test_what_cannot_be_parsed_is_content(name: str, text: str) -> None:
     assert parsed(name, text, cuts=range(1, len(text), 1 + len(text) // 2000)) == (text, [])
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"arguments": {"city": "Zürich \\ud83d"}, "name": "weather"}'),
+        ("json", '{"arguments": "{\\"city\\": \\"Zürich \\\\ud83d\\"}", "name": "weather"}'),
+        ("pythonic", '[weather(city="Zürich \\ud83d")]'),
+    ],
+)
+def test_arguments_have_characters_as_they_are(name: str, text: str) -> None:
+    """But for half a surrogate pair, which no text can have."""
+    parser = find_format("", name).parser(TOOLS)
+    (call,) = whole([*parser.feed(text), *parser.finish()]).calls
+    assert call.arguments == '{"city": "Zürich \\ud83d"}'
+
+
 def test_what_goes_wrong_within_a_call_is_content_from_there() -> None:
     begun = '<tool_call>{"name": "now", "arguments": {"a": 1}'
     assert parsed("hermes", f"{begun} oops") == (" oops", [Call("now", '{"a": 1}')])

@@ -101,7 +101,10 @@ def tool_sampling(context: RouteContext, use: ToolUse) -> dict[str, Any]:
     names the tool whose schema cannot be held."""
     if not use.held:
         return {}
-    return {"grammar": _grammar(context.template.tool_format, use, context.special_markers)}
+    grammar = _grammar(context.template.tool_format, use, context.special_markers)
+    # A stop string in an argument would cut a call that has to be whole.
+    unstopped = {"stop": (), "stop_token_ids": ()} if use.forced else {}
+    return {"grammar": grammar, **unstopped}
 
 
 async def check_calls(context: RouteContext, use: ToolUse, grammar: Grammar, tenant: str) -> None:

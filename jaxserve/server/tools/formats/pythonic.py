@@ -127,7 +127,7 @@ def _arguments(text: str) -> str | None:
         found = {each.arg: _value(each.value, lines) for each in call.keywords}
         if len(found) < len(call.keywords) or None in found:
             return None
-        return json.dumps(found, allow_nan=False)
+        return compact(found, finite=True)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return None
 

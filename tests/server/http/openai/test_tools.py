@@ -290,6 +290,18 @@ def test_what_is_refused(
     assert not engine.requests
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_stop_strings_do_not_cut_calls_that_are_forced(
+    plain: Plain, running: FakeEngine, choice: str
+) -> None:
+    stops = {"stop": ["Rome"], "stop_token_ids": [7]}
+    body = {"messages": ASK, "tools": TOOLS, "tool_choice": choice, "max_tokens": 1, **stops}
+    assert plain.call("POST", "/v1/chat/completions", body)[0] == 200
+    sampling = running.requests[-1].sampling
+    known = ((), ()) if choice == "required" else (("Rome",), (7,))
+    assert (sampling.stop, sampling.stop_token_ids) == known
+
+
 def test_many_tools_hold_up_nobody_else(
     plain: Plain, running: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
