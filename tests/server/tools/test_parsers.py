@@ -142,6 +142,80 @@ def test_what_texts_are(name: str, text: str, content: str, calls: list[Any]) ->
     assert said(name, text, cuts=range(1, len(text))) == (content, calls)
 
 
+STRING, NULL = {"type": "string"}, {"type": "null"}
+OPTIONAL = {"anyOf": [STRING, NULL]}
+ZIP, SIZE = {"$ref": "#/$defs/Zip"}, {"$ref": "#/$defs/Size"}
+DEFS = {
+    "Zip": STRING,
+    "Size": {"enum": ["1", "2"]},
+    "a/b": {"type": "integer"},
+    "Round": {"anyOf": [{"$ref": "#/$defs/Round"}, {"type": "boolean"}]},
+    **{f"D{n}": {"anyOf": [{"$ref": f"#/$defs/D{n + 1}"}] * 9} for n in range(400)},
+}
+VALUES_OF_SCHEMAS: list[tuple[Any, str, Any]] = [
+    (STRING, "3.10", "3.10"),
+    (STRING, '"a"', '"a"'),
+    (STRING, "null", "null"),
+    ({"type": "string", "pattern": "a"}, "3.10", "3.10"),
+    *((OPTIONAL, text, text) for text in ("3.10", "10115", "true", "None", '{"a": 1}', '"a"', "")),
+    (OPTIONAL, "null", None),
+    ({"type": ["string", "null"]}, "1e5", "1e5"),
+    ({"type": ["null", "integer", "string"]}, "5", "5"),
+    ({"oneOf": [STRING]}, "007.50", "007.50"),
+    (ZIP, "10115", "10115"),
+    ({"allOf": [ZIP]}, "10115", "10115"),
+    ({"anyOf": [ZIP, NULL]}, "10115", "10115"),
+    (SIZE, "1", "1"),
+    ({"anyOf": [SIZE, NULL]}, "1", "1"),
+    ({"anyOf": [SIZE, NULL]}, '"1"', "1"),
+    ({"anyOf": [SIZE, NULL]}, "None", None),
+    ({"enum": ["None", None]}, "None", "None"),
+    ({"enum": ["null", None]}, "null", "null"),
+    ({"enum": ["1", 2]}, "2", 2),
+    ({"enum": ["a", True]}, "True", True),
+    ({"anyOf": [{"const": "1"}, {"const": "2"}]}, "2", "2"),
+    ({"type": ["string", "integer"], "maxLength": 2}, "12", "12"),
+    ({"type": ["string", "integer"], "maxLength": 2}, "123", 123),
+    ({"anyOf": [{"type": "string", "format": "date"}, {"type": "integer"}]}, "123", 123),
+    ({"anyOf": [{"type": "string", "format": "date"}, {"type": "integer"}]}, "a", "a"),
+    *(({"type": "boolean"}, *each) for each in (("True", True), ("false", False), ("no", "no"))),
+    ({"anyOf": [{"type": "integer"}, NULL]}, "None", None),
+    ({"anyOf": [{"type": "integer"}, NULL]}, "null", None),
+    ({"anyOf": [{"type": "integer"}, NULL]}, "-5", -5),
+    ({"type": "integer"}, "None", "None"),
+    ({"type": "integer"}, "two", "two"),
+    ({"type": "number"}, "3.10", 3.1),
+    ({"type": "number"}, "5", 5),
+    ({"type": "number"}, "1e999", "1e999"),
+    ({"type": "number"}, "NaN", "NaN"),
+    ({"type": "object"}, "{'a': None}", {"a": None}),
+    ({"type": "object"}, "{1: 2}", "{1: 2}"),
+    ({"type": "array"}, "['a', True, (1, 2)]", ["a", True, [1, 2]]),
+    ({"type": "array"}, '["a"]', ["a"]),
+    ({"type": "array"}, "[" * 3000, "[" * 3000),
+    ({"anyOf": [{"type": "object"}, {"type": "boolean"}]}, "False", False),
+    ({"$ref": "#/$defs/a~1b"}, "5", 5),
+    ({"$ref": "#/properties/w"}, "5", 5),
+    ({"$ref": "#/$defs/Round"}, "True", True),
+    ({"$ref": "#/nowhere"}, "5", "5"),
+    ({"$ref": "#/$defs/D0"}, "5", "5"),
+    *(({}, text, text) for text in ("10115", "true", "a")),
+    *(({}, text, value) for text, value in (('{"a": 1}', {"a": 1}), ("[1]", [1]), ("null", None))),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), VALUES_OF_SCHEMAS)
+def test_what_a_value_is_the_schema_says(schema: Any, text: str, value: Any) -> None:
+    other = {"w": {"type": "integer"}}
+    for own in ({"properties": {"v": schema, **other}}, {"additionalProperties": schema}):
+        root = {"type": "object", "properties": other, "$defs": DEFS, **own}
+        parser = find_format("", "qwen").parser([Tool("f", parameters=root)])
+        written = f"<function=f>\n<parameter=v>\n{text}\n</parameter>\n</function>"
+        (call,) = whole([*parser.feed(written), *parser.finish()]).calls
+        found = json.loads(call.arguments)["v"]
+        assert (found, type(found)) == (value, type(value))
+
+
 NO_CALLS = [
     ("hermes", "<tool_call>"),
     ("hermes", "<tool_call>now</tool_call>"),

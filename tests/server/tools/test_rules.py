@@ -313,6 +313,40 @@ def test_parameters_may_be_said_elsewhere(
         assert not accepts(grammars, tokenizer, grammar, text), text
 
 
+STRING, NULL = {"type": "string"}, {"type": "null"}
+SIZE = {"enum": ["S", "L"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "bad"),
+    [
+        ({"anyOf": [STRING, NULL]}, {"a": "a", "3.10": "3.10", "null": None}, []),
+        ({"$ref": "#/$defs/Zip"}, {"00": "00", "true": "true"}, ["0", "000"]),
+        ({"anyOf": [{"const": "1"}, {"const": "2"}]}, {"1": "1"}, ["3", '"1"']),
+        ({"anyOf": [SIZE, NULL]}, {'"S"': "S", "null": None}, ["S", "M"]),
+        ({"type": ["string", "integer"], "maxLength": 2}, {"123": 123, '"12"': "12"}, ["12a"]),
+    ],
+)
+def test_what_qwen_is_held_to_is_what_it_is_read_as(
+    grammars: Grammars, tokenizer: Any, schema: Any, texts: dict[str, Any], bad: list[str]
+) -> None:
+    defs = {"Zip": {"type": "string", "minLength": 2, "maxLength": 2}}
+    parameters = {"type": "object", "properties": {"v": schema}, "required": ["v"], "$defs": defs}
+    tools = [Tool("f", parameters={**parameters, "additionalProperties": False}, strict=True)]
+    grammar = held("qwen", tools=tools)
+    written = (
+        "<tool_call>\n<function=f>\n<parameter=v>\n{}\n</parameter>\n</function>\n</tool_call>"
+    )
+    for text in bad:
+        assert not accepts(grammars, tokenizer, grammar, written.format(text)), text
+    for text, value in texts.items():
+        assert accepts(grammars, tokenizer, grammar, written.format(text)), text
+        parser = find_format("", "qwen").parser(tools)
+        (call,) = whole([*parser.feed(written.format(text)), *parser.finish()]).calls
+        assert json.loads(call.arguments) == {"v": value}
+        jsonschema.validate({"v": value}, tools[0].parameters)
+
+
 CIRCLE: dict[str, Any] = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
 
 

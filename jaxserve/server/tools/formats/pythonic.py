@@ -12,16 +12,15 @@ from typing import Any
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.tools.calls import MAX_CALLS, Call, Tool, compact, flat
 from jaxserve.server.tools.parser import CallParser, Steps
+from jaxserve.server.tools.python_literals import MAX_LITERAL, literal_value
 from jaxserve.server.tools.registry import LeadingFormat, register
 from jaxserve.server.tools.rules import Rules, literal
 
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"
-_MOST = 1 << 16  # characters of a call, all of which are parsed at once
 _NAME = re.compile(r"([a-zA-Z0-9_-]{1,64})\s*(?=\()")
 _LONGEST_NAME = 128
 _MARKS = re.compile(r"[\"'()\[\]{}]")
 _QUOTED = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
-_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class _CallEnd:
@@ -99,7 +98,7 @@ class _Parser(CallParser):
             self._content(before)
             return False
         end, seen, place = _CallEnd(), name.end(), None
-        while place is None and not self._ended and seen <= _MOST:
+        while place is None and not self._ended and seen <= MAX_LITERAL:
             place = end.feed(self._held[seen:])
             if place is None:
                 seen = len(self._held)
@@ -108,7 +107,7 @@ class _Parser(CallParser):
             place = end.feed(self._held[seen:])
         length = len(self._held) if place is None else seen + place
         text = self._take(length)
-        found = None if place is None or length > _MOST else _arguments(text[name.end() :])
+        found = None if place is None or length > MAX_LITERAL else _arguments(text[name.end() :])
         if found is None:
             self._content(before + text)
             return False
@@ -124,40 +123,12 @@ def _arguments(text: str) -> str | None:
         if not isinstance(call, ast.Call) or call.args:
             return None
         lines = f"f{text}".encode().split(b"\n")
-        found = {each.arg: _value(each.value, lines) for each in call.keywords}
+        found = {each.arg: literal_value(each.value, lines) for each in call.keywords}
         if len(found) < len(call.keywords) or None in found:
             return None
         return compact(found, finite=True)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return None
-
-
-def _value(node: ast.expr, lines: Sequence[bytes]) -> Any:
-    """A literal's value. JSON's own are taken, too. Raises ValueError for what is none."""
-    match node:
-        case ast.Constant(value=str() as text):
-            # JSON's escapes are not all Python's.
-            if node.lineno == node.end_lineno:
-                source = lines[node.lineno - 1][node.col_offset : node.end_col_offset]
-                try:
-                    return json.loads(source)
-                except ValueError:
-                    pass
-            return text
-        case ast.Constant(value=bool() | int() | float() | None as value):
-            return value
-        case ast.Name(id=name) if name in _JSON_NAMES:
-            return _JSON_NAMES[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
-        case ast.List(elts=each) | ast.Tuple(elts=each):
-            return [_value(one, lines) for one in each]
-        case ast.Dict(keys=keys, values=values):
-            names = [None if key is None else _value(key, lines) for key in keys]
-            if not all(isinstance(name, str) for name in names):
-                raise ValueError("names are strings")
-            return dict(zip(names, (_value(one, lines) for one in values), strict=True))
-    raise ValueError("no literal")
 
 
 @register

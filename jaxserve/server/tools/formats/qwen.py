@@ -1,6 +1,6 @@
 """<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>: Qwen3-Coder.
 
-Strings stand there as they are, everything else as JSON.
+Strings stand there as they are, everything else as JSON; what a value is, its schema says.
 """
 
 from __future__ import annotations
@@ -14,24 +14,12 @@ from jaxserve.server.tools.calls import MAX_CALLS, Call, Tool, compact, flat
 from jaxserve.server.tools.parser import CallParser, Steps
 from jaxserve.server.tools.registry import MarkedFormat, register
 from jaxserve.server.tools.rules import Rules, literal
+from jaxserve.server.tools.text_values import Allowed, allowed_by, value_of
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _LONGEST_NAME = 256
-_TEXTS = {"type", "description", "title", "default", "examples", "enum", "const"}
-"""Keywords that strings of a strict tool may have: those that need no look into the string."""
-_LENGTHS = {"minLength", "maxLength"}
-
-
-def _is_text(schema: Any) -> bool:
-    """Whether values are strings, and so stand there as they are."""
-    if not isinstance(schema, dict):
-        return False
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if "type" in schema:
-        return bool(schema["type"] == "string")
-    return bool(values) and all(isinstance(value, str) for value in values)
 
 
 class _Parser(CallParser):
@@ -50,18 +38,15 @@ class _Parser(CallParser):
             self._content(before if name is None else f"{before}{name}>")
             return
         self._begin(name)
-        if (yield from self._parameters(self._schemas(name))):
+        if (yield from self._parameters(self._tools[name].parameters)):
             yield from self._skip_space()
             if marker == _BEGIN:
                 yield from self._literal(_END)
 
-    def _schemas(self, name: str) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = flat(self._tools[name].parameters).get("properties", {})
-        return found
-
-    def _parameters(self, schemas: Mapping[str, Any]) -> Steps[bool]:
-        """Returns whether the call is whole."""
-        separator = "{"
+    def _parameters(self, root: Mapping[str, Any]) -> Steps[bool]:
+        """Returns whether the call is whole. root: the schema of all of them."""
+        separator, schemas = "{", flat(root)
+        known, others = schemas.get("properties", {}), schemas.get("additionalProperties")
         while True:
             space = yield from self._skip_space()
             if (yield from self._literal(_FUNCTION_END)):
@@ -76,8 +61,7 @@ class _Parser(CallParser):
                 return False
             value = yield from self._parameter_value()
             text, complete = value
-            schema = schemas.get(name) if isinstance(schemas, dict) else None
-            written = _written(text, schema)
+            written = compact(value_of(text, allowed_by(known.get(name, others), root)))
             if not complete:  # nobody knows how it would have gone on
                 written = compact(text)[:-1]
             self._arguments(f"{separator}{compact(name)}: {written}")
@@ -101,20 +85,6 @@ class _Parser(CallParser):
                 continue
             text = "".join(pieces).removeprefix("\n")
             return text.removesuffix("\n"), at >= 0
-
-
-def _written(text: str, schema: Any) -> str:
-    """A value as JSON."""
-    if not _is_text(schema):
-        try:
-            return compact(json.loads(text, parse_constant=_no_constant))
-        except (ValueError, RecursionError):
-            pass
-    return compact(text)
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(name)
 
 
 @register
@@ -168,25 +138,26 @@ class Qwen(MarkedFormat):
         if not name or len(name) > _LONGEST_NAME or ">" in name or not name.isprintable():
             raise InvalidRequest(where, f"the format {self.name} cannot write this name")
         number = rules.number()
-        if _is_text(schema):
-            value = self._text_value(rules, schema, where)
+        allowed = allowed_by(schema, shared)
+        if allowed.only_text or allowed.any_text:
+            value = self._text_value(rules, allowed, where)
         else:
             given = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
             value = f"{rules.schema({**shared, **given})} {literal(_value_end())}"
         begin = f"{_PARAMETER}{name}>\n"
         return rules.add(f"parameter_{number}", f"{literal(begin)} {value}")
 
-    def _text_value(self, rules: Rules, schema: Mapping[str, Any], where: str) -> str:
-        texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if texts is not None:
-            some = " | ".join(literal(text) for text in texts if isinstance(text, str))
-            return f"({some}) {literal(_value_end())}"
-        unknown = sorted(schema.keys() - _TEXTS - _LENGTHS)
-        if unknown:
-            problem = f"the format {self.name} cannot hold strings to {unknown[0][:64]!r}"
+    def _text_value(self, rules: Rules, allowed: Allowed, where: str) -> str:
+        if allowed.further:
+            problem = f"the format {self.name} cannot hold strings to {allowed.further[:64]!r}"
             raise InvalidRequest(where, problem)
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        length = f"(?s:.{{{least},{most}}})" if _LENGTHS & schema.keys() else "(?s:.*)"
+        if allowed.texts is not None:
+            some = sorted(filter(allowed.has, allowed.texts))
+            if not some:
+                raise InvalidRequest(where, "no value is valid")
+            return f"({' | '.join(map(literal, some))}) {literal(_value_end())}"
+        least, most = allowed.least, "" if allowed.most is None else allowed.most
+        length = f"(?s:.{{{least},{most}}})" if (least, most) != (0, "") else "(?s:.*)"
         lazy = f"text_{rules.number()}[lazy]"
         return rules.add(lazy, f"/{length}/ {literal(_value_end())}")
 

@@ -1,0 +1,53 @@
+"""Values as Python writes them, by models that do."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Sequence
+from typing import Any
+
+MAX_LITERAL = 1 << 16
+"""Characters of what is parsed at once."""
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def read_literal(text: str) -> Any:
+    """The value of a literal. Raises ValueError for what is none, or has no value in JSON."""
+    if len(text) > MAX_LITERAL:
+        raise ValueError("is too long")
+    try:
+        found = literal_value(ast.parse(text, mode="eval").body, text.encode().split(b"\n"))
+        json.dumps(found, allow_nan=False)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError("no literal") from error
+    return found
+
+
+def literal_value(node: ast.expr, lines: Sequence[bytes]) -> Any:
+    """A literal's value. JSON's own are taken, too. lines: of the source. Raises ValueError for
+    what is none."""
+    match node:
+        case ast.Constant(value=str() as text):
+            # JSON's escapes are not all Python's.
+            if node.lineno == node.end_lineno:
+                source = lines[node.lineno - 1][node.col_offset : node.end_col_offset]
+                try:
+                    return json.loads(source)
+                except ValueError:
+                    pass
+            return text
+        case ast.Constant(value=bool() | int() | float() | None as value):
+            return value
+        case ast.Name(id=name) if name in _JSON_NAMES:
+            return _JSON_NAMES[name]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=each) | ast.Tuple(elts=each):
+            return [literal_value(one, lines) for one in each]
+        case ast.Dict(keys=keys, values=values):
+            names = [None if key is None else literal_value(key, lines) for key in keys]
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError("names are strings")
+            return dict(zip(names, (literal_value(one, lines) for one in values), strict=True))
+    raise ValueError("no literal")

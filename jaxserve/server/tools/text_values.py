@@ -1,0 +1,199 @@
+"""What a text is that stands without quotes, by what its schema allows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+from urllib.parse import unquote
+
+from jaxserve.server.tools.python_literals import read_literal
+
+_KINDS = frozenset(("string", "null", "boolean", "integer", "number", "array", "object"))
+_AROUND = ("allOf", "anyOf", "oneOf", "$ref")
+_LENGTHS = {"minLength", "maxLength"}
+_NO_LIMITS = {
+    *("type", "enum", "const", *_AROUND, "$defs", "definitions"),
+    *("title", "description", "default", "examples", "$comment", "deprecated"),
+    *("readOnly", "writeOnly"),
+    *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
+    *("minProperties", "maxProperties"),
+    *("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+"""Keywords that say nothing of strings but which there are, or of which something else is made."""
+_DEEPEST = 64
+_NONE = object()
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a schema allows, as far as texts are told apart by it.
+
+    Attributes:
+        kinds: types, as JSON Schema calls them.
+        texts: the only strings; None for others, too.
+        least: characters that strings have at least.
+        most: at most; None for any number.
+        further: another keyword that strings are held to; "" for none.
+    """
+
+    kinds: frozenset[str] = _KINDS
+    texts: frozenset[str] | None = None
+    least: int = 0
+    most: int | None = None
+    further: str = ""
+
+    @property
+    def only_text(self) -> bool:
+        """Whether it is a string, whatever it looks like."""
+        return self.kinds == {"string"}
+
+    @property
+    def any_text(self) -> bool:
+        """Whether any string is right."""
+        limits = (self.texts, self.least, self.most, self.further)
+        return "string" in self.kinds and limits == (None, 0, None, "")
+
+    def has(self, text: str) -> bool:
+        """Whether this is surely one of its strings."""
+        fits = self.least <= len(text) and (self.most is None or len(text) <= self.most)
+        known = self.texts is None or text in self.texts
+        return "string" in self.kinds and fits and known and not self.further
+
+    def __and__(self, other: Allowed) -> Allowed:
+        several = [each.texts for each in (self, other) if each.texts is not None]
+        mosts = [each.most for each in (self, other) if each.most is not None]
+        return Allowed(
+            self.kinds & other.kinds,
+            frozenset.intersection(*several) if several else None,
+            max(self.least, other.least),
+            min(mosts, default=None),
+            self.further or other.further,
+        )
+
+    def __or__(self, other: Allowed) -> Allowed:
+        kinds = self.kinds | other.kinds
+        some = [each for each in (self, other) if "string" in each.kinds]
+        free = next((each for each in some if each.any_text), some[0] if some else self)
+        if len(some) < 2 or free.any_text or replaced(self, kinds) == replaced(other, kinds):
+            return replaced(free, kinds)
+        if self.texts is not None and other.texts is not None:
+            return Allowed(kinds, self.texts | other.texts)
+        return Allowed(kinds, further="anyOf")
+
+
+def replaced(allowed: Allowed, kinds: frozenset[str]) -> Allowed:
+    """The same strings among these types."""
+    return Allowed(kinds, allowed.texts, allowed.least, allowed.most, allowed.further)
+
+
+def allowed_by(schema: Any, root: Mapping[str, Any]) -> Allowed:
+    """What a schema allows. root: what it is part of, in which references lead."""
+    return _allowed(schema, root, {}, _DEEPEST)
+
+
+def _allowed(schema: Any, root: Any, known: dict[str, Allowed], depth: int) -> Allowed:
+    """known: by reference, so that each is followed once."""
+    if schema is False:
+        return Allowed(frozenset())
+    if not isinstance(schema, Mapping) or not depth:
+        return Allowed()
+    found = _own(schema)
+    for each in schema.get("allOf", ()):
+        found &= _allowed(each, root, known, depth - 1)
+    for name in ("anyOf", "oneOf"):
+        if schema.get(name):
+            some = [_allowed(each, root, known, depth - 1) for each in schema[name]]
+            found &= reduce(Allowed.__or__, some)
+    if (ref := schema.get("$ref")) is not None:
+        if ref not in known:
+            known[ref] = Allowed(frozenset())  # where it leads in a circle: no more than else
+            known[ref] = _allowed(_pointed(root, ref), root, known, depth - 1)
+        found &= known[ref]
+    return found
+
+
+def _own(schema: Mapping[str, Any]) -> Allowed:
+    kinds = schema.get("type", _KINDS)
+    kinds = frozenset([kinds] if isinstance(kinds, str) else kinds)
+    if "number" in kinds:
+        kinds |= {"integer"}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    texts = None
+    if values is not None:
+        kinds &= frozenset(kind for value in values for kind in _kinds_of(value))
+        texts = frozenset(value for value in values if isinstance(value, str))
+    further = sorted(schema.keys() - _NO_LIMITS - _LENGTHS)
+    most = schema.get("maxLength")
+    least = schema.get("minLength", 0)
+    return Allowed(kinds, texts, least, most, further[0] if further else "")
+
+
+def _kinds_of(value: Any) -> tuple[str, ...]:
+    match value:
+        case None:
+            return ("null",)
+        case bool():
+            return ("boolean",)
+        case int():
+            return ("integer", "number")
+        case float():
+            return ("integer", "number") if value.is_integer() else ("number",)
+        case str():
+            return ("string",)
+    return ("array",) if isinstance(value, list) else ("object",)
+
+
+def _pointed(root: Any, ref: Any) -> Any:
+    """What a reference leads to; None where that is not in the root."""
+    if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
+        return None
+    found = root
+    for name in unquote(ref).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping):
+            found = found.get(name)
+        elif isinstance(found, list) and name.isascii() and name.isdigit():
+            found = found[int(name[:9])] if int(name[:9]) < len(found) else None
+        else:
+            return None
+    return found
+
+
+def value_of(text: str, allowed: Allowed) -> Any:
+    """The value that a text without quotes is: a string where any may be one, and null where the
+    schema names that, too. Of constrained strings those in quotes come first, as a grammar has
+    them, and those that fit; then what it is as JSON, or as Python writes it."""
+    if allowed.only_text:
+        return text
+    named = allowed.kinds != _KINDS  # else the schema says nothing
+    if text == "null" and "null" in allowed.kinds and not (allowed.texts and text in allowed.texts):
+        return None
+    read = _as_json(text)
+    if allowed.any_text:
+        return read if not named and isinstance(read, dict | list) else text
+    if "string" in allowed.kinds and (isinstance(read, str) or allowed.has(text)):
+        return read if isinstance(read, str) else text
+    for each in (read, _as_python(text)):
+        if each is not _NONE and allowed.kinds.intersection(_kinds_of(each)):
+            return each
+    return text if read is _NONE or "string" in allowed.kinds else read
+
+
+def _as_json(text: str) -> Any:
+    try:
+        found = json.loads(text)
+        json.dumps(found, allow_nan=False)
+    except (ValueError, RecursionError):
+        return _NONE
+    return found
+
+
+def _as_python(text: str) -> Any:
+    try:
+        return read_literal(text.strip())
+    except ValueError:
+        return _NONE
