@@ -28,13 +28,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.checkpoint_files import find_gguf
+from jaxserve.checkpoints.hub import local_path
 from jaxserve.command_line import Parser, exit_code
 from jaxserve.config import DTYPES, ConfigError
 from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.gguf.config import generation_config_json
 from jaxserve.gguf.header import GGUFError, read_header
 from jaxserve.gguf.tokenizer import tokenizer_config_json, tokenizer_json
-from jaxserve.hub import local_path
 from jaxserve.models.base import Family, Leaf, ModelConfig, with_quantization
 from jaxserve.models.perplexity import perplexity
 from jaxserve.models.quantized import NONE

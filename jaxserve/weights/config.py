@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxserve.checkpoint_files import check_folder, find_gguf
+from jaxserve.checkpoints.tokenizer_files import read_config, special_tokens, token_id
 from jaxserve.config import DTYPES
 from jaxserve.gguf.config import config_json, generation_config_json, in_its_terms
 from jaxserve.gguf.header import GGUFError, read_header
@@ -20,7 +21,6 @@ from jaxserve.models.presets import preset
 from jaxserve.models.quantized import Quantization
 from jaxserve.models.registry import MODEL_TYPES, family_for
 from jaxserve.sched.request import InvalidRequest, SamplingParams
-from jaxserve.tokenizer_files import read_config, special_tokens, token_id
 from jaxserve.weights.errors import CheckpointError, read_json
 from jaxserve.weights.gguf.blocks import find_blocks
 from jaxserve.weights.quantized_config import find_quantization, stored_format

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers import decoders
 
-from jaxserve import tokenizer_files
 from jaxserve.checkpoint_files import find_gguf, read_text
+from jaxserve.checkpoints import tokenizer_files
 from jaxserve.config import ConfigError
 from jaxserve.engine.text.text_limit import BYTE_OF_CHAR, text_limit
 from jaxserve.gguf.header import GGUFError, read_header

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from jaxserve.engine.adapters import Adapter, AdapterLoad
 from jaxserve.engine.output import Output
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
-from jaxserve.engine.text.detokenizer import Detokenizer
 from jaxserve.sched.request import Grammar, Request, Thinking
 from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.ttft_estimator import Wait
+
+if TYPE_CHECKING:  # the library takes long to import
+    from jaxserve.engine.text.detokenizer import Detokenizer
 
 
 class EngineClient(Protocol):

@@ -19,6 +19,7 @@ from ml_collections import ConfigDict, config_flags
 
 from jaxserve import __version__
 from jaxserve.checkpoint_files import check_folder
+from jaxserve.checkpoints.hub import local_path
 from jaxserve.command_line import with_underscores
 from jaxserve.config import AUTO, Config, ConfigError, ServerConfig
 from jaxserve.config.config_dict import config_from_config_dict
@@ -26,7 +27,6 @@ from jaxserve.config.tree import DEFAULTS, OPEN_FIELDS, did_you_mean_field
 from jaxserve.configs import base
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.gguf.wheels import WHEELS, is_wheel
-from jaxserve.hub import local_path
 from jaxserve.server.access.options import KEY_VARIABLE, Access
 from jaxserve.server.requests.addresses import bind_sockets
 from jaxserve.server.requests.slo_classes import slo_classes

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxserve import tokenizer_files
+from jaxserve.checkpoints import tokenizer_files
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.reasoning import registry as reasoning_formats

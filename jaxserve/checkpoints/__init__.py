@@ -1,0 +1,1 @@
+"""Checkpoints by name, and what their files say of tokenizers and chats."""
