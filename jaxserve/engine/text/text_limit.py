@@ -3,13 +3,22 @@
 A token stands for a limited number of bytes if every byte of a text ends up in some token. Where a
 tokenizer drops text, or writes any length of it as one token (unknown words, stripped blanks), no
 limit is assumed.
+
+The longest tokens are runs of blanks or of one sign, of 128 bytes where a word has six. So what a
+text has is counted by kind, too: letters, digits, signs, and beginnings of words. No token has more
+of a kind than the one that has most. Some tokenizers have nothing else that is surely kept: where
+blanks part words, each word is at least one token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 _SHRINKING = {
     None: 1,
@@ -20,7 +29,29 @@ _SHRINKING = {
     "NFD": 3,
     "NFC": 9,
 }
+_COMPOSING = ("NFC", "NFKC")  # marks join the ASCII before them
+_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+_OF_WORDS = (None, *_FORMS, "Prepend", "Lowercase", "StripAccents", "Strip", "BertNormalizer")
 _KEEPING = (None, "ByteLevel", "Metaspace", "Digits")  # pre-tokenizers that drop nothing
+_PARTING = ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")  # at blanks
+
+LETTER, DIGIT, SIGN, IDEOGRAPH, WORD = range(5)
+"""Kinds of bytes, and the beginnings of words, which are what follows a blank."""
+_KINDS = 5
+_OTHER, _BLANK, _MARK = 5, 6, 7  # _MARK: the first byte of U+2581, which may stand for a blank
+_KIND = np.full(256, _OTHER, np.uint8)  # by byte of UTF-8
+for _byte in range(0x21, 0x7F):
+    _KIND[_byte] = SIGN
+for _byte in b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz":
+    _KIND[_byte] = LETTER
+_KIND[list(b"0123456789")] = DIGIT
+_KIND[0xE4:0xEA] = IDEOGRAPH  # the first byte of U+4000 to U+9FFF, which no normalizer changes
+_KIND[list(b"\t\n\r ")] = _BLANK
+_KIND[0xE2] = _MARK
+_CONTINUES = np.zeros(256, bool)
+_CONTINUES[0x80:0xC0] = True
+_PIECE = 1 << 16  # characters that are looked at at once
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @dataclass(frozen=True)
@@ -28,39 +59,104 @@ class TextLimit:
     """Limits text by bytes.
 
     Attributes:
-        bytes_per_token: UTF-8 bytes that a token stands for at most.
-        swallowing: special tokens that swallow any number of blanks beside them. A text with one of
-            them has no limit.
+        bytes_per_token: UTF-8 bytes that a token stands for at most; None for any number.
+        swallowing: special tokens that swallow any number of blanks beside them. The bytes of a
+            text with one of them have no limit.
+        most: of each kind, what a token has of it at most; 0 where that is not known.
+        composes: whether what is not ASCII may join the ASCII before it.
+        ascii_words: whether only words that begin with ASCII are surely kept.
     """
 
-    bytes_per_token: int
+    bytes_per_token: int | None
     swallowing: tuple[str, ...] = ()
+    most: tuple[int, ...] = field(default=(0,) * _KINDS, compare=False)
+    composes: bool = field(default=False, compare=False)
+    ascii_words: bool = field(default=False, compare=False)
 
     def max_bytes(self, tokens: int) -> int | None:
         """UTF-8 bytes of the longest text that may make so many tokens; None for no limit."""
-        return None if self.swallowing else self.bytes_per_token * tokens
+        if self.swallowing or self.bytes_per_token is None:
+            return None
+        return self.bytes_per_token * tokens
 
     def exceeded(self, text: str, tokens: int) -> str | None:
         """What is wrong with a text that certainly makes more than `tokens` tokens; None if it may
-        fit. Fast unless the text is nearly too long, or longer."""
+        fit. It takes some nanoseconds a byte, of what is too long only as far as that is known."""
+        return self._too_many_bytes(text, tokens) or self._too_many_of_a_kind(text, tokens)
+
+    def _too_many_bytes(self, text: str, tokens: int) -> str | None:
+        if self.bytes_per_token is None:
+            return None
         most = self.bytes_per_token * tokens
         if 4 * len(text) <= most:  # at most 4 bytes a character
             return None
-        size = len(text) if len(text) > most else len(text.encode())
+        size = len(text) if len(text) > most else sum(map(len, _pieces(text)))
         if size <= most or any(token in text for token in self.swallowing):
             return None
         what = "characters" if size == len(text) else "bytes"
         tokens_of = f"{tokens} tokens of at most {self.bytes_per_token} bytes"
         return f"has {size} {what} of text; at most {most} bytes can be served ({tokens_of})"
 
+    def _too_many_of_a_kind(self, text: str, tokens: int) -> str | None:
+        if len(text) <= tokens or not any(self.most):  # nothing is there so many times
+            return None
+        known = [kind for kind in range(_KINDS) if self.most[kind]]
+        found = np.zeros(_KINDS, np.int64)
+        for piece in _pieces(text):
+            found += self._count(piece)
+            if any(found[kind] > self.most[kind] * tokens for kind in known):
+                size = f"{len(text)} characters of text"
+                return f"has more than {tokens} tokens in {size}; at most {tokens} can be served"
+        return None
+
+    def _count(self, piece: bytes) -> np.ndarray:
+        """Of each kind, how much there surely is after the normalizer."""
+        raw = np.frombuffer(piece, np.uint8)
+        kinds = _KIND[raw]
+        begins = (kinds[:-1] == _BLANK) & (kinds[1:] <= _OTHER) & ~_CONTINUES[raw[1:]]
+        if self.composes:  # whatever follows the piece
+            kept = np.append(raw[1:] < 0x80, False) | (raw >= 0x80)
+            kinds = np.where(kept, kinds, _OTHER)
+        if self.ascii_words:
+            begins &= (kinds[1:] == LETTER) | (kinds[1:] == DIGIT)
+        found = np.bincount(kinds, minlength=_KINDS)[:_KINDS]
+        found[WORD] = np.count_nonzero(begins)
+        return found
+
+
+def _pieces(text: str) -> Iterator[bytes]:
+    """Its UTF-8, so that others have the interpreter in between."""
+    for begin in range(0, len(text), _PIECE):
+        yield text[begin : begin + _PIECE].encode("utf-8", "surrogatepass")
+
+
+def _most(tokens: Iterable[bytes]) -> list[int]:
+    """Of each kind, what one of them has of it at most. A word may begin at its first byte."""
+    most = np.zeros(_KINDS, np.int64)
+    for token in tokens:
+        kinds = _KIND[np.frombuffer(b" " + token, np.uint8)]
+        found = np.bincount(kinds, minlength=_KINDS)[:_KINDS]
+        found[WORD] = np.count_nonzero((kinds[:-1] == _BLANK) & (kinds[1:] != _BLANK))
+        np.maximum(most, found, out=most)
+    return most.tolist()
+
 
 def text_limit(spec: Mapping[str, Any]) -> TextLimit | None:
     """The limit of a parsed tokenizer.json; None if there is none."""
     model, added = spec["model"], spec.get("added_tokens") or ()
+    normalizers = list(_parts(spec.get("normalizer"), "normalizers"))
+    pre_tokenizers = list(_parts(spec.get("pre_tokenizer"), "pretokenizers"))
+    swallowing = tuple(t["content"] for t in added if t.get("lstrip") or t.get("rstrip"))
+    if model.get("type") != "BPE":
+        kept = all(map(_keeps_words, normalizers)) and any(map(_parts_words, pre_tokenizers))
+        if not kept or not all(_parts_words(each) or _keeps(each) for each in pre_tokenizers):
+            return None
+        words = max(1, _most(_contents(added))[WORD])
+        return TextLimit(None, swallowing, (0, 0, 0, 0, words), composes=True, ascii_words=True)
     shrinking = _shrinking(spec.get("normalizer"))
-    if shrinking is None or not _keeps(spec.get("pre_tokenizer")) or model.get("type") != "BPE":
+    if shrinking is None or not _keeps(spec.get("pre_tokenizer")):
         return None
-    byte_level = _has(spec, "pre_tokenizer", "ByteLevel") or _has(spec, "normalizer", "ByteLevel")
+    byte_level = any(part["type"] == "ByteLevel" for part in (*normalizers, *pre_tokenizers))
     if byte_level:
         # Each character of such a token is a byte.
         longest = max(map(len, model["vocab"]), default=0)
@@ -72,11 +168,65 @@ def text_limit(spec: Mapping[str, Any]) -> TextLimit | None:
         )
     if not complete:
         return None
-    swallowing = tuple(t["content"] for t in added if t.get("lstrip") or t.get("rstrip"))
     if swallowing and shrinking > 1:
         return None  # they may be found in the normalised text only
     longest = max([longest, *(len(token["content"].encode()) for token in added)])
-    return TextLimit(shrinking * longest, swallowing)
+    texts = (_written(token, byte_level=byte_level) for token in model["vocab"])
+    most = _most([*texts, *_contents(added)])
+    for part in normalizers:
+        for kind in _replaced(part):
+            most[kind] = 0
+    composes = any(part["type"] in _COMPOSING for part in normalizers)
+    return TextLimit(shrinking * longest, swallowing, tuple(most), composes)
+
+
+def _contents(added: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
+    """Texts of added tokens, as they are and as a normalizer may have them."""
+    for token in added:
+        yield token["content"].encode()
+        for form in _FORMS:
+            yield unicodedata.normalize(form, token["content"]).encode()
+
+
+def _parts(of: Mapping[str, Any] | None, several: str) -> Iterator[Mapping[str, Any]]:
+    """It, or those that it is a sequence of."""
+    if of is not None and of["type"] == "Sequence":
+        for each in of[several]:
+            yield from _parts(each, several)
+    elif of is not None:
+        yield of
+
+
+def _keeps_words(normalizer: Mapping[str, Any]) -> bool:
+    """Whether a letter or digit behind a blank, both of ASCII, stays one."""
+    return normalizer["type"] in _OF_WORDS
+
+
+def _parts_words(pre_tokenizer: Mapping[str, Any]) -> bool:
+    """Whether each word is at least one token."""
+    kind = pre_tokenizer["type"]
+    return kind in _PARTING or (kind == "Metaspace" and pre_tokenizer.get("split") is not False)
+
+
+def _replaced(normalizer: Mapping[str, Any]) -> Iterator[int]:
+    """Kinds of which a normalizer may leave less than there was. Blanks may become U+2581."""
+    if normalizer["type"] != "Replace":
+        return
+    found, put = normalizer["pattern"]["String"], normalizer["content"]
+    if (found, put) != (" ", "\u2581"):
+        yield from (kind for kind in set(_KIND[list(found.encode())].tolist()) if kind < _KINDS)
+        yield WORD
+
+
+def _written(token: str, *, byte_level: bool) -> bytes:
+    """The text that a token of the vocabulary stands for."""
+    if byte_level:
+        if all(char in BYTE_OF_CHAR for char in token):
+            return bytes(BYTE_OF_CHAR[char] for char in token)
+        return token.encode()
+    if (byte := _BYTE.fullmatch(token)) is not None:
+        return bytes([int(byte[1], 16)])
+    return token.replace("\u2581", " ").encode()
 
 
 def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
@@ -106,14 +256,6 @@ def _keeps(pre_tokenizer: Mapping[str, Any] | None) -> bool:
     if pre_tokenizer["type"] in ("Split", "Punctuation"):
         return pre_tokenizer.get("behavior") != "Removed"
     return pre_tokenizer["type"] in _KEEPING
-
-
-def _has(spec: Mapping[str, Any], part: str, kind: str) -> bool:
-    found = spec.get(part)
-    if found is None:
-        return False
-    inner = found.get("pretokenizers") or found.get("normalizers") or [found]
-    return any(each["type"] == kind for each in inner)
 
 
 def _byte_of_char() -> dict[str, int]:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import unicodedata
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -96,6 +97,98 @@ def test_no_text_of_ten_times_the_length_is_encoded(name: str) -> None:
     for text in ("x" * (most + 1), "é" * (most // 2 + 1)):
         with pytest.raises(InvalidRequest, match=f"at most {most} bytes can be served"):
             whole.encode(text, 50)
+
+
+def with_runs(**parts: object) -> Tokenizer:
+    """As large vocabularies are: with long runs of blanks and of signs."""
+    copy = changed(byte_level(), **parts)
+    spec = json.loads(copy.to_str())
+    for run in ("Ġ" * 128, "=" * 128):
+        spec["model"]["vocab"][run] = len(spec["model"]["vocab"]) + len(spec["added_tokens"])
+    return Tokenizer.from_str(json.dumps(spec))
+
+
+def words() -> Tokenizer:
+    made = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "fox": 2, "##es": 3}))
+    made.normalizer = normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.add_tokens(["once upon a time"])
+    return made
+
+
+def pieces() -> Tokenizer:
+    scores = [("<unk>", 0.0), ("▁", -1.0), ("▁the", -2.0), ("fox", -2.0), ("a", -3.0)]
+    made = Tokenizer(models.Unigram(scores, unk_id=0, byte_fallback=False))
+    made.normalizer = normalizers.NFKC()
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    return made
+
+
+BY_KIND = {
+    "runs": with_runs(),
+    "runs, composed": with_runs(normalizer=normalizers.NFC()),
+    "runs, decomposed": with_runs(normalizer=normalizers.NFD()),
+    "swallowing": swallowing(),
+    "fallback": changed(byte_fallback(), normalizer=MARK),
+    "replaced": changed(byte_level(), normalizer=normalizers.Replace("fox f", "é")),
+    "words": words(),
+    "pieces": pieces(),
+}
+spaced = st.lists(st.sampled_from(["once upon a time", " ", "fox f"])).map("".join)
+odd = st.text(
+    alphabet="aK9=\u0301\u0338\u212a\u037e\u1fef\u2581 \t\n\x0b\x00\u00a0\u4e00\uac00\u11a8",
+    max_size=200,
+)
+
+
+@pytest.mark.parametrize("name", BY_KIND)
+@settings(max_examples=100, deadline=None)
+@given(text=st.one_of(texts, odd, spaced))
+def test_a_text_that_fits_has_not_too_much_of_any_kind(name: str, text: str) -> None:
+    limit = limit_of(BY_KIND[name])
+    assert limit is not None and any(limit.most)
+    own = sum(BY_KIND[name].encode(text, add_special_tokens=False).attention_mask)
+    assert limit.exceeded(text, own) is None
+
+
+FLOODS = {
+    "words": "x y ",
+    "letters": "a",
+    "digits": "7",
+    "ideographs": "水",
+    "Cyrillic": "лиса ",
+    "marks": "e\u0301 ",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "floods"),
+    [
+        ("runs", FLOODS),
+        ("runs, composed", FLOODS),
+        ("swallowing", FLOODS),
+        ("words", ["words"]),
+        ("pieces", ["words"]),
+    ],
+)
+def test_floods_are_refused_before_they_are_encoded(name: str, floods: Sequence[str]) -> None:
+    """Though by the longest token alone, or by none, they might fit."""
+    whole, tokens = HFTokenizer(changed(BY_KIND[name])), 1000
+    whole._tokenizer = None  # type: ignore[assignment]  # whoever encodes fails
+    for flood in floods:
+        text = FLOODS[flood] * (100_000 // len(FLOODS[flood].encode()))
+        if name == "swallowing":
+            text += "<mask>"
+        with pytest.raises(InvalidRequest, match=f"prompt: has more than {tokens} tokens in"):
+            whole.encode(text, tokens)
+
+
+def test_long_runs_that_are_tokens_fit() -> None:
+    whole = HFTokenizer(with_runs())
+    for run in (" " * 128, "=" * 128):
+        assert len(whole.encode(run * 900, special=False)) > 0
+        limit = limit_of(with_runs())
+        assert limit is not None and limit.exceeded(run * 900, 1000) is None
 
 
 def test_the_longest_token_is_what_counts() -> None:
