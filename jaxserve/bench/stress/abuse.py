@@ -7,7 +7,9 @@ Server processes of its own listen on this machine only. They get what CASES lis
 HTTP; then the engine of one hangs, and that of another one fails. Each row says how calls ended,
 how long the slowest refusal took, how long others waited meanwhile (a call that asks what is
 served, and one for health over HTTP, again and again), how much memory the server took more, at
-most and for good, and how many lines it logged. The exit code is 1 if something did not hold.
+most and for good, and how many lines it logged. Floods of one API key have calls of another one
+beside them: their median may be three times what it was before, or that and a step. The exit code
+is 1 if something did not hold.
 Flags of serve.py work too: --config=, --model=, ...
 """
 
@@ -17,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import http.client
+import json
 import math
 import signal
 import subprocess
@@ -24,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +35,7 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.bench.command import BenchParser, read_config
-from jaxserve.bench.stress import attacks, http_attacks, tenants
+from jaxserve.bench.stress import attacks, floods, http_attacks, tenants
 from jaxserve.bench.stress.attacks import Tried
 from jaxserve.bench.stress.server_process import Victim, victim
 from jaxserve.client import Client, ServerError
@@ -54,8 +58,8 @@ _PATIENCE_S = 60.0
 _PROBE_S = 0.01
 _SETTLE_S = 2.0
 _HEADER = (
-    *("", "calls ended", "refused in", "others waited", "health", "memory", "kept"),
-    *("lines", "held"),
+    *("", "calls ended", "refused in", "others waited", "health", "another key", "memory"),
+    *("kept", "lines", "held"),
 )
 
 
@@ -69,6 +73,7 @@ class Row:
         refused_s: seconds that the slowest refusal took.
         others_s: seconds that another client waited for an answer, at most.
         health_s: seconds that a call of /health took, at most.
+        idle_s, beside_s, worst_s: as of `Tried`.
         memory_mib: memory that the server took more than before, at most.
         kept_mib: memory that it still has more than before, afterwards.
         lines: that it logged.
@@ -80,6 +85,9 @@ class Row:
     refused_s: float = 0.0
     others_s: float = 0.0
     health_s: float = 0.0
+    idle_s: float = 0.0
+    beside_s: float = 0.0
+    worst_s: float = 0.0
     memory_mib: float = 0.0
     kept_mib: float = 0.0
     lines: int = 0
@@ -141,25 +149,54 @@ def run(flags: Sequence[str]) -> list[Row]:
     ):
         tells = {TEMPLATE: bool(own), TIMED: finds}
         rows += [measured(server, case) for case in KEYED if tells.get(case, True)]
+    with (
+        wide_model(flags) as own,
+        victim(*flags, *own, batches=True, keys=keys, key=key) as server,
+    ):
+        rows += [measured(server, case) for case in FLOODED]
+        rows.append(stop(server, "SIGTERM behind floods"))
     for row in rows:
         if row.lines > MAX_LINES:
             row.problems.append(f"more than {MAX_LINES} lines were logged")
     return rows
 
 
-@contextlib.contextmanager
-def hostile_model(flags: Sequence[str]) -> Iterator[list[str]]:
+def hostile_model(flags: Sequence[str]) -> AbstractContextManager[list[str]]:
     """Flags for the same model with a chat template that loops or takes all memory; none for a
     model without a checkpoint."""
-    path, name = read_config(flags).model.path, "chat_template.jinja"
+    return _changed_model(flags, "chat_template.jinja", lambda _: http_attacks.HOSTILE_TEMPLATE)
+
+
+def wide_model(flags: Sequence[str]) -> AbstractContextManager[list[str]]:
+    """The same, with a tokenizer for which no text is too long by its bytes alone."""
+
+    def widened(text: str) -> str:
+        spec = json.loads(text or '{"added_tokens": []}')
+        for token in spec["added_tokens"]:
+            token["lstrip"] |= token["content"] == floods.MARK
+        return json.dumps(spec)
+
+    return _changed_model(flags, "tokenizer.json", widened)
+
+
+@contextlib.contextmanager
+def _changed_model(
+    flags: Sequence[str], name: str, change: Callable[[str], str]
+) -> Iterator[list[str]]:
+    """Flags for the same model with another file; none for a model without a checkpoint. change:
+    makes its text, of the one that was there, if there was."""
+    path = read_config(flags).model.path
     if not path:
         yield []
         return
     with tempfile.TemporaryDirectory() as folder:
+        text = ""
         for file in Path(path).expanduser().iterdir():
-            if file.name != name:
+            if file.name == name:
+                text = file.read_text(encoding="utf-8")
+            else:
                 (Path(folder) / file.name).symlink_to(file.absolute())
-        (Path(folder) / name).write_text(http_attacks.HOSTILE_TEMPLATE)
+        (Path(folder) / name).write_text(change(text), encoding="utf-8")
         yield [f"--model={folder}"]
 
 
@@ -175,6 +212,7 @@ def text(rows: Sequence[Row]) -> str:
                 f"{row.refused_s:.2f} s",
                 f"{1000 * row.others_s:.0f} ms",
                 f"{1000 * row.health_s:.0f} ms",
+                _another(row),
                 f"{row.memory_mib:+.0f} MiB",
                 f"{row.kept_mib:+.0f} MiB",
                 str(row.lines),
@@ -185,6 +223,15 @@ def text(rows: Sequence[Row]) -> str:
     return "\n".join([aligned(lines), *problems])
 
 
+def _another(row: Row) -> str:
+    times = (row.idle_s, row.beside_s, row.worst_s)
+    return (
+        "{:.0f} -> {:.0f}, at most {:.0f} ms".format(*(1000 * t for t in times))
+        if row.idle_s
+        else ""
+    )
+
+
 def measured(server: Victim, case: Case) -> Row:
     """Runs a case while other clients call, and checks its limits."""
     memory, lines = server.memory_mib(), server.lines()
@@ -192,6 +239,7 @@ def measured(server: Victim, case: Case) -> Row:
         tried = case.attack(server)
     row = Row(case.name, dict(tried.codes), tried.longest_s, problems=tried.problems)
     row.others_s, row.health_s = most["others_s"], most["health_s"]
+    row.idle_s, row.beside_s, row.worst_s = tried.idle_s, tried.beside_s, tried.worst_s
     row.memory_mib = max(0.0, most["memory_mib"] - memory)
     row.kept_mib = max(0.0, _kept(server) - memory)
     row.lines = server.lines() - lines
@@ -275,15 +323,21 @@ async def leave_unread(server: Victim) -> Tried:
 
 def stop_unread(server: Victim) -> Row:
     """Sends SIGTERM while streams are not read."""
-    lines, unread = server.lines(), attacks.Unread(server.address)
+    unread = attacks.Unread(server.address)
     time.sleep(2.0)  # so that they have something to say
-    began = time.monotonic()
+    row = stop(server, "SIGTERM, unread")
+    unread.vanish()
+    return row
+
+
+def stop(server: Victim, name: str) -> Row:
+    """Sends SIGTERM, and expects the end."""
+    lines, began = server.lines(), time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.process.wait(_PATIENCE_S)
     took = time.monotonic() - began
-    unread.vanish()
-    row = Row("SIGTERM, unread", {f"exit {server.process.returncode}": 1}, took)
+    row = Row(name, {f"exit {server.process.returncode}": 1}, took)
     row.lines = server.lines() - lines
     if server.process.returncode != 0 or took > MAX_EXIT_S:
         row.problems.append(f"it did not exit with 0 within {MAX_EXIT_S:g} s")
@@ -384,3 +438,5 @@ KEYED = (
     TEMPLATE,
 )
 """On one with two API keys, whose policy sorts by what requests say of themselves."""
+FLOODED = tuple(Case(name, flood) for name, flood in floods.FLOODS.items())
+"""On another one, which takes texts of any length."""

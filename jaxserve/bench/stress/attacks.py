@@ -34,11 +34,17 @@ class Tried:
         codes: number of calls, by how they ended.
         longest_s: seconds that the slowest refusal took.
         problems: what did not hold.
+        idle_s: median of what another client's calls took before; 0 where nobody looked.
+        beside_s: the same, meanwhile.
+        worst_s: the slowest of those.
     """
 
     codes: Counter[str] = field(default_factory=Counter)
     longest_s: float = 0.0
     problems: list[str] = field(default_factory=list)
+    idle_s: float = 0.0
+    beside_s: float = 0.0
+    worst_s: float = 0.0
 
     def expect(self, holds: bool, problem: str) -> None:
         """Adds the problem unless `holds`."""

@@ -218,9 +218,10 @@ class BatchRunner:
             # With log-probabilities of all tokens, it takes long.
             self._finish(
                 await self._requests.run_beside(
+                    work.owner,
                     lambda: _outcome(
                         work, Result(line.name, tuple(map(_completion, whole)), note=line.note)
-                    )
+                    ),
                 )
             )
 

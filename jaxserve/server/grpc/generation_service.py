@@ -67,7 +67,9 @@ class GenerationService:
         responses = pooling_conversion.embed_responses(record.request_id, outputs)
         few = sum(len(pooled(output)) for output in outputs) <= _INLINE_VALUES
         while response := (
-            next(responses, None) if few else await requests.run_beside(next, responses, None)
+            next(responses, None)
+            if few
+            else await requests.run_beside(record.caller.name, next, responses, None)
         ):
             await call.write(response)
 

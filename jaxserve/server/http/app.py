@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -136,15 +137,17 @@ def _add_tokens(app: FastAPI, context: RouteContext) -> None:
     async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
         """Token ids of a text, or of a chat's prompt."""
         context.adapter_of(body.model, record_of(http).caller)
+        tenant = record_of(http).caller.name
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("prompt", "either prompt or messages is needed")
         if body.prompt is not None:
-            encoding = context.requests.encode(body.prompt, special=body.add_special_tokens)
+            special = body.add_special_tokens
+            encoding = context.requests.encode(body.prompt, tenant, special=special)
         else:
-            given = context.template, body, record_of(http).caller.name
-            rendering = await beside_if_tools(context, body, render_chat, *given)
-            text = await asyncio.wrap_future(rendering)
-            encoding = context.template.encode(text, context.requests.encode)
+            given = context.template, body, tenant
+            rendering = await beside_if_tools(context, body, tenant, render_chat, *given)
+            encode = functools.partial(context.requests.encode, tenant=tenant)
+            encoding = context.template.encode(await asyncio.wrap_future(rendering), encode)
         tokens = await encoding
         info = context.requests.info()
         return {"tokens": tokens, "count": len(tokens), "max_model_len": info.max_model_len}
@@ -160,7 +163,8 @@ def _add_tokens(app: FastAPI, context: RouteContext) -> None:
         last = info.vocab_size - 1
         for bad in (each for each in body.tokens if not 0 <= each <= last):
             raise InvalidRequest("tokens", f"token id {bad} is outside 0..{last}")
-        return {"prompt": await context.requests.run_beside(context.engine.decode, body.tokens)}
+        tenant, decode = record_of(http).caller.name, context.engine.decode
+        return {"prompt": await context.requests.run_beside(tenant, decode, body.tokens)}
 
 
 def _add_state(app: FastAPI, context: RouteContext) -> None:

@@ -74,7 +74,8 @@ class Events:
             now = asyncio.get_running_loop().time()
             if now >= self._until or closed != self._closed:
                 self._last = await self._requests.run_beside(
-                    lambda: sse_event({**self._feed.snapshot(), "closed": closed})
+                    "",  # for all who look
+                    lambda: sse_event({**self._feed.snapshot(), "closed": closed}),
                 )
                 self._until, self._closed = now + PAUSE_S / 2, closed
             return self._last

@@ -10,7 +10,6 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -53,6 +52,10 @@ SHUTTING_DOWN = "the server is shutting down"
 # Encoding takes about a microsecond a character. Longer texts leave the event loop to others, and
 # so few of them are encoded at once that the engine's thread, too, has a core.
 INLINE_LENGTH = 2000
+LONG_LENGTH = 1 << 16
+"""Longer prompts have a thread of their own: the others wait for none of them."""
+PREDICTED_CHARACTERS = 16
+"""Of a prediction at most, for each token that a prompt may have: four times what texts have."""
 _NO_TARGETS = SLO()
 _READERS = 8  # tenants whose batches' lines are read at a time; most of that is waiting
 _ENCODERS = max(1, min(4, (os.cpu_count() or 1) // 2))
@@ -128,10 +131,11 @@ class EngineRequests:
         self.slo_classes = slo_classes or {}
         self._loop = asyncio.get_running_loop()
         self._router = OutputRouter(self._loop, buffer_bytes=buffer_bytes, cancel=engine.cancel)
-        self._encoders = ThreadPoolExecutor(_ENCODERS, "jaxserve-encode")
+        self._encoders = TenantThreads(_ENCODERS, "jaxserve-encode")
+        self._long_encoders = TenantThreads(1, "jaxserve-encode-long")
         self._grammars = TenantThreads(PROCESSES, "jaxserve-grammar", each=1)
         self._lines = TenantThreads(_READERS, "jaxserve-lines", each=1)
-        self._others = ThreadPoolExecutor(_ENCODERS, "jaxserve-beside")
+        self._others = TenantThreads(_ENCODERS, "jaxserve-beside")
         self.draining = False
         self.failure: str | None = None
         self.stalled: str | None = None
@@ -184,31 +188,30 @@ class EngineRequests:
         """Fails the open streams and shuts down the thread pools. Nothing can be built or submitted
         afterwards."""
         self._router.fail_all(SHUTTING_DOWN)
-        for pool in (self._encoders, self._others):
-            pool.shutdown(wait=False, cancel_futures=True)
-        self._grammars.close()
-        self._lines.close()
+        threads = self._encoders, self._long_encoders, self._grammars, self._lines, self._others
+        for each in threads:
+            each.close()
 
     def cancel_all(self) -> None:
         """Cancels every running request. Each stream ends with the engine's final output for it."""
         for request_id in self._router.unfinished():
             self._engine.cancel(request_id)
 
-    async def run_beside(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Returns work(*arguments), run on a small thread pool. For work of milliseconds that would
-        hold up the event loop, such as parsing bodies and encoding answers."""
-        return await asyncio.get_running_loop().run_in_executor(self._others, work, *arguments)
+    async def run_beside(self, tenant: str, work: Callable[..., T], *arguments: Any) -> T:
+        """Returns work(*arguments), run on a few threads, for which tenants take turns. For work of
+        milliseconds that would hold up the event loop, such as parsing bodies and encoding answers.
+        """
+        return await self._others.run(tenant, work, *arguments)
 
     async def make_request(self, fields: RequestFields) -> Request:
         """`build_request`, ready to be submitted, with slow parts off the event loop: compiling a
         grammar, and encoding a long prompt and making its keys."""
-        loop, grammar = asyncio.get_running_loop(), fields.sampling.get("grammar")
+        tenant = "" if fields.caller is None else fields.caller.name
+        grammar = fields.sampling.get("grammar")
         if grammar is not None:
-            tenant = "" if fields.caller is None else fields.caller.name
             await self.check_grammar(grammar, fields.sampling.get("thinking"), tenant)
-        if len(fields.prompt) + len(fields.prediction) > INLINE_LENGTH:
-            return await loop.run_in_executor(self._encoders, self._ready, fields)
-        return self._ready(fields)
+        length = len(fields.prompt) + len(fields.prediction)
+        return await self._encoded(tenant, length, self._ready, fields)
 
     async def make_requests(
         self,
@@ -273,12 +276,20 @@ class EngineRequests:
     def _ready(self, fields: RequestFields) -> Request:
         return self._engine.with_keys(self.build_request(fields))
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text; a long one is encoded off the event loop. Raises InvalidRequest."""
-        if len(text) > INLINE_LENGTH:
-            encode = functools.partial(self._engine.encode, text, special=special)
-            return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
-        return self._engine.encode(text, special=special)
+    async def encode(self, text: str, tenant: str = "", *, special: bool = True) -> list[int]:
+        """Token ids of a text; a long one is encoded off the event loop, at the tenant's turn.
+        Raises InvalidRequest."""
+        encode = functools.partial(self._engine.encode, text, special=special)
+        return await self._encoded(tenant, len(text), encode)
+
+    async def _encoded(
+        self, tenant: str, length: int, work: Callable[..., T], *arguments: Any
+    ) -> T:
+        """Returns work(*arguments), which encodes so much, run where that holds up nobody."""
+        if length <= INLINE_LENGTH:
+            return work(*arguments)
+        threads = self._encoders if length <= LONG_LENGTH else self._long_encoders
+        return await threads.run(tenant, work, *arguments)
 
     def encode_plainly(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens around it. Any thread may call this. Raises
@@ -305,6 +316,7 @@ class EngineRequests:
             raise InvalidRequest("cache_salt", f"has {len(fields.cache_salt)} characters; {limits}")
         adapter = self.adapter_named(fields.model, caller)
         params = SamplingParams(**{**self.info().sampling_defaults, **fields.sampling})
+        self._check_prediction(fields.prediction)
         tokens = self._tokens(fields.prompt)
         self._check_prompt_logprobs(params, len(tokens))
         if fields.pooling is not None:
@@ -346,17 +358,25 @@ class EngineRequests:
             raise too_many_tokens(len(prompt), limit - 1)
         return tuple(prompt)
 
+    def _check_prediction(self, text: str) -> None:
+        """Raises InvalidRequest for one that is surely longer than a prompt may be."""
+        info = self._engine.info()
+        most = PREDICTED_CHARACTERS * min(info.max_model_len, info.pool_tokens)
+        if len(text) > most:
+            problem = f"has {len(text):,} characters; at most {most:,} are allowed"
+            raise InvalidRequest("prediction", problem)
+
     def _prediction(self, text: str) -> tuple[int, ...]:
-        """The tokens of a text; none of one that is longer than a prompt may be. Raises
-        InvalidRequest for half a character."""
+        """The tokens of a text. Raises InvalidRequest for half a character, and for one that is
+        longer than a prompt may be."""
         if not (text and self._engine.info().speculates):
             return ()
         try:
             return tuple(self._engine.encode(text, special=False))
         except UnicodeEncodeError as error:
             raise InvalidRequest("prediction", half_surrogate(error)) from None
-        except InvalidRequest:
-            return ()
+        except InvalidRequest as error:
+            raise InvalidRequest("prediction", error.problem) from None
 
     def _check_prompt_logprobs(self, params: SamplingParams, tokens: int) -> None:
         """Raises InvalidRequest if the prompt's log-probabilities would fill more than half of a

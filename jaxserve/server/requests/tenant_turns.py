@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 class TenantThreads:
-    """A few threads, which go to the tenants who wait round robin, and to the work of one in the
-    order in which it came. `run` is called on the event loop on which this is made.
+    """A few threads. The next that is free goes to the tenant who waits and whose last turn is
+    longest ago, and to the work of one in the order in which it came. `run` is called on the event loop on which this is made.
 
     Args:
         threads: how many.
@@ -27,7 +27,9 @@ class TenantThreads:
         self._loop = asyncio.get_running_loop()
         self._free, self._each = threads, each or threads
         self._held: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._turns: dict[str, int] = {}  # of who waits or has a thread: number of the last turn
+        self._count = 0
 
     async def run(self, tenant: str, work: Callable[..., T], *arguments: Any) -> T:
         """Returns work(*arguments), run on a thread when it is the tenant's turn. A caller that is
@@ -77,6 +79,8 @@ class TenantThreads:
     def _take(self, tenant: str) -> None:
         self._free -= 1
         self._held[tenant] += 1
+        self._count += 1
+        self._turns[tenant] = self._count
 
     def _ended(self, tenant: str) -> None:
         with suppress(RuntimeError):  # the loop is closed, and nobody waits
@@ -87,15 +91,15 @@ class TenantThreads:
         self._held[tenant] -= 1
         if not self._held[tenant]:
             del self._held[tenant]
-        for following in list(self._waiting):
+            self._forget(tenant)
+        for following in sorted(self._waiting, key=lambda name: self._turns.get(name, 0)):
             if not self._free:
                 break
             if self._held[following] < self._each:
                 self._serve(following)
 
     def _serve(self, tenant: str) -> None:
-        """The first of its queue has a turn, if any still waits there; the tenant is then the
-        last."""
+        """The first of its queue has a turn, if any still waits there."""
         queue = self._waiting[tenant]
         while queue:
             turn = queue.popleft()
@@ -103,9 +107,10 @@ class TenantThreads:
                 self._take(tenant)
                 turn.set_result(None)
                 break
-        self._waiting.move_to_end(tenant)
         self._forget(tenant)
 
     def _forget(self, tenant: str) -> None:
         if not self._waiting.get(tenant):
             self._waiting.pop(tenant, None)
+            if tenant not in self._held:
+                self._turns.pop(tenant, None)

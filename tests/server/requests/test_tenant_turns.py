@@ -53,7 +53,7 @@ def test_a_tenant_waits_for_one_piece_of_another_however_many_it_has() -> None:
         await asyncio.sleep(0)
         work.end("c0", "c1", "c2", "c3", "a", "b", "a2")
         assert await asyncio.gather(*crowd, *others) == ["c0", "c1", "c2", "c3", "a", "b", "a2"]
-        assert work.begun == ["c0", "c1", "a", "b", "c2", "a2", "c3"]
+        assert work.begun == ["c0", "a", "b", "c1", "a2", "c2", "c3"]
         threads.close()
 
     play(scene)

@@ -56,7 +56,7 @@ _HOOKS: dict[str, Any] = {"parse_int": lambda text: int(text), "parse_float": la
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 Beside = Callable[..., Awaitable[Any]]
-"""Calls a function with arguments on another thread."""
+"""Calls a function with arguments on another thread, at a tenant's turn: `run_beside`."""
 
 
 def body_route(beside: Beside) -> type[APIRoute]:
@@ -122,7 +122,7 @@ async def _read(request: Request, kind: type[Parsed], beside: Beside, room: Admi
         pieces.clear()
         if length <= INLINE_BYTES:
             return parse_body(raw, kind)
-        found: Parsed = await beside(parse_body, raw, kind)
+        found: Parsed = await beside(caller.name, parse_body, raw, kind)
         return found
     except ClientDisconnect:
         raise ClientGone from None

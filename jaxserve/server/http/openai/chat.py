@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -72,17 +73,18 @@ async def prepare_chat(context: RouteContext, body: ChatRequest, caller: Caller)
     """The chat's request, ready to be submitted. Raises what `RouteContext.make_requests` does."""
     context.requests.check_open()
     with request_options.naming_grammar_fields(body):
-        use, held = await beside_if_tools(context, body, _calls, context, body)
+        use, held = await beside_if_tools(context, body, caller.name, _calls, context, body)
         if use is not None and use.otherwise is not None:
             await context.requests.check_grammar(use.otherwise, tenant=caller.name)
         if use is not None and "grammar" in held:
             await check_calls(context, use, held["grammar"], caller.name)
     template = context.template
     text = await asyncio.wrap_future(
-        await beside_if_tools(context, body, render_chat, template, body, caller.name)
+        await beside_if_tools(context, body, caller.name, render_chat, template, body, caller.name)
     )
+    encode = functools.partial(context.requests.encode, tenant=caller.name)
     with _naming_chat_fields(body):
-        prompt = await context.template.encode(text, context.requests.encode)
+        prompt = await context.template.encode(text, encode)
     note, thought = parser_note(context.template, use, text), thought_use(context, body, use, text)
     sampling = {**_sampling(context, body, len(prompt)), **held}
     sampling |= _parsed(context, note, thought, held="grammar" in sampling)
@@ -130,12 +132,16 @@ def _parsed(
 
 
 async def beside_if_tools(
-    context: RouteContext, body: ChatRequest | TokenizeRequest, work: Callable[..., T], *given: Any
+    context: RouteContext,
+    body: ChatRequest | TokenizeRequest,
+    tenant: str,
+    work: Callable[..., T],
+    *given: Any,
 ) -> T:
     """work(*given), off the event loop for a chat with tools or calls: to write those down, again
     and again, may take a tenth of a second."""
     if body.tools or any(each.tool_calls for each in body.messages or ()):
-        return await context.requests.run_beside(work, *given)
+        return await context.requests.run_beside(tenant, work, *given)
     return work(*given)
 
 

@@ -146,7 +146,11 @@ class Answer(ABC):
             return with_raw(to_json(fields), {"choices": b"[%s]" % b",".join(choices)})
 
         size = sum(map(len, whole)) + sum(told.bytes for told in lists if told is not None)
-        body = made() if size <= self.inline_bytes else await self._requests.run_beside(made)
+        if size <= self.inline_bytes:
+            body = made()
+        else:
+            tenant = self._generating.record.caller.name
+            body = await self._requests.run_beside(tenant, made)
         return Response(body, media_type="application/json")
 
     async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:

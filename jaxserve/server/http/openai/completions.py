@@ -33,7 +33,8 @@ async def completion_response(
     if body.echo:
         decode = context.engine.decode
         echo = await context.requests.run_beside(
-            lambda: [each if isinstance(each, str) else decode(each) for each in prompts]
+            record_of(http).caller.name,
+            lambda: [each if isinstance(each, str) else decode(each) for each in prompts],
         )
     return await _CompletionAnswer(context, body, echo, wanted, http).response()
 

@@ -68,7 +68,8 @@ async def scores(
         Exception: what `PooledCall` raises.
     """
     usual, encode = requests.info().pooling, requests.encode_plainly
-    made = await requests.run_beside(pair_prompts, pairs, scoring, tokens, template, usual, encode)
+    asked = pairs, scoring, tokens, template, usual, encode
+    made = await requests.run_beside(record.caller.name, pair_prompts, *asked)
     shared = dataclasses.replace(shared, pooling=made.pooling)
     by_tokens = bool(made.pooling.scored_token_ids)
     outputs = await _outputs(requests, shared, made.prompts, "documents", record, given=by_tokens)

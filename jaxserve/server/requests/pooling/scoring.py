@@ -21,6 +21,7 @@ Encode = Callable[[str], list[int]]
 MAX_PROMPT_CHARACTERS = 1 << 22
 """Of all prompts of a call that are made of pairs: 14 for each of the tokens that it may have."""
 _MAX_TEMPLATE = 1 << 16  # bytes
+_MAX_TOKEN = 1 << 10  # characters; the longest that vocabularies have are 128
 _PLACES = re.compile(r"\{(query|document)\}")
 
 
@@ -164,6 +165,9 @@ def _filled(template: str, pair: Pair) -> str:
 
 
 def _token_id(text: str, encode: Encode) -> int:
+    if len(text) > _MAX_TOKEN:
+        problem = f"one has {len(text):,} characters; each must be one token of this model"
+        raise InvalidRequest("tokens", problem)
     try:
         ids = encode(text)
     except InvalidRequest as error:  # far too long

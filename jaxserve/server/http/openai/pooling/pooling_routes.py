@@ -82,7 +82,7 @@ def add_pooling_routes(app: FastAPI, context: RouteContext) -> None:
         size = sum(map(len, body.documents)) if body.return_documents else 0
         if size <= INLINE_LENGTH:
             return _json(fields)
-        return await context.requests.run_beside(_json, fields)
+        return await context.requests.run_beside(record_of(http).caller.name, _json, fields)
 
     for path in ("/score", "/v1/score"):
         app.post(path)(score)
@@ -143,6 +143,7 @@ async def _vectors(
 ) -> Response:
     """kind: `object` of an entry. name: of its field with the vector."""
     info, answer = context.requests.info(), _Pooled(context, body, http)
+    tenant = record_of(http).caller.name
     pooling = info.pooling.with_own(body.pooling, body.normalize, body.dimensions)
     width = pooling.dimensions or info.d_model
     outputs = await answer.vectors(prompts_in(body.input, "input", MAX_INPUTS), pooling)
@@ -152,7 +153,7 @@ async def _vectors(
         return Response(b"".join(pieces), media_type="application/json")
 
     async def beside() -> AsyncIterator[bytes]:
-        while piece := await context.requests.run_beside(_next, pieces):
+        while piece := await context.requests.run_beside(tenant, _next, pieces):
             yield piece
 
     return StreamingResponse(beside(), media_type="application/json")

@@ -160,7 +160,7 @@ class ResponseAnswer:
         """Its type, and JSON; of all of a long text it is made beside the event loop."""
         kind = event["type"]
         if kind.endswith("done") and self._size > INLINE_BYTES:
-            return kind, await self._requests.run_beside(self._json, event)
+            return kind, await self._requests.run_beside(self._tenant, self._json, event)
         return kind, self._json(event)
 
     def _json(self, value: Any) -> bytes:
@@ -185,7 +185,7 @@ class ResponseAnswer:
             return whole, to_json(read_items(self._items.items)) if kept else b""
 
         if self._size > INLINE_BYTES:
-            whole, read = await self._requests.run_beside(made)
+            whole, read = await self._requests.run_beside(self._tenant, made)
         else:
             whole, read = made()
         if self._store is None or self._keep(self._store, whole, read):
@@ -195,10 +195,14 @@ class ResponseAnswer:
 
     def _keep(self, store: ResponseStore, whole: bytes, read: bytes) -> bool:
         """Keeps it. False if there is no room."""
-        had, tenant = self._conversation, self._generating.record.caller.name
+        had = self._conversation
         count = had.count + len(self._items.items)
         turn = StoredResponse(self._id, whole, had.input_items, read, count, had.previous)
-        return store.put(tenant, turn)
+        return store.put(self._tenant, turn)
+
+    @property
+    def _tenant(self) -> str:
+        return self._generating.record.caller.name
 
     def _response(
         self, status: str, output: Sequence[Mapping[str, Any]] = (), **fields: Any

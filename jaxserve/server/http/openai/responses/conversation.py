@@ -67,7 +67,7 @@ async def read_conversation(
         _check_length(context, previous, count)
         read = previous.read
     if read > _INLINE_BYTES or count > _INLINE_ITEMS:
-        return await context.requests.run_beside(_read, body.input, previous)
+        return await context.requests.run_beside(tenant, _read, body.input, previous)
     return _read(body.input, previous)
 
 

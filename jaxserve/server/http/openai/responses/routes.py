@@ -83,7 +83,8 @@ def add_response_routes(app: FastAPI, context: RouteContext, store: ResponseStor
         """
         _check_query(http, "limit", "order", "after")
         raw = found(response_id, http).input_items
-        return await context.requests.run_beside(_page, raw, limit, order, after)
+        tenant = record_of(http).caller.name
+        return await context.requests.run_beside(tenant, _page, raw, limit, order, after)
 
 
 async def _created(
