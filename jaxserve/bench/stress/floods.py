@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import itertools
 import json
@@ -25,7 +26,7 @@ MARK = "<pad>"
 """A special token of the model in the box. `wide_model` has it swallow the blanks before it, as
 `<mask>` does in some vocabularies: no length of text is too long by its bytes alone then."""
 _PATIENCE_S = 120.0
-_STORY = "Once upon a time there was a little girl who liked to play in the park. "
+_STORY = "grandmother remembered everything everywhere "
 
 Body = Mapping[str, Any] | bytes
 
@@ -59,7 +60,8 @@ class Flood:
         """Has both call, and compares."""
         tried, lock, over = Tried(), threading.Lock(), time.monotonic() + FLOOD_S
         idle = statistics.median(_waited(server, self.quiet(), tried) for _ in range(IDLE))
-        calls, begun = iter(self.calls(server)), _steps(server)
+        calls = iter([_written(asked) for asked in self.calls(server)])
+        begun = _steps(server)
 
         def crowd() -> None:
             while True:
@@ -92,6 +94,13 @@ class Flood:
         tried.expect(tried.beside_s <= most, f"{beside}, and {alone}")
         tried.problems = list(dict.fromkeys(tried.problems))
         return tried
+
+
+def _written(asked: Asked) -> Asked:
+    """With its JSON, so that nobody waits for that."""
+    if isinstance(asked.body, bytes):
+        return asked
+    return dataclasses.replace(asked, body=json.dumps(asked.body).encode())
 
 
 def _waited(server: Victim, asked: Asked, tried: Tried) -> float:
@@ -261,7 +270,7 @@ def _held() -> Asked:
 
 def _paragraphs() -> Asked:
     """So long that the encoder has a thread for it."""
-    return _completion(_STORY * 30)
+    return _completion(_STORY * 48)
 
 
 _REFUSED_OR_SERVED = frozenset((200, 400))

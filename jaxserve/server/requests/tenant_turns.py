@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 class TenantThreads:
     """A few threads. The next that is free goes to the tenant who waits and whose last turn is
-    longest ago, and to the work of one in the order in which it came. `run` is called on the event loop on which this is made.
+    longest ago, and to the work of one in the order in which it came. `run` is called on the event
+    loop on which this is made.
 
     Args:
         threads: how many.

@@ -34,6 +34,8 @@ from jaxserve.server.requests.engine_requests import MAX_CACHE_KEY
 from jaxserve.server.tools.calls import NOTHING, Tool, compact
 from jaxserve.server.tools.schema_check import schema_problem
 
+MAX_TOOLS_TEXT = 1 << 18
+"""Characters of all tools together, as JSON."""
 MAX_PROMPTS = 128
 """Prompts of one call."""
 MAX_MESSAGES = 10_000
@@ -193,6 +195,9 @@ class Unused(Body):
     use_beam_search: Literal[False] | None = None
 
 
+_TOO_LONG = f"has more than {MAX_GRAMMAR} characters"
+
+
 def _short(schema: dict[str, Any]) -> dict[str, Any]:
     """As the engine has it, which makes its text of it; of a long one only the beginning is made
     here."""
@@ -200,7 +205,7 @@ def _short(schema: dict[str, Any]) -> dict[str, Any]:
     for piece in json.JSONEncoder().iterencode(schema):
         size += len(piece)
         if size > MAX_GRAMMAR:
-            raise ValueError(f"has more than {MAX_GRAMMAR} characters")
+            raise ValueError(_TOO_LONG)
     return schema
 
 
@@ -376,6 +381,9 @@ ToolName = Annotated[StrictStr, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
 def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    """One of a tool. All tools together are short enough to be written down at once."""
+    if len(json.dumps(schema)) > MAX_GRAMMAR:
+        raise ValueError(_TOO_LONG)
     found = schema_problem(schema)
     if found is not None:
         where, problem = found
@@ -389,7 +397,7 @@ class FunctionTool(Body):
 
     name: ToolName
     description: Annotated[Text, Field(max_length=MAX_DESCRIPTION)] | None = None
-    parameters: Annotated[JsonSchema, AfterValidator(_parameters)] | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_parameters)] | None = None
     strict: StrictBool | None = None
 
 
@@ -440,13 +448,30 @@ def different_names(names: Sequence[str], *where: str) -> None:
         seen.add(name)
 
 
+def short_together(tools: Any) -> Any:
+    """As given. Raises ValueError for tools with too much text, before any of it is looked at."""
+    size = 0
+    for tool in tools if isinstance(tools, list) else ():
+        given = tool.get("function", tool) if isinstance(tool, dict) else None
+        if isinstance(given, dict):
+            size += len(compact(given.get("parameters", {})))
+            size += len(about) if isinstance(about := given.get("description"), str) else 0
+        if size > MAX_TOOLS_TEXT:
+            problem = f"have more than {MAX_TOOLS_TEXT:,} characters"
+            raise ValueError(f"{problem}; {MAX_TOOLS_TEXT:,} are allowed")
+    return tools
+
+
 def _different(tools: list[ToolField]) -> list[ToolField]:
     different_names([tool.function.name for tool in tools], "function", "name")
     return tools
 
 
 Tools = Annotated[
-    list[ToolField], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_different)
+    list[ToolField],
+    Field(max_length=MAX_TOOLS, fail_fast=True),
+    BeforeValidator(short_together),
+    AfterValidator(_different),
 ]
 
 

@@ -11,13 +11,11 @@ from jaxserve.sched.request import Grammar, InvalidRequest
 from jaxserve.server.http.openai import request_options
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import ChatRequest, ChosenTool, TokenizeRequest
-from jaxserve.server.tools.calls import Tool, compact
+from jaxserve.server.tools.calls import Tool
 from jaxserve.server.tools.parser import CallParser
 from jaxserve.server.tools.registry import ToolFormat
 from jaxserve.server.tools.rules import call_grammar, schema_of
 
-MAX_TOOLS_TEXT = 1 << 18
-"""Characters of all tools together, as JSON."""
 _SEARCH_S = 2.0
 
 
@@ -76,9 +74,6 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice", "needs tools")
         return None
-    size = sum(len(tool.description) + len(compact(tool.parameters)) for tool in shown)
-    if size > MAX_TOOLS_TEXT:
-        raise InvalidRequest("tools", f"have {size:,} characters; {MAX_TOOLS_TEXT:,} are allowed")
     if choice == "none":
         return None
     parallel = body.parallel_tool_calls is not False

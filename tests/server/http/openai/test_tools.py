@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.sched.request import GrammarKind, InvalidRequest
 from jaxserve.server.http.openai import tool_options
-from jaxserve.server.http.openai.tool_options import MAX_TOOLS_TEXT
+from jaxserve.server.http.openai.schema import MAX_TOOLS_TEXT
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.server import Server
 from tests.server.fake_engine import FakeEngine

@@ -29,6 +29,7 @@ from jaxserve.server.http.openai.schema import (
     TextPart,
     different_names,
     known_choice,
+    short_together,
 )
 
 MAX_ID = 256
@@ -248,6 +249,7 @@ class ResponseRequest(OneAnswer):
         Annotated[
             list[ResponseTool],
             Field(max_length=MAX_TOOLS, fail_fast=True),
+            BeforeValidator(short_together),
             AfterValidator(_different),
         ]
         | None
