@@ -107,7 +107,9 @@ class Ingress:
             async with aclosing(self._relayed(NOTHING, plain, body, arrived)) as messages:
                 head = await anext(messages)
             if head["status"] == 200:  # a replica's door lets the client in
-                for message in _whole(metrics_page(await self._metrics()), CONTENT_TYPE_LATEST):
+                may_see = self._routing_requests.adapters_of(scope["headers"])
+                page = metrics_page(await self._metrics(), may_see)
+                for message in _whole(page, CONTENT_TYPE_LATEST):
                     yield message
                 return
         if path == _RESET and scope["method"] == "POST":

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import Metric, generate_latest
 from prometheus_client.registry import Collector
+
+from jaxserve.server.telemetry.metrics import ADAPTER_LABELS, seen_adapters
 
 REPLICA = "replica"
 """The label that says whose a sample is."""
 
 
 class _Gathered(Collector):
-    def __init__(self, metrics: Mapping[str, Iterable[Metric]]) -> None:
-        self._metrics = metrics
+    def __init__(
+        self, metrics: Mapping[str, Iterable[Metric]], may_see: Callable[[str], bool]
+    ) -> None:
+        self._metrics, self._may_see = metrics, may_see
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
@@ -23,12 +27,25 @@ class _Gathered(Collector):
                     metric.name, Metric(metric.name, metric.documentation, metric.type, metric.unit)
                 )
                 family.samples += [
-                    sample._replace(labels={**sample.labels, REPLICA: replica})
+                    sample._replace(labels={**self._seen(sample.labels), REPLICA: replica})
                     for sample in metric.samples
                 ]
         yield from families.values()
 
+    def _seen(self, labels: Mapping[str, str]) -> dict[str, str]:
+        return {
+            name: seen_adapters(value.split(","), self._may_see)
+            if name in ADAPTER_LABELS
+            else value
+            for name, value in labels.items()
+        }
 
-def metrics_page(metrics: Mapping[str, Iterable[Metric]]) -> bytes:
-    """As Prometheus reads them. metrics: of each replica, by its name."""
-    return generate_latest(_Gathered(dict(sorted(metrics.items()))))
+
+def metrics_page(metrics: Mapping[str, Iterable[Metric]], may_see: Callable[[str], bool]) -> bytes:
+    """As Prometheus reads them.
+
+    Args:
+        metrics: of each replica, by its name.
+        may_see: whether the reader may see an adapter's name.
+    """
+    return generate_latest(_Gathered(dict(sorted(metrics.items())), may_see))

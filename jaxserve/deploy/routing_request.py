@@ -144,6 +144,15 @@ class RoutingRequestBuilder:
         salt, hint = message.cache_salt, message_conversion.cache_key_of(message)
         return self._with_keys(made, [] if told else prompts, caller, salt, hint)
 
+    def adapters_of(
+        self, headers: Iterable[tuple[str | bytes, str | bytes]]
+    ) -> Callable[[str], bool]:
+        """Whether a call's key may use an adapter; none where nobody here knows the key."""
+        try:
+            return (lambda _: False) if self._callers is None else self._caller(headers).may_use
+        except Unauthenticated:
+            return lambda _: False
+
     def _caller(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> Caller:
         """Whose call it is, with what it says of targets. Raises Unauthenticated."""
         given = list(headers)

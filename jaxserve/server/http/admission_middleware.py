@@ -33,6 +33,7 @@ from jaxserve.server.requests.engine_load import LOAD_HEADER
 from jaxserve.server.requests.output_streams import SlowReader
 from jaxserve.server.requests.target_headers import ANSWER_HEADERS, answer_headers, target_headers
 from jaxserve.server.requests.write_timeout import WriteTimeout
+from jaxserve.server.telemetry.metrics import READER
 from jaxserve.server.telemetry.trace_context import trace_context
 
 _FILES = "/v1/files"
@@ -200,6 +201,7 @@ class AdmissionMiddleware:
         with contextlib.ExitStack() as places:
             try:
                 caller = self._caller(scope, self._log_of_quiet)
+                READER.set(caller)
                 if scope["path"] == _EVENTS:
                     places.enter_context(caller.enter(rated=False))
                     self._consoles.enter(caller)

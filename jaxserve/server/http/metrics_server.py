@@ -13,6 +13,7 @@ from jaxserve.server.access.options import Access
 from jaxserve.server.http.admission_middleware import refusal_of
 from jaxserve.server.http.transport.http_server import HttpServer
 from jaxserve.server.loop_thread import LoopThread
+from jaxserve.server.telemetry.metrics import READER
 
 MAX_CONNECTIONS = 16  # one more closes the longest silent
 _WRITE_S = 10.0
@@ -58,7 +59,7 @@ def _guarded(app: ASGIApp, access: Access) -> ASGIApp:
             if browsers is not None:
                 headers = Headers(scope=scope)
                 browsers.check(headers.getlist("host"), headers.getlist("origin"))
-            access.keys.caller(authorization(scope["headers"]))
+            READER.set(access.keys.caller(authorization(scope["headers"])))
         except (NotAllowed, Unauthenticated) as error:
             await refusal_of(error).response()(scope, receive, send)
         else:

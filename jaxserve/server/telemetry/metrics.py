@@ -13,7 +13,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -29,10 +30,14 @@ from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import EngineStats, Observer, RequestStats, StepStats
 from jaxserve.sched.request import NO_CLASS, Request, Tier
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
+from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.requests.call_outcome import CallTracker
 from jaxserve.server.requests.engine_client import EngineClient
 
 PREFIX = "jaxserve:"
+READER: ContextVar[Caller | None] = ContextVar("READER", default=None)
+"""Whoever scrapes: it sees the names of the adapters that it may use. None sees all."""
+ADAPTER_LABELS = ("running_lora_adapters", "waiting_lora_adapters")
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _SHORT = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _TOKENS = tuple(float(2**exponent) for exponent in range(18))
@@ -68,6 +73,11 @@ _REASONS = {
     FinishReason.CANCELLED: "abort",
     FinishReason.ERROR: "error",
 }
+
+
+def seen_adapters(names: Iterable[str], may_see: Callable[[str], bool]) -> str:
+    """Those that may be seen, as labels have them."""
+    return ",".join(filter(may_see, names))
 
 
 class Histogram:
@@ -242,9 +252,11 @@ class EngineMetrics(Collector, Observer):
             "lora_requests_info",
             "Adapters of requests that run and wait; when, in seconds.",
         )
-        load = self._engine.adapter_load()
-        told = (str(load.max_loras), ",".join(load.running), ",".join(load.waiting))
-        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        load, reader = self._engine.adapter_load(), READER.get()
+        may_see = (lambda _: True) if reader is None else reader.may_use
+        running, waiting = (seen_adapters(names, may_see) for names in (load.running, load.waiting))
+        told = (str(load.max_loras), running, waiting)
+        labels = ("max_lora", *ADAPTER_LABELS)
         return self._family(GaugeMetricFamily, name, text, {told: time.time()}, *labels)
 
     def _live(self) -> Metric:
