@@ -73,11 +73,11 @@ class Row:
         refused_s: seconds that the slowest refusal took.
         others_s: seconds that another client waited for an answer, at most.
         health_s: seconds that a call of /health took, at most.
-        idle_s, beside_s, worst_s: as of `Tried`.
         memory_mib: memory that the server took more than before, at most.
         kept_mib: memory that it still has more than before, afterwards.
         lines: that it logged.
         problems: what did not hold.
+        idle_s, beside_s, worst_s: as of `Tried`.
     """
 
     attack: str
@@ -85,13 +85,13 @@ class Row:
     refused_s: float = 0.0
     others_s: float = 0.0
     health_s: float = 0.0
-    idle_s: float = 0.0
-    beside_s: float = 0.0
-    worst_s: float = 0.0
     memory_mib: float = 0.0
     kept_mib: float = 0.0
     lines: int = 0
     problems: list[str] = field(default_factory=list)
+    idle_s: float = 0.0
+    beside_s: float = 0.0
+    worst_s: float = 0.0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -141,7 +141,8 @@ def run(flags: Sequence[str]) -> list[Row]:
     with victim(*flags, on) as server:
         rows += [measured(server, case) for case in LAST]
     keys, key = tenants.key_lines(), tenants.QUIET
-    flags = [*flags, "--policy=edf", off]
+    usual = [*flags, off]
+    flags = [*usual, "--policy=edf"]
     finds = read_config(flags).cache.prefix_caching
     with (
         hostile_model(flags) as own,
@@ -150,8 +151,8 @@ def run(flags: Sequence[str]) -> list[Row]:
         tells = {TEMPLATE: bool(own), TIMED: finds}
         rows += [measured(server, case) for case in KEYED if tells.get(case, True)]
     with (
-        wide_model(flags) as own,
-        victim(*flags, *own, batches=True, keys=keys, key=key) as server,
+        wide_model(usual) as own,
+        victim(*usual, *own, batches=True, keys=keys, key=key) as server,
     ):
         rows += [measured(server, case) for case in FLOODED]
         rows.append(stop(server, "SIGTERM behind floods"))

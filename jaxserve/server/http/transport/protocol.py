@@ -127,11 +127,15 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """As asyncio has it."""
         self._place.heard()
-        # In pieces, since h11 has no limit on a head that comes at once.
-        for begin in range(0, len(data), HEAD_BYTES):
+        begin = 0
+        while begin < len(data):
             if self.transport.is_closing():
                 return
-            super().data_received(data[begin : begin + HEAD_BYTES])
+            # Heads in pieces, since h11 has no limit on one that comes at once.
+            whole = self.conn.their_state is h11.SEND_BODY
+            end = len(data) if whole else begin + HEAD_BYTES
+            super().data_received(data[begin:end])
+            begin = end
         if self.transport.is_closing():
             return
         if self.conn.their_state is not h11.IDLE:
