@@ -33,7 +33,13 @@ Body = Mapping[str, Any] | bytes
 
 @dataclass(frozen=True)
 class Asked:
-    """A call. headers: of a body that is not JSON."""
+    """A call.
+
+    Attributes:
+        path: of the URL.
+        body: bytes, or what is sent as JSON.
+        headers: of a body that is not JSON.
+    """
 
     path: str
     body: Body

@@ -139,7 +139,15 @@ async def beside_if_tools(
     *given: Any,
 ) -> T:
     """work(*given), off the event loop for a chat with tools or calls: to write those down, again
-    and again, may take a tenth of a second."""
+    and again, may take a tenth of a second.
+
+    Args:
+        context: what the routes need.
+        body: the chat.
+        tenant: whose it is.
+        work: what to do.
+        given: its arguments.
+    """
     if body.tools or any(each.tool_calls for each in body.messages or ()):
         return await context.requests.run_beside(tenant, work, *given)
     return work(*given)
