@@ -16,7 +16,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,7 +30,7 @@ _SHRINKING = {
     "NFC": 9,
 }
 _COMPOSING = ("NFC", "NFKC")  # marks join the ASCII before them
-_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+_FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
 _OF_WORDS = (None, *_FORMS, "Prepend", "Lowercase", "StripAccents", "Strip", "BertNormalizer")
 _KEEPING = (None, "ByteLevel", "Metaspace", "Digits")  # pre-tokenizers that drop nothing
 _PARTING = ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")  # at blanks
