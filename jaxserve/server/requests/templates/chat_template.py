@@ -74,7 +74,7 @@ class ChatTemplate:
         tool_source: str | None = None,
     ) -> None:
         self.own = source is not None
-        sources = [each for each in (source, tool_source) if each is not None]
+        sources = [each for each in dict.fromkeys((source, tool_source)) if each is not None]
         self.tool_format = tool_formats.find_format("".join(sources[-1:]), tool_format)
         self.reasoning_format = reasoning_formats.find_format("".join(sources), reasoning_format)
         self._fixed = {**(special or {}), "documents": None}
