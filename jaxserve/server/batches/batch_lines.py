@@ -108,8 +108,9 @@ class Line:
                     requests.wait_for_grammar(grammar, self.sampling.get("thinking"), tenant)
                 requests.build_request(self.fields())
         except InvalidRequest as error:
-            return NewLine(text, Result(self.name, error=LineError.from_error(error)).to_json())
-        return NewLine(text)
+            failed = Result(self.name, error=LineError.from_error(error))
+            return NewLine(text, failed.to_json(), self.name)
+        return NewLine(text, name=self.name)
 
 
 NO_ROOM = "RESOURCE_EXHAUSTED"

@@ -63,10 +63,11 @@ class Quota:
 @dataclass(frozen=True)
 class NewLine:
     """A line to store. request: text that the frontends and the runner agree on. error: result of a
-    line that is not to be served."""
+    line that is not to be served. name: the client's for it, which is part of either."""
 
     request: str
     error: str | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True, order=True)

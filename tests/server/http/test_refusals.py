@@ -209,6 +209,30 @@ def test_other_calls_that_are_wrong(
     assert says in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        *((path, 200) for path in ("/health", "/ready", "/version", "/v1/models", "/", "/metrics")),
+        ("/console/events", 200),  # which has no end
+        ("/v1/models/other", 404),
+        ("/v1/completions", 405),
+    ],
+)
+def test_head_is_get_without_its_body(plain: Plain, path: str, status: int) -> None:
+    connection, told = plain.connect(), {}
+    for method in ("HEAD", "GET"):
+        if (method, path) == ("GET", "/console/events"):
+            break
+        connection.request(method, path)
+        response = connection.getresponse()
+        told[method] = response.status, response.getheader("content-type")
+        assert bool(response.read()) == (method == "GET")
+        if method == "GET":
+            assert told["GET"] == told["HEAD"]
+    assert told["HEAD"][0] == status
+    connection.close()
+
+
 def test_a_request_id_in_use_is_refused(plain: Plain, engine: FakeEngine) -> None:
     first = plain.connect()
     body = b'{"prompt": "a", "request_id": "mine"}'

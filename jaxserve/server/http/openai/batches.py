@@ -58,8 +58,9 @@ class CallerBatches:
         self._caller, self._owner = caller, caller.name
 
     async def create(self, asked: BatchRequest) -> dict[str, Any]:
-        """Creates a batch of a file's lines. A malformed line fails by itself."""
-        name, first = f"batch-{uuid.uuid4().hex}", 0
+        """Creates a batch of a file's lines. A malformed line fails by itself; ApiError for two of
+        one name, whose results nobody could tell apart."""
+        name, first, seen = f"batch-{uuid.uuid4().hex}", 0, dict[str, int]()
         note = json.dumps({**asked.model_dump(), "created": int(time.time())})
         submit = functools.partial(self._batches.submit, name, caller=self._caller, note=note)
         pieces = self._store.lines(asked.input_file_id)
@@ -68,6 +69,7 @@ class CallerBatches:
                 lines = await self._context.requests.read_lines(
                     self._owner, self._read, asked.endpoint, piece
                 )
+                _check_names(lines, first, seen)
                 await submit(first, lines, commit=False)
                 first += len(lines)
             if not first:
@@ -136,6 +138,15 @@ def result_file(file_id: str) -> tuple[str, str] | None:
         if file_id.endswith("-" + which):
             return file_id.removesuffix("-" + which), which
     return None
+
+
+def _check_names(lines: Sequence[NewLine], first: int, seen: dict[str, int]) -> None:
+    """Adds those of further lines, by line."""
+    for number, line in enumerate(lines, first + 1):
+        if line.name and seen.setdefault(line.name, number) != number:
+            problem = f"{line.name!r:.80} is that of line {seen[line.name]} and of line {number}"
+            told = f"custom_id: {problem}; each has to have its own"
+            raise ApiError(400, told, param="custom_id", code="duplicate_custom_id")
 
 
 def _described(progress: Progress) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
+from starlette.types import Message, Receive, Scope, Send
 
 from jaxserve.server.http.errors import (
     SHOWN,
@@ -69,6 +71,13 @@ def body_route(beside: Beside) -> type[APIRoute]:
     turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by tenant
 
     class BodyRoute(APIRoute):
+        def matches(self, scope: Scope) -> tuple[Match, Scope]:
+            return super().matches(_as_get(scope))
+
+        async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+            head = scope["method"] == "HEAD"
+            await super().handle(_as_get(scope), receive, _head_alone(send) if head else send)
+
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handler = super().get_route_handler()
             field = self.body_field
@@ -89,6 +98,23 @@ def body_route(beside: Beside) -> type[APIRoute]:
             return handle
 
     return BodyRoute
+
+
+def _as_get(scope: Scope) -> Scope:
+    """HEAD is GET, whose body is not sent. The server itself, which has the same object, has to
+    know which it is."""
+    return {**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope
+
+
+def _head_alone(send: Send) -> Send:
+    """Ends an answer behind its head, streams too: to those the client is gone then."""
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await send(message)
+            await send({"type": "http.response.body", "body": b""})
+
+    return sent
 
 
 class _ReadRequest(Request):

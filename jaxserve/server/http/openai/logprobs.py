@@ -35,7 +35,10 @@ class CompletionLogprobs:
             self._add(found, self._first, None, None)
             self._first = None
         for entry in entries:
-            self._add(found, entry.token_id, entry.logprob, self._by_text(entry.top))
+            chosen = entry.token_id, entry.logprob
+            # As OpenAI has it here, up to k + 1: the chosen token is always among them.
+            others = () if any(token == chosen[0] for token, _ in entry.top) else (chosen,)
+            self._add(found, *chosen, self._by_text((*entry.top, *others)))
         return found
 
     def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:

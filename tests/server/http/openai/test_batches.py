@@ -17,6 +17,7 @@ from jaxserve.client import Client
 from jaxserve.sched.request import Tier
 from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.batches.journal import Journal
+from jaxserve.server.http.openai import files
 from jaxserve.server.server import Server
 from tests.server.fake_engine import INFO, FakeEngine
 from tests.server.http.conftest import SETTINGS
@@ -291,6 +292,19 @@ def test_too_much_is_refused_and_leaves_nothing(client: openai.OpenAI, tmp_path:
     assert client.files.list().data == []
     with pytest.raises(openai.BadRequestError, match="no lines"):
         create(client, [""])
+
+
+def test_a_name_is_that_of_one_line(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(files, "LINES_A_PIECE", 2)
+    for twice in (line("a", prompt="y"), line("a", prompt=5), '{"custom_id": "a", "body"'):
+        lines = [line("a", prompt="x"), line("b", prompt="x"), line("c", prompt="x"), twice]
+        with pytest.raises(openai.BadRequestError, match="line 1 and of line 4") as refused:
+            create(client, lines)
+        assert refused.value.code == "duplicate_custom_id" and refused.value.param == "custom_id"
+    assert client.batches.list().data == []  # nothing is left of it
+    create(client, [line("a", prompt="x")])  # another batch has names of its own
 
 
 def test_without_a_directory_there_are_none(engine: FakeEngine) -> None:

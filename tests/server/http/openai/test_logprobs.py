@@ -54,6 +54,17 @@ def test_places_are_characters_of_the_text(
     assert [place for piece in pieces for place in piece["text_offset"]] == places
 
 
+def test_the_chosen_token_is_among_the_likely_ones() -> None:
+    chosen, a, b = ids_of("▁upon", "▁a", "▁fox")
+    told = CompletionLogprobs(SENTENCEPIECE, [a])
+    found = told.as_dict([*entries([chosen], [a, b]), *entries([a], [a, b]), *entries([chosen])])
+    assert found["top_logprobs"] == [
+        {" a": 0.0, " fox": -1.0, " upon": -1.0},
+        {" a": 0.0, " fox": -1.0},
+        {" upon": -1.0},
+    ]
+
+
 def test_places_where_the_text_begins_with_the_prompt() -> None:
     told = CompletionLogprobs(SENTENCEPIECE, ids_of("<s>", "▁Once", *FOX), echo=True)
     found = told.as_dict(entries(ids_of("▁Once", *FOX, "▁upon", "!")))

@@ -29,7 +29,12 @@ def test_the_prompts_come_before_those_of_the_text(
     assert logprobs_of(choice) == {
         "tokens": ["H", "e", "y", "d"],
         "token_logprobs": [None, -101 / 8, -121 / 8, -0.5],
-        "top_logprobs": [None, {"f": -102 / 8}, {"z": -122 / 8}, {"d": -0.5}],
+        "top_logprobs": [
+            None,
+            {"f": -102 / 8, "e": -101 / 8},
+            {"z": -122 / 8, "y": -121 / 8},
+            {"d": -0.5},
+        ],
         "text_offset": [0, 1, 2, 3],
     }
     assert running.requests[0].sampling.prompt_logprobs == 1
