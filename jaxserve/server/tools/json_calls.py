@@ -17,6 +17,8 @@ _HEAD = re.compile(
     rf'"(?:arguments|parameters)"{_GAP}:{_GAP}(?=\{{)'
 )
 _LONGEST_HEAD = 1024
+NOTHING = ("null", '""')
+"""What models write for no arguments, where an object belongs."""
 
 
 class JsonCallParser(CallParser):
@@ -136,7 +138,8 @@ def _read(text: str) -> tuple[str, str] | None:
             found = {**json.loads(text), "name": found}
         name, arguments = found.get("name"), found.get("arguments", found.get("parameters", {}))
         if isinstance(arguments, str):
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments) if arguments.strip() else None
+        arguments = {} if arguments is None else arguments
         written = compact(arguments, finite=True)
     except (ValueError, AttributeError, RecursionError):
         return None

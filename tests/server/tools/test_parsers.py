@@ -63,7 +63,29 @@ ONE = [("weather", HERE)]
 TO = "<|channel|>commentary to=functions.weather"
 ROLE = "<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>"
 HARMONY = f'{TO} <|constrain|>json<|message|>{{"city": "Rome", "days": 2}}'
+NOW = [("now", {})]
+TO_NOW = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"
+NOTHING: list[tuple[str, str, str, list[Any]]] = [
+    *(
+        (name, before + f'{{"name": "now", "{key}": {given}}}' + after, "", NOW)
+        for name, key, before, after in (
+            ("hermes", "arguments", "<tool_call>", "</tool_call>"),
+            ("llama3", "parameters", "", ""),
+            ("llama3", "parameters", "<|python_tag|>", ""),
+            ("json", "arguments", "", ""),
+            ("mistral", "arguments", "[TOOL_CALLS][", "]"),
+        )
+        for given in ("null", '""', '" "', '"null"', '"{}"')
+    ),
+    *(("harmony", f"{TO_NOW}{given}", "", NOW) for given in ("null", '""', " null<|call|>")),
+    ("harmony", f"{TO_NOW}<|call|>", "", NOW),
+    ("harmony", f"{TO_NOW}null<|call|><|start|>assistant{TO_NOW}{{}}", "", NOW * 2),
+    *(("mistral", f"[TOOL_CALLS]now[ARGS]{given}", "", NOW) for given in ("null", '""', " null ")),
+    ("mistral", "[TOOL_CALLS]now[ARGS]null[TOOL_CALLS]now[ARGS][TOOL_CALLS]now{}", "", NOW * 3),
+    ("qwen", "<tool_call><function=now></function></tool_call>", "", NOW),
+]
 TEXTS: list[tuple[str, str, str, list[Any]]] = [
+    *NOTHING,
     ("harmony", f"{HARMONY}<|call|>", "", ONE),
     ("harmony", f"{HARMONY}<|call|><|start|>assistant{HARMONY}", "", ONE * 2),
     ("harmony", f'Now: {ROLE}{{"city": "Rome", "days": 2}}', "Now:", ONE),
@@ -230,6 +252,12 @@ NO_CALLS = [
     ("mistral", "[TOOL_CALLS]"),
     ("mistral", "[TOOL_CALLS][]"),
     ("mistral", "[TOOL_CALLS]other[ARGS]{}"),
+    ("mistral", "[TOOL_CALLS]now[ARGS]nullable"),
+    ("mistral", "[TOOL_CALLS]now[ARGS]"),  # cut off
+    ("harmony", f"{TO_NOW}nullable"),
+    ("harmony", f"{TO_NOW}null or not"),
+    ("harmony", TO_NOW),
+    ("hermes", '<tool_call>{"name": "now", "arguments": false}</tool_call>'),
     ("mistral", "[TOOL_CALLS]" + "now " * 100 + "{}"),
     ("qwen", "<tool_call>\n<function=other>\n</function>\n</tool_call>"),
     ("qwen", "<tool_call>{}</tool_call>"),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from jaxserve.server.tools.calls import MAX_CALLS, Call, Tool
-from jaxserve.server.tools.json_calls import JsonCallParser
+from jaxserve.server.tools.json_calls import NOTHING, JsonCallParser
 from jaxserve.server.tools.parser import Steps
 from jaxserve.server.tools.registry import LeadingFormat, register
 from jaxserve.server.tools.rules import Rules, literal, schema_of
@@ -35,12 +35,21 @@ class _Parser(JsonCallParser):
         before = marker if header is None else marker + header + _MESSAGE
         if header is not None:
             before += yield from self._skip_space()
-        if found is None or found[1] not in self._tools or not self._held.startswith("{"):
+        if found is None or found[1] not in self._tools:
             self._content(before)
-            return
-        self._begin(found[1])
-        if (yield from self._value()):
-            yield from self._literal(_CALL)
+        elif self._held.startswith("{"):
+            self._begin(found[1])
+            if (yield from self._value()):
+                yield from self._literal(_CALL)
+        else:
+            nothing = yield from self._literal(*NOTHING)
+            before += nothing + (yield from self._skip_space())
+            closed = yield from self._literal(_CALL)
+            if closed or (nothing and not self._held):
+                self._begin(found[1])
+                self._arguments("{}")
+            else:
+                self._content(before)
 
 
 @register

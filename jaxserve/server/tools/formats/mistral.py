@@ -6,13 +6,18 @@ import re
 from collections.abc import Sequence
 
 from jaxserve.server.tools.calls import MAX_CALLS, Call, Tool
-from jaxserve.server.tools.json_calls import JsonCallParser
+from jaxserve.server.tools.json_calls import NOTHING, JsonCallParser
 from jaxserve.server.tools.parser import Steps
 from jaxserve.server.tools.registry import MarkedFormat, nine_characters, register
 from jaxserve.server.tools.rules import Rules, literal, schema_of
 
 _BEGIN, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAMED = re.compile(r"\s*([a-zA-Z0-9_-]{1,64})\s*(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\])?\s*")
+_NOTHING = re.compile(
+    rf"{_NAMED.pattern}(?<=\[ARGS\])(?:\s*(?:{'|'.join(NOTHING)})\s*(?=\[TOOL_CALLS\]|\Z)"
+    r"|\s*(?=\[TOOL_CALLS\]))"
+)
+"""A call without arguments; what follows says that there are none to come."""
 _MOST = 256  # characters from the marker to the arguments
 
 
@@ -29,6 +34,12 @@ class _Parser(JsonCallParser):
                 break
             yield
         named = _NAMED.fullmatch(self._held[:at]) if at >= 0 else None
+        nothing = _NOTHING.match(self._held) if named is None else None
+        if nothing is not None and nothing[1] in self._tools:
+            self._take(nothing.end())
+            self._begin(nothing[1])
+            self._arguments("{}")
+            return
         if named is None or named[1] not in self._tools:
             self._content(before)
             return
