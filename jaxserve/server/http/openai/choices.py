@@ -163,7 +163,10 @@ class Answer(ABC):
             piece = self.chunk_fields(number, text, logprobs, ended)
             if delta.expected_missed and "slo" not in piece:
                 piece["slo"] = GIVEN_UP
-            yield self._chunk(head, {"index": number, **piece})
+            # Nothing: text is held back, as what may be a stop string or half a character.
+            told = ended or logprobs or piece.get("slo") or piece.get("text") or piece.get("delta")
+            if told or (options is not None and options.continuous_usage_stats):
+                yield self._chunk(head, {"index": number, **piece})
         if options is not None and options.include_usage:
             yield {**head, "choices": [], "usage": self._usage()}
 
