@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.engine.text.json_schemas import closed
+from jaxserve.engine.text.json_schemas import closed, relaxed
 from jaxserve.sched.request import Grammar, GrammarKind, InvalidRequest
 from jaxserve.server.tools.calls import ANY_OBJECT, Tool, objects_only
 
@@ -94,7 +94,8 @@ def call_grammar(
     calls = [
         rules.add(f"call_{place}", form.call(rules, tool, place))
         for place, tool in enumerate(
-            Tool(tool.name, tool.description, _held(tool, forced=forced)) for tool in tools
+            Tool(tool.name, tool.description, held_schema(tool, tools, forced=forced))
+            for tool in tools
         )
     ]
     rules.add("call", " | ".join(calls))
@@ -108,10 +109,28 @@ def call_grammar(
     return rules.grammar()
 
 
-def _held(tool: Tool, *, forced: bool) -> Mapping[str, Any]:
-    """What its arguments are held to: as OpenAI has it, they have no properties that are not named,
-    unless the schema itself says so."""
-    return closed(tool.parameters) if forced or tool.strict else ANY_OBJECT
+def held_schema(tool: Tool, tools: Sequence[Tool], *, forced: bool) -> Mapping[str, Any]:
+    """What its arguments are held to, where these tools may be called: as OpenAI has it, they have
+    no properties that are not named, unless the schema itself says so."""
+    if not (forced or tool.strict):
+        return ANY_OBJECT
+    held: Mapping[str, Any] = tool.parameters
+    if len(tools) > 1 and not tool.strict:  # it need not be the one that is called
+        held = relaxed(held)[0]
+    return closed(held)
+
+
+def unenforced(tools: Sequence[Tool], *, forced: bool) -> list[tuple[int, str]]:
+    """What those that are forced say, and are not held to: the tool's place, and that in its
+    schema."""
+    if not forced or len(tools) == 1:
+        return []
+    return [
+        (place, where)
+        for place, tool in enumerate(tools)
+        if not tool.strict
+        for where in relaxed(tool.parameters)[1]
+    ]
 
 
 def _part(rules: Rules, grammar: Grammar) -> str:

@@ -138,14 +138,12 @@ def _asked(
         raise InvalidRequest("tier", "a batch is best-effort")
     if body.priority is not None and body.priority < 0:
         raise InvalidRequest("priority", "a batch is best-effort, which is 0 or more")
-    if places := request_options.unenforced(body):
-        problem = "cannot be enforced, of which a batch's answers do not tell"
-        raise InvalidRequest(places[0], problem)
     if isinstance(body, ChatRequest):
         return chat_sampling(context, body, tenant)
     assert isinstance(body, CompletionRequest)
     if body.echo:
         raise InvalidRequest("echo", "is not for batches")
+    request_options.check_told(request_options.unenforced(body))
     prompt: Any = body.prompt
     if not isinstance(prompt, str):
         if not all(isinstance(token, int) for token in prompt):

@@ -53,7 +53,7 @@ class PreparedChat(NamedTuple):
         wanted: its request.
         note: of `parser_note`.
         thought: with which its answer may begin; None for none.
-        unenforced: as `request_options.unenforced` has it.
+        unenforced: places of what its schemas say, and its text is not held to.
     """
 
     wanted: list[Request]
@@ -73,7 +73,7 @@ async def prepare_chat(context: RouteContext, body: ChatRequest, caller: Caller)
     """The chat's request, ready to be submitted. Raises what `RouteContext.make_requests` does."""
     context.requests.check_open()
     with request_options.naming_grammar_fields(body):
-        use, held = await beside_if_tools(context, body, caller.name, _calls, context, body)
+        use, held, places = await beside_if_tools(context, body, caller.name, _calls, context, body)
         if use is not None and use.otherwise is not None:
             await context.requests.check_grammar(use.otherwise, tenant=caller.name)
         if use is not None and "grammar" in held:
@@ -90,7 +90,7 @@ async def prepare_chat(context: RouteContext, body: ChatRequest, caller: Caller)
     sampling |= _parsed(context, note, thought, held="grammar" in sampling)
     with _naming_chat_fields(body):
         wanted = await context.make_requests(body, [prompt], sampling, caller)
-    return PreparedChat(wanted, note, thought, request_options.unenforced(body))
+    return PreparedChat(wanted, note, thought, places)
 
 
 @contextmanager
@@ -112,7 +112,8 @@ def chat_sampling(
     """Prompt and fields of SamplingParams of a batch's line, and the note for `ended_message`; for
     who may wait for the encoding and for grammars. Raises InvalidRequest."""
     with request_options.naming_grammar_fields(body):
-        use, held = _calls(context, body)
+        use, held, places = _calls(context, body)
+        request_options.check_told(places)
         if use is not None and use.otherwise is not None:
             context.requests.wait_for_grammar(use.otherwise, None, tenant)
     text = render_chat(context.template, body, tenant).result()
@@ -153,9 +154,14 @@ async def beside_if_tools(
     return work(*given)
 
 
-def _calls(context: RouteContext, body: ChatRequest) -> tuple[ToolUse | None, dict[str, Any]]:
-    use = tool_use(body)
-    return use, {} if use is None else tool_sampling(context, use)
+def _calls(
+    context: RouteContext, body: ChatRequest
+) -> tuple[ToolUse | None, dict[str, Any], list[str]]:
+    """Its tools, the fields of SamplingParams for them, and `PreparedChat.unenforced`."""
+    use, places = tool_use(body), request_options.unenforced(body)
+    if use is None:
+        return None, {}, places
+    return use, tool_sampling(context, use), places + use.unenforced
 
 
 def render_chat(
@@ -204,6 +210,7 @@ class _ChatAnswer(Answer):
         if self._note:  # to find calls and thoughts takes up to a microsecond for each character
             self.inline_bytes = _PARSED_INLINE
         self._deltas: list[MessageDeltas] = []
+        record_of(http).unenforced = asked.unenforced
         super().__init__(context, body, asked.wanted, http)
         if self._note and self._streams:
             parsers = [message_parser(self._template, self._note) for _ in range(self._n)]

@@ -14,7 +14,6 @@ from pydantic_core import to_json
 from jaxserve.engine.output import Output
 from jaxserve.sched.request import Request
 from jaxserve.server.http.errors import record_of
-from jaxserve.server.http.openai import request_options
 from jaxserve.server.http.openai.multi_prompt import Generating, unless_gone
 from jaxserve.server.http.openai.request_options import SERVED_AS
 from jaxserve.server.http.openai.route_context import RouteContext
@@ -81,7 +80,6 @@ class Answer(ABC):
         self._streams, self._options = bool(body.stream), body.stream_options
         self._n = wanted[0].sampling.n
         self._output_tokens = 0
-        record_of(http).unenforced = request_options.unenforced(body)
         self._generating = Generating(context.requests, wanted, record_of(http))
 
     @abstractmethod

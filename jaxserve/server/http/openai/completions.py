@@ -95,6 +95,7 @@ class _CompletionAnswer(Answer):
         wanted: Sequence[Request],
         http: HttpRequest,
     ) -> None:
+        record_of(http).unenforced = request_options.unenforced(body)
         self._echo, self._told = echo, set[int]()
         self._only_prompt = request_options.scores_prompt_only(body)
         self._logprobs = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -153,6 +153,13 @@ def unenforced(body: Generation) -> list[str]:
     if schema is None or schema.strict:
         return []
     return [f"{_SCHEMA}.{place}" for place in relaxed(schema.json_schema)[1]]
+
+
+def check_told(places: Sequence[str]) -> None:
+    """Raises InvalidRequest where a line of a batch has any of `unenforced`."""
+    if places:
+        problem = "cannot be enforced, of which a batch's answers do not tell"
+        raise InvalidRequest(places[0], problem)
 
 
 def grammar_field(body: Generation) -> str | None:

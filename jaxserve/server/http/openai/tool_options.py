@@ -11,10 +11,10 @@ from jaxserve.sched.request import Grammar, InvalidRequest
 from jaxserve.server.http.openai import request_options
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import ChatRequest, ChosenTool, TokenizeRequest
-from jaxserve.server.tools.calls import Tool
+from jaxserve.server.tools.calls import Tool, objects_only
 from jaxserve.server.tools.parser import CallParser
 from jaxserve.server.tools.registry import ToolFormat
-from jaxserve.server.tools.rules import call_grammar, schema_of
+from jaxserve.server.tools.rules import call_grammar, held_schema, unenforced
 
 _SEARCH_S = 2.0
 
@@ -42,6 +42,14 @@ class ToolUse:
         """Whether the text is held to a grammar."""
         free = self.otherwise is None and not any(tool.strict for tool in self.tools)
         return self.forced or not free
+
+    @property
+    def unenforced(self) -> list[str]:
+        """Places in the body of what schemas say, and calls that are forced are not held to."""
+        return [
+            f"tools.{self.places[place]}.function.parameters.{where}"
+            for place, where in unenforced(self.tools, forced=self.forced)
+        ]
 
     def note(self) -> dict[str, Any]:
         """As `call_parser` takes it, JSON."""
@@ -151,7 +159,8 @@ async def _blame(context: RouteContext, use: ToolUse, tenant: str) -> None:
         if not (use.forced or tool.strict):
             continue
         try:
-            grammar = Grammar.json_schema(schema_of(tool))
+            held = held_schema(tool, use.tools, forced=use.forced)
+            grammar = Grammar.json_schema(objects_only(held))
             await context.requests.check_grammar(grammar, tenant=tenant)
         except InvalidRequest as error:
             where = f"tools.{place}.function.parameters"

@@ -183,7 +183,8 @@ def test_forced_calls_are_valid(client: openai.OpenAI) -> None:
 
 def test_the_tool_whose_schema_is_no_grammar_is_named(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    bad: Any = {"type": "function", "function": {"name": "bad", "parameters": schema}}
+    function = {"name": "bad", "parameters": schema, "strict": True}
+    bad: Any = {"type": "function", "function": function}
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as error:
         client.chat.completions.create(
             model="",

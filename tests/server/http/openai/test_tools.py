@@ -290,6 +290,28 @@ def test_what_is_refused(
     assert not engine.requests
 
 
+def test_a_tool_that_no_grammar_holds_does_not_fail_a_call_of_another(
+    plain: Plain, running: FakeEngine
+) -> None:
+    """It is held to what can be held, and the answer says so, unless it is strict or alone."""
+    loose = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    good, other = tool("good"), tool("other", parameters=loose)
+    strict = tool("strict", strict=True, parameters=loose)
+    place = "tools.1.function.parameters.properties.a.uniqueItems"
+    for tools, told in (([good, other], place), ([other], None), ([good, strict], None)):
+        body = {"messages": ASK, "tools": tools, "tool_choice": "required", "max_tokens": 1}
+        status, _, headers = plain.call("POST", "/v1/chat/completions", body)
+        assert status == 200  # a fake engine compiles nothing
+        assert headers.get("x-schema-not-enforced") == told
+        grammar = running.requests[-1].sampling.grammar
+        assert grammar is not None
+        assert ("uniqueItems" in grammar.text) is (told is None)
+    named = {"type": "function", "function": {"name": "good"}}
+    body = {"messages": ASK, "tools": [good, other], "tool_choice": named, "max_tokens": 1}
+    _, _, headers = plain.call("POST", "/v1/chat/completions", body)
+    assert "x-schema-not-enforced" not in headers
+
+
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_stop_strings_do_not_cut_calls_that_are_forced(
     plain: Plain, running: FakeEngine, choice: str
@@ -333,7 +355,8 @@ def test_a_schema_that_no_grammar_takes(
 
     monkeypatch.setattr(engine, "check_grammar", check)
     bad = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
-    body = {"messages": ASK, "tool_choice": "required", **named(bad)}
+    tools = [tool(), tool("f", parameters=bad, strict=True)]
+    body = {"messages": ASK, "tool_choice": "required", "tools": tools}
     status, found, _ = plain.call("POST", "/v1/chat/completions", body)
     assert (status, found["error"]["param"]) == (400, AT)
     assert "unimplemented keys: uniqueItems" in found["error"]["message"]
