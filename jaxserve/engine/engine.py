@@ -45,7 +45,7 @@ from jaxserve.engine.ttft_estimator import LiveTtftEstimator
 from jaxserve.sched.cache.pool_map import pool_map
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.cost.reachability import slo_problems
-from jaxserve.sched.request import Grammar, Request, Thinking, Tier, validate
+from jaxserve.sched.request import Grammar, InvalidRequest, Request, Thinking, Tier, validate
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.tiers import blocks_used
@@ -212,6 +212,12 @@ class Engine:
             pool_tokens=info.pool_tokens,
             d_model=info.d_model,
         )
+        if not info.causal and request.pooling is None:
+            raise InvalidRequest(
+                "model",
+                "tokens of this model see those behind them (is_causal is false in its "
+                "config.json): it makes vectors only",
+            )
         self._places.check(request)
         self._adapter(request)
         if request.sampling.grammar is not None:

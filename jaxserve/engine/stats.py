@@ -245,6 +245,7 @@ class EngineInfo:
         cache_dtype: of the pool.
         speculates: whether drafts are checked (the policy variant `+spec`).
         d_model: numbers of a hidden state, and so of a pooled vector.
+        causal: whether texts can be made; else only vectors.
         pooling: how vectors are made of prompts where a request does not say.
         sampling_defaults: fields of SamplingParams that the checkpoint gives, for requests that do
             not say.
@@ -275,6 +276,7 @@ class EngineInfo:
     d_model: int = 0
     pooling: PoolingParams = USUAL_POOLING
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    causal: bool = True
 
 
 class Observer:

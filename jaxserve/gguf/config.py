@@ -111,6 +111,8 @@ def config_json(header: Header) -> dict[str, Any]:
         **{name: token for name, token in special_ids(header).items() if name != "eos_token_id"},
         "eos_token_id": list(end_ids(header)),
     }
+    if header.metadata.get(f"{architecture}.attention.causal") is False:
+        hf["is_causal"] = False
     if architecture in _27B_LAYERS:
         hf["query_pre_attn_scalar"] = _gemma_scalar(hf, _27B_LAYERS[architecture])
     elif not hf.get("sliding_window"):

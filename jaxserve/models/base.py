@@ -36,7 +36,8 @@ class LayerKind:
 
     Attributes:
         rope: how queries and keys are rotated by position; None where they are not.
-        sliding_window: a token sees this many tokens, itself included; None for all before it.
+        sliding_window: a token sees this many tokens, itself included; None for all before it. Of
+            a model that is not causal, as many to either side.
     """
 
     rope: Rope | None = None
@@ -123,6 +124,7 @@ class ModelConfig:
         experts: of the layers that have some; None where no layer has.
         sinks: attention has one more score a head, which has no value.
         latent: what makes q, k and v by way of few numbers; None where projections do at once.
+        causal: a token sees those before it; else all of its text, which is for vectors only.
     """
 
     family: str
@@ -152,6 +154,7 @@ class ModelConfig:
     experts: Experts | None = None
     sinks: bool = False
     latent: Latent | None = None
+    causal: bool = True
 
     @property
     def rotated_dim(self) -> int:

@@ -1,4 +1,5 @@
-"""Causal attention over one whole sequence, without a cache: for training and for tests."""
+"""Attention over whole sequences, without a cache: for training and for tests, and of models whose
+tokens see those behind them, too."""
 
 from __future__ import annotations
 
@@ -11,13 +12,17 @@ from jaxserve.models import base
 from jaxserve.models.forward import forward, logits
 
 _MASKED = -1e30  # finite, so that a fully masked row gives no NaN
+_TILE = 64  # queries whose scores are there at once
 
 
 def causal_attend(config: base.ModelConfig) -> base.Attend:
     """An `Attend` for tokens 0..T-1 of one sequence, in order; the carry passes through.
 
-    Scores and softmax are in float32. Keys further back than the layer's window are masked.
+    Scores and softmax are in float32. Keys further back than the layer's window are masked. Of a
+    model that is not causal, as `attend_both_ways`.
     """
+    if not config.causal:
+        return attend_both_ways(config)
 
     def attend(
         carry: base.Carry, layer: base.LayerIndex, inputs: base.AttentionInput
@@ -37,6 +42,54 @@ def causal_attend(config: base.ModelConfig) -> base.Attend:
             scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, shape)], axis=-1)
         weights = jax.nn.softmax(scores, axis=-1)[..., :num_tokens].astype(inputs.v.dtype)
         mixed = jnp.einsum("kgts,skd->tkgd", weights, inputs.v)
+        return carry, mixed.reshape(num_tokens, num_heads, head_dim)
+
+    return attend
+
+
+def attend_both_ways(
+    config: base.ModelConfig,
+    rows: jax.Array | None = None,
+    positions: jax.Array | None = None,
+) -> base.Attend:
+    """An `Attend` for whole sequences, whose tokens see all of their own; the carry passes through.
+
+    Args:
+        config: the model's.
+        rows: int32 [T], of which sequence each token is; None for one sequence.
+        positions: int32 [T], its place there; None for the order of tokens.
+    """
+
+    def attend(
+        carry: base.Carry, layer: base.LayerIndex, inputs: base.AttentionInput
+    ) -> tuple[base.Carry, jax.Array]:
+        num_tokens, num_heads, head_dim = inputs.q.shape
+        window, k = inputs.kind.sliding_window, inputs.k
+        row = jnp.zeros(num_tokens, jnp.int32) if rows is None else rows
+        at = jnp.arange(num_tokens, dtype=jnp.int32) if positions is None else positions
+        # What another sequence computed may be no number: 0 times it is none either.
+        broken = ~jnp.isfinite(inputs.v).all(axis=(1, 2))
+        v = jnp.where(broken[:, None, None], 0, inputs.v)
+
+        def one(query: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            q, mine, place = query
+            seen = row == mine
+            if window is not None:
+                seen &= jnp.abs(at - place) < window
+            scores = jnp.einsum("kgd,skd->kgs", q, k, preferred_element_type=jnp.float32)
+            scores = scores * config.attn_scale
+            if config.soft_cap is not None:
+                scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
+            scores = jnp.where(seen, scores, _MASKED)
+            if inputs.sinks is not None:
+                sinks = inputs.sinks.astype(jnp.float32).reshape(*scores.shape[:2], 1)
+                scores = jnp.concatenate([scores, sinks], axis=-1)
+            weights = jax.nn.softmax(scores, axis=-1)[..., :num_tokens].astype(v.dtype)
+            mixed = jnp.einsum("kgs,skd->kgd", weights, v)
+            return jnp.where((seen & broken).any(), jnp.nan, mixed)
+
+        q = inputs.q.reshape(num_tokens, k.shape[1], num_heads // k.shape[1], head_dim)
+        mixed = jax.lax.map(one, (q, row, at), batch_size=min(_TILE, num_tokens))
         return carry, mixed.reshape(num_tokens, num_heads, head_dim)
 
     return attend

@@ -80,7 +80,7 @@ BAD = [
     ("granite", {"logits_scaling": 0}, "logits_scaling must be a number above 0"),
     ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
-    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma3", {"model_type": "gemma3"}, "model_type 'gemma3' is not supported.*gemma3_text"),
     ("llama3", {"rope_scaling": {"type": "dynamic"}}, "factor is missing"),
     ("llama3", {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1}}, "alpha is not"),

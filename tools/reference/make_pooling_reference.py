@@ -5,7 +5,8 @@
 
 The base is a case of make_reference.py, with its weights, saved as an embedding checkpoint is:
 without the language model's head, so without the prefix of names. vectors.npz has prompts (int32
-[S, T], of lengths int32 [S]), a float32 [S, d_model] by pooling mode, normalised, and logits.
+[S, T], of lengths int32 [S]), a float32 [S, d_model] by pooling mode, normalised, and logits; so
+have files of models whose tokens see those behind them, too.
 """
 
 from __future__ import annotations
@@ -22,14 +23,22 @@ from make_reference import FOLDER as BASES
 from make_reference import TOLERANCE, with_weights
 from sentence_transformers.sentence_transformer.modules import Pooling
 
-BASE, FILE = "qwen3", BASES / "pooling" / "vectors.npz"
+FOLDER = BASES / "pooling"
+# By file: the case, and what its config says beside.
+BOTH_WAYS = {"is_causal": False}
+FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "vectors": ("qwen3", {}),
+    "both_ways_qwen2": ("qwen2", BOTH_WAYS),
+    "both_ways_window": ("qwen2_window", BOTH_WAYS),
+    "both_ways_gemma3": ("gemma3", {"use_bidirectional_attention": True}),
+}
 MODES = ("lasttoken", "mean", "cls")
 LENGTHS = (1, 7, 16, 30)
 
 
-def vectors() -> dict[str, np.ndarray]:
-    """What the file holds."""
-    fields = json.loads((BASES / f"{BASE}.json").read_text(encoding="utf-8"))["config"]
+def vectors(base: str, more: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What the file of a case holds. more: fields of its config."""
+    fields = json.loads((BASES / f"{base}.json").read_text(encoding="utf-8"))["config"] | more
     vocab = fields["vocab_size"]
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     model = with_weights(
@@ -61,19 +70,20 @@ def main() -> int:
     checking = parser.parse_args().check
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    made = vectors()
-    if not checking:
-        FILE.parent.mkdir(exist_ok=True)
-        np.savez_compressed(FILE, **made)
-        print(f"{FILE} written")
-        return 0
-    stored = np.load(FILE)
-    problems = [
-        f"pooling: {name} differs"
-        for name, value in made.items()
-        if not np.allclose(stored[name], value, atol=TOLERANCE, rtol=0)
-    ]
-    print("\n".join(problems) or "vectors agree")
+    FOLDER.mkdir(exist_ok=True)
+    problems: list[str] = []
+    for name, case in FILES.items():
+        made, file = vectors(*case), FOLDER / f"{name}.npz"
+        if not checking:
+            np.savez_compressed(file, **made)
+            continue
+        stored = np.load(file)
+        problems += [
+            f"{name}: {key} differs"
+            for key, value in made.items()
+            if not np.allclose(stored[key], value, atol=TOLERANCE, rtol=0)
+        ]
+    print("\n".join(problems) or f"vectors {'agree' if checking else 'written'}")
     return 1 if problems else 0
 
 

@@ -25,7 +25,8 @@ from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel, compiler_options
 from jaxserve.engine.device.verification import checked_tokens, slots_of
 from jaxserve.models.attention import kv_projection
-from jaxserve.models.base import AttentionInput, LayerIndex, Params, StepInputs
+from jaxserve.models.base import Attend, AttentionInput, LayerIndex, Params, StepInputs
+from jaxserve.models.dense import attend_both_ways
 from jaxserve.models.forward import forward, logits
 from jaxserve.models.lora import BASE, Adapters, with_adapters
 from jaxserve.pallas_kernels import Pool, paged_attention, plan_attention, plan_write, write
@@ -120,13 +121,16 @@ def _model_step(
 
     tokens = _feed(fields, newest.last_token)
     rows_of = fields["token_row"]
+    attention: Attend = attend
+    if not config.causal:  # prompts are whole, and nobody reads their cache
+        attention = attend_both_ways(config, rows_of, positions(fields))
     inputs = StepInputs(tokens, positions(fields), rows_of, rows_of < fields["slots"].shape[0])
     pool, x = forward(
         model.family,
         params,
         config,
         inputs,
-        attend,
+        attention,
         pool,
         dtype=model.activations,
         mesh=mesh,

@@ -25,7 +25,7 @@ from jaxserve.engine.recorder import MIB, Recorder, check_path
 from jaxserve.engine.startup import compilation_cache, cost_model_cache
 from jaxserve.engine.startup.blueprint import Blueprint, build_executor
 from jaxserve.engine.startup.config_errors import config_errors, first_line
-from jaxserve.engine.startup.engine_choices import Choices, choose
+from jaxserve.engine.startup.engine_choices import Choices, choose, for_model
 from jaxserve.engine.startup.finite_check import warn_of_overflow
 from jaxserve.engine.startup.host_group import BUILD, lead_group, share_fate
 from jaxserve.engine.startup.initial_cost_model import InitialCostModel, find_initial_cost_model
@@ -101,6 +101,7 @@ def _build(
 ) -> Engine:
     """memory: as in `choose`. secret: `block_secret`."""
     _check_device()
+    config = for_model(config)
     cache_dir = compilation_cache.use(config.engine.compilation_cache_dir)
     config = config.with_fields(engine__compilation_cache_dir=cache_dir)
     chosen = cost_model_cache.with_pool_as_before(
@@ -293,5 +294,6 @@ def _info(
         speculates=chosen.policy.speculates,
         d_model=model.d_model,
         pooling=chosen.pooling,
+        causal=model.causal,
         sampling_defaults=chosen.sampling_defaults,
     )

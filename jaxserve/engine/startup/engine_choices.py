@@ -151,6 +151,31 @@ def choose(config: Config, memory: tuple[str, int] | None = None) -> Choices:
     return chosen
 
 
+def for_model(config: Config) -> Config:
+    """The configuration as the model needs it. One whose tokens see those behind them needs prompts
+    that are computed in one step, and finds no prefixes: with more behind it, none is the same."""
+    model = load_shape(config.model)[1]
+    if model.causal:
+        return config
+    fields: dict[str, Any] = {"cache__prefix_caching": False}
+    if config.scheduler.policy == SchedulerConfig().policy:
+        fields["scheduler__policy"] = "vllm"
+    elif make_policy(config.scheduler.policy, **config.scheduler.params).chunked:
+        raise ConfigError(
+            f"scheduler.policy={config.scheduler.policy} computes prompts in parts, and this "
+            "model's tokens see those behind them (is_causal in its config.json); take vllm"
+        )
+    if not config.engine.max_model_len:
+        longest = min(model.max_position, config.scheduler.max_batch_tokens)
+        fields["engine__max_model_len"] = longest
+    log.info(
+        "tokens of this model see those behind them: it makes vectors only, of whole prompts, with "
+        "scheduler.policy=%s and without prefix caching",
+        fields.get("scheduler__policy", config.scheduler.policy),
+    )
+    return config.with_fields(**fields)
+
+
 def _why_kv_alone(config: Config, chosen: Choices, read: str) -> str | None:
     """Why there should be no hidden caches, although there could be, read like this, and nobody
     asked for them; None if there is no reason."""

@@ -44,8 +44,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     model_type = fields.one_of(hf, "model_type", MODEL_TYPES)
     second = model_type == "gemma2"
     activation = fields.one_of(hf, "hidden_activation", ("gelu_pytorch_tanh",))
-    if fields.flag(hf, "use_bidirectional_attention", False):
-        raise ValueError("config.json: use_bidirectional_attention is not supported")
+    both_ways = fields.flag(hf, "use_bidirectional_attention", False)
+    if both_ways and second:
+        raise ValueError("config.json: use_bidirectional_attention is not supported with gemma2")
     soft_cap = _cap(hf, "attn_logit_softcapping", 50.0 if second else None)
     logit_cap = _cap(hf, "final_logit_softcapping", 30.0 if second else None)
     if not second and soft_cap is not None:
@@ -59,7 +60,12 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
         [SLIDING if (layer + 1) % every else FULL for layer in range(shape["num_layers"])],
     )
     ropes = {kind: rope_from_hf(hf if second else _of_kind(hf, kind)) for kind in (FULL, SLIDING)}
-    windows = {FULL: None, SLIDING: fields.positive_int(hf, "sliding_window")}
+    window = fields.positive_int(hf, "sliding_window")
+    if both_ways:  # it has both sides
+        shape["causal"], window = False, window // 2 + 1
+    elif not shape["causal"]:
+        window += 1
+    windows = {FULL: None, SLIDING: window}
     bias = fields.flag(hf, "attention_bias", False)
     return LlamaConfig(
         family="gemma",

@@ -62,6 +62,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     window = None
     if "sliding_attention" in kinds:
         window = fields.positive_int(hf, "sliding_window", 128)
+    if window is not None and not shape["causal"]:
+        window += 1
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
     rope, bias = rope_from_hf(hf), fields.flag(hf, "attention_bias", True)
     return LlamaConfig(

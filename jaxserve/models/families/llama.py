@@ -176,6 +176,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     rotated = _rotated(hf) if model_type == "smollm3" else [True] * shape["num_layers"]
     ropes = [rope if one else None for one in rotated]
     windows = _windows(hf, model_type, rotated)
+    if not shape["causal"]:  # as transformers has it: so many on either side, without itself
+        windows = tuple(None if one is None else one + 1 for one in windows)
     biased = model_type not in ("qwen2", "qwen2_moe", "phi3", "mixtral")
     bias = biased and fields.flag(hf, "attention_bias", False)
     qkv_bias = model_type == "qwen2" or (
@@ -290,6 +292,7 @@ def common_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
         "bos_token_id": fields.bos_token_id(hf),
         "norm_eps": fields.number(hf, "rms_norm_eps", 1e-6),
         "init_std": fields.number(hf, "initializer_range", 0.02),
+        "causal": fields.flag(hf, "is_causal", True),
     }
 
 

@@ -134,6 +134,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> OPTConfig:
         final_norm=pre_norm and not fields.flag(hf, "_remove_final_layer_norm", False),
         bias=fields.flag(hf, "enable_bias", True),
         norm_affine=fields.flag(hf, "layer_norm_elementwise_affine", True),
+        causal=fields.flag(hf, "is_causal", True),
         activation=fields.one_of(hf, "activation_function", tuple(ACTIVATIONS)),
     )
 
