@@ -557,15 +557,17 @@ class BlockPool:
 
     def _own_again(self, ids: np.ndarray) -> None:
         """These blocks have one holder left. Who alone still reads a page is as if it had filled
-        it."""
-        if self.cache is None:
-            return
+        it, also where it is found no longer."""
         for block in ids[(self.owners[ids] == NOBODY).all(axis=1)].tolist():
-            page = self.cache.page_of(block)
-            if page is not None:
-                row = self._rows[block]
-                self.owners[block, self.direction[row]] = row
-                self.at[block, self.direction[row]] = page.depth
+            row = int(self._rows[block])
+            self.owners[block, self.direction[row]] = row
+            page = None if self.cache is None else self.cache.page_of(block)
+            at = (
+                np.argmax((self.blocks_of(row) == block).any(axis=0))
+                if page is None
+                else page.depth
+            )
+            self.at[block, self.direction[row]] = at
 
     def _give_back(self, ids: np.ndarray) -> None:
         """Nobody holds these blocks any more. What is known stays until its room is wanted."""

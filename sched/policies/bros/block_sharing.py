@@ -63,6 +63,7 @@ class SharedBlocksBudget(BrosBudget):
         self.host_free = view.host.num_free
         self._refs, self._right = view.pool.refs.copy(), view.pool.owners[:, RIGHT].copy()
         self._keep: dict[int, int] = {}  # tokens that those who lose some keep
+        self._given: dict[int, np.ndarray] = {}  # by row, which of its blocks it has given back
         self._hit = np.zeros(view.table.capacity, bool)  # who loses some
         self._lends = np.zeros(view.table.capacity, bool)
         self._pinned = np.zeros(len(self._refs), bool)  # what starts in the batch find
@@ -72,8 +73,8 @@ class SharedBlocksBudget(BrosBudget):
 
     def lendable(self) -> int:
         """Blocks that only best-effort requests hold: those that one of them fills can be joined,
-        those that several read are free once all of them are preempted."""
-        return int(np.count_nonzero(self._open()) + np.count_nonzero(self._several_read()))
+        those that they read are free once all of them are preempted."""
+        return int(np.count_nonzero(self._open()) + np.count_nonzero(self._only_read()))
 
     def returned_by(self, rows: np.ndarray) -> np.ndarray:
         """Blocks that would be free without each of these best-effort rows, int64 [n]."""
@@ -216,23 +217,23 @@ class SharedBlocksBudget(BrosBudget):
         mine = self._right != NOBODY
         return mine & (self._refs == 1) & ~self._batch.chosen[self._right]
 
-    def _several_read(self) -> np.ndarray:
-        """Which blocks several hold, all of them best-effort requests outside the batch, bool."""
+    def _only_read(self) -> np.ndarray:
+        """Which blocks nobody fills, and only best-effort requests outside the batch hold, bool."""
         pool, holders = self.view.pool, np.zeros(len(self._refs), np.int64)
         if pool.cache is None or not pool.shares:
             return np.zeros(len(self._refs), bool)
         for row in self.best_effort().tolist():
             holders[pool.blocks_of(row)] += 1
-        return (holders > 1) & (holders == self._refs)
+        return (holders > 0) & (holders == self._refs) & (self._right == NOBODY)
 
     def _end_reading(self, need: int) -> None:
-        """Preempts best-effort requests, the latest first, for the blocks that several of them
-        read, until so many can be had."""
+        """Preempts best-effort requests, the latest first, for the blocks that they only read,
+        until so many can be had."""
         pool = self.view.pool
         for row in self.best_effort().tolist():
             if need <= self.free + int(np.count_nonzero(self._open())):
                 return
-            if self._several_read()[pool.blocks_of(row)].any():
+            if self._only_read()[pool.blocks_of(row)].any():
                 self.preempt(row)
 
     def _fill(self, rows: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -368,10 +369,12 @@ class SharedBlocksBudget(BrosBudget):
     def _let_go(self, row: int, index: np.ndarray) -> None:
         """The row gives back the blocks of these numbers, if it has not before."""
         pool = self.view.pool
+        given = self._given.setdefault(row, np.zeros(pool.held[row], bool))
+        index = index[~given[index]]
+        given[index] = True
         ids = pool.blocks_of(row)[:, index].ravel()
         if pool.direction[row] == RIGHT:
-            ids = ids[self._right[ids] == row]
-            self._right[ids] = NOBODY
+            self._right[ids[self._right[ids] == row]] = NOBODY
         else:
             self.left[ids] = 0
         self._refs[ids] -= 1

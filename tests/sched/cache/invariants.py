@@ -34,6 +34,8 @@ def check_pool(pool: BlockPool) -> None:
         refs[ids] += 1
     assert (refs == pool.refs).all(), "reference counts differ from the tables"
     assert pool.num_shared == (refs > 1).sum(), "shared blocks are miscounted"
+    owned = (pool.owners != NOBODY).any(axis=1)
+    assert owned[refs == 1].all(), "a block that one row holds is nobody's"
     for row in range(len(pool.held)):
         alone = int((refs[pool.blocks_of(row)] == 1).sum()) if pool.held[row] else 0
         assert pool.private(row) == alone, f"row {row}'s own blocks are miscounted"

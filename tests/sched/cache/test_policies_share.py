@@ -35,8 +35,9 @@ class Conversations:
     cancelled, and prompts repeat what others have read or written. All find in the pool what they
     expect there."""
 
-    def __init__(self, policy: str, rng: np.random.Generator) -> None:
+    def __init__(self, policy: str, rng: np.random.Generator, *, tight: bool = False) -> None:
         blocks, rows = 2 * int(rng.integers(16, 30)), int(rng.integers(2, 9))
+        blocks = 2 * -(-MOST // SIZE) if tight else blocks
         slots = int(64 * rng.integers(3))
         options = {"blocks": blocks, "block_size": SIZE, "rows": rows, "host_slots": slots}
         options["cost_model"] = FLAT if rng.integers(2) else DEEP_PAY
@@ -128,3 +129,21 @@ def test_all_are_served(policy: str, seed: int) -> None:
     traffic.device.run(scheduler.book(BatchPlan()), traffic.drive.pool, {})
     assert not traffic.device.host
     check_pool(traffic.drive.pool)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_end_where_the_pool_just_holds_one(policy: str) -> None:
+    """In steps that are counted: of real-time and best-effort requests that find each other's
+    blocks, some of which are as long as the pool, and some cancelled. What could be found is
+    forgotten twice meanwhile, as `POST /reset_prefix_cache` has it."""
+    traffic, steps, idle = Conversations(policy, np.random.default_rng(7), tight=True), 0, 0
+    scheduler = traffic.drive.scheduler
+    for _ in range(16):
+        traffic.add()
+    while traffic.tokens:
+        steps, idle = steps + 1, 0 if traffic.step() else idle + 1
+        if steps in (6, 20):
+            scheduler.forget_all()
+        assert idle < 50, f"{len(traffic.tokens)} have not ended, and nothing is planned"
+        assert steps < 4000, "16 requests of 63 tokens, each of them computed four times"
+    assert scheduler.is_empty and len(traffic.ended) == 17

@@ -258,3 +258,39 @@ def test_the_earliest_is_looked_at_however_much_it_has_on_the_host() -> None:
     assert side == RIGHT
     planned = run.step()
     assert int(rows[0]) in planned
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_what_only_best_effort_requests_read_is_lent_too(forgotten: bool) -> None:
+    """Several of them, or one that is left, whether others would find it or not any more."""
+    run = Drive("bros", prefix_caching=True, blocks=64, c=256, p=256)
+    keys = tuple(b"%d" % number for number in range(12))
+    readers = []
+    for number in range(3):
+        readers.append(run.add(49, 8, tier=BEST, keys=keys))
+        run.step(float(number))
+    assert run.pool.num_shared == 24
+    if forgotten:
+        run.scheduler.forget_all()
+    run.scheduler.finish(readers.pop(0), complete=False)
+    run.live -= 1
+    urgent = [run.add(60, 2, arrival=3.0, ttft=100.0, tbt=5.0) for _ in range(2)]
+    assert run.step(3.0) == dict.fromkeys(urgent, 60), "30 of 32 pairs of blocks"
+    assert run.preempted == readers[::-1]
+    run.to_the_end()
+
+
+def test_who_alone_still_reads_blocks_owns_them() -> None:
+    run = Drive("bros", prefix_caching=True, blocks=64, c=256, p=256)
+    keys = tuple(b"%d" % number for number in range(12))
+    first, second = (run.add(49, 8, tier=BEST, keys=keys) for _ in range(2))
+    run.step(0.0)
+    run.step(1.0)
+    assert run.pool.num_shared == 24
+    run.scheduler.forget_all()
+    run.scheduler.finish(first, complete=False)
+    run.live -= 1
+    ids = run.pool.blocks_of(second)
+    assert (run.pool.owners[ids, RIGHT] == second).all()
+    assert (run.pool.at[ids, RIGHT] == np.arange(13)).all()
+    run.to_the_end()
