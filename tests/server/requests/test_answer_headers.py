@@ -70,8 +70,8 @@ def told(headers: dict[str, str]) -> dict[str, str]:
 
 
 def test_a_whole_answer_says_what_was_asked_for_and_what_came_of_it(plain: Plain) -> None:
-    timing = "queue;dur=100.000, ttft;dur=200.000, tbt;dur=59.200, total;dur=300.000, "
-    timing += "max_tbt;dur=60.000"
+    timing = "preprocess;dur=0.000, queue;dur=100.000, ttft;dur=200.000, tbt;dur=59.200, "
+    timing += "total;dur=300.000, max_tbt;dur=60.000"
     body: dict[str, Any] = {"prompt": "a", "max_tokens": 4}
     _, _, headers = plain.call("POST", "/v1/completions", body)
     nothing = {"x-slo-class": "default", "x-slo-tier": "realtime"}
