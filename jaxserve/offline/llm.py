@@ -28,6 +28,7 @@ from jaxserve.offline.outputs import CompletionOutput, EmbeddingOutput, Piece, R
 from jaxserve.sched.request import (
     NOTHING_SAMPLED,
     SLO,
+    InvalidRequest,
     PoolingParams,
     Request,
     SamplingParams,
@@ -38,7 +39,7 @@ from jaxserve.server.requests.engine_requests import EngineRequests, RequestFiel
 from jaxserve.server.requests.output_streams import Delta, Stream
 from jaxserve.server.requests.pooling.scoring import NO_TOKENS, pair_prompts
 from jaxserve.server.requests.templates.chat_template import ChatTemplate, load_chat_template
-from jaxserve.server.tools.calls import Call, from_openai, special_tokens, whole
+from jaxserve.server.tools.calls import Call, compact, from_openai, special_tokens, whole
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
@@ -183,7 +184,7 @@ class LLM:
             sampling = self._showing_calls(sampling)
         texts = [
             self._template.render(
-                [{**turn, "content": turn.get("content") or ""} for turn in chat],
+                list(map(_plain, chat)),
                 kwargs=kwargs,
                 tools=shown,
             )
@@ -470,6 +471,24 @@ def _config(model: str, config: ConfigDict | None, fields: Mapping[str, Any]) ->
         config = base.get_config() if model else tiny_cpu.get_config()
     chosen = {"model__path": model, **fields} if model else fields
     return find_checkpoint(config_from_config_dict(config, chosen))
+
+
+def _plain(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A turn as templates are given it, from whatever OpenAI's clients have."""
+    given = {name: value for name, value in turn.items() if value is not None}
+    content = given.get("content", "")
+    if not isinstance(content, str):
+        if not all(isinstance(part.get("text"), str) for part in content):
+            raise InvalidRequest("messages", "only parts of text are served")
+        content = "".join(part["text"] for part in content)
+    calls = [{**call, "function": dict(call["function"])} for call in given.get("tool_calls", ())]
+    for call in calls:
+        arguments = call["function"].get("arguments") or ""
+        call["function"]["arguments"] = (
+            arguments if isinstance(arguments, str) else compact(arguments)
+        )
+    given.pop("tool_calls", None)
+    return {**given, "content": content, **({"tool_calls": calls} if calls else {})}
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

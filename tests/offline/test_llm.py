@@ -270,3 +270,26 @@ def test_scores(llm: LLM, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
             llm.score("a", "b", **wrong, **given)
     with pytest.raises(ValueError, match="2 of them"):
         llm.score(["a", "b"], ["a"], progress=False)
+
+
+def test_chats_as_clients_have_them() -> None:
+    source = (
+        "{% if messages[0].role == 'system' %}<S>{{ messages[0].content }}{% endif %}"
+        "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments|tojson }}{% endfor %}"
+        "{% endif %}{% endfor %}"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    chat: Any = [
+        {"role": "system", "content": "A"},
+        {"role": "developer", "content": [{"type": "text", "text": "B"}], "name": None},
+        {"role": "user", "content": "C", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "D"}]},
+    ]
+    with LLM.over(FakeEngine().run(), ChatTemplate(source)) as llm:
+        (found,) = llm.chat(chat, progress=False)
+        assert found.prompt == '<S>A\n\nB<user>C<assistant>{"a": 1}<tool>D'
+        picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+        with pytest.raises(InvalidRequest, match="only parts of text"):
+            llm.chat(picture, progress=False)

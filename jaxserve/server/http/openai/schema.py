@@ -513,6 +513,7 @@ class Message(Body):
     parsed: Any = None
     annotations: list[Any] | None = None
     phase: Text | None = None
+    cache_control: dict[str, Any] | None = None
     provider_specific_fields: Any = None
 
     @model_validator(mode="after")
