@@ -228,12 +228,6 @@ class Policy(abc.ABC):
     steady: bool = False
     speculates: bool = False
 
-    @property
-    def waiting_can_preempt(self) -> bool:
-        """Whether requests that start may take memory and rows from those that run and have a
-        larger `queue_priority`."""
-        return False
-
     def queue_priority(self, requests: Any, now: float) -> Any:
         """A number for each request: of those that wait, the smallest is served first, as far as
         can be said before. It is for predictions, and asked from any thread: it changes nothing.
@@ -246,6 +240,20 @@ class Policy(abc.ABC):
             A number or an array; None where nothing can be said.
         """
         return None
+
+    def makes_room(self, running: Any, request: Any, now: float) -> Any:
+        """Which requests that run give their memory and rows to one that comes, if it finds none.
+        It is for predictions, as `queue_priority` is.
+
+        Args:
+            running: As `requests` there; what it answers of others does not count.
+            request: One, with the same attributes.
+            now: Seconds.
+
+        Returns:
+            A bool or an array.
+        """
+        return False
 
     def prefill_limit(self, limits: Limits) -> int:
         """How far prompts may fill a batch, tokens: P, or C where they are whole, or may fill

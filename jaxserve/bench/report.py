@@ -55,7 +55,7 @@ def _slo(slo: dict[str, Any] | None) -> list[str]:
     if slo is None:
         return []
     shares = ", ".join(
-        f"{slo[name]:.1%}{label}"
+        f"{_percent(slo[name])}{label}"
         for name, label in (
             ("attainment", ""),
             ("ttft_attainment", " of TTFT"),
@@ -63,7 +63,8 @@ def _slo(slo: dict[str, Any] | None) -> list[str]:
             ("jct_attainment", " of JCT"),
         )
     )
-    gaps = f"{slo['attainment_with_gap']:.1%}, {slo['max_tbt_attainment']:.1%} of the gap"
+    gap = _percent(slo["max_tbt_attainment"])
+    gaps = f"{_percent(slo['attainment_with_gap'])}, {gap} of the gap"
     lines = [_line("SLO attainment", shares), _line("  with the longest gap", gaps)]
     if slo["goodput_per_s"] is not None:
         both = (
@@ -71,6 +72,10 @@ def _slo(slo: dict[str, Any] | None) -> list[str]:
         )
         lines.append(_line("goodput, requests/s", both))
     return lines
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _engine(engine: dict[str, Any]) -> list[str]:

@@ -93,8 +93,10 @@ def attainment(
         points = sorted(
             (s["rate"], 100 * s["slo_attainment"], 100 * (bar or 0.0))
             for s, bar in zip(summaries, bars, strict=True)
-            if s["policy"] == policy
+            if s["policy"] == policy and s["slo_attainment"] is not None
         )
+        if not points:
+            continue
         rates, percent, around = zip(*points, strict=True)
         # Lines that coincide stay visible: the later, the thinner.
         width, size = max(0.9, 3.4 - 0.8 * i), max(3.0, 10.0 - 2.0 * i)
@@ -103,7 +105,7 @@ def attainment(
         axes.errorbar(rates, percent, ends, label=policy, elinewidth=0.9, capsize=3, **look)
     axes.set(xlabel="requests per second", ylabel="requests within their SLO, %", ylim=(-3, 103))
     axes.grid(alpha=0.3)
-    if summaries:
+    if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=8)
     return figure
 

@@ -28,7 +28,7 @@ _COLUMNS = {  # title, form, and what it is
     "saved_slots": ("slots saved", "{:.0f}", "of caches, to host memory"),
     "loaded_slots": ("slots loaded", "{:.0f}", "and back"),
     "mean_shared_blocks": ("shared blocks", "{:.1f}", "mean of those that several requests hold"),
-    "slo_attainment": ("SLO", "{:.1%}", "share of the requests within all of their targets"),
+    "slo_attainment": ("SLO", "{:.1%}", "share of those with targets within all of them"),
     "slo_attainment_with_gap": (
         "with gap",
         "{:.1%}",
@@ -81,10 +81,16 @@ def capacity_report(found: Sequence[tuple[Point, Crossing]], level: float) -> st
     for point, capacity in found:
         attainment = _cell("{:.1%}", SLO_ATTAINMENT, point.mean, point.half_width)
         lines.append([point.run.policy, f"{capacity.bound}{capacity.rate:g}", attainment])
-    return (
-        f"the highest rate at which {100 * level:.4g}% of the requests attain their SLO, "
-        f"{RULE}\n" + aligned(lines)
-    )
+    tables = [
+        f"the highest rate at which {100 * level:.4g}% of the requests with targets attain their "
+        f"SLO, {RULE}",
+        aligned(lines),
+    ]
+    for point, _ in found:
+        groups = group_lines(point.mean, point.half_width)
+        if groups:
+            tables += ["", _title(point), *groups]
+    return "\n".join(tables)
 
 
 def _name(policy: str, rate: float | None) -> list[str]:
@@ -116,7 +122,7 @@ def _cell(form: str, name: str, means: dict[str, Any], widths: dict[str, Any]) -
 
 
 def _notes(points: Sequence[Point], seeds: range) -> list[str]:
-    """What the intervals are, and which points have none."""
+    """What the intervals are, which points have none, and which are too short."""
     several = [point for point in points if len(point.outcomes) > 1]
     fixed = [point.run.policy for point in points if not point.seed_matters]
     notes = []
@@ -129,4 +135,6 @@ def _notes(points: Sequence[Point], seeds: range) -> list[str]:
         whom = "" if not several else f" of {', '.join(dict.fromkeys(fixed))}"
         each = " each" if len(points) > 1 else ""
         notes.append(f"one run{each}{whom}: nothing is drawn, so that a seed changes nothing")
+    for rate, short in dict.fromkeys((p.run.rate, p.short) for p in points if p.short):
+        notes.append(f"{'' if rate is None else f'at {rate:g}/s '}{short}")
     return notes

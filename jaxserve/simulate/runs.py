@@ -19,7 +19,6 @@ from jaxserve.sched.simulation.settings import Routing
 from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.metrics import has_targets
-from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.workload import Workload
@@ -47,7 +46,9 @@ class Outcome:
         numbers: As `SimulationResult.summary` has them.
         kv_tokens: Size of the cache.
         seed_read: Whether the policy drew random numbers.
-        attained: bool [n], which requests are within all of their targets, by RULE.
+        attained: bool [n], of the requests with targets, which are within all of theirs, by RULE.
+        lasts: How many times as long as the longest target the requests with targets kept coming;
+            inf without a TTFT or JCT.
         result: Everything that was recorded; None unless the run keeps it.
     """
 
@@ -55,14 +56,19 @@ class Outcome:
     kv_tokens: int
     seed_read: bool
     attained: np.ndarray
+    lasts: float
     result: SimulationResult | None
 
     @classmethod
     def from_result(cls, result: SimulationResult, *, keep: bool) -> Outcome:
         """From a simulation, or from what was served. keep: keep the result, too."""
-        kept = result if keep else None
-        attained = result.met.slo_with_gap
-        return cls(result.summary(), result.kv_tokens, result.seed_read, attained, kept)
+        kept, workload = result if keep else None, result.requests.workload
+        asked = workload.terms.asked
+        attained, came = result.met.slo_with_gap[asked], workload.arrival[asked]
+        targets = np.stack([workload.ttft, workload.jct])
+        longest = float(targets[targets < np.inf].max(initial=0.0))
+        lasts = float(np.ptp(came)) / longest if longest else math.inf
+        return cls(result.summary(), result.kv_tokens, result.seed_read, attained, lasts, kept)
 
 
 @dataclass(frozen=True)
@@ -214,6 +220,6 @@ class Run:
 
 def check_targets(run: Run, problem: str) -> None:
     """ValueError if no request of the run has a target. problem: how its line begins."""
-    if not has_targets(run.workload.make_workload(run.seed).terms, ALL_TARGETS):
+    if not has_targets(run.workload.make_workload(run.seed).terms):
         flags = "--slo_ttft_ms, --slo_tbt_ms, --slo_jct_ms, --slo_max_tbt_ms, --classes with one"
         raise ValueError(f"{problem}: {flags}, or traffic with them")

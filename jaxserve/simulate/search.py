@@ -40,13 +40,14 @@ class Search:
         return replace(self.run, workload=replace(workload, rate=FINE.rate(index)))
 
     def capacity(self) -> Crossing:
-        """The capacity once the search is over: a rate, or the last one tried as a bound."""
-        found = self._attainments().items()
-        return sustained({FINE.rate(index): share for index, share in found}, self.level)
+        """The capacity once the search is over: a rate, or the last one tried as a bound; "?" where
+        the run there is too short to tell."""
+        found = self._crossing()
+        return Crossing(found.rate, found.bound or ("?" if self.point().short else ""))
 
     def point(self) -> Point:
         """The point at the rate of `capacity`."""
-        rate = self.capacity().rate
+        rate = self._crossing().rate
         return next(point for point in self.tried.values() if point.run.rate == rate)
 
     def points(self) -> list[Point]:
@@ -57,16 +58,26 @@ class Search:
         """Why there is no capacity, in a line; "" if there is one."""
         found = self.capacity()
         share = self.point().mean[SLO_ATTAINMENT]
+        short = f"; {self.point().short}" if self.point().short else ""
         begin = f"{self.run.policy}: at {found.rate:g} requests/s, the"
-        attain = f"rate tried, {share:.1%} of the requests attain their SLO"
+        attain = f"rate tried, {share:.1%} of those with targets attain their SLO"
         if found.bound == "<":
             return f"{begin} lowest {attain}, less than --attainment={self.level:g}"
         if found.bound == ">":
             return (
                 f"{begin} highest {attain}, no less than --attainment={self.level:g}; more of them "
-                "(--num_requests) or tighter targets show where that ends"
+                "(--num_requests) or tighter targets show where that ends" + short
+            )
+        if short:
+            return (
+                f"{self.run.policy}: at {found.rate:g} requests/s it cannot be told whether they "
+                f"attain their SLO{short}"
             )
         return ""
+
+    def _crossing(self) -> Crossing:
+        found = self._attainments().items()
+        return sustained({FINE.rate(index): share for index, share in found}, self.level)
 
     def _attainments(self) -> dict[int, float]:
         return {index: p.mean[SLO_ATTAINMENT] for index, p in self.tried.items()}

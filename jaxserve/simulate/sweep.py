@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from jaxserve.simulate.runs import Outcome, Run
 from jaxserve.simulate.spread import half_width, mean, ratios
 from jaxserve.simulate.workers import Workers
+
+OUTLAST = 5  # times the longest target, that requests have to keep coming
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,18 @@ class Point:
     def half_width(self) -> dict[str, Any]:
         """Half-widths of the 95% intervals; None for each number if there is one seed."""
         return half_width(self.numbers)
+
+    @property
+    def short(self) -> str:
+        """Why the run is too short to tell an overload, in words; "" if it is not."""
+        lasts, count = self.outcomes[0].lasts, self.numbers[0]["num_requests"]
+        if not 0 < lasts < OUTLAST:  # 0: all at once, which is no load that could last
+            return ""
+        more = math.ceil(OUTLAST / lasts * count)
+        return (
+            f"they come for {lasts:.2g} times the longest target, too short for an overload to "
+            f"make them miss it; {more} (--num_requests) would come for {OUTLAST} times"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Its numbers, and those of each run."""

@@ -38,7 +38,7 @@ def hold_back(
     else:
         fresh = fresh[_in_order(policy, view, fresh, now)]
         lanes = [fresh[table.tier[fresh] == tier] for tier in Tier]
-        parts = [_next(policy, view, shares, lane) for lane in lanes if len(lane)]
+        parts = [_next(policy, view, shares, lane, now) for lane in lanes if len(lane)]
         seen = np.concatenate(parts)
     wanted = np.full(len(table.state), HELD)
     wanted[seen] = WAITING
@@ -62,7 +62,9 @@ def _in_order(policy: Policy, view: View, rows: np.ndarray, now: float) -> np.nd
     return np.lexsort((seq, np.broadcast_to(np.asarray(standing, np.float64), rows.shape)))
 
 
-def _next(policy: Policy, view: View, shares: FairShares, lane: np.ndarray) -> np.ndarray:
+def _next(
+    policy: Policy, view: View, shares: FairShares, lane: np.ndarray, now: float
+) -> np.ndarray:
     """The rows of this tier to see, one at least, until tokens, blocks or places are used up."""
     table, pool = view.table, view.pool
     running = table.in_state(RUNNING)
@@ -71,7 +73,9 @@ def _next(policy: Policy, view: View, shares: FairShares, lane: np.ndarray) -> n
     if policy.mixed_batches:
         tokens -= int(np.count_nonzero(decodes))
     lower = table.tier[running] > table.tier[lane[0]]
-    losers = running[lower & policy.waiting_can_preempt]  # room for whom the policy makes
+    with np.errstate(all="ignore"):
+        first, others = (Columns(view, rows, 0.0) for rows in (lane[:1], running))
+        losers = running[lower & policy.makes_room(others, first, now)]
     places = policy.row_limit(view.limits) - len(running) + len(losers)
     blocks = pool.num_free + int(pool.held[losers].sum())
     length = table.pending(lane)  # what is found is neither computed nor charged

@@ -6,7 +6,7 @@ prefills and waiting requests together, and the latest deadline is preempted.
 
 In an overload this order makes every request late, one after the other, since late ones are first.
 So a request that can no longer be in time, or never could, is due `patience` seconds after its
-arrival instead: it waits for those that can, but not for ever.
+arrival instead: it waits for those that can, but not for ever. So is one without any target.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _DECODES_FIRST = (Group(Phase.DECODE, preempts=True), Group(Phase.PREFILL | Phas
 class EarliestDeadline(UnifiedPolicy):
     """Decodes by deadline, then prefills and the waiting by deadline; only decodes preempt.
 
-    patience: seconds after its arrival at which one that is late is due; 0: it stays where it was,
-    plain earliest deadline first. ValueError for one that is negative, or no number."""
+    patience: seconds after its arrival at which one that is late, or has no targets, is due; 0:
+    plain earliest deadline first, where these stay in front, and behind all others. ValueError for
+    one that is negative, or no number."""
 
     groups: tuple[Group, ...] = field(default=_DECODES_FIRST)
     mixed_batches: bool = True
@@ -50,6 +51,7 @@ class EarliestDeadline(UnifiedPolicy):
             raise ValueError(f"patience must be at least 0, got {self.patience}")
         object.__setattr__(self, "key", _deadline)
         if self.patience:
+            object.__setattr__(self, "key", _deadline_or(self.patience))
             object.__setattr__(self, "lapse", Lapse(_lead, _overdue(self.patience)))
 
 
@@ -68,6 +70,15 @@ def _deadline(r: Any) -> Any:
 def _lead(r: Any) -> Any:
     """How long before that an idle engine would have to begin with what is pending, seconds."""
     return r.alone * (r.prompt_len + r.generated - r.computed) / r.prompt_len
+
+
+@cache
+def _deadline_or(patience: float) -> Key:
+    def due(r: Any) -> Any:
+        none = np.isinf(r.ttft) & np.isinf(r.tbt) & np.isinf(r.jct)
+        return where(none, r.arrival + patience, _deadline(r))
+
+    return due
 
 
 @cache  # one function for each: a compiled simulation compiles every new one

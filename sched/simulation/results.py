@@ -26,6 +26,9 @@ from jaxserve.sched.slo.metrics import (
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.sched.workloads.workload import Workload
 
+_SHARES = tuple(f"{name}_attainment" for name in ALL_TARGETS)
+_GOODPUT = ("goodput_per_s", "goodput_with_gap_per_s")
+
 
 @dataclass(frozen=True)
 class RequestRecords:
@@ -248,10 +251,10 @@ class SimulationResult:
             makespan_s: First arrival to last token, or to the end of a run that was cut off.
             tps: Generated tokens over latency_s.
             mean_tpot_s: Over requests with more than one token, preempted time included.
-            slo_attainment: Share of the requests that finished within all of their own targets, if
-                any (`sched/slo/metrics.py`).
+            slo_attainment: Share of the requests with targets that finished within all of their own
+                (`sched/slo/metrics.py`); None where nobody has any.
             ttft_attainment, tbt_attainment, jct_attainment, max_tbt_attainment: The same for one
-                target.
+                target, of those that have it.
             slo_attainment_with_gap, goodput_with_gap_per_s: The same for all targets, where the
                 longest time between two tokens counts as well, as in a server's verdicts.
             num_refused: Requests that found the queue full; they attain nothing and count in no
@@ -270,11 +273,11 @@ class SimulationResult:
         times, terms = requests.times, requests.workload.terms
         met = attained(times, terms)
         total = group_metrics(times, terms, met)
-        tokens, makespan = len(requests.token_times), span(times)
+        tokens, slo = len(requests.token_times), total["slo"] or {}
         size, kv_used = batches.num_decodes + batches.num_prefills, batches.kv_used
         return {
             "latency_s": latency,
-            "makespan_s": makespan,
+            "makespan_s": span(times),
             "tps": rate(tokens, latency),
             "mean_ttft_s": _mean(requests.ttft[requests.tokens > 0]),
             "mean_tpot_s": _mean(requests.tpot),
@@ -283,16 +286,9 @@ class SimulationResult:
             "recomputed_tokens": int(batches.num_recomputed.sum()),
             "saved_slots": int(batches.saved_slots.sum()),
             "loaded_slots": int(batches.loaded_slots.sum()),
-            "slo_attainment": float(met.slo.mean()),
-            "ttft_attainment": float(met.ttft.mean()),
-            "tbt_attainment": float(met.tbt.mean()),
-            "jct_attainment": float(met.jct.mean()),
-            "max_tbt_attainment": float(met.max_tbt.mean()),
-            "slo_attainment_with_gap": float(met.slo_with_gap.mean()),
-            "goodput_per_s": rate(int((met.slo & times.finished).sum()), makespan),
-            "goodput_with_gap_per_s": rate(
-                int((met.slo_with_gap & times.finished).sum()), makespan
-            ),
+            "slo_attainment": slo.get("attainment"),
+            "slo_attainment_with_gap": slo.get("attainment_with_gap"),
+            **{name: slo.get(name) for name in (*_SHARES, *_GOODPUT)},
             **self._search(),
             "num_requests": len(requests),
             "num_refused": int(requests.refused.sum()),

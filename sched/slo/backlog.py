@@ -14,7 +14,7 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.reachability import Alone, targets_that_count
 from jaxserve.sched.fairness.fair_share import Share
 from jaxserve.sched.policy import Limits, Policy
-from jaxserve.sched.request import Request
+from jaxserve.sched.request import SLO, Request, Tier
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.state.request_table import RELEGATED, RUNNING
 
@@ -42,6 +42,7 @@ class Known:
         seed: Of the run.
         given: See `Columns`.
         outlook: Of `Outlook`.
+        bare: bool, whether it is a best-effort request without targets.
     """
 
     arrival: Any
@@ -61,6 +62,7 @@ class Known:
     seed: int = 0
     given: float = 0.0
     outlook: Any = 0
+    bare: Any = False
 
     @classmethod
     def from_request(
@@ -89,6 +91,7 @@ class Known:
             decoding=~_YES,
             seed=seed,
             outlook=_ZERO,
+            bare=one(request.tier == Tier.BEST_EFFORT and request.slo == SLO()),
         )
 
 
@@ -155,6 +158,7 @@ class Backlog:
             decoding=table.decoding(rows),
             seed=vars(view)["seed"],  # to simulations, the policy has not asked for it
             outlook=table.outlook[rows].astype(np.int64),
+            bare=table.bare(rows),
         )
         return cls(
             *(now, max(now, free_at), table.num_added, known),
@@ -188,6 +192,12 @@ class Backlog:
             return None
         ranks = np.broadcast_to(np.fmin(np.asarray(found, np.float64), np.inf), known.seq.shape)
         return np.where(known.outlook == RELEGATED, np.inf, ranks)
+
+    def makes_room(self, known: Known, now: float) -> np.ndarray:
+        """Which requests that run make room for this one, bool [n]. known: of one request."""
+        with np.errstate(all="ignore"):
+            found = self.policy.makes_room(self.known, known, now)
+        return np.asarray(found & ~self.known.waiting)
 
     @property
     def max_rows(self) -> int:

@@ -9,7 +9,9 @@ papers' rule. The rule with the gap is stricter, and what a server tells its use
 its TBTs must be within its `max_tbt`, too, so that no stream stands still. One that had not ended
 when the run was cut off is judged as if its next token came then: it attains a target whose time
 has not passed.
-Goodput: requests that have ended and attain their SLO, a second. Percentiles interpolate linearly.
+Goodput: requests that have ended and attain their SLO, a second. Requests without targets neither
+attain nor miss any: shares are of those that have targets, or that target, and goodput counts those
+alone. Percentiles interpolate linearly.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import numpy as np
 from jaxserve.sched.parallel_arrays import ParallelArrays
 from jaxserve.sched.request import Tier
 from jaxserve.sched.slo.deliveries import spread_all
-from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
+from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,8 @@ def group_metrics(
         duration: Seconds that rates refer to; by default from the first due time to the last token.
 
     Returns:
-        Numbers by name. `slo` is None if no request has a target.
+        Numbers by name. `slo` is None if no request has a target, and so is each share in it whose
+        target nobody has.
     """
     done = times.select(times.finished)
     tbt, _ = done.tbt
@@ -234,7 +237,7 @@ def group_metrics(
         "tbt_ms": summarise(tbt, 1e3),
         "e2e_ms": summarise(done.e2e, 1e3),
         "normalised_latency_ms": summarise(done.normalised_latency, 1e3),
-        "slo": _slo_metrics(met, times.finished, duration) if has_targets(terms) else None,
+        "slo": _slo_metrics(met, terms, times.finished, duration) if has_targets(terms) else None,
     }
 
 
@@ -347,9 +350,9 @@ def span(times: Times) -> float:
     return float(times.token_times.max()) - begin if len(times.token_times) else 0.0
 
 
-def has_targets(terms: SloColumns, names: Sequence[str] = ALL_TARGETS) -> bool:
-    """Whether any request has one of these."""
-    return any(bool(np.isfinite(getattr(terms, name)).any()) for name in names)
+def has_targets(terms: SloColumns) -> bool:
+    """Whether any request has one."""
+    return bool(terms.asked.any())
 
 
 def request_p99_tbt(times: Times) -> np.ndarray:
@@ -371,18 +374,27 @@ def percentile_99(values: Sequence[float]) -> float:
     return above - (above - below) * (1 - share)
 
 
-def _slo_metrics(met: Attained, finished: np.ndarray, duration: float) -> dict[str, Any]:
+def _slo_metrics(
+    met: Attained, terms: SloColumns, finished: np.ndarray, duration: float
+) -> dict[str, Any]:
+    asked = terms.asked
+    targets = {name: getattr(terms, name) for name in TARGETS}
+    targets["max_tbt"] = terms.max_tbt_that_counts
     shares = {
-        f"{field.name}_attainment": float(getattr(met, field.name).mean())
-        for field in dataclasses.fields(met)
+        f"{name}_attainment": _share(getattr(met, name)[target < np.inf])
+        for name, target in targets.items()
     }
     return {
-        "attainment": float(met.slo.mean()),
-        "attainment_with_gap": float(met.slo_with_gap.mean()),
+        "attainment": _share(met.slo[asked]),
+        "attainment_with_gap": _share(met.slo_with_gap[asked]),
         **shares,
-        "goodput_per_s": rate(int((met.slo & finished).sum()), duration),
-        "goodput_with_gap_per_s": rate(int((met.slo_with_gap & finished).sum()), duration),
+        "goodput_per_s": rate(int((met.slo & finished & asked).sum()), duration),
+        "goodput_with_gap_per_s": rate(int((met.slo_with_gap & finished & asked).sum()), duration),
     }
+
+
+def _share(met: np.ndarray) -> float | None:
+    return float(met.mean()) if len(met) else None
 
 
 def rate(count: int, duration: float) -> float | None:

@@ -86,6 +86,11 @@ class SloColumns:
         default = np.maximum(MAX_TBT * self.tbt, LEAST_MAX_TBT)
         return np.where(self.max_tbt < np.inf, self.max_tbt, default)
 
+    @property
+    def asked(self) -> np.ndarray:
+        """Who has a target at all, bool [n]: the others neither attain nor miss any."""
+        return np.asarray(np.minimum.reduce([getattr(self, n) for n in ALL_TARGETS]) < np.inf)
+
     @classmethod
     def joined(cls, parts: Sequence[SloColumns]) -> SloColumns:
         """One after the other; classes of the same name are one."""

@@ -6,7 +6,8 @@ decodes as running requests need to leave rows and blocks for all of them, which
 are priced by the scheduler's cost model. Where something cannot be known, the estimate errs short,
 so that too few late requests are refused rather than too many: policies without a known order
 (`Policy.queue_priority`) are taken to serve the newcomer first, caches do not grow, and nothing is
-preempted for their growth.
+preempted for their growth. Who makes room for the newcomer is what the policy says it is
+(`Policy.makes_room`).
 
 A router has a coarser estimate of the same kind (`routing/estimate.py`), for all replicas at once
 and from sums, since a snapshot has no requests in it. It knows tiers where this knows places in the
@@ -79,8 +80,9 @@ class _Came:
 
 
 class TtftEstimator:
-    """Predicts from one backlog. Slow parts are computed once, on first use; then each query takes
-    two bisections. Any thread may ask, one at a time."""
+    """Predicts from one backlog. Slow parts are computed once, on first use; then a query takes
+    two bisections, and a question to the policy where memory or rows are short. Any thread may ask,
+    one at a time."""
 
     def __init__(self, backlog: Backlog) -> None:
         self._backlog = backlog
@@ -98,7 +100,7 @@ class TtftEstimator:
         """
         if not len(self._backlog) and self._count == self._backlog.received:
             self._free_at = max(self._free_at, now)  # it had nothing to do until now
-        place = self._place(request, now, cached)
+        place = self._place(self._known(request, now, cached), now)
         self._count += request.sampling.n
         if place is not None:
             own = _Work(*(request.sampling.n * part for part in self._own(request, cached)))
@@ -114,25 +116,30 @@ class TtftEstimator:
             cached: Tokens of its prompt that it finds.
         """
         backlog, own = self._backlog, self._own(request, cached)
-        place = self._place(request, now, cached)
+        known = self._known(request, now, cached)
+        place = self._place(known, now)
         alone = self._prefill(own, 0, 0.0)[0]
         total = _sum(own, self._before(place, request, own))
-        rows, blocks = self._given_up(place)
-        lacking = total.starts - rows - (backlog.max_rows - self._holders)
-        short = total.blocks - blocks - backlog.free_blocks
+        lacking = total.starts - (backlog.max_rows - self._holders)
+        short = total.blocks - backlog.free_blocks
+        if max(lacking, short) > 0:
+            rows, blocks = self._given_up(place, known, now)
+            lacking, short = lacking - rows, short - blocks
         seconds = self._seconds(total, self._steps_until(lacking, short, total.starts))
         waited = now - (request.arrival or now)
         return Wait(waited + max(alone, seconds + (self._free_at - now)), alone)
 
     # Who is before it.
 
-    def _place(self, request: Request, now: float, cached: int) -> float | None:
+    def _known(self, request: Request, now: float, cached: int) -> Known:
         backlog = self._backlog
         alone = Alone.from_request(request, backlog.step_time, backlog.prefill_tokens)
-        known = Known.from_request(
+        return Known.from_request(
             *(request, alone, request.arrival or now, self._count, backlog.known.seed, cached)
         )
-        found = backlog.queue_priority(known, now)
+
+    def _place(self, known: Known, now: float) -> float | None:
+        found = self._backlog.queue_priority(known, now)
         return None if found is None else float(found[0])
 
     def _own(self, request: Request, cached: int) -> _Work:
@@ -223,26 +230,13 @@ class TtftEstimator:
     def _standing(self) -> np.ndarray | None:
         return self._backlog.queue_priority(self._backlog.known, self._backlog.time)
 
-    def _given_up(self, place: float | None) -> tuple[int, int]:
+    def _given_up(self, place: float | None, known: Known, now: float) -> tuple[int, int]:
         """Rows and blocks that running requests would lose to the request."""
-        backlog = self._backlog
+        blocks = self._backlog.blocks
         if place is None:  # it is taken to be served first, so all make room for it
-            return self._holders, int(backlog.blocks.sum())
-        if not backlog.policy.waiting_can_preempt:
-            return 0, 0
-        standing, blocks = self._losers
-        at = int(np.searchsorted(standing, place, side="right"))
-        return len(standing) - at, int(blocks[-1] - blocks[at])
-
-    @cached_property
-    def _losers(self) -> tuple[np.ndarray, np.ndarray]:
-        """Running requests by standing, and the blocks of the first 0, 1, ... of them."""
-        backlog = self._backlog
-        runs = np.flatnonzero(~backlog.known.waiting)
-        standing = self._standing
-        assert standing is not None
-        runs = runs[np.argsort(standing[runs], kind="stable")]
-        return standing[runs], np.concatenate([[0], np.cumsum(backlog.blocks[runs])])
+            return self._holders, int(blocks.sum())
+        losers = self._backlog.makes_room(known, now)
+        return int(np.count_nonzero(losers)), int(blocks[losers].sum())
 
     # What it takes.
 

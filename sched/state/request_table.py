@@ -13,7 +13,7 @@ import enum
 import numpy as np
 
 from jaxserve.sched.cost.reachability import NOTHING, Alone, targets_that_count
-from jaxserve.sched.request import Request
+from jaxserve.sched.request import Request, Tier
 from jaxserve.sched.state.ordered_rows import OrderedRows
 from jaxserve.sched.state.output_lengths import ENOUGH, OutputLengths
 
@@ -230,6 +230,11 @@ class RequestTable:
         """Which of them have any, bool [n]."""
         targets = (self.ttft, self.tbt, self.jct, self.max_tbt)
         return np.minimum.reduce([column[rows] for column in targets]) < np.inf
+
+    def bare(self, rows: np.ndarray) -> np.ndarray:
+        """Which of them are best-effort requests without targets, bool [n]."""
+        found = self.tier[rows] == Tier.BEST_EFFORT
+        return found & ~self.has_targets(rows) if found.any() else found
 
     def move(self, rows: np.ndarray, to: int) -> None:
         """Gives the rows another state."""

@@ -118,6 +118,11 @@ class Columns:
         return np.asarray(self._view.table.outlook[self._rows], np.int64)
 
     @cached_property
+    def bare(self) -> np.ndarray:
+        """bool [n], `RequestTable.bare`. For `Policy.makes_room`, as above."""
+        return self._view.table.bare(self._rows)
+
+    @cached_property
     def waiting(self) -> np.ndarray:
         """bool [n]."""
         return np.asarray(self._view.table.state[self._rows] != RUNNING)  # or it is held back

@@ -140,14 +140,16 @@ class UnifiedPolicy(Policy):
 
         return rank(view, keys, self.requeue)
 
-    @property
-    def waiting_can_preempt(self) -> bool:
-        """Where those that wait preempt."""
-        return any(group.preempts and Phase.WAITING in group.phases for group in self.groups)
-
     def queue_priority(self, requests: Any, now: float) -> Any:
         """The key as it is now, or the order of arrival."""
         return requests.seq if self.key is None else current(self.key, self.lapse, requests, now)
+
+    def makes_room(self, running: Any, request: Any, now: float) -> Any:
+        """Those behind it, where those that wait preempt."""
+        if not any(group.preempts and Phase.WAITING in group.phases for group in self.groups):
+            return False
+        ours = self.queue_priority(request, now)
+        return ours is None or np.greater(self.queue_priority(running, now), ours)
 
     def compiled_spec(self) -> CompiledSpec | None:
         """For simulations that have it compiled; None if that cannot be. A class that overrides any

@@ -24,6 +24,7 @@ from jaxserve.sched.policies.apt.value import Moment, Penalty, Weighed, known
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
 from jaxserve.sched.state.request_table import RUNNING, WAITING
+from jaxserve.sched.unified.making_room import made_for
 
 NOBODY = np.zeros(0, np.int64)
 
@@ -88,15 +89,19 @@ class AptServe(Policy):
         waiting, running = view.table.in_state(WAITING), view.table.in_state(RUNNING)
         moment = self._moment(view, now, waiting, running)
         queue = Weighed(waiting, self._queue.tokens_of(view, waiting), moment.weigh)
-        ran = Weighed(running, known(view, running), moment.weigh)
+        gone = self._way_for(view, queue, running)
         if len(queue) and not self.chunked:
-            budget = self._budget(view, view.pool.num_free)
+            budget = self._budget(view, view.pool.num_free, gone)
             some = queue.of_chosen(queue.tokens <= budget.most(view.pool.block_size))
             if len(some) and self._prefills(moment, queue, some, running):
                 starts = self._start(view, some if self.adaptive else queue, budget)
                 if len(starts):
-                    return _plan(view, starts)
-        return self._go_on(view, ran, queue)
+                    return _plan(view, starts, gone)
+            gone = gone[:0]
+        if len(gone):
+            running = running[~np.isin(running, gone)]
+        ran = Weighed(running, known(view, running), moment.weigh)
+        return self._go_on(view, ran, queue, gone)
 
     def _moment(self, view: View, now: float, waiting: np.ndarray, running: np.ndarray) -> Moment:
         requests = len(waiting) + len(running)
@@ -123,11 +128,26 @@ class AptServe(Policy):
             return True  # all the others add to it
         return bool(moment.pending(queue.rows).sum() >= ran)
 
-    def _budget(self, view: View, left: int, rows: int = 0, used: int = 0) -> StartBudget:
-        """What is left for requests to start. left: free blocks. rows, used: rows and tokens that
-        are in the batch already."""
+    def _way_for(self, view: View, queue: Weighed, running: np.ndarray) -> np.ndarray:
+        """Rows that make room for waiting ones that have targets and are in time, as many as C has
+        tokens for."""
+        bare = view.table.bare
+        if not (self.adaptive and len(queue) and bare(running).any()):
+            return NOBODY
+        asks = queue.of_chosen(~(queue.values.late | bare(queue.rows)))
+        asks = asks.of_chosen(asks.tokens.cumsum() <= view.limits.max_batch_tokens)
+        slots = max(view.limits.max_rows - len(running), 0)
+        free = view.pool.num_free - int(self.watermark * view.pool.num_blocks)
+        return made_for(view, asks.rows, view.pool.blocks_for(asks.tokens), free, slots)
+
+    def _budget(
+        self, view: View, left: int, gone: np.ndarray, rows: int = 0, used: int = 0
+    ) -> StartBudget:
+        """What is left for requests to start. left: free blocks. gone: rows whose blocks and places
+        are free besides. rows, used: rows and tokens that are in the batch already."""
         limits, blocks = view.limits, view.pool.num_blocks
-        holders = len(view.table.in_state(RUNNING))
+        left += int(view.pool.private(gone).sum())
+        holders = len(view.table.in_state(RUNNING)) - len(gone)
         c = limits.max_prefill_tokens if self.chunked else limits.max_batch_tokens
         return StartBudget(
             left - (int(self.watermark * blocks) if holders else 0),
@@ -142,8 +162,9 @@ class AptServe(Policy):
     def _start(self, view: View, queue: Weighed, budget: StartBudget) -> Starts:
         return (start if self.adaptive else start_in_turn)(view, queue, budget)
 
-    def _go_on(self, view: View, ran: Weighed, queue: Weighed) -> BatchPlan:
-        """A step of running requests, with starts if batches are mixed."""
+    def _go_on(self, view: View, ran: Weighed, queue: Weighed, gone: np.ndarray) -> BatchPlan:
+        """A step of running requests, with starts if batches are mixed. gone: who makes room for
+        them."""
         anew = self.penalty is Penalty.REDECIDE and self._hidden(view)
         if anew:
             goes, preempt, left = redecide(view, ran.rows, ran.values)
@@ -164,7 +185,8 @@ class AptServe(Policy):
             pool = view.pool
             left -= int(pool.blocks_for(pool.room(project), CacheKind.HIDDEN).sum())
             left -= int(pool.blocks_for(1)) * len(project)
-            budget = self._budget(view, left, len(batch), int(tokens.sum()))
+            budget = self._budget(view, left, gone, len(batch), int(tokens.sum()))
+            preempt = gone
             batch = Starts.joined([batch, self._start(view, queue, budget)])
         return _plan(view, batch, preempt, project)
 

@@ -103,7 +103,8 @@ def weigh(
     """The value of serving each row now: Eq. 5 and 6, with the fallback for late requests.
 
     A request is late if it has waited for its next token for longer than its target. Earlier late
-    tokens are not in the table, so a request that has caught up counts as in time again.
+    tokens are not in the table, so a request that has caught up counts as in time again. Beside
+    others, best-effort requests without targets count as late: the paper has no such.
 
     Args:
         view: What the policy sees.
@@ -122,6 +123,9 @@ def weigh(
     if table.num_timed:
         first = table.received[rows] == 0
         late = pending > np.where(first, table.ttft[rows], table.tbt[rows])
+    bare = table.bare(rows)
+    if not bare.all():
+        late |= bare
     tokens = known(view, rows)
     value, penalty = np.maximum(pending, step), None
     if delay is not None:

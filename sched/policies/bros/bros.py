@@ -109,7 +109,6 @@ class Bros(Policy):
     _memory: _Memory = field(init=False, repr=False, compare=False)
     moves_cache: bool = field(default=True, init=False)
     counts_blocks: bool = field(default=False, init=False)
-    waiting_can_preempt = True
     full_prefill = True
 
     def __post_init__(self) -> None:
@@ -184,6 +183,10 @@ class Bros(Policy):
         late = (due < now) & self.late_last
         due = np.where(requests.waiting, np.where(late, due + _FAR, due), -np.inf)
         return np.where(np.equal(requests.tier, BEST_EFFORT), np.inf, due)
+
+    def makes_room(self, running: Any, request: Any, now: float) -> Any:
+        """Those behind it."""
+        return np.greater(self.queue_priority(running, now), self.queue_priority(request, now))
 
     def _in_flight(self, view: View, now: float) -> float:
         """Seconds until the step on the device ends; 0 if there is none. One that brings no token

@@ -33,7 +33,7 @@ class Work:
         kinds: `CacheKind` of each.
         loaded: Slots that come back from the host first.
         paused: bool, whether it has written something, and holds no cache.
-        due, gap_due, longest, attains, loss, missed: See `Outlook`.
+        due, gap_due, longest, attains, loss, missed, bare: See `Outlook`.
         loads: Whether any has something to load.
         hidden: Whether any has a hidden cache.
         columns: What each adds to the features of a batch, int64 [columns, n]; see `_columns`.
@@ -55,6 +55,7 @@ class Work:
     attains: np.ndarray
     loss: np.ndarray
     missed: np.ndarray
+    bare: np.ndarray
     loads: bool
     hidden: bool
     columns: np.ndarray

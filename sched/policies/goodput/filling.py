@@ -174,8 +174,8 @@ class Filling:
 
         Args:
             some: The requests.
-            most: What those may lose in all that are paused for some of them. Nobody is paused for
-                one that was paused itself, unless they may lose anything.
+            most: What those may lose in all that are paused for some of them. For one that was
+                paused itself only those without targets are, unless they may lose anything.
             spare: Blocks that they leave free for others.
 
         Returns:
@@ -203,13 +203,13 @@ class Filling:
                 return False
             asks = some[: max(timely, 1)]
             if most < AT_ANY_LOSS:
-                asks = asks[: prefix(~work.paused[asks])]
+                asks = asks[: prefix(work.paused[asks] == work.paused[one])]
             if not fits[0] and len(asks) and most >= 0 and memory.make_room(asks, most):
                 some, times = some[~memory.out[some]], None
             elif not fits[0]:
                 self._starved = True
                 able = (new <= left) & (starts <= memory.slots)
-                if not len(asks) and most >= 0:  # the next that was not paused may make room
+                if work.paused[one] and 0 <= most < AT_ANY_LOSS:  # the next may pause others
                     able = np.logical_or.accumulate(able | ~work.paused[some])
                 some, times = some[able], None
             else:

@@ -176,6 +176,11 @@ class Goodput(Policy):
         due = requests.arrival + np.minimum(own, requests.jct)
         return np.where(requests.waiting & (due < now), due + _FAR, due)
 
+    def makes_room(self, running: Any, request: Any, now: float) -> Any:
+        """Best-effort requests without targets, for all others. Who else does depends on what has
+        come back by when."""
+        return running.bare & ~request.bare
+
 
 def _looked_at(
     view: View, waiting: np.ndarray, kept: np.ndarray, clock: float, standard: Standard

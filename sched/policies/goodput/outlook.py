@@ -172,6 +172,7 @@ class Outlook:
             without targets, 0 once that is impossible; times its worth.
         loss: How much of that is lost if its next token is late; 0 if it is late already.
         missed: See `Deadlines`.
+        bare: Whether it has no targets at all: a best-effort request that loses nothing.
     """
 
     due: np.ndarray
@@ -180,6 +181,7 @@ class Outlook:
     attains: np.ndarray
     loss: np.ndarray
     missed: np.ndarray
+    bare: np.ndarray
 
     @classmethod
     def of_rows(
@@ -206,10 +208,11 @@ class Outlook:
             pace: Seconds of a step, as of late.
         """
         table, due, missed = view.table, deadlines.due, deadlines.missed
-        _, tbt, jct, longest = targets
+        ttft, tbt, jct, longest = targets
+        bare = np.isinf(np.minimum.reduce((ttft, tbt, jct, longest)))
         going = ~(missed | deadlines.first)
         attains = np.where(missed, 0.0, 1.0)
-        loss = np.where(missed | (~deadlines.first & np.isinf(tbt)), 0.0, 1.0)
+        loss = np.where(missed | bare | (~deadlines.first & np.isinf(tbt)), 0.0, 1.0)
         timed = np.flatnonzero(going & (tbt < np.inf))
         if len(timed):
             late, generated = deadlines.late[timed], table.generated[rows[timed]]
@@ -226,4 +229,4 @@ class Outlook:
             due[jobs] = np.minimum(due[jobs], jobs_due(view, rows[jobs], jct[jobs], pace))
             tight = due[jobs] - clock < PAUSE
             loss[jobs] = np.where(tight, np.maximum(loss[jobs], attains[jobs]), loss[jobs])
-        return cls(due, deadlines.gap_due, longest, attains * worth, loss * worth, missed)
+        return cls(due, deadlines.gap_due, longest, attains * worth, loss * worth, missed, bare)

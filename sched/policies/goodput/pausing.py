@@ -12,6 +12,7 @@ from jaxserve.sched.plan import Checkpoint, Operation, Preempt
 from jaxserve.sched.policies.goodput.batch import Batch, Work
 from jaxserve.sched.policy import View
 from jaxserve.sched.unified.batch_budget import MemoryBudget
+from jaxserve.sched.unified.making_room import givers
 
 FREE_OF_LOSS, AT_ANY_LOSS = 0.0, math.inf
 BACK = 0.1
@@ -21,7 +22,8 @@ overloads that last, 15 points fewer keep their longest gaps; with 0.02, papers'
 
 class Memory(MemoryBudget):
     """Blocks and rows of a plan. Whose next late token costs least is paused first, of equal ones
-    who cannot attain its targets, then the one with most blocks. Requests are indices of `work`.
+    who has no targets, then who cannot attain its own, then the one with most blocks. Requests are
+    indices of `work`.
 
     Args:
         view: What the policy sees.
@@ -65,7 +67,8 @@ class Memory(MemoryBudget):
     def make_room(self, some: np.ndarray, most: float) -> int:
         """Pauses others, until requests find their blocks and slots. It has to be worth it: unless
         they may lose anything, they can be back before their longest gaps, and their caches take no
-        longer to come back than the requests do.
+        longer to come back than the requests do. Those without targets make room for those with
+        some, however long they take; for one that was paused itself, nobody else does.
 
         Args:
             some: The requests, in order.
@@ -80,15 +83,16 @@ class Memory(MemoryBudget):
         others = others[~asks[others]]
         others = others[: prefix(work.loss[others].cumsum() <= most)]
         if most < AT_ANY_LOSS:
+            others = others[work.bare[others] | ~work.paused[some[0]]]
             others = self._back_in_time(others)
         held = self.view.pool.private(work.rows[others])
-        have = np.append(0, held.cumsum()) + self.free
-        need, starts = work.new[some].cumsum(), work.starts[some].cumsum()
-        fit = prefix((need <= have[-1]) & (starts <= self.slots + len(others)))
-        paused = np.maximum(np.searchsorted(have, need[:fit]), starts[:fit] - self.slots)
+        paused = givers(work.new[some], work.starts[some], held, self.free, self.slots)
+        fit = len(paused)
         if fit and most < AT_ANY_LOSS:
             own = self.view.refill_time(work.tokens[some[:fit]]).cumsum()
-            worth = np.append(0.0, self._return_time(others).cumsum())[paused] <= own
+            back = self._return_time(others)
+            back[work.bare[others] & ~work.bare[some[0]]] = 0.0
+            worth = np.append(0.0, back.cumsum())[paused] <= own
             fit = int(np.flatnonzero(worth)[-1]) + 1 if worth.any() else 0
         if fit:
             self._pause(others[: int(paused[fit - 1])])
@@ -117,7 +121,7 @@ class Memory(MemoryBudget):
         tokens, kinds = view.table.computed[rows], view.pool.kind[rows]
         again = view.refill_time(tokens)
         if not (self._swaps and view.host.capacity):
-            return np.asarray(again)
+            return np.array(again)
         room = slots_for(tokens, kinds).cumsum() <= view.host.num_free
         return np.where(room, np.minimum(again, view.swap_time(tokens, kinds)), again)
 
@@ -143,8 +147,8 @@ class Memory(MemoryBudget):
         if self._left is None:
             some = np.flatnonzero(~self._work.starts & ~self._kept)
             held = self.view.pool.private(self._work.rows[some])
-            hopeful = self._work.attains[some] > 0
-            self._left = some[np.lexsort((-held, hopeful, self._work.loss[some]))]
+            hopeful, asks = self._work.attains[some] > 0, ~self._work.bare[some]
+            self._left = some[np.lexsort((-held, hopeful, asks, self._work.loss[some]))]
         return self._left
 
     def _pause(self, some: np.ndarray) -> None:

@@ -16,6 +16,7 @@ from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import RUNNING
 from jaxserve.sched.unified.batch_budget import MemoryBudget
 from jaxserve.sched.unified.batch_builder import BatchBuilder, PlannedWork, seconds_of
+from jaxserve.sched.unified.making_room import givers
 
 
 class Prompts:
@@ -83,6 +84,26 @@ class SlackBatch(BatchBuilder[PlannedWork]):
     def rows_left(self) -> int:
         """Requests that may yet join."""
         return self.view.limits.max_rows - self._rows
+
+    def make_way(self, giving: np.ndarray, asking: PlannedWork, growth: int) -> np.ndarray:
+        """Preempts rows for as many of those who ask as that makes room for.
+
+        Args:
+            giving: Rows that may lose their caches, in order.
+            asking: Prompts that would start, in order.
+            growth: Blocks that decodes take before them.
+
+        Returns:
+            The rows that are preempted.
+        """
+        held = self.view.pool.private(giving)
+        free = self.room.free - self._watermark - growth
+        count = givers(asking.new, asking.starts, held, free, self.room.slots)
+        gone = giving[: int(count[-1])] if len(count) else giving[:0]
+        for row in gone.tolist():
+            self.room.preempt(row)
+        self._holders -= len(gone)
+        return gone
 
     def decode(self, work: PlannedWork, keepers: np.ndarray) -> np.ndarray:
         """Adds decodes in order, as far as C and the rows go, and preempts for their blocks.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import abc
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from jaxserve.sched.cost.batch_feature_sums import prefix
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.slack.slack_batch import SlackBatch, pending
 from jaxserve.sched.policies.slack.step_times import StepTimes
@@ -46,6 +47,19 @@ class Outlook:
         where its decodes alone do not. batch: with the decodes."""
         return min(limit, self.most) if batch.seconds < self.most else limit
 
+    def without(self, rows: np.ndarray) -> Outlook:
+        """The same without these rows, which lose their caches."""
+        left = ~np.isin(self.rows, rows)
+        index = left.cumsum() - 1
+        return replace(
+            self,
+            rows=self.rows[left],
+            work=self.work[left],
+            due=self.due[left],
+            slack=self.slack[left],
+            keepers=index[self.keepers[left[self.keepers]]],
+        )
+
     @property
     def decodes(self) -> np.ndarray:
         """Indices of the decodes, in the order of `keepers`."""
@@ -67,6 +81,8 @@ class SlackPolicy(Policy):
     prompts for which there is always time, by FairBatching within its capacity. pacing: what
     token deadlines count from. ttlt: seconds to the last token of requests that name neither a
     TTFT nor a JCT. watermark: share of the pool that starts leave free while others run.
+    makes_way: whether best-effort requests without targets, until they are due, lose their caches
+    to prompts that can be in time.
 
     ValueError for values that are none.
     """
@@ -77,6 +93,7 @@ class SlackPolicy(Policy):
     pacing: Pacing = Pacing.GAP
     ttlt: float = 600.0
     watermark: float = 0.01
+    makes_way: bool = True
     _deadlines: Deadlines = field(init=False, repr=False, compare=False)
     _times: StepTimes = field(init=False, repr=False, compare=False)
     counts_blocks = True
@@ -97,7 +114,11 @@ class SlackPolicy(Policy):
     def plan(self, view: View, now: float) -> BatchPlan:
         """One batch, as `fill` has it."""
         batch = SlackBatch(view, self.watermark)
-        self.fill(batch, self._outlook(view, view.step_end(now)))
+        outlook = self._outlook(view, view.step_end(now))
+        if self.makes_way:
+            gone = self._way_for_prompts(batch, outlook)
+            outlook = outlook.without(gone) if len(gone) else outlook
+        self.fill(batch, outlook)
         self._times.note(batch.work(), batch.seconds)
         return batch.plan()
 
@@ -108,6 +129,26 @@ class SlackPolicy(Policy):
     def queue_priority(self, requests: Any, now: float) -> Any:
         """By the first token's deadline; those who can no longer have it then come last."""
         return self._deadlines.waiting_order(requests, now)
+
+    def makes_room(self, running: Any, request: Any, now: float) -> Any:
+        """Best-effort requests without targets that are not due yet, for all others."""
+        early = np.greater(running.arrival + self.ttlt, now)
+        return running.bare & early & ~request.bare & self.makes_way
+
+    def _way_for_prompts(self, batch: SlackBatch, outlook: Outlook) -> np.ndarray:
+        """Has best-effort requests without targets make room for those who wait and can be in time,
+        as many as the batch has tokens for. Returns their rows."""
+        view, rows, work = batch.view, outlook.rows, outlook.work
+        runs, table = rows[outlook.keepers], batch.view.table
+        giving = runs[table.bare(runs) & (table.arrival[runs] + self.ttlt > outlook.clock)]
+        if not len(giving):
+            return giving
+        late = outlook.clock + work.tokens / self._times.rate(view) > outlook.due
+        asks = np.flatnonzero(work.starts & ~late & ~table.bare(rows))
+        asks = asks[np.argsort(outlook.due[asks], kind="stable")]
+        asks = asks[: max(prefix(work.tokens[asks].cumsum() <= view.limits.max_batch_tokens), 1)]
+        grow = int(work.new[outlook.decodes].sum())
+        return batch.make_way(giving[::-1], work[asks], grow)
 
     def _outlook(self, view: View, clock: float) -> Outlook:
         table, step = view.table, self._times.step

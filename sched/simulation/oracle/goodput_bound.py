@@ -39,7 +39,8 @@ def goodput_bound(workload: Workload, setting: Setting, hidden: bool, until: flo
     work = Work.of_workload(workload, setting, hidden)
     begin = float(workload.arrival.min())
     ends = workload.arrival + work.jct
-    met = work.met & (ends <= until * (1 + _ROUNDING))
+    asked = workload.terms.asked  # without any targets, all that end count
+    met = work.met & (ends <= until * (1 + _ROUNDING)) & (asked | ~asked.any())
     most = min((most_met(workload, met, *way, until) for way in _ways(work)), default=0)
     if until < math.inf:
         return most / (until - begin)

@@ -178,7 +178,9 @@ class _Runner:
         met = np.zeros(len(made), bool)
         goodput = 0.0
         if len(found):
+            asked = found.workload.terms.asked
             within = attained(found.times, found.workload.terms).slo & found.finished
+            within &= asked | ~asked.any()
             met[: len(within)] = within
             goodput = rate(int(within.sum()), span(found.times)) or 0.0
         return _Tried(name, policy, setting, served, met, (goodput, int(met.sum())), candidate)

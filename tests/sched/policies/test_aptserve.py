@@ -202,7 +202,7 @@ def test_nobody_becomes_kv_in_memory_that_others_wait_for() -> None:
 @settings(quick, max_examples=15)
 @given(case=cases)
 def test_nobody_is_recomputed_where_memory_is_ample(policy: str, case: Case) -> None:
-    ample = Case(case.jobs, case.rows, 400, case.budget, case.prefill)
+    ample = Case(case.jobs, len(case.jobs), 400, case.budget, case.prefill)
     drive = serve(policy, ample, RHO)
     assert not drive.preempted
 

@@ -144,7 +144,7 @@ def test_targets_that_are_missed_or_missing() -> None:
     bare = written(drive, 20)
     assert outlook(drive, bare, 10.1)[0] == pytest.approx(10.0 + STANDARD.tbt)
     free = drive.add(prompt=4, output=8, arrival=9.0, tier=Tier.BEST_EFFORT)
-    assert outlook(drive, free, 10.1) == (np.inf, 1.0, 1.0)
+    assert outlook(drive, free, 10.1) == (np.inf, 1.0, 0.0)
     job = drive.add(prompt=4, output=21, arrival=9.0, jct=8.0)
     assert outlook(drive, job, 10.0)[0] == pytest.approx(17.0 - 20 * 0.1), "20 more steps of 0.1 s"
     assert outlook(drive, job, 18.0)[1] == 0.0

@@ -162,6 +162,20 @@ def test_who_is_late_lets_others_pass_but_not_for_ever(
             assert not waits or at == came[liar] or came[liar] + patience <= due
 
 
+@pytest.mark.parametrize("tier", Tier)
+def test_who_has_no_targets_does_not_wait_for_the_end_of_an_overload(tier: Tier) -> None:
+    """Twice as many come as can be served, for 20 s; a step of a second has one prompt."""
+    drive = Drive("edf:patience=6", c=16, p=16, rows=4)
+    bare, began = drive.add(prompt=16, output=1, tier=tier), None
+    for now in range(20):
+        for _ in range(2):
+            drive.add(prompt=16, output=1, arrival=float(now), ttft=4.0)
+        if bare in drive.step(float(now)):
+            began = now
+            break
+    assert began is not None and 2 <= began <= 8
+
+
 @pytest.mark.parametrize("now", [0.0, 1e5, 1e7])
 def test_liars_are_behind_from_the_moment_they_come(now: float) -> None:
     """Also on a host that has been up for months: its clock is that of the engine."""
