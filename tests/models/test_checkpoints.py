@@ -265,7 +265,7 @@ def test_sampling_that_a_checkpoint_gives(opt):
         ({"temperature": "hot"}, "temperature: must be a number, got 'hot'"),
         ({"temperature": -1}, "temperature: must be at least 0 and at most 100, got -1"),
         ({"temperature": float("nan")}, "temperature: must be at least 0"),
-        ({"top_p": 1.5}, "top_p: must be more than 0 and at most 1, got 1.5"),
+        ({"top_p": 1.5}, "top_p: must be at least 0 and at most 1, got 1.5"),
         ({"top_k": 0.5}, "top_k: must be a number, got 0.5"),
         ({"min_p": True}, "min_p: must be a number, got True"),
         ({"repetition_penalty": 0}, "repetition_penalty: must be at least"),

@@ -305,19 +305,19 @@ def _with_added(found: tokenizers.Tokenizer, file: Path) -> tokenizers.Tokenizer
     if not missing:
         return found
     spec = json.loads(found.to_str())
-    names = {token.content for token in missing}
-    kept = [each for each in spec["added_tokens"] if each["content"] not in names]
+    added = {each["content"]: each for each in spec["added_tokens"]}
     for token in missing:
-        if isinstance(spec["model"]["vocab"], dict):  # or it would get the next id that is free
-            spec["model"]["vocab"].setdefault(token.content, token.id)
         more = {"id": token.id, "content": token.content, "special": token.special}
-        kept.append({**more, **token.flags})
-    spec["added_tokens"] = sorted(kept, key=lambda each: each["id"])
+        added[token.content] = {**more, **token.flags}
+    ids = {content: each["id"] for content, each in added.items()}
+    if isinstance(spec["model"]["vocab"], dict):  # or they would get the next ids that are free
+        spec["model"]["vocab"] = ids | spec["model"]["vocab"]
+    spec["added_tokens"] = sorted(added.values(), key=lambda each: each["id"])
     made = tokenizers.Tokenizer.from_str(json.dumps(spec))
-    for token in missing:
-        if (i := made.token_to_id(token.content)) != token.id:
-            what = f"{token.content!r:.80} is token {token.id} by the files beside it"
-            raise ConfigError(f"{file}: {what}, which leaves a gap: it would be {i}")
+    for content, i in ids.items():
+        if (got := made.token_to_id(content)) != i:
+            what = f"{content!r:.80} is token {i} by the files beside it"
+            raise ConfigError(f"{file}: {what}, which leaves a gap: it would be {got}")
     return made
 
 

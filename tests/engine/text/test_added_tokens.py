@@ -73,6 +73,20 @@ def test_ids_that_leave_a_gap(tmp_path: Path) -> None:
     """As the file says, and not the next one that is free."""
     found = load_tokenizer(write(tmp_path, {"added_tokens": {START: SIZE + 7}}))
     assert found.encode(START, special=False) == [SIZE + 7]
+    own = byte_level().token_to_id("<tool é>")  # which the vocabulary itself does not have either
+    assert found.encode("<tool é>", special=False) == [own]
+
+
+def test_ids_of_a_vocabulary_that_is_a_list(tmp_path: Path) -> None:
+    """Where the next ids are the only ones that can be."""
+    Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0)).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<x>": 2, "<y>": 3}))
+    assert load_tokenizer(tmp_path).encode("a<y>a<x>") == [1, 3, 1, 2]
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<x>": 5}))
+    with pytest.raises(ConfigError, match=r"'<x>' is token 5 by .*leaves a gap: it would be 2"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_token_that_the_model_has_no_row_for(
