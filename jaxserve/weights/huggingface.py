@@ -28,9 +28,9 @@ from jaxserve.progress import Show, shown
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.gguf.blocks import Blocks
 from jaxserve.weights.gguf.tensors import GGUFTensors
-from jaxserve.weights.packed import Numbers, Stored
+from jaxserve.weights.packed import Numbers, Stored, all_unpacked
 from jaxserve.weights.quantize import quantize_leaf
-from jaxserve.weights.quantized_config import packed_format, reads_mxfp4
+from jaxserve.weights.quantized_config import packed_format, reads_mxfp4, reads_wide
 from jaxserve.weights.tensors import OF_LANGUAGE, TensorFiles
 from jaxserve.weights.tied import HEAD
 
@@ -76,7 +76,9 @@ def load_safetensors(
     params: list[jax.Array | Quantized] = []
     gguf = find_gguf(folder)
     stored: Stored | None = None
-    if quantization is not None:
+    unpacks = not gguf and reads_wide(family, config)
+    unpacked = packed_format(folder) if unpacks else None
+    if quantization is not None and not unpacks:
         stored = Blocks() if gguf and quantization.dequantizable else packed_format(folder)
     tensors = (
         GGUFTensors(gguf, config)
@@ -89,6 +91,9 @@ def load_safetensors(
         )
     )
     with tensors as files:
+        if unpacked is not None and isinstance(files, TensorFiles):
+            files.replace(functools.partial(all_unpacked, unpacked))
+            log.info("%s: its quantised weights are made %s as they are read", folder, dtype.name)
         used: set[str | None] = set()
         leaves = [_where_stored(files, leaf, config) for leaf in leaves]
         for leaf in leaves:

@@ -118,6 +118,80 @@ class Format:
         return numbers
 
 
+class Unpacked:
+    """A quantised weight as safetensors' slices are, of float32: made wide as it is read.
+
+    Args:
+        form: how it is stored.
+        files: its tensors.
+        name: the weight's, without ".weight".
+    """
+
+    def __init__(self, form: Format, files: TensorFiles, name: str) -> None:
+        self._form, self._files, self._name = form, files, name
+        self._inputs, self._outputs = _size(form, files, name)
+        scheme = form.scheme(files, name, self._inputs, self._outputs)
+        assert scheme is not None
+        self._scheme = scheme
+
+    def get_shape(self) -> list[int]:
+        """[out, in]."""
+        return [self._outputs, self._inputs]
+
+    def get_dtype(self) -> str:
+        """As safetensors has it."""
+        return "F32"
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        outputs, inputs = (
+            slice(*one.indices(size)) for one, size in zip(index, self.get_shape(), strict=True)
+        )
+        group = self._scheme.group or self._inputs
+        whole = slice(inputs.start // group * group, -(-inputs.stop // group) * group)
+        found = self._form.read(self._files, self._name, whole, outputs, self._scheme)
+        wide = found.q.astype(np.float32)
+        if found.zero is not None:
+            wide -= np.repeat(found.zero, group, axis=0)
+        wide *= np.repeat(found.scale.astype(np.float32), group, axis=0)
+        return wide[inputs.start - whole.start : inputs.stop - whole.start].T
+
+
+def all_unpacked(form: Format, files: TensorFiles) -> dict[str, Any]:
+    """The slices of a checkpoint by name, with one for each quantised weight in place of its
+    tensors. CheckpointError as `Format.scheme`."""
+    found: dict[str, Any] = {}
+    used: set[str] = set()
+    marks = (".qweight",) if form.method != "float" else (".weight_packed", ".weight")
+    for name in files.names:
+        module = next((name.removesuffix(mark) for mark in marks if name.endswith(mark)), None)
+        if module is None or (name.endswith(".weight") and files.dtype(name) not in _STORED):
+            continue
+        found[f"{module}.weight"] = Unpacked(form, files, module)
+        used.update(form.tensors(files, module))
+    if not found:
+        raise CheckpointError("its config says that weights are quantized, but no tensor is")
+    rest = {name: files.find(name) for name in files.names if name not in used}
+    return rest | found
+
+
+def _size(form: Format, files: TensorFiles, name: str) -> tuple[int, int]:
+    """Inputs and outputs of a quantised weight."""
+    packed, shape = f"{name}.weight_packed", f"{name}.weight_shape"
+    if form.method == "float" and files.stored(packed) is None:
+        outputs, inputs = _two(files.shape(f"{name}.weight"))
+        return inputs, outputs
+    if form.method == "float":
+        files.check(shape, (2,), ("I64", "I32"))
+        outputs, inputs = files.read(shape, (slice(None),)).tolist()
+        return inputs, outputs
+    first, second = _two(files.shape(f"{name}.qweight"))
+    if form.method == "awq":
+        return first, second * _WORD // 4
+    words = _two(files.shape(f"{name}.qzeros"))[1]
+    bits = 8 if words * 4 == second else 4
+    return first * _WORD // bits, second
+
+
 def unpack(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
     """int32 words as the 4- or 8-bit numbers in them along an axis, low bits first: uint8."""
     moved = np.ascontiguousarray(np.moveaxis(words, axis, -1)).astype("<i4", copy=False)

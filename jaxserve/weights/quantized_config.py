@@ -86,6 +86,12 @@ def reads_mxfp4(folder: Path) -> bool:
     return isinstance(given, dict) and str(given.get("quant_method", "")).lower() == METHOD
 
 
+def reads_wide(family: Family, config: ModelConfig) -> bool:
+    """Whether quantised weights are made wide as they are read: where several parameters are parts
+    of a tensor, or several tensors one, as of experts."""
+    return (family.joined_tensor(config) or family.stacked_tensor(config)) is not None
+
+
 def is_quantized(folder: Path) -> bool:
     """Whether an Orbax checkpoint's weights are stored quantised. CheckpointError as
     `stored_format`."""
@@ -97,8 +103,9 @@ def is_quantized(folder: Path) -> bool:
 
 def find_quantization(
     folder: Path, stored: Format, family: Family, config: ModelConfig
-) -> Quantization:
-    """Which of the model's weights are quantised, and how, by the shapes of their tensors.
+) -> Quantization | None:
+    """Which of the model's weights are quantised, and how, by the shapes of their tensors. None
+    where they are made wide as they are read, see `reads_wide`.
 
     Args:
         folder: the checkpoint's.
@@ -110,16 +117,8 @@ def find_quantization(
         CheckpointError: a weight is stored in a way that is not supported, none is quantised, or
             not all of them alike.
     """
-    if (joined := family.joined_tensor(config)) is not None:
-        raise CheckpointError(
-            f"its config says that weights are quantized; {joined}, of which several are made, is "
-            "only read wide"
-        )
-    if (stacked := family.stacked_tensor(config)) is not None:
-        raise CheckpointError(
-            f"its config says that weights are quantized; {stacked} and all weights beside experts "
-            "are only read wide"
-        )
+    if reads_wide(family, config):
+        return None
     leaves: list[Leaf] = jax.tree.leaves(family.leaves(config))
     wide: list[str] = []
     found: dict[str, tuple[str, Scheme]] = {}  # "table" or "scheme" -> the first that has it

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,11 @@ class TensorFiles:
     def __exit__(self, *_: object) -> None:
         self._slices.clear()
         self._stack.close()
+
+    def replace(self, made: Callable[[TensorFiles], dict[str, Any]]) -> None:
+        """Has other slices in place of those that it has. made: gets the files as they are."""
+        before = copy.copy(self)
+        self._slices = made(before)
 
     @property
     def names(self) -> Set[str]:

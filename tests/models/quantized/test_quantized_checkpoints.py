@@ -4,6 +4,7 @@ number; and our own."""
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxserve
 from jaxserve import convert
+from jaxserve.models.base import with_quantization
 from jaxserve.models.quantized import Quantized, dequantize
 from jaxserve.weights import CheckpointError, load_config, load_params
 from tests.models.fixtures import hf_config, hf_tensors
@@ -162,7 +164,7 @@ def write_both(tmp_path: Path, case: str, name: str = "llama3") -> tuple[Path, P
     hf, tensors = in_groups(name), hf_tensors(in_groups(name))
     small, wide = dict(tensors), dict(tensors)
     for seed, key in enumerate(sorted(tensors)):
-        if not key.endswith(("_proj.weight", "fc1.weight", "fc2.weight")):
+        if not key.endswith(("fc1.weight", "fc2.weight")) and not QUANTISED.fullmatch(key):
             continue
         module = key.removesuffix(".weight")
         outputs, inputs = tensors[key].shape
@@ -370,6 +372,31 @@ def test_that_activations_stay_wide_is_said(tmp_path, caplog, given, said):
 def test_refused_by_name(tmp_path, config, says):
     write(tmp_path, {**in_groups("llama3"), "quantization_config": config}, {"a": np.ones(1)})
     assert says in refusal(tmp_path)
+
+
+QUANTISED = re.compile(r".*(_proj|experts\.\d+\.w[123])\.weight")
+
+
+@pytest.mark.parametrize("case", ["gptq-zero", "gptq-8", "awq", "packed-zero", "int8"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "phi3"])
+def test_of_joined_tensors_and_experts_they_are_made_wide(tmp_path, case, name, caplog):
+    small, wide = write_both(tmp_path, case, name)
+    with caplog.at_level(logging.INFO):
+        params = load(small)[0]
+    assert "its quantised weights are made float32 as they are read" in caplog.text
+    assert "nothing uses" not in caplog.text
+    for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(load(wide)[0]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_of_experts_they_are_quantised_anew_where_that_is_asked(tmp_path):
+    small, wide = write_both(tmp_path, "awq", "qwen3_moe")
+    found = []
+    for folder in (small, wide):
+        family, config, _ = load_config(folder)
+        config = with_quantization(family, config, "int8")
+        found.append(load_params(folder, family, config, dtype="float32"))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_q_k_and_v_must_be_alike(tmp_path):
