@@ -22,7 +22,7 @@ BURST = 50
 """Masks whose time a text has beforehand: the first ones of a usual schema take longer than later
 ones."""
 _MEMORY = 256 * MIB  # beyond what the tokenizer takes
-_START_S, _WALL_S = 60.0, 15.0  # also on a machine that has others to serve
+_START_S, _WALL_S = 60.0, 60.0  # also on a machine that has others to serve
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class GrammarProcesses:
         cpu_s = self._limits.compile_s
         try:
             question = {"kind": grammar.kind, "text": grammar.text}
-            found = process.ask(question, _WALL_S + 5 * cpu_s)
+            found = process.ask(question, _WALL_S + 10 * cpu_s)
         except (TimeoutError, ProcessEnded):  # of its children it says itself how they end
             if self._closed:
                 raise EngineStopped(_STOPPING) from None
