@@ -142,5 +142,5 @@ def test_a_token_of_a_score_is_no_long_text() -> None:
         raise AssertionError("it is encoded")
 
     said = ["y" * 5000], "{query} {document}", PoolingParams(), encode
-    with pytest.raises(InvalidRequest, match="tokens: one has 5,000 characters"):
+    with pytest.raises(InvalidRequest, match="tokens: one has 5000 characters"):
         pair_prompts([("a", "b")], NO_TOKENS, *said)

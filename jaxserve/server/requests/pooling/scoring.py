@@ -166,7 +166,7 @@ def _filled(template: str, pair: Pair) -> str:
 
 def _token_id(text: str, encode: Encode) -> int:
     if len(text) > _MAX_TOKEN:
-        problem = f"one has {len(text):,} characters; each must be one token of this model"
+        problem = f"one has {len(text)} characters; each must be one token of this model"
         raise InvalidRequest("tokens", problem)
     try:
         ids = encode(text)
