@@ -142,7 +142,7 @@ odd = st.text(
 
 
 @pytest.mark.parametrize("name", BY_KIND)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(text=st.one_of(texts, odd, spaced))
 def test_a_text_that_fits_has_not_too_much_of_any_kind(name: str, text: str) -> None:
     limit = limit_of(BY_KIND[name])
