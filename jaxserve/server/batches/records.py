@@ -62,8 +62,13 @@ class Quota:
 
 @dataclass(frozen=True)
 class NewLine:
-    """A line to store. request: text that the frontends and the runner agree on. error: result of a
-    line that is not to be served. name: the client's for it, which is part of either."""
+    """A line to store.
+
+    Attributes:
+        request: text that the frontends and the runner agree on.
+        error: result of a line that is not to be served.
+        name: the client's for it, which is part of either.
+    """
 
     request: str
     error: str | None = None

@@ -650,3 +650,11 @@ def test_events_without_log_probabilities_do_not_take_all_of_them(
     assert json.loads(whole) == {"logprobs": [{"token": "a"}] * 2}
     monkeypatch.setattr(some, "_pieces", None)  # which could not be joined
     assert some.put_into(b'{"delta":"a"}') == b'{"delta":"a"}'
+
+
+def test_developers_are_heard(thinking: openai.OpenAI, engine: FakeEngine) -> None:
+    given: Any = [{"role": "developer", "content": "B"}, {"role": "user", "content": "a"}]
+    for instructions, system in ((None, "B"), ("A", "A\n\nB")):
+        thinking.responses.create(model="fake", input=given, instructions=instructions)
+        told = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
+        assert prompt(engine).startswith(told)
