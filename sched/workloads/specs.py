@@ -192,7 +192,7 @@ class WorkloadSpec:
             raise WorkloadError(
                 f"there is no workload or file {self.lengths!r}; known: fixed:IxOxB, {known}"
             )
-        return read_trace(self.lengths)
+        return read_trace(self.lengths, self.num_requests)
 
     def _sessions(self, rng: np.random.Generator) -> Trace:
         drawn, count = SESSIONS[self.lengths.lower()], self.num_requests or DEFAULT_COUNT

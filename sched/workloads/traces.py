@@ -8,7 +8,8 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +61,18 @@ Row = tuple[float | None, int, int]
 Read = tuple[Row, Extras, tuple[int, int]]
 
 
-def read_trace(path: str | Path) -> Trace:
-    """Reads a trace. Raises WorkloadError with what is wrong.
+def read_trace(path: str | Path, count: int | None = None) -> Trace:
+    """Reads a trace, or no more of it than its first `count` requests. Raises WorkloadError with
+    what is wrong.
 
     Known CSV headers are `prompt_tokens,output_tokens`, and the same after `arrival_s`; Azure's
     `TIMESTAMP,ContextTokens,GeneratedTokens` (Azure public dataset, 2023 and 2024); BurstGPT's
-    `Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type`, whose failures, rows
-    with 0 response tokens, are left out; and InferMax's `id,arrived_at,I,O`. JSONL is Mooncake's,
+    `Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type`, and the same with
+    `Session ID,Elapsed time` after the first, whose failures, rows with 0 response tokens, are left
+    out; and InferMax's `id,arrived_at,I,O`. JSONL is Mooncake's,
     an object a line with `timestamp` (ms), `input_length` and `output_length`, and `hash_ids` if
     there are any: one for each 512 tokens of the prompt, where equal ids after equal ids are equal
-    tokens.
+    tokens. Times without a zone are UTC. Blank lines are skipped.
 
     Optional columns, after those of the format, or fields of an object, are `max_tokens`, `tier`
     (realtime or best_effort), `ttft_ms`, `tbt_ms`, `jct_ms`, `max_tbt_ms`, `class`, `greedy` and
@@ -78,7 +81,7 @@ def read_trace(path: str | Path) -> Trace:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             is_json = Path(path).suffix in (".jsonl", ".json")
-            rows = list((_json_rows if is_json else _csv_rows)(path, file))
+            rows = list(islice((_json_rows if is_json else _csv_rows)(path, file), count))
     except OSError as error:
         raise WorkloadError(f"{path}: {error.strerror}") from error
     except (UnicodeDecodeError, csv.Error) as error:
@@ -109,6 +112,8 @@ def _csv_rows(path: str | Path, file: Iterable[str]) -> Iterator[Read]:
     last = -math.inf
     for fields in reader:
         where = f"{path}:{reader.line_num}"
+        if not fields:  # a blank line
+            continue
         if len(fields) != len(header):
             raise WorkloadError(f"{where}: {len(header)} columns expected, got {len(fields)}")
         row = known.row(where, fields)
@@ -138,11 +143,13 @@ def _json_rows(path: str | Path, file: Iterable[str]) -> Iterator[Read]:
         if not line.strip():
             continue
         where = f"{path}:{number}"
+        if number == 1 and line.lstrip()[:1] == "[":
+            raise WorkloadError(f"{where}: a JSON object expected, not an array; {_KNOWN_JSON}")
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
             why = error.msg if isinstance(error, json.JSONDecodeError) else error
-            raise WorkloadError(f"{where}: not JSON ({why})") from error
+            raise WorkloadError(f"{where}: not JSON ({why}); {_KNOWN_JSON}") from error
         row = _mooncake(where, value)
         last = _in_order(where, row[0], last)
         ids = value.get("hash_ids")
@@ -164,7 +171,7 @@ def _mooncake(where: str, value: Any) -> Row:
     found = []
     for name in ("timestamp", "input_length", "output_length"):
         if name not in value:
-            raise WorkloadError(f"{where}: {name} is missing")
+            raise WorkloadError(f"{where}: {name} is missing; {_KNOWN_JSON}")
         found.append(_number(where, name, value[name]))
     at = seconds_of(where, "timestamp", found[0]) / 1e3
     return (
@@ -200,7 +207,8 @@ def _number(where: str, name: str, value: Any) -> str:
 
 def _moment(where: str, name: str, text: str) -> float:
     try:
-        return datetime.fromisoformat(text).timestamp()
+        found = datetime.fromisoformat(text)
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
     except ValueError as error:
         raise WorkloadError(f"{where}: {name} must be a time, got {text!r:.40}") from error
 
@@ -237,11 +245,18 @@ class _Format:
         return at, prompt, output
 
 
-_BURSTGPT = ("Timestamp", "Model", "Request tokens", "Response tokens", "Total tokens", "Log Type")
+# Conversations and batch files (ShareGPT, LMSYS, OpenAI) have texts, and no lengths in tokens.
+_KNOWN_JSON = (
+    "known is an object a line with timestamp (ms), input_length and output_length, in tokens "
+    "(Mooncake's JSONL); texts have no lengths until a tokenizer has counted them: write a CSV of "
+    "prompt_tokens,output_tokens"
+)
+_BURSTGPT = ("Model", "Request tokens", "Response tokens", "Total tokens", "Log Type")
 _FORMATS = (
     _Format(("prompt_tokens", "output_tokens"), 0, 1),
     _Format(("arrival_s", "prompt_tokens", "output_tokens"), 1, 2, 0),
     _Format(("TIMESTAMP", "ContextTokens", "GeneratedTokens"), 1, 2, 0, _moment),
-    _Format(_BURSTGPT, 2, 3, 0, failures=True),
+    _Format(("Timestamp", *_BURSTGPT), 2, 3, 0, failures=True),
+    _Format(("Timestamp", "Session ID", "Elapsed time", *_BURSTGPT), 4, 5, 0, failures=True),
     _Format(("id", "arrived_at", "I", "O"), 2, 3, 1),
 )
