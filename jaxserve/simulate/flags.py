@@ -46,7 +46,7 @@ MAX_ADAPTERS = 1 << 20
 _OF_A_RUN = (  # as `Run` has them
     *("rules", "kv_tokens", "host_tokens", "block_size", "max_batch_tokens", "max_prefill_tokens"),
     *("max_rows", "replicas", "seed", "hidden_read", "max_queue", "refuse_late"),
-    "retention",
+    *("retention", "drop_too_long"),
 )
 NOT_FOUND = ("requests_table", "batches_table", "chrome_trace", "plots")  # not with --find
 
@@ -168,6 +168,11 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
     add("--max_batch_tokens", type=positive_int, help="C (the system's)")
     add("--max_prefill_tokens", type=positive_int, help="P (512 where prompts are chunked, else C)")
     add("--max_rows", type=positive_int, help="requests of a batch (no limit)")
+    add(
+        "--drop_too_long",
+        action="store_true",
+        help="leave out requests that the cache cannot hold, and count them (else an error)",
+    )
     add("--max_queue", type=int, help="unfinished requests beside max_rows; refuse more (no limit)")
     add(
         "--refuse_late",

@@ -25,6 +25,7 @@ _COLUMNS = {  # title, form, and what it is
     "num_preemptions": ("preemptions", "{:.0f}", "requests that lost their cache to others"),
     "num_refused": ("refused", "{:.0f}", "requests that were not taken"),
     "num_failed": ("failed", "{:.0f}", "requests that ended with their replica"),
+    "num_dropped": ("dropped", "{:.0f}", "requests that were left out, as too long"),
     "saved_slots": ("slots saved", "{:.0f}", "of caches, to host memory"),
     "loaded_slots": ("slots loaded", "{:.0f}", "and back"),
     "mean_shared_blocks": ("shared blocks", "{:.1f}", "mean of those that several requests hold"),
@@ -38,7 +39,10 @@ _COLUMNS = {  # title, form, and what it is
     "goodput_bound_per_s": ("at most", "{:.2f}", "goodput that no schedule exceeds, of oracle"),
     "search_runs": ("tried", "{:.0f}", "schedules, of oracle"),
 }
-_IF_ANY = ("num_refused", "num_failed", "saved_slots", "loaded_slots", "mean_shared_blocks")
+_IF_ANY = (
+    *("num_refused", "num_failed", "num_dropped", "saved_slots", "loaded_slots"),
+    "mean_shared_blocks",
+)
 _RATIO = "{:.3f}"
 
 

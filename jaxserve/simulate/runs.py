@@ -28,6 +28,7 @@ REFUSED = (ValueError, InvalidPlan, OSError)
 _SIMULATED = (
     *("kv_tokens", "num_blocks", "host_tokens", "block_size", "rules", "overlap", "replicas"),
     *("routing", "max_queue", "refuse_late", "record_rows", "prefix_caching", "retention"),
+    "drop_too_long",
 )
 
 
@@ -128,7 +129,7 @@ class Run:
         record_rows: Whether the result also has the requests of each batch.
         hidden_read: How hidden caches are read, see `systems.system`.
         max_queue: Requests that may wait beside max_rows; None for any number.
-        refuse_late, prefix_caching, retention: As `simulate` has them.
+        refuse_late, prefix_caching, retention, drop_too_long: As `simulate` has them.
         num_blocks: Size of the pool, instead of kv_tokens.
         overlap: Whether steps are planned ahead; None for the rules'.
     """
@@ -153,6 +154,7 @@ class Run:
     refuse_late: float | None = None
     prefix_caching: bool = False
     retention: str = LRU
+    drop_too_long: bool = False
     num_blocks: int | None = None
     overlap: bool | None = None
 

@@ -233,6 +233,7 @@ class SimulationResult:
     search_runs: int | None = None
     found_by: str | None = None
     expected: np.ndarray | None = None
+    num_dropped: int = 0
 
     @property
     def lengthening(self) -> np.ndarray | None:
@@ -260,6 +261,7 @@ class SimulationResult:
             num_refused: Requests that found the queue full; they attain nothing and count in no
                 latency.
             num_failed: Requests that ended early because their replica died.
+            num_dropped: Requests that were left out as too long; they count nowhere else.
             saved_slots, loaded_slots: Slots of one plane moved to and from host memory.
             mean_shared_blocks, peak_shared_blocks: Blocks that several requests hold, over the time
                 of the batches.
@@ -293,6 +295,7 @@ class SimulationResult:
             "num_requests": len(requests),
             "num_refused": int(requests.refused.sum()),
             "num_failed": int(requests.failed.sum()),
+            "num_dropped": self.num_dropped,
             "num_finished": total["finished"],
             "finished_per_s": total["finished_per_s"],
             "output_tokens": tokens,

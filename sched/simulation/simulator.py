@@ -121,6 +121,7 @@ def simulate(
     coast: bool = True,
     prefix_caching: bool = False,
     retention: str = LRU,
+    drop_too_long: bool = False,
     online: LinearCostModel | None = None,
     record_rows: bool = False,
     record_batches: bool = True,
@@ -163,6 +164,8 @@ def simulate(
             parameters. Others than `lru` run in Python.
         online: Policies see a model that begins as this one and learns from the steps, as a
             server's do.
+        drop_too_long: Whether requests that M, or C, cannot hold are left out and counted; the
+            others ask for no more than fits. Else they are an error.
         record_rows, record_batches: Whether to keep who was in each batch, and the batches.
         progress: progress(n) is called when n more requests have come.
         compiling: Called when numba begins to compile.
@@ -178,6 +181,9 @@ def simulate(
     setting = replace(setting, replicas=replicas, seed=seed, keeps_batches=record_batches)
     setting = replace(setting, capacity=_capacity(max_queue, limits))
     setting = _routed(setting, policies[0], routing)
+    count = len(workload)
+    if drop_too_long:
+        workload = _that_fit(workload, policies[0], setting)
     longest = _check_fits(workload, policies[0], setting)
     longest = max(longest, _check_end(until, best_effort, policies[0], setting))
     built_in = isinstance(policy, str) and is_built_in(policy)
@@ -188,7 +194,7 @@ def simulate(
     options = Options(slots, longest, fixed, coast, online, record_rows, *cut, **known)
     compiled = _compiled(compiled, options, bool(checked))
     ran = _run(policy, policies, workload, setting, options, compiled, progress, compiling)
-    return _result(setting, *ran, until)
+    return replace(_result(setting, *ran, until), num_dropped=count - len(workload))
 
 
 def _retention(name: str, prefix_caching: bool) -> str:
@@ -418,6 +424,20 @@ def _check_fits(workload: Workload, policy: Policy, setting: Setting) -> int:
             f"is {limits.max_batch_tokens}"
         )
     return longest
+
+
+def _that_fit(workload: Workload, policy: Policy, setting: Setting) -> Workload:
+    """The requests that `_check_fits` lets pass, once each asks for no more than M holds. Raises
+    SimulationError if there are none."""
+    most = tokens_in(setting.num_blocks, setting.block_size) + 1
+    step = most if policy.chunked else setting.limits.max_batch_tokens + 1
+    fits = workload.lengths.total <= min(most, step)
+    if not fits.any():
+        raise SimulationError(
+            f"all requests have more tokens than the {min(most, step) - 1} that fit"
+        )
+    kept = workload.select(fits)
+    return replace(kept, limit=np.minimum(kept.limit, most - kept.prompt_len))
 
 
 def _shape(workload: Workload, number: int) -> str:

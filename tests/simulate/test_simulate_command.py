@@ -323,3 +323,24 @@ def test_the_help_says_what_the_columns_are(capsys: pytest.CaptureFixture[str]) 
     told = capsys.readouterr().out.partition("columns of the table:\n")[2]
     explained = {line.strip().partition("  ")[0] for line in told.splitlines()}
     assert len(header) > 5 and explained >= set(header) - {"policy", "rate"}
+
+
+def test_requests_that_are_too_long_are_dropped_if_asked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Others may still write as much as the cache holds, not as the longest leaves."""
+    path = tmp_path / "trace.csv"
+    path.write_text("prompt_tokens,output_tokens\n10,20\n5000,8\n30,40\n")
+    argv = ["--policy=sarathi", f"--workload={path}", "--kv_tokens=1024", "--seeds=1"]
+    assert main(argv) == 2
+    assert "request 1 has 5000 tokens in" in capsys.readouterr().err
+    assert main([*argv, "--drop_too_long", "--json"]) == 0
+    said = capsys.readouterr()
+    (point,) = json.loads(said.out.splitlines()[-1])["points"]
+    numbers = point["mean"]
+    assert (numbers["num_requests"], numbers["num_dropped"]) == (2, 1)
+    assert numbers["output_tokens"] == 60
+    assert "dropped" in said.err.splitlines()[0]
+    path.write_text("prompt_tokens,output_tokens\n5000,8\n")
+    assert main([*argv, "--drop_too_long"]) == 2
+    assert "more tokens than the 1024 that fit" in capsys.readouterr().err
