@@ -16,8 +16,8 @@ from jaxserve.server.server import Server
 from tests.engine.harness import engine as small_engine
 from tests.server.http.conftest import SETTINGS, Plain
 
-BOX = Path(__file__).parents[4] / "jaxserve" / "assets" / "tiny-stories"
-PAGE = Path(__file__).parents[4] / "docs" / "public-reports.md"
+BOX = Path(__file__).parents[3] / "jaxserve" / "assets" / "tiny-stories"
+PAGE = Path(__file__).parents[3] / "docs" / "public-reports.md"
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
