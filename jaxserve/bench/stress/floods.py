@@ -68,7 +68,10 @@ class Flood:
         """Has both call, and compares."""
         tried, lock, over = Tried(), threading.Lock(), time.monotonic() + FLOOD_S
         idle = statistics.median(_waited(server, self.quiet(), tried) for _ in range(IDLE))
-        calls = iter([_written(asked) for asked in self.calls(server)])
+        wanted = list(self.calls(server))
+        written = {id(asked): asked for asked in wanted}
+        written = {key: _written(asked) for key, asked in written.items()}
+        calls = iter([written[id(asked)] for asked in wanted])
         begun = _steps(server)
 
         def crowd() -> None:
@@ -213,21 +216,19 @@ def _long_prompts(_: Victim) -> Iterator[Asked]:
     """Half of them are far too long, and half are all blanks, which the mark swallows."""
     words = "x y " * (3 * MIB // 8) + MARK
     blanks = " " * (3 * MIB // 2) + MARK
-    for _each in range(24):
-        yield _completion(words)
-        yield _completion(blanks)
+    asked = _completion(words), _completion(blanks)
+    yield from itertools.islice(itertools.cycle(asked), 48)
 
 
 def _longest_prompts(_: Victim) -> Iterator[Asked]:
     text = "x y " * (3 * MIB) + MARK
-    for _each in range(4):
-        yield _completion(text)
-        yield Asked("/tokenize", {"prompt": text})
+    asked = _completion(text), Asked("/tokenize", {"prompt": text})
+    yield from itertools.islice(itertools.cycle(asked), 48)
 
 
 def _predictions(_: Victim) -> Iterator[Asked]:
-    for _each in range(8):
-        yield _chat(prediction={"type": "content", "content": "x y " * (2 * MIB) + MARK})
+    likely = {"type": "content", "content": "x y " * (2 * MIB) + MARK}
+    yield from itertools.repeat(_chat(prediction=likely), 48)
 
 
 def _many_tools(_: Victim) -> Iterator[Asked]:
@@ -292,8 +293,8 @@ FLOODS: Mapping[str, Callable[[Victim], Tried]] = {
     "grammars of 50 MiB": Flood(_large_grammars, 4, _held, _REFUSED_OR_SERVED),
     "grammars with costly masks": Flood(_costly_masks, 8, _small, frozenset((200, 400, 500))),
     "48 prompts of 1.5 MB": Flood(_long_prompts, 48, _paragraphs, _REFUSED_OR_SERVED),
-    "texts of 12 MB": Flood(_longest_prompts, 8, _paragraphs),
-    "predictions of 8 MB": Flood(_predictions, 8, _paragraphs),
+    "texts of 12 MB": Flood(_longest_prompts, 4, _paragraphs),
+    "predictions of 8 MB": Flood(_predictions, 4, _paragraphs),
     "32 chats with 128 tools": Flood(_many_tools, 32, _small),
     "prompts that nobody asks for again": flood_of_caches,
 }
