@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sched.policies.test_accelgen import BEST, LATER, drive
+from tests.sched.policies.accelgen.test_accelgen import BEST, LATER, drive
 
 
 @pytest.mark.parametrize("sparing", [True, False])
