@@ -281,7 +281,8 @@ def test_a_disk_that_is_full_for_lines(
     monkeypatch.setattr(files, "LINES_A_PIECE", 1)
     pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
     journal._db.execute(f"PRAGMA max_page_count = {pages + 10}")
-    long = line("a") + line("b", prompt="x" * 3000) * 30
+    others = [line(f"b{number}", prompt="x" * 3000) for number in range(30)]
+    long = line("a") + b"".join(others)
     with pytest.raises(openai.APIStatusError, match="database or disk is full") as error:
         create(alice, long)
     assert (error.value.status_code, error.value.code) == (507, "disk_full")

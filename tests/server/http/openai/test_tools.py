@@ -104,7 +104,10 @@ def test_streamed(client: openai.OpenAI, running: FakeEngine, size: int) -> None
 
 def test_deltas_as_openai_has_them(client: openai.OpenAI, engine: FakeEngine) -> None:
     says(engine, *pieces(CALL))
-    stream = client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS, stream=True)
+    every: Any = {"continuous_usage_stats": True}  # a chunk a step, also where there is no news
+    stream = client.chat.completions.create(
+        model="fake", messages=ASK, tools=TOOLS, stream=True, stream_options=every
+    )
     deltas = [next(stream).choices[0].delta]
     for _ in pieces(CALL):
         engine.step()
