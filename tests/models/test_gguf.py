@@ -80,6 +80,7 @@ def same(found: Params, expected: Params) -> None:
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.promise(44)
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_is_the_checkpoint_it_was_made_of(name: str, tmp_path: Path) -> None:
     hf = hf_config(name)

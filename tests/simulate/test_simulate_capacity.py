@@ -84,6 +84,7 @@ def test_the_longest_gap_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert strict < loose and strict <= alone
 
 
+@pytest.mark.promise(40)
 def test_those_without_targets_attain_none(capsys: pytest.CaptureFixture[str]) -> None:
     """However many they are beside: nine of ten would otherwise be enough."""
     argv = [*FIND, "--classes=chat:0.1:ttft=200ms:tbt=10ms,free:0.9", "--num_requests=200"]

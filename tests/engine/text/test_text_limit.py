@@ -141,6 +141,7 @@ odd = st.text(
 )
 
 
+@pytest.mark.promise(42)
 @pytest.mark.parametrize("name", BY_KIND)
 @settings(max_examples=50, deadline=None)
 @given(text=st.one_of(texts, odd, spaced))

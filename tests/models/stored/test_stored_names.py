@@ -40,6 +40,7 @@ def untied(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray], str]:
     return hf, tensors, table
 
 
+@pytest.mark.promise(43)
 @pytest.mark.parametrize("name", ["llama2", "gemma2", "opt", "opt_post_norm", "gpt_oss", "mixtral"])
 @pytest.mark.parametrize("prefix", [True, False])
 def test_a_head_that_is_another_table_is_used(

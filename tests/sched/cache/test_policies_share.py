@@ -131,6 +131,7 @@ def test_all_are_served(policy: str, seed: int) -> None:
     check_pool(traffic.drive.pool)
 
 
+@pytest.mark.promise(38)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_all_end_where_the_pool_just_holds_one(policy: str) -> None:
     """In steps that are counted: of real-time and best-effort requests that find each other's

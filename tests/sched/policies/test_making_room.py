@@ -172,6 +172,7 @@ def test_chats_make_no_room_for_each_other(policy: str) -> None:
     assert waiting(drive, 0.03) > 0.02
 
 
+@pytest.mark.promise(39)
 def test_nobody_is_refused_for_a_batch_that_makes_room() -> None:
     """With refusals as a server has them, of who is expected to be late."""
     spec = WorkloadSpec("alpaca", rate=2, duration=20.0, slo=SLO(1.0, 0.2))

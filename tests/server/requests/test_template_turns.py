@@ -72,6 +72,7 @@ def templates() -> Any:
         each.close()
 
 
+@pytest.mark.promise(41)
 @pytest.mark.parametrize(("source", "turns", "text"), PLACES)
 def test_developers_are_heard(
     templates: dict[str, ChatTemplate], source: str, turns: str, text: str
@@ -100,6 +101,7 @@ def call(name: str, arguments: str) -> dict[str, Any]:
 WRITTEN = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 
 
+@pytest.mark.promise(41)
 @pytest.mark.parametrize(
     ("source", "text"),
     [
