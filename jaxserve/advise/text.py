@@ -102,6 +102,7 @@ def _parts(best: Point, base: Point) -> str:
     gains = {
         named: ours[f"{name}_attainment"] - theirs[f"{name}_attainment"]
         for name, named in _TARGETS.items()
+        if ours[f"{name}_attainment"] is not None  # nobody has that target
     }
     target = max(gains, key=lambda name: gains[name])
     if gains[target] <= 0:

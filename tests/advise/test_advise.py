@@ -170,7 +170,7 @@ def point(
         met = one if isinstance(one, np.ndarray) else np.zeros(1, bool)
         share, goodput = (float(met.mean()), 1.0) if met is one else (float(one[0]), float(one[1]))
         numbers = {SLO_ATTAINMENT: share, SLO_GOODPUT: goodput}
-        found.append(Outcome(numbers, 1, False, met, None))
+        found.append(Outcome(numbers, 1, False, met, math.inf, None))
     return Point(run, tuple(found), seed_matters)
 
 

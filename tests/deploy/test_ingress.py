@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -215,7 +216,8 @@ def test_what_the_replica_says_is_passed_on_and_the_router_is_told_what_it_costs
     handle = Handle([[START, body(b"a")], [body(b"b", more=False)]])
     sent = json.dumps({"prompt": "Hi there", "slo": {"ttft_ms": 500}}).encode()
     assert http(handle, sent) == [START, body(b"a"), body(b"b", more=False)]
-    ((scope, given), named) = handle.calls[0]
+    ((scope, given, arrived), named) = handle.calls[0]
+    assert 0 < arrived <= time.time()
     assert given == sent and "extensions" not in scope
     assert named[ROUTING_REQUEST].ttft == 0.5 and named[ROUTING_REQUEST].prompt_len > 1
     assert handle.responses[0].cancelled
@@ -264,7 +266,7 @@ def test_a_call_that_its_client_did_not_finish_is_sent_nowhere() -> None:
 def test_a_prefix_of_the_route_is_not_the_replicas_business() -> None:
     handle = Handle([[START, body(b"", more=False)]])
     http(handle, b'{"prompt": "Hi there"}', path="/llm/v1/completions", root_path="/llm")
-    ((scope, _), named) = handle.calls[0]
+    ((scope, _, _), named) = handle.calls[0]
     assert scope["path"] == "/v1/completions" and named[ROUTING_REQUEST].prompt_len > 1
 
 

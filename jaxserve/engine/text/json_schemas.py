@@ -38,6 +38,7 @@ _NO_REGULAR = re.compile(r"\(\?<?[=!]|\\[bB1-9]")  # look-around, word boundarie
 # Of the compiler's integers, 64 bits that come through floats, and of other numbers.
 _EXACT, _LAST, _LAST_NUMBER = 1 << 53, (1 << 63) - 1024, 9e18
 _MOST_NAMES, _MOST_BRANCHES, _MOST_CHOICES, _MOST_REFS = 256, 64, 16, 8
+_LONGEST_NAME = 256  # characters of a name that a pattern lists
 _WORK = 100_000
 """Steps that patterns and branches of a schema may take; what is left then stays as it is."""
 
@@ -393,7 +394,8 @@ def _followed(ones: set[str] | None, others: set[str] | None, work: _Work) -> se
     if ones is None or others is None:
         return None
     count = len(ones) * len(others)
-    if count > _MOST_NAMES or not work.allows(count + 1):
+    longest = sum(max(map(len, each), default=0) for each in (ones, others))
+    if count > _MOST_NAMES or longest > _LONGEST_NAME or not work.allows(count + longest + 1):
         return None
     return {one + other for one in ones for other in others}
 
@@ -465,8 +467,9 @@ def _choose(node: dict[str, Any], root: Schema, work: _Work) -> None:
 def _requires_one(wanted: Sequence[Sequence[str]]) -> Iterator[Schema]:
     """Objects that have all names of exactly one of the lists."""
     for place, own in enumerate(wanted):
+        there = set(own)
         missing = [
-            [name for name in other if name not in own]
+            [name for name in other if name not in there]
             for other in (*wanted[:place], *wanted[place + 1 :])
         ]
         for absent in itertools.islice(itertools.product(*missing), _MOST_BRANCHES + 1):

@@ -89,7 +89,9 @@ def answer_headers(record: CallRecord, *, ended: bool) -> Iterator[tuple[str, st
         if (seconds := getattr(slo, target)) is not None:
             yield name, f"{1000 * seconds:.15g}"
     if record.unenforced:
-        places = [quote(each, safe="$") for each in record.unenforced]
+        # A place may be of any length, and there may be thousands.
+        few = record.unenforced[:_MAX_UNENFORCED]
+        places = [quote(each[:_MAX_UNENFORCED], safe="$") for each in few]
         yield _UNENFORCED, ", ".join(places)[:_MAX_UNENFORCED]
     if not ended:
         return

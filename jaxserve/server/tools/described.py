@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,21 +54,21 @@ def in_words(messages: Sequence[Message], form: ToolFormat, *, calls: bool = Tru
         for call in message.get("tool_calls", ())
     }
     told: list[Message] = []
-    for before, message in zip([None, *messages], messages, strict=False):
-        said = _result(message, names) if message["role"] == "tool" else message
-        if calls and message.get("tool_calls"):
-            said = _calling(message, form)
-        if before is not None and before["role"] == message["role"] == "tool":
-            # One turn: many templates want the roles to alternate.
-            said = {**said, "content": f"{told.pop()['content']}\n{said['content']}"}
-        told.append(said)
+    for role, turns in itertools.groupby(messages, key=lambda message: message["role"]):
+        if role == "tool":  # one turn: many templates want the roles to alternate
+            content = "\n".join(_result(message, names) for message in turns)
+            told.append({"role": "user", "content": content})
+            continue
+        for message in turns:
+            calling = calls and message.get("tool_calls")
+            told.append(_calling(message, form) if calling else message)
     return told
 
 
-def _result(message: Message, names: Mapping[str, str]) -> Message:
+def _result(message: Message, names: Mapping[str, str]) -> str:
     name = names.get(message.get("tool_call_id", ""), message.get("name", ""))
     which = f"The function {name}" if name else "The function"
-    return {"role": "user", "content": f"{which} returned:\n{message['content']}"}
+    return f"{which} returned:\n{message['content']}"
 
 
 def _calling(message: Message, form: ToolFormat) -> Message:

@@ -127,9 +127,13 @@ def _own(schema: Mapping[str, Any]) -> Allowed:
         kinds &= frozenset(kind for value in values for kind in _kinds_of(value))
         texts = frozenset(value for value in values if isinstance(value, str))
     further = sorted(schema.keys() - _NO_LIMITS - _LENGTHS)
-    most = schema.get("maxLength")
-    least = schema.get("minLength", 0)
-    return Allowed(kinds, texts, least, most, further[0] if further else "")
+    most, least = _length(schema.get("maxLength")), _length(schema.get("minLength"))
+    return Allowed(kinds, texts, least or 0, most, further[0] if further else "")
+
+
+def _length(given: Any) -> int | None:
+    """None for what is none: nobody checks lengths before."""
+    return given if isinstance(given, int) and not isinstance(given, bool) else None
 
 
 def _kinds_of(value: Any) -> tuple[str, ...]:

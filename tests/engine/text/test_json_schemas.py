@@ -310,3 +310,11 @@ def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         steps.clear()
         compilable(schema)
         assert sum(steps) <= json_schemas._WORK
+
+
+@pytest.mark.parametrize("times", ["{200}", "{256}", "{256}){256}", "{256}){20}"])
+def test_a_pattern_of_few_long_names_costs_little(times: str) -> None:
+    """One name, of megabytes: it is not written out, and the pattern stays."""
+    pattern = "^" + "(" * (2 + times.count(")")) + "a{256}){256})" + times + "$"
+    schema = {"type": "object", "patternProperties": {pattern: {"type": "string"}}}
+    assert pattern in json.dumps(compilable(schema))

@@ -44,6 +44,7 @@ from jaxserve.server.requests.templates.chat_template import ChatTemplate
 
 T = TypeVar("T")
 _PARSED_INLINE = 4 << 10
+_OF_TOOLS = ("tool", "function")
 
 
 class PreparedChat(NamedTuple):
@@ -149,7 +150,8 @@ async def beside_if_tools(
         work: what to do.
         given: its arguments.
     """
-    if body.tools or any(each.tool_calls for each in body.messages or ()):
+    messages = body.messages or ()
+    if body.tools or any(each.tool_calls or each.role in _OF_TOOLS for each in messages):
         return await context.requests.run_beside(tenant, work, *given)
     return work(*given)
 
