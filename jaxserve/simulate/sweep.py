@@ -66,7 +66,8 @@ class Point:
     @property
     def short(self) -> str:
         """Why the run is too short to tell an overload, in words; "" if it is not."""
-        lasts, count = self.outcomes[0].lasts, self.numbers[0]["num_requests"]
+        lasts = min(outcome.lasts for outcome in self.outcomes)
+        count = self.numbers[0]["num_requests"]
         if not 0 < lasts < OUTLAST:  # 0: all at once, which is no load that could last
             return ""
         more = math.ceil(OUTLAST / lasts * count)

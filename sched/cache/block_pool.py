@@ -407,9 +407,12 @@ class BlockPool:
             return True
         if swap:
             ids = np.array(page.ids, np.int32)
+            unread = self.refs[ids] == 0
             cache.read(page, row)
             self._share(ids, row)
             self.owners[ids] = NOBODY
+            self.owners[ids[unread], self.direction[row]] = row  # as if it had filled them
+            self.at[ids[unread], self.direction[row]] = index
             self.tables[row, : len(ids), index] = ids
             self.mirrored[row] = min(self.mirrored[row], index)
             self._let_go(mine, row, int(self.direction[row]))

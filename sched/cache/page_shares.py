@@ -104,7 +104,8 @@ class PageShares:
         if tenants.now >= self._next_look:
             self._next_look = tenants.now + _LOOK
             self._idle = dict.fromkeys(filter(tenants.is_idle, self._pages))
-        for tenant in [*self._idle]:
+        while self._idle:
+            tenant = next(iter(self._idle))
             if tenant in self._pages and tenants.is_idle(tenant):
                 return tenant
             del self._idle[tenant]
@@ -125,7 +126,9 @@ class PageShares:
         if value > self._listed.get(tenant, -1.0):
             self._listed[tenant] = value
             heapq.heappush(self._most, (-value, tenant))
-            if len(self._most) > 2 * len(self._listed) + 64:
+            if len(self._most) > 2 * len(self._pages) + 64:
+                listed = self._listed.items()
+                self._listed = {tenant: value for tenant, value in listed if tenant in self._pages}
                 self._most = [(-value, tenant) for tenant, value in self._listed.items()]
                 heapq.heapify(self._most)
 

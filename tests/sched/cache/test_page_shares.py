@@ -169,3 +169,16 @@ def test_the_heap_says_what_a_search_would(data: st.DataObject) -> None:
             (loser,) = {page.tenant for page in first}
             assert values[loser] == max(values.values())
             assert list(first) == [page for page in there if page.tenant == loser]
+
+
+def test_tenants_that_come_and_go_leave_nothing() -> None:
+    shares = PageShares(Tenants())
+    for tenant in range(1000):
+        page = Page(b"%d" % tenant, (tenant,), None, 0)
+        page.tenant = tenant
+        shares.count(tenant, 1)
+        shares.add(page)
+        if tenant:
+            shares.remove(page)
+            shares.count(tenant, -1)
+    assert len(shares._listed) < 100 and len(shares._most) < 100
