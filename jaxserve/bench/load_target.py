@@ -163,7 +163,8 @@ class ServerTarget(ThreadedTarget):
     def info(self) -> dict[str, Any]:
         """The fields of EngineInfo, from the server."""
         message = self._client.info(timeout=30.0)
-        return {f.name: getattr(message, f.name) for f in dataclasses.fields(EngineInfo)}
+        found = {f.name: getattr(message, f.name) for f in dataclasses.fields(EngineInfo)}
+        return {**found, "sampling_defaults": dict(message.sampling_defaults)}
 
     def serve(self, job: Job, record: Record) -> None:
         """See `ThreadedTarget`."""

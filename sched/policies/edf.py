@@ -49,36 +49,31 @@ class EarliestDeadline(UnifiedPolicy):
         super().__post_init__()
         if not 0 <= self.patience < math.inf:
             raise ValueError(f"patience must be at least 0, got {self.patience}")
-        object.__setattr__(self, "key", _deadline)
+        object.__setattr__(self, "key", _deadline(self.patience or math.inf))
         if self.patience:
-            object.__setattr__(self, "key", _deadline_or(self.patience))
             object.__setattr__(self, "lapse", Lapse(_lead, _overdue(self.patience)))
 
 
-def _deadline(r: Any) -> Any:
-    """When the next token is due, seconds; infinite for a request without targets.
+@cache
+def _deadline(patience: float) -> Key:
+    def due(r: Any) -> Any:
+        """When the next token is due, seconds; without targets, `patience` after the arrival.
 
-    Without a TTFT, the tokens after the first are due one TBT after the one before. A JCT bounds
-    them all.
-    """
-    later = r.generated > 0
-    steps = where(later, r.tbt, 0.0) * np.maximum(r.generated, 1)
-    due = where(later & np.isinf(r.ttft), r.last_token + r.tbt, r.arrival + r.ttft + steps)
-    return np.minimum(due, r.arrival + r.jct)
+        Without a TTFT, the tokens after the first are due one TBT after the one before. A JCT
+        bounds them all.
+        """
+        later = r.generated > 0
+        steps = where(later, r.tbt, 0.0) * np.maximum(r.generated, 1)
+        token = where(later & np.isinf(r.ttft), r.last_token + r.tbt, r.arrival + r.ttft + steps)
+        none = np.isinf(r.ttft) & np.isinf(r.tbt) & np.isinf(r.jct)
+        return where(none, r.arrival + patience, np.minimum(token, r.arrival + r.jct))
+
+    return due
 
 
 def _lead(r: Any) -> Any:
     """How long before that an idle engine would have to begin with what is pending, seconds."""
     return r.alone * (r.prompt_len + r.generated - r.computed) / r.prompt_len
-
-
-@cache
-def _deadline_or(patience: float) -> Key:
-    def due(r: Any) -> Any:
-        none = np.isinf(r.ttft) & np.isinf(r.tbt) & np.isinf(r.jct)
-        return where(none, r.arrival + patience, _deadline(r))
-
-    return due
 
 
 @cache  # one function for each: a compiled simulation compiles every new one

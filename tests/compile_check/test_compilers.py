@@ -142,7 +142,7 @@ def test_the_decode_step_of_opt_13b_compiles(compilers: Path) -> None:
         assert 0.98 * found["weights_bytes"] < traffic["floor"] < 1.02 * found["weights_bytes"]
         assert traffic["floor"] <= traffic["moved"] < 1.2 * traffic["floor"]
         if found["target"] == "a100":
-            assert traffic["kernels"] <= 13 * LAYERS + 25  # those of the step's plan and sampling
+            assert traffic["kernels"] <= 13 * LAYERS + 26  # those of the step's plan and sampling
 
 
 def test_experts_compile(compilers: Path, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ class Compiling(Run):
 
     def outcome(self, progress: Any = None, compiling: Any = None) -> Outcome:
         compiling()
-        return Outcome({}, 1, False, np.zeros(0, bool), None)
+        return Outcome({}, 1, False, np.zeros(0, bool), float("inf"), None)
 
 
 def test_processes_say_it_together(capsys: pytest.CaptureFixture[str]) -> None:
