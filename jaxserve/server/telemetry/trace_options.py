@@ -32,7 +32,7 @@ def open_traces(endpoint: str, model: Callable[[], str]) -> Iterator[Sink | None
 
         from jaxserve.server.telemetry.traces import Traces
     except ImportError:
-        problem = "not installed: pip install opentelemetry-exporter-otlp-proto-grpc"
+        problem = "OpenTelemetry is not installed: install the extra otel"
         raise ConfigError(f"telemetry.otlp_endpoint: {problem}") from None
     exporter = OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http://"))
     traces = Traces(BatchSpanProcessor(exporter), model)
