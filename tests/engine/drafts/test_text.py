@@ -42,7 +42,8 @@ Known = dict[tuple[int, ...], list[int]]  # what prompts are continued with
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts are taken as far as they fit, whether they pay or not; how many varies."""
+    """Drafts are taken as far as they fit, whether they pay or not, and always waited for; how many
+    varies."""
     rng = np.random.default_rng(5)
 
     def choose(
@@ -62,6 +63,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
         return np.diff(np.minimum(np.cumsum(wanted), max(room, 0)), prepend=0)
 
     monkeypatch.setattr(choice, "_choose", choose)
+    monkeypatch.setattr(choice.Patience, "waits", lambda self: True)
 
 
 @pytest.fixture
