@@ -81,7 +81,7 @@ class HostPages:
         """The next page to go, if there is no room for all of them."""
         if self._count * self._slots <= self._memory.num_free:
             return None
-        return next(iter(self._pages.first()))
+        return self._pages.next_page(lambda pages: next(iter(pages)))
 
     def take_new(self) -> list[tuple[int, tuple[int, ...]]]:
         """Those that have come since the last call: their keys, and their blocks."""

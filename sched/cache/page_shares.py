@@ -2,15 +2,16 @@
 
 A page counts for the tenant that has filled or read it last, also while somebody reads it. The
 tenant with the most blocks for its weight loses first, so nobody loses any while another one has
-more than it for its weight, and what one leaves, others use. A tenant that has used none for a
-while has no share to keep: others would be left with a part of the cache for nothing.
+more than it for its weight, and what one leaves, others use. A page that only pages of others are
+behind goes to one of them instead. A tenant that has used none for a while has no share to keep:
+others would be left with a part of the cache for nothing.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,40 @@ class PageShares:
         if len(self._pages) == 1:
             return next(iter(self._pages.values()))
         return self._pages[self._loser()]
+
+    def next_page(self, first: Callable[[dict[Page, None]], Page]) -> Page:
+        """The next page to go; there must be some. None behind it may go. Where tenants share a
+        beginning, a page that only pages of others are behind is theirs from now on: what they use
+        does not go with it.
+
+        Args:
+            first: Says which of a tenant's pages goes first, of those in order.
+        """
+        while True:
+            page = end = first(self.first())
+            while behind := [after for after in end.after if after in self]:
+                end = min(behind, key=lambda after: after.key)
+            if end is page:
+                return page
+            self._pass_on(page, end.tenant)
+
+    def _pass_on(self, page: Page, heir: int) -> None:
+        """The page is another tenant's, which has pages behind it, and so is what is before it as
+        far as its own tenant has more for its weight. Each page of the new tenant still goes
+        before those that come before it."""
+        tenant, before = page.tenant, page
+        while True:
+            more = before is page or self._value(tenant) > self._value(heir)
+            if before.tenant == heir or (before.tenant == tenant and more):
+                self.remove(before)
+                blocks = len(before.ids) or 1
+                self.count(before.tenant, -blocks)
+                before.tenant = heir
+                self.count(heir, blocks)
+                self.add(before)
+            if before.before is None or before.before not in self:
+                return
+            before = before.before
 
     def _loser(self) -> int:
         tenants = self._tenants

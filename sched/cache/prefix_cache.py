@@ -402,7 +402,7 @@ class PrefixCache:
         if self.host is not None:
             self.host.look()
         while len(found) < blocks and self._unread:
-            page = _end(self.retention.first(self._unread.first()))
+            page = self._unread.next_page(self.retention.first)
             if self.host is not None and page.kind == KV and self.host.keeps(page):
                 ids = page.ids
                 found += self._vacate(page, evicted=True)
@@ -414,7 +414,7 @@ class PrefixCache:
     def trim_host(self) -> None:
         """Forgets pages in host memory for which there is no room."""
         while self.host is not None and (page := self.host.surplus()) is not None:
-            self._lose(_end(page))
+            self._lose(page)
 
     def _lose(self, page: Page) -> list[int]:
         """Forgets the page, and all behind it, since others take its room."""
@@ -483,10 +483,3 @@ class PrefixCache:
         if before is not None and before in self._unread and before.is_bare:
             self.retention.bare(before)
         return free
-
-
-def _end(page: Page) -> Page:
-    """The page, or one behind it at this level: it may be another tenant's, where they share."""
-    while behind := [after for after in page.after if bool(after.ids) == bool(page.ids)]:
-        page = min(behind, key=lambda after: after.key)
-    return page

@@ -25,7 +25,8 @@ class Flood:
     """One tenant has chats that go on, one request at a time; another keeps so many prompts open
     that nobody sends twice. hits, asked: pages of the first one's."""
 
-    def __init__(self, retention: str, weight: float = 1.0, host_slots: int = 0) -> None:
+    def __init__(self, retention: str, weight: float = 1.0, host_slots: int = 0, shared: int = 0) -> None:
+        self.shared = shared  # pages with which all prompts begin
         options = {"blocks": 2 * PAGES, "block_size": SIZE, "host_slots": host_slots}
         self.drive = Drive("sarathi", prefix_caching=True, retention=retention, c=256, **options)
         self.unique, self.now, self.hits, self.asked = count(), 0.0, 0, 0
@@ -33,6 +34,7 @@ class Flood:
         self.rows: dict[int, int] = {}  # by row, tokens that it lacks
 
     def send(self, tenant: str, keys: list[str]) -> int:
+        keys = [f"shared {page}" for page in range(self.shared)] + keys
         prompt = SIZE * len(keys) + 1
         who = {"tenant": tenant, "weight": self.weight if tenant == "chats" else 1.0}
         row = self.drive.add(prompt, 3, keys=tuple(named(*keys)), arrival=self.now, **who)
@@ -61,7 +63,8 @@ class Flood:
                 self.send("flood", [f"{next(self.unique)}" for _ in range(pages)])
             found = max(found, int(self.drive.scheduler.cache.found[row]))
             self.step()
-        self.hits, self.asked = self.hits + found, self.asked + len(keys)
+        self.hits += max(found - self.shared, 0)
+        self.asked += len(keys)
 
 
 def chats(flood: Flood, rounds: int, open_: int, pages: int = 7) -> float:
@@ -73,13 +76,14 @@ def chats(flood: Flood, rounds: int, open_: int, pages: int = 7) -> float:
 
 
 @pytest.mark.promise(37)
+@pytest.mark.parametrize("shared", [0, 3])
 @pytest.mark.parametrize("host_slots", [0, 512])
 @pytest.mark.parametrize("retention", RETENTIONS)
 def test_a_flood_of_prompts_takes_no_hits_of_another_tenant(
-    retention: str, host_slots: int
+    retention: str, host_slots: int, shared: int
 ) -> None:
     """Eight at a time, with twice the pool between two turns of a chat."""
-    flood = Flood(retention, host_slots=host_slots)
+    flood = Flood(retention, host_slots=host_slots, shared=shared)
     chats(flood, 3, 0)
     assert chats(flood, 12, 0) == 1.0
     alone = flood.drive.scheduler.cache.num_evicted
@@ -135,9 +139,24 @@ def test_a_page_that_several_read_counts_for_the_last(name: str) -> None:
     serve(cache, 0, "ours", 4)
     assert serve(cache, 1, "ours", 3) == 3
     assert (has(cache, 0), has(cache, 1)) == (1, 3)
-    cache.evict(1)  # the second has most, and what is behind its pages goes with them, before
-    assert keys_of(cache) == {b"ours 0", b"ours 1", b"ours 2"}
-    assert cache.num_unread == len(cache) == 3
+
+
+@pytest.mark.parametrize("name", RETENTIONS)
+def test_what_another_has_behind_a_shared_page_does_not_go_with_it(name: str) -> None:
+    """It takes the page over, up to as much as the others have."""
+    cache = Cache(1, make_retention(name))
+    serve(cache, 0, "ours", 5)
+    assert serve(cache, 1, "ours", 4) == 4
+    for number in range(20):
+        serve(cache, 1, f"junk {number}")
+    assert serve(cache, 0, "ours", 5) == 5, "the other one has more for its weight"
+    assert serve(cache, 1, "ours", 4) == 4
+    assert (has(cache, 0), has(cache, 1)) == (1, 11)
+    cache.evict(10)  # nothing else is left, and the chain goes from its end
+    assert keys_of(cache) == {b"ours 0", b"ours 1"}
+    assert abs(has(cache, 0) - has(cache, 1)) <= 1
+    cache.evict(2)
+    assert not len(cache) and not cache._unread
 
 
 @given(data=st.data())
