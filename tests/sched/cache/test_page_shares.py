@@ -25,7 +25,9 @@ class Flood:
     """One tenant has chats that go on, one request at a time; another keeps so many prompts open
     that nobody sends twice. hits, asked: pages of the first one's."""
 
-    def __init__(self, retention: str, weight: float = 1.0, host_slots: int = 0, shared: int = 0) -> None:
+    def __init__(
+        self, retention: str, weight: float = 1.0, host_slots: int = 0, shared: int = 0
+    ) -> None:
         self.shared = shared  # pages with which all prompts begin
         options = {"blocks": 2 * PAGES, "block_size": SIZE, "host_slots": host_slots}
         self.drive = Drive("sarathi", prefix_caching=True, retention=retention, c=256, **options)
