@@ -182,6 +182,8 @@ def _notes(advice: Advice) -> list[str]:
         "of each policy's own seeds. Less: of those that it and the best both have, with half of",
         f"the {LEVEL:.0%} interval of the difference, over them or, of one, over its requests",
     ]
+    short = next((one.short for one in advice.points if one.short), "")
+    notes += [short] if short else []
     return notes + [f"not compared: {line}" for line in advice.refused]
 
 

@@ -54,6 +54,7 @@ def test_who_keeps_targets_beats_who_does_not(capsys: pytest.CaptureFixture[str]
     flags += " --config.scheduler.max_prefill_tokens=512"
     assert f"    jaxserve serve {flags}" in said.splitlines()
     assert found["flags"] == flags.split()
+    assert "too short for an overload" in said, "60 requests of 12/s, and a JCT of a minute"
 
 
 def test_a_stream_that_stands_still_does_not_attain(capsys: pytest.CaptureFixture[str]) -> None:
