@@ -194,6 +194,10 @@ class Engine:
         if thinking is not None:
             self._marker_tokens.find(thinking)
 
+    def knows_grammar(self, grammar: Grammar) -> bool:
+        """See `Grammars.known`."""
+        return self._grammars.known(grammar)
+
     def info(self) -> EngineInfo:
         """What is served; the same object from start to stop."""
         return self._info

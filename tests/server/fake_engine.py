@@ -168,6 +168,9 @@ class FakeEngine:
         if "bad" in grammar.text:
             raise InvalidRequest(grammar.field_name, "is bad")
 
+    def knows_grammar(self, grammar: Grammar) -> bool:
+        return False
+
     def info(self) -> EngineInfo:
         return self.served
 

@@ -231,6 +231,10 @@ class Grammars:
         if self._processes is not None:
             self._processes.close()
 
+    def known(self, grammar: Grammar) -> bool:
+        """Whether it is kept, compiled or refused, and so is among the last to make room."""
+        return self._found(grammar) is not None
+
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """The compiled grammar, at once if it is kept. Others wait for nothing meanwhile.
 
@@ -240,10 +244,7 @@ class Grammars:
             EngineStopped: after `close`.
             QueueFull: no process can be had to try it.
         """
-        with self._lock:
-            found = self._kept.get(grammar)
-            if found is not None:
-                self._kept.move_to_end(grammar)
+        found = self._found(grammar)
         if found is None:
             if self._definition is None or self._processes is None:
                 problem = "this model has no tokenizer to apply it to"
@@ -261,6 +262,13 @@ class Grammars:
         if isinstance(found.made, str):
             raise InvalidRequest(grammar.field_name, found.made)
         return found.made
+
+    def _found(self, grammar: Grammar) -> _Kept | None:
+        with self._lock:
+            found = self._kept.get(grammar)
+            if found is not None:
+                self._kept.move_to_end(grammar)
+        return found
 
     def _keep(self, grammar: Grammar, found: _Kept) -> None:
         """In place of what is known of it. The oldest make room."""

@@ -67,6 +67,9 @@ class EngineClient(Protocol):
         """Gets it ready, in up to a second, so that `submit` need not. thinking: what comes before
         the text that it holds. Raises InvalidRequest, which says what is wrong with it."""
 
+    def knows_grammar(self, grammar: Grammar) -> bool:
+        """Whether `check_grammar` has nothing to compile, as it was compiled or refused already."""
+
     def max_text_bytes(self) -> int | None:
         """UTF-8 of the longest text that may be served; None: any text may, as far as is known."""
 

@@ -133,7 +133,7 @@ class EngineRequests:
         self._router = OutputRouter(self._loop, buffer_bytes=buffer_bytes, cancel=engine.cancel)
         self._encoders = TenantThreads(_ENCODERS, "jaxserve-encode")
         self._long_encoders = TenantThreads(1, "jaxserve-encode-long")
-        self._grammars = TenantThreads(PROCESSES, "jaxserve-grammar", each=1)
+        self._grammars = TenantThreads(PROCESSES, "jaxserve-grammar", each=1, keyless=PROCESSES)
         self._lines = TenantThreads(_READERS, "jaxserve-lines", each=1)
         self._others = TenantThreads(_ENCODERS, "jaxserve-beside")
         self.draining = False
@@ -254,14 +254,20 @@ class EngineRequests:
         Args:
             grammar: of a text.
             thinking: what comes before the text that it holds.
-            tenant: whose it is. Tenants take turns at the compiler.
+            tenant: whose it is. Tenants take turns at the compiler, where it is not known.
 
         Raises:
             InvalidRequest: it cannot be served, and why.
             EngineStopped: the engine stops.
             QueueFull: it cannot be tried now.
         """
-        await self._grammars.run(tenant, self._engine.check_grammar, grammar, thinking)
+        check = self._engine.check_grammar
+        if not self._engine.knows_grammar(grammar):
+            await self._grammars.run(tenant, check, grammar, thinking)
+        elif thinking is None:
+            check(grammar)
+        else:  # whose tokens may have to be found
+            await self.run_beside(tenant, check, grammar, thinking)
 
     async def read_lines(self, tenant: str, read: Callable[..., T], *arguments: Any) -> T:
         """Returns read(*arguments), run on a thread for the lines of tenants' batches, which may

@@ -21,12 +21,14 @@ class TenantThreads:
         threads: how many.
         name: the threads' names begin with it.
         each: the most of them that one tenant has at a time; 0 allows all.
+        keyless: likewise for "", the only tenant where no keys are needed; 0 is as `each`.
     """
 
-    def __init__(self, threads: int, name: str, each: int = 0) -> None:
+    def __init__(self, threads: int, name: str, each: int = 0, keyless: int = 0) -> None:
         self._pool = ThreadPoolExecutor(threads, name)
         self._loop = asyncio.get_running_loop()
         self._free, self._each = threads, each or threads
+        self._keyless = keyless or self._each
         self._held: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._turns: dict[str, int] = {}  # of who waits or has a thread: number of the last turn
@@ -61,7 +63,7 @@ class TenantThreads:
 
     async def _turn(self, tenant: str) -> None:
         # Whoever waits while a thread is free has as many as one may have.
-        if self._free and self._held[tenant] < self._each:
+        if self._free and self._may_have_more(tenant):
             self._take(tenant)
             return
         turn: asyncio.Future[None] = self._loop.create_future()
@@ -76,6 +78,9 @@ class TenantThreads:
                 queue.remove(turn)
                 self._forget(tenant)
             raise
+
+    def _may_have_more(self, tenant: str) -> bool:
+        return self._held[tenant] < (self._each if tenant else self._keyless)
 
     def _take(self, tenant: str) -> None:
         self._free -= 1
@@ -96,7 +101,7 @@ class TenantThreads:
         for following in sorted(self._waiting, key=lambda name: self._turns.get(name, 0)):
             if not self._free:
                 break
-            if self._held[following] < self._each:
+            if self._may_have_more(following):
                 self._serve(following)
 
     def _serve(self, tenant: str) -> None:

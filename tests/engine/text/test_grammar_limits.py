@@ -77,10 +77,12 @@ def test_what_never_compiles_is_refused_and_holds_up_nobody(case: str, fast: Gra
 
 def test_a_refusal_is_remembered(fast: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = multiple_of(9_999_973)
+    assert not fast.known(grammar)
     for _ in range(2):
         with pytest.raises(InvalidRequest, match=r"engine\.grammar_compile_s"):
             fast.compile(grammar)
         monkeypatch.setattr(fast, "_processes", None)
+        assert fast.known(grammar)
 
 
 @pytest.mark.promise(32)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from jaxserve.sched.request import Grammar, Thinking
+from jaxserve.sched.request import Grammar, InvalidRequest, Thinking
 from jaxserve.server.requests.engine_requests import EngineRequests
 from tests.server.fake_engine import FakeEngine
 
@@ -19,10 +19,14 @@ class Slow(FakeEngine):
         super().__init__()
         self.may, self.begun = threading.Event(), list[str]()
 
+    def knows_grammar(self, grammar: Grammar) -> bool:
+        return grammar.text.startswith("known")
+
     def check_grammar(self, grammar: Grammar, thinking: Thinking | None = None) -> None:
         self.begun.append(grammar.text)
         if "slow" in grammar.text:
             assert self.may.wait(60)
+        super().check_grammar(grammar, thinking)
 
 
 @pytest.mark.promise(31)
@@ -50,17 +54,57 @@ def test_one_tenants_slow_grammars_hold_up_no_other() -> None:
     asyncio.run(asyncio.wait_for(scene(), 60))
 
 
+@pytest.mark.parametrize("tenant", ["", "crowd"])
+def test_a_known_grammar_waits_for_no_turn(tenant: str) -> None:
+    async def scene() -> None:
+        engine = Slow()
+        requests = EngineRequests(engine)
+        crowd = [
+            asyncio.create_task(requests.check_grammar(Grammar.regex(f"slow{n}"), tenant=tenant))
+            for n in range(3)
+        ]
+        while not engine.begun:
+            await asyncio.sleep(0)
+        await requests.check_grammar(Grammar.regex("known"), tenant=tenant)
+        thinking = Thinking(("<think>",), ("</think>",))
+        await requests.check_grammar(Grammar.regex("known2"), thinking, tenant)
+        with pytest.raises(InvalidRequest, match="is bad"):
+            await requests.check_grammar(Grammar.regex("known, and bad"), tenant=tenant)
+        assert not any(each.done() for each in crowd)
+        engine.may.set()
+        await asyncio.gather(*crowd)
+        requests.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_without_keys_one_slow_grammar_leaves_a_compiler() -> None:
+    async def scene() -> None:
+        engine = Slow()
+        requests = EngineRequests(engine)
+        slow = asyncio.create_task(requests.check_grammar(Grammar.regex("slow")))
+        while not engine.begun:
+            await asyncio.sleep(0)
+        await requests.check_grammar(Grammar.regex("a"))
+        assert not slow.done()
+        engine.may.set()
+        await slow
+        requests.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
 def test_closing_ends_the_waiting_of_threads() -> None:
     async def scene() -> None:
         engine = Slow()
         requests = EngineRequests(engine)
-        asyncio.create_task(requests.check_grammar(Grammar.regex("slow"))).add_done_callback(
-            lambda task: task.exception()
-        )
+        asyncio.create_task(
+            requests.check_grammar(Grammar.regex("slow"), tenant="a")
+        ).add_done_callback(lambda task: task.exception())
         while not engine.begun:
             await asyncio.sleep(0)
         reading = asyncio.create_task(
-            requests.read_lines("", requests.wait_for_grammar, Grammar.regex("a"), None, "")
+            requests.read_lines("a", requests.wait_for_grammar, Grammar.regex("a"), None, "a")
         )
         while not requests._grammars._waiting:
             await asyncio.sleep(0)

@@ -74,6 +74,19 @@ def test_a_tenant_has_no_more_threads_than_one_may_have() -> None:
     play(scene)
 
 
+def test_who_has_no_key_may_have_more_threads() -> None:
+    async def scene(work: Work) -> None:
+        threads = TenantThreads(2, "test", each=1, keyless=2)
+        work.end("b")
+        crowd = [asyncio.create_task(threads.run("", work, name)) for name in "ab"]
+        assert await crowd[1] == "b"
+        work.end("a")
+        assert await crowd[0] == "a"
+        threads.close()
+
+    play(scene)
+
+
 def test_who_is_cancelled_leaves_the_queue_and_keeps_a_thread_until_its_work_ends() -> None:
     async def scene(work: Work) -> None:
         threads = TenantThreads(1, "test")
