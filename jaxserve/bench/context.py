@@ -18,6 +18,7 @@ import json
 import statistics
 import tempfile
 import threading
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -184,8 +185,8 @@ def serve(engine: Engine, prompt: Sequence[int], rows: int, max_tokens: int) -> 
             ended.release()
 
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    for number in range(rows):
-        engine.submit(Request(str(number), tuple(prompt), sampling), on_output)
+    for _ in range(rows):  # whose ids nobody had: the engine may know a request just after its end
+        engine.submit(Request(uuid.uuid4().hex, tuple(prompt), sampling), on_output)
     for _ in range(rows):
         ended.acquire()
 
