@@ -36,7 +36,8 @@ _UNHELD = (
 )
 _NO_REGULAR = re.compile(r"\(\?<?[=!]|\\[bB1-9]")  # look-around, word boundaries, back-references
 # Of the compiler's integers, 64 bits that come through floats, and of other numbers.
-_EXACT, _LAST, _LAST_NUMBER = 1 << 53, (1 << 63) - 1024, 9e18
+_EXACT, _LAST, _LAST_NUMBER, _LONGEST, _BEYOND = 1 << 53, (1 << 63) - 1024, 9e18, 10**18, 10**19
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _MOST_NAMES, _MOST_BRANCHES, _MOST_CHOICES, _MOST_REFS = 256, 64, 16, 8
 _LONGEST_NAME = 256  # characters of a name that a pattern lists
 _WORK = 100_000
@@ -63,7 +64,7 @@ def compilable(schema: Schema) -> Schema:
     """A schema for the same JSON, or for less of it where that takes a bound of more than 2^53, in
     which the compiler knows more. What it cannot know stays. Raises NotHeld."""
     try:
-        return _mapped(schema, functools.partial(_compilable, root=schema, work=_Work()))
+        return _compiled(schema, None)
     except NotHeld:
         raise
     except (TypeError, ValueError, AttributeError, RecursionError, OverflowError):
@@ -74,10 +75,16 @@ def relaxed(schema: Schema) -> tuple[Schema, list[str]]:
     """The same without what no grammar holds, and the places of that."""
     dropped: list[str] = []
     try:
-        known = compilable(schema)
+        known = _compiled(schema, dropped)
         return _mapped(known, functools.partial(_relaxed, dropped=dropped)), dropped
-    except (TypeError, ValueError, AttributeError, RecursionError):
+    except (TypeError, ValueError, AttributeError, RecursionError, OverflowError):
         return schema, []
+
+
+def _compiled(schema: Schema, dropped: list[str] | None) -> Schema:
+    """dropped: gets the places of what is left out, as it cannot be held; None raises NotHeld."""
+    change = functools.partial(_compilable, root=schema, work=_Work(), dropped=dropped)
+    return _mapped(schema, change)
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -184,15 +191,30 @@ def _also(node: dict[str, Any], more: Schema) -> None:
     node["allOf"] = [*node.get("allOf", ()), more]
 
 
-def _compilable(node: dict[str, Any], where: str, *, root: Schema, work: _Work) -> Schema:
+def _leave_out(
+    node: dict[str, Any], names: Sequence[str], where: str, problem: str, dropped: list[str] | None
+) -> None:
+    """As in `_compiled`."""
+    places = [_joined(where, name) for name in names]
+    if dropped is None:
+        raise NotHeld(f"{', '.join(places)}: {problem}")
+    for name in names:
+        del node[name]
+    dropped += places
+
+
+def _compilable(
+    node: dict[str, Any], where: str, *, root: Schema, work: _Work, dropped: list[str] | None
+) -> Schema:
     if node.get("format") not in _FORMATS:
         node.pop("format", None)  # a note (JSON Schema 2020-12, validation, 7.2.1)
     if node.get("uniqueItems") is False or node.get("maxItems", 2) < 2:
         node.pop("uniqueItems", None)
     for name in ("const", "enum"):
         if _is_rounded(node.get(name)):
-            raise NotHeld(f"{name}: has an integer beyond 2^53, which cannot be held exactly")
-    _bound(node)
+            problem = "has an integer beyond 2^53, which cannot be held exactly"
+            _leave_out(node, [name], where, problem, dropped)
+    _bound(node, where, dropped)
     _name_properties(node, root)
     _list_finite_names(node, work)
     for name, needed in node.pop("dependentRequired", {}).items():
@@ -233,30 +255,48 @@ def _relaxed(node: dict[str, Any], where: str, *, dropped: list[str]) -> Schema:
 # Bounds of numbers.
 
 
-def _bound(node: dict[str, Any]) -> None:
+def _bound(node: dict[str, Any], where: str, dropped: list[str] | None) -> None:
     """Bounds that the compiler would round are written so that it need not, or tighter."""
     found = {
-        name: node[name]
-        for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+        name: max(-_BEYOND, min(_BEYOND, node[name]))
+        for name in (*_LOWER, *_UPPER)
         if isinstance(node.get(name), int | float) and not isinstance(node[name], bool)
     }
     if all(abs(bound) < _EXACT for bound in found.values()):
         return
     kinds = _types(node)
-    if "integer" in kinds and "number" not in kinds:
+    integers = "integer" in kinds and "number" not in kinds
+    last = _LAST if integers else _LAST_NUMBER
+    for name, bound in list(found.items()):
+        ahead = bound if name in _LOWER else -bound
+        if ahead > last or (ahead == last and name.startswith("exclusive")):
+            _leave_out(node, [name], where, f"no number beyond {last:g} can be held", dropped)
+            del found[name]
+    if integers:
         least, most = _integers(found)
+        if least is not None:
+            least = _exact(max(least, -_LAST), up=True)
+        if most is not None:
+            most = _exact(min(most, _LAST), up=False)
+        if least is not None and most is not None and least > most:
+            problem = "no integer within these bounds can be held exactly, beyond 2^53"
+            return _leave_out(node, [*found], where, problem, dropped)
         for name in found:
             del node[name]
-        if least is not None:
-            least = node["minimum"] = _exact(max(least, -_LAST), up=True)
-        if most is not None:
-            most = node["maximum"] = _exact(min(most, _LAST), up=False)
-        if least is not None and most is not None and least > most:
-            raise NotHeld("no integer within these bounds can be held exactly, beyond 2^53")
-        return
+        found = {
+            name: bound
+            for name, bound in (("minimum", least), ("maximum", most))
+            if bound is not None
+        }
     for name, bound in found.items():
-        if abs(bound) > _LAST_NUMBER:
-            node[name] = math.copysign(_LAST_NUMBER, bound)
+        if isinstance(bound, int):
+            bound = _exact(bound, up=name in _LOWER)
+        node[name] = max(-last, min(last, bound))
+    # Without the one, the compiler takes no other of 19 digits.
+    if not found.keys() & {*_UPPER} and any(found.get(n, 0) >= _LONGEST for n in _LOWER):
+        node["maximum"] = last
+    if not found.keys() & {*_LOWER} and any(found.get(n, 0) <= -_LONGEST for n in _UPPER):
+        node["minimum"] = -last
 
 
 def _is_rounded(value: Any) -> bool:
@@ -272,14 +312,10 @@ def _is_rounded(value: Any) -> bool:
 
 def _integers(bounds: Mapping[str, float]) -> tuple[int | None, int | None]:
     """The least and the largest integer within them; None for no bound."""
-    least = [math.ceil(b) for n, b in bounds.items() if n == "minimum" and math.isfinite(b)]
-    least += [
-        math.floor(b) + 1 for n, b in bounds.items() if n == "exclusiveMinimum" and math.isfinite(b)
-    ]
-    most = [math.floor(b) for n, b in bounds.items() if n == "maximum" and math.isfinite(b)]
-    most += [
-        math.ceil(b) - 1 for n, b in bounds.items() if n == "exclusiveMaximum" and math.isfinite(b)
-    ]
+    least = [math.ceil(b) for n, b in bounds.items() if n == "minimum"]
+    least += [math.floor(b) + 1 for n, b in bounds.items() if n == "exclusiveMinimum"]
+    most = [math.floor(b) for n, b in bounds.items() if n == "maximum"]
+    most += [math.ceil(b) - 1 for n, b in bounds.items() if n == "exclusiveMaximum"]
     return max(least, default=None), min(most, default=None)
 
 
