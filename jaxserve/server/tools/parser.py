@@ -147,24 +147,31 @@ class CallParser(TextParser):
         tools: those that may be called. A call of another one is content.
         most: calls that are taken; further ones are content. None: any number.
         alone: whether a text with calls is nothing else, so that behind content there are none.
+        forced: whether the text is calls and nothing else: what it ends with may be a call that was
+            cut off before it began, which is no content.
     """
 
     markers: tuple[str, ...] = ()
     """Texts that begin a call wherever they stand."""
 
     def __init__(
-        self, tools: Sequence[Tool], most: int | None = None, *, alone: bool = False
+        self,
+        tools: Sequence[Tool],
+        most: int | None = None,
+        *,
+        alone: bool = False,
+        forced: bool = False,
     ) -> None:
         super().__init__()
         self._tools: Mapping[str, Tool] = {tool.name: tool for tool in tools}
-        self._left, self._alone = most, alone
+        self._left, self._alone, self._forced = most, alone, forced
         self._space, self._after_call = "", False
 
     def _run(self) -> Steps[None]:
         yield from self._beginning()
         while (marker := (yield from self._text())) is not None:
             yield from self._after(marker)
-        if not self._after_call and self._space:
+        if not (self._after_call or self._forced) and self._space:
             self._pieces.append(Content(self._space))
 
     def _beginning(self) -> Steps[None]:
@@ -192,6 +199,8 @@ class CallParser(TextParser):
 
     def _content(self, text: str) -> None:
         """White space at its end is told only when it is clear that no call follows."""
+        if self._forced and self._ended:
+            return
         text = self._space + text
         told = text.rstrip()
         self._space = text[len(told) :]

@@ -29,9 +29,9 @@ LLAMA = OBJECT.replace("arguments", "parameters")
 
 
 def parsed(
-    name: str, text: str, cuts: Sequence[int] = (), most: int | None = None
+    name: str, text: str, cuts: Sequence[int] = (), most: int | None = None, **how: bool
 ) -> tuple[str, list[Call]]:
-    parser = find_format("", name).parser(TOOLS, most)
+    parser = find_format("", name).parser(TOOLS, most, **how)
     places = [0, *sorted({cut for cut in cuts if cut < len(text)}), len(text)]
     pieces = [parser.feed(text[a:b]) for a, b in itertools.pairwise(places)]
     said = whole([*itertools.chain(*pieces), *parser.finish()])
@@ -313,6 +313,19 @@ def test_what_goes_wrong_within_a_call_is_content_from_there() -> None:
     assert parsed("hermes", cut) == ("", [Call("weather", '{"city": "Ro')])
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_forced_call_is_cut_off_in_is_no_content(name: str) -> None:
+    for calls in (1, 2):
+        text = find_format("", name).written([Call("weather", json.dumps(HERE))] * calls)
+        for length in range(len(text) + 1):
+            content, found = parsed(name, text[:length], forced=True)
+            assert not content, text[:length]
+            assert parsed(name, text[:length], range(length), forced=True) == (content, found)
+            if length <= text.index("weather"):
+                assert not found
+        assert parsed(name, text, forced=True) == parsed(name, text)
+
+
 def test_further_calls_than_are_allowed_are_content() -> None:
     assert said("hermes", f"{HERMES}\n{HERMES}", most=1) == (f"\n{HERMES}", ONE)
     assert said("json", f"[{OBJECT}, {OBJECT}]", most=1) == (f", {OBJECT}]", ONE)
@@ -355,6 +368,9 @@ def test_how_a_text_is_cut_makes_no_difference(
     name: str, fragments: list[str], cuts: list[int], most: int | None
 ) -> None:
     text = "".join(fragments)
+    forced = parsed(name, text, (), most, forced=True)
+    assert parsed(name, text, cuts, most, forced=True) == forced
+    assert parsed(name, text, range(len(text)), most, forced=True) == forced
     content, calls = parsed(name, text, (), most)
     assert parsed(name, text, cuts, most) == (content, calls)
     assert parsed(name, text, range(len(text)), most) == (content, calls)

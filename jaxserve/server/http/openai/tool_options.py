@@ -57,13 +57,15 @@ class ToolUse:
             "tools": {tool.name: tool.parameters for tool in self.tools},
             "most": None if self.parallel else 1,
             "alone": self.otherwise is not None,
+            "forced": self.forced,
         }
 
 
 def call_parser(form: ToolFormat, note: Mapping[str, Any]) -> CallParser:
     """Finds the calls in an answer. note: of the chat's `ToolUse`."""
     tools = [Tool(name, parameters=schema) for name, schema in note["tools"].items()]
-    return form.parser(tools, note["most"], alone=note["alone"])
+    forced = note.get("forced", False)  # which notes of older batches have not
+    return form.parser(tools, note["most"], alone=note["alone"], forced=forced)
 
 
 def shown_tools(body: ChatRequest | TokenizeRequest) -> list[Tool] | None:

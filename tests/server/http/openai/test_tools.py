@@ -31,6 +31,10 @@ def tool(name: str = "weather", **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": CITY, **fields}}
 
 
+def tool_named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 TOOLS: Any = [tool(), {"type": "function", "function": {"name": "now"}}]
 ASK: Any = [{"role": "user", "content": "How is it in Rome?"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -82,6 +86,23 @@ def test_content_is_null_beside_calls(client: openai.OpenAI, running: FakeEngine
     running.ends_at = None
     made = client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS, max_tokens=1)
     assert made.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("choice", ["required", tool_named("now")])
+def test_a_forced_call_that_is_cut_off_is_no_content(
+    client: openai.OpenAI, running: FakeEngine, choice: Any
+) -> None:
+    says(running, *pieces('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'))
+    running.ends_at = None
+    ask: Any = {"model": "fake", "messages": ASK, "tools": TOOLS, "tool_choice": choice}
+    for most in (2, 5):  # within the tag, and within the name
+        (made,) = client.chat.completions.create(**ask, max_tokens=most).choices
+        assert (made.finish_reason, made.message.content) == ("length", None)
+        assert made.message.tool_calls is None
+        stream = client.chat.completions.create(**ask, max_tokens=most, stream=True)
+        chunks = [chunk.choices[0] for chunk in stream]
+        assert chunks[-1].finish_reason == "length"
+        assert not any(chunk.delta.content or chunk.delta.tool_calls for chunk in chunks)
 
 
 @pytest.mark.parametrize("size", [1, 7, 500])
