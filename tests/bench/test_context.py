@@ -57,8 +57,8 @@ def test_what_the_host_does_for_a_step_does_not_grow_with_the_context(
             bench.serve(made, prompt, rows, WRITTEN)
         finally:
             made.stop()
-        usual = Counter(calls.of_decodes).most_common(1)[0][0]
-        found.append((usual, device.sent[-WRITTEN // 2 :]))
+        # Who came a step later than the others is alone at the end.
+        found.append([Counter(a).most_common(1)[0][0] for a in (calls.of_decodes, device.sent)])
     (short, sent), (long, also_sent) = found
     assert sent == also_sent
     assert long == pytest.approx(short, rel=0.02)
