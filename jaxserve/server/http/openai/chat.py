@@ -159,11 +159,15 @@ async def beside_if_tools(
 def _calls(
     context: RouteContext, body: ChatRequest
 ) -> tuple[ToolUse | None, dict[str, Any], list[str]]:
-    """Its tools, the fields of SamplingParams for them, and `PreparedChat.unenforced`."""
+    """Its tools, the fields of SamplingParams for them, and `PreparedChat.unenforced`. Raises
+    InvalidRequest."""
     use, places = tool_use(body), request_options.unenforced(body)
     if use is None:
         return None, {}, places
-    return use, tool_sampling(context, use), places + use.unenforced
+    try:
+        return use, tool_sampling(context, use), places + use.unenforced
+    except (MemoryError, RecursionError):
+        raise InvalidRequest("tools", "their schemas take too much to be read") from None
 
 
 def render_chat(

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-from jaxserve.engine.text.json_schemas import relaxed
 from jaxserve.sched.request import SLO, Grammar, GrammarKind, InvalidRequest, SamplingParams, Tier
 from jaxserve.server.http.openai.schema import (
     CompletionRequest,
@@ -147,12 +146,13 @@ def naming_grammar_fields(body: Generation) -> Iterator[None]:
 
 def unenforced(body: Generation) -> list[str]:
     """Places of what a schema says, and the text is not held to, as no grammar can: where the
-    schema is not strict."""
+    schema is not strict. Raises InvalidRequest."""
     form = body.response_format
     schema = None if form is None else form.json_schema
-    if schema is None or schema.strict:
+    if schema is None:
         return []
-    return [f"{_SCHEMA}.{place}" for place in relaxed(schema.json_schema)[1]]
+    with naming_grammar_fields(body):
+        return [f"{_SCHEMA}.{place}" for place in schema.held()[1]]
 
 
 def check_told(places: Sequence[str]) -> None:
@@ -178,8 +178,7 @@ def _asked(body: Generation) -> Iterator[tuple[str, Callable[[], Grammar]]]:
         if form.type == "json_object":
             yield "response_format", Grammar.json_object
         if schema is not None:
-            strict, asked = schema.strict, schema.json_schema
-            yield _SCHEMA, lambda: Grammar.json_schema(asked if strict else relaxed(asked)[0])
+            yield _SCHEMA, lambda: schema.held()[0]
     if structured is not None:
         given = structured.model_dump(by_alias=True, exclude_none=True)
         if not given:

@@ -6,6 +6,8 @@ refused too.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -23,12 +25,15 @@ from pydantic import (
     model_validator,
 )
 
+from jaxserve.engine.text.json_schemas import relaxed
 from jaxserve.sched.request import (
     MAX_CHOICES,
     MAX_GRAMMAR,
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    Grammar,
+    InvalidRequest,
 )
 from jaxserve.server.requests.engine_requests import MAX_CACHE_KEY
 from jaxserve.server.tools.calls import NOTHING, Tool, compact
@@ -216,6 +221,13 @@ JsonSchemaText = JsonSchema | StrictBool | Text
 Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
 
 
+@functools.lru_cache(64)
+def _relaxed(text: str) -> tuple[str, tuple[str, ...]]:
+    """`relaxed`, of a schema's text, as text. It takes up to a tenth of a second."""
+    schema, places = relaxed(json.loads(text))
+    return json.dumps(schema), tuple(places)
+
+
 class NamedSchema(Body):
     """A JSON Schema as OpenAI has it. strict: whether it is refused if no grammar can hold all of
     it; else what can be held is."""
@@ -224,6 +236,24 @@ class NamedSchema(Body):
     description: Text | None = None
     json_schema: Annotated[JsonSchema, Field(alias="schema")]
     strict: StrictBool | None = None
+
+    @model_validator(mode="after")
+    def _read(self) -> NamedSchema:
+        """Here, as long bodies are validated beside the event loop."""
+        with contextlib.suppress(InvalidRequest):
+            self.held()
+        return self
+
+    def held(self) -> tuple[Grammar, Sequence[str]]:
+        """The grammar of a text, and the places of what that does not hold it to, as none can.
+        Raises InvalidRequest."""
+        if self.strict:
+            return Grammar.json_schema(self.json_schema), ()
+        try:
+            text, places = _relaxed(json.dumps(self.json_schema))
+        except (MemoryError, RecursionError):
+            raise InvalidRequest("grammar.json_schema", "takes too much to be read") from None
+        return Grammar.json_schema(text), places
 
 
 class ResponseFormat(Body):

@@ -16,6 +16,7 @@ import pytest
 from jaxserve import LLM, Grammar, SamplingParams
 from jaxserve.client import Client, ServerError
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.text.json_schemas import relaxed
 from jaxserve.server.batches.batch_lines import Line
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.server import Server
@@ -95,6 +96,60 @@ def test_what_no_grammar_holds_is_left_out_and_said_so(
         place = "response_format.json_schema.schema.properties.%C3%A9.uniqueItems"
         assert headers.get("x-schema-not-enforced") == (None if strict else place)
     engine.stop()
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_schema_is_read_once(
+    plain: Plain, engine: FakeEngine, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.run()
+    read: list[Any] = []
+    wanted: dict[str, Any] = {"type": "object", "required": [f"once in {path}"]}
+
+    def counted(schema: Any) -> Any:
+        read.append(schema)
+        return relaxed(schema)
+
+    monkeypatch.setattr("jaxserve.server.http.openai.schema.relaxed", counted)
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": wanted}}
+    message = [{"role": "user", "content": "a"}]
+    said = {"messages": message} if path.startswith("chat") else {"prompt": "a"}
+    for _ in range(2):
+        asked = {**said, "max_tokens": 1, "response_format": form}
+        status, _, _ = plain.call("POST", f"/v1/{path}", asked)
+        assert status == 200
+    assert read == [wanted]
+    engine.stop()
+
+
+@pytest.mark.parametrize("error", [MemoryError, RecursionError])
+@pytest.mark.parametrize("of_tools", [False, True])
+def test_a_schema_that_takes_too_much_to_be_read_is_refused(
+    plain: Plain,
+    engine: FakeEngine,
+    error: type[Exception],
+    of_tools: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(schema: Any) -> Any:
+        raise error
+
+    for module in ("http.openai.schema", "tools.rules"):
+        monkeypatch.setattr(f"jaxserve.server.{module}.relaxed", fails)
+    schema = {"type": "object", "required": [error.__name__]}
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    if of_tools:
+        functions = [{"name": name, "parameters": schema} for name in "ab"]
+        asked["tools"] = [{"type": "function", "function": each} for each in functions]
+        asked["tool_choice"] = "required"
+    else:
+        named = {"name": "it", "schema": schema}
+        asked["response_format"] = {"type": "json_schema", "json_schema": named}
+    status, told, _ = plain.call("POST", "/v1/chat/completions", asked)
+    assert status == 400
+    field = "tools" if of_tools else "response_format.json_schema.schema"
+    assert told["error"]["param"] == field
+    assert "too much to be read" in told["error"]["message"]
 
 
 def test_the_journal_keeps_it() -> None:
