@@ -22,6 +22,7 @@ BURST = 50
 """Masks whose time a text has beforehand: the first ones of a usual schema take longer than later
 ones."""
 _MEMORY = 256 * MIB  # beyond what the tokenizer takes
+_FROM_OUTSIDE = -signal.SIGKILL, -signal.SIGTERM  # as where the machine has no memory left
 _START_S, _WALL_S = 60.0, 60.0  # also on a machine that has others to serve
 
 
@@ -120,6 +121,10 @@ class GrammarProcesses:
             raise QueueFull("the process for grammars gave no answer; try again later") from None
         if (code := found.get("died")) is None:
             return found
+        if code in _FROM_OUTSIDE:  # perhaps before it had the question, which another answers
+            process.kill()
+            process.end()
+            raise QueueFull("the process that tried the grammar was killed; try again later")
         if code == -signal.SIGPROF:
             most = f"more than {cpu_s:g} s of a processor to be compiled (engine.grammar_compile_s)"
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -95,18 +95,20 @@ def test_memory_to_compile_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars.close()
 
 
-def test_closing_ends_what_is_being_compiled() -> None:
+def test_closing_ends_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = made(GrammarLimits(compile_s=600))
     grammars.compile(Grammar.regex("a"))
+    processes, begun = grammars._processes, threading.Semaphore(0)
+    assert processes is not None
+    asked = processes._asked
+    monkeypatch.setattr(processes, "_asked", lambda *given: begun.release() or asked(*given))
     with ThreadPoolExecutor(3) as threads:
         endless = [
             threads.submit(grammars.compile, multiple_of(n))
             for n in (9_999_991, 9_999_973, 9_999_971)
         ]
-        processes = grammars._processes
-        assert processes is not None
-        while len(processes._all) < 2 or processes._idle:  # the third waits for one of them
-            time.sleep(0.001)
+        for _ in range(2):  # the third waits for one of them
+            assert begun.acquire(timeout=60)
         grammars.close()
         for each in endless:
             with pytest.raises(EngineStopped):
@@ -123,6 +125,27 @@ def test_a_process_that_dies_is_nobodys_failure(fast: Grammars) -> None:
         os.killpg(one.process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, one.process.pid, os.WEXITED | os.WNOWAIT)
     fast.compile(Grammar.regex("after"))
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_trial_that_the_kernel_kills_is_not_the_grammars_fault(busy: bool) -> None:
+    grammars = made(GrammarLimits(compile_s=600))
+    grammars.compile(Grammar.regex("before"))
+    assert grammars._processes is not None
+    (worker,) = (each.process.pid for each in grammars._processes._idle)
+    child = int(Path(f"/proc/{worker}/task/{worker}/children").read_text())
+    grammar = multiple_of(9_999_991) if busy else Grammar.regex("a+")
+    with ThreadPoolExecutor(1) as beside:
+        trial = beside.submit(grammars.compile, grammar) if busy else None
+        os.kill(child, signal.SIGKILL)
+        with pytest.raises(QueueFull, match="was killed; try again"):
+            trial.result() if trial else grammars.compile(grammar)
+    assert not grammars.known(grammar)
+    for text in ("a+", "b+", "c+"):
+        assert grammars.compile(Grammar.regex(text))
+    with pytest.raises(InvalidRequest):
+        grammars.compile(Grammar.regex("(?=a)"))
+    grammars.close()
 
 
 def test_where_there_can_be_no_process_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
