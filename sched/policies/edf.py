@@ -6,7 +6,8 @@ prefills and waiting requests together, and the latest deadline is preempted.
 
 In an overload this order makes every request late, one after the other, since late ones are first.
 So a request that can no longer be in time, or never could, is due `patience` seconds after its
-arrival instead: it waits for those that can, but not for ever. So is one without any target.
+arrival instead: it waits for those that can, but not for ever. So is a real-time request without
+any target. Best-effort ones without targets come behind all others.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.registry import register
+from jaxserve.sched.request import Tier
 from jaxserve.sched.unified.policy_spec import Key, Lapse, where
 from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 
+_REALTIME = int(Tier.REALTIME)
 _DECODES_FIRST = (Group(Phase.DECODE, preempts=True), Group(Phase.PREFILL | Phase.WAITING))
 
 
@@ -34,9 +37,9 @@ _DECODES_FIRST = (Group(Phase.DECODE, preempts=True), Group(Phase.PREFILL | Phas
 class EarliestDeadline(UnifiedPolicy):
     """Decodes by deadline, then prefills and the waiting by deadline; only decodes preempt.
 
-    patience: seconds after its arrival at which one that is late, or has no targets, is due; 0:
-    plain earliest deadline first, where these stay in front, and behind all others. ValueError for
-    one that is negative, or no number."""
+    patience: seconds after its arrival at which one that is late is due, or a real-time one that has
+    no targets; 0: plain earliest deadline first, where the late stay in front, and all without
+    targets behind. ValueError for one that is negative, or no number."""
 
     groups: tuple[Group, ...] = field(default=_DECODES_FIRST)
     mixed_batches: bool = True
@@ -57,7 +60,8 @@ class EarliestDeadline(UnifiedPolicy):
 @cache
 def _deadline(patience: float) -> Key:
     def due(r: Any) -> Any:
-        """When the next token is due, seconds; without targets, `patience` after the arrival.
+        """When the next token is due, seconds. Without targets, `patience` after the arrival; never
+        for best-effort requests.
 
         Without a TTFT, the tokens after the first are due one TBT after the one before. A JCT
         bounds them all.
@@ -65,7 +69,7 @@ def _deadline(patience: float) -> Key:
         later = r.generated > 0
         steps = where(later, r.tbt, 0.0) * np.maximum(r.generated, 1)
         token = where(later & np.isinf(r.ttft), r.last_token + r.tbt, r.arrival + r.ttft + steps)
-        none = np.isinf(r.ttft) & np.isinf(r.tbt) & np.isinf(r.jct)
+        none = np.isinf(r.ttft) & np.isinf(r.tbt) & np.isinf(r.jct) & (r.tier == _REALTIME)
         return where(none, r.arrival + patience, np.minimum(token, r.arrival + r.jct))
 
     return due

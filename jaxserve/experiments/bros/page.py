@@ -100,7 +100,6 @@ class Bros(page.Page[MixedCase, MixedNumbers]):
     held = tuple(
         MixedCase(policy, MODELS["OPT-13B"], "sharegpt", 10.0, duration=30.0, batch=64)
         for policy in POLICIES
-        if policy != "edf"  # the page's runs of it are to be made anew
     )
     labels, highest, static, close = LABELS, HIGHEST, STATIC, CLOSE
     compared = (VLLM, RR)

@@ -164,7 +164,8 @@ def test_who_is_late_lets_others_pass_but_not_for_ever(
 
 @pytest.mark.parametrize("tier", Tier)
 def test_who_has_no_targets_does_not_wait_for_the_end_of_an_overload(tier: Tier) -> None:
-    """Twice as many come as can be served, for 20 s; a step of a second has one prompt."""
+    """Twice as many come as can be served, for 20 s; a step of a second has one prompt. Best-effort
+    requests do wait for it: nobody's target is missed for them."""
     drive = Drive("edf:patience=6", c=16, p=16, rows=4)
     bare, began = drive.add(prompt=16, output=1, tier=tier), None
     for now in range(20):
@@ -173,7 +174,7 @@ def test_who_has_no_targets_does_not_wait_for_the_end_of_an_overload(tier: Tier)
         if bare in drive.step(float(now)):
             began = now
             break
-    assert began is not None and 2 <= began <= 8
+    assert began is None if tier == Tier.BEST_EFFORT else began is not None and 2 <= began <= 8
 
 
 @pytest.mark.parametrize("now", [0.0, 1e5, 1e7])
