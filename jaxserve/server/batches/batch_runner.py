@@ -7,8 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import sqlite3
-from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -32,6 +31,7 @@ from jaxserve.server.requests.output_streams import Delta, RequestFailed, Stream
 RETRY_S = 0.5
 """Until the next try where the engine's queue is full, or the disk has failed."""
 _AHEAD = 64  # lines read from the journal at once
+_END = Position(2**62, 0)
 
 T = TypeVar("T")
 
@@ -74,8 +74,9 @@ class BatchRunner:
         self._requests, self._tracker, self._limit = requests, tracker, in_flight
         self._journal, self._disk = journal, disk
         self._model = requests.info().model
-        self._ahead: deque[Work] = deque()
         self._read: dict[str, Position] = {}  # by owner, the last line that was read of theirs
+        self._starting: set[str] = set()  # owners who have lines that were read and wait to start
+        self._turns = asyncio.Lock()  # of owners at the room in the engine: it is fair
         self._in_flight: dict[tuple[int, int], int] = {}  # batch and line: continuations
         self._streams: dict[tuple[int, int], Stream] = {}
         self._dropped: set[int] = set()  # batches whose lines are not to start any more
@@ -142,48 +143,81 @@ class BatchRunner:
             self.announce()
 
     async def _feed(self) -> None:
+        """Each owner's lines start in a task of their own: one that has to wait, for its grammar or
+        its owner's share of the queue, holds up no other owner's."""
         while True:
-            work = await self._next()
+            self._work.clear()
+            after = self._read | dict.fromkeys(self._starting, _END)
+            found = await self._on_disk(self._journal.waiting, self._model, after, _AHEAD)
+            ahead: dict[str, list[Work]] = {}
+            for work in found:
+                ahead.setdefault(work.owner, []).append(work)
+                self._read[work.owner] = work.position
+            for owner, lines in ahead.items():
+                self._starting.add(owner)
+                self._spawn(self._start_lines(owner, lines))
+            if len(found) < _AHEAD:
+                await self._work.wait()
+
+    async def _start_lines(self, owner: str, lines: Sequence[Work]) -> None:
+        for work in lines:
             line = Line.from_json(work.request)
             await self._room(line.continuations)
-            record = self._begin(work)
-            try:
-                request: Request | None = None
-                while work.batch not in self._dropped:
-                    try:
-                        if request is None:
-                            fields = line.fields(record.caller)
-                            request = await self._requests.make_request(fields)
-                            record.charge((request,))
-                        stream = self._requests.open_stream(request, bounded=False, record=record)
-                    except (QueueFull, EngineStopped) as error:
-                        if isinstance(error, EngineStopped) and not self._requests.stalled:
-                            return
-                        await _wait(self._freed, RETRY_S)
+            if work.batch not in self._dropped:
+                try:
+                    await self._start(work, line)
+                except EngineStopped:  # the others wait for the next server, too
+                    return
+            await asyncio.sleep(0)  # the next owner's turn
+        self._starting.discard(owner)
+        self.wake()
+
+    async def _start(self, work: Work, line: Line) -> None:
+        """Submits the line once the engine takes it. Raises EngineStopped if it never will."""
+        record, key = self._begin(work), (work.batch, work.line)
+        outcome = CallOutcome.SHUTTING_DOWN  # if this task is cancelled
+        request: Request | None = None
+        try:
+            while work.batch not in self._dropped:
+                try:
+                    if request is None:
+                        request = await self._requests.make_request(line.fields(record.caller))
+                        record.charge((request,))
+                    elif not self._fits(request.sampling.n):  # any more: others have started
+                        await self._room(request.sampling.n)
                     else:
-                        key = (work.batch, work.line)
+                        stream = self._requests.open_stream(request, bounded=False, record=record)
                         self._in_flight[key], self._streams[key] = request.sampling.n, stream
                         self._spawn(self._collect(work, line, stream, record))
-                        break
-            except InvalidRequest as error:  # the model is another one of the same name
-                self._over(record, CallOutcome.INVALID)
-                self._finish(_outcome(work, Result(line.name, error=LineError.from_error(error))))
-
-    async def _next(self) -> Work:
-        while not self._ahead:
-            self._work.clear()
-            found = await self._on_disk(self._journal.waiting, self._model, self._read, _AHEAD)
-            if found:
-                self._ahead.extend(found)
-                self._read |= {work.owner: work.position for work in found}
+                        return
+                except (QueueFull, EngineStopped) as error:
+                    if isinstance(error, EngineStopped) and not self._requests.stalled:
+                        raise
+                    await _wait(self._freed, RETRY_S)
+            outcome = CallOutcome.CANCELLED
+        except EngineStopped:
+            if self._requests.failure is not None:
+                outcome = CallOutcome.ENGINE_FAILED
+            raise
+        except Exception as error:
+            if isinstance(error, InvalidRequest):  # the model is another one of the same name
+                outcome = CallOutcome.INVALID
             else:
-                await self._work.wait()
-        return self._ahead.popleft()
+                outcome = CallOutcome.FAILED
+                logging.exception("line %d of batch %r fails", work.line, work.batch_id)
+            self._finish(_outcome(work, Result(line.name, error=LineError.from_error(error))))
+        finally:
+            if key not in self._streams:
+                self._over(record, outcome)
+
+    def _fits(self, n: int) -> bool:
+        return not self._in_flight or sum(self._in_flight.values()) + n <= self._limit
 
     async def _room(self, n: int) -> None:
-        while self._in_flight and sum(self._in_flight.values()) + n > self._limit:
-            self._freed.clear()
-            await self._freed.wait()
+        async with self._turns:  # nobody overtakes a line that needs much room
+            while not self._fits(n):
+                self._freed.clear()
+                await self._freed.wait()
 
     def _begin(self, work: Work) -> CallRecord:
         record = self._tracker.begin(CallSource.BATCH, "batch line")

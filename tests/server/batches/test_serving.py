@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 
 from jaxserve.client import Client
-from jaxserve.engine.errors import EngineStopped
+from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output
-from jaxserve.sched.request import Request, Tier
+from jaxserve.sched.request import Grammar, Request, Thinking, Tier
 from jaxserve.server import frontends
 from jaxserve.server.batches import batch_lines as lines_module
 from jaxserve.server.batches import batch_runner as batch_runner
 from jaxserve.server.batches.batch_lines import Line, Result
+from jaxserve.server.batches.records import NewLine
 from jaxserve.server.proto import batches_pb2 as pb
 from jaxserve.server.proto import batches_pb2_grpc
+from jaxserve.server.requests.call_outcome import CallOutcome
+from jaxserve.server.requests.engine_requests import RequestFields
 from jaxserve.server.server import Server
+from tests.server.batches.journals import opened
 from tests.server.batches.serving import PATIENCE, STATE, CallerBatches, batch_server
 from tests.server.fake_engine import FIRST, FakeEngine
 
@@ -371,3 +375,133 @@ def test_lines_wait_while_the_engine_hangs_and_go_on_after_it(
         engine.wait(lambda: len(engine.requests) == 2)
         engine.step()
         assert [result.line for result in door.results("b")] == [0, 1]
+
+
+class Gated(FakeEngine):
+    """Compiles grammars, and takes the requests of `refused`, only once it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may, self.begun, self.refused = threading.Event(), list[str](), "nobody"
+        self.most = 0  # continuations that it had at once
+
+    def check_grammar(self, grammar: Grammar, thinking: Thinking | None = None) -> None:
+        with self.changed:
+            self.begun.append(grammar.text)
+            self.changed.notify_all()
+        assert self.may.wait(PATIENCE)
+
+    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
+        with self.changed:
+            if request.tenant == self.refused and not self.may.is_set():
+                self.begun.append(request.id)
+                self.changed.notify_all()
+                raise QueueFull("its share")
+            super().submit(request, on_output)
+            self.most = max(self.most, sum(r.request.sampling.n for r in self.live.values()))
+
+    def texts(self, tenant: str) -> list[str]:
+        return [text_of(request) for request in self.requests if request.tenant == tenant]
+
+
+def text_of(request: Request) -> str:
+    return "".join(map(chr, request.prompt))
+
+
+def stored(*lines: Line) -> list[NewLine]:
+    return [NewLine(line.to_json()) for line in lines]
+
+
+SLOW = Line("a0", {"max_tokens": 1, "n": 2, "grammar": Grammar.regex("slow")})
+
+
+@pytest.mark.parametrize("why", ["a slow grammar", "a full share of the queue"])
+def test_a_line_that_has_to_wait_holds_up_its_owners_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setattr(batch_runner, "RETRY_S", 0.01)
+    engine, first = Gated(), SLOW
+    if why != "a slow grammar":
+        first, engine.refused = Line("a0", {"max_tokens": 1}), "alice"
+    hers = stored(first, *(Line(f"a{n}", {"max_tokens": 1}) for n in (1, 2, 3)))
+    his = stored(*(Line(f"b{n}", {"max_tokens": 1}) for n in range(4)))
+    with batch_server(engine, tmp_path, in_flight=2) as door:
+        door.journal.append("a", "fake", 0, hers, commit=True, owner="alice")
+        door.journal.append("b", "fake", 0, his, commit=True, owner="bob")
+        door.submit("mine", [line("c0", max_tokens=1)])
+        engine.wait(lambda: engine.begun)
+        for _ in range(2):
+            engine.wait(lambda: len(engine.live) == 2)
+            engine.step()
+        engine.wait(lambda: len(engine.live) == 1)
+        assert engine.texts("alice") == []
+        assert engine.texts("bob") == ["b0", "b1", "b2", "b3"] and engine.texts("") == ["c0"]
+        engine.may.set()
+        engine.run()
+        assert len(door.results("a")) == 4
+        assert engine.texts("alice") == ["a0", "a1", "a2", "a3"], "in order"
+    assert engine.most == 2, "the bound holds for what comes late, too"
+
+
+def test_owners_take_turns_and_nobody_overtakes_a_line_that_needs_much_room(
+    tmp_path: Path,
+) -> None:
+    sizes = {"alice": [2, 1, 1, 1], "bob": [1, 1, 1, 1]}  # at first, bob's are served
+    with opened(tmp_path) as journal:
+        for owner in ("bob", "alice"):
+            lines = stored(*(Line("hi", {"max_tokens": 1, "n": n}) for n in sizes[owner]))
+            journal.append(owner, "fake", 0, lines, commit=True, owner=owner)
+    engine = FakeEngine().run()
+    with batch_server(engine, tmp_path, in_flight=2) as door:
+        assert [len(door.results(owner)) for owner in sizes] == [4, 4]
+    assert [request.tenant for request in engine.requests] == ["bob", "alice"] * 4
+
+
+def test_a_line_that_is_cancelled_while_it_is_made_ready_is_over(tmp_path: Path) -> None:
+    engine = Gated()
+    with batch_server(engine, tmp_path) as door:
+        door.journal.append("b", "fake", 0, stored(SLOW, Line("a1", {})), commit=True)
+        door.submit("next", [line("next", max_tokens=1)])
+        engine.wait(lambda: engine.begun)
+        door.cancel("b")
+        engine.may.set()
+        engine.run()
+        assert len(door.results("next")) == 1
+        assert engine.texts("") == ["next"]
+        lines = door.server._tracker.lines
+        assert (lines[CallOutcome.CANCELLED], lines[CallOutcome.OK]) == (1, 1)
+
+
+@pytest.mark.parametrize("why", ["a slow grammar", "a full share of the queue"])
+def test_a_line_that_is_made_ready_when_the_server_stops_is_over(tmp_path: Path, why: str) -> None:
+    engine, first = Gated(), SLOW
+    if why != "a slow grammar":
+        first, engine.refused = Line("a0", {}), "alice"
+    with batch_server(engine, tmp_path) as door:
+        door.journal.append("b", "fake", 0, stored(first, first), commit=True, owner="alice")
+        door.submit("mine", [line("c0")])
+        engine.wait(lambda: engine.begun and engine.live)
+        door.server.stop(PATIENCE)
+        lines = door.server._tracker.lines
+        assert (lines[CallOutcome.SHUTTING_DOWN], sum(lines.values())) == (2, 2)
+        assert door.journal.status("b").done == 0
+        engine.may.set()
+
+
+def test_a_defect_in_making_a_line_ready_ends_that_line_alone(
+    door: CallerBatches, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = door.server._frontends.requests
+    make_request = requests.make_request
+
+    async def broken(fields: RequestFields) -> Request:
+        if fields.prompt == "bad":
+            raise RuntimeError("out of order")
+        return await make_request(fields)
+
+    monkeypatch.setattr(requests, "make_request", broken)
+    engine.run()
+    door.submit("b", [line("bad"), line("good", max_tokens=1)])
+    failed, served = door.results("b")
+    assert (failed.error.code, failed.error.message) == ("INTERNAL", "out of order")
+    assert served.completions
