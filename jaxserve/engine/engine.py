@@ -225,6 +225,7 @@ class Engine:
         self._places.check(request)
         self._adapter(request)
         if request.sampling.grammar is not None:
+            self._grammars.check(request.sampling.grammar, request.tenant)
             self.check_grammar(request.sampling.grammar, request.sampling.thinking)
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
@@ -362,7 +363,9 @@ class Engine:
         grammar: Callable[[], GrammarMatcher] | None = None
         if asked is not None:
             compiled = self._grammars.compile(asked)
-            grammar = functools.partial(compiled.matcher, ignore_eos=sampling.ignore_eos)
+            grammar = functools.partial(
+                compiled.matcher, ignore_eos=sampling.ignore_eos, tenant=request.tenant
+            )
         make: Callable[[], Matcher] | None = grammar
         if thinking is not None:
             make = functools.partial(ThinkingMatcher, thinking, self._marker_tokens, grammar)

@@ -37,9 +37,9 @@ _DECODES_FIRST = (Group(Phase.DECODE, preempts=True), Group(Phase.PREFILL | Phas
 class EarliestDeadline(UnifiedPolicy):
     """Decodes by deadline, then prefills and the waiting by deadline; only decodes preempt.
 
-    patience: seconds after its arrival at which one that is late is due, or a real-time one that has
-    no targets; 0: plain earliest deadline first, where the late stay in front, and all without
-    targets behind. ValueError for one that is negative, or no number."""
+    patience: seconds after its arrival at which one that is late is due, or a real-time one without
+    targets; 0: plain earliest deadline first, where the late stay in front, and all without targets
+    behind. ValueError for one that is negative, or no number."""
 
     groups: tuple[Group, ...] = field(default=_DECODES_FIRST)
     mixed_batches: bool = True

@@ -243,13 +243,15 @@ def send(
     tier: Tier = Tier.REALTIME,
     slo: SLO | None = None,
     adapter: str = "",
+    tenant: str = "",
     **sampling: Any,
 ) -> tuple[str, Stream]:
     """Submits one request; its id and its stream."""
     params = SamplingParams(**sampling)
     stream = Stream(left=params.n, on_output=on_output)
     name = f"request-{next(_names)}"
-    request = Request(name, tuple(prompt), params, slo or SLO(), tier, adapter=adapter)
+    who = {"adapter": adapter, "tenant": tenant}
+    request = Request(name, tuple(prompt), params, slo or SLO(), tier, **who)
     on.check(request)
     on.submit(request, stream)
     return name, stream

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
+_SLOW = 256  # that are remembered
 _LEAST = 4096  # bytes of any grammar, beside what its compiler takes
 
 
@@ -161,7 +162,7 @@ class CompiledGrammar:
         keep: mask of the tokens that ever may follow, without end-of-sequence tokens.
         keep_ends: likewise, with the model's end-of-sequence tokens.
         limits: what masks may take.
-        on_breach: called by the matcher of each continuation whose masks take more.
+        on_breach: called with its tenant by the matcher of each continuation whose masks take more.
     """
 
     def __init__(
@@ -170,15 +171,16 @@ class CompiledGrammar:
         keep: np.ndarray,
         keep_ends: np.ndarray,
         limits: GrammarLimits,
-        on_breach: Callable[[], None],
+        on_breach: Callable[[str], None],
     ) -> None:
         self._matcher, self._keep, self._keep_ends = matcher, keep, keep_ends
         self._limits, self._on_breach = limits, on_breach
 
-    def matcher(self, *, ignore_eos: bool) -> GrammarMatcher:
+    def matcher(self, *, ignore_eos: bool, tenant: str = "") -> GrammarMatcher:
         """A matcher at the beginning. ignore_eos: never allow end-of-sequence tokens."""
         keep, copy = self._keep if ignore_eos else self._keep_ends, self._matcher.deep_copy()
-        return GrammarMatcher(copy, keep, self._matcher, self._limits, self._on_breach)
+        on_breach = functools.partial(self._on_breach, tenant)
+        return GrammarMatcher(copy, keep, self._matcher, self._limits, on_breach)
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,7 @@ class Grammars:
             else GrammarProcesses(definition, vocab_size, eos_ids, self._limits)
         )
         self._kept: OrderedDict[Grammar, _Kept] = OrderedDict()
+        self._slow: dict[tuple[str, Grammar], None] = {}  # tenants, and what took too long for them
         self._size, self.breaches = 0, 0
         self._lock, self._loading = threading.Lock(), threading.Lock()
 
@@ -234,6 +237,12 @@ class Grammars:
     def known(self, grammar: Grammar) -> bool:
         """Whether it is kept, compiled or refused, and so is among the last to make room."""
         return self._found(grammar) is not None
+
+    def check(self, grammar: Grammar, tenant: str) -> None:
+        """Raises InvalidRequest where a text of the tenant's took too long in this grammar. Where a
+        text goes depends on its prompt, too, so it says nothing of others' texts."""
+        if (tenant, grammar) in self._slow:
+            raise InvalidRequest(grammar.field_name, self._limits.mask_problem)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """The compiled grammar, at once if it is kept. Others wait for nothing meanwhile.
@@ -283,10 +292,13 @@ class Grammars:
         if (old := self._kept.pop(grammar, None)) is not None:
             self._size -= old.size + 4 * len(grammar.text) + _LEAST
 
-    def _breached(self, grammar: Grammar) -> None:
-        """Nobody else begins with it."""
+    def _breached(self, grammar: Grammar, tenant: str) -> None:
+        """None of its tenant's texts begin with it any more."""
         self.breaches += 1
-        self._keep(grammar, _Kept(self._limits.mask_problem, 0))
+        with self._lock:
+            self._slow[tenant, grammar] = None
+            if len(self._slow) > _SLOW:
+                del self._slow[next(iter(self._slow))]
 
     def _loaded(self, definition: str) -> LLTokenizer:
         with self._loading:
