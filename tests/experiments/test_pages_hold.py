@@ -36,6 +36,7 @@ PAGES: list[tuple[type[Page[Any, Any]], Any, Any]] = [
 ]
 
 
+@pytest.mark.promise(28)
 @pytest.mark.parametrize(("page", "run", "kind"), PAGES, ids=lambda one: getattr(one, "name", ""))
 def test_runs_come_out_as_on_the_page(page: type[Page[Any, Any]], run: Any, kind: Any) -> None:
     kept = Results(run, kind, DOCS / "figures" / f"{page.name}.json")
@@ -57,6 +58,7 @@ def test_pages_say_whose_rules_made_them(page: type[Page[Any, Any]], run: Any, k
     assert f"has the numbers of every run, under {page.rules}" in text
 
 
+@pytest.mark.promise(28)
 @pytest.mark.parametrize("policy", ["goodput", "sarathi", "vllm", "priority"])
 def test_runs_of_the_league_come_out_as_on_its_page(policy: str) -> None:
     with (DOCS / "figures" / "league.csv").open(newline="") as file:
@@ -69,6 +71,7 @@ def test_runs_of_the_league_come_out_as_on_its_page(policy: str) -> None:
         assert value == kept, name
 
 
+@pytest.mark.promise(28)
 def test_a_place_of_the_page_on_reuse_comes_out_as_there() -> None:
     cells = line_of("reuse", "| two tiers | 5% |")
     cases = [
@@ -78,6 +81,7 @@ def test_a_place_of_the_page_on_reuse_comes_out_as_there() -> None:
     assert cells[6] == f"{fmean(retention.run(case).met for case in cases):.1%}"
 
 
+@pytest.mark.promise(28)
 def test_a_place_of_the_page_on_drafts_comes_out_as_there() -> None:
     cells = line_of("speculation", "| `humaneval` | `sarathi` | at, 45/s |")
     plain, drafting = (

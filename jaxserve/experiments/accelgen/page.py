@@ -270,6 +270,14 @@ class AccelGen(Page[SloCase, SloNumbers]):
         where = ("half of what can be served", "about that", "twice that")
         return ", ".join(f"{span(found[at], '{:.2f}x')} at {where[at]}" for at in found)
 
+    def ahead(self) -> str:
+        """At how many points AccelGen has the most requests within their targets: of the systems
+        that the paper compares itself with, and against `edf`."""
+        points = [self.met(model, rate) for model, rate in self.reachable()]
+        papers = sum(met[ACCELGEN] > max(met[name] for name in PAPERS) for met in points)
+        plain = sum(met[ACCELGEN] > met["edf"] for met in points)
+        return f"{papers} of {len(points)} points, against `edf` at {plain}"
+
     def throughput(self) -> str:
         """AccelGen's requests/s over the fastest other policy's, at the highest rate."""
         most = []
