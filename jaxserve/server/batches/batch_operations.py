@@ -137,7 +137,7 @@ class Batches:
         any. A line with a problem gets it as its result."""
         requests = self._requests
         return await requests.read_lines(
-            owner, lambda: [line.checked(requests, owner, problem) for line, problem in lines]
+            owner, lambda given: given[0].checked(requests, owner, given[1]), lines
         )
 
     async def submit(

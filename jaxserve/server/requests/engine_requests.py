@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import itertools
 import math
 import os
+import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -44,6 +46,7 @@ from jaxserve.server.requests.slo_admission import check_expected
 from jaxserve.server.requests.slo_classes import ServiceLevel, requested_level
 from jaxserve.server.requests.tenant_turns import TenantThreads
 
+L = TypeVar("L")
 T = TypeVar("T")
 MAX_REQUEST_ID = 128  # characters
 MAX_CACHE_SALT = 256  # likewise
@@ -269,10 +272,24 @@ class EngineRequests:
         else:  # whose tokens may have to be found
             await self.run_beside(tenant, check, grammar, thinking)
 
-    async def read_lines(self, tenant: str, read: Callable[..., T], *arguments: Any) -> T:
-        """Returns read(*arguments), run on a thread for the lines of tenants' batches, which may
-        wait for encoding, templates and grammars (`wait_for_grammar`)."""
-        return await self._lines.run(tenant, read, *arguments)
+    async def read_lines(self, tenant: str, read: Callable[[L], T], lines: Iterable[L]) -> list[T]:
+        """Reads lines of a batch on a thread, which may wait for encoding, templates and grammars
+        (`wait_for_grammar`). If the caller is cancelled, no further line is read.
+
+        Args:
+            tenant: whose batch it is. Tenants take turns.
+            read: reads a line.
+            lines: the lines.
+
+        Returns:
+            What `read` returns of each.
+        """
+        gone = threading.Event()
+        until_gone = itertools.takewhile(lambda _: not gone.is_set(), lines)
+        try:
+            return await self._lines.run(tenant, lambda: list(map(read, until_gone)))
+        finally:
+            gone.set()
 
     def wait_for_grammar(self, grammar: Grammar, thinking: Thinking | None, tenant: str) -> None:
         """`check_grammar`, for a thread that may wait."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -29,6 +31,10 @@ class Slow(FakeEngine):
         super().check_grammar(grammar, thinking)
 
 
+def waiting(requests: EngineRequests, tenant: str) -> Callable[[Grammar], None]:
+    return partial(requests.wait_for_grammar, thinking=None, tenant=tenant)
+
+
 @pytest.mark.promise(31)
 def test_one_tenants_slow_grammars_hold_up_no_other() -> None:
     async def scene() -> None:
@@ -42,9 +48,7 @@ def test_one_tenants_slow_grammars_hold_up_no_other() -> None:
             await asyncio.sleep(0)
         # The second is from a thread, as the lines of batches are checked.
         await requests.check_grammar(Grammar.regex("a"), tenant="quiet")
-        await requests.read_lines(
-            "quiet", requests.wait_for_grammar, Grammar.regex("b"), None, "quiet"
-        )
+        await requests.read_lines("quiet", waiting(requests, "quiet"), [Grammar.regex("b")])
         assert engine.begun == ["slow0", "a", "b"]
         engine.may.set()
         await asyncio.gather(*crowd)
@@ -104,7 +108,7 @@ def test_closing_ends_the_waiting_of_threads() -> None:
         while not engine.begun:
             await asyncio.sleep(0)
         reading = asyncio.create_task(
-            requests.read_lines("a", requests.wait_for_grammar, Grammar.regex("a"), None, "a")
+            requests.read_lines("a", waiting(requests, "a"), [Grammar.regex("a")])
         )
         while not requests._grammars._waiting:
             await asyncio.sleep(0)
@@ -112,5 +116,27 @@ def test_closing_ends_the_waiting_of_threads() -> None:
         with pytest.raises(asyncio.CancelledError):
             await reading
         engine.may.set()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_no_line_is_read_once_nobody_waits_for_them() -> None:
+    async def scene() -> None:
+        engine = Slow()
+        requests = EngineRequests(engine)
+        lines = [Grammar.regex(text) for text in ("a", "slow", "b", "c")]
+        reading = asyncio.create_task(
+            requests.read_lines("crowd", waiting(requests, "crowd"), lines)
+        )
+        while "slow" not in engine.begun:
+            await asyncio.sleep(0)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        engine.may.set()
+        # Its turn comes when that thread has ended.
+        (number,) = await requests.read_lines("crowd", len, ["four"])
+        assert (number, engine.begun) == (4, ["a", "slow"])
+        requests.close()
 
     asyncio.run(asyncio.wait_for(scene(), 60))

@@ -18,7 +18,7 @@ from jaxserve.server.batches.batch_operations import Batches
 from jaxserve.server.http.errors import ApiError, record_of
 from jaxserve.server.http.openai.batches import BatchRequest, CallerBatches, result_file
 from jaxserve.server.http.openai.files import FileStore, StoredFile, disk_error
-from jaxserve.server.http.openai.multi_prompt import ClientGone
+from jaxserve.server.http.openai.multi_prompt import ClientGone, unless_gone
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.requests.call_outcome import CallOutcome
 
@@ -71,7 +71,7 @@ def _add_batches(app: FastAPI, door: Door) -> None:
     @app.post("/v1/batches")
     async def create(body: BatchRequest, http: Request) -> dict[str, Any]:
         """Has a file's lines served, as best-effort requests."""
-        return await door(http).create(body)
+        return await unless_gone(http, door(http).create(body))
 
     @app.get("/v1/batches")
     async def every(

@@ -63,12 +63,11 @@ class CallerBatches:
         name, first, seen = f"batch-{uuid.uuid4().hex}", 0, dict[str, int]()
         note = json.dumps({**asked.model_dump(), "created": int(time.time())})
         submit = functools.partial(self._batches.submit, name, caller=self._caller, note=note)
+        read = functools.partial(read_line, self._context, asked.endpoint, tenant=self._owner)
         pieces = self._store.lines(asked.input_file_id)
         try:
             while piece := await asyncio.to_thread(next, pieces, None):
-                lines = await self._context.requests.read_lines(
-                    self._owner, self._read, asked.endpoint, piece
-                )
+                lines = await self._context.requests.read_lines(self._owner, read, piece)
                 _check_names(lines, first, seen)
                 await submit(first, lines, commit=False)
                 first += len(lines)
@@ -76,8 +75,7 @@ class CallerBatches:
                 raise ApiError(400, "input_file_id: the file has no lines", param="input_file_id")
             return _described(await submit(first, [], commit=True))
         except BaseException:
-            if first:
-                await self._forget(name)
+            await self._forget(name)
             raise
 
     async def get(self, name: str) -> dict[str, Any]:
@@ -118,7 +116,8 @@ class CallerBatches:
         return found
 
     async def _forget(self, name: str) -> None:
-        """What has come of one that is not whole; if that fails too, it goes when it is old."""
+        """What has come of one that is not whole, if anything; if that fails too, it goes when it
+        is old."""
         with contextlib.suppress(BatchRefused, sqlite3.Error):
             await self._batches.cancel(name, self._owner)
             await self._batches.delete(name, self._owner)
@@ -127,9 +126,6 @@ class CallerBatches:
         results = ((each.line, Result.from_json(each.result)) for each in page)
         lines = (written_line(self._context, note, name, *result) for result in results)
         return b"".join(map(jsonl_line, lines))
-
-    def _read(self, endpoint: str, texts: list[str]) -> list[NewLine]:
-        return [read_line(self._context, endpoint, text, self._owner) for text in texts]
 
 
 def result_file(file_id: str) -> tuple[str, str] | None:

@@ -14,13 +14,14 @@ import openai
 import pytest
 
 from jaxserve.client import Client
-from jaxserve.sched.request import Tier
+from jaxserve.sched.request import Grammar, Tier
 from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.http.openai import files
+from jaxserve.server.requests.call_outcome import CallRecord
 from jaxserve.server.server import Server
 from tests.server.fake_engine import INFO, FakeEngine
-from tests.server.http.conftest import SETTINGS
+from tests.server.http.conftest import SETTINGS, Plain
 
 
 def line(name: str, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
@@ -320,3 +321,52 @@ def test_without_a_directory_there_are_none(engine: FakeEngine) -> None:
 
 def test_model_names_are_this_servers(client: openai.OpenAI) -> None:
     assert client.models.list().data[0].id == INFO.model
+
+
+def test_a_client_that_hangs_up_makes_no_batch(
+    client: openai.OpenAI,
+    plain: Plain,
+    running: FakeEngine,
+    server: Server,
+    journal: Journal,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The lines that come after the one that is being read are read for nobody."""
+    monkeypatch.setattr(files, "LINES_A_PIECE", 2)
+    begun, may, seen = threading.Event(), threading.Event(), list[str]()
+
+    def check(grammar: Grammar, thinking: Any = None) -> None:
+        seen.append(grammar.text)
+        if grammar.text == "slow" and not may.is_set():
+            begun.set()
+            assert may.wait(60)
+
+    monkeypatch.setattr(running, "check_grammar", check)
+    name = upload(
+        client,
+        [
+            line(text, prompt="ab", structured_outputs={"regex": text})
+            for text in ("a", "b", "slow", "c", "d", "e")
+        ],
+    )
+    asked = {"input_file_id": name, "endpoint": "/v1/completions", "completion_window": "24h"}
+    ended = threading.Event()
+    tell = server._tracker.ended
+
+    def told(record: CallRecord) -> None:
+        tell(record)
+        if record.method == "http /v1/batches":
+            ended.set()
+
+    monkeypatch.setattr(server._tracker, "ended", told)
+    body = json.dumps(asked).encode()
+    with plain.socket() as gone:
+        head = f"POST /v1/batches HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        gone.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        assert begun.wait(60)
+        assert journal.noted("", after=None, limit=9), "of its first lines"
+    assert ended.wait(60)
+    assert journal.noted("", after=None, limit=9) == []
+    may.set()
+    create(client, [line("last", prompt="ab", structured_outputs={"regex": "last"})])
+    assert not {"c", "d", "e"} & set(seen) and "last" in seen
