@@ -26,7 +26,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def script(site: Path) -> tuple[str, ...]:
     """What pip makes `jaxserve` of."""
-    (metadata,) = site.glob("jaxserve-*.dist-info/entry_points.txt")
+    (metadata,) = site.glob("jaxserve_llm-*.dist-info/entry_points.txt")
     found = configparser.ConfigParser()
     found.read(metadata)
     module, _, function = found["console_scripts"]["jaxserve"].partition(":")
