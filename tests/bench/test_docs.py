@@ -34,6 +34,7 @@ from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.startup import launch
 from jaxserve.simulate import flags as simulate_flags
+from jaxserve.simulate.runs import system
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -89,6 +90,19 @@ def test_the_changelog_begins_with_this_version() -> None:
 
 def test_the_readme_is_on_one_screen() -> None:
     assert (ROOT / "README.md").read_text().count("\n") <= 120
+
+
+@pytest.mark.parametrize("name", ["sizing", "upgrades"])
+def test_pages_to_work_from_are_short(name: str) -> None:
+    assert len((ROOT / "docs" / f"{name}.md").read_text().split()) <= 500
+
+
+def test_the_sizing_page_has_the_rooms_of_the_simulator() -> None:
+    page = (ROOT / "docs" / "sizing.md").read_text()
+    rooms = [system(f"llama-3-8b{bits}@l4", "auto").kv_tokens for bits in ("", ":int8")]
+    assert re.findall(r"([\d,]+) (?:tokens )?beside", page) == [
+        f"{room // 1000},000" for room in rooms
+    ]
 
 
 def prose(page: Path) -> str:
