@@ -5,24 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import promql_parser as promql
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.client import Client, make_line
 from jaxserve.config import ServerConfig
-from jaxserve.sched.request import SLO, Tier
-from jaxserve.server.batches.batch_operations import BatchSettings
-from jaxserve.server.requests.slo_classes import ServiceLevel
-from jaxserve.server.server import Server
-from tests.server.batches.journals import opened
-from tests.server.fake_engine import FakeEngine
+from tests.server.telemetry.promql import OF_PROMETHEUS, Exported, complaints, nodes, parsed
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "jaxserve.json").read_text())
@@ -32,89 +22,11 @@ QUERIES = [
     for panel in PANELS
     for target in panel["targets"]
 ]
-OF_PROMETHEUS = {"instance", "job"}  # labels that it gives to what it scrapes
-CLASSES = {"chat": ServiceLevel(SLO(ttft=0.1, tbt=0.5), Tier.REALTIME, "chat")}
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
-    """Labels of each sample by its name, once there have been some requests of all sorts."""
-    engine = FakeEngine()
-    with opened(tmp_path_factory.mktemp("batches")) as journal:
-        settings = BatchSettings(journal, 4, 1e9)
-        with (
-            Server(
-                engine, grace_s=0.0, metrics_port=0, batches=settings, slo_classes=CLASSES
-            ) as server,
-            Client(server.address) as client,
-        ):
-            engine.run()
-            client.complete("hello", max_tokens=3, slo_class="chat")
-            client.complete("hello", max_tokens=3, tier="best_effort")
-            client.submit_batch("mine", [make_line("a", max_tokens=2)])
-            list(client.get_batch("mine"))
-            url = f"http://{server.metrics_address}/metrics"
-            with urllib.request.urlopen(url, timeout=20) as reply:
-                text = reply.read().decode()
-    found: dict[str, list[dict[str, str]]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found.setdefault(sample.name, []).append(sample.labels)
-    return found
-
-
-def parsed(expression: str) -> Any:
-    """With Grafana's own variables as it fills them in."""
-    filled = expression.replace("$__rate_interval", "1m")
-    return promql.parse(re.sub(r"\$\w+", ".*", filled))
-
-
-def nodes(node: Any) -> Iterator[Any]:
-    yield node
-    for name in ("expr", "lhs", "rhs", "vector_selector"):
-        if hasattr(node, name):
-            yield from nodes(getattr(node, name))
-    for argument in getattr(node, "args", ()):
-        yield from nodes(argument)
-
-
-def selects(matcher: Any, value: str) -> bool:
-    if matcher.op in (promql.MatchOp.Equal, promql.MatchOp.NotEqual):
-        same = value == matcher.value
-    else:
-        same = re.fullmatch(matcher.value, value) is not None
-    return same == (matcher.op in (promql.MatchOp.Equal, promql.MatchOp.Re))
-
-
-def complaints(
-    expression: str, legend: str, exported: dict[str, list[dict[str, str]]]
-) -> list[str]:
-    """What of an expression the server does not export."""
-    found, labels = [], set[str]()
-    everything = list(nodes(parsed(expression)))
-    for node in everything:
-        if not isinstance(node, promql.VectorSelector):
-            continue
-        samples = exported.get(node.name, [])
-        labels |= {name for sample in samples for name in sample} | OF_PROMETHEUS
-        asked = [m for m in node.matchers.matchers if m.name not in OF_PROMETHEUS]
-        if not samples:
-            found.append(f"there is no {node.name}")
-        elif not any(all(selects(m, s.get(m.name, "")) for m in asked) for s in samples):
-            found.append(f"nothing is {node.prettify()}")
-        names = {name for sample in samples for name in sample} | OF_PROMETHEUS
-        found += [f"{node.name} has no {m.name}" for m in asked if m.name not in names]
-    grouped = [set(n.modifier.labels) for n in everything if isinstance(n, promql.AggregateExpr)]
-    shown = set(re.findall(r"{{(\w+)}}", legend))
-    for kept in grouped:
-        found += [f"no {name} to group by" for name in kept - labels]
-        found += [f"{name} of the legend is summed up" for name in shown - kept]
-    return found + [f"no {name} for the legend" for name in shown - labels]
 
 
 @pytest.mark.parametrize(("expression", "legend"), QUERIES)
 def test_the_server_exports_what_is_asked_for(
-    exported: dict[str, list[dict[str, str]]], expression: str, legend: str
+    exported: Exported, expression: str, legend: str
 ) -> None:
     assert complaints(expression, legend, exported) == []
 
@@ -131,7 +43,7 @@ def test_the_server_exports_what_is_asked_for(
     ],
 )
 def test_what_is_not_there_is_found(
-    exported: dict[str, list[dict[str, str]]], expression: str, legend: str, complaint: str
+    exported: Exported, expression: str, legend: str, complaint: str
 ) -> None:
     assert complaint in complaints(expression, legend, exported)
 
@@ -171,9 +83,7 @@ def _cells(panel: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("variable", DASHBOARD["templating"]["list"][1:], ids=lambda v: v["name"])
-def test_its_variables_are_labels(
-    exported: dict[str, list[dict[str, str]]], variable: dict[str, Any]
-) -> None:
+def test_its_variables_are_labels(exported: Exported, variable: dict[str, Any]) -> None:
     query = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]["query"])
     assert query is not None
     (selector,) = nodes(parsed(query[1]))
