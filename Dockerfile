@@ -6,6 +6,8 @@ FROM ${BASE} AS build
 ARG EXTRAS=cpu
 WORKDIR /src
 COPY . .
+# The versions of all that is installed, setuptools of the build included: `make lock` writes them.
+ENV PIP_CONSTRAINT=/src/deploy/constraints.txt
 RUN python -m venv /opt/jaxserve \
     && /opt/jaxserve/bin/pip install --no-cache-dir ".[${EXTRAS}]"
 
@@ -22,13 +24,14 @@ COPY --from=build /opt/jaxserve /opt/jaxserve
 WORKDIR /app
 COPY serve.py ./
 COPY configs configs/
-ENV PATH=/opt/jaxserve/bin:$PATH NUMBA_CACHE_DIR=/cache/numba \
-    PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+ENV PATH=/opt/jaxserve/bin:$PATH NUMBA_CACHE_DIR=/cache/numba HF_HOME=/cache/huggingface \
+    PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 JAXSERVE_URL_FILE=/tmp/jaxserve.url
 USER 10001:10001
 EXPOSE 8000 50051 9464
-# Kubernetes has probes of its own.
+# Kubernetes has probes of its own. The server says in that file where it listens, and whether by
+# TLS. Its certificate is for others' names.
 HEALTHCHECK --start-period=30m --interval=30s --timeout=5s \
-    CMD ["wget", "--quiet", "--tries=1", "--output-document=-", "http://localhost:8000/health"]
+    CMD ["sh", "-c", "wget -q -t 1 -O - --no-check-certificate \"$(cat $JAXSERVE_URL_FILE)/health\""]
 ENTRYPOINT ["tini", "--", "python", "serve.py"]
 # What is given to `docker run` comes instead.
 CMD ["--config.server.host=0.0.0.0", "--config.engine.compilation_cache_dir=/cache"]

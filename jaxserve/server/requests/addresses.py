@@ -56,6 +56,12 @@ def bind_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
     raise AssertionError("unreachable")
 
 
+def reached(address: str) -> str:
+    """Where "host:port" is called from the machine that listens there."""
+    host, _, port = address.rpartition(":")
+    return f"{'localhost' if host in ('0.0.0.0', '[::]') else host}:{port}"
+
+
 def _is_all(address: Any) -> bool:
     """Whether it is `::`, all addresses of both families, as gRPC has it, too."""
     return bool(address[0] == "::") and socket.has_dualstack_ipv6()

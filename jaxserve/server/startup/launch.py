@@ -28,7 +28,7 @@ from jaxserve.configs import base
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.gguf.wheels import WHEELS, is_wheel
 from jaxserve.server.access.options import KEY_VARIABLE, Access
-from jaxserve.server.requests.addresses import bind_sockets
+from jaxserve.server.requests.addresses import bind_sockets, reached
 from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.server import Server
 from jaxserve.server.startup.flag_hints import hint
@@ -268,11 +268,9 @@ def _hidden_caches(info: EngineInfo) -> str:
 
 def client_line(address: str, access: Access, *, chats: bool = False) -> str:
     """The client's command, with its folder and the flags only if they are needed."""
-    host, _, port = address.rpartition(":")
-    reached = "localhost" if host in ("0.0.0.0", "[::]") else host
+    here = reached(address)
     usual = ServerConfig.http_port if chats else ServerConfig.port
-    default = reached == "localhost" and int(port) == usual
-    where = "" if default else f"--address={reached}:{port} "
+    where = "" if here == f"localhost:{usual}" else f"--address={here} "
     if access.tls is not None:
         where += "--tls " if access.tls.client_ca is None else "--tls_cert=FILE --tls_key=FILE "
     asked = f"chat {where}" if chats else f'complete {where}"Once upon a time"'

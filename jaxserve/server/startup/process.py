@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from jaxserve.config import JSON, Config
 from jaxserve.hosts.process_exit import end_process
@@ -17,11 +18,15 @@ from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.http.options import HttpSettings
 from jaxserve.server.open_files import raise_limit
+from jaxserve.server.requests.addresses import reached
 from jaxserve.server.requests.call_outcome import Sink
 from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.options import server_options
 from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.server import Server
+
+URL_FILE = "JAXSERVE_URL_FILE"
+"""The environment's: a file that gets the HTTP address of a server that takes calls, for probes."""
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +90,7 @@ def run_server(
         taken.append(signal.SIGHUP)
     before = {number: signal.signal(number, on_signal) for number in taken}
     try:
+        _note_url(server)
         if on_ready is not None:
             on_ready(server)
         server.wait()
@@ -94,6 +100,16 @@ def run_server(
     if server.hung:
         end_process(1)
     return 1 if server.failed else 0
+
+
+def _note_url(server: Server) -> None:
+    path, address = os.environ.get(URL_FILE), server.http_address
+    if not path or address is None:
+        return
+    try:
+        Path(path).write_text(f"{server.access.scheme}://{reached(address)}\n", encoding="utf-8")
+    except OSError as error:
+        log.warning("%s: %s: %s", URL_FILE, path, error.strerror)
 
 
 def announce(text: str, form: str) -> None:

@@ -26,10 +26,10 @@ from jaxserve.server.http.options import HttpSettings
 from jaxserve.server.requests.templates.chat_template import load_chat_template
 from jaxserve.server.server import Server
 from jaxserve.server.startup import launch
-from tests.deploy.custom_resources import PICKER, SCHEMAS
+from tests.deploy.operating.custom_resources import PICKER, SCHEMAS
 from tests.server.fake_engine import INFO, FakeEngine
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "deploy" / "kubernetes"
 FILES = {path.name: list(yaml.safe_load_all(path.read_text())) for path in FOLDER.glob("*.yaml")}
 DOCUMENTS = [
