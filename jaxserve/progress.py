@@ -39,6 +39,9 @@ class Shown(Protocol):
     def update(self, n: int, /) -> Any:
         """Adds n units of finished work."""
 
+    def set_postfix_str(self, s: str, /) -> Any:
+        """Says what else is done, of which nobody knows how much there is."""
+
     def __iter__(self) -> Iterator[Any]: ...
 
     def __enter__(self) -> Any: ...
@@ -79,13 +82,17 @@ class Lines:
     def __init__(self, desc: str, unit: str, work: list[Any], total: int | None) -> None:
         self._desc, self._unit, self._work = desc, unit, work
         self._total = len(work) if total is None else total
-        self._done, self._began = 0, 0.0
+        self._done, self._began, self._beside = 0, 0.0, ""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tell, name="jaxserve-progress", daemon=True)
 
     def update(self, n: int) -> None:
         """Adds n units of finished work."""
         self._done += n
+
+    def set_postfix_str(self, text: str) -> None:
+        """Says what else is done, behind the amount."""
+        self._beside = f", {text}"
 
     def __iter__(self) -> Iterator[Any]:
         with self:
@@ -105,7 +112,7 @@ class Lines:
     def _tell(self) -> None:
         while not self._over.wait(EVERY_S):
             seconds = time.monotonic() - self._began
-            text = f"{self._desc}: {self._amount()} after {seconds:.0f} s"
+            text = f"{self._desc}: {self._amount()}{self._beside} after {seconds:.0f} s"
             if log.isEnabledFor(logging.INFO):
                 log.info("%s", text)
             elif sys.stderr is not None:

@@ -66,6 +66,27 @@ def test_where_there_is_no_log_the_lines_are_on_stderr(monkeypatch: pytest.Monke
     assert Show.where_wanted(True) is Show.LINES
 
 
+def test_a_long_piece_may_say_what_it_does(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of which nobody knows how much there is."""
+    steps = shown(Show.LINES, "compiling", "step", work=range(3))
+    for piece in steps:
+        if piece == 0:
+            steps.set_postfix_str("7 kernel functions")
+            seen.lines.clear()
+            seen.came.clear()
+            assert seen.came.wait(PATIENCE)
+    assert "compiling: 0 of 3 steps, 7 kernel functions after 0 s" in seen.lines
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    bar = shown(Show.BAR, "compiling", "step", work=range(3))
+    for piece in bar:
+        if piece == 0:
+            bar.set_postfix_str("7 kernel functions")
+            assert "0/3" in (said := capsys.readouterr().err.rpartition("\r")[2])
+            assert "7 kernel functions" in said
+
+
 def test_bytes_are_told_in_mib(seen: Seen) -> None:
     with shown(Show.LINES, "weights", "B", total=5 << 20) as bar:
         bar.update(2 << 20)

@@ -3,13 +3,15 @@ is compiled."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -37,7 +39,7 @@ from jaxserve.engine.text.grammar_process import GrammarLimits
 from jaxserve.hosts.group import Group, Starter
 from jaxserve.hosts.messages import Message
 from jaxserve.hosts.rank import Rank
-from jaxserve.progress import Show, shown
+from jaxserve.progress import Show, Shown, shown
 from jaxserve.sched.cache.cache_kinds import PROJECTED
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.registry import full_name, make_retention
@@ -112,7 +114,7 @@ def _build(
     if group is not None:
         group.broadcast(Message(BUILD, blueprint.plain()))
     show = Show.where_wanted(progress, lines=config.telemetry.log_format == JSON)
-    bar = _bar("compiling", show)
+    bar = _compiling(show, kernels=chosen.model.backend == "numba")
     barrier = _alone if group is None else group.barrier
     local, pool_bytes = build_executor(
         config.model, config.mesh.tensor, blueprint, progress=show, bar=bar, barrier=barrier
@@ -257,6 +259,26 @@ def _dtype_name(chosen: Choices) -> str:
 
 def _bar(name: str, show: Show) -> Progress:
     return lambda work: shown(show, name, "step", work=work)
+
+
+def _compiling(show: Show, *, kernels: bool) -> Progress:
+    """kernels: numba compiles some, for minutes, on which the first step waits."""
+
+    def bar(work: Iterable[Any]) -> Iterator[Any]:
+        steps = shown(show, "compiling", "step", work=work)
+        with contextlib.ExitStack() as counting:
+            if kernels:
+                from jaxserve.numba_cache.compile_count import counted
+
+                told = functools.partial(_tell_functions, steps)
+                counting.enter_context(counted(told))
+            yield from steps
+
+    return bar
+
+
+def _tell_functions(steps: Shown, count: int) -> None:
+    steps.set_postfix_str(f"{count} kernel functions")
 
 
 def _info(
