@@ -104,12 +104,12 @@ def _build(
     """memory: as in `choose`. secret: `block_secret`."""
     _check_device()
     config = for_model(config)
+    chosen = choose(config, memory)
+    tokenizer = load_tokenizer(tokenizer_path(config.model), chosen.model.config.vocab_size)
+    # From here on it writes: what cannot be served leaves no folder behind.
     cache_dir = compilation_cache.use(config.engine.compilation_cache_dir)
     config = config.with_fields(engine__compilation_cache_dir=cache_dir)
-    chosen = cost_model_cache.with_pool_as_before(
-        cache_dir, config.mesh.tensor, choose(config, memory)
-    )
-    tokenizer = load_tokenizer(tokenizer_path(config.model), chosen.model.config.vocab_size)
+    chosen = cost_model_cache.with_pool_as_before(cache_dir, config.mesh.tensor, chosen)
     blueprint = Blueprint.from_choices(chosen, masked_sampling=tokenizer.definition() is not None)
     if group is not None:
         group.broadcast(Message(BUILD, blueprint.plain()))

@@ -9,6 +9,8 @@ from typing import IO
 from jaxserve.config import ConfigError
 from jaxserve.file_lock import lock
 
+LOCK = "lock"  # the file that is locked
+
 
 class NotWritable(ConfigError):
     """There is no such directory, and it cannot be made, or not be written."""
@@ -18,7 +20,7 @@ def lock_directory(path: Path) -> IO[str]:
     """Makes the directory, for its owner's eyes only, if it is not there, and locks it until what
     is returned is closed; the system lets go of it when the process ends, however that happens.
     Raises ConfigError where another has it, and its NotWritable where it cannot be written."""
-    file = path / "lock"
+    file = path / LOCK
     held: IO[str] | None = None
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

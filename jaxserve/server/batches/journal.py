@@ -19,7 +19,7 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from jaxserve.server.batches.directory import lock_directory
+from jaxserve.server.batches.directory import LOCK, lock_directory
 from jaxserve.server.batches.journal_tables import open_tables
 from jaxserve.server.batches.records import (
     BatchConflict,
@@ -82,6 +82,16 @@ class Journal:
         """Releases the directory. Idempotent."""
         with self._lock:
             self._db.close()
+            self._held.close()
+
+    def close_unused(self) -> None:
+        """Closes it, and removes its files if no batch has ever come."""
+        with self._lock:
+            unused = self._db.execute("SELECT 1 FROM batches").fetchone() is None
+            self._db.close()
+            if unused:
+                self.path.unlink(missing_ok=True)
+                self.path.with_name(LOCK).unlink(missing_ok=True)  # last, while it is held
             self._held.close()
 
     def append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,13 +40,15 @@ def open_batches(
     server: ServerConfig, scheduler: SchedulerConfig
 ) -> Iterator[BatchSettings | None]:
     """Opens the journal for the duration of the context; None if there are no batches: also
-    where the directory of "auto" cannot be written, with a warning. Raises ConfigError if another
+    where the directory of "auto" cannot be written, with a warning. A directory that was made for
+    it goes again where the context fails before a batch has come. Raises ConfigError if another
     server has it, or it cannot be written."""
     directory = batch_directory(server)
     if directory is None:
         yield None
         return
     half = max(scheduler.max_queue // 2, 1)
+    made = [each for each in (directory, *directory.absolute().parents) if not each.exists()]
     try:
         journal = Journal(directory, max_bytes=int(server.batch_gib * 2**30))
     except NotWritable as error:
@@ -62,5 +65,12 @@ def open_batches(
             key_share=server.batch_key_share,
             key_files=server.batch_key_files,
         )
+    except BaseException:
+        if made:
+            with contextlib.suppress(OSError, sqlite3.Error):  # it is why it fails that is told
+                journal.close_unused()
+                for folder in made:
+                    folder.rmdir()
+        raise
     finally:
         journal.close()
