@@ -25,7 +25,7 @@ MAX_LINES = 50_000
 """Longer files go as several batches, one after the other."""
 _CALL_BYTES = 1 << 20
 _CALL_LINES = 10_000  # a server takes only so many fields in one message
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 # A server that comes down, a network that does, a proxy between: the call can be made again.
 _PASSING = ("UNAVAILABLE", "CANCELLED", "INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED")
 
@@ -70,7 +70,7 @@ class BatchRun:
 
     def _insist(self) -> None:
         """Retries until all results are there, waiting out temporary errors."""
-        wait_s = _FIRST_WAIT_S
+        wait_s = FIRST_WAIT_S
         while not self._results.whole:
             heard = self._heard
             try:
@@ -82,7 +82,7 @@ class BatchRun:
                     raise
                 if time.monotonic() - self._heard > self._patience_s:
                     raise
-                wait_s = _FIRST_WAIT_S if self._heard > heard else min(2 * wait_s, _LONGEST_WAIT_S)
+                wait_s = FIRST_WAIT_S if self._heard > heard else min(2 * wait_s, LONGEST_WAIT_S)
                 self._bar.set_postfix_str(f"waiting: {error}")
                 threading.Event().wait(wait_s)
 
@@ -137,7 +137,7 @@ class BatchRun:
                 status = message.status
         finally:
             # Whoever is asked says at once where the batch is, be it that no more is to come.
-            if time.monotonic() - began > _LONGEST_WAIT_S:
+            if time.monotonic() - began > LONGEST_WAIT_S:
                 self._heard = time.monotonic()
         if status.state == pb.BATCH_STATE_CANCELLED:
             raise BatchCancelled(f"batch {batch.batch_id} was cancelled")

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import re
-import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxserve.client.connection import Tls, key_metadata
-from jaxserve.client.errors import PORTS
+from jaxserve.client.connection import Tls
+from jaxserve.client.errors import ServerError
 from jaxserve.client.flags import add_access_flags, read_key, read_tls
+from jaxserve.client.http_calls import DEFAULT_HTTP_ADDRESS, HttpCalls
 from jaxserve.client.records import EXPECTED_MISSED, json_verdict_line
 from jaxserve.command_line import Parser
 
-DEFAULT_ADDRESS = "localhost:8000"
 HELP, RESET, EXIT = "/help", "/reset", "/exit"
 COMMANDS = {HELP: "this list", RESET: "begins anew", EXIT: "ends, as ^D does"}
 _COMMAND = re.compile(r"/[a-z]+")
-
-
-class ChatError(Exception):
-    """The server refused or cannot be reached; the message is one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             elif command:
                 _say(chat, message)
         return 0
-    except (ChatError, OSError) as error:
+    except (ServerError, OSError) as error:
         print(f"jaxserve chat: {error}", file=sys.stderr)
         return 1
     except ValueError as error:  # flags that do not go together
@@ -85,9 +79,7 @@ class Chat:
         options: dict[str, Any] | None = None,
         system: str | None = None,
     ) -> None:
-        self._address, self._tls = address, _context(tls)
-        self._headers = {"Content-Type": "application/json"}
-        self._headers |= dict(key_metadata(api_key, address, tls))
+        self._calls = HttpCalls(address, api_key, tls)
         self._options = options or {}
         self._system = [{"role": "system", "content": system}] if system else []
         self._turns = self._system
@@ -99,8 +91,8 @@ class Chat:
         self._turns = self._system
 
     def answers(self, message: str) -> Iterator[str]:
-        """Yields the pieces of the answer as they come. If it raises ChatError, the message is not
-        added to the conversation."""
+        """Yields the pieces of the answer as they come. If it raises ServerError, the message is
+        not added to the conversation."""
         asked = [*self._turns, {"role": "user", "content": message}]
         pieces: list[str] = []
         self.expected_missed, self.verdict = False, None
@@ -110,17 +102,8 @@ class Chat:
         self._turns = [*asked, {"role": "assistant", "content": "".join(pieces)}]
 
     def _stream(self, body: dict[str, Any]) -> Iterator[str]:
-        connection = (
-            http.client.HTTPConnection(self._address)
-            if self._tls is None
-            else http.client.HTTPSConnection(self._address, context=self._tls)
-        )
-        try:
-            data = json.dumps(body).encode()
-            connection.request("POST", "/v1/chat/completions", data, self._headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise ChatError(_problem(response.read()) or f"HTTP {response.status}")
+        data = json.dumps(body).encode()
+        with self._calls.call("POST", "/v1/chat/completions", data) as response:
             for line in response:
                 data = line.removeprefix(b"data: ").strip()
                 if data and data != b"[DONE]":
@@ -128,15 +111,6 @@ class Chat:
                     for choice in choices:
                         self._note(choice.get("slo") or {}, choice.get("timings") or {})
                     yield "".join(one["delta"].get("content") or "" for one in choices)
-        except ConnectionRefusedError:
-            problem = f"no server answers at {self._address}: is it running? (jaxserve serve)"
-            raise ChatError(problem) from None
-        except (OSError, http.client.HTTPException) as error:
-            if type(error) is http.client.BadStatusLine:
-                raise ChatError(f"{self._address} does not speak HTTP: {PORTS}") from None
-            raise ChatError(f"{self._address}: {error or type(error).__name__}") from None
-        finally:
-            connection.close()
 
     def _note(self, slo: dict[str, Any], timings: dict[str, Any]) -> None:
         self.expected_missed |= slo.get("expected") == "missed"
@@ -144,28 +118,13 @@ class Chat:
             self.verdict = json_verdict_line(slo, timings)
 
 
-def _context(tls: Tls | None) -> ssl.SSLContext | None:
-    if tls is None:
-        return None
-    context = ssl.create_default_context(cafile=tls.ca)
-    if tls.cert is not None:
-        context.load_cert_chain(tls.cert, tls.key)
-    return context
-
-
 def _choices(data: bytes) -> list[dict[str, Any]]:
     event = json.loads(data)
     if "error" in event:
-        raise ChatError(event["error"]["message"])
+        error = event["error"]
+        raise ServerError(str(error.get("code") or error["type"]), error["message"])
     choices: list[dict[str, Any]] = event["choices"]
     return choices
-
-
-def _problem(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return ""
 
 
 def _help(command: str) -> None:
@@ -214,7 +173,11 @@ def _parser() -> Parser:
     )
     add = parser.add_argument
     add("message", nargs="?", help="one message, whose answer is all; else they come from stdin")
-    add("--address", default=DEFAULT_ADDRESS, help="host:port of the server's HTTP (%(default)s)")
+    add(
+        "--address",
+        default=DEFAULT_HTTP_ADDRESS,
+        help="host:port of the server's HTTP (%(default)s)",
+    )
     add("--system", metavar="TEXT", help="what the model is told before the first message")
     add("--max_tokens", type=int, help="at most that many tokens an answer (all there is room for)")
     add("--temperature", type=float, help="0 is greedy (1, or the model's own)")

@@ -20,8 +20,10 @@ from jaxserve.client.flags import (
     read_key,
     read_tls,
 )
+from jaxserve.client.http_calls import DEFAULT_HTTP_ADDRESS, HttpCalls
 from jaxserve.client.many import ManyPrompts, ServerAway
 from jaxserve.client.messages import TIERS
+from jaxserve.client.openai_batch import OpenAiBatch, is_openai
 from jaxserve.client.prompts import PromptError, read_lines, read_prompts
 from jaxserve.client.records import EXPECTED_MISSED, TARGETS, verdict_line
 from jaxserve.command_line import Parser
@@ -63,7 +65,7 @@ def _run(
     parser: Parser,
     argv: Sequence[str] | None,
     check: Callable[[argparse.Namespace], None],
-    work: Callable[[Client, argparse.Namespace], int],
+    work: Callable[[argparse.Namespace], int],
 ) -> int:
     args = parser.parse_args(argv)
     try:
@@ -71,8 +73,7 @@ def _run(
             limits = f"must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds"
             raise ValueError(f"--timeout {limits}, got {args.timeout:g}")
         check(args)
-        with Client(args.address, api_key=read_key(args), tls=read_tls(args)) as client:
-            return work(client, args)
+        return work(args)
     except (ServerError, PromptError, ResultsError, BatchCancelled) as error:
         return _failed(args, str(error))
     except OSError as error:
@@ -137,11 +138,19 @@ def _check_other(prompts: Path, *written: Path) -> None:
         raise ValueError(f"--out: {written[0]} would be written over the prompts")
 
 
-def _batch(client: Client, args: argparse.Namespace) -> int:
+def _client(args: argparse.Namespace) -> Client:
+    return Client(args.address or DEFAULT_ADDRESS, api_key=read_key(args), tls=read_tls(args))
+
+
+def _batch(args: argparse.Namespace) -> int:
     """Results go to a file, which any later call goes on with."""
     defaults = {name: value for name, value in _sampling(args).items() if value is not None}
+    if is_openai(Path(args.file)):
+        if defaults:
+            raise ValueError(f"--{next(iter(defaults))}: OpenAI's lines say that in their body")
+        return _openai_batch(args)
     prompts = read_prompts(Path(args.file), defaults)
-    with ResultsFile(Path(args.out), prompts) as results:
+    with _client(args) as client, ResultsFile(Path(args.out), prompts) as results:
         if args.cancel:
             if results.batch is None:
                 raise ResultsError(f"--cancel: there is no batch that {args.out} waits for")
@@ -156,10 +165,27 @@ def _batch(client: Client, args: argparse.Namespace) -> int:
     return 0
 
 
-def _complete(client: Client, args: argparse.Namespace) -> int:
-    if args.info:
-        return _info(client, args)
-    return _one(client, args.prompt, _options(args)) if args.file is None else _many(client, args)
+def _openai_batch(args: argparse.Namespace) -> int:
+    patience_s = PATIENCE_S if args.timeout is None else args.timeout
+    address = args.address or DEFAULT_HTTP_ADDRESS
+    calls = HttpCalls(address, read_key(args), read_tls(args), timeout=patience_s)
+    with OpenAiBatch(calls, Path(args.file), Path(args.out), patience_s) as batch:
+        if args.cancel:
+            print(batch.cancel())
+            return 0
+        batch.run()
+        if batch.failed:
+            return _failed(args, f"{batch.failed} of {batch.count} lines failed")
+    return 0
+
+
+def _complete(args: argparse.Namespace) -> int:
+    with _client(args) as client:
+        if args.info:
+            return _info(client, args)
+        if args.file is None:
+            return _one(client, args.prompt, _options(args))
+        return _many(client, args)
 
 
 def _one(client: Client, prompt: str, options: dict[str, Any]) -> int:
@@ -309,13 +335,15 @@ def _batch_parser() -> Parser:
         "command goes on.",
         resumes="goes on, with --cancel it ends the batch",
         timeout=f"; until a server that is away is ({PATIENCE_S:g})",
+        elsewhere=f"; its HTTP, {DEFAULT_HTTP_ADDRESS}, for OpenAI's lines",
     )
     add = parser.add_argument
     add(
         "file",
         metavar="FILE",
         help='prompts as JSON lines: {"prompt": "Once upon a time"} or {"token_ids": [5, 6]}, if '
-        'you like with "id": "a" and "sampling": {"max_tokens": 64}',
+        'you like with "id": "a" and "sampling": {"max_tokens": 64}; or OpenAI\'s lines, '
+        '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}',
     )
     add("--out", metavar="FILE", required=True, help="where the results go")
     add("--cancel", action="store_true", help="end the batch that --out waits for")
@@ -323,14 +351,14 @@ def _batch_parser() -> Parser:
     return parser
 
 
-def _parser(prog: str, description: str, *, resumes: str, timeout: str = "") -> Parser:
+def _parser(
+    prog: str, description: str, *, resumes: str, timeout: str = "", elsewhere: str = ""
+) -> Parser:
     """A parser with the flags of both. resumes: what the same command does that was interrupted.
-    timeout: what else it is good for."""
+    timeout: what else it is good for. elsewhere: another address that is usual."""
     parser = Parser(prog=prog, description=description)
     parser.set_defaults(prog=prog, resumes=resumes)
-    parser.add_argument(
-        "--address", default=DEFAULT_ADDRESS, help="host:port of the server (%(default)s)"
-    )
+    parser.add_argument("--address", help=f"host:port of the server ({DEFAULT_ADDRESS}{elsewhere})")
     parser.add_argument("--timeout", type=float, help=f"seconds until a call is given up{timeout}")
     add_access_flags(parser)
     return parser

@@ -9,7 +9,7 @@ import grpc
 _PASSING = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED")
 PORTS = (
     "`jaxserve complete` and `jaxserve batch` call a server's gRPC port (--port=50051), "
-    "`jaxserve chat` its HTTP port (--http_port=8000)"
+    "`jaxserve chat`, and `jaxserve batch` with OpenAI's lines, its HTTP port (--http_port=8000)"
 )
 _NOT_GRPC = "Failed parsing HTTP/2"  # as when HTTP/1.1 answers
 _TOO_LARGE = "message larger than max"  # which gRPC calls RESOURCE_EXHAUSTED, too

@@ -156,7 +156,7 @@ def test_no_line_is_lost_or_done_twice_whatever_fails(
         batch_server(engine, Path(folder) / "journal") as door,
         closing(FlakyClient(door.server.address, faults)) as client,
     ):
-        patch.setattr(batch_run, "_FIRST_WAIT_S", 0)
+        patch.setattr(batch_run, "FIRST_WAIT_S", 0)
         patch.setattr(batch_run, "MAX_LINES", lines_a_batch)
         patch.setattr(batch_run, "_CALL_BYTES", call_bytes)
         path = write(Path(folder) / "prompts.jsonl", count)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.client.chat import COMMANDS, Chat, ChatError, main
+from jaxserve.client.chat import COMMANDS, Chat, main
 from jaxserve.client.cli import complete
-from jaxserve.client.errors import PORTS
+from jaxserve.client.errors import PORTS, ServerError
 from jaxserve.client.records import EXPECTED_MISSED
 from jaxserve.server.server import Server
 from tests.server.fake_engine import FakeEngine
@@ -103,7 +103,7 @@ def test_the_http_port_is_named(server: Server, capsys: pytest.CaptureFixture[st
 def test_the_turns_are_kept(address: str) -> None:
     chat = Chat(address, options={"max_tokens": 1}, system="be brief")
     assert "".join(chat.answers("one")) == " w0"
-    with pytest.raises(ChatError, match="at most 4095 can be served"):
+    with pytest.raises(ServerError, match="at most 4095 can be served"):
         [*chat.answers("x" * 9999)]
     said = [(turn["role"], turn["content"]) for turn in chat._turns]
     assert said == [("system", "be brief"), ("user", "one"), ("assistant", " w0")]
