@@ -70,6 +70,8 @@ class Page(Generic[C, N]):
 
     def _rendered(self, quick: bool) -> str | None:
         """The page; None while numbers are missing."""
+        for case in self.kept():
+            self.results.get(case)
         try:
             text = self.rendered(quick)
         except Exception:
@@ -77,6 +79,10 @@ class Page(Generic[C, N]):
                 raise
             return None
         return text if self.results.complete else None
+
+    def kept(self) -> Iterable[C]:
+        """Runs whose numbers are kept in the page's file though its text does not have them."""
+        return ()
 
     def rendered(self, quick: bool = False) -> str:
         """The page in Markdown, with the numbers so far."""
