@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import sys
 from argparse import Namespace
@@ -121,6 +122,16 @@ class Page(Generic[C, N]):
         """Like `chart`, with `draw`, which gets the path."""
         self._drawn[file] = draw
         return f"![{caption}.](figures/{file})"
+
+    def data(self, file: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+        """A link to a table in figures/, as CSV, that the page itself has no room for."""
+
+        def write(path: Path) -> None:
+            with path.open("w", encoding="utf-8", newline="") as out:
+                csv.writer(out, lineterminator="\n").writerows([header, *rows])
+
+        self._drawn[file] = write
+        return f"[{file}](figures/{file})"
 
     def mean(self, number: str, cases: Sequence[C]) -> float:
         """Mean of a number over cases that differ by their seeds."""
