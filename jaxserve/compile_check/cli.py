@@ -24,7 +24,7 @@ from typing import NamedTuple
 from jaxserve.command_line import Parser
 from jaxserve.compile_check import report, toolchain
 from jaxserve.compile_check.case import Sizes, quantized_model
-from jaxserve.compile_check.check import AUTO, Wish, check_model
+from jaxserve.compile_check.check import AUTO, Checked, Wish, check_model
 from jaxserve.compile_check.compiling import NOT_CHECKED, Result
 from jaxserve.compile_check.programs import choose
 from jaxserve.compile_check.targets import Target, load_target, target_names
@@ -83,16 +83,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = [
             flag for flag in given if flag != "--json" and not flag.startswith("--write_doc")
         ]
-        path = Path(args.write_doc)
-        before = path.read_text(encoding="utf-8") if path.is_file() else ""
         command.append(f"--write_doc={args.write_doc}")
-        page = report.page(checked, asked[0].wish.sizes, command, before)
-        path.write_text(page, encoding="utf-8")
+        _write(Path(args.write_doc), checked, asked[0].wish.sizes, command)
     if args.json:
         print(json.dumps(report.as_json(checked), allow_nan=False), flush=True)
     else:
         print("\n".join(report.summary(checked)))
     return exit_code(results)
+
+
+def _write(path: Path, checked: Sequence[Checked], sizes: Sizes, command: Sequence[str]) -> None:
+    """Writes the page, and in figures/ beside it the table of all programs."""
+    table = path.parent / "figures" / f"{path.stem}.csv"
+    table.parent.mkdir(exist_ok=True)
+    was, rows = (one.read_text(encoding="utf-8") if one.is_file() else "" for one in (path, table))
+    path.write_text(report.page(checked, sizes, command, was), encoding="utf-8")
+    table.write_text(report.programs(checked, sizes, rows), encoding="utf-8")
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Asked]]:
@@ -202,6 +208,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--write_doc",
         metavar="FILE",
-        help="write the result into a Markdown page, whose sections of other models stay",
+        help="write the result into a Markdown page and figures/NAME.csv beside it; what they "
+        "have of other models stays",
     )
     return parser

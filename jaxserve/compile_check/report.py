@@ -1,8 +1,10 @@
-"""Results as lines, as JSON and as a page."""
+"""Results as lines, as JSON, as a page and the table beside it."""
 
 from __future__ import annotations
 
+import csv
 import importlib.metadata
+import io
 import platform
 import shlex
 import textwrap
@@ -20,7 +22,11 @@ from jaxserve.pallas_kernels import default_block_size
 GIB = 1 << 30
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
 _COLUMNS = ("arguments", "outputs", "aliased", "temporaries", "code")
-_OF_STEPS = ("bytes / floor", "weights moved", "kernels a layer")
+PROGRAMS = (
+    *("section", "target", "program", "seconds"),
+    *(f"{name}_gib" for name in (*_COLUMNS, "needed")),
+    *("fits", "bytes_over_floor", "weights_moved_gib", "kernels_a_layer", "on_chip"),
+)
 
 
 def versions() -> dict[str, str]:
@@ -153,14 +159,51 @@ def page(checked: Sequence[Checked], sizes: Sizes, command: Sequence[str], befor
 
     _, *old = before.split("\n## ")
     sections = {text.partition("\n")[0]: f"## {text.strip()}" for text in old}
-    for model in dict.fromkeys(one.model for one in checked):
-        ones = [one for one in checked if one.model == model]
-        parts = [_how(sizes, command), _overview(ones), _too_small(ones), _steps(ones)]
-        parts = [part for part in (*parts, _kernels(ones)) if part]
-        sections[_title(model, sizes)] = "\n\n".join([f"## {_title(model, sizes)}", *parts])
+    for title, ones in _by_title(checked, sizes).items():
+        sections[title] = "\n\n".join([f"## {title}", _how(sizes, command), _overview(ones)])
     text = (Path(__file__).parent / "page.md.j2").read_text(encoding="utf-8")
     template = jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True)
     return template.render(sections=list(sections.values()))
+
+
+def programs(checked: Sequence[Checked], sizes: Sizes, before: str = "") -> str:
+    """The table of all programs beside that page, as CSV; arguments as `page` has them."""
+    found: dict[str, list[Sequence[object]]] = {}
+    for row in list(csv.reader(before.splitlines()))[1:]:
+        found.setdefault(row[0], []).append(row)
+    for title, ones in _by_title(checked, sizes).items():
+        found[title] = [_cells(title, one, result) for one in ones for result in one.results]
+    lines = io.StringIO()
+    table = csv.writer(lines, lineterminator="\n")
+    table.writerows([PROGRAMS, *(row for rows in found.values() for row in rows)])
+    return lines.getvalue()
+
+
+def _by_title(checked: Sequence[Checked], sizes: Sizes) -> dict[str, list[Checked]]:
+    found: dict[str, list[Checked]] = {}
+    for one in checked:
+        found.setdefault(_title(one.model, sizes), []).append(one)
+    return found
+
+
+def _cells(title: str, one: Checked, result: Result) -> list[object]:
+    """Of one program; of kernels by themselves without what only steps have."""
+    about: list[object] = [title, _label(result), result.program]
+    if result.status != COMPILED:
+        return [*about, *[""] * (len(PROGRAMS) - 4), f"{result.status}: {result.reason}"]
+    memory = [f"{result.memory[name] / GIB:.4f}" for name in _COLUMNS]
+    step = [""] * 5
+    if result.fits is not None:
+        layers = one.case.config.num_layers if one.case else 1
+        findings = result.findings
+        step = [
+            f"{result.needed / GIB:.4f}",
+            "yes" if result.fits else "no",
+            f"{findings.traffic.times_floor:.2f}",
+            f"{findings.weights_moved / GIB:.4f}",
+            f"{findings.traffic.kernels / layers:.1f}",
+        ]
+    return [*about, f"{result.seconds:.1f}", *memory, *step, on_chip(result)]
 
 
 def _title(model: str, sizes: Sizes) -> str:
@@ -190,58 +233,17 @@ def _blocks(sizes: Sizes) -> str:
 
 
 def _overview(ones: Sequence[Checked]) -> str:
-    head = ("target", "device", "memory", "devices", "weights", "pool", "backend", "result")
+    head = ("target", "devices", "weights", "pool", "needs at most", "backend", "result")
     rows = []
     for one in ones:
         case = one.case
-        if case is None:
-            laid = ["-", "-", "-", "-"]
-        else:
-            pool = f"{_gib(case.pool_bytes)} ({case.blocks:,} blocks)"
-            laid = [str(case.shards), _gib(case.weights_bytes), pool, _backend(one)]
-        memory = _gib(one.target.memory_bytes)
-        name = _label(one.results[0]) if one.results else one.target.name
-        rows.append([name, one.target.device, memory, *laid, verdict(one).split(",")[0]])
-    return markdown(head, rows)
-
-
-def _too_small(ones: Sequence[Checked]) -> str:
-    """Why some models were cut over several devices."""
-    notes = ((one.target.name, *note.split(": ", 1)) for one in ones for note in one.too_small)
-    return "\n".join(f"- {name} x {count} does not do: {why}" for name, count, why in notes)
-
-
-def _steps(ones: Sequence[Checked]) -> str:
-    head = ("target", "program", "seconds", *_COLUMNS, "needed", "fits", *_OF_STEPS, "on chip")
-    rows = []
-    for one, result in ((checked, result) for checked in ones for result in checked.results):
-        if result.fits is None or result.status != COMPILED:
-            continue
-        memory = [_gib(result.memory[name]) for name in _COLUMNS]
-        fits = "yes" if result.fits else "**no**"
-        about = [_label(result), result.program, f"{result.seconds:.1f}"]
-        moved = result.findings.traffic
-        layers = one.case.config.num_layers if one.case else 1
-        of_step = [
-            f"{moved.times_floor:.2f}",
-            _gib(result.findings.weights_moved),
-            f"{moved.kernels / layers:.1f}",
-        ]
-        rows.append([*about, *memory, _gib(result.needed), fits, *of_step, on_chip(result)])
-    return markdown(head, rows)
-
-
-def _kernels(ones: Sequence[Checked]) -> str:
-    head = ("target", "kernel", "seconds", "temporaries", "on chip")
-    rows = []
-    for result in (result for one in ones for result in one.results):
-        if result.status != COMPILED:
-            rows.append(
-                [_label(result), result.program, f"**{result.status}**", "-", result.reason]
-            )
-        elif result.fits is None:
-            about = [_label(result), result.program, f"{result.seconds:.1f}"]
-            rows.append([*about, _gib(result.memory["temporaries"]), on_chip(result)])
+        laid = ["-"] * 3
+        if case is not None:
+            laid = [str(case.shards), _gib(case.weights_bytes), _gib(case.pool_bytes)]
+        needed = (result.needed for result in one.results if result.fits is not None)
+        most = f"{_gib(max(needed, default=0))} of {_gib(one.target.memory_bytes)}"
+        backend = "-" if case is None else _backend(one)
+        rows.append([one.target.name, *laid, most, backend, verdict(one).split(",")[0]])
     return markdown(head, rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import importlib.util
 import json
@@ -41,6 +42,8 @@ from jaxserve.sched.simulation.systems.hardware import Model, hidden_read_of
 BOX = Path("assets", "tiny-stories")
 SIZES = Sizes(block_size=16, max_rows=4, max_batch_tokens=32, dtype="float32")
 NAMES = ["a100", "h100", "h200", "v4", "v5e", "v5p", "v6e", "v7x"]
+KINDS = ("arguments", "outputs", "aliased", "temporaries", "code")
+COPY = Result("v6e", "tiny", 1, "move", COMPILED, memory=dict.fromkeys(KINDS, 0))
 
 
 def host(memory: int = 1 << 30) -> Target:
@@ -347,15 +350,16 @@ def test_the_page_says_what_was_compiled_and_what_was_not(monkeypatch: pytest.Mo
     wish = Wish(choose("write,decode step"), SIZES, "xla")
     checked = [check_model("tiny", t, 1, wish, lambda r: None) for t in (host(), load_target("v4"))]
     page = report.page(checked, wish.sizes, ["--tensor=1"])
-    steps = page.split("| target | program | seconds |")[1].splitlines()
-    assert "| fits | bytes / floor | weights moved | kernels a layer | on chip |" in steps[0]
-    cells = steps[2].split(" | ")
-    moved, weights, kernels = cells[-4:-1]
-    assert float(moved) > 1 and weights == "0.0 MiB" and float(kernels) > 5
     assert 'make compile-check ARGS="--tensor=1"' in page
-    assert "| v6e | TPU v6 lite | 1.00 GiB | 1 |" in page
+    assert re.search(r"^\| v6e \| 1 \| .* \| [\d.]+ MiB of 1.00 GiB \| xla", page, re.MULTILINE)
     assert "not checked: nothing here" in page
     assert report.summary(checked)[1] == "v4, tiny: not checked: nothing here"
+    step, write, other = csv.DictReader(report.programs(checked, wish.sizes).splitlines())
+    assert (step["section"], step["target"], step["program"]) == ("tiny", "v6e", "decode step")
+    assert float(step["bytes_over_floor"]) > 1 and float(step["weights_moved_gib"]) == 0
+    assert float(step["kernels_a_layer"]) > 5 and step["fits"] == "yes"
+    assert float(step["needed_gib"]) > 0 == float(step["code_gib"]) and write["fits"] == ""
+    assert other["target"] == "v4" and other["on_chip"] == "not checked: nothing here"
 
 
 def test_a_page_keeps_what_was_not_written_anew() -> None:
@@ -377,19 +381,53 @@ def test_a_page_keeps_what_was_not_written_anew() -> None:
     assert again.endswith("|\n") and not again.endswith("\n\n")
 
 
+def test_the_table_of_programs_keeps_what_was_not_compiled_anew() -> None:
+    def written(model: str, before: str, seconds: float) -> str:
+        result = dataclasses.replace(COPY, seconds=seconds)
+        return report.programs([Checked(model, host(), None, [result])], SIZES, before)
+
+    both = written("opt-13b", written("tiny", "", 1.0), 2.0)
+    again = written("tiny", both, 3.0)
+    assert [row[:4] for row in csv.reader(again.splitlines())][1:] == [
+        ["tiny", "v6e", "move", "3.0"],
+        ["opt-13b", "v6e", "move", "2.0"],
+    ]
+
+
+def test_a_page_is_written_with_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked(model: str, target: Target, *_: object) -> Checked:
+        return Checked(model, target, None, [dataclasses.replace(COPY, target=target.name)])
+
+    monkeypatch.setattr(cli, "check_model", checked)
+    monkeypatch.setattr(toolchain, "quiet_start", lambda loops: None)
+    page = tmp_path / "some.md"
+    for model in ("tiny", "opt-13b"):
+        assert cli.main([f"--model={model}", "--target=v6e", f"--write_doc={page}"]) == 0
+    assert page.read_text().count("\n## ") == 2
+    rows = list(csv.DictReader((tmp_path / "figures" / "some.csv").read_text().splitlines()))
+    assert [row["section"] for row in rows] == ["tiny", "opt-13b"]
+
+
 def test_the_documented_table_has_every_target_and_model() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "targets.md").read_text()
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "targets.md").read_text()
+    with (docs / "figures" / "targets.csv").open(newline="") as file:
+        rows = [(r["section"], r["target"], r["program"]) for r in csv.DictReader(file)]
     for asked in cli.parse([])[1]:
         part = page.split(f"\n## {asked.model}\n")[1].split("\n## ")[0]
         programs = ["decode step", "prefill and mixed step"]
         if asked.wish.programs == list(PROGRAMS):
             programs += ["decode attention", "move"]
         for target, count in asked.targets:
-            label = rf"{target.name} x {count}" if count != AUTO else rf"{target.name}( x \d)?"
-            for program in programs:
-                assert re.search(rf"^\| {label} \| {program} \|", part, re.MULTILINE), label
-    for bad in ("FAILED", "not checked", "**failed**", "**no**"):
-        assert bad not in page
+            many = str(count) if count != AUTO else r"\d"
+            assert re.search(rf"^\| {target.name} \| {many} \|", part, re.MULTILINE), target.name
+            shared = "" if many == "1" else rf" x {many}" if count != AUTO else r"( x \d)?"
+            found = [
+                p for s, t, p in rows if s == asked.model and re.fullmatch(target.name + shared, t)
+            ]
+            assert set(programs) <= set(found), target.name
+    for bad in ("FAILED", "not checked", "failed:", ",no,"):
+        assert bad not in page and bad not in (docs / "figures" / "targets.csv").read_text()
 
 
 @pytest.mark.parametrize("name", ["tiny", *preset_names()])

@@ -15,10 +15,9 @@ from jaxserve.experiments.aptserve.case import (
     run,
     workload_of,
 )
-from jaxserve.experiments.aptserve.page import MODELS, SLOS, AptServe, Scale, cheapest
+from jaxserve.experiments.aptserve.page import MODELS, SLOS, AptServe, Scale
 from jaxserve.experiments.common.runs import Results
 from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.workloads.workload import Lengths
 
 
 def test_a_case_is_the_papers_setting() -> None:
@@ -71,10 +70,3 @@ def test_plan_times_are_kept(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ValueError, match="not the times"):
         aptserve.load_times(path, (50,))
-
-
-def test_what_the_cheapest_requests_take() -> None:
-    same = Lengths(np.full(10, 30), np.full(10, 20))
-    assert cheapest(same, 0.6) == pytest.approx(0.6)
-    # 2 x (9 + 1) = 20 and 10 x (3 + 5) = 80 of 100: the shorter prompt is the dearer request.
-    assert cheapest(Lengths(np.array([9, 3]), np.array([2, 10])), 0.5) == pytest.approx(0.2)

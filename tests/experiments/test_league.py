@@ -70,7 +70,7 @@ def same(folder: Path, other: Path) -> bool:
 
 def test_a_toy_league(league: Path) -> None:
     text = (league / "league.md").read_text()
-    for part in ("Who wins where", "All policies", "OPT-13B on an A100-40G", "The setting"):
+    for part in ("Who wins where", "All policies", "The setting"):
         assert f"\n## {part}\n" in text
     assert "nan" not in text and str(league) not in text
     # Two workloads at four loads, two policies, two seeds; and an overload that lasts, once.
@@ -80,8 +80,7 @@ def test_a_toy_league(league: Path) -> None:
     for row in rows:
         twins = [r for r in rows if (r["workload"], r["load"]) == (row["workload"], row["load"])]
         assert len({(r["rate"], r["count"]) for r in twins}) == 1
-    # Who waits is said, as the runs have it.
-    assert "| longest wait, s | median, s | longest overtaken, s |" in text
+    # Who waits is in the runs.
     assert all(float(row["overtaken"]) >= 0 and 0 <= float(row["paused"]) <= 1 for row in rows)
     assert all(float(row["with_gap"]) <= float(row["attainment"]) for row in rows)
     # Best-effort requests have a floor, and parts an index, where there are some.

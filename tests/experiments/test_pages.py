@@ -38,7 +38,7 @@ def area(square: Square) -> Area:
 
 
 class Squares(page.Page[Square, Area]):
-    """Of 2, and of what comes of each."""
+    """Of 2, and of what comes of each; of 5 it says nothing."""
 
     name = "squares"
 
@@ -47,7 +47,12 @@ class Squares(page.Page[Square, Area]):
         while sides[-1] < 99 and (found := self.results.get(Square(sides[-1]))):
             sides.append(found.area)
         figure = self.figure("a.png", "A figure", lambda path: path.write_bytes(b"drawn") and None)
-        return f"{self.scale}{sides} {self.results[Square(3)].area}\n{figure}\n"
+        rows = [[str(side), str(side**2)] for side in sides]
+        areas = self.data("areas.csv", ["side", "area, m"], rows)
+        return f"{self.scale}{sides} {self.results[Square(3)].area}\n{figure}\n{areas}\n"
+
+    def kept(self) -> list[Square]:
+        return [Square(5)]
 
 
 def squares(results: Results[Square, Area]) -> Squares:
@@ -62,17 +67,19 @@ def test_what_is_asked_for_may_depend_on_what_there_is(tmp_path: Path) -> None:
         return area(square)
 
     numbers = tmp_path / "figures" / "squares.json"
-    assert squares(Results(work, lambda _: Area)).write(tmp_path, 1) == 1
-    assert done == [3, 2, 4, 16]  # the longest of what is known to be missing first
+    assert squares(Results(work, lambda _: Area)).write(tmp_path, 1) == 2
+    assert done == [5, 3, 2, 4, 16]  # the longest of what is known to be missing first
     text = (tmp_path / "squares.md").read_text()
-    assert text == "Sides: [2, 4, 16, 256] 9\n![A figure.](figures/a.png)\n"
+    areas = "[areas.csv](figures/areas.csv)"
+    assert text == f"Sides: [2, 4, 16, 256] 9\n![A figure.](figures/a.png)\n{areas}\n"
+    assert (tmp_path / "figures" / "areas.csv").read_text().startswith('side,"area, m"\n2,4\n')
     assert (tmp_path / "figures" / "a.png").read_bytes() == b"drawn"
     rows = {row["case"]["side"]: row["numbers"]["area"] for row in json.loads(numbers.read_text())}
-    assert rows == {2: 4, 3: 9, 4: 16, 16: 256}
+    assert rows == {2: 4, 3: 9, 4: 16, 5: 25, 16: 256}
     # What is known is not run again.
     again = tmp_path / "again"
     squares(Results(work, lambda _: Area, numbers)).write(again, 1)
-    assert done == [3, 2, 4, 16]
+    assert done == [5, 3, 2, 4, 16]
     assert (again / "squares.md").read_text() == text
     assert (again / "figures" / "squares.json").read_text() == numbers.read_text()
 
@@ -119,7 +126,7 @@ def test_a_page_is_written_or_a_line_says_why(
 
     parser = page.flags("squares", "Draws squares.")
     assert page.write_page(parser, [f"--out={tmp_path}", "--jobs=1"], make) == 0
-    assert capsys.readouterr().out.endswith("squares.md, its numbers and 1 figures\n")
+    assert capsys.readouterr().out.endswith("squares.md, its numbers and 2 figures\n")
     other = tmp_path / "other.json"
     for content in ("[1]", "{", "[{}]", '[{"case": {"side": 2}, "numbers": {"volume": 1}}]'):
         other.write_text(content)

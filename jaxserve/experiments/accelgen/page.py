@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.experiments.accelgen.case import QUANTILES, SloCase, SloNumbers, run, workload_of
+from jaxserve.experiments.accelgen.case import SloCase, SloNumbers, run, workload_of
 from jaxserve.experiments.accelgen.places import BLOCK, PLACES, Place
 from jaxserve.experiments.accelgen.requests import EXCLUSIVE, prefill_seconds
-from jaxserve.experiments.accelgen.tuned import TRIAL, Trial, Tuned, choices
-from jaxserve.experiments.common.figures import Panel, panel
-from jaxserve.experiments.common.page import Column, Page, ends, flags, span, table, write_page
+from jaxserve.experiments.accelgen.tuned import TRIAL, Trial, Tuned
+from jaxserve.experiments.common.figures import panel
+from jaxserve.experiments.common.page import Page, ends, flags, span, table, write_page
 from jaxserve.experiments.common.runs import Results
 from jaxserve.sched.cost.saturation import flat_from
 from jaxserve.sched.workloads.workload import Workload
@@ -47,52 +47,6 @@ EXCLUSIVE_ON = "OPT-13B"
 NOT_EXCLUSIVE = "accelgen:long=1000000"  # than which no prompt is longer
 SAMPLE = 20_000  # requests, as the paper has them
 UTILISED = (0.64, 0.83)  # of compute and cache, Sarathi in section 3.2
-
-COLUMNS: tuple[Column, ...] = (
-    ("requests/s", "requests", ".2f", 1.0),
-    ("tokens/s", "tokens", ".0f", 1.0),
-    ("goodput, tokens/s", "goodput", ".0f", 1.0),
-    ("goodput, requests/s", "met", ".3f", 1.0),
-    ("iterations in time, %", "iterations", ".1f", 100.0),
-    ("TTFT, %", "ttft", ".1f", 100.0),
-    ("jobs in time, %", "in_jct", ".1f", 100.0),
-    ("jobs in time/s", "jobs", ".2f", 1.0),
-    ("JCT, s", "jct", ".1f", 1.0),
-    ("compute, %", "compute", ".0f", 100.0),
-    ("cache, %", "cache", ".0f", 100.0),
-    ("preemptions", "preemptions", ".0f", 1.0),
-)
-AS_MEASURED: tuple[Column, ...] = (
-    ("step, ms", "step", ".0f", 1e3),
-    ("steps within 0.1875 s, %", "reading", ".1f", 100.0),
-    ("compute, %", "compute", ".1f", 100.0),
-    ("cache, %", "cache", ".1f", 100.0),
-    ("iterations in time, %", "iterations", ".1f", 100.0),
-    ("requests/s", "requests", ".2f", 1.0),
-)
-OF_EXCLUSIVE: tuple[Column, ...] = (
-    ("JCT of the long, s", "jct_long", ".1f", 1.0),
-    ("JCT of all, s", "jct", ".1f", 1.0),
-    ("last, s", "jct_last", ".1f", 1.0),
-    ("preemptions", "preemptions", ".0f", 1.0),
-)
-OF_PLANS: tuple[Column, ...] = (
-    ("mean, ms", "plan", ".2f", 1e3),
-    ("P99, ms", "plan_p99", ".2f", 1e3),
-    ("step, ms", "step", ".1f", 1e3),
-    ("JCT, s", "jct", ".1f", 1.0),
-)
-STEP: Column = ("step, ms", "step", ".0f", 1e3)
-MET: tuple[Column, ...] = (
-    ("TBT, %", "tbt", ".1f", 100.0),
-    ("all targets, %", "slo", ".1f", 100.0),
-)
-SEARCHED: tuple[Column, ...] = (
-    ("all targets, requests/s", "met", ".3f", 1.0),
-    ("at most", "bound", ".3f", 1.0),
-    MET[-1],
-    *(c for c in COLUMNS if c[1] not in ("tokens", "met", "ttft", "jobs", "preemptions")),
-)
 
 
 @dataclass(frozen=True)
@@ -186,6 +140,36 @@ class AccelGen(Page[SloCase, SloNumbers]):
             for seed in range(self.scale.seeds)
         ]
 
+    def kept(self) -> Iterator[SloCase]:
+        """What the text leaves out: policies that the paper does not have or that do not make a
+        claim, lower rates, SLOs between the ends, and outputs as Figure 8 prints them."""
+        scale, first = self.scale, self.scale.first
+        for model in self.measured_on:
+            yield from self._measured(ACCELGEN, model)
+        for slo in scale.system_slos:
+            yield from self._under(slo)
+        for model in scale.varied:
+            low, *_, high = scale.rates(model)
+            points = [
+                (low, 1.0),
+                (high, 1.0),
+                *((RATES[model][at], EASE) for at in (SERVED, LOADED)),
+            ]
+            for point, name in product(points, (ACCELGEN, *ABLATIONS, AS_PRINTED)):
+                yield from self._ablated(name, model, *point)
+            for books, name in product(scale.books, SENSITIVE):
+                yield from self._books(name, model, books)
+        for name in ABLATIONS:
+            yield from self._planned(name)
+        for name in ALL:
+            for data in ALONE:
+                yield from self._alone(name, data)
+            for rate in (0.1, PAPERS_RATE):
+                long = scale.long_requests
+                yield from self.seeds(name, first, rate, requests=long, printed=True)
+            for at in product(scale.models, scale.eases):
+                yield from self._searched(name, *at)
+
     def numbers_of(self, number: str, name: str, model: str, rate: float, *ease: float) -> float:
         """Mean of a number.
 
@@ -194,14 +178,6 @@ class AccelGen(Page[SloCase, SloNumbers]):
             name, model, rate, *ease: As in `seeds`.
         """
         return self.mean(number, self.seeds(name, model, rate, *ease))
-
-    def cells(self, cases: Sequence[SloCase], columns: Sequence[Column]) -> list[str]:
-        """As for any page; the bound is empty where none was searched for."""
-        texts = super().cells(cases, columns)
-        numbers = [number for _, number, *_ in columns]
-        if "bound" in numbers and not self.mean("bound", cases):
-            texts[numbers.index("bound")] = ""
-        return texts
 
     # Introduction.
 
@@ -226,7 +202,6 @@ class AccelGen(Page[SloCase, SloNumbers]):
                 f"`{place.name}`",
                 f"{place.kv_tokens:,}",
                 f"{place.longest:,}",
-                f"{sampled(name).prompt_len.mean():,.0f}",
                 str(place.pivot),
                 str(saturation(place)),
                 f"{self.pivot_ms(name):.0f}",
@@ -235,8 +210,8 @@ class AccelGen(Page[SloCase, SloNumbers]):
             for name, place in PLACES.items()
             if name in self.scale.models
         ]
-        header = ["", "system", "tokens of K and V", "longest prompt", "mean prompt"]
-        header += ["pivot, paper", "pivot, here", "a step of the paper's pivot, ms", "rates, 1/s"]
+        header = ["", "system", "tokens of K and V", "longest prompt", "pivot, paper"]
+        header += ["pivot, here", "a step of the paper's, ms", "rates, 1/s"]
         return table(header, rows)
 
     def pivot_ms(self, model: str) -> float:
@@ -287,17 +262,20 @@ class AccelGen(Page[SloCase, SloNumbers]):
             most.append(times(mine, max(others)))
         return span(most, "{:.2f}x")
 
-    def met_table(self) -> str:
-        """A table of the points where targets can be met."""
-        rows = []
-        for model, rate in self.reachable():
-            met = self.met(model, rate)
-            mine, printed, first = met[ACCELGEN], met[AS_PRINTED], max(OTHERS, key=met.__getitem__)
-            values = (f"{value:.3f}" for value in (mine, printed, met[first]))
-            better = f"{times(mine, met[first]):.2f}x"
-            rows.append([model, f"{rate:g}", *values, f"`{first}`", better])
-        header = ["", "rate, 1/s", "`accelgen`", "as the paper has it", "best of the others"]
-        return table([*header, "which", "`accelgen` against it"], rows)
+    def eased_by_rate(self) -> str:
+        """A figure."""
+        panels = [
+            panel(
+                model,
+                "within all targets/s",
+                {n: "accelgen, as printed" if n == AS_PRINTED else n for n in WITH_PRINTED},
+                [rate for name, rate in self.reachable() if name == model],
+                lambda name, rate, model=model: self.met(model, rate)[name],
+            )
+            for model in self.scale.models
+        ]
+        caption = "Requests that end within all of their targets, a second"
+        return self.chart("accelgen-met.svg", caption, [panels], "requests/s")
 
     def verdict(self) -> str:
         """A table: AccelGen against each other policy, over all points."""
@@ -323,50 +301,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         header += ["jobs in time, points", "JCT", "more goodput at", "more jobs in time at"]
         return table(header, rows)
 
-    def firsts(self, model: str) -> str:
-        """Which policy has most goodput with that model, and AccelGen's place."""
-        said = []
-        for rate in (self.scale.rates(model)[0], self.scale.rates(model)[-1]):
-            found = {name: self.numbers_of("goodput", name, model, rate) for name in ALL}
-            order = sorted(found, key=lambda name: -found[name])
-            said.append(
-                f"at {rate:g}/s {order[0]} has most ({found[order[0]]:.0f} tokens/s), `accelgen` "
-                f"{found[ACCELGEN]:.0f} (place {order.index(ACCELGEN) + 1})"
-            )
-        return "; ".join(said)
-
-    # Section 1: what each policy is run with, and how that was found.
-
-    def settings(self) -> str:
-        """A table of the settings tried, and the best of them."""
-        rows = [
-            [
-                model,
-                f"`{name}`",
-                *self._tried(name, model, 1.0, "{:.0f}"),
-                *self._tried(name, model, EASE, "{:.2f}"),
-            ]
-            for model in self.scale.models
-            for name in OTHERS
-            if len(choices(name, model)) > 1
-        ]
-        header = ["", "", "best", "goodput of each, tokens/s"]
-        return table([*header, "best, TTFT x 10", "goodput of each, requests/s"], rows)
-
-    def _tried(self, name: str, model: str, ease: float, form: str) -> list[str]:
-        trial = self.trial(model, ease)
-        chosen = trial.best(self.results, name, model)
-        tried = (
-            f"{_setting(one, name)}: {form.format(getattr(self.results[case], trial.number))}"
-            for one, case in trial.runs(name, model).items()
-        )
-        return [_setting(chosen, name) if chosen else "", "; ".join(tried)]
-
-    def rates_at(self, at: int) -> str:
-        """The rates of all models at that index."""
-        return ", ".join(f"{RATES[model][at]:g}" for model in self.scale.models)
-
-    # Section 2: what the paper measures of systems as they are.
+    # What the paper measures of systems as they are (section 3.2).
 
     @property
     def measured_on(self) -> list[str]:
@@ -377,15 +312,6 @@ class AccelGen(Page[SloCase, SloNumbers]):
         budget = PLACES[model].pivot if name in ("fastgen", "sarathi") else 0
         chosen = Tuned(name, budget)
         return self.traces(chosen, model, PAPERS_RATE, choices=True, quantiles=True)
-
-    def measured(self) -> str:
-        """Each system with the pivot as its budget."""
-        rows = [
-            ([model, f"`{name}`"], self._measured(name, model))
-            for model in self.measured_on
-            for name in (*MEASURED, ACCELGEN)
-        ]
-        return self.lines(["", ""], rows, AS_MEASURED)
 
     def short_steps(self) -> str:
         """The share of the steps that take at most 0.1875 s."""
@@ -416,38 +342,11 @@ class AccelGen(Page[SloCase, SloNumbers]):
             f"s: {less:.1%}, {fast:.2f} requests/s"
         )
 
-    def slos(self) -> str:
-        """A table of Sarathi with budgets for each SLO."""
-        place = PLACES[self.scale.first]
-        rows = [
-            ([f"{slo:g}", str(budget_of(place, slo))], self._under(slo))
-            for slo in self.scale.system_slos
-        ]
-        return self.lines(["SLO, s", "budget, tokens"], rows, AS_MEASURED)
-
-    def steps(self) -> str:
-        """A figure."""
-        panels = []
-        for model in self.measured_on:
-            shown = {}
-            for name in (*MEASURED, ACCELGEN):
-                steps = self.results[self._measured(name, model)[0]].steps
-                shown[name] = ([1e3 * step for step in steps], [100 * q for q in QUANTILES])
-            panels.append(Panel(model, "steps, %", shown, markers=False))
-        caption = "Share of the steps that take no longer"
-        return self.chart("accelgen-3-steps.svg", caption, [panels], "ms of a step")
-
-    # Section 3: one long prompt at a time.
+    # One long prompt at a time (Figure 6).
 
     def _exclusive(self, name: str) -> list[SloCase]:
         budget = PLACES[EXCLUSIVE_ON].pivot if name in ("fastgen", "sarathi") else 0
         return self.traces(Tuned(name, budget), EXCLUSIVE_ON, math.inf, data=EXCLUSIVE)
-
-    def exclusive(self) -> str:
-        """Each with the same requests."""
-        names = ("sarathi", "fastgen", ACCELGEN, NOT_EXCLUSIVE)
-        rows = [([f"`{name}`"], self._exclusive(name)) for name in names]
-        return self.lines([""], rows, OF_EXCLUSIVE)
 
     def longer(self) -> str:
         """By how much AccelGen's JCTs exceed the others'."""
@@ -459,30 +358,17 @@ class AccelGen(Page[SloCase, SloNumbers]):
             said.append(f"against `{name}` {long:+.0%} of the long, {every:+.0%} of all")
         return "; ".join(said)
 
-    # Section 4: all systems.
-
-    def compared(self) -> str:
-        """Each policy at its best."""
-        return self._by_policy(self.points, ALL, self.seeds, ["", "rate, 1/s", ""])
+    # All systems (6.2).
 
     def against(self, number: str, compare: str = "times") -> str:
-        """Least and most against the paper's others. compare: a key of COMPARED."""
-        said, (compared, form) = [], COMPARED[compare]
-        for at, what in ((-1, "at 8/s"), (0, "at the lowest rates")):
-            found = {}
-            for model in self.scale.models:
-                rate = self.scale.rates(model)[at]
-                ours = self.numbers_of(number, ACCELGEN, model, rate)
-                for name in PAPERS:
-                    theirs = self.numbers_of(number, name, model, rate)
-                    found[f"`{name}`, {model}"] = compared(ours, theirs)
-            both = (
-                f"{'where they have none' if found[who] == math.inf else form.format(found[who])} "
-                f"({who})"
-                for who in ends(found)
-            )
-            said.append(f"{what} {' to '.join(both)}")
-        return "; ".join(said)
+        """Least and most against the paper's others, at its rate. compare: a key of COMPARED."""
+        found, (compared, form) = {}, COMPARED[compare]
+        for model in self.scale.models:
+            ours = self.numbers_of(number, ACCELGEN, model, PAPERS_RATE)
+            for name in PAPERS:
+                theirs = self.numbers_of(number, name, model, PAPERS_RATE)
+                found[f"`{name}`, {model}"] = compared(ours, theirs)
+        return " to ".join(f"{form.format(found[who])} ({who})" for who in ends(found))
 
     def by_rate(self) -> str:
         """A figure."""
@@ -509,48 +395,30 @@ class AccelGen(Page[SloCase, SloNumbers]):
         caption = "Goodput, attainment and throughput against the rate, requests/s"
         return self.chart("accelgen-11-compared.svg", caption, panels, "requests/s")
 
-    # Section 5: the time of a plan.
+    # The time of a plan (Figure 11f).
 
     def _planned(self, name: str) -> list[SloCase]:
         """One trace, in Python."""
         count = self.scale.plans
         return self.seeds(name, self.scale.first, PAPERS_RATE, requests=count, timed=True)[:1]
 
-    def planned(self) -> str:
-        """A line a policy."""
-        names = (ACCELGEN, *ABLATIONS, *OTHERS)
-        return self.lines([""], [([f"`{n}`"], self._planned(n)) for n in names], OF_PLANS)
-
     def plan_times(self) -> dict[str, str]:
-        """For claims: plan times of fastserve and of the others, and AccelGen's over the mean JCT
-        and without its parts."""
-        took = {n: self.mean("plan", self._planned(n)) for n in (ACCELGEN, *ABLATIONS, *OTHERS)}
+        """For claims: plan times of fastserve and of the others, and AccelGen's over the mean
+        JCT."""
+        took = {n: self.mean("plan", self._planned(n)) for n in ALL}
         mine, jct = took[ACCELGEN], self.mean("jct", self._planned(ACCELGEN))
         more = {name: took[name] / mine - 1 for name in took}
         others = {name: more[name] for name in OTHERS if name != "fastserve"}
         return {
             "fastserve": f"{more['fastserve']:+.0%}",
             "others": " to ".join(f"{others[name]:+.0%} (`{name}`)" for name in ends(others)),
-            "share": f"{mine / jct:.4%}: {1e3 * mine:.2f} ms of {jct:.0f} s",
-            "parts": ", ".join(f"{more[n]:+.0%} without {_part(n)}" for n in ABLATIONS),
+            "share": f"{mine / jct:.4%} ({1e3 * mine:.2f} ms) of",
         }
 
-    # Section 6: without its parts.
+    # Without its parts (6.3).
 
     def _ablated(self, name: str, model: str, rate: float, ease: float) -> list[SloCase]:
         return self.traces(Tuned(name), model, rate, ease=ease)
-
-    def ablated(self) -> str:
-        """A table of AccelGen with all parts, and without each."""
-        rows = []
-        for model in self.scale.varied:
-            first, *_, last = self.scale.rates(model)
-            points = [(first, 1.0), (last, 1.0)]
-            points += [(RATES[model][at], EASE) for at in (SERVED, LOADED)]
-            for (rate, ease), name in product(points, (ACCELGEN, *ABLATIONS, AS_PRINTED)):
-                cases = self._ablated(name, model, rate, ease)
-                rows.append(([model, f"{ease:g}", f"{rate:g}", f"`{name}`"], cases))
-        return self.lines(["", "TTFT x", "rate, 1/s", ""], rows, (*COLUMNS, STEP))
 
     def without(self, number: str, eased: str = "") -> str:
         """How the number changes without each part. eased: a number to show where targets can be
@@ -586,20 +454,10 @@ class AccelGen(Page[SloCase, SloNumbers]):
         file = "accelgen-12-ablations.svg"
         return self.bars(file, caption, shown, "% of the whole", "{:.0f}")
 
-    # Section 7: more long prompts, and higher rates.
+    # More long prompts, and higher rates (6.4).
 
     def _books(self, name: str, model: str, books: float) -> list[SloCase]:
         return self.seeds(name, model, PAPERS_RATE, books=books)
-
-    def books(self) -> str:
-        """Shares of BookCorpus."""
-        rows = [
-            ([model, f"{books:.0%}", f"`{name}`"], self._books(name, model, books))
-            for model in self.scale.varied
-            for books in self.scale.books
-            for name in SENSITIVE
-        ]
-        return self.lines(["", "BookCorpus", ""], rows, COLUMNS)
 
     def by_books(self) -> str:
         """Goodput with the least and the most of it."""
@@ -621,81 +479,23 @@ class AccelGen(Page[SloCase, SloNumbers]):
         )
         return f"{model} {', '.join(f'{value:.0f}' for value in found)}"
 
-    def sensitive(self) -> str:
-        """A figure."""
-        panels = [
-            panel(
-                model,
-                "tokens in time/s",
-                SENSITIVE,
-                self.scale.books,
-                lambda name, books, model=model: self.mean(
-                    "goodput", self._books(name, model, books)
-                ),
-                100,
-            )
-            for model in self.scale.varied
-        ]
-        caption, x_label = "Goodput against the share of BookCorpus", "BookCorpus, %"
-        file = "accelgen-13-sensitivity.svg"
-        return self.chart(file, caption, [panels], x_label, log_x=False)
-
-    # Sections 8 and 9: each data set alone, and outputs as Figure 8 prints them.
+    # Each data set alone (6.5).
 
     def _alone(self, name: str, data: str) -> list[SloCase]:
         return self.seeds(name, self.scale.first, PAPERS_RATE, data=data)
 
-    def alone(self) -> str:
-        """Each policy at its best."""
-        rows = [([d, f"`{name}`"], self._alone(name, d)) for d in ALONE for name in ALL]
-        return self.lines(["", ""], rows, COLUMNS)
-
-    def alone_against(self, data: str) -> str:
+    def alone_against(self) -> str:
         """AccelGen's goodput over that of the paper's other policies."""
-        mine = self.mean("goodput", self._alone(ACCELGEN, data))
-        found = {n: times(mine, self.mean("goodput", self._alone(n, data))) for n in PAPERS}
-        return " to ".join(f"{found[name]:.2f}x (`{name}`)" for name in ends(found))
-
-    def printed(self) -> str:
-        """At the paper's rate, and at one below saturation."""
-        count = self.scale.long_requests
-        rows = [
-            (
-                [f"{rate:g}", f"`{name}`"],
-                self.seeds(name, self.scale.first, rate, requests=count, printed=True),
+        found = {
+            f"`{name}`, {data}": times(
+                self.mean("goodput", self._alone(ACCELGEN, data)),
+                self.mean("goodput", self._alone(name, data)),
             )
-            for rate in (0.1, PAPERS_RATE)
-            for name in ALL
-        ]
-        return self.lines(["rate, 1/s", ""], rows, COLUMNS)
+            for name, data in product(PAPERS, ALONE)
+        }
+        return " to ".join(f"{found[who]:.2f}x ({who})" for who in ends(found))
 
-    # Section 10: targets that can be met.
-
-    def eased(self) -> str:
-        """TTFTs ten times as long."""
-
-        def of(name: str, model: str, rate: float) -> list[SloCase]:
-            return self.seeds(name, model, rate, EASE)
-
-        header = ["", "rate, 1/s", ""]
-        return self._by_policy(self.reachable(), WITH_PRINTED, of, header, (*COLUMNS, *MET))
-
-    def eased_by_rate(self) -> str:
-        """A figure."""
-        panels = [
-            panel(
-                model,
-                "within all targets/s",
-                {n: "accelgen, as printed" if n == AS_PRINTED else n for n in WITH_PRINTED},
-                [rate for name, rate in self.reachable() if name == model],
-                lambda name, rate, model=model: self.met(model, rate)[name],
-            )
-            for model in self.scale.models
-        ]
-        caption = "Requests that end within all of their targets, a second"
-        return self.chart("accelgen-met.svg", caption, [panels], "requests/s")
-
-    # Section 11: how much better a schedule could be, on cases small enough to search.
+    # Oracle (6.2): how much better a schedule could be, on cases small enough to search.
 
     def _searched(self, name: str, model: str, ease: float) -> list[SloCase]:
         rate = self.scale.rates(model)[-1 if len(self.scale.at) < 2 else 1]
@@ -704,16 +504,6 @@ class AccelGen(Page[SloCase, SloNumbers]):
             chosen = Tuned(f"oracle:runs={self.scale.searches}")
             return self.traces(chosen, model, rate, requests=count, ease=ease)
         return self.seeds(name, model, rate, ease, requests=count)
-
-    def searched(self) -> str:
-        """The search, and each policy at its best."""
-        rows = [
-            ([model, f"{ease:g}", f"`{name}`"], self._searched(name, model, ease))
-            for model in self.scale.models
-            for ease in self.scale.eases
-            for name in ("oracle", *ALL)
-        ]
-        return self.lines(["", "TTFT x", ""], rows, SEARCHED)
 
     def gained(self, number: str) -> str:
         """How much more of the number the search reaches than AccelGen."""
@@ -726,22 +516,6 @@ class AccelGen(Page[SloCase, SloNumbers]):
                 changes.append(f"{model} {best / ours - 1:+.0%}" if ours else model)
             said.append(f"TTFT x {ease:g}: {', '.join(changes)}")
         return "; ".join(said)
-
-    def _by_policy(
-        self,
-        points: Iterable[tuple[str, float]],
-        names: Sequence[str],
-        of: Callable[[str, str, float], list[SloCase]],
-        header: Sequence[str],
-        columns: Sequence[Column] = COLUMNS,
-    ) -> str:
-        """A table with a line a point and policy."""
-        rows = [
-            ([model, f"{rate:g}", f"`{name}`"], of(name, model, rate))
-            for model, rate in points
-            for name in names
-        ]
-        return self.lines(header, rows, columns)
 
 
 def times(ours: float, theirs: float) -> float:
@@ -761,13 +535,6 @@ COMPARED: dict[str, tuple[Callable[[float, float], float], str]] = {
 
 def _part(name: str) -> str:
     return name.removeprefix("accelgen_no")
-
-
-def _setting(chosen: Tuned, name: str) -> str:
-    """Parameters and budget, for a cell."""
-    with_what = chosen.policy.removeprefix(name).lstrip(":").replace(":", ", ")
-    parts = [with_what, str(chosen.budget) if chosen.budget else ""]
-    return ", ".join(part for part in parts if part) or "as it comes"
 
 
 def budget_of(place: Place, seconds: float) -> int:

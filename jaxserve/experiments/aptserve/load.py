@@ -22,7 +22,6 @@ from jaxserve.configs import opt_125m_cpu
 from jaxserve.engine.stats import Observer
 from jaxserve.experiments.aptserve import measured
 from jaxserve.experiments.common.figures import Panel
-from jaxserve.experiments.common.page import table
 from jaxserve.sched.cache.block_sizes import blocks_for
 from jaxserve.sched.request import SLO
 from jaxserve.sched.slo.slo_columns import SloColumns
@@ -39,7 +38,6 @@ SLO_ASKED = SLO(ttft=2.0, tbt=1.0)
 FILE_NAME = "aptserve_load.json"
 _BLOCK = 16  # tokens
 COMMAND = "python -m jaxserve.experiments.aptserve --measure=load"
-HEADER = ("policy", "requests/s", "attainment", "TTFT, s", "P99 TBT, s", "preemptions")
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,6 @@ def said(path: Path) -> dict[str, Any]:
             f"`{policy}` {attained[-1]:.0%} at {rates[-1]:g}/s"
             for policy, (rates, attained) in curves.items()
         ),
-        "table": table(HEADER, [_row(found, p, rate) for p in curves for rate in curves[p][0]]),
         "panel": Panel("OPT-125M, CPU", "attainment, %", lines),
     }
 
@@ -203,16 +200,3 @@ def _at(found: Sequence[Load], policy: str, rate: float) -> list[Load]:
 
 def _median(found: Sequence[Load], name: str) -> float:
     return statistics.median(getattr(one, name) for one in found)
-
-
-def _row(found: Sequence[Load], policy: str, rate: float) -> list[str]:
-    mine = _at(found, policy, rate)
-    shares = [one.attainment for one in mine]
-    return [
-        f"`{policy}`",
-        f"{rate:g}",
-        f"{_median(mine, 'attainment'):.0%} ({min(shares):.0%} to {max(shares):.0%})",
-        f"{_median(mine, 'ttft'):.2f}",
-        f"{_median(mine, 'p99_tbt'):.2f}",
-        f"{_median(mine, 'preemptions'):g}",
-    ]

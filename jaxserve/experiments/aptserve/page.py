@@ -12,19 +12,16 @@ from __future__ import annotations
 import json
 import shutil
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxserve.bench import planning_time
 from jaxserve.experiments.aptserve import load, measured, steps
 from jaxserve.experiments.aptserve.case import (
-    QUANTILES,
     OnlineCase,
     OnlineNumbers,
     place_of,
@@ -38,7 +35,6 @@ from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.simulation.capacity import COARSE, Crossing, crossing, mean, ratio
 from jaxserve.sched.simulation.systems.hardware import MODELS as SHAPES
 from jaxserve.sched.simulation.systems.systems import system as system_of
-from jaxserve.sched.workloads.workload import Lengths
 
 MODELS = {"13B": "opt-13b@a100-40g", "30B": "opt-30b@2xa100-40g", "66B": "opt-66b@4xa100-40g"}
 LABELS = {"sharegpt": "ShareGPT", "humaneval": "HumanEval", "longbench": "LongBench"}
@@ -78,15 +74,6 @@ RATIOS = {
     (0.6, "sarathi"): (4.4, 7.9),
     (0.6, "fastgen"): (4.3, 7.5),
 }
-MEANS = {
-    # level, data set: mean ratio to vllm, sarathi, fastgen
-    (0.9, "sharegpt"): (2.3, 2.0, 1.9),
-    (0.9, "humaneval"): (1.7, 1.4, 1.4),
-    (0.9, "longbench"): (2.8, 2.5, 2.3),
-    (0.6, "sharegpt"): (7.4, 6.8, 6.4),
-    (0.6, "humaneval"): (3.0, 2.6, 2.5),
-    (0.6, "longbench"): (4.2, 3.9, 3.8),
-}
 
 BURST_RATES = {"sharegpt": 3.8, "humaneval": 9.0, "longbench": 1.5}
 BURSTY = ("vllm", "sarathi", PROJECTED, ABSORBED)  # Figure 9
@@ -118,14 +105,12 @@ SWITCHES: dict[str, tuple[tuple[str, float], ...]] = {
 }
 READS = {"projected": "", "absorbed": ", absorbed"}
 
-CHUNKED_SYSTEMS = ("vllm", "sarathi", PROJECTED, CHUNKED)  # Figure 11
 LONG = {
     # Figure 12. Data set: GPUs, rates
     "wikitext": (1, (1.0, 2.0, 4.0, 8.0)),
     "arxiv": (2, (0.5, 1.0, 2.0, 4.0)),
     "bookcorpus": (4, (0.25, 0.5, 1.0, 2.0)),
 }
-TITLES = {"wikitext": "WikiText", "arxiv": "arXiv", "bookcorpus": "BookCorpus"}
 LONG_MODELS = ("llama-3-8b", "yi-6b")
 LONG_SYSTEMS = ("vllm", "aptserve")
 LONG_SLO = (10.0, 1.0)
@@ -185,10 +170,10 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
         )
     )
     scale: Scale
-    labels, baselines, ratios_there, means_there = LABELS, BASELINES, RATIOS, MEANS
+    labels, baselines, ratios_there = LABELS, BASELINES, RATIOS
     kv, projected, absorbed, fcfs, fcfs_absorbed = KV, PROJECTED, ABSORBED, FCFS, FCFS_ABSORBED
     effective, beyond, bursty = EFFECTIVE, BEYOND, BURSTY
-    burst_rates, decayed, decay, long_c, plan_there = BURST_RATES, DECAYED, DECAY, LONG_C, PLAN_MS
+    decayed, decay, plan_there = DECAYED, DECAY, PLAN_MS
     step_command, load_command = steps.COMMAND, load.COMMAND
 
     def __init__(
@@ -226,6 +211,14 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
             **more,  # type: ignore[arg-type]
         )
 
+    def kept(self) -> Iterator[OnlineCase]:
+        """What a hidden token may cost, and what a hidden cache may be charged."""
+        for data, rate in self.poisson:
+            for cost in self.scale.costs:
+                yield self.case(PROJECTED, ONE, data, rate, hidden_cost=cost)
+            for system, penalty in product((PROJECTED, ABSORBED), PENALTIES):
+                yield self.case(system, ONE, data, rate, switches=(("penalty", penalty),))
+
     def numbers_of(self, system: str, data: str, rate: float, **more: object) -> OnlineNumbers:
         """The numbers of such a trace of the model ONE."""
         return self.results[self.case(system, ONE, data, rate, **more)]
@@ -238,7 +231,7 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
             rows.append([*page.system_cells(MODELS[name]), *(f"{1e6 * rho:.2f}" for rho in rhos)])
         return page.table([*page.SYSTEM, "rho projected, us", "rho absorbed, us"], rows)
 
-    # Sections 1, 6 and 8: attainment against rate, each system's rates found by a search.
+    # Attainment against rate, each system's rates found by a search.
 
     @property
     def panels(self) -> list[tuple[str, str]]:
@@ -290,31 +283,12 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
         """The mean of the ratios. See `ratios`."""
         return mean(list(self.ratios(level, above, below, data).values())).times()
 
-    def mean_ratios(self, level: float, above: str, data: str) -> str:
-        """The mean ratios over each of the baselines."""
-        return ", ".join(self.mean_ratio(level, above, below, data) for below in BASELINES)
-
     def spread(self, level: float, above: str, below: str) -> str:
         """The mean of `ratios`, and where the largest and the smallest are."""
         found = self.ratios(level, above, below)
         where = page.ends({key: one.rate for key, one in found.items()})
         said = " to ".join(f"{found[key].times()} ({key})" for key in where)
         return f"{self.mean_ratio(level, above, below)} on average, {said}"
-
-    def rates(self, systems: Sequence[str], panels: Iterable[tuple[str, str]] = ()) -> str:
-        """A table of the rates that each system sustains at every level. panels: panels of the
-        model ONE to show instead of all, without the model's name."""
-
-        def cell(name: str, model: str, data: str) -> str:
-            found = (self.sustained(name, model, data, level) for level in self.scale.levels)
-            return " / ".join(map(str, found))
-
-        rows = []
-        for model, data in panels or self.panels:
-            where = LABELS[data] if panels else f"{LABELS[data]}, {model}"
-            rows.append([where, *(cell(name, model, data) for name in systems)])
-        levels = " / ".join(f"{level:.0%}" for level in self.scale.levels)
-        return page.table([f"requests/s at {levels}", *(f"`{name}`" for name in systems)], rows)
 
     def by_rate(self, file: str, caption: str, systems: Sequence[str]) -> str:
         """A figure: Figure 8's nine panels of these systems, a row a data set, a column a model."""
@@ -345,17 +319,7 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
         full = BatchFeatures(BATCH, BATCH, place.kv_tokens, BATCH, 0, 0, 0)
         return 1e3 * float(place.cost_model.batch_time(full))
 
-    def bounds(self) -> str:
-        """A table of the most that ordering requests can bring, from their lengths."""
-        rows = []
-        for data in self.scale.data_sets:
-            lengths = workload_of(self.case("vllm", ONE, data, 1.0)).lengths
-            shares = (cheapest(lengths, level) for level in self.scale.levels)
-            rows.append([LABELS[data], *(f"{share:.0%}, {1 / share:.2g}x" for share in shares)])
-        levels = (f"{level:.0%}" for level in self.scale.levels)
-        return page.table(["memory x time of the cheapest", *levels], rows)
-
-    # Section 2: bursts.
+    # Bursts (6.4).
 
     @property
     def _bursts(self) -> list[tuple[str, float]]:
@@ -388,14 +352,6 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
             found[f"{LABELS[data]}, CV {cv:g}, `{below}`"] = self.burst(system, data, cv) / theirs
         return page.Extreme.of_values(found).times()
 
-    def bursts(self) -> str:
-        """Attainment in percent, a line a data set and CV, a column a system."""
-        rows = []
-        for data, cv in self._bursts:
-            cells = (page.percent(self.burst(system, data, cv)) for system in BURSTY)
-            rows.append([f"{LABELS[data]}, CV {cv:g}", *cells])
-        return page.table(["attainment, %", *(f"`{system}`" for system in BURSTY)], rows)
-
     def by_burst(self) -> str:
         """A figure."""
         panels = [
@@ -412,7 +368,7 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
         x_label = "CV of the gaps between arrivals"
         return self.chart("aptserve-9-bursts.png", caption, [panels], x_label)
 
-    # Section 3: the hybrid cache and the schedule, apart.
+    # The hybrid cache and the schedule, apart.
 
     @property
     def settings(self) -> list[tuple[str, float, int]]:
@@ -463,54 +419,7 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
             "weights": 1e3 * model.num_layers * k.token_bias,
         }
 
-    def ablated(self) -> str:
-        """Attainment in percent, the paper's in brackets, a line a setting, a column a system."""
-        rows = []
-        for data, rate, cv in self.settings:
-            paper = dict(zip((KV, PROJECTED, FCFS), TABLES[data, rate, cv], strict=True))
-            cells = (
-                page.percent(self.numbers_of(system, data, rate, cv=cv).attainment)
-                + (f" ({paper[system]})" if system in paper else "")
-                for system in ABLATED
-            )
-            rows.append([f"{LABELS[data]}, {rate:g}/s, CV {cv}", *cells])
-        return page.table(["", *(f"`{system}`" for system in ABLATED)], rows)
-
-    def cheaper(self, data: str, rate: float, cost: float) -> OnlineNumbers:
-        """`aptserve` with Poisson arrivals; cost: factor on what reading a projected token
-        takes."""
-        return self.numbers_of(PROJECTED, data, rate, hidden_cost=cost)
-
-    def costs(self) -> str:
-        """A table: attainment against the cost of a hidden token."""
-        rows = [
-            [
-                f"{LABELS[data]}, {rate:g}/s",
-                _hidden(self.numbers_of(KV, data, rate)),
-                *(_hidden(self.cheaper(data, rate, cost)) for cost in self.scale.costs),
-            ]
-            for data, rate in self.poisson
-        ]
-        heads = (f"x {cost:.3g}" for cost in self.scale.costs)
-        return page.table(["CV 1", "K and V only", *heads], rows)
-
-    def equal_cost(self) -> float:
-        """The factor at which a hidden token costs as much as its K and V."""
-        k = place_of(self.case(PROJECTED, ONE, "longbench", 1.0)).cost_model.coefficients
-        return k.decode_kv / k.hidden_token
-
-    def breaks_even(self, data: str, rate: float) -> str:
-        """The largest factor such that the hybrid cache is no worse at it and at all smaller
-        ones."""
-        kv = self.numbers_of(KV, data, rate).attainment
-        enough = None
-        for cost in sorted(self.scale.costs):
-            if self.cheaper(data, rate, cost).attainment < kv:
-                break
-            enough = cost
-        return "none tried" if enough is None else f"x {enough:.3g}"
-
-    # Section 4: what the schedule does to the distribution of latencies.
+    # What the schedule does to the distribution of latencies.
 
     def latencies(self, system: str, data: str, read: str) -> OnlineNumbers:
         """The numbers with their quantiles. read: a key of READS."""
@@ -541,51 +450,7 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
             )
         )
 
-    def hidden_of(self, system: str, read: str) -> str:
-        """Steps and hidden caches on the first data set."""
-        n = self.latencies(system, self.scale.data_sets[0], read)
-        return f"{1e3 * n.step:.0f} ms a step, {n.hidden:.0%} of requests hidden"
-
-    def latency_table(self) -> str:
-        """A line a setting: attainment in percent, quantiles of TTFT and of P99 TBT in seconds."""
-        rows = []
-        for data, read, system in product(self.scale.data_sets, READS, SWITCHES):
-            n = self.latencies(system, data, read)
-            tbt = dict(zip(QUANTILES, n.tbt_quantiles, strict=False))
-            rows.append(
-                [
-                    f"{LABELS[data]}, {read}, `{system}`",
-                    *map(page.percent, (n.attainment, n.ttft_attainment, n.tbt_attainment)),
-                    *(f"{seconds:,.4g}" for seconds in (n.ttft_p50, n.ttft_p99)),
-                    *(f"{tbt.get(q, 0.0):.3g}" for q in (0.5, 0.99)),
-                ]
-            )
-        header = ["", "SLO, %", "TTFT, %", "TBT, %", "TTFT p50, s", "p99, s", "P99 TBT p50, s"]
-        return page.table([*header, "p99, s"], rows)
-
-    def distributions(self) -> str:
-        """Figure 10: share of requests against seconds, TTFT and P99 TBT in a row each for either
-        way of reading hidden caches, data sets in columns."""
-        panels = [
-            [
-                Panel(
-                    f"{LABELS[data]}, {LATENCY_RATES[data]:g}/s, {read}",
-                    f"share, {label}",
-                    {
-                        system: (getattr(self.latencies(system, data, read), number), QUANTILES)
-                        for system in SWITCHES
-                    },
-                    markers=False,
-                )
-                for data in self.scale.data_sets
-            ]
-            for read in READS
-            for label, number in (("TTFT", "ttft_quantiles"), ("P99 TBT", "tbt_quantiles"))
-        ]
-        caption = "Distributions of TTFT and of the requests' 99th percentiles of TBT"
-        return self.chart("aptserve-10-latencies.png", caption, panels, "seconds", dpi=95)
-
-    # Section 5: the time of a plan.
+    # The time of a plan.
 
     @cached_property
     def _plan_ms(self) -> Times:
@@ -605,27 +470,7 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
         most = str(self.scale.candidates[-1])
         return max(found[most] for found in self._plan_ms.values())
 
-    def plan_table(self) -> str:
-        """A table of plan times, beside the paper's."""
-        if not self.results.complete:
-            return ""
-        counts = self.scale.candidates
-        rows = [["the paper", *(f"{PLAN_MS[n]:g}" if n in PLAN_MS else "" for n in counts)]]
-        rows += [
-            [f"`{PROJECTED}`, {situation}", *(f"{found[str(n)]:.3f}" for n in counts)]
-            for situation, found in self._plan_ms.items()
-        ]
-        return page.table(["candidates", *(f"{n:,}" for n in counts)], rows)
-
-    # Section 6: on Sarathi's batches.
-
-    def chunked(self) -> tuple[str, str]:
-        """The rates, and their figure."""
-        panels = [(ONE, data) for data in self.scale.data_sets]
-        charts = [self._panel(model, data, CHUNKED_SYSTEMS) for model, data in panels]
-        caption = "Attainment against rate on chunked prefills"
-        figure = self.chart("aptserve-11-chunked.png", caption, [charts], "requests/s")
-        return self.rates(CHUNKED_SYSTEMS, panels), figure
+    # On Sarathi's batches.
 
     def over(self, below: str) -> str:
         """The rate that `aptserve_s` sustains over the one that `below` does, by level and data
@@ -641,7 +486,7 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
             for level in self.scale.levels
         )
 
-    # Section 7: long contexts.
+    # Long contexts.
 
     def _long(self) -> Iterator[tuple[str, str, tuple[float, ...]]]:
         """Models, data sets and the rates to try, requests/s; only the first of each where the
@@ -663,42 +508,22 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
             max_batch_tokens=LONG_C,
         )
 
-    def long(self) -> dict[str, Any]:
+    def long(self) -> dict[str, int]:
         """About long contexts.
 
         `better`: settings, of `count`, where aptserve attains more than vllm. `tbt`: settings where
-        it attains less of TBT. `table`: attainment in percent, also of TTFT and P99 TBT alone.
+        it attains less of TBT.
         """
-        rows, better, tbt = [], 0, 0
-        for model, data, rates in self._long():
-            for rate in rates:
-                both = [self.results[self._long_case(s, model, data, rate)] for s in LONG_SYSTEMS]
-                vllm, apt = both
-                better += apt.attainment > vllm.attainment
-                tbt += apt.tbt_attainment < vllm.tbt_attainment
-                shares = ((n.attainment, n.ttft_attainment, n.tbt_attainment) for n in both)
-                cells = ("{} ({}, {})".format(*map(page.percent, each)) for each in shares)
-                rows.append([f"{TITLES[data]}, {model}, {rate:g}/s", *cells])
-        header = ["attainment, % (TTFT, TBT)", *(f"`{system}`" for system in LONG_SYSTEMS)]
-        return {"better": better, "tbt": tbt, "count": len(rows), "table": page.table(header, rows)}
-
-    def long_by_rate(self) -> str:
-        """A figure."""
-        panels: dict[str, list[Panel | None]] = {}
-        for model, data, rates in self._long():
-            panels.setdefault(model, []).append(
-                panel(
-                    f"{TITLES[data]}, {model}",
-                    "SLO attainment",
-                    LONG_SYSTEMS,
-                    rates,
-                    lambda system, rate, model=model, data=data: (
-                        self.results[self._long_case(system, model, data, rate)].attainment
-                    ),
-                )
-            )
-        caption = "Attainment against rate with long contexts"
-        return self.chart("aptserve-12-long.png", caption, list(panels.values()), "requests/s")
+        settings = [
+            [self.results[self._long_case(s, model, data, rate)] for s in LONG_SYSTEMS]
+            for model, data, rates in self._long()
+            for rate in rates
+        ]
+        return {
+            "better": sum(apt.attainment > vllm.attainment for vllm, apt in settings),
+            "tbt": sum(apt.tbt_attainment < vllm.tbt_attainment for vllm, apt in settings),
+            "count": len(settings),
+        }
 
     def long_tbt(self) -> str:
         """Attainment of TBT at the paper's point, if the scale has it."""
@@ -722,21 +547,7 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
         batch = BatchFeatures(tokens, tokens, 0, 0, tokens**2, 1, 0)
         return tokens, float(place_of(case).cost_model.batch_time(batch))
 
-    # Sections 9 to 11: where ours departs, and what is measured.
-
-    def charges(self) -> str:
-        """Attainment with each charge that a hidden cache may have."""
-        rows = []
-        for system, read in ((PROJECTED, "projected"), (ABSORBED, "absorbed")):
-            for data, rate in self.poisson:
-                kv = page.percent(self.numbers_of(KV, data, rate).attainment)
-                found = [
-                    self.numbers_of(system, data, rate, switches=(("penalty", p),))
-                    for p in PENALTIES
-                ]
-                cells = (_hidden(n, f", {n.preemptions:,} preempted") for n in found)
-                rows.append([f"{LABELS[data]}, {rate:g}/s, {read}", kv, *cells])
-        return page.table(["CV 1", "K and V only", *(f"`penalty={p}`" for p in PENALTIES)], rows)
+    # What is measured.
 
     def steps(self) -> dict[str, Any]:
         """Times of decode steps; empty if never measured."""
@@ -751,19 +562,6 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
                 "aptserve_load.png", caption, [[found["panel"]]], "requests/s"
             )
         return found
-
-
-def _hidden(n: OnlineNumbers, more: str = "") -> str:
-    """Attainment, and in brackets what goes with it."""
-    return f"{page.percent(n.attainment)} ({n.hidden:.0%} hidden, {1e3 * n.step:.0f} ms{more})"
-
-
-def cheapest(lengths: Lengths, share: float) -> float:
-    """The share of all memory x time that the cheapest requests take, `share` of all. A request
-    holds its prompt and, on average, half of its output for as many steps as it has output
-    tokens."""
-    cost = np.sort(lengths.output_len * (lengths.prompt_len + lengths.output_len / 2))
-    return float(cost[: round(share * len(cost))].sum() / cost.sum())
 
 
 def dump_times(times: Times, path: Path) -> None:

@@ -16,7 +16,6 @@ from jaxserve.configs import opt_125m_cpu
 from jaxserve.engine.startup.pool_size import choose_block_size
 from jaxserve.engine.startup.step_timer import CHAIN, Shape, StepTimer
 from jaxserve.experiments.aptserve import measured
-from jaxserve.experiments.common.page import table
 from jaxserve.sched.cache.block_sizes import blocks_for
 
 ROWS, TOKENS = (1, 8, 32), (512, 1024, 1900)
@@ -117,17 +116,9 @@ def said(path: Path) -> dict[str, Any]:
     content = measured.read(path, steps=StepTimes)
     if not content:
         return {}
-    by = {(one.read, one.rows, one.tokens): one for one in content["steps"]}
-    rows = []
-    for read, rows_of, tokens in by:
-        if read == READS[0]:
-            absorbed, projected = (by[name, rows_of, tokens] for name in READS)
-            times = [f"{1e3 * absorbed.kv:.1f}", f"{absorbed.ratio:.2f}", f"{projected.ratio:.1f}"]
-            rows.append([f"{rows_of}", f"{tokens:,}", *times])
     absorbed_ratios, projected_ratios = (
         sorted(one.ratio for one in content["steps"] if one.read == read) for read in READS
     )
-    header = ["requests", "tokens cached", "KV, ms", "absorbed, of KV", "projected, of KV"]
     return {
         "where": f"{content['where']}, jaxserve {content['versions']['jaxserve']}",
         "target": TARGET,
@@ -136,5 +127,4 @@ def said(path: Path) -> dict[str, Any]:
         "met": sum(ratio <= TARGET for ratio in absorbed_ratios),
         "shapes": len(absorbed_ratios),
         "projected": (projected_ratios[0], projected_ratios[-1]),
-        "table": table(header, rows),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -52,10 +52,11 @@ COLUMNS: tuple[page.Column, ...] = (
     ("P99 TBT, %", "tbt", ".1f", 100.0),
     ("best-effort, 1/s", "best_effort", ".2f", 1.0),
 )
-ENDED: page.Column = ("ended, %", "ended", ".1f", 100.0)
 Point = tuple[str, str, float]  # model, data set and rate
 Switch = tuple[str, float | bool]
 Switches = tuple[Switch, ...]
+LATE: Switches = (("late_watermark", 0.0), ("late_last", False))
+PIECES: Switches = (("chunked", False), ("headroom", False), ("late_turn", 0))
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Bros(page.Page[MixedCase, MixedNumbers]):
         MixedCase(policy, MODELS["OPT-13B"], "sharegpt", 10.0, duration=30.0, batch=64)
         for policy in POLICIES
     )
-    labels, highest, static, close = LABELS, HIGHEST, STATIC, CLOSE
+    labels, static, close = LABELS, STATIC, CLOSE
     compared = (VLLM, RR)
 
     @cached_property
@@ -189,7 +190,7 @@ class Bros(page.Page[MixedCase, MixedNumbers]):
             found[name] = sign * (mine - theirs) / unit
         return found
 
-    # Sections 1 and 2: all policies at all points.
+    # All policies at all points.
 
     def traded(self, data: str, other: str) -> str:
         """The paper's and our cells of a claim (section 7.2.1)."""
@@ -257,151 +258,68 @@ class Bros(page.Page[MixedCase, MixedNumbers]):
         ]
         return self.chart(file, caption, panels, "real-time requests/s", log_x=False)
 
-    def by_point(self, title: str, number: str, form: str, factor: float = 1.0) -> str:
-        """A table of a number, with a line a point and a column a policy.
-
-        Args:
-            title: What the number is called.
-            number: A field of `MixedNumbers`.
-            form: Format of the cells.
-            factor: Times the number.
-        """
-        column: page.Column = (title, number, form, factor)
-        rows = []
-        for model, data, rate in self.points:
-            cells = [self.cells(self.seeds(p, model, data, rate), [column])[0] for p in POLICIES]
-            rows.append([f"{LABELS[data]}, {model}", f"{rate:g}", *cells])
-        return page.table(["", "rate, 1/s", *(f"{p}: {title}" for p in POLICIES)], rows)
-
-    # Sections 3, 5, 6 and 8: BROS with parameters.
+    # BROS with parameters.
 
     @property
     def varied(self) -> str:
         """The model on which parameters of BROS are varied."""
         return VARIED if VARIED in self.scale.models else self.scale.models[0]
 
-    def _variants(
-        self, points: Sequence[Point], switches: Sequence[Switch], *more: page.Column
-    ) -> str:
-        """A table with a line a point and variant: as it is, and with each of the switches."""
-        rows = []
-        for (model, data, rate), one in product(points, ((), *((each,) for each in switches))):
-            name = [f"{LABELS[data]}, {model}, {rate:g}/s", _name(one)]
-            rows.append((name, self.seeds(BROS, model, data, rate, one)))
-        return self.lines(["", ""], rows, (*COLUMNS, *more))
-
     def _sharing(self) -> list[Point]:
         rate = min(RATE, self.scale.rates(self.varied)[-1])
         return [(self.varied, data, rate) for data in self.scale.data_sets]
 
-    def shared(self) -> tuple[str, str]:
-        """What sharing brings (section 7.4.1), and its figure."""
-        ours, drawn = [], dict[str, float]()
+    def shared(self) -> str:
+        """What sharing brings (section 7.4.1)."""
+        ours = []
         for point in self._sharing():
             said = [LABELS[point[1]]]
             for name in ("ttft", "tpot"):
-                with_it, without = (
-                    self.mean(name, self.seeds(BROS, *point, switches))
-                    for switches in ((), (("sharing", False),))
-                )
-                drawn[f"{said[0]}\n{name.upper()}\nshared"] = 100 * with_it
-                drawn[f"{said[0]}\n{name.upper()}\nnot"] = 100 * without
-                said.append(_times(name, with_it, without))
+                both = (self.seeds(BROS, *point, one) for one in ((), (("sharing", False),)))
+                said.append(_times(name, *(self.mean(name, cases) for cases in both)))
             ours.append(", ".join(said))
-        caption = "TTFT and TPOT attainment with shared blocks and without"
-        figure = self.bars("bros-13-sharing.svg", caption, drawn, "attained, %", "{:.1f}")
-        return "; ".join(ours), figure
+        return "; ".join(ours)
 
-    def sharing(self) -> str:
-        """With shared blocks, and without."""
-        return self._variants(
-            self._sharing(),
-            [("sharing", False)],
-            ("step, ms", "step", ".1f", 1e3),
-            ("preemptions", "preemptions", ".0f", 1.0),
-            ("tokens recomputed", "recomputed", ",.0f", 1.0),
-            ("slots saved", "saved", ",.0f", 1.0),
-            ("slots loaded", "loaded", ",.0f", 1.0),
-            ("shared blocks", "shared", ".1f", 1.0),
-        )
+    def parameters(self) -> str:
+        """A table of BROS with each parameter, at the highest rate, which leaves little for best
+        effort."""
+        model, data = self.varied, self.scale.data_sets[0]
+        point = (model, data, self.scale.rates(model)[-1])
+        variants = [(), *((one,) for one in (("sharing", False), *self._shares(), *LATE))]
+        rows = [([_name(one)], self.seeds(BROS, *point, one)) for one in variants]
+        return self.lines([f"{LABELS[data]}, {model}, {point[2]:g}/s"], rows, COLUMNS)
 
-    def starvation(self) -> str:
-        """With age limits and floors, at the highest rate, which leaves little for best effort."""
-        point = (self.varied, self.scale.data_sets[0], self.scale.rates(self.varied)[-1])
-        switches = [("max_age", age) for age in self.scale.ages]
-        switches += [("floor", floor) for floor in self.scale.floors]
-        return self._variants([point], switches, ("best-effort tokens/s", "tokens", ".1f", 1.0))
+    def _shares(self) -> list[Switch]:
+        ages = [("max_age", age) for age in self.scale.ages]
+        return [*ages, *(("floor", floor) for floor in self.scale.floors)]
 
-    def overload(self) -> str:
-        """Near what a system can do, and beyond."""
-        points = [
-            (model, self.scale.data_sets[0], rate)
-            for model in self.scale.models
-            for rate in self.scale.rates(model)[:-3:-1]
+    def kept(self) -> Iterator[MixedCase]:
+        """Overload and prompts in pieces at other points, and batches of other sizes."""
+        scale, data = self.scale, self.scale.data_sets[0]
+        tried = [
+            (model, rate, LATE) for model in scale.models for rate in scale.rates(model)[:-3:-1]
         ]
-        return self._variants(points, [("late_watermark", 0.0), ("late_last", False)], ENDED)
+        largest = scale.models[-1]  # whose prompts take longest
+        tried += [(largest, rate, PIECES) for rate in scale.rates(largest)[:2]]
+        for model, rate, switches in tried:
+            for one in switches:
+                yield from self.seeds(BROS, model, data, rate, (one,))
+        rates = scale.rates(scale.models[0])
+        for size, policy in product(scale.batches, POLICIES):
+            for case in self.seeds(policy, scale.models[0], data, rates[len(rates) // 2]):
+                yield dataclasses.replace(case, batch=size)
 
-    def pieces(self) -> str:
-        """The largest model, whose prompts take longest, below its highest rate."""
-        model = self.scale.models[-1]
-        points = [(model, self.scale.data_sets[0], rate) for rate in self.scale.rates(model)[:2]]
-        switches = [("chunked", False), ("headroom", False), ("late_turn", 0)]
-        return self._variants(points, switches, ENDED)
+    # The time of a plan.
 
-    # Section 4: the time of a plan.
-
-    def planned(self) -> tuple[list[str], str, str]:
-        """First cells of claims, a figure and a table (section 7.4.2)."""
-        points = [p for p in self.points if p[0] in OVERHEAD and p[1] == "sharegpt"]
-        shares = {
-            (model, rate): self.at("plan", BROS, (model, d, rate)) for model, d, rate in points
-        }
+    def planned(self) -> list[str]:
+        """The paper's and our cells of claims (section 7.4.2)."""
         claims = []
         for model, (least, most) in OVERHEAD.items():
-            mine = [share for (name, _), share in shares.items() if name == model]
-            if mine:
-                claims.append(f"{least}% to {most}% with {model} | {page.span(mine, '{:.2%}')}")
-        figure = self.bars(
-            "bros-14-overhead.svg",
-            "What planning takes, of the time of the batches; the paper has 7.6% to 9.5%",
-            {f"{model}\n{rate:g}/s": 100 * share for (model, rate), share in shares.items()},
-            "of the batches' time, %",
-            "{:.2f}",
-        )
-        rows = [
-            [
-                point[0],
-                f"{point[2]:g}",
-                *(
-                    f"{100 * self.at('plan', p, point):.2f}; "
-                    f"{1e3 * self.at('plan_p99', p, point):.2f}"
-                    for p in POLICIES
-                ),
-            ]
-            for point in points
-        ]
-        header = ["", "rate, 1/s", *(f"{policy}: share, %; P99, ms" for policy in POLICIES)]
-        return claims, figure, page.table(header, rows)
-
-    # Section 7: batches of other sizes.
-
-    def batch_point(self) -> Point:
-        """A middle rate."""
-        model = self.scale.models[0]
-        rates = self.scale.rates(model)
-        return model, self.scale.data_sets[0], rates[len(rates) // 2]
-
-    def batches(self) -> str:
-        """Each policy with each size of best-effort batches."""
-        rows = [
-            (
-                [f"{size:,}", f"`{p}`"],
-                [dataclasses.replace(c, batch=size) for c in self.seeds(p, *self.batch_point())],
-            )
-            for size in sorted({*self.scale.batches, self.scale.batch})
-            for p in POLICIES
-        ]
-        return self.lines(["batch", ""], rows, COLUMNS)
+            points = [p for p in self.points if p[0] == model and p[1] == "sharegpt"]
+            if points:
+                mine = page.span([self.at("plan", BROS, point) for point in points], "{:.2%}")
+                claims.append(f"{least}% to {most}% with {model} | {mine}")
+        return claims
 
 
 def _name(switches: Switches) -> str:

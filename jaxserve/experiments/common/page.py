@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import sys
 from argparse import Namespace
@@ -70,6 +71,8 @@ class Page(Generic[C, N]):
 
     def _rendered(self, quick: bool) -> str | None:
         """The page; None while numbers are missing."""
+        for case in self.kept():
+            self.results.get(case)
         try:
             text = self.rendered(quick)
         except Exception:
@@ -77,6 +80,10 @@ class Page(Generic[C, N]):
                 raise
             return None
         return text if self.results.complete else None
+
+    def kept(self) -> Iterable[C]:
+        """Runs whose numbers are kept in the page's file though its text does not have them."""
+        return ()
 
     def rendered(self, quick: bool = False) -> str:
         """The page in Markdown, with the numbers so far."""
@@ -115,6 +122,16 @@ class Page(Generic[C, N]):
         """Like `chart`, with `draw`, which gets the path."""
         self._drawn[file] = draw
         return f"![{caption}.](figures/{file})"
+
+    def data(self, file: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+        """A link to a table in figures/, as CSV, that the page itself has no room for."""
+
+        def write(path: Path) -> None:
+            with path.open("w", encoding="utf-8", newline="") as out:
+                csv.writer(out, lineterminator="\n").writerows([header, *rows])
+
+        self._drawn[file] = write
+        return f"[{file}](figures/{file})"
 
     def mean(self, number: str, cases: Sequence[C]) -> float:
         """Mean of a number over cases that differ by their seeds."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.experiments.common.figures import Panel, panel
-from jaxserve.experiments.common.page import Extreme, Page, ends, flags, table, write_page
+from jaxserve.experiments.common.page import Extreme, Page, ends, flags, write_page
 from jaxserve.experiments.common.runs import Results
 from jaxserve.experiments.infermax.case import UNLIMITED, Case, Numbers, run
 from jaxserve.experiments.infermax.optimum import POLICIES as PLAYED
@@ -371,19 +371,6 @@ class InferMax(Page[Case, Numbers]):
         caption = "Latency, TTFT and TPOT against B, by mix"
         return self.chart("infermax-10-ranks.png", caption, panels, "B, requests")
 
-    def ranked(self) -> str:
-        """The largest B."""
-        count = self.scale.mixed[-1]
-        ways = [(p, probing) for probing in (False, True) for p in RANKED]
-        rows = []
-        for mix, (policy, probing) in product(MIXES, (*ways, (FREE, False))):
-            n = self.results[self.mixed(policy, mix, count, probing)]
-            times = [f"{n.latency:.1f}", f"{n.ttft:.2f}", f"{n.tpot:.4f}"]
-            label = f"`{policy}`" + (", probing" if probing else "")
-            rows.append([mix.upper(), label, *times, f"{n.preemptions:,}", f"{n.kv_used:.0%}"])
-        header = [f"B = {count}", "scheduler", "latency, s", "TTFT, s", "TPOT, s", "preemptions"]
-        return table([*header, "M in use"], rows)
-
     # Section 6: the optimum.
 
     def optimum(self) -> dict[str, Any]:
@@ -405,7 +392,7 @@ class InferMax(Page[Case, Numbers]):
             "near_free": max((one.above("vllm+ef") for one in long), default=0.0),
             "unit": first.unit,
             "rounding": max(one.optimum.rounding for one in found),
-            "table": self._solved(),
+            "data": self._solved(),
             "gap": self.chart(
                 "infermax-15-gap.png",
                 "What the schedulers take, relative to the optimum",
@@ -451,7 +438,8 @@ class InferMax(Page[Case, Numbers]):
                 ]
             )
         header = ["I", "M", "optimum, ms", "bound, ms", "status", "preemptions", "batches"]
-        return table([*header, *(f"`{name}`, ms" for name in PLAYED)], rows)
+        header += [f"{name}, ms" for name in PLAYED]
+        return self.data("infermax-15-optimum.csv", header, rows)
 
     # Section 7: the Azure hour.
 
@@ -474,19 +462,6 @@ class InferMax(Page[Case, Numbers]):
             return ", ".join(f"{found[label].latency:,.0f} s ({label})" for label in labels)
 
         plain, ours = [found[policy].latency for policy in PLAIN], found["infermax"].latency
-        rows = [
-            [
-                label,
-                f"{n.latency:,.1f}",
-                f"{n.ttft:,.2f}",
-                f"{n.tpot:.4f}",
-                f"{n.batches:,}",
-                f"{n.preemptions:,}",
-                "-" if label == BOUND else f"{n.kv_used:.0%}",
-            ]
-            for label, n in found.items()
-        ]
-        header = ["scheduler", "latency, s", "TTFT, s", "TPOT, s", "batches", "preemptions"]
         return {
             "trace": Path(self.azure).name,
             "requests": found[BOUND].requests,
@@ -496,7 +471,6 @@ class InferMax(Page[Case, Numbers]):
             "against": [ours / one - 1 for one in (min(plain), max(plain))],
             "bound": times(BOUND),
             "free": times(*free),
-            "table": table([*header, "M in use"], rows),
             "figure": self.bars(
                 "infermax-16-azure.png",
                 "Sum of batch times, in seconds",

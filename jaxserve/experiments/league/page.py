@@ -9,15 +9,12 @@ from jaxserve.experiments.common.page import rendered
 from jaxserve.experiments.league.collect import LOADS, Scale
 from jaxserve.experiments.league.heat import heat_map
 from jaxserve.experiments.league.reading import advice, reading
-from jaxserve.experiments.league.runs import FURTHER, LENGTH_CLASSES, LEVEL, PAUSED, ROWS, STEADY
+from jaxserve.experiments.league.runs import FURTHER, LEVEL, ROWS, STEADY
 from jaxserve.experiments.league.standings import Standings
 from jaxserve.experiments.league.tables import (
     against_others,
-    by_rule,
-    fairness,
     overall,
     settings,
-    typical,
     winners,
 )
 from jaxserve.experiments.league.workloads import LASTING, LONGEST, SLACK, SYSTEMS, WORKLOADS
@@ -71,8 +68,6 @@ def write_page(
         others=[f"{times:g}" for times in LOADS.values() if times != 1],
         longest_trace=max(scale.seconds * WORKLOADS[name].longer for name in scale.workloads),
         further=[*STEADY, *FURTHER],
-        paused=PAUSED,
-        length_classes=LENGTH_CLASSES,
         level=LEVEL,
         longest=[LONGEST[system] for system in scale.systems],
         rows=ROWS,
@@ -83,10 +78,7 @@ def write_page(
         drawn=[name for name in hours if name not in traces],
         winners=winners,
         overall=overall,
-        typical=typical,
         against_others=against_others,
-        by_rule=by_rule,
-        fairness=fairness,
         settings=settings,
     )
     for system, name in pictures.items():

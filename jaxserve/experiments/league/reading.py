@@ -16,11 +16,6 @@ NEAR = 0.9  # of the best policy's goodput: about as good
 CLEAR = 0.1  # a difference of shares that is one
 PLAN_MS = 1.0  # a plan that takes longer shows in the steps
 ABOVE = ("above", "far above", LASTING)  # saturation
-# What the league had before 0.3, % over all: three loads, goodput over the makespan, 40 s a trace,
-# loads by the better of sarathi and vllm.
-BEFORE = {"bros": 96.1, "accelgen": 95.1, "aptserve_s": 92.6, "edf": 91.0, "rank_i": 91.0}
-BEFORE |= {"random": 88.1, "priority": 83.0, "aptserve": 82.4, "fastserve": 81.3, "sarathi": 81.2}
-BEFORE |= {"vllm_hy": 78.9, "infermax": 78.8, "vllm": 69.5}
 Claim = Callable[[Standings], tuple[bool, str]]
 
 
@@ -76,21 +71,6 @@ def by_load(s: Standings) -> tuple[bool, str]:
         f"Below saturation the choice matters less: {count['below']} of {len(s.entrants)} policies "
         f"have at least {NEAR:.0%} of the best policy's goodput there on average. At it "
         f"{_number(count['at'])}, above it {_number(count['above'])}."
-    )
-
-
-def changed(s: Standings) -> tuple[bool, str]:
-    """Who is better or worse off under the rules of now."""
-    names = [name for name in s.entrants if name in BEFORE]
-    points = [p for p in s.points if p.load in ("below", "at", "above")]
-    old = Standings(s.found, names)
-    order = sorted(names, key=lambda n: -old.share(n, points))
-    said = [f"`{n}` {BEFORE[n]:.0f} -> {100 * old.share(n, points):.0f}" for n in order]
-    return set(names) == set(BEFORE), (
-        "What the rules of now change, in % of the best of the policies that were there before, "
-        "over the loads that were there (goodput was divided by the time to the last token, traces "
-        "were shorter, loads were those of `sarathi` and `vllm`): "
-        f"{listed(said)}."
     )
 
 
@@ -246,7 +226,6 @@ def gaps(s: Standings) -> tuple[bool, str]:
 
 
 CLAIMS: tuple[Claim, ...] = (
-    changed,
     by_load,
     in_order_of_arrival,
     last_in_order,

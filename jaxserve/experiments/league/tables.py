@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import product
-from statistics import fmean, median
+from collections.abc import Sequence
 
 from jaxserve.experiments.common.page import table
 from jaxserve.experiments.league.standings import Point, Standings, label
@@ -12,7 +10,6 @@ from jaxserve.experiments.league.workloads import SYSTEMS, WORKLOADS, Part
 from jaxserve.sched.request import Tier
 
 KINDS = tuple(dict.fromkeys(entry.kind for entry in WORKLOADS.values()))
-SHOWN = ("sarathi", "vllm")  # beside the best: what most servers run
 
 
 def kinds(standings: Standings) -> list[str]:
@@ -22,42 +19,21 @@ def kinds(standings: Standings) -> list[str]:
 
 
 def overall(standings: Standings) -> str:
-    """A row a policy, the best first: shares of the best policy's goodput by load, where it is
-    worst, the cut-down cases, and plans."""
-    sizes = sorted(next(iter(standings.found.plans.values())))
-    header = [*_SHARES, "optimum", *(f"plan of {size:,}, ms" for size in sizes)]
+    """A row a policy, the best first: shares of the best policy's goodput by load and by the other
+    rule, the least of all points, the cut-down cases, and plans."""
+    size = max(next(iter(standings.found.plans.values())))
+    gaps = standings.ruled("with_gap")
+    header = ["policy", *standings.loads, "all", "least", "all, with the longest gap"]
     rows = []
     for policy in standings.policies:
-        gap, plans = standings.gap(policy), standings.found.plans[policy]
+        shares = [standings.share(policy, standings.where(load=load)) for load in standings.loads]
+        least = standings.relative(standings.worst(policy), policy)
+        shares += [standings.share(policy), least, gaps.share(policy)]
+        gap, plan = standings.gap(policy), standings.found.plans[policy][size]
         optimum = "-" if gap is None else f"{100 * gap:+.1f}"
-        rows.append(
-            [*_shares(standings, policy), optimum, *(f"{plans[size]:.2f}" for size in sizes)]
-        )
-    return _by_load(standings, header, rows)
-
-
-def by_rule(standings: Standings, rule: str) -> str:
-    """The same by another rule, without what does not depend on it."""
-    other = standings.ruled(rule)
-    return _by_load(other, list(_SHARES), [_shares(other, policy) for policy in other.policies])
-
-
-_SHARES = ("all", "least", "where")
-
-
-def _by_load(standings: Standings, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return table(["policy", *standings.loads, *header], rows)
-
-
-def _shares(standings: Standings, policy: str) -> list[str]:
-    worst = standings.worst(policy)
-    loads = [standings.share(policy, standings.where(load=load)) for load in standings.loads]
-    return [
-        f"`{label(policy)}`",
-        *(f"{100 * share:.1f}" for share in (*loads, standings.share(policy))),
-        f"{100 * standings.relative(worst, policy):.1f}",
-        _place(worst),
-    ]
+        cells = (f"{100 * share:.1f}" for share in shares)
+        rows.append([f"`{label(policy)}`", *cells, optimum, f"{plan:.2f}"])
+    return table([*header, "optimum", f"plan of {size:,}, ms"], rows)
 
 
 def _place(point: Point) -> str:
@@ -82,72 +58,18 @@ def against_others(standings: Standings, policy: str) -> str:
     return table(header, rows)
 
 
-def fairness(standings: Standings) -> str:
-    """A row a policy: what the points above saturation say of who waits, and of work done twice."""
-    points = [p for p in standings.points if p.load not in ("below", "at")]
-    rows = []
-    for policy in standings.policies:
-        row = [f"`{label(policy)}`"]
-        for name, _, factor, form, of in FAIRNESS:
-            values = standings.numbers(policy, points, name)
-            row.append(format(factor * of(values), form) if values else "-")
-        rows.append(row)
-    return table(["policy", *(title for _, title, *_ in FAIRNESS)], rows)
-
-
-# Of `LeagueNumbers`: what the page calls it, in which unit, how it is written, and of which value.
-FAIRNESS: tuple[tuple[str, str, float, str, Callable[[list[float]], float]], ...] = (
-    ("longest_wait", "longest wait, s", 1.0, ".0f", max),
-    ("longest_wait", "median, s", 1.0, ".1f", median),
-    ("overtaken", "longest overtaken, s", 1.0, ".0f", max),
-    ("paused", "paused over 5 s, %", 100.0, ".1f", fmean),
-    ("fair_lengths", "Jain over lengths", 1.0, ".2f", fmean),
-    ("fair_tenants", "Jain over parts", 1.0, ".2f", fmean),
-    ("recomputed", "computed again, %", 100.0, ".1f", fmean),
-    ("floor", "best-effort floor, %", 100.0, ".0f", min),
-)
-
-
 def winners(standings: Standings) -> str:
-    """A row a kind of workload and load: the two best there, and those of SHOWN that take part."""
-    shown = [name for name in SHOWN if name in standings.entrants]
-    header = ["workloads", "load", "the best", "%", "the next", "%"]
+    """A row a kind of workload, a column a load: the best two there, and their shares."""
     rows = []
-    for kind, load in product(kinds(standings), standings.loads):
-        points = standings.where(kind=kind, load=load)
-        if not points:
-            continue
-        first, second = (standings.ranked(points) * 2)[:2]
-        share = {name: f"{100 * standings.share(name, points):.1f}" for name in standings.entrants}
-        best = [f"`{first}`", share[first], f"`{second}`", share[second]]
-        rows.append([kind, load, *best, *(share[name] for name in shown)])
-    return table([*header, *(f"`{name}`, %" for name in shown)], rows)
-
-
-def typical(standings: Standings, system: str, load: str) -> str:
-    """A row a policy: medians over the workloads on that system at that load."""
-    points = standings.where(system=system, load=load)
-    rows = []
-    for policy in standings.policies:
-        row = [f"`{label(policy)}`", f"{100 * standings.share(policy, points):.1f}"]
-        for name, _, factor, form in NUMBERS:
-            value = standings.typical(policy, points, name)
-            row.append("-" if value is None else format(factor * value, form))
+    for kind in kinds(standings):
+        row = [kind]
+        for load in standings.loads:
+            points = standings.where(kind=kind, load=load)
+            best = standings.ranked(points)[:2] if points else []
+            named = [f"`{name}` {100 * standings.share(name, points):.0f}" for name in best]
+            row.append(", ".join(named) or "-")
         rows.append(row)
-    return table(["policy", "of the best, %", *(title for _, title, _, _ in NUMBERS)], rows)
-
-
-# Of `LeagueNumbers`: what the page calls it, in which unit, and how it is written.
-NUMBERS = (
-    ("attainment", "attainment, %", 100.0, ".1f"),
-    ("with_gap", "with the longest gap, %", 100.0, ".1f"),
-    ("goodput", "goodput, 1/s", 1.0, ".3g"),
-    ("throughput", "tokens/s", 1.0, ".4g"),
-    ("ttft_p99", "P99 TTFT, s", 1.0, ".3g"),
-    ("tbt_p99", "P99 TBT, s", 1.0, ".3g"),
-    ("latency", "normalised latency, s", 1.0, ".3g"),
-    ("preemptions", "preemptions a request", 1.0, ".2g"),
-)
+    return table(["workloads", *standings.loads], rows)
 
 
 def settings(standings: Standings, workloads: Sequence[str], traces: Sequence[str]) -> str:
@@ -164,7 +86,7 @@ def settings(standings: Standings, workloads: Sequence[str], traces: Sequence[st
         cells = []
         for system in systems:
             found = standings.found.saturations.get((system, name))
-            cells.append("-" if found is None else f"{found.rate:g} ({found.count:,} requests)")
+            cells.append("-" if found is None else f"{found.rate:g}")
         rows.append(
             [
                 f"`{name}`",
