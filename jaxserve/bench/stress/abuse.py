@@ -1,4 +1,4 @@
-"""What hostile and clumsy clients can do to a server, tried on one: in five minutes or so.
+"""What hostile and clumsy clients can do to a server, tried on one: in five to ten minutes.
 
     jaxserve bench abuse
     jaxserve bench abuse --config=configs/tiny_cpu.py --json
