@@ -233,7 +233,8 @@ class OpenAiBatch:
         results = self._file.readlines()
         if not results:
             return False
-        if list(map(_custom_id, results)) != list(map(_custom_id, self._lines)):
+        same = list(map(_custom_id, results)) == list(map(_custom_id, self._lines))
+        if not same or any("response" not in json.loads(line) for line in results):
             raise ResultsError(f"--out: {self._out} is there, and not of {self._path}; remove it")
         self.failed = sum(map(_is_error, results))
         return True
@@ -282,4 +283,4 @@ def _custom_id(line: bytes) -> Any:
 
 
 def _is_error(line: bytes) -> bool:
-    return bool(json.loads(line)["response"]["status_code"] != 200)
+    return (json.loads(line)["response"] or {}).get("status_code") != 200

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+import threading
 
 import numba
 import pytest
@@ -43,15 +43,17 @@ def test_a_start_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     function = numba.njit(lambda number: number + 1)
     wanted = "compiling: 0 of 2 steps, 1 kernel functions after "
 
-    def seen() -> bool:
-        return any(line.startswith(wanted) for line in caplog.messages)
+    seen = threading.Event()
 
+    def note(record: logging.LogRecord) -> bool:
+        if record.getMessage().startswith(wanted):
+            seen.set()
+        return True
+
+    monkeypatch.setattr(progress.log, "filters", [note])
     for piece in build._compiling(Show.LINES, kernels=True)([0, 1]):
         if piece == 0:
             function(1)
-            given_up = time.monotonic() + PATIENCE
-            while not seen():
-                assert time.monotonic() < given_up
-                time.sleep(0.01)
+            assert seen.wait(PATIENCE)
     with_none = build._compiling(Show.NOTHING, kernels=False)
     assert list(with_none([0, 1])) == [0, 1]

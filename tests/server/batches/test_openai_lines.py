@@ -187,7 +187,11 @@ def test_what_is_refused_leaves_nothing(
     assert batch(command("localhost:1", path)) == 1
     assert batch(command(address, path, "--cancel")) == 1
     assert [each.name for each in tmp_path.iterdir() if each.is_file()] == ["lines.jsonl"]
-    (tmp_path / "results.jsonl").write_text("mine\n")
-    assert batch(command(address, path)) == 1
-    assert (tmp_path / "results.jsonl").read_text() == "mine\n"
+    mine = json.dumps(line("a"))
+    for lines in ((line("a"), line("b")), (line("a"),)):  # the second time these very lines
+        write(tmp_path, *lines)
+        (tmp_path / "results.jsonl").write_text(f"{mine}\n")
+        assert batch(command(address, path)) == 1
+        assert "remove it" in capsys.readouterr().err
+        assert (tmp_path / "results.jsonl").read_text() == f"{mine}\n"
     assert engine.requests == []
