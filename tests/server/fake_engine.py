@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from jaxserve.client import Client, ServerError
 from jaxserve.engine.adapters import Adapter, AdapterLoad, UnknownAdapter
 from jaxserve.engine.errors import AdapterError, EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output, Timings, TokenLogprobs, Usage
@@ -456,3 +458,25 @@ class FakeEngine:
                 verdict=verdict,
             )
         )
+
+
+def let_a_deadline_pass(client: Client, engine: FakeEngine, request_id: str) -> int:
+    """
+    A request that the engine has, and whose deadline passes while it does nothing.
+
+    On a slow machine a deadline may pass before the call is read; then a longer one is tried.
+
+    Returns:
+        How many calls it took.
+    """
+    timeout = 0.3
+    for calls in itertools.count(1):
+        with pytest.raises(ServerError) as error:
+            client.complete("hi", timeout=timeout, request_id=request_id)
+        assert error.value.code == "DEADLINE_EXCEEDED"
+        with engine.changed:
+            if engine.changed.wait_for(lambda: request_id in engine.cancelled, timeout):
+                return calls
+        timeout *= 2
+        assert timeout < PATIENCE, "no call reached the engine, or none is cancelled"
+    raise AssertionError
