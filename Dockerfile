@@ -12,6 +12,9 @@ RUN python -m venv /opt/jaxserve \
     && /opt/jaxserve/bin/pip install --no-cache-dir ".[${EXTRAS}]"
 
 FROM ${BASE}
+LABEL org.opencontainers.image.title="jaxserve" org.opencontainers.image.licenses="Apache-2.0"
+# begin: python -m tools.repository
+# end
 # tini: the first process of a container gets no signal that it does not ask for, and the server
 # asks only once it serves. wget: KubeRay's probes call it.
 # hadolint ignore=DL3008

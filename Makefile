@@ -29,7 +29,7 @@ UNIT := tests/sched tests/server/requests tests/engine/text \
 PYTHON312 ?= $(shell for found in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12.*/bin/python; \
 	do "$$found" -c pass 2>/dev/null && echo "$$found" && break; done)
 
-.PHONY: help serve check test test-slow test-hosts test-py312 soak fuzz scale-demo scale-test lint compile-check reference format proto lock bench-vllm bench-llama bench-speculation clients-test clean \
+.PHONY: help serve check test test-slow test-hosts test-py312 soak fuzz scale-demo scale-test lint compile-check reference format address proto lock bench-vllm bench-llama bench-speculation clients-test clean \
 	environments pythons environment environment-py312 compilers
 .DEFAULT_GOAL := help
 
@@ -126,6 +126,9 @@ $(READY): $(SERVES)
 $(VENV)/.ray: $(READY)
 	$(PIP) --no-compile -e '.[ray]'
 	@touch $@
+
+address: ## write where the project is published, from pyproject.toml, into all that says it
+	$(PYTHON) -m tools.repository
 
 proto: ## regenerate jaxserve/server/proto from proto/
 	test -x .venv-proto/bin/python || $(PYTHON) -m venv .venv-proto

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,13 @@ def clone(folder: Path) -> Path:
     for file in FILES:
         shutil.copyfile(ROOT / file, tree / file)
     return tree
+
+
+def with_source(cell: str, source: str) -> str:
+    """A notebook's first cell that takes the package from there."""
+    changed, times = re.subn(r'(?m)^SOURCE = ".*?"', lambda _: f"SOURCE = {source!r}", cell)
+    assert times == 1
+    return changed
 
 
 def install(tree: Path, site: Path, *, editable: bool = False) -> Path:

@@ -12,7 +12,7 @@ import pytest
 from nbclient import NotebookClient
 
 from jaxserve import __version__
-from tests.notebooks.packages import ROOT, clone, install
+from tests.notebooks.packages import ROOT, clone, install, with_source
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +62,7 @@ def test_where_nothing_can_be_installed_it_says_what_to_paste(
 ) -> None:
     """Python without its packages: pip is asked for what the notebook would have it install."""
     folder = clone(tmp_path) / "notebooks" if place else tmp_path
-    command = [sys.executable, "-I", "-S", "-c", first_cell(notebook)]
+    command = [sys.executable, "-I", "-S", "-c", with_source(first_cell(notebook), "")]
     environment = {
         **os.environ,
         "PIP_NO_INDEX": "1",
@@ -74,4 +74,4 @@ def test_where_nothing_can_be_installed_it_says_what_to_paste(
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1
     assert last.startswith(f"RuntimeError: pip cannot install jaxserve from {source!r}. Paste the ")
-    assert last.endswith('above: SOURCE = "https://github.com/OWNER/REPOSITORY"')
+    assert last.endswith('above: SOURCE = "https://HOST/OWNER/REPOSITORY"')

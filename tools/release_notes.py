@@ -1,0 +1,53 @@
+"""A release's notes: its version's section of CHANGELOG.md.
+
+    python -m tools.release_notes v0.2.0
+
+The tag's version has to be jaxserve's own. Needs nothing but Python, for the release.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from tools.repository import ROOT, address
+
+
+class NoRelease(ValueError):
+    """One line says why the tag is none of a release."""
+
+
+def notes(tag: str, root: Path = ROOT) -> str:
+    """The section, its links leading to the files of that tag.
+
+    Args:
+        tag: vX.Y.Z.
+        root: of the clone.
+
+    Raises:
+        NoRelease: it is no such tag, or another version's, or nothing is said of it.
+    """
+    version = tag.removeprefix("v")
+    if tag == version or not re.fullmatch(r"\d+\.\d+\.\d+", version):
+        raise NoRelease(f"{tag}: a release's tag is vX.Y.Z")
+    module = (root / "jaxserve" / "__init__.py").read_text(encoding="utf-8")
+    own = re.findall(r'^__version__ = "(.*)"$', module, re.M)
+    if own != [version]:
+        raise NoRelease(f"{tag}: jaxserve.__version__ is {own[0]}")
+    changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
+    found = re.search(rf"^## {re.escape(version)}$\n(.*?)(?=^## |\Z)", changelog, re.S | re.M)
+    if found is None or not found[1].strip():
+        raise NoRelease(f"{tag}: CHANGELOG.md has no section {version}")
+    text = found[1].strip() + "\n"
+    base = address(root).repository
+    # Links are relative to the clone; the notes are shown elsewhere.
+    link = rf"]({base}/blob/{tag}/\1" if base else r"](\1"
+    return re.sub(r"\]\((?![a-z]+:)([^)#])", link, text)
+
+
+if __name__ == "__main__":
+    try:
+        print(notes(*sys.argv[1:2]), end="")
+    except (NoRelease, TypeError) as error:
+        sys.exit(str(error))
