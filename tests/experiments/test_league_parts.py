@@ -219,9 +219,9 @@ def test_standings_are_relative_to_the_best_entrant() -> None:
 def test_advice_names_the_best_and_where_another_is_better() -> None:
     said = advice(standings({"a": (2.0, 3.0), "b": (0.2, 4.0)}))
     assert "`--policy=a`" in said and "88% of the best" in said
-    assert "(`b`, which follows, 55%)" in said
-    assert said.endswith("; take `b` for several tiers at saturation (100% against 75%).")
-    assert "take" not in advice(standings({"a": (2.0, 4.0), "b": (0.2, 4.0)}))
+    assert "the next, `b`, reaches 55%." in said
+    assert said.endswith(" For several tiers, `b` is better at saturation (100% against 75%).")
+    assert "better" not in advice(standings({"a": (2.0, 4.0), "b": (0.2, 4.0)}))
 
 
 def test_a_sentence_that_the_numbers_do_not_carry_is_refused(

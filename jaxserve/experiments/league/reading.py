@@ -28,11 +28,11 @@ def advice(standings: Standings) -> str:
     best, *others = standings.ranked(standings.points)
     following = next(name for name in others if _family(name) != _family(best))
     first = (
-        f"If you do not know your traffic, start with `--policy={best}`: over all workloads and "
-        f"loads it has {standings.share(best):.0%} of the best policy's goodput on average "
-        f"(`{following}`, which follows, {standings.share(following):.0%})"
+        f"If you do not know your traffic, start with `--policy={best}`. Averaged over all "
+        f"workloads and loads it reaches {standings.share(best):.0%} of the best policy's goodput; "
+        f"the next, `{following}`, reaches {standings.share(following):.0%}."
     )
-    better: dict[str, list[str]] = {}
+    better: dict[tuple[str, str], list[str]] = {}  # by the policy, and the kind of workloads
     for kind in kinds(standings):
         for load in standings.loads:
             points = standings.where(kind=kind, load=load)
@@ -41,10 +41,10 @@ def advice(standings: Standings) -> str:
             winner = standings.ranked(points)[0]
             share, mine = standings.share(winner, points), standings.share(best, points)
             if share - mine > EDGE:
-                where = f"{kind} {_at(load)} ({share:.0%} against {mine:.0%})"
-                better.setdefault(winner, []).append(where)
-    said = [f"`{name}` for {listed(where)}" for name, where in better.items()]
-    return f"{first}; take {listed(said)}." if said else f"{first}."
+                where = f"{_at(load)} ({share:.0%} against {mine:.0%})"
+                better.setdefault((winner, kind), []).append(where)
+    said = [f" For {kind}, `{n}` is better {listed(where)}." for (n, kind), where in better.items()]
+    return first + "".join(said)
 
 
 def _family(policy: str) -> str:
@@ -69,8 +69,8 @@ def by_load(s: Standings) -> tuple[bool, str]:
     }
     return count["below"] > 3 * count["above"], (
         f"Below saturation the choice matters less: {count['below']} of {len(s.entrants)} policies "
-        f"have at least {NEAR:.0%} of the best policy's goodput there on average. At it "
-        f"{_number(count['at'])}, above it {_number(count['above'])}."
+        f"average at least {NEAR:.0%} of the best policy's goodput. At saturation "
+        f"{count['at']} {_does(count['at'])}, above it {count['above']}."
     )
 
 
@@ -79,10 +79,9 @@ def in_order_of_arrival(s: Standings) -> tuple[bool, str]:
     above = s.where(load="above")
     fcfs, lots, short = (s.share(name, above) for name in ("sarathi", "random", "rank_i"))
     return min(lots, short) > fcfs + CLEAR, (
-        "Above saturation first come, first served is the wrong order. The queue only grows, and "
-        f"served in order of arrival everybody is late: `sarathi` keeps {fcfs:.0%} of the best "
-        f"goodput, the same with short prompts first (`rank_i`) {short:.0%}, and even the same by "
-        f"lot (`random`) {lots:.0%}."
+        "Above saturation, first come, first served makes everybody late, since the queue only "
+        f"grows: `sarathi` keeps {fcfs:.0%} of the best goodput. With short prompts first "
+        f"(`rank_i`) it would be {short:.0%}, and even in random order (`random`) {lots:.0%}."
     )
 
 
@@ -93,8 +92,8 @@ def last_in_order(s: Standings) -> tuple[bool, str]:
     longest = {name: max(s.numbers(name, points, "longest_wait")) for name in names}
     said = [f"`{n}` {s.share(n, points):.0%} and {longest[n]:.0f} s" for n in names]
     return longest["rank_i"] > longest["sarathi"], (
-        "Whoever is last in another order pays for it. In an overload of ten minutes that ends, "
-        f"share of the best goodput and the longest wait for a token: {listed(said)}."
+        "Any other order has its losers. Share of the best goodput, and the longest wait for a "
+        f"token, in an overload of ten minutes that ends: {listed(said)}."
     )
 
 
@@ -103,27 +102,28 @@ def mixed_batches(s: Standings) -> tuple[bool, str]:
     pure, mixed = s.share("vllm"), s.share("vllm_hy")
     slow = {name: s.typical(name, s.where(load="at"), "tbt_p99") or 0.0 for name in ("vllm", "edf")}
     return mixed > pure + EDGE and slow["vllm"] > 2 * slow["edf"], (
-        f"Batches of nothing but prompts cost: `vllm` keeps {pure:.0%}, and with decodes beside "
-        f"its prompts (`vllm_hy`) {mixed:.0%}. While a batch of prompts runs, everybody who "
-        f"decodes waits: at saturation the P99 of the times between tokens is {slow['vllm']:.2f} s "
-        f"with `vllm` (median), {slow['edf']:.2f} s with the chunks of `edf`."
+        f"Prefill-only batches are costly: `vllm` keeps {pure:.0%}, with decodes beside its "
+        f"prompts (`vllm_hy`) {mixed:.0%}. All decodes wait for such a batch: at saturation the "
+        f"P99 of times between tokens is {slow['vllm']:.2f} s under `vllm` (median of points) and "
+        f"{slow['edf']:.2f} s with the chunks of `edf`."
     )
 
 
 def chunks(s: Standings) -> tuple[bool, str]:
     """A small P keeps TBT, and costs TTFT."""
-    lead: dict[str, float] = {}
+    lead: dict[str, dict[str, float]] = {}
     for system, workload in s.found.saturations:
         points = [p for p in s.where(system=system, workload=workload) if p.load in ("at", "above")]
         gain = s.share("sarathi", points) - s.share("sarathi_pc", points)
-        lead[f"{workload} on {SYSTEMS[system].partition(' on ')[0]}"] = gain
-    small = listed([name for name, gain in lead.items() if gain > CLEAR])
-    large = listed([name for name, gain in lead.items() if gain < -CLEAR])
+        model = SYSTEMS[system].partition(" on ")[0]
+        lead.setdefault(model, {})[workload] = gain
+    small = _by_model(lead, lambda gain: gain > CLEAR)
+    large = _by_model(lead, lambda gain: gain < -CLEAR)
     return bool(small and large), (
-        "Chunks of 512 tokens are a matter of targets. Where a batch full of prompts takes longer "
-        "than tokens may be apart, `sarathi` is far ahead of `sarathi_pc`, whose chunks fill the "
-        f"batch: {small}. Elsewhere small chunks only make first tokens later, and at and above "
-        f"saturation it is far behind: {large}."
+        "Whether chunks of 512 tokens pay depends on the targets. Where a batch full of prompt "
+        "tokens takes longer than the TBT target, `sarathi` is far ahead of `sarathi_pc`, whose "
+        f"chunks fill the batch: {small}. Elsewhere small chunks only delay first tokens, and at "
+        f"and above saturation it is far behind: {large}."
     )
 
 
@@ -135,8 +135,8 @@ def tiers(s: Standings) -> tuple[bool, str]:
     text = ", ".join(f"`{name}` {share:.0%}" for name, share in shares.items())
     best = shares[order[0]]
     return min(best, shares["priority"]) > shares["sarathi"] + CLEAR, (
-        f"With several tiers on one server, above saturation: {text} of the best goodput. Who "
-        "knows that some may wait lets them; who does not has everybody late."
+        f"Several tiers on one server, above saturation, share of the best goodput: {text}. "
+        "Policies that know who may wait let them wait; under the others everybody is late."
     )
 
 
@@ -145,9 +145,9 @@ def unmixed(s: Standings) -> tuple[bool, str]:
     last = s.ranked(s.points)[-2:]
     shares = [s.share(name) for name in last]
     return set(last) == {"orca", "sarathi_nohy"}, (
-        f"`{last[0]}` ({shares[0]:.0%}) and `{last[1]}` ({shares[1]:.0%}) are never the choice. "
-        "`orca` reserves room for all that a request might write, so that a handful fills the "
-        "cache, and `sarathi_nohy` starts no prompt while anybody decodes."
+        f"`{last[0]}` ({shares[0]:.0%}) and `{last[1]}` ({shares[1]:.0%}) are always wrong. "
+        "`orca` reserves memory for the longest possible output, so a handful of requests fills "
+        "the cache; `sarathi_nohy` starts no prompt while anybody decodes."
     )
 
 
@@ -161,8 +161,8 @@ def hybrid(s: Standings) -> tuple[bool, str]:
     )
     return with_hidden > without and same, (
         f"Hidden caches bring `aptserve` from {without:.0%} to {with_hidden:.0%} on OPT-13B, at "
-        "and above saturation. Llama-3 has few heads of keys and values, which are no larger than "
-        "hidden vectors: nothing changes there."
+        "and above saturation. On Llama-3 they change nothing: with grouped queries, keys and "
+        "values are no larger than hidden vectors."
     )
 
 
@@ -179,9 +179,9 @@ def optimum(s: Standings) -> tuple[bool, str]:
     near, far = min(gaps, key=lambda n: gaps[n]), max(gaps, key=lambda n: gaps[n])
     proven = sum(cut.optimum.proven for cut in s.found.cuts.values())
     return gaps[near] >= 0, (
-        f"Six requests of a workload, whose best schedule can be found ({proven} of "
-        f"{len(s.found.cuts)} proven): policies take {gaps[near]:.0%} (`{near}`) to "
-        f"{gaps[far]:.0%} (`{far}`) longer than it, `sarathi` {gaps['sarathi']:.0%}."
+        f"For six requests of a workload the best schedule can be found ({proven} of "
+        f"{len(s.found.cuts)} proven). Policies take {gaps[near]:.0%} (`{near}`) to "
+        f"{gaps[far]:.0%} (`{far}`) longer, `sarathi` {gaps['sarathi']:.0%}."
     )
 
 
@@ -192,8 +192,8 @@ def plans(s: Standings) -> tuple[bool, str]:
     quick = len(s.entrants) - len(slow)
     names = listed([f"`{name}` {s.found.plans[name][size]:.1f} ms" for name in slow])
     return quick >= len(s.entrants) // 2, (
-        f"A plan for {size:,} requests takes {quick} of {len(s.entrants)} policies less than "
-        f"{PLAN_MS:g} ms" + (f"; longer: {names}." if slow else ".")
+        f"{quick} of {len(s.entrants)} policies plan a step of {size:,} requests within "
+        f"{PLAN_MS:g} ms" + (f"; not {names}." if slow else ".")
     )
 
 
@@ -204,8 +204,8 @@ def waiting(s: Standings) -> tuple[bool, str]:
     longest = {n: max(s.numbers(n, points, "overtaken")) for n in names}
     said = [f"`{name}` {longest[name]:.0f} s" for name in names]
     return longest["sarathi"] < longest["random"], (
-        "The longest that a request waits while later ones of its own part of the workload are "
-        f"served, above saturation: {listed(said)}."
+        "The longest time that a request was overtaken by later ones of its own class, above "
+        f"saturation: {listed(said)}."
     )
 
 
@@ -219,8 +219,8 @@ def gaps(s: Standings) -> tuple[bool, str]:
     most = sorted(lost, key=lambda n: -lost[n])[:3]
     best = other.ranked(other.points)[0]
     return lost[most[0]] > 0, (
-        "A 99th percentile forgives one long pause in a hundred tokens. Where the longest time "
-        "between two tokens counts, too, the share of requests in time above saturation falls by "
+        "A 99th percentile forgives one long pause in a hundred tokens. If the longest gap counts, "
+        "too, attainment above saturation falls by "
         f"{listed([f'{lost[n]:.1f} points with `{n}`' for n in most])}; `{best}` is first then."
     )
 
@@ -247,5 +247,15 @@ def _at(load: str) -> str:
     return "in an overload that lasts" if load == LASTING else f"{load} saturation"
 
 
-def _number(count: int) -> str:
-    return {0: "none has", 1: "one has"}.get(count, f"{count} have")
+def _does(count: int) -> str:
+    return "does" if count == 1 else "do"
+
+
+def _by_model(lead: dict[str, dict[str, float]], chosen: Callable[[float], bool]) -> str:
+    """The workloads where the lead is as wanted, by model; empty where there are none."""
+    found = {
+        model: names
+        for model, gains in lead.items()
+        if (names := [name for name, gain in gains.items() if chosen(gain)])
+    }
+    return "; ".join(f"{listed(names)} on {model}" for model, names in found.items())
