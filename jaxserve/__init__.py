@@ -26,4 +26,11 @@ def __getattr__(name: str) -> object:
     """What people import from here, loaded when they do: jax takes seconds."""
     if name not in _OFFLINE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_OFFLINE[name]), name)
+    try:
+        return getattr(importlib.import_module(_OFFLINE[name]), name)
+    except ModuleNotFoundError as error:
+        from jaxserve.serving_stack import problem
+
+        if (text := problem(f"jaxserve.{name}", error)) is None:
+            raise
+        raise ImportError(text, name=error.name) from None

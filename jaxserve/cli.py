@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from jaxserve import __version__
 from jaxserve.command_line import run
+from jaxserve.serving_stack import problem
 
 COMMANDS = {
     "serve": ("jaxserve.serve", "main", "serve a model over gRPC and HTTP"),
@@ -49,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
         argv: its name and its arguments, without the program's name.
 
     Returns:
-        The exit code: the subcommand's, or 2 where there is none of that name.
+        The exit code: the subcommand's, 2 where there is none of that name, or 1 where it needs
+        more than is installed.
     """
     name = argv[0] if argv else "--help"
     if name in ("--help", "-h", "help"):
@@ -67,10 +69,16 @@ def main(argv: Sequence[str]) -> int:
     module, function, _ = COMMANDS[name]
     if name == "serve":
         gc.disable()  # until it serves: a seventh of a start would be spent looking for garbage
-    command = getattr(importlib.import_module(module), function)
-    if name != "serve":  # which loads and compiles before it has a use for ^C
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    return int(command(argv[1:]))
+    try:
+        command = getattr(importlib.import_module(module), function)
+        if name != "serve":  # which loads and compiles before it has a use for ^C
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return int(command(argv[1:]))
+    except ModuleNotFoundError as error:
+        if (text := problem(f"jaxserve {name}", error)) is None:
+            raise
+        print(text, file=sys.stderr)
+        return 1
 
 
 def _help_text() -> str:

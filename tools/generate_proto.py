@@ -1,4 +1,4 @@
-"""Writes the Python code of proto/jaxserve/v1/; `make proto` calls it.
+"""Writes the Python code of proto/jaxserve_v1/; `make proto` calls it.
 
     pip install grpcio-tools==1.80.0
     python -m tools.generate_proto [OUT_DIR]
@@ -19,7 +19,7 @@ from pathlib import Path
 OLDEST_TOOLS = "1.80.0"
 OUT_DIR = Path(__file__).resolve().parents[1] / "jaxserve" / "server" / "proto"
 PROTO_DIR = Path(__file__).resolve().parents[1] / "proto"
-PROTO_FILES = ("jaxserve/v1/batches.proto", "jaxserve/v1/generation.proto")
+PROTO_FILES = ("jaxserve_v1/batches.proto", "jaxserve_v1/generation.proto")
 PACKAGE = "jaxserve.server.proto"
 
 
@@ -46,7 +46,7 @@ def generate(out_dir: Path) -> list[Path]:
         ]
         if subprocess.run(command, check=False).returncode != 0:
             raise RuntimeError(f"protoc failed on {' or '.join(PROTO_FILES)}")
-        for source in sorted((Path(scratch) / "jaxserve" / "v1").iterdir()):
+        for source in sorted((Path(scratch) / "jaxserve_v1").iterdir()):
             target = out_dir / source.name
             target.write_text(_in_package(source.read_text()))
             written.append(target)
@@ -55,8 +55,8 @@ def generate(out_dir: Path) -> list[Path]:
 
 def _in_package(text: str) -> str:
     """protoc names modules after the proto's own path; ours live in `PACKAGE`."""
-    text = text.replace("from jaxserve.v1 import", f"from {PACKAGE} import")
-    return re.sub(r"'jaxserve\.v1\.(\w+_pb2)'", rf"'{PACKAGE}.\1'", text)
+    text = text.replace("from jaxserve_v1 import", f"from {PACKAGE} import")
+    return re.sub(r"'jaxserve_v1\.(\w+_pb2)'", rf"'{PACKAGE}.\1'", text)
 
 
 def main() -> int:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc
-import numpy as np
 
 from jaxserve.client.connection import Tls, key_metadata, open_channel
 from jaxserve.client.errors import explained
@@ -67,13 +66,13 @@ class Embedding:
     """The vector of an input.
 
     Attributes:
-        embedding: the vector, of float32.
+        embedding: the vector, numbers of float32.
         usage: token counts; the one output token is what a vector counts as.
         timings: milliseconds.
         slo: whether the call's targets were met for it; None if it had none.
     """
 
-    embedding: np.ndarray
+    embedding: list[float]
     usage: pb.Usage
     timings: pb.Timings
     slo: pb.SloVerdict | None
@@ -82,8 +81,7 @@ class Embedding:
     def from_message(cls, message: pb.Embedding) -> Embedding:
         """Of an input of Embed."""
         slo = message.slo if message.HasField("slo") else None
-        values = np.array(message.values, np.float32)
-        return cls(values, message.usage, message.timings, slo)
+        return cls(list(message.values), message.usage, message.timings, slo)
 
 
 T = TypeVar("T")

@@ -1,1 +1,1 @@
-"""Generated from proto/jaxserve/v1/generation.proto by tools/generate_proto.py."""
+"""Generated from proto/jaxserve_v1/generation.proto by tools/generate_proto.py."""

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from jaxserve.server.proto import batches_pb2 as jaxserve_dot_v1_dot_batches__pb2
+from jaxserve.server.proto import batches_pb2 as jaxserve__v1_dot_batches__pb2
 
 GRPC_GENERATED_VERSION = '1.80.0'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in jaxserve/v1/batches_pb2_grpc.py depends on'
+        + ' but the generated code in jaxserve_v1/batches_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -40,23 +40,23 @@ class BatchesStub(object):
         """
         self.SubmitBatch = channel.unary_unary(
                 '/jaxserve.v1.Batches/SubmitBatch',
-                request_serializer=jaxserve_dot_v1_dot_batches__pb2.SubmitBatchRequest.SerializeToString,
-                response_deserializer=jaxserve_dot_v1_dot_batches__pb2.SubmitBatchResponse.FromString,
+                request_serializer=jaxserve__v1_dot_batches__pb2.SubmitBatchRequest.SerializeToString,
+                response_deserializer=jaxserve__v1_dot_batches__pb2.SubmitBatchResponse.FromString,
                 _registered_method=True)
         self.GetBatch = channel.unary_stream(
                 '/jaxserve.v1.Batches/GetBatch',
-                request_serializer=jaxserve_dot_v1_dot_batches__pb2.GetBatchRequest.SerializeToString,
-                response_deserializer=jaxserve_dot_v1_dot_batches__pb2.GetBatchResponse.FromString,
+                request_serializer=jaxserve__v1_dot_batches__pb2.GetBatchRequest.SerializeToString,
+                response_deserializer=jaxserve__v1_dot_batches__pb2.GetBatchResponse.FromString,
                 _registered_method=True)
         self.CancelBatch = channel.unary_unary(
                 '/jaxserve.v1.Batches/CancelBatch',
-                request_serializer=jaxserve_dot_v1_dot_batches__pb2.CancelBatchRequest.SerializeToString,
-                response_deserializer=jaxserve_dot_v1_dot_batches__pb2.CancelBatchResponse.FromString,
+                request_serializer=jaxserve__v1_dot_batches__pb2.CancelBatchRequest.SerializeToString,
+                response_deserializer=jaxserve__v1_dot_batches__pb2.CancelBatchResponse.FromString,
                 _registered_method=True)
         self.DeleteBatch = channel.unary_unary(
                 '/jaxserve.v1.Batches/DeleteBatch',
-                request_serializer=jaxserve_dot_v1_dot_batches__pb2.DeleteBatchRequest.SerializeToString,
-                response_deserializer=jaxserve_dot_v1_dot_batches__pb2.DeleteBatchResponse.FromString,
+                request_serializer=jaxserve__v1_dot_batches__pb2.DeleteBatchRequest.SerializeToString,
+                response_deserializer=jaxserve__v1_dot_batches__pb2.DeleteBatchResponse.FromString,
                 _registered_method=True)
 
 
@@ -109,23 +109,23 @@ def add_BatchesServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'SubmitBatch': grpc.unary_unary_rpc_method_handler(
                     servicer.SubmitBatch,
-                    request_deserializer=jaxserve_dot_v1_dot_batches__pb2.SubmitBatchRequest.FromString,
-                    response_serializer=jaxserve_dot_v1_dot_batches__pb2.SubmitBatchResponse.SerializeToString,
+                    request_deserializer=jaxserve__v1_dot_batches__pb2.SubmitBatchRequest.FromString,
+                    response_serializer=jaxserve__v1_dot_batches__pb2.SubmitBatchResponse.SerializeToString,
             ),
             'GetBatch': grpc.unary_stream_rpc_method_handler(
                     servicer.GetBatch,
-                    request_deserializer=jaxserve_dot_v1_dot_batches__pb2.GetBatchRequest.FromString,
-                    response_serializer=jaxserve_dot_v1_dot_batches__pb2.GetBatchResponse.SerializeToString,
+                    request_deserializer=jaxserve__v1_dot_batches__pb2.GetBatchRequest.FromString,
+                    response_serializer=jaxserve__v1_dot_batches__pb2.GetBatchResponse.SerializeToString,
             ),
             'CancelBatch': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelBatch,
-                    request_deserializer=jaxserve_dot_v1_dot_batches__pb2.CancelBatchRequest.FromString,
-                    response_serializer=jaxserve_dot_v1_dot_batches__pb2.CancelBatchResponse.SerializeToString,
+                    request_deserializer=jaxserve__v1_dot_batches__pb2.CancelBatchRequest.FromString,
+                    response_serializer=jaxserve__v1_dot_batches__pb2.CancelBatchResponse.SerializeToString,
             ),
             'DeleteBatch': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteBatch,
-                    request_deserializer=jaxserve_dot_v1_dot_batches__pb2.DeleteBatchRequest.FromString,
-                    response_serializer=jaxserve_dot_v1_dot_batches__pb2.DeleteBatchResponse.SerializeToString,
+                    request_deserializer=jaxserve__v1_dot_batches__pb2.DeleteBatchRequest.FromString,
+                    response_serializer=jaxserve__v1_dot_batches__pb2.DeleteBatchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -157,8 +157,8 @@ class Batches(object):
             request,
             target,
             '/jaxserve.v1.Batches/SubmitBatch',
-            jaxserve_dot_v1_dot_batches__pb2.SubmitBatchRequest.SerializeToString,
-            jaxserve_dot_v1_dot_batches__pb2.SubmitBatchResponse.FromString,
+            jaxserve__v1_dot_batches__pb2.SubmitBatchRequest.SerializeToString,
+            jaxserve__v1_dot_batches__pb2.SubmitBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -184,8 +184,8 @@ class Batches(object):
             request,
             target,
             '/jaxserve.v1.Batches/GetBatch',
-            jaxserve_dot_v1_dot_batches__pb2.GetBatchRequest.SerializeToString,
-            jaxserve_dot_v1_dot_batches__pb2.GetBatchResponse.FromString,
+            jaxserve__v1_dot_batches__pb2.GetBatchRequest.SerializeToString,
+            jaxserve__v1_dot_batches__pb2.GetBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -211,8 +211,8 @@ class Batches(object):
             request,
             target,
             '/jaxserve.v1.Batches/CancelBatch',
-            jaxserve_dot_v1_dot_batches__pb2.CancelBatchRequest.SerializeToString,
-            jaxserve_dot_v1_dot_batches__pb2.CancelBatchResponse.FromString,
+            jaxserve__v1_dot_batches__pb2.CancelBatchRequest.SerializeToString,
+            jaxserve__v1_dot_batches__pb2.CancelBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -238,8 +238,8 @@ class Batches(object):
             request,
             target,
             '/jaxserve.v1.Batches/DeleteBatch',
-            jaxserve_dot_v1_dot_batches__pb2.DeleteBatchRequest.SerializeToString,
-            jaxserve_dot_v1_dot_batches__pb2.DeleteBatchResponse.FromString,
+            jaxserve__v1_dot_batches__pb2.DeleteBatchRequest.SerializeToString,
+            jaxserve__v1_dot_batches__pb2.DeleteBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from jaxserve.server.proto import generation_pb2 as jaxserve_dot_v1_dot_generation__pb2
+from jaxserve.server.proto import generation_pb2 as jaxserve__v1_dot_generation__pb2
 
 GRPC_GENERATED_VERSION = '1.80.0'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in jaxserve/v1/generation_pb2_grpc.py depends on'
+        + ' but the generated code in jaxserve_v1/generation_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,23 +36,23 @@ class GenerationStub(object):
         """
         self.Generate = channel.unary_stream(
                 '/jaxserve.v1.Generation/Generate',
-                request_serializer=jaxserve_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=jaxserve_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+                request_serializer=jaxserve__v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=jaxserve__v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.Embed = channel.unary_stream(
                 '/jaxserve.v1.Generation/Embed',
-                request_serializer=jaxserve_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
-                response_deserializer=jaxserve_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
+                request_serializer=jaxserve__v1_dot_generation__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=jaxserve__v1_dot_generation__pb2.EmbedResponse.FromString,
                 _registered_method=True)
         self.Score = channel.unary_unary(
                 '/jaxserve.v1.Generation/Score',
-                request_serializer=jaxserve_dot_v1_dot_generation__pb2.ScoreRequest.SerializeToString,
-                response_deserializer=jaxserve_dot_v1_dot_generation__pb2.ScoreResponse.FromString,
+                request_serializer=jaxserve__v1_dot_generation__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=jaxserve__v1_dot_generation__pb2.ScoreResponse.FromString,
                 _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/jaxserve.v1.Generation/GetServerInfo',
-                request_serializer=jaxserve_dot_v1_dot_generation__pb2.GetServerInfoRequest.SerializeToString,
-                response_deserializer=jaxserve_dot_v1_dot_generation__pb2.GetServerInfoResponse.FromString,
+                request_serializer=jaxserve__v1_dot_generation__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=jaxserve__v1_dot_generation__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
 
 
@@ -100,23 +100,23 @@ def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=jaxserve_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
-                    response_serializer=jaxserve_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=jaxserve__v1_dot_generation__pb2.GenerateRequest.FromString,
+                    response_serializer=jaxserve__v1_dot_generation__pb2.GenerateResponse.SerializeToString,
             ),
             'Embed': grpc.unary_stream_rpc_method_handler(
                     servicer.Embed,
-                    request_deserializer=jaxserve_dot_v1_dot_generation__pb2.EmbedRequest.FromString,
-                    response_serializer=jaxserve_dot_v1_dot_generation__pb2.EmbedResponse.SerializeToString,
+                    request_deserializer=jaxserve__v1_dot_generation__pb2.EmbedRequest.FromString,
+                    response_serializer=jaxserve__v1_dot_generation__pb2.EmbedResponse.SerializeToString,
             ),
             'Score': grpc.unary_unary_rpc_method_handler(
                     servicer.Score,
-                    request_deserializer=jaxserve_dot_v1_dot_generation__pb2.ScoreRequest.FromString,
-                    response_serializer=jaxserve_dot_v1_dot_generation__pb2.ScoreResponse.SerializeToString,
+                    request_deserializer=jaxserve__v1_dot_generation__pb2.ScoreRequest.FromString,
+                    response_serializer=jaxserve__v1_dot_generation__pb2.ScoreResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
-                    request_deserializer=jaxserve_dot_v1_dot_generation__pb2.GetServerInfoRequest.FromString,
-                    response_serializer=jaxserve_dot_v1_dot_generation__pb2.GetServerInfoResponse.SerializeToString,
+                    request_deserializer=jaxserve__v1_dot_generation__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=jaxserve__v1_dot_generation__pb2.GetServerInfoResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -144,8 +144,8 @@ class Generation(object):
             request,
             target,
             '/jaxserve.v1.Generation/Generate',
-            jaxserve_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
-            jaxserve_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+            jaxserve__v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+            jaxserve__v1_dot_generation__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -171,8 +171,8 @@ class Generation(object):
             request,
             target,
             '/jaxserve.v1.Generation/Embed',
-            jaxserve_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
-            jaxserve_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
+            jaxserve__v1_dot_generation__pb2.EmbedRequest.SerializeToString,
+            jaxserve__v1_dot_generation__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -198,8 +198,8 @@ class Generation(object):
             request,
             target,
             '/jaxserve.v1.Generation/Score',
-            jaxserve_dot_v1_dot_generation__pb2.ScoreRequest.SerializeToString,
-            jaxserve_dot_v1_dot_generation__pb2.ScoreResponse.FromString,
+            jaxserve__v1_dot_generation__pb2.ScoreRequest.SerializeToString,
+            jaxserve__v1_dot_generation__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -225,8 +225,8 @@ class Generation(object):
             request,
             target,
             '/jaxserve.v1.Generation/GetServerInfo',
-            jaxserve_dot_v1_dot_generation__pb2.GetServerInfoRequest.SerializeToString,
-            jaxserve_dot_v1_dot_generation__pb2.GetServerInfoResponse.FromString,
+            jaxserve__v1_dot_generation__pb2.GetServerInfoRequest.SerializeToString,
+            jaxserve__v1_dot_generation__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
