@@ -274,8 +274,8 @@ class ServedModelConfig:
             the output table become int8. Empty: as the checkpoint has them. none: those of a GGUF
             file are made wide.
         generation_config: What temperature, top_k, top_p, min_p and repetition_penalty of requests
-            that do not say are: auto: what generation_config.json says, or a GGUF file; none:
-            jaxserve's own defaults.
+            that do not say are: auto: what generation_config.json says, or a GGUF file, or
+            smollm2's card; none: jaxserve's own defaults.
         seed: Seed of random weights.
         name: What GetServerInfo and the metrics call it; empty: from path or preset.
     """

@@ -13,6 +13,7 @@ import numpy as np
 from jaxserve.gguf.architectures import ARCHITECTURES
 from jaxserve.gguf.header import Header
 from jaxserve.gguf.tokenizer import end_ids, special_ids
+from jaxserve.gguf.wheels import card_sampling
 from jaxserve.models import hf as fields
 
 log = logging.getLogger(__name__)
@@ -134,9 +135,11 @@ def config_json(header: Header) -> dict[str, Any]:
 
 
 def generation_config_json(header: Header) -> dict[str, Any]:
-    """What generation_config.json of the same model says of sampling."""
+    """What generation_config.json of the same model says of sampling; where the file says nothing,
+    the card of a model that a wheel has."""
     given = {name: header.metadata.get(key) for name, key in _SAMPLING.items()}
-    return {name: value for name, value in given.items() if value is not None}
+    found = {name: value for name, value in given.items() if value is not None}
+    return found or dict(card_sampling(header.path))
 
 
 def in_its_terms(header: Header, problem: str) -> str:

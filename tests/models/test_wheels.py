@@ -18,6 +18,7 @@ from jaxserve.configs import base
 from jaxserve.gguf import wheels
 from jaxserve.gguf.wheels import Wheel, fetch, is_wheel
 from jaxserve.server.startup.launch import find_checkpoint, with_model
+from jaxserve.weights import load_sampling_defaults
 from tests.models.fixtures import hf_config
 from tests.models.gguf_files import write_reference
 
@@ -108,5 +109,26 @@ def test_it_is_served_by_its_name(
     assert (found.model.name, Path(found.model.path).name) == ("box", "box.gguf")
     assert convert.main(["box", str(tmp_path / "made")]) == 0
     assert (tmp_path / "made" / "tokenizer.json").is_file()
+    assert not (tmp_path / "made" / "generation_config.json").exists()
     (tmp_path / "box").mkdir()  # a folder of that name goes first
     assert not is_wheel("box")
+
+
+def test_it_is_sampled_by_its_card_where_its_file_says_nothing(
+    asked: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = {"temperature": 0.2, "top_p": 0.9}
+    known = {"box": wheels.WHEELS["box"]._replace(sampling=sampling)}
+    monkeypatch.setattr(wheels, "WHEELS", known)
+    path = fetch("box")
+    assert load_sampling_defaults(path) == sampling
+    assert load_sampling_defaults(tmp_path / "made.gguf") == {}  # the same file, from elsewhere
+    assert convert.main([str(path), str(tmp_path / "made")]) == 0
+    assert load_sampling_defaults(tmp_path / "made") == sampling
+    write_reference(path, hf_config("llama2"), general__sampling__temp=0.5)
+    assert load_sampling_defaults(path) == {"temperature": 0.5}
+
+
+def test_smollm2_is_sampled_by_its_card() -> None:
+    """What its authors' example gives; at 1, over all tokens, 4 bits write nonsense."""
+    assert wheels.WHEELS["smollm2"].sampling == {"temperature": 0.2, "top_p": 0.9}

@@ -4,6 +4,8 @@ come; what a request says wins."""
 from __future__ import annotations
 
 import dataclasses
+import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.client import Client, make_line
+from jaxserve.client import chat as chat_command
+from jaxserve.client import cli as commands
 from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.server import Server
 from jaxserve.server.startup import launch
-from tests.server.fake_engine import INFO, FakeEngine
+from tests.server.fake_engine import INFO, PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS
 from tests.server.http.openai.test_batches import line, upload
 
@@ -118,6 +122,38 @@ def test_llm(engine: FakeEngine) -> None:
         llm.chat(CHAT, progress=False)
         llm.generate("a", SamplingParams(max_tokens=1), progress=False)
     assert sampled(engine) == [expected(engine, SAID)] * 3 + [SAID]
+
+
+@pytest.mark.promise(35)
+def test_commands(server: Server, engine: FakeEngine, tmp_path: Path) -> None:
+    """They send what they are told, and no more."""
+    grpc, http = f"--address={server.address}", f"--address={server.http_address}"
+    said = [f"--{name}={value}" for name, value in SAID.items()]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text('{"prompt": "a"}\n')
+    for more in ([], said):
+        assert commands.complete(["a", grpc, *more]) == 0
+        assert commands.complete([f"--file={prompts}", grpc, *more]) == 0
+        out = f"--out={tmp_path / f'results-{len(more)}.jsonl'}"
+        assert commands.batch([str(prompts), grpc, out, *more]) == 0
+    assert sampled(engine) == [expected(engine, SAID)] * 3 + [SAID] * 3
+    assert chat_command.main(["a", http]) == 0
+    assert chat_command.main(["a", http, "--temperature=0", "--top_p=1"]) == 0
+    greedy = {"temperature": 0.0, "top_p": 1.0}
+    assert sampled(engine)[6:] == [expected(engine, NONE), expected(engine, NONE) | greedy]
+
+
+def test_the_server_tells_them(server: Server, engine: FakeEngine) -> None:
+    with Client(server.address) as client:
+        assert dict(client.info().sampling_defaults) == engine.served.sampling_defaults
+    told = [json.loads(_get(server, path)) for path in ("/v1/models/fake", "/console/info")]
+    assert [each["sampling_defaults"] for each in told] == [engine.served.sampling_defaults] * 2
+
+
+def _get(server: Server, path: str) -> bytes:
+    with urllib.request.urlopen(f"http://{server.http_address}{path}", timeout=PATIENCE) as answer:
+        found: bytes = answer.read()
+    return found
 
 
 def test_the_start_shows_them(server: Server, engine: FakeEngine) -> None:

@@ -118,7 +118,8 @@ def _add_models(app: FastAPI, context: RouteContext) -> None:
         found = [{"id": info.model, **usual, "root": info.model, "parent": None}]
         for one in context.requests.adapters(record_of(http).caller):
             found.append({"id": one.name, **usual, "root": one.path, "parent": info.model})
-        return [{**each, "max_model_len": limit} for each in found]
+        more = {"max_model_len": limit, "sampling_defaults": dict(info.sampling_defaults)}
+        return [{**each, **more} for each in found]
 
     @app.get("/v1/models")
     async def models(http: Request) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def add_console(app: FastAPI, context: RouteContext, feed: LiveFeed) -> None:
         found = context.requests.info()
         told = {name: getattr(found, name) for name in ("model", "policy", "device", "block_size")}
         told |= {"version": __version__, "slo_classes": list(context.requests.slo_classes)}
+        told["sampling_defaults"] = dict(found.sampling_defaults)
         return {**told, "chat": context.template.own}
 
     events = Events(context.requests, feed)

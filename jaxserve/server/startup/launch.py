@@ -254,10 +254,7 @@ def _sampling_defaults(info: EngineInfo) -> list[str]:
     if not info.sampling_defaults:
         return []
     told = ", ".join(f"{name} {value:g}" for name, value in info.sampling_defaults.items())
-    return [
-        f"  sampling {told}, where a request does not say, by the checkpoint's generation_config "
-        "(model.generation_config=none: not)"
-    ]
+    return [f"  sampling {told}, where a request does not say (none: model.generation_config=none)"]
 
 
 def _hidden_caches(info: EngineInfo) -> str:

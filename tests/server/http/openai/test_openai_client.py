@@ -24,7 +24,8 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert model.id == INFO.model
     assert client.models.retrieve(INFO.model).id == INFO.model
     vllms = {"root": INFO.model, "parent": None, "max_model_len": INFO.max_model_len}
-    assert model.model_extra == vllms
+    ours = {"sampling_defaults": {}}
+    assert model.model_extra == vllms | ours
 
 
 def test_a_completion_is_what_grpc_says(
