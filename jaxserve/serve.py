@@ -22,6 +22,7 @@ from jaxserve.hosts.rank import GroupError, find_rank
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.batches.options import open_batches
 from jaxserve.server.http.options import http_settings
+from jaxserve.server.requests.options import server_options
 from jaxserve.server.startup import launch
 from jaxserve.server.startup.process import announce, complain, run_server
 from jaxserve.server.telemetry.logs import log_to_stderr
@@ -64,6 +65,7 @@ def main(argv: Sequence[str], name: str = "jaxserve serve") -> int:
             return 0
         launch.check_ports(config.server)
         http, access = http_settings(config), access_settings(config.server)
+        options = server_options(config)
         with (
             open_batches(config.server, config.scheduler) as batches,
             open_traces(config.telemetry.otlp_endpoint, lambda: engine.info().model) as traces,
@@ -79,7 +81,7 @@ def main(argv: Sequence[str], name: str = "jaxserve serve") -> int:
                 chats = http is not None and http.template.own
                 announce(launch.ready_text(engine.info(), server, seconds, chats=chats), form)
 
-            code = run_server(engine, config, on_ready, batches, http, access, traces)
+            code = run_server(engine, config, options, on_ready, batches, http, access, traces)
         if code and rank is not None:
             end_process(code)  # the other hosts have ended: JAX would wait for them
         return code

@@ -1,5 +1,5 @@
 """Whether what a flag names can be written, asked before the work whose result goes there; and
-files that are written whole or not at all."""
+files that are written whole or not at all, and folders that are made and may have to go."""
 
 from __future__ import annotations
 
@@ -31,6 +31,18 @@ def check_folder(flag: str, path: Path) -> None:
         raise ValueError(f"--{flag}: {there} is not a folder")
     if not os.access(there, os.W_OK):
         raise ValueError(f"--{flag}: {there} cannot be written to")
+
+
+def missing_folders(path: Path) -> list[Path]:
+    """A folder and those above it that are not there, the deepest first: what making it makes."""
+    return [each for each in (path, *path.absolute().parents) if not each.exists()]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Removes folders, the deepest first, up to one that is not empty."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def replace_file(path: Path, pieces: Iterable[bytes]) -> None:

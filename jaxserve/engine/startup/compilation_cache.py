@@ -6,15 +6,20 @@ would be compiled again at every start. Checksums beside the entries tell which 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import shutil
 import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from jaxserve.writable import missing_folders, remove_empty
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +51,21 @@ def use(directory: str) -> str:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return directory
+
+
+@contextlib.contextmanager
+def gone_if_refused(directory: str) -> Iterator[None]:
+    """The directory, if it is made within, goes again where what cannot be served ends that. It
+    stays after ^C, for the next start. directory: "" for none."""
+    path = Path(os.path.expanduser(directory))
+    made = missing_folders(path) if directory else []
+    try:
+        yield
+    except Exception:
+        if made:
+            shutil.rmtree(path, ignore_errors=True)
+            remove_empty(made[1:])
+        raise
 
 
 def remove_damaged(path: Path) -> int:

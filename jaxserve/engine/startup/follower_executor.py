@@ -40,7 +40,8 @@ def follow_leader(config: Config, rank: Rank, on_ready: Callable[[], None]) -> N
     """Serves with the other hosts until the leader ends. config: as the leader's. on_ready: called
     once this host serves. Raises ConfigError and GroupError. If the leader is lost, the process
     ends with exit code 1."""
-    with config_errors():
+    kept = config.engine.compilation_cache_dir
+    with config_errors(), compilation_cache.gone_if_refused(kept):
         link, address = join_group(rank, host_profile(config, rank))
         try:
             start_jax(rank, address)

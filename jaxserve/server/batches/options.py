@@ -12,6 +12,7 @@ from jaxserve.config import AUTO, ConfigError, SchedulerConfig, ServerConfig
 from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.batches.directory import OTHER_DIRECTORIES, NotWritable
 from jaxserve.server.batches.journal import Journal
+from jaxserve.writable import missing_folders, remove_empty
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def open_batches(
         yield None
         return
     half = max(scheduler.max_queue // 2, 1)
-    made = [each for each in (directory, *directory.absolute().parents) if not each.exists()]
+    made = missing_folders(directory)
     try:
         journal = Journal(directory, max_bytes=int(server.batch_gib * 2**30))
     except NotWritable as error:
@@ -69,8 +70,7 @@ def open_batches(
         if made:
             with contextlib.suppress(OSError, sqlite3.Error):  # it is why it fails that is told
                 journal.close_unused()
-                for folder in made:
-                    folder.rmdir()
+                remove_empty(made)
         raise
     finally:
         journal.close()

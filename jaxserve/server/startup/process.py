@@ -21,7 +21,7 @@ from jaxserve.server.open_files import raise_limit
 from jaxserve.server.requests.addresses import reached
 from jaxserve.server.requests.call_outcome import Sink
 from jaxserve.server.requests.engine_client import EngineClient
-from jaxserve.server.requests.options import server_options
+from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.server import Server
 
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 def run_server(
     engine: EngineClient,
     config: Config,
+    options: ServerOptions,
     on_ready: Callable[[Server], None] | None = None,
     batches: BatchSettings | None = None,
     http: HttpSettings | None = None,
@@ -47,6 +48,7 @@ def run_server(
     Args:
         engine: the engine, already started.
         config: the server's settings.
+        options: those for calls.
         on_ready: called once the server takes calls.
         batches: the batch journal; None takes no batches.
         http: the HTTP frontend; None is off.
@@ -64,7 +66,7 @@ def run_server(
         batches=batches,
         slo_classes=slo_classes(config.server.slo_classes),
         http=http,
-        options=server_options(config),
+        options=options,
         access=access,
         traces=traces,
     )
