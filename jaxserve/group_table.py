@@ -8,16 +8,16 @@ from typing import Any
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 
 HEADER = ("requests", "ended/s", "TTFT p50, p99, ms", "TBT p50, p99, ms", "e2e p50, p99, ms")
-SLO_HEADER = ("SLO", "with gap", "of TTFT", "of TBT", "of JCT", "of gap", "goodput/s")
+SLO_HEADER = ("SLO", "of TTFT", "of TBT", "of JCT", "of gap", "goodput/s")
 
 
 def group_lines(found: Mapping[str, Any], spread: Mapping[str, Any] | None = None) -> list[str]:
     """A line a tier and a class, under a header; none where there is only one of either.
 
     found: with `tiers` and `classes` as `metrics.split_metrics` has them. Attainment is a share of
-    the group's requests, goodput what attains its SLO a second. A gap is the longest time between
-    two tokens, which counts `with gap` only (`sched/slo/metrics.py`). spread: half the width of
-    each number's interval, nested like found, None for a number without.
+    the group's requests, goodput what attains its SLO a second, by a server's verdict. The gap is
+    the longest time between two tokens. spread: half the width of each number's interval, nested
+    like found, None for a number without.
     """
     rows = []
     for kind, key in (("tier", "tiers"), ("class", "classes")):
@@ -60,7 +60,7 @@ def _cells(group: Mapping[str, Any], spread: Mapping[str, Any] | None) -> list[s
     if slo is None:
         return cells + ["-"] * len(SLO_HEADER)
     single = (f"{name}_attainment" for name in ALL_TARGETS)
-    names = ("attainment", "attainment_with_gap", *single)
+    names = ("attainment", *single)
     cells += [_cell("{:.1%}", slo, around, name) for name in names]
     return [*cells, _cell("{:.2f}", slo, around, "goodput_per_s")]
 

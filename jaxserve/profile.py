@@ -1,6 +1,6 @@
 """Measures the engine's steps on the device there is, and fits a cost model to them.
 
-    jaxserve profile --config=configs/tiny_cpu.py --out=tiny.json
+    jaxserve profile --config=tiny_cpu --out=tiny.json
     jaxserve simulate --system=tiny.json --workload=sharegpt --rate=2
 
 The engine and its flags are those of serve.py. What is written is a system for the simulator, with

@@ -61,6 +61,18 @@ class Tier(enum.IntEnum):
     BEST_EFFORT = 1
 
 
+class Rule(enum.Enum):
+    """Which of its own targets a request must be within to attain its SLO.
+
+    Both: TTFT, the 99th percentile of its TBTs (Apt-Serve section 1), and JCT (AccelGen section 2).
+    A server's verdict (`sched/slo/verdict.py`) has the longest of its TBTs within `max_tbt`, too,
+    so that no stream stands still.
+    """
+
+    SERVER = "by a server's verdict: the longest time between two tokens counts"
+    PAPERS = "by the papers' rule: the longest time between two tokens does not count"
+
+
 @dataclass(frozen=True)
 class SLO:
     """Latency targets of a request, in seconds (AccelGen section 2). None means no target.

@@ -94,11 +94,11 @@ def draw(axes: Axes, policy: str) -> None:
     for row, parts in boxes.items():
         for what, begin, end in parts:
             axes.barh(row, end - begin, 0.84, begin, color=COLOURS[what], lw=0)
-    met = result.met.slo_with_gap[there]
+    met = result.attained[there]
     axes.set(xlim=(0, SECONDS), ylim=(len(there) - 0.4, -0.6), yticks=range(len(there)))
     axes.set_yticklabels(["in time" if one else "missed" for one in met], fontsize=6)
     axes.set_title(
-        f"{policy}: {result.met.slo_with_gap.mean():.0%} of all {len(times)} requests in time",
+        f"{policy}: {result.attained.mean():.0%} of all {len(times)} requests in time",
         loc="left",
         fontsize=9,
     )

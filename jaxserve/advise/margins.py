@@ -10,7 +10,6 @@ import numpy as np
 from jaxserve.config import SchedulerConfig
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation.dispatch import has_form
-from jaxserve.simulate.runs import SLO_ATTAINMENT, SLO_GOODPUT
 from jaxserve.simulate.spread import half_width, mean
 from jaxserve.simulate.sweep import Point
 
@@ -68,7 +67,7 @@ def margin(one: Point, other: Point) -> Margin:
 def score(point: Point) -> tuple[float, float]:
     """Attainment, then goodput: the better policy has the larger."""
     found = point.mean
-    return found[SLO_ATTAINMENT], found[SLO_GOODPUT] or 0.0
+    return found["slo_attainment"], found["goodput_per_s"] or 0.0
 
 
 def plainness(name: str) -> tuple[bool, bool, int, str]:
@@ -80,8 +79,8 @@ def plainness(name: str) -> tuple[bool, bool, int, str]:
 
 def _numbers(point: Point, seed: int) -> dict[str, float]:
     found = point.numbers[seed if point.seed_matters else 0]
-    goodput = found[SLO_GOODPUT] or 0.0
-    return {"attainment": found[SLO_ATTAINMENT], "goodput": goodput}
+    goodput = found["goodput_per_s"] or 0.0
+    return {"attainment": found["slo_attainment"], "goodput": goodput}
 
 
 def _over_requests(one: Point, other: Point) -> float | None:

@@ -9,8 +9,8 @@ from jaxserve.advise.margins import DEFAULT, Margin, margin, score
 from jaxserve.advise.rounds import Advice, equals
 from jaxserve.config import CacheConfig
 from jaxserve.group_table import aligned
+from jaxserve.sched.request import Rule
 from jaxserve.sched.simulation.simulator import MAX_ROWS
-from jaxserve.simulate.runs import GROUP_ATTAINMENT, RULE
 from jaxserve.simulate.spread import LEVEL
 from jaxserve.simulate.sweep import Point
 
@@ -120,7 +120,7 @@ def _parts(best: Point, base: Point) -> str:
 def _met(group: dict[str, Any]) -> float:
     """How many of the group's requests attain their SLO."""
     slo = group["slo"]
-    return float(group["requests"] * (1.0 if slo is None else slo[GROUP_ATTAINMENT]))
+    return float(group["requests"] * (1.0 if slo is None else slo["attainment"]))
 
 
 def _verdict(advice: Advice) -> str:
@@ -178,7 +178,7 @@ def _behind(found: Margin) -> list[str]:
 
 def _notes(advice: Advice) -> list[str]:
     notes = [
-        f"SLO: {RULE},",
+        f"SLO: {Rule.SERVER.value},",
         "of each policy's own seeds. Less: of those that it and the best both have, with half of",
         f"the {LEVEL:.0%} interval of the difference, over them or, of one, over its requests",
     ]

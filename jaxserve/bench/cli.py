@@ -1,13 +1,13 @@
 """Measures the engine. A summary for people, and with --json one JSON object as the last line.
 
-    jaxserve bench throughput --config=configs/opt_125m_cpu.py --num_requests=32
+    jaxserve bench throughput --config=opt_125m_cpu --num_requests=32
     jaxserve bench latency --input_len=128 --output_len=64
     jaxserve bench load --rate=2 --num_requests=100 --slo_ttft_ms=500 --slo_tbt_ms=100
     jaxserve bench load --rate=2 --lengths=lengths.csv --address=localhost:50051
     jaxserve bench load --rate=2 --classes=chat:0.7:ttft=500ms,batch:0.3:jct=60s
     jaxserve bench plan
     jaxserve bench context
-    jaxserve bench fidelity --config=configs/tiny_cpu.py,configs/opt_125m_cpu.py
+    jaxserve bench fidelity --config=tiny_cpu,opt_125m_cpu
     jaxserve bench mixed --rate=16
     jaxserve bench slo --load=0.5
     jaxserve bench abuse

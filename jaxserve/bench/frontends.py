@@ -1,7 +1,7 @@
 """What the doors cost: the same work for the engine in its process, over gRPC and over HTTP.
 
     jaxserve bench fronts
-    jaxserve bench fronts --config=configs/opt_125m_cpu.py --repeats=3 --json
+    jaxserve bench fronts --config=opt_125m_cpu --repeats=3 --json
 
 One engine serves all three in turns, so that what drifts on the machine falls on all of them:
 throughput of --streams requests submitted at once, the CPU time that the server's process takes

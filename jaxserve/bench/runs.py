@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxserve.bench import load_target
 from jaxserve.engine.stats import StepStats
+from jaxserve.sched.request import Rule
 from jaxserve.sched.slo.metrics import load_metrics, summarise
 from jaxserve.sched.workloads.workload import Workload, all_at_once, fixed_lengths
 
@@ -79,10 +80,21 @@ def latency(
     return result
 
 
-def load(target: load_target.Target, workload: Workload, seed: int) -> dict[str, Any]:
+def load(
+    target: load_target.Target, workload: Workload, seed: int, rule: Rule = Rule.SERVER
+) -> dict[str, Any]:
     """Sends every request at its arrival time, whatever became of those before, with its own tier,
-    SLO and max_tokens. Refused and failed requests are counted, and miss their SLO. seed: of the
-    prompts. BenchError if the target cannot serve one of them."""
+    SLO and max_tokens. Refused and failed requests are counted, and miss their SLO.
+
+    Args:
+        target: What serves them.
+        workload: The requests.
+        seed: Of the prompts.
+        rule: Who attains their SLO.
+
+    Raises:
+        BenchError: The target cannot serve one of them.
+    """
     info = target.info()
     load_target.check_fits(workload, info)
     jobs = load_target.random_jobs(workload, info["vocab_size"], np.random.default_rng(seed))
@@ -94,7 +106,7 @@ def load(target: load_target.Target, workload: Workload, seed: int) -> dict[str,
         "requests": {name: outcomes.count(name) for name in ("finished", "rejected", "failed")},
         "first_error": next((r.error for r in records if r.error), None),
         "offered_per_s": len(jobs) / span if span > 0 else None,
-        **load_metrics(load_target.times(due, records), workload.terms),
+        **load_metrics(load_target.times(due, records), workload.terms, rule),
         "preemptions": sum(record.preemptions for record in records),
         "sent_late_ms": summarise([r.sent - d for r, d in zip(records, due, strict=True)], 1e3),
     }

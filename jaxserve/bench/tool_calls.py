@@ -1,6 +1,6 @@
 """How much later the first token of a chat comes if it may call tools.
 
-    jaxserve bench tools --config=configs/base.py --model=smollm2
+    jaxserve bench tools --config=base --model=smollm2
     jaxserve bench tools --tools=100 --repeats=30 --json
 
 One server, one chat at a time, streamed over HTTP, in turns: without tools; without tools, but with

@@ -56,7 +56,7 @@ those of several policies and rates get numbers.
 
 --find=capacity searches, from --rate on (1), for the highest rate at which a share --attainment of
 the requests that have targets, mean over the seeds, attain their SLO, to 2.2%: by a server's
-verdict, where the longest time between two tokens counts (column "with gap"). Requests have to keep
+verdict, where the longest time between two tokens counts, as in all tables. Requests have to keep
 coming for five times the longest target, or it says that it cannot tell.
 
 Exit codes: 0, 1 where a run fails or no capacity is found, 2 for a command line of which nothing

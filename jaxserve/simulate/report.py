@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.group_table import aligned, group_lines
+from jaxserve.sched.request import Rule
 from jaxserve.sched.simulation.capacity import Crossing
-from jaxserve.simulate.runs import RULE, SLO_ATTAINMENT
 from jaxserve.simulate.spread import LEVEL, half_width, mean
 from jaxserve.simulate.sweep import Point, Ratios
 
@@ -29,11 +29,10 @@ _COLUMNS = {  # title, form, and what it is
     "saved_slots": ("slots saved", "{:.0f}", "of caches, to host memory"),
     "loaded_slots": ("slots loaded", "{:.0f}", "and back"),
     "mean_shared_blocks": ("shared blocks", "{:.1f}", "mean of those that several requests hold"),
-    "slo_attainment": ("SLO", "{:.1%}", "share of those with targets within all of them"),
-    "slo_attainment_with_gap": (
-        "with gap",
+    "slo_attainment": (
+        "SLO",
         "{:.1%}",
-        "the same, where their longest time between tokens counts, too, as for a server",
+        "share of those with targets within all of them, by a server's verdict",
     ),
     "goodput_per_s": ("goodput/s", "{:.2f}", "requests within all of their targets, a second"),
     "goodput_bound_per_s": ("at most", "{:.2f}", "goodput that no schedule exceeds, of oracle"),
@@ -83,11 +82,11 @@ def capacity_report(found: Sequence[tuple[Point, Crossing]], level: float) -> st
     level, or where the search ended, with the numbers there."""
     lines = [["policy", "capacity, requests/s", "SLO"]]
     for point, capacity in found:
-        attainment = _cell("{:.1%}", SLO_ATTAINMENT, point.mean, point.half_width)
+        attainment = _cell("{:.1%}", "slo_attainment", point.mean, point.half_width)
         lines.append([point.run.policy, f"{capacity.bound}{capacity.rate:g}", attainment])
     tables = [
         f"the highest rate at which {100 * level:.4g}% of the requests with targets attain their "
-        f"SLO, {RULE}",
+        f"SLO, {Rule.SERVER.value}",
         aligned(lines),
     ]
     for point, _ in found:

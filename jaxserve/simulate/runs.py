@@ -32,13 +32,6 @@ _SIMULATED = (
 )
 
 
-# Capacities and advice are about a server, so they go by its verdict. The papers' pages leave the
-# longest gap out.
-RULE = "by a server's verdict: the longest time between two tokens counts"
-SLO_ATTAINMENT, SLO_GOODPUT = "slo_attainment_with_gap", "goodput_with_gap_per_s"
-GROUP_ATTAINMENT = "attainment_with_gap"  # of a tier or class
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What a run comes to.
@@ -47,7 +40,7 @@ class Outcome:
         numbers: As `SimulationResult.summary` has them.
         kv_tokens: Size of the cache.
         seed_read: Whether the policy drew random numbers.
-        attained: bool [n], of the requests with targets, which are within all of theirs, by RULE.
+        attained: bool [n], of the requests with targets, which attain their SLO.
         lasts: How many times as long as the longest target the requests with targets kept coming;
             inf without a TTFT or JCT.
         result: Everything that was recorded; None unless the run keeps it.
@@ -65,7 +58,7 @@ class Outcome:
         """From a simulation, or from what was served. keep: keep the result, too."""
         kept, workload = result if keep else None, result.requests.workload
         asked = workload.terms.asked
-        attained, came = result.met.slo_with_gap[asked], workload.arrival[asked]
+        attained, came = result.attained[asked], workload.arrival[asked]
         targets = np.stack([workload.ttft, workload.jct])
         longest = float(targets[targets < np.inf].max(initial=0.0))
         lasts = float(np.ptp(came)) / longest if longest else math.inf

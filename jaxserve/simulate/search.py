@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from jaxserve.sched.simulation.capacity import FINE, Crossing, sustained
 from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.simulate.runs import SLO_ATTAINMENT, Run, check_targets
+from jaxserve.simulate.runs import Run, check_targets
 from jaxserve.simulate.sweep import Point, sweep
 from jaxserve.simulate.workers import Workers
 
@@ -57,7 +57,7 @@ class Search:
     def problem(self) -> str:
         """Why there is no capacity, in a line; "" if there is one."""
         found = self.capacity()
-        share = self.point().mean[SLO_ATTAINMENT]
+        share = self.point().mean["slo_attainment"]
         short = f"; {self.point().short}" if self.point().short else ""
         begin = f"{self.run.policy}: at {found.rate:g} requests/s, the"
         attain = f"rate tried, {share:.1%} of those with targets attain their SLO"
@@ -80,7 +80,7 @@ class Search:
         return sustained({FINE.rate(index): share for index, share in found}, self.level)
 
     def _attainments(self) -> dict[int, float]:
-        return {index: p.mean[SLO_ATTAINMENT] for index, p in self.tried.items()}
+        return {index: p.mean["slo_attainment"] for index, p in self.tried.items()}
 
 
 def search(runs: Sequence[Run], level: float, seeds: int, workers: Workers) -> list[Search]:

@@ -18,6 +18,7 @@ from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.edf import EarliestDeadline
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
+from jaxserve.sched.request import Rule
 from jaxserve.sched.unified.policy_spec import CompiledSpec, evaluate
 from jaxserve.sched.unified.ranking import Ranking, rank
 from jaxserve.sched.unified.unified_policy import UnifiedPolicy, eviction_free
@@ -75,13 +76,14 @@ class OraclePolicy(Policy):
     """Where nobody searches for it, `edf+ef`.
 
     seconds: how long it searches on, once every policy of the portfolio has been tried. runs:
-    simulations instead, so that the outcome is the same each time. portfolio: see there. ValueError
-    for fewer than none.
+    simulations instead, so that the outcome is the same each time. portfolio: see there. rule: who
+    attains their SLO. ValueError for fewer than none.
     """
 
     seconds: float = 10.0
     runs: int | None = None
     portfolio: Portfolio = Portfolio.ALL
+    rule: Rule = Rule.SERVER
     hypothetical = True
     counts_blocks = True
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.request import Tier
+from jaxserve.sched.request import Rule, Tier
 from jaxserve.sched.simulation.settings import BATCH, REFUSED, BatchRows, Served
 from jaxserve.sched.slo.metrics import (
     Attained,
@@ -27,7 +27,6 @@ from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.sched.workloads.workload import Workload
 
 _SHARES = tuple(f"{name}_attainment" for name in ALL_TARGETS)
-_GOODPUT = ("goodput_per_s", "goodput_with_gap_per_s")
 
 
 @dataclass(frozen=True)
@@ -243,9 +242,12 @@ class SimulationResult:
             return None
         return np.array([one.lengthening for replica in self.rows for one in replica])
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self, rule: Rule = Rule.SERVER) -> dict[str, Any]:
         """The numbers of one run, in seconds unless the name says milliseconds. None for a mean or
         a rate of nothing, for example if every request was refused.
+
+        Args:
+            rule: Who attains their SLO.
 
         Returns:
             latency_s: Sum of the batch times (InferMax section 4.1) of the busiest replica.
@@ -256,8 +258,6 @@ class SimulationResult:
                 (`sched/slo/metrics.py`); None where nobody has any.
             ttft_attainment, tbt_attainment, jct_attainment, max_tbt_attainment: The same for one
                 target, of those that have it.
-            slo_attainment_with_gap, goodput_with_gap_per_s: The same for all targets, where the
-                longest time between two tokens counts as well, as in a server's verdicts.
             num_refused: Requests that found the queue full; they attain nothing and count in no
                 latency.
             num_failed: Requests that ended early because their replica died.
@@ -274,7 +274,7 @@ class SimulationResult:
         latency = float(np.bincount(batches.replica, weights=batches.duration).max(initial=0.0))
         times, terms = requests.times, requests.workload.terms
         met = attained(times, terms)
-        total = group_metrics(times, terms, met)
+        total = group_metrics(times, terms, met, rule=rule)
         tokens, slo = len(requests.token_times), total["slo"] or {}
         size, kv_used = batches.num_decodes + batches.num_prefills, batches.kv_used
         return {
@@ -289,8 +289,7 @@ class SimulationResult:
             "saved_slots": int(batches.saved_slots.sum()),
             "loaded_slots": int(batches.loaded_slots.sum()),
             "slo_attainment": slo.get("attainment"),
-            "slo_attainment_with_gap": slo.get("attainment_with_gap"),
-            **{name: slo.get(name) for name in (*_SHARES, *_GOODPUT)},
+            **{name: slo.get(name) for name in (*_SHARES, "goodput_per_s")},
             **self._search(),
             "num_requests": len(requests),
             "num_refused": int(requests.refused.sum()),
@@ -307,7 +306,7 @@ class SimulationResult:
             "peak_kv_used": float(kv_used.max(initial=0)) / self.kv_tokens,
             "mean_shared_blocks": _mean(batches.num_shared, batches.duration),
             "peak_shared_blocks": int(batches.num_shared.max(initial=0)),
-            **split_metrics(times, terms, met, total),
+            **split_metrics(times, terms, met, total, rule),
         }
 
     def _reuse(self) -> dict[str, Any]:
@@ -329,8 +328,8 @@ class SimulationResult:
 
     @property
     def attained(self) -> np.ndarray:
-        """Requests within all of their targets, bool [n]."""
-        return self.met.slo
+        """Who attained their SLO by a server's verdict, bool [n]."""
+        return self.met.slo()
 
     def _search(self) -> dict[str, Any]:
         if self.goodput_bound is None:
@@ -341,10 +340,11 @@ class SimulationResult:
     def request_table(self) -> dict[str, np.ndarray]:
         """Columns of the per-request table, [n] each: limit is max_tokens as asked for; slo_ttft,
         slo_tbt, slo_jct and slo_max_tbt are the targets in seconds as they were asked for, inf for
-        none; replica is REFUSED, and times are nan, where the queue was full; attained says whether
-        all targets were met but for the longest time between tokens, attained_with_gap whether all
-        were."""
-        r, asked, met = self.requests, self.requests.workload, self.met
+        none; replica is REFUSED, and times are nan, where the queue was full; attained is None for
+        who has no targets."""
+        r, asked = self.requests, self.requests.workload
+        attained = self.attained.astype(object)
+        attained[~asked.terms.asked] = None
         names = ("arrival", "prompt_len", "output_len", "first_token", "finish", "preemptions")
         return {
             "request": np.arange(len(r)),
@@ -356,8 +356,7 @@ class SimulationResult:
             "greedy": asked.greedy,
             **{f"slo_{name}": getattr(asked, name) for name in ALL_TARGETS},
             "value": asked.value,
-            "attained": met.slo,
-            "attained_with_gap": met.slo_with_gap,
+            "attained": attained,
         }
 
     def batch_table(self) -> dict[str, np.ndarray]:

@@ -2,13 +2,10 @@
 
 TTFT: due time to first token. TBT: between two tokens of one request; where several came at once,
 as drafted ones do, the time since the one before is spread over them (`deliveries.py`). JCT, or end
-to end: due time to last token. Normalised latency: JCT over the number of tokens. A request attains
-its SLO if its TTFT, the 99th percentile of its own TBTs (Apt-Serve section 1) and its JCT (AccelGen
-section 2) are within its own targets; one that was refused or failed attains none. That is the
-papers' rule. The rule with the gap is stricter, and what a server tells its users: the longest of
-its TBTs must be within its `max_tbt`, too, so that no stream stands still. One that had not ended
-when the run was cut off is judged as if its next token came then: it attains a target whose time
-has not passed.
+to end: due time to last token. Normalised latency: JCT over the number of tokens. Whether a request
+attains its SLO is judged by one `Rule`, a server's unless a paper is measured again; one that was
+refused or failed attains none. One that had not ended when the run was cut off is judged as if its
+next token came then: it attains a target whose time has not passed.
 Goodput: requests that have ended and attain their SLO, a second. Requests without targets neither
 attain nor miss any: shares are of those that have targets, or that target, and goodput counts those
 alone. Percentiles interpolate linearly.
@@ -25,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.parallel_arrays import ParallelArrays
-from jaxserve.sched.request import Tier
+from jaxserve.sched.request import Rule, Tier
 from jaxserve.sched.slo.deliveries import spread_all
 from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
 
@@ -154,15 +151,10 @@ class Attained(ParallelArrays):
     jct: np.ndarray
     max_tbt: np.ndarray
 
-    @property
-    def slo(self) -> np.ndarray:
-        """All but the longest TBT, as papers have it, bool [n]."""
-        return np.asarray(self.ttft & self.tbt & self.jct)
-
-    @property
-    def slo_with_gap(self) -> np.ndarray:
-        """All four, as a server's verdicts have it, bool [n]."""
-        return np.asarray(self.slo & self.max_tbt)
+    def slo(self, rule: Rule = Rule.SERVER) -> np.ndarray:
+        """Who attained their SLO by the rule, bool [n]."""
+        met = self.ttft & self.tbt & self.jct
+        return np.asarray(met if rule is Rule.PAPERS else met & self.max_tbt)
 
 
 def summarise(values: Sequence[float] | np.ndarray, scale: float = 1.0) -> dict[str, float] | None:
@@ -211,7 +203,11 @@ def tokens_in_time(times: Times, terms: SloColumns) -> tuple[int, int]:
 
 
 def group_metrics(
-    times: Times, terms: SloColumns, met: Attained, duration: float | None = None
+    times: Times,
+    terms: SloColumns,
+    met: Attained,
+    duration: float | None = None,
+    rule: Rule = Rule.SERVER,
 ) -> dict[str, Any]:
     """Metrics of some requests; latencies are of the finished ones.
 
@@ -220,6 +216,7 @@ def group_metrics(
         terms: Their targets.
         met: Which targets they met.
         duration: Seconds that rates refer to; by default from the first due time to the last token.
+        rule: Who attains.
 
     Returns:
         Numbers by name. `slo` is None if no request has a target, and so is each share in it whose
@@ -237,12 +234,18 @@ def group_metrics(
         "tbt_ms": summarise(tbt, 1e3),
         "e2e_ms": summarise(done.e2e, 1e3),
         "normalised_latency_ms": summarise(done.normalised_latency, 1e3),
-        "slo": _slo_metrics(met, terms, times.finished, duration) if has_targets(terms) else None,
+        "slo": _slo_metrics(met, terms, times.finished, duration, rule)
+        if has_targets(terms)
+        else None,
     }
 
 
 def split_metrics(
-    times: Times, terms: SloColumns, met: Attained, total: dict[str, Any]
+    times: Times,
+    terms: SloColumns,
+    met: Attained,
+    total: dict[str, Any],
+    rule: Rule = Rule.SERVER,
 ) -> dict[str, Any]:
     """`group_metrics` by tier and by SLO class, those without requests left out.
 
@@ -251,13 +254,14 @@ def split_metrics(
         terms: Their targets.
         met: Which targets they met.
         total: `group_metrics` of all of them.
+        rule: Who attains.
     """
     duration = span(times)
 
     def group(which: np.ndarray) -> dict[str, Any]:
         if which.all():
             return dict(total)
-        return group_metrics(times.select(which), terms.select(which), met[which], duration)
+        return group_metrics(times.select(which), terms.select(which), met[which], duration, rule)
 
     tiers = {tier.name.lower(): terms.tier == tier for tier in Tier}
     classes = {name: terms.slo_class == index for index, name in enumerate(terms.classes)}
@@ -267,14 +271,15 @@ def split_metrics(
     }
 
 
-def load_metrics(times: Times, terms: SloColumns) -> dict[str, Any]:
+def load_metrics(times: Times, terms: SloColumns, rule: Rule = Rule.SERVER) -> dict[str, Any]:
     """All metrics of a load test, in total and by tier and class. Names end with the unit.
 
-    Latencies are of the finished requests only. duration_s: first due time to last token.
+    Latencies are of the finished requests only. duration_s: first due time to last token. rule: who
+    attains their SLO.
     """
     met, duration = attained(times, terms), span(times)
     done = times.select(times.finished)
-    total = group_metrics(times, terms, met)
+    total = group_metrics(times, terms, met, rule=rule)
     return {
         "duration_s": duration,
         "output_tokens": total["output_tokens"],
@@ -283,7 +288,7 @@ def load_metrics(times: Times, terms: SloColumns) -> dict[str, Any]:
         **{name: total[name] for name in ("ttft_ms", "tbt_ms", "e2e_ms", "slo")},
         "request_p99_tbt_ms": summarise(request_p99_tbt(done), 1e3),
         "normalised_latency_ms": total["normalised_latency_ms"],
-        **split_metrics(times, terms, met, total),
+        **split_metrics(times, terms, met, total, rule),
     }
 
 
@@ -375,9 +380,9 @@ def percentile_99(values: Sequence[float]) -> float:
 
 
 def _slo_metrics(
-    met: Attained, terms: SloColumns, finished: np.ndarray, duration: float
+    met: Attained, terms: SloColumns, finished: np.ndarray, duration: float, rule: Rule
 ) -> dict[str, Any]:
-    asked = terms.asked
+    asked, attain = terms.asked, met.slo(rule)
     targets = {name: getattr(terms, name) for name in TARGETS}
     targets["max_tbt"] = terms.max_tbt_that_counts
     shares = {
@@ -385,11 +390,9 @@ def _slo_metrics(
         for name, target in targets.items()
     }
     return {
-        "attainment": _share(met.slo[asked]),
-        "attainment_with_gap": _share(met.slo_with_gap[asked]),
+        "attainment": _share(attain[asked]),
         **shares,
-        "goodput_per_s": rate(int((met.slo & finished & asked).sum()), duration),
-        "goodput_with_gap_per_s": rate(int((met.slo_with_gap & finished & asked).sum()), duration),
+        "goodput_per_s": rate(int((attain & finished & asked).sum()), duration),
     }
 
 

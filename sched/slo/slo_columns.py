@@ -19,7 +19,7 @@ from jaxserve.sched.request import (
 )
 
 TARGETS = ("ttft", "tbt", "jct")
-"""What the papers' verdict is made of (`Attained.slo`)."""
+"""What the papers' rule looks at (`request.Rule`)."""
 ALL_TARGETS = (*TARGETS, "max_tbt")
 """The fields of `SLO`, in order."""
 

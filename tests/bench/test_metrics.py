@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.bench.runs import step_metrics
 from jaxserve.engine.stats import StepStats
-from jaxserve.sched.request import SLO, Tier
+from jaxserve.sched.request import SLO, Rule, Tier
 from jaxserve.sched.slo.metrics import (
     Times,
     attained,
@@ -189,18 +189,23 @@ def test_attainment_of_many_is_that_of_each(seed: int) -> None:
         assert met.jct[i] == (done and mine[-1] - times.due[i] <= terms.jct[i])
         most = terms.max_tbt_that_counts[i]
         assert met.max_tbt[i] == (done and max(np.diff(mine), default=0.0) <= most)
-        assert met.slo_with_gap[i] == (met.slo[i] and met.max_tbt[i])
+        assert met.slo()[i] == (met.slo(Rule.PAPERS)[i] and met.max_tbt[i])
 
 
 def test_a_stream_that_stands_still_is_attained_by_the_papers_rule_only() -> None:
     steady = np.linspace(1.0, 2.0, 201).tolist()
     times = load((0.0, steady), (0.0, [*steady, 7.0]))
-    found = load_metrics(times, wanting(2, SLO(ttft=2.0, tbt=0.1)))["slo"]
-    assert (found["attainment"], found["attainment_with_gap"]) == (1.0, 0.5)
-    assert (found["tbt_attainment"], found["max_tbt_attainment"]) == (1.0, 0.5)
-    assert found["goodput_with_gap_per_s"] == found["goodput_per_s"] / 2
+    terms = wanting(2, SLO(ttft=2.0, tbt=0.1))
+    found = load_metrics(times, terms)["slo"]
+    assert (found["attainment"], found["tbt_attainment"], found["max_tbt_attainment"]) == (
+        0.5,
+        1.0,
+        0.5,
+    )
+    assert found["goodput_per_s"] == pytest.approx(1 / 7)
+    assert attained(times, terms).slo(Rule.PAPERS).all()
     given = load_metrics(times, wanting(2, SLO(ttft=2.0, tbt=0.1, max_tbt=6.0)))["slo"]
-    assert given["attainment_with_gap"] == 1.0
+    assert given["attainment"] == 1.0
 
 
 @given(st.integers(0, 1 << 30), st.integers(1, 40))
@@ -223,7 +228,7 @@ def test_the_numbers_of_tiers_and_classes_add_up(seed: int, count: int) -> None:
             assert weighted == pytest.approx(found["ttft_ms"]["mean"] * times.finished.sum())
             assert max(g["e2e_ms"]["max"] for g in some) == found["e2e_ms"]["max"]
         attaining = sum(g["slo"]["goodput_per_s"] or 0.0 for g in groups.values() if g["slo"])
-        within = (met.slo & times.finished & terms.asked).sum()
+        within = (met.slo() & times.finished & terms.asked).sum()
         assert attaining * found["duration_s"] == pytest.approx(within)
     by_name = {tier.name.lower(): int((terms.tier == tier).sum()) for tier in Tier}
     assert {name: g["requests"] for name, g in found["tiers"].items()} == {

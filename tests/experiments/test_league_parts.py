@@ -33,7 +33,7 @@ from jaxserve.experiments.league.workloads import (
     make_workload,
     trace_of,
 )
-from jaxserve.sched.request import SLO, Tier
+from jaxserve.sched.request import SLO, Rule, Tier
 from jaxserve.sched.simulation.capacity import FINE
 from jaxserve.sched.workloads.workload import WorkloadError
 
@@ -137,7 +137,7 @@ def test_an_overload_lasts_and_ends() -> None:
 def test_only_the_window_counts() -> None:
     case = LeagueCase(OPT, "sharegpt", "at", "sarathi", 0, 30.0, 60)
     found, result = run(case), runs.simulated(case)
-    requests, met = result.requests, result.met.slo
+    requests, met = result.requests, result.met.slo(Rule.PAPERS)
     window = slice(10, 60)  # the first sixth warms up
     seconds = requests.arrival[59] - requests.arrival[10]
     assert 0 < met[window].mean() < 1

@@ -14,6 +14,7 @@ from jaxserve.experiments.scale.cell import Cell, Decision, Numbers
 from jaxserve.experiments.scale.page import QUICK, Fleets
 from jaxserve.experiments.scale.talks import Said, Talk
 from jaxserve.experiments.scale.traffic import HOUR, KINDS, traffic
+from jaxserve.sched.request import Rule
 from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import simulate
@@ -132,7 +133,7 @@ def test_judged_in_parts_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = simulate("sarathi", workload, system(cell.SYSTEM), limits=cell.LIMITS).requests
     monkeypatch.setattr(cell, "PART", 64)
     met = cell._met(requests)
-    np.testing.assert_array_equal(met, attained(requests.times, workload.terms).slo)
+    np.testing.assert_array_equal(met, attained(requests.times, workload.terms).slo(Rule.PAPERS))
     assert 0 < met.mean() < 1
 
 

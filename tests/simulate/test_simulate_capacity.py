@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from jaxserve.sched.request import Rule
 from jaxserve.sched.simulation.capacity import FINE
 from jaxserve.simulate.cli import main
-from jaxserve.simulate.runs import RULE, SLO_ATTAINMENT
 
 WORKLOAD = ["--workload=alpaca", "--num_requests=50", "--jobs=1", "--seeds=2"]
 SLO = ["--slo_ttft_ms=200", "--slo_tbt_ms=10"]
@@ -27,7 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 def attainment(capsys: pytest.CaptureFixture[str], policy: str, rate: float) -> float:
     (point,) = run(capsys, *WORKLOAD, *SLO, f"--policy={policy}", f"--rate={rate}")["points"]
-    return float(point["mean"][SLO_ATTAINMENT])
+    return float(point["mean"]["slo_attainment"])
 
 
 @pytest.mark.parametrize("level", [0.9, 0.8])
@@ -62,13 +62,13 @@ def test_the_table_and_the_summary(capsys: pytest.CaptureFixture[str], tmp_path:
     assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
     first = "the highest rate at which 90% of the requests with targets attain their SLO"
-    assert lines[0] == f"{first}, {RULE}"
+    assert lines[0] == f"{first}, {Rule.SERVER.value}"
     capacities = {line.split()[0]: float(line.split()[1]) for line in lines[2:]}
     with open(path, newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["statistic"] == "mean"]
     for policy, capacity in capacities.items():
         tried = {
-            float(row["rate"]): float(row[SLO_ATTAINMENT])
+            float(row["rate"]): float(row["slo_attainment"])
             for row in rows
             if row["policy"] == policy
         }
@@ -93,11 +93,11 @@ def test_those_without_targets_attain_none(capsys: pytest.CaptureFixture[str]) -
     assert one["bound"] == ""
     (there,) = (p["mean"] for p in found["points"] if p["rate"] == one["rate"])
     chats, free = there["classes"]["chat"], there["classes"]["free"]
-    assert there[SLO_ATTAINMENT] == chats["slo"]["attainment_with_gap"] >= 0.9
+    assert there["slo_attainment"] == chats["slo"]["attainment"] >= 0.9
     assert there["goodput_per_s"] == chats["slo"]["goodput_per_s"] < there["finished_per_s"] / 5
     assert free["slo"] is None and there["jct_attainment"] is None
     above = (p["mean"] for p in found["points"] if p["rate"] > one["rate"])
-    assert min(mean["classes"]["chat"]["slo"]["attainment_with_gap"] for mean in above) < 0.9
+    assert min(mean["classes"]["chat"]["slo"]["attainment"] for mean in above) < 0.9
     assert main([*argv, "--seeds=1", "--rate=30"]) == 0
     assert "class chat" in capsys.readouterr().out
 

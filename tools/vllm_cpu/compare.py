@@ -24,7 +24,7 @@ import workload
 from workload import DTYPES
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ("--config=configs/opt_125m_cpu.py", "--config.engine.max_model_len=512")
+CONFIG = ("--config=opt_125m_cpu", "--config.engine.max_model_len=512")
 # Least ratios of jaxserve's rate over vLLM's in the same data type, by workload; for OPT-125M.
 MODEL = workload.MODELS[0]
 TARGETS = {

@@ -1,7 +1,7 @@
 """What hostile and clumsy clients can do to a server, tried on one: in five to ten minutes.
 
     jaxserve bench abuse
-    jaxserve bench abuse --config=configs/tiny_cpu.py --json
+    jaxserve bench abuse --config=tiny_cpu --json
 
 Server processes of its own listen on this machine only. They get what CASES lists, over gRPC and
 HTTP; then the engine of one hangs, and that of another one fails. Each row says how calls ended,

@@ -20,6 +20,7 @@ from jaxserve.experiments.accelgen.requests import (
 from jaxserve.experiments.common.runs import Case, Timed, digits, say_compiling, shortened
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
+from jaxserve.sched.request import Rule
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import MAX_ROWS, simulate
 from jaxserve.sched.slo.metrics import tokens_in_time
@@ -166,7 +167,7 @@ def run(case: SloCase) -> SloNumbers:
     """The numbers of a simulation. ValueError if the policy is unknown."""
     timed = Timed(make_policy(case.policy)) if case.timed else None
     result = simulated(case, timed)
-    summary, times, batches = result.summary(), result.requests.times, result.batches
+    summary, times, batches = result.summary(Rule.PAPERS), result.requests.times, result.batches
     asked, seconds = result.requests.workload, summary["makespan_s"]
     met, of = tokens_in_time(times, asked.terms)
     in_jct, long = times.e2e <= jct_targets(asked), asked.prompt_len >= LONG

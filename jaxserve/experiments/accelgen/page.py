@@ -97,7 +97,7 @@ QUICK = Scale(2, 3, 3, ("OPT-13B",), (1, 3), ("OPT-13B",), (0.0, 0.35), (0.2, 1.
 class AccelGen(Page[SloCase, SloNumbers]):
     """What the template beside this asks for."""
 
-    name = "accelgen"
+    name, kind = "accelgen", SloCase
     scale: Scale
     held = tuple(
         SloCase(policy, "Llama-13B", 1.0, budget=512, requests=12, ease=EASE)
@@ -244,6 +244,31 @@ class AccelGen(Page[SloCase, SloNumbers]):
             found.setdefault(at, []).append(times(met[ACCELGEN], best))
         where = ("half of what can be served", "about that", "twice that")
         return ", ".join(f"{span(found[at], '{:.2f}x')} at {where[at]}" for at in found)
+
+    def best_by_itself(self) -> str:
+        """The command that gives the point where AccelGen is most ahead of the paper's others."""
+
+        def gain(at: tuple[str, float]) -> float:
+            met = self.met(*at)
+            return times(met[ACCELGEN], max(met[name] for name in PAPERS))
+
+        at = max(self.reachable(), key=gain)
+        met = self.met(*at)
+        best = max(PAPERS, key=met.__getitem__)
+        return self.by_itself("met", *(self.seeds(one, *at, EASE)[0] for one in (ACCELGEN, best)))
+
+    def least_by_itself(self, number: str) -> str:
+        """The command that gives the least of `against`."""
+        places = list(product(self.scale.models, PAPERS))
+
+        def gain(at: tuple[str, str]) -> float:
+            return times(
+                *(self.numbers_of(number, one, at[0], PAPERS_RATE) for one in (ACCELGEN, at[1]))
+            )
+
+        model, name = min(places, key=gain)
+        both = (self.seeds(one, model, PAPERS_RATE)[0] for one in (ACCELGEN, name))
+        return self.by_itself(number, *both)
 
     def ahead(self) -> str:
         """At how many points AccelGen has the most requests within their targets: of the systems
@@ -501,7 +526,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         rate = self.scale.rates(model)[-1 if len(self.scale.at) < 2 else 1]
         count = self.scale.searched
         if name == "oracle":
-            chosen = Tuned(f"oracle:runs={self.scale.searches}")
+            chosen = Tuned(f"oracle:runs={self.scale.searches}:rule=papers")
             return self.traces(chosen, model, rate, requests=count, ease=ease)
         return self.seeds(name, model, rate, ease, requests=count)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxserve.experiments.common.runs import Case, digits, say_compiling
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.request import SLO
+from jaxserve.sched.request import SLO, Rule
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import default_limits, simulate
 from jaxserve.sched.simulation.systems.profiles import System
@@ -134,7 +134,7 @@ def simulated(case: OnlineCase, compiled: bool | None = None) -> SimulationResul
 def run(case: OnlineCase) -> OnlineNumbers:
     """The numbers of a simulation."""
     result = simulated(case)
-    summary, requests, batches = result.summary(), result.requests, result.batches
+    summary, requests, batches = result.summary(Rule.PAPERS), result.requests, result.batches
     size = batches.num_decodes + batches.num_prefills
     ttft = requests.ttft
     return OnlineNumbers(

@@ -23,7 +23,7 @@ from jaxserve.engine.stats import Observer
 from jaxserve.experiments.aptserve import measured
 from jaxserve.experiments.common.figures import Panel
 from jaxserve.sched.cache.block_sizes import blocks_for
-from jaxserve.sched.request import SLO
+from jaxserve.sched.request import SLO, Rule
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.sched.workloads.lengths import sampler
@@ -143,7 +143,7 @@ class _Kinds(Observer):
 
 def _one(engine: Any, kinds: _Kinds, policy: str, rate: float, repeat: int, count: int) -> Load:
     kinds.share = 0.0
-    found = runs.load(EngineTarget(engine), workload(rate, repeat, count), repeat)
+    found = runs.load(EngineTarget(engine), workload(rate, repeat, count), repeat, Rule.PAPERS)
     return Load(
         policy,
         rate,

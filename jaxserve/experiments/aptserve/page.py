@@ -161,7 +161,7 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
         earlier: the same of an earlier run, if there was one.
     """
 
-    name = "aptserve"
+    name, kind = "aptserve", OnlineCase
     held = tuple(
         OnlineCase(policy, MODELS[ONE], "sharegpt", 9.0, 1.0, 1.0, requests=150, hidden_read=read)
         for policy, read in (
@@ -396,6 +396,34 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
         said = " to ".join(f"{found[where]:+.1f} ({where})" for where in page.ends(found))
         better = sum(value > 0 for value in found.values())
         return f"{said} points; better in {better} of {len(found)}"
+
+    def most_by_itself(self, above: str, below: str) -> str:
+        """The command that gives the setting where `above` attains most more than `below`."""
+        found = {
+            (data, rate, cv): [self.case(one, ONE, data, rate, cv=cv) for one in (above, below)]
+            for data, rate, cv in self.settings
+        }
+        gains = {
+            at: float.__sub__(*(self.results[case].attainment for case in cases))
+            for at, cases in found.items()
+        }
+        return self.by_itself("attainment", *found[max(gains, key=gains.__getitem__)])
+
+    def sustained_by_itself(self, level: float, above: str, below: str) -> str:
+        """The command that gives what both attain at the highest rate tried of both at which
+        `above` is still at the level, where their ratio is largest."""
+        ratios = {
+            at: ratio(*(self.sustained(one, *at, level) for one in (above, below)))
+            for at in self.panels
+        }
+        model, data = max(ratios, key=lambda at: ratios[at].rate)
+        ours, theirs = (self.attainments(one, model, data) for one in (above, below))
+        rate = max(
+            (rate for rate, share in ours.items() if share >= level and rate in theirs),
+            default=min(ours),
+        )
+        cases = (self.case(one, model, data, rate) for one in (above, below))
+        return self.by_itself("attainment", *cases)
 
     def hidden_and_step(self, system: str) -> str:
         """Hidden caches and step time at the first setting."""

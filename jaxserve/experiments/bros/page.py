@@ -96,7 +96,7 @@ QUICK = Scale((2,), 4.0, 4, (8,), ("OPT-13B",), ("sharegpt",), (1.0,), (2.0,), (
 class Bros(page.Page[MixedCase, MixedNumbers]):
     """What the template beside this asks for."""
 
-    name = "bros"
+    name, kind = "bros", MixedCase
     scale: Scale
     held = tuple(
         MixedCase(policy, MODELS["OPT-13B"], "sharegpt", 10.0, duration=30.0, batch=64)
@@ -179,6 +179,13 @@ class Bros(page.Page[MixedCase, MixedNumbers]):
         COUNTED."""
         gains = (self._gains(policy, other, point) for point in self.points)
         return sum(min(one.values()) >= -CLOSE for one in gains)
+
+    def most_by_itself(self, number: str, other: str) -> str:
+        """The command that gives the point of the first model, whose runs are the shortest, where
+        BROS's number is furthest from the other's."""
+        points = [point for point in self.points if point[0] == self.scale.models[0]]
+        point = max(points, key=lambda p: abs(self.at(number, BROS, p) - self.at(number, other, p)))
+        return self.by_itself(number, *(self.seeds(one, *point)[0] for one in (BROS, other)))
 
     def _gains(self, policy: str, other: str, point: Point) -> dict[str, float]:
         """How much better the policy is at the point, by number: as a share of the other's value,
@@ -279,6 +286,12 @@ class Bros(page.Page[MixedCase, MixedNumbers]):
                 said.append(_times(name, *(self.mean(name, cases) for cases in both)))
             ours.append(", ".join(said))
         return "; ".join(ours)
+
+    def shared_by_itself(self) -> str:
+        """The command that gives what sharing brings at the first point."""
+        point = next(iter(self._sharing()))
+        both = (self.seeds(BROS, *point, one)[0] for one in ((), (("sharing", False),)))
+        return self.by_itself("ttft", *both)
 
     def parameters(self) -> str:
         """A table of BROS with each parameter, at the highest rate, which leaves little for best

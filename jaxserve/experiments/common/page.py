@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic
 import jinja2
 
 from jaxserve.command_line import Parser, exit_code
+from jaxserve.experiments.common import single
 from jaxserve.experiments.common.figures import Panel, bars, chart
 from jaxserve.experiments.common.runs import C, N, Results, over
 from jaxserve.sched.simulation.systems.systems import system
@@ -41,12 +42,14 @@ class Page(Generic[C, N]):
     Attributes:
         name: Of the page, of its folder in experiments/, and of its numbers in figures/.
         rules: What the page says of the rules of its runs.
+        kind: The dataclass of its cases.
         held: Small runs beside those that the page is made of. A test does them again, so that a
             change of the simulator or of a policy, which the page would have to follow, is noticed.
     """
 
     name: ClassVar[str]
     rules: ClassVar[str] = "the rules `jaxserve`, without prefix caching"
+    kind: ClassVar[type[Any]]
     held: ClassVar[Sequence[Any]] = ()
 
     def __init__(self, scale: Any, results: Results[C, N]) -> None:
@@ -132,6 +135,18 @@ class Page(Generic[C, N]):
 
         self._drawn[file] = write
         return f"[{file}](figures/{file})"
+
+    def by_itself(self, number: str, *cases: C) -> str:
+        """A point of the page: what a number of one or two runs comes to, and the command for it.
+        number: a field of the numbers."""
+        found = [getattr(self.results[case], number) for case in cases]
+        said = " and ".join(
+            f"{single.shown(value)} of `{single.label(case)}`"
+            for case, value in zip(cases, found, strict=True)
+        )
+        if len(found) == 2 and found[1]:
+            said += f", {single.shown(found[0] / found[1])} times as much"
+        return f"One point by itself, `{number}` {said}:\n\n{single.command(self.name, cases)}"
 
     def mean(self, number: str, cases: Sequence[C]) -> float:
         """Mean of a number over cases that differ by their seeds."""
@@ -230,17 +245,33 @@ takes what an earlier run has simulated and measured from there and runs only wh
 a change of a text, say, or when a run was interrupted. --quick runs toy sizes that say nothing
 about the claims.
 """
+AGAIN = """
+    python -m jaxserve.experiments.{name} --run='{{"policy": ...}}' --run='{{"policy": ...}}'
+
+--run makes no page: it runs a case again, as a line of the numbers has it, and prints what it comes
+to; several beside each other.
+"""
 
 
-def flags(name: str, description: str | None) -> Parser:
-    """The parser with the flags that every page has. description: the docstring of the page's
-    module, printed before USAGE."""
-    about = f"{description}\n{USAGE.format(name=name)}"
+def flags(name: str, description: str | None, *, kind: bool = True) -> Parser:
+    """The parser with the flags that every page has.
+
+    Args:
+        name: Of the page.
+        description: The docstring of the page's module, printed before USAGE.
+        kind: Whether the page has a `kind` of cases, and so --run.
+    """
+    usage = USAGE + AGAIN if kind else USAGE
+    about = f"{description}\n{usage.format(name=name)}"
     parser = Parser(prog=f"python -m jaxserve.experiments.{name}", description=about)
     add = parser.add_argument
     add("--out", default="docs", help="folder of the page; figures go into figures/ (docs)")
     add("--numbers", metavar="PATH", default="", help=f"{name}.json of an earlier run")
     add("--quick", action="store_true", help="toy sizes, for the test")
+    if kind:
+        add("--run", action="append", metavar="CASE", help="run a line's `case` again, JSON")
+    else:
+        parser.set_defaults(run=None)
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
     return parser
 
@@ -269,6 +300,9 @@ def write_page(
         parser.error(f"--jobs must be at least 1, got {args.jobs}")
     out = Path(args.out)
     try:
+        if args.run:
+            print(_again(args.run, make(args, None)))
+            return 0
         check_folder("out", out)
         page = make(args, Path(args.numbers) if args.numbers else None)
         count = page.write(out, args.jobs, quick=args.quick)
@@ -279,6 +313,12 @@ def write_page(
         return 130
     print(f"wrote {out / page.name}.md, its numbers and {count} figures")
     return 0
+
+
+def _again(cases: Sequence[str], page: Page[Any, Any]) -> str:
+    """What these cases come to. ValueError for one that is none of the page."""
+    read = [single.read_case(page.kind, text) for text in cases]
+    return single.table(read, [page.results.run(case) for case in read])
 
 
 def write_part(page: Path, experiment: str, name: str, part: str) -> None:

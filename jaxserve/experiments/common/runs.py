@@ -82,6 +82,10 @@ class Results(Generic[C, N]):
                 raise _refused(self._earlier, error) from error
         return self._found[case]
 
+    def run(self, case: C) -> N:
+        """Runs the case in this process, whether its numbers are known or not."""
+        return self._run(case)
+
     @property
     def complete(self) -> bool:
         """Whether all numbers that were asked for are there."""

@@ -90,7 +90,7 @@ QUICK = Scale((1, 64), (1, 8), 4, 48, 20_000, (100, 1_000), (8, 16), (2, 64), 2,
 class InferMax(Page[Case, Numbers]):
     """What the template beside this asks for."""
 
-    name, rules = "infermax", "the rules `infermax_paper`"
+    name, kind, rules = "infermax", Case, "the rules `infermax_paper`"
     scale: Scale
     held = (
         *(Case(policy, "fixed:128x32x1024", 100_000) for policy in (*PLAIN, FREE)),
@@ -202,6 +202,15 @@ class InferMax(Page[Case, Numbers]):
     def most(self, number: str, above: str, below: str, where: Where) -> Extreme:
         """The largest of the ratios. See `ratios`."""
         return Extreme.of_values(self.ratios(number, above, below, where))
+
+    def most_by_itself(self, number: str, above: str, below: str, where: Where) -> str:
+        """The command that gives the largest of the ratios.
+
+        Args:
+            number, above, below, where: As in `ratios`.
+        """
+        at = where[self.most(number, above, below, where).where]
+        return self.by_itself(number, at(above), at(below))
 
     def preemptions(self, policies: Sequence[str], where: Where) -> int:
         """Preemptions in all of the runs."""
@@ -390,6 +399,7 @@ class InferMax(Page[Case, Numbers]):
             "long": _above(long, "vllm"),
             "near": max((one.above("vllm") for one in short), default=0.0),
             "near_free": max((one.above("vllm+ef") for one in long), default=0.0),
+            "again": _by_itself(next((one for one in found if one.prompt in SHOWN), found[0])),
             "unit": first.unit,
             "rounding": max(one.optimum.rounding for one in found),
             "data": self._solved(),
@@ -447,9 +457,11 @@ class InferMax(Page[Case, Numbers]):
         """What is said of it: every scheduler with M, and first the bound, `vllm` without a limit
         of memory."""
 
+        def hour(policy: str, switches: Switches = (), kv_tokens: int = AZURE_M) -> Case:
+            return Case(policy, self.azure, kv_tokens, self._count, AZURE_ON, switches)
+
         def of(policy: str, kv_tokens: int = AZURE_M, switches: Switches = ()) -> Numbers:
-            case = Case(policy, self.azure, kv_tokens, self._count, AZURE_ON, switches)
-            return self.results[case]
+            return self.results[hour(policy, switches, kv_tokens)]
 
         free = [policy + EF for policy in PLAIN]
         found = {
@@ -462,6 +474,7 @@ class InferMax(Page[Case, Numbers]):
             return ", ".join(f"{found[label].latency:,.0f} s ({label})" for label in labels)
 
         plain, ours = [found[policy].latency for policy in PLAIN], found["infermax"].latency
+        best = min(PLAIN, key=lambda policy: found[policy].latency)
         return {
             "trace": Path(self.azure).name,
             "requests": found[BOUND].requests,
@@ -471,6 +484,7 @@ class InferMax(Page[Case, Numbers]):
             "against": [ours / one - 1 for one in (min(plain), max(plain))],
             "bound": times(BOUND),
             "free": times(*free),
+            "again": self.by_itself("latency", hour("infermax", INFERMAX["infermax"]), hour(best)),
             "figure": self.bars(
                 "infermax-16-azure.png",
                 "Sum of batch times, in seconds",
@@ -487,6 +501,18 @@ def _above(which: Iterable[Instance], *names: str) -> str:
     )
 
 
+def _by_itself(one: Instance) -> str:
+    """The command that finds an instance's optimum."""
+    assert one.optimum.objective is not None
+    count = one.best.schedule.tokens.shape[1]
+    return (
+        f"One point by itself, I = {one.prompt}, `latency` "
+        f"{one.optimum.objective * 1e3:.3f} ms:\n\n"
+        f"    jaxserve optimal --workload=fixed:{one.prompt}x{count}x{count} "
+        f"--kv_tokens={one.kv_tokens} --whole_prompts"
+    )
+
+
 def _broken(label: str) -> str:
     """Into the lines of a narrow column."""
     return label.replace("+", "\n+").replace(", ", ",\n")
@@ -499,7 +525,7 @@ def _list(values: Iterable[int]) -> str:
 def _make(args: Namespace, known: Path | None) -> InferMax:
     if args.azure and not Path(args.azure).is_file():
         raise ValueError(f"--azure: there is no {args.azure}")
-    if not args.azure:
+    if not args.azure and not args.run:
         print("no --azure=PATH: the seventh comparison is left out", file=sys.stderr)
     return InferMax(args, Results(run, lambda _: Numbers, known))
 

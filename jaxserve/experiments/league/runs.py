@@ -11,7 +11,7 @@ from jaxserve.experiments.common.runs import digits, say_compiling
 from jaxserve.experiments.league.workloads import WORKLOADS, make_workload
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.request import Tier
+from jaxserve.sched.request import Rule, Tier
 from jaxserve.sched.simulation.capacity import FINE, sustained
 from jaxserve.sched.simulation.results import RequestRecords, SimulationResult
 from jaxserve.sched.simulation.simulator import default_limits, simulate
@@ -140,21 +140,21 @@ def run(case: LeagueCase) -> LeagueNumbers:
     begin, end = requests.arrival[window][[0, -1]]
     times, terms = requests.times.select(window), requests.workload.terms.select(window)
     met, (tbt, _), (first, later) = attained(times, terms), times.tbt, waits(times)
-    late = times.normalised_latency
+    late, papers = times.normalised_latency, met.slo(Rule.PAPERS)
 
     def fair(kinds: np.ndarray) -> float:
         return jain_index(np.array([late[kinds == kind].mean() for kind in np.unique(kinds)]))
 
     def of(tier: Tier) -> float | None:
         mine = terms.tier == tier
-        return digits(met.slo[mine].mean()) if mine.any() else None
+        return digits(papers[mine].mean()) if mine.any() else None
 
     asked = requests.prompt_len[window]
     rank = np.argsort(np.argsort(asked, kind="stable"))
     return LeagueNumbers(
-        attainment=digits(met.slo.mean()),
-        with_gap=digits(met.slo_with_gap.mean()),
-        goodput=digits(met.slo.sum() / (end - begin)),
+        attainment=digits(papers.mean()),
+        with_gap=digits(met.slo().mean()),
+        goodput=digits(papers.sum() / (end - begin)),
         throughput=digits(_written(requests.token_times, begin, end) / (end - begin)),
         ttft_p99=digits(np.percentile(first, 99)),
         tbt_p99=digits(np.percentile(tbt, 99)) if len(tbt) else None,
@@ -277,5 +277,5 @@ def _attainment(case: SaturationCase, policy: str, rate: float, count: int = 0) 
     count = count or case.count(rate)
     one = LeagueCase(case.system, case.workload, "", policy, 0, rate, count, case.trace)
     results = [simulated(replace(one, seed=seed)) for seed in range(case.seeds)]
-    shares = [r.met.slo_with_gap[in_window(r.requests.arrival)].mean() for r in results]
+    shares = [r.attained[in_window(r.requests.arrival)].mean() for r in results]
     return float(np.mean(shares))

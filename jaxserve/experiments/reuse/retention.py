@@ -157,7 +157,7 @@ def run(case: Case) -> Numbers:
     )
     return Numbers(
         alone=alone,
-        met=float(result.met.slo[workload.terms.tier == Tier.REALTIME].mean()),
+        met=float(result.attained[workload.terms.tier == Tier.REALTIME].mean()),
         seconds=float(result.batches.duration.sum()),
     )
 

@@ -18,6 +18,7 @@ from jaxserve.experiments.scale.traffic import KINDS, LONGEST, traffic
 from jaxserve.sched.cache.prefix_sketch import KEY_BYTES, PrefixSketch, marks_of
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
+from jaxserve.sched.request import Rule
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 from jaxserve.sched.routing.routers import Router
 from jaxserve.sched.routing.take_snapshot import constant_fields, idle_snapshot
@@ -201,7 +202,7 @@ def _met(requests: RequestRecords) -> np.ndarray:
             finished=times.finished[which],
             going=None,
         )
-        found.append(attained(part, terms.select(which)).slo)
+        found.append(attained(part, terms.select(which)).slo(Rule.PAPERS))
     return np.concatenate(found)
 
 

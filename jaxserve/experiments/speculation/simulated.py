@@ -96,7 +96,7 @@ def run(case: Case) -> Numbers:
     requests = result.requests
     window = in_window(requests.arrival)
     begin, end = requests.arrival[window][[0, -1]]
-    met, wrote = result.met.slo_with_gap[window], int(requests.tokens.sum())
+    met, wrote = result.attained[window], int(requests.tokens.sum())
     drafts = requests.drafts or (np.zeros(1), np.zeros(1))
     return Numbers(
         met=float(met.mean()),

@@ -19,6 +19,7 @@ from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policies.oracle import OraclePolicy, Portfolio
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.registry import make_policy, policies
+from jaxserve.sched.request import Rule
 from jaxserve.sched.simulation.dispatch import form_of, has_form, run
 from jaxserve.sched.simulation.oracle.candidates import Candidate, Changes, starts
 from jaxserve.sched.simulation.oracle.goodput_bound import goodput_bound
@@ -118,6 +119,7 @@ def search(
         dataclasses.replace(options, record_rows=False),
         False if compiled is False and (in_python or not options.record_rows) else None,
         compiling,
+        oracle.rule,
     )
     told = _Told(progress, len(workload))
     bound = goodput_bound(workload, setting, options.rho is not None, options.until)
@@ -155,6 +157,7 @@ class _Runner:
     options: Options
     compiled: bool | None
     compiling: Callable[[], None] | None
+    rule: Rule
     runs: int = 0
 
     def tried(
@@ -179,7 +182,7 @@ class _Runner:
         goodput = 0.0
         if len(found):
             asked = found.workload.terms.asked
-            within = attained(found.times, found.workload.terms).slo & found.finished
+            within = attained(found.times, found.workload.terms).slo(self.rule) & found.finished
             within &= asked | ~asked.any()
             met[: len(within)] = within
             goodput = rate(int(within.sum()), span(found.times)) or 0.0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.request import NO_CLASS, SLO, Request, Tier
+from jaxserve.sched.request import NO_CLASS, SLO, Request, Rule, Tier
 from jaxserve.sched.slo.metrics import Times, attained, percentile_99
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
 from jaxserve.sched.slo.verdict import judge, tbt_that_counts
@@ -138,11 +138,11 @@ def test_what_is_told_is_what_load_tests_and_simulations_count(
         with_targets(SloColumns.none(1), slo),
     )
     if told is None:
-        assert slo == SLO() and counted.slo_with_gap.all()
+        assert slo == SLO() and counted.slo().all()
         return
     for name in ALL_TARGETS:
         met = getattr(told, name)
         assert (met is None) == (getattr(slo.with_max_tbt(), name) is None)
         assert (met is None or met) == getattr(counted, name)[0]
-    assert told.met == counted.slo_with_gap[0]
-    assert (False not in (told.ttft, told.tbt, told.jct)) == counted.slo[0]
+    assert told.met == counted.slo()[0]
+    assert (False not in (told.ttft, told.tbt, told.jct)) == counted.slo(Rule.PAPERS)[0]

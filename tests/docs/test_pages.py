@@ -1,22 +1,16 @@
-"""The README and docs/ agree with the code: tables, links, figures, commands."""
+"""The README and docs/ agree with the code: tables, links, figures."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from absl import flags
 
 from jaxserve import __version__
-from jaxserve.advise import cli as advise
-from jaxserve.bench import cli as bench
-from jaxserve.cli import COMMANDS
 from jaxserve.config import Config
 from jaxserve.sched.registry import policies
 from jaxserve.sched.request import (
@@ -32,8 +26,6 @@ from jaxserve.server.batches.journal import MAX_LINES
 from jaxserve.server.proto import batches_pb2
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.slo_classes import slo_classes
-from jaxserve.server.startup import launch
-from jaxserve.simulate import flags as simulate_flags
 from jaxserve.simulate.runs import system
 
 ROOT = Path(__file__).parents[2]
@@ -42,15 +34,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *ROOT.glob("tools/*/README.md"),
 ]
-OURS = [ROOT / "docs" / "performance.md", ROOT / "docs" / "api.md"]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-
-
-def commands(page: Path) -> list[list[str]]:
-    """Indented lines of a page that run jaxserve or Python, those that go on joined."""
-    text = re.sub(r"\\\n\s+", "", page.read_text())
-    lines = re.findall(r"^    (?:\.venv/bin/)?((?:jaxserve|python) .*)$", text, re.MULTILINE)
-    return [shlex.split(line, comments=True) for line in lines]
 
 
 def test_the_policy_table_is_the_registry() -> None:
@@ -115,40 +99,6 @@ def anchors(page: Path) -> set[str]:
     """Of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsed, not run: flags, presets and fields exist."""
-    monkeypatch.chdir(ROOT)
-    for command in commands(page):
-        program, name, *given = command
-        if name in ("serve", "serve.py"):
-            if not any("FILE" in each for each in given):
-                values = flags.FlagValues()
-                launch.parse_flags(
-                    [name, *launch.with_model(given)], launch.preset_path("tiny_cpu"), values
-                )
-                launch.read_config(values)
-        elif program == "jaxserve":
-            assert name in COMMANDS, command
-            if name == "bench":
-                bench.parse(given)
-            elif name == "simulate":
-                assert simulate_flags.check(simulate_flags.parser("").parse_args(given)) == ""
-            elif name == "advise":
-                assert advise.check(advise.flag_parser().parse_args(given)) == ""
-        elif name == "-c":
-            compile(given[0], str(page), "exec")
-        elif name == "-m":
-            assert importlib.util.find_spec(given[0]) is not None, command
-        else:
-            assert (ROOT / name).exists(), command
-
-
-def test_there_are_commands_to_check() -> None:
-    """Else the test above would pass on pages that it cannot read."""
-    assert all(commands(page) for page in OURS)
 
 
 def test_the_api_page_names_every_field() -> None:

@@ -1,0 +1,119 @@
+"""A page's numbers, each by a command: --run, and the points that the pages of papers show."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve import cli
+from jaxserve.experiments.accelgen import page as accelgen
+from jaxserve.experiments.aptserve import page as aptserve
+from jaxserve.experiments.bros import page as bros
+from jaxserve.experiments.common.single import read_case, shown
+from jaxserve.experiments.infermax import page as infermax
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {
+    "aptserve": (aptserve, aptserve.AptServe, aptserve.OnlineNumbers),
+    "bros": (bros, bros.Bros, bros.MixedNumbers),
+    "accelgen": (accelgen, accelgen.AccelGen, accelgen.SloNumbers),
+    "infermax": (infermax, infermax.InferMax, infermax.Numbers),
+}
+POINT = re.compile(
+    r"^One point by itself,.*? `(\w+)` ([^\n]*):\n\n((?:    [^\n]*\n)+)", re.MULTILINE
+)
+POINTS = [
+    pytest.param(name, *found, id=f"{name}-{number}")
+    for name in PAGES
+    for number, found in enumerate(POINT.findall((DOCS / f"{name}.md").read_text()))
+]
+NEEDS = "AzureLLMInferenceTrace_conv.csv"  # whose trace is no part of this repository
+
+
+def kept(name: str) -> dict[Any, Any]:
+    """The numbers of a page, by their cases."""
+    lines = json.loads((DOCS / "figures" / f"{name}.json").read_text())
+    kind = PAGES[name][1].kind
+    return {read_case(kind, json.dumps(one["case"])): one["numbers"] for one in lines}
+
+
+def given(command: str) -> list[str]:
+    return shlex.split(command.replace("\\\n", ""))
+
+
+def said(text: str) -> list[float]:
+    """The numbers of a sentence or of a line of the table."""
+    return [float(one) for one in re.findall(r"(?<![\w:=.])[\d.]+(?=\s|$)", text)]
+
+
+def test_every_headline_has_a_point() -> None:
+    """But the sections that say how a page was made."""
+    for name in PAGES:
+        sections = re.split(r"^## ", (DOCS / f"{name}.md").read_text(), flags=re.MULTILINE)[1:]
+        for section in sections:
+            made = re.match(r"(?:\d\. )?(?:How it is run|All numbers)", section)
+            assert made or POINT.search(section), f"{name}: {section.splitlines()[0]}"
+
+
+@pytest.mark.parametrize(("name", "number", "text", "command"), POINTS)
+def test_points_are_those_of_the_page(name: str, number: str, text: str, command: str) -> None:
+    if "experiments" not in command:
+        return  # the optimum, which is not among the page's numbers
+    numbers, kind = kept(name), PAGES[name][1].kind
+    cases = [one.removeprefix("--run=") for one in given(command)[3:]]
+    values = [numbers[read_case(kind, case)][number] for case in cases]
+    assert said(text)[: len(values)] == [float(shown(value)) for value in values]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_run_alone_prints_the_numbers_of_the_page(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, page, kind = PAGES[name]
+    cases = page.held[:2]
+    argv = [f"--run={json.dumps(case.named())}" for case in cases]
+    assert module.main(argv) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == [case.policy for case in cases]
+    printed = {line.split()[0]: line.split()[1:] for line in lines}
+    numbers = kept(name)
+    for field in dataclasses.fields(kind):
+        values = [numbers[case][field.name] for case in cases]
+        if not isinstance(values[0], list):
+            assert [float(one) for one in printed[field.name][:2]] == pytest.approx(
+                values, rel=1e-3
+            ), field.name
+
+
+@pytest.mark.parametrize(
+    "wrong", ["{", "[1]", '{"policy": "vllm"}', '{"policy": "vllm", "colour": 1}']
+)
+@pytest.mark.parametrize("name", PAGES)
+def test_what_is_no_case_is_refused(
+    name: str, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert PAGES[name][0].main([f"--run={wrong}"]) == 2
+    assert "--run: not the case of a run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "number", "text", "command"), POINTS)
+def test_commands_print_what_the_page_says(
+    name: str, number: str, text: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if NEEDS in command:
+        pytest.skip(f"needs {NEEDS}")
+    if "experiments" not in command:
+        assert cli.main(given(command)[1:]) == 0
+        assert f"{number} {text.removesuffix(' ms')}" in capsys.readouterr().out
+        return
+    assert PAGES[name][0].main(given(command)[3:]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (one for one in lines if one.startswith(f"{number} "))
+    assert said(line) == pytest.approx(said(text), rel=1e-3)
