@@ -87,6 +87,7 @@ class Continuation:
         self.pooled: np.ndarray | None = None
         self._text, self._sampling_row = text, sampling_row
         self._on_output = on_output
+        self._given_up = False
         self._told = False  # the last `Output` was sent, or its callback raised
         self._engine_failed = False
         self._submitted = request.arrival if submitted is None else submitted
@@ -116,6 +117,7 @@ class Continuation:
 
     def expect_missed(self) -> None:
         """Tells that its targets are not going to be met."""
+        self._given_up = True
         self._tell(Output(self.request.id, self.index, expected_missed=True))
 
     def feed(
@@ -280,6 +282,7 @@ class Continuation:
             ttft=self._timings.ttft if self.token_times else None,
             e2e=now - self.request.arrival,
             verdict=self._verdict,
+            given_up=self._given_up,
             block_keys=() if self.block_keys is None else self.block_keys.keys,
             drafted=sum(self._drafts()),
             accepted=self._drafts()[0],

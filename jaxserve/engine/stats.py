@@ -124,6 +124,7 @@ class RequestStats:
         ttft: arrival to first token; None if there was none.
         e2e: arrival to the end.
         verdict: whether its targets were met; None if it has no targets.
+        given_up: whether the policy had given up its targets (`Observer.on_given_up`).
         block_keys: of the full blocks of its prompt and output; empty where nothing is to be found.
         drafted: drafted tokens that were computed for it.
         accepted: those of them that were right.
@@ -142,6 +143,7 @@ class RequestStats:
     ttft: float | None
     e2e: float
     verdict: Verdict | None = None
+    given_up: bool = False
     block_keys: Sequence[bytes] = field(default=(), repr=False)
     drafted: int = 0
     accepted: int = 0

@@ -37,15 +37,16 @@ _FEW_CALLS, _READERS = 64, 64
 
 
 def make_call_tracker(
-    engine: EngineClient, options: ServerOptions, traces: Sink | None
+    engine: EngineClient, options: ServerOptions, *sinks: Sink | None
 ) -> CallTracker:
-    """A tracker that counts how calls end, and passes them to the log and the traces, if any."""
-    sinks = [] if traces is None else [traces]
+    """A tracker that counts how calls end, and passes them to the sinks, those that there are, and
+    the log, if there is one."""
+    known = [sink for sink in sinks if sink is not None]
     logged, prompts = options.request_log, options.log_prompts
     if logged:
-        sinks.append(RequestLog(engine.decode, prompts=prompts))
+        known.append(RequestLog(engine.decode, prompts=prompts))
     methods, load = (*METHODS, *HTTP_METHODS), LoadMeter(engine)
-    return CallTracker(methods, sinks, logged=logged, keeps_text=prompts, load=load)
+    return CallTracker(methods, known, logged=logged, keeps_text=prompts, load=load)
 
 
 class Frontends:

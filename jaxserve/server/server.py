@@ -97,12 +97,13 @@ class Server:
         self._slo_classes = slo_classes or {}
         self._http_settings = http
         self._http: HttpServer | None = None
-        self._feed: LiveFeed
+        self._feed = None if http is None else LiveFeed(engine, http.limits)
         self._registry: MetricsRegistry
         self._bound: Future[str] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requested: asyncio.Event
-        self._tracker = make_call_tracker(engine, self._options, traces)
+        watching = None if self._feed is None else self._feed.on_call
+        self._tracker = make_call_tracker(engine, self._options, traces, watching)
         self._frontends: Frontends
         self._health: Health
         self._metrics: MetricsServer | None = None
@@ -126,8 +127,7 @@ class Server:
                 self._metrics = MetricsServer(
                     self._registry.registry, self._host, self._metrics_port, self.access
                 )
-            if http is not None:
-                self._feed = LiveFeed(self._engine, http.limits)
+            if http is not None and self._feed is not None:
                 self._engine.add_observer(self._feed)
                 self._http = HttpServer(self._host, http.port, self.access.tls)
             self._thread.start()

@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.startup import engine_choices
-from jaxserve.engine.stats import Observer, StepRecorder
+from jaxserve.engine.stats import Observer, RequestStats, StepRecorder
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import make_policy, policies
@@ -131,13 +131,17 @@ class GivingUp(Policy):
 
 
 class Observed(Observer):
-    """given_up: requests that were, in that order."""
+    """given_up: requests that were, in that order. ended: of each that has, whether it was."""
 
     def __init__(self) -> None:
         self.given_up: list[Request] = []
+        self.ended: list[bool] = []
 
     def on_given_up(self, request: Request) -> None:
         self.given_up.append(request)
+
+    def on_finish(self, stats: RequestStats) -> None:
+        self.ended.append(stats.given_up)
 
 
 def test_who_is_given_up_is_told_once_and_gets_the_same_text(
@@ -156,7 +160,7 @@ def test_who_is_given_up_is_told_once_and_gets_the_same_text(
         told = [output for output in stream.outputs if output.expected_missed]
         assert len(told) == i % 2, "once, and nobody without targets"
         assert all(output.finish_reason is None for output in told)
-    assert len(observer.given_up) == 4
+    assert len(observer.given_up) == 4 and sorted(observer.ended) == [False] * 4 + [True] * 4
     verdict = streams[1].last().verdict
     assert verdict is not None and verdict.met, "what came of it is another thing"
 

@@ -104,6 +104,7 @@ class Running:
     request: Request
     on_output: Callable[[Output], None]
     produced: dict[int, int] = field(default_factory=dict)  # unfinished index -> tokens so far
+    given_up: set[int] = field(default_factory=set)
 
 
 class _Decoding:
@@ -263,6 +264,7 @@ class FakeEngine:
         with self.changed:
             for running in self.live.values():
                 for index in running.produced:
+                    running.given_up.add(index)
                     for observer in self.observers:
                         observer.on_given_up(running.request)
                     running.on_output(Output(running.request.id, index, expected_missed=True))
@@ -440,6 +442,7 @@ class FakeEngine:
                 RequestStats(
                     *(0, reason, request.tier, len(request.prompt), produced, 1, 0.1, 0.2, 0.3),
                     verdict,
+                    index in running.given_up,
                 )
             )
         running.on_output(

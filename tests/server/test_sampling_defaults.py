@@ -146,8 +146,11 @@ def test_commands(server: Server, engine: FakeEngine, tmp_path: Path) -> None:
 def test_the_server_tells_them(server: Server, engine: FakeEngine) -> None:
     with Client(server.address) as client:
         assert dict(client.info().sampling_defaults) == engine.served.sampling_defaults
-    told = [json.loads(_get(server, path)) for path in ("/v1/models/fake", "/console/info")]
-    assert [each["sampling_defaults"] for each in told] == [engine.served.sampling_defaults] * 2
+    told = json.loads(_get(server, "/v1/models/fake"))
+    assert told["sampling_defaults"] == engine.served.sampling_defaults
+    shown = json.loads(_get(server, "/console/info"))["defaults"]
+    usual = {"temperature": 1.0, "top_p": 1.0, **engine.served.sampling_defaults}
+    assert shown.items() <= {**usual, "max_tokens": 16}.items()
 
 
 def _get(server: Server, path: str) -> bytes:

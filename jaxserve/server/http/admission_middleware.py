@@ -21,6 +21,7 @@ from jaxserve.server.http.errors import RECORD, ApiError, as_api_error
 from jaxserve.server.http.openai.files import FORM_BYTES, MAX_FILE_BYTES
 from jaxserve.server.http.transport.connections import Place
 from jaxserve.server.http.transport.protocol import ARRIVED, LOST, PLACE, REQUEST_ID
+from jaxserve.server.http.web_console import PAGE
 from jaxserve.server.requests.admission import NOBODY, Admission, Overloaded
 from jaxserve.server.requests.call_outcome import (
     CallOutcome,
@@ -44,9 +45,8 @@ _WITH_PROMPTS = (*_COUNTED, "/tokenize", "/detokenize")
 _LABELS = {path: f"http {path}" for path in (*_WITH_PROMPTS, "/v1/models", _FILES, "/v1/batches")}
 _OTHER = "http other"
 _HEALTH = ("/health", "/ready")
-_PAGE = "/"  # the console's, for which no key is needed: it has nothing of what it shows
 _EVENTS = "/console/events"
-_QUIET = (_PAGE, "/metrics", "/console/info", _EVENTS)  # asked often: no rate counts them
+_QUIET = (*PAGE, "/metrics", "/console/info", _EVENTS)  # asked often: no rate counts them
 METHODS = (*_LABELS.values(), _OTHER)
 _CONSOLES = 64
 _SMALL_BYTES = 64 << 10  # of a call without a prompt
@@ -224,7 +224,7 @@ class AdmissionMiddleware:
             if self._browsers is not None:
                 headers = Headers(scope=scope)
                 self._browsers.check(headers.getlist("host"), headers.getlist("origin"))
-            if scope["path"] == _PAGE:
+            if scope["path"] in PAGE:  # for which no key is needed
                 return NOBODY
             kind = "key"
             caller = self._keys.caller(authorization(scope["headers"]))

@@ -1,4 +1,4 @@
-"""What the console shows: the last steps and minutes, put together twice a second."""
+"""What the console's view of operations shows, put together twice a second."""
 
 from __future__ import annotations
 
@@ -12,26 +12,32 @@ import numpy as np
 from jaxserve.config import SchedulerConfig
 from jaxserve.engine.stats import EngineStats, Observer, RequestStats, StepStats
 from jaxserve.sched.cache.pool_map import BlockUse
-from jaxserve.sched.request import Request, Tier
+from jaxserve.sched.request import SLO, Request, Tier
+from jaxserve.server.requests.call_outcome import CallOutcome, CallRecord
 from jaxserve.server.requests.engine_client import EngineClient
 
 STEPS, WINDOW_S, MAX_CELLS = 120, 300.0, 4096
 PARTS = 20  # of the window, in each of which it is counted who met their targets
 _MAX_TIMES = 50_000  # of tokens and of requests that are kept
 _FULL = 0.02  # share of the pool below which it counts as full
+_TURNED_AWAY = (CallOutcome.EXPECTED_LATE, CallOutcome.QUEUE_FULL)
+MET, MISSED, REFUSED = range(3)
+"""What became of a request's targets."""
+
+_Times = deque[tuple[float, float]]  # when, and how long it took; seconds
 
 
 class LiveFeed(Observer):
-    """Observes the engine, on its thread, and says what the console shows, on any other. limits: of
-    what the policy may put into a batch."""
+    """Observes the engine, on its thread, and calls, on the event loop's, and says what the console
+    shows, on any other. limits: of what the policy may put into a batch."""
 
     def __init__(self, engine: EngineClient, limits: SchedulerConfig) -> None:
         self._engine, self._limits = engine, limits
         self._steps: deque[StepStats] = deque(maxlen=STEPS)
-        self._first: deque[tuple[float, float]] = deque(maxlen=_MAX_TIMES)
-        self._between: deque[tuple[float, float]] = deque(maxlen=_MAX_TIMES)
-        self._verdicts: deque[tuple[float, str, bool]] = deque(maxlen=_MAX_TIMES)
-        self._given_up: deque[tuple[float, str]] = deque(maxlen=_MAX_TIMES)
+        self._first: dict[Tier, _Times] = {tier: deque(maxlen=_MAX_TIMES) for tier in Tier}
+        self._between: dict[Tier, _Times] = {tier: deque(maxlen=_MAX_TIMES) for tier in Tier}
+        self._verdicts: deque[tuple[float, str, int]] = deque(maxlen=_MAX_TIMES)
+        self._given_up: Counter[str] = Counter()  # that have not ended, by class
         self._prompts: deque[tuple[float, int]] = deque(maxlen=_MAX_TIMES)
         self._seen = 0  # steps
 
@@ -44,22 +50,35 @@ class LiveFeed(Observer):
 
     def on_given_up(self, request: Request) -> None:
         """Of which class it is."""
-        self._given_up.append((time.monotonic(), request.slo_class))
+        self._given_up[request.slo_class] += 1
 
     def on_first_token(self, ttft: float, tier: Tier) -> None:
         """ttft: seconds from arrival."""
-        self._first.append((time.monotonic(), ttft))
+        self._first[tier].append((time.monotonic(), ttft))
 
     def on_inter_token(self, tbt: float, tier: Tier) -> None:
         """tbt: seconds since the token before."""
-        self._between.append((time.monotonic(), tbt))
+        self._between[tier].append((time.monotonic(), tbt))
 
     def on_finish(self, stats: RequestStats) -> None:
         """How long its prompt was, and whether its targets were met."""
         self._prompts.append((time.monotonic(), stats.prompt_tokens))
         verdict = stats.verdict
         if verdict is not None:
-            self._verdicts.append((time.monotonic(), verdict.slo_class, verdict.met))
+            self._given_up[verdict.slo_class] -= stats.given_up
+            came_of_it = MET if verdict.met else MISSED
+            self._verdicts.append((time.monotonic(), verdict.slo_class, came_of_it))
+
+    # On the event loop's.
+
+    def on_call(self, record: CallRecord) -> None:
+        """One has ended. Of one that was turned away the engine knows nothing, and its targets
+        were missed all the same."""
+        if record.outcome in _TURNED_AWAY:
+            targets = [each for each in record.requests if each.slo != SLO()]
+            count = sum(each.sampling.n for each in targets) - len(record.last)
+            for _ in range(count):
+                self._verdicts.append((time.monotonic(), targets[0].slo_class, REFUSED))
 
     # On any other.
 
@@ -76,15 +95,26 @@ class LiveFeed(Observer):
             "seen": self._seen,
             "pool": self._pool(stats),
             "prefix_cache_hits": _share(stats.prefix_cache_hits, stats.prefix_cache_queries),
-            "attainment": _attained(self._verdicts, self._given_up, since),
-            "ttft_ms": _percentiles(self._first, since),
-            "tbt_ms": _percentiles(self._between, since),
+            "attainment": self._attained(since),
+            "latency": self._latency(since),
             "tokens_per_s": self._rate(),
             "preemptions": stats.preemptions,
             "decision": scheduling_decision(self._steps[-1], stats, self._limits)
             if self._steps
             else "Nothing has been served yet.",
         }
+
+    def _latency(self, since: float) -> list[dict[str, Any]]:
+        """Percentiles by tier, of those that have had a token."""
+        return [
+            {
+                "tier": tier.name.lower(),
+                "ttft_ms": _percentiles(self._first[tier], since),
+                "tbt_ms": _percentiles(self._between[tier], since),
+            }
+            for tier in Tier
+            if any(at >= since for at, _ in tuple(self._first[tier])[-1:])
+        ]
 
     def _requests(self) -> list[dict[str, Any]]:
         counts: Counter[tuple[str, str]] = Counter()
@@ -127,8 +157,35 @@ class LiveFeed(Observer):
         """Output tokens a second over the last ten seconds."""
         recent = 10.0
         since = time.monotonic() - recent
-        latest = (reversed(tuple(times)) for times in (self._first, self._between))
+        latest = (
+            reversed(tuple(times))
+            for by_tier in (self._first, self._between)
+            for times in by_tier.values()
+        )
         return sum(len(list(takewhile(lambda seen: seen[0] >= since, t))) for t in latest) / recent
+
+    def _attained(self, since: float) -> list[dict[str, Any]]:
+        """By class how many met their targets, missed them, were turned away, and how many run
+        whose targets are given up; and the first three in each of PARTS of the time since then, the
+        latest last."""
+        parts: defaultdict[str, list[list[int]]] = defaultdict(
+            lambda: [[0, 0, 0] for _ in range(PARTS)]
+        )
+        for at, name, what in tuple(self._verdicts):
+            if at >= since:
+                part = min(int(PARTS * (at - since) / WINDOW_S), PARTS - 1)
+                parts[name][part][what] += 1
+        live: Counter[str] = Counter()
+        for (name, _, _), count in self._engine.live_counts().items():
+            live[name] += count
+        # One whose end could not be told counts no longer than its class has any.
+        lost = {name: min(count, live[name]) for name, count in self._given_up.copy().items()}
+        found = []
+        for name in sorted({*parts, *(name for name, count in lost.items() if count)}):
+            met, missed, refused = (sum(kind) for kind in zip(*parts[name], strict=True))
+            told = {"class": name, "met": met, "missed": missed, "refused": refused}
+            found.append({**told, "given_up": lost.get(name, 0), "history": parts[name]})
+        return found
 
 
 def _sample(uses: np.ndarray, every: int) -> np.ndarray:
@@ -191,29 +248,9 @@ def _share(hits: dict[str, int], queries: dict[str, int]) -> float | None:
     return sum(hits.values()) / asked if asked else None
 
 
-def _percentiles(times: deque[tuple[float, float]], since: float) -> dict[str, float] | None:
+def _percentiles(times: _Times, since: float) -> dict[str, float] | None:
     recent = [1000 * value for at, value in tuple(times) if at >= since]
     if not recent:
         return None
     p50, p99 = np.percentile(recent, (50, 99))
     return {"p50": float(p50), "p99": float(p99)}
-
-
-def _attained(
-    verdicts: deque[tuple[float, str, bool]], given_up: deque[tuple[float, str]], since: float
-) -> list[dict[str, Any]]:
-    """By class how many there were and how many met their targets, and how many of each in PARTS of
-    the time since then, the latest last; and of how many the targets were given up."""
-    parts: defaultdict[str, list[list[int]]] = defaultdict(lambda: [[0, 0] for _ in range(PARTS)])
-    for at, name, ok in tuple(verdicts):
-        if at >= since:
-            part = parts[name][min(int(PARTS * (at - since) / WINDOW_S), PARTS - 1)]
-            part[0] += ok
-            part[1] += 1
-    lost = Counter(name for at, name in tuple(given_up) if at >= since)
-    found = []
-    for name in sorted({*parts, *lost}):
-        met, count = map(sum, zip(*parts[name], strict=True))
-        told = {"class": name, "met": met, "count": count, "given_up": lost[name]}
-        found.append({**told, "history": parts[name]})
-    return found

@@ -3,44 +3,82 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Response
-from fastapi.responses import HTMLResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
 from jaxserve import __version__
+from jaxserve.sched.request import SamplingParams
 from jaxserve.server.http.live_feed import LiveFeed
+from jaxserve.server.http.openai.request_options import sampling_fields
 from jaxserve.server.http.openai.route_context import RouteContext
+from jaxserve.server.http.openai.schema import CompletionRequest, Generation
 from jaxserve.server.http.openai.sse import sse_event
 from jaxserve.server.requests.engine_requests import EngineRequests
+from jaxserve.server.requests.milliseconds import targets_ms
+from jaxserve.server.telemetry.metrics import READER
 
 PAUSE_S = 0.5
-PAGE = Path(__file__).parent / "console.html"
-_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
+FOLDER = Path(__file__).parent / "console"
+_TYPES = {".html": "text/html", ".css": "text/css", ".mjs": "text/javascript"}
+PAGE = {
+    "/": FOLDER / "index.html",
+    **{
+        f"/console/{path.name}": path
+        for path in FOLDER.iterdir()
+        if path.suffix in (".css", ".mjs")
+    },
+}
+"""The files of the page, by their paths. They have nothing of what it shows."""
+# Nothing from elsewhere, no script or style in the page itself, and no text that becomes markup.
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",  # after an upgrade all files are of the same version
+}
 
 
 def add_console(app: FastAPI, context: RouteContext, feed: LiveFeed) -> None:
     """At /, and what it asks for below /console."""
 
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        text = await asyncio.to_thread(PAGE.read_text, encoding="utf-8")
-        return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY})
+    async def file(path: Path) -> Response:
+        body = await asyncio.to_thread(path.read_bytes)
+        return Response(body, media_type=_TYPES[path.suffix], headers=_HEADERS)
+
+    for where, path in PAGE.items():
+        app.add_api_route(where, functools.partial(file, path), include_in_schema=False)
 
     @app.get("/console/info", include_in_schema=False)
     async def info() -> dict[str, Any]:
-        """What does not change."""
+        """What a request may say, and what is meant where it does not."""
         found = context.requests.info()
-        told = {name: getattr(found, name) for name in ("model", "policy", "device", "block_size")}
-        told |= {"version": __version__, "slo_classes": list(context.requests.slo_classes)}
-        told["sampling_defaults"] = dict(found.sampling_defaults)
-        return {**told, "chat": context.template.own}
+        told = {name: getattr(found, name) for name in ("model", "policy", "device")}
+        usual = SamplingParams(**sampling_fields(Generation(), context.sampling_defaults))
+        chat, most = context.template.own, min(found.max_model_len, found.pool_tokens)
+        return {
+            **told,
+            "version": __version__,
+            "chat": chat,
+            "causal": found.causal,
+            "max_model_len": most,
+            "adapters": [one.name for one in context.requests.adapters(READER.get())],
+            "slo_classes": {
+                name: {"targets": targets_ms(level.slo), "tier": level.tier.name.lower()}
+                for name, level in context.requests.slo_classes.items()
+            },
+            "defaults": {
+                "temperature": usual.temperature,
+                "top_p": usual.top_p,
+                "max_tokens": None if chat else CompletionRequest(prompt="").max_tokens,
+            },
+        }
 
     events = Events(context.requests, feed)
 

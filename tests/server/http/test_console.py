@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -22,13 +23,18 @@ from jaxserve.sched.cache.pool_map import BlockUse, pool_map
 from jaxserve.sched.request import NO_CLASS, SLO, Request, Tier
 from jaxserve.sched.slo.ttft_estimator import Wait
 from jaxserve.sched.slo.verdict import Verdict
+from jaxserve.server.access.api_keys import Keys
+from jaxserve.server.access.options import Access
 from jaxserve.server.http import live_feed, web_console
 from jaxserve.server.http.live_feed import PARTS, STEPS, LiveFeed, scheduling_decision
-from jaxserve.server.http.web_console import PAGE, Events
+from jaxserve.server.http.web_console import FOLDER, PAGE, Events
 from jaxserve.server.requests.engine_requests import EngineRequests
+from jaxserve.server.requests.options import ServerOptions
+from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.server import Server
+from tests.server.access.test_keys import key
 from tests.server.fake_engine import INFO, FakeEngine, step_stats
-from tests.server.http.conftest import Plain
+from tests.server.http.conftest import SETTINGS, Plain
 
 
 def events(plain: Plain) -> Iterator[dict[str, Any]]:
@@ -46,17 +52,59 @@ def events(plain: Plain) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.promise(27)
 def test_the_page_needs_nothing_from_elsewhere(plain: Plain) -> None:
-    connection = plain.connect()
-    connection.request("GET", "/")
-    response = connection.getresponse()
-    text = response.read().decode()
-    assert response.status == 200 and response.getheader("content-type", "").startswith("text/html")
-    policy = response.getheader("content-security-policy", "")
-    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
-    assert not re.findall(r"(?:src|href)=\"(?!data:)", text)
-    assert "http://" not in text and "https://" not in text
+    assert {"/", "/console/main.mjs", "/console/console.css"} <= PAGE.keys()
+    for where in PAGE:
+        connection = plain.connect()
+        connection.request("GET", where)
+        response = connection.getresponse()
+        text = response.read().decode()
+        connection.close()
+        kind = {"css": "text/css", "mjs": "text/javascript"}.get(
+            where.rpartition(".")[2], "text/html"
+        )
+        assert response.status == 200 and response.getheader("content-type", "").startswith(kind)
+        policy = response.getheader("content-security-policy", "")
+        assert "default-src 'none'" in policy and "connect-src 'self'" in policy
+        assert "unsafe" not in policy and "require-trusted-types-for 'script'" in policy
+        loaded = re.findall(r"(?:src|href)=\"(?!data:|#)([^\"]*)", text) if where == "/" else []
+        assert {f"/{each}" for each in loaded} <= PAGE.keys()
+        for name in re.findall(r"^import .*from \"(.*)\"", text, re.MULTILINE):
+            assert f"/console/{name.removeprefix('./')}" in PAGE
+        assert not re.findall(r"@import|url\(", text) or not where.endswith(".css")
+        if not where.endswith("marked.mjs"):
+            assert "://" not in text
+            assert not re.findall(r"innerHTML|outerHTML|insertAdjacent|document.write|eval\(", text)
+
+
+def test_whose_the_parser_of_markdown_is() -> None:
+    """Its licence comes along, and the version is said where it is used."""
+    (version,) = re.findall(r"marked v(\S+) ", (FOLDER / "marked.mjs").read_text())
+    assert f"marked {version}," in (FOLDER / "markdown.mjs").read_text()
+    assert "MIT" in (FOLDER / "marked-LICENSE.txt").read_text()
+    metadata = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert str(FOLDER.relative_to(Path(__file__).parents[3]) / "marked-LICENSE.txt") in metadata
+
+
+def test_what_a_request_may_say_and_what_is_meant_where_it_does_not(
+    plain: Plain, engine: FakeEngine
+) -> None:
+    engine.load_adapter("stories", "x")
     info = plain.call("GET", "/console/info")[1]
     assert (info["model"], info["chat"]) == (INFO.model, False)  # it has no chat template
+    assert info["defaults"] == {"temperature": 1.0, "top_p": 1.0, "max_tokens": 16}
+    assert info["slo_classes"] == {
+        "offline": {"targets": {"jct_ms": 60_000}, "tier": "best_effort"}
+    }
+    assert info["adapters"] == ["stories"]
+
+
+def test_defaults_are_the_checkpoint_s(engine: FakeEngine) -> None:
+    engine.served = dataclasses.replace(INFO, sampling_defaults={"temperature": 0.2, "top_p": 0.9})
+    chats = dataclasses.replace(SETTINGS, template=ChatTemplate("{{ messages }}"))
+    with Server(engine, grace_s=0.0, http=chats) as server:
+        assert server.http_address is not None
+        info = Plain(server.http_address).call("GET", "/console/info")[1]
+    assert info["defaults"] == {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}
 
 
 def test_a_snapshot_is_put_together_once_for_all_who_look(
@@ -84,14 +132,16 @@ def test_a_snapshot_is_put_together_once_for_all_who_look(
 
 
 def test_the_page_shows_what_the_events_have(plain: Plain) -> None:
-    """Each name that the script takes of a snapshot is there, and each place it fills."""
-    text = PAGE.read_text()
+    """Each name that the script takes of a snapshot is there, and each place that it fills."""
     (snapshot,) = (each for each, _ in zip(events(plain), range(1), strict=False))
-    taken = set(re.findall(r"\bstate\.(\w+)", text.replace("#state.off", "")))
-    assert taken <= set(snapshot), taken - set(snapshot)
-    assert set(re.findall(r"\bstate\.pool\.(\w+)", text)) <= set(snapshot["pool"])
-    places = set(re.findall(r"\$\(\"([\w-]+)\"\)", text))
-    assert places <= set(re.findall(r"id=\"([\w-]+)\"", text))
+    script = (FOLDER / "operations.mjs").read_text()
+    taken = set(re.findall(r"\bstate\.(\w+)", script))
+    assert "latency" in taken and taken <= set(snapshot), taken - set(snapshot)
+    assert set(re.findall(r"\bstate\.pool\.(\w+)", script)) <= set(snapshot["pool"])
+    page = PAGE["/"].read_text()
+    for name in ("main", "chat", "operations"):
+        places = set(re.findall(r"\$\(\"([\w-]+)\"\)", (FOLDER / f"{name}.mjs").read_text()))
+        assert places and places <= set(re.findall(r"id=\"([\w-]+)\"", page)), name
 
 
 def test_values_change_while_load_runs(plain: Plain, engine: FakeEngine, server: Server) -> None:
@@ -128,18 +178,22 @@ def test_the_feed_keeps_the_last_steps_and_minutes() -> None:
     engine = FakeEngine()
     feed = LiveFeed(engine, SchedulerConfig(max_rows=16))
     assert feed.snapshot()["decision"] == "Nothing has been served yet."
-    assert feed.snapshot()["ttft_ms"] is None
+    assert feed.snapshot()["latency"] == []
     for rows in range(1, STEPS + 10):
         feed.on_step(step_stats(rows))
     feed.on_first_token(0.5, Tier.REALTIME)
+    feed.on_first_token(9.0, Tier.BEST_EFFORT)
     for tbt in (0.010, 0.020, 0.030):
         feed.on_inter_token(tbt, Tier.REALTIME)
     snapshot = feed.snapshot()
     assert len(snapshot["steps"]) == STEPS and snapshot["seen"] == STEPS + 9
     assert snapshot["steps"][-1] == [STEPS + 9, 0, 0, 0, 0]
-    assert snapshot["ttft_ms"] == {"p50": 500.0, "p99": 500.0}
-    assert snapshot["tbt_ms"]["p50"] == pytest.approx(20.0)
-    assert snapshot["tokens_per_s"] == pytest.approx(0.4)
+    realtime, best_effort = snapshot["latency"]
+    assert realtime["ttft_ms"] == {"p50": 500.0, "p99": 500.0}
+    assert realtime["tbt_ms"]["p50"] == pytest.approx(20.0)
+    assert best_effort["tier"] == "best_effort" and best_effort["ttft_ms"]["p50"] == 9000.0
+    assert best_effort["tbt_ms"] is None
+    assert snapshot["tokens_per_s"] == pytest.approx(0.5)
 
 
 def test_the_last_step_says_how_many_drafts_it_had() -> None:
@@ -173,22 +227,63 @@ def test_targets_met_have_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] = 1000.0 + second
         feed.on_finish(ended(5, met))
     feed.on_finish(ended(5))  # without targets
-    for slo_class in ("gold", "gold", "tin"):
-        feed.on_given_up(Request("", (0,), slo_class=slo_class))
     now[0] = 1310.5
-    gold, tin = feed.snapshot()["attainment"]
+    (gold,) = feed.snapshot()["attainment"]
     history = gold.pop("history")
-    assert gold == {"class": "gold", "met": 2, "count": 3, "given_up": 2}
-    assert (tin["class"], tin["count"], tin["given_up"]) == ("tin", 0, 1), "of it none has ended"
-    assert len(history) == PARTS and history[-1] == [1, 2]
-    assert [part for part in history if part[1]] == [[1, 1], [1, 2]]
+    assert gold == {"class": "gold", "met": 2, "missed": 1, "refused": 0, "given_up": 0}
+    assert len(history) == PARTS and history[-1] == [1, 1, 0]
+    assert [part for part in history if any(part)] == [[1, 0, 0], [1, 1, 0]]
 
 
-def test_nothing_moves_the_page_out_of_the_middle() -> None:
-    """`test_console_browser.py` measures it, where there is a browser."""
-    rules = re.findall(r"\.grid \{([^}]*)\}", PAGE.read_text())
-    margins = re.findall(r"margin: ([^;]*);", rules[0])
-    assert margins == ["16px auto 28px"]
+def counts(feed: LiveFeed) -> dict[str, tuple[int, ...]]:
+    """By class: met, missed, given up and still running, refused."""
+    kinds = ("met", "missed", "given_up", "refused")
+    return {
+        each["class"]: tuple(each[kind] for kind in kinds) for each in feed.snapshot()["attainment"]
+    }
+
+
+def test_who_is_given_up_counts_once_running_or_ended(engine: FakeEngine, server: Server) -> None:
+    """100% of one, and six given up, is not what there is to say of seven."""
+    feed = server._feed
+    assert feed is not None
+    with Client(server.address) as client:
+        stream = iter(client.generate("Hi", max_tokens=2, slo={"ttft_ms": 100}))
+        engine.give_up()
+        assert counts(feed) == {NO_CLASS: (0, 0, 1, 0)}
+        engine.step(2)
+        list(stream)
+        stream = iter(client.generate("Hi", max_tokens=1, slo={"ttft_ms": 9000}))
+        engine.wait(lambda: engine.live)
+        assert counts(feed) == {NO_CLASS: (0, 1, 0, 0)}, "the other one has nothing to do with it"
+        engine.step()
+        list(stream)
+    assert counts(feed) == {NO_CLASS: (1, 1, 0, 0)}
+
+
+def test_who_is_refused_has_missed_its_targets(engine: FakeEngine) -> None:
+    engine.wait_s = Wait(seconds=90.0, alone=0.1)
+    options = ServerOptions(refuse_late=0.75)
+    with Server(engine, grace_s=0.0, http=SETTINGS, options=options) as server:
+        feed = server._feed
+        assert server.http_address is not None and feed is not None
+        plain, body = Plain(server.http_address), {"prompt": "Hi", "slo": {"ttft_ms": 500}, "n": 2}
+        status, answer, _ = plain.call("POST", "/v1/completions", body)
+        assert (status, answer["error"]["code"]) == (429, "expected_late")
+        assert plain.call("POST", "/v1/completions", {**body, "n": 0})[0] == 400
+    assert counts(feed) == {NO_CLASS: (0, 0, 0, 2)}
+    assert feed.snapshot()["attainment"][0]["history"][-1] == [0, 0, 2]
+
+
+def test_the_page_s_files_need_no_key(engine: FakeEngine) -> None:
+    """They have nothing of what it shows."""
+    with Server(engine, http=SETTINGS, access=Access(Keys(fixed=[key("alice")]))) as server:
+        assert server.http_address is not None
+        for where, status in (*((where, 200) for where in PAGE), ("/console/info", 401)):
+            connection = Plain(server.http_address).connect()
+            connection.request("GET", where)
+            assert connection.getresponse().status == status
+            connection.close()
 
 
 @pytest.mark.parametrize(
