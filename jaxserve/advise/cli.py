@@ -81,16 +81,18 @@ def _advise(args: argparse.Namespace) -> int:
     unreal = [name for name in args.policy if make_policy(name).hypothetical]
     if unreal:
         raise ValueError(f"--policy: {unreal[0]} is for simulations only, no server takes it")
+    doubts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     if args.replay:
         recorded = replay.read(args)
         served = recorded.recording.header.policy
         args.policy += [served] if served not in args.policy else []
         runs, notes = recorded.runs(args), ("", *recorded.notes)
+        doubts = recorded.doubts(args)
     else:
         runs = flags.runs(args)
     check_targets(runs[0], "nobody has a target that could be missed")
     with Workers(args.jobs) as workers:
         advice = advise(runs, args.seeds, workers)
-    tell(args, "\n".join([text.report(advice), *notes]), text.as_json(advice))
+    tell(args, "\n".join([*doubts, text.report(advice), *notes]), text.as_json(advice))
     return 0

@@ -41,7 +41,8 @@ there is served elsewhere, once; the others have failed.
 system that is fitted to its steps, with its limits and its pool; --system, and the flags of limits
 and pool, instead; --seed is the server's. How far its steps were from the fit is drawn by the seed,
 in runs of steps that followed each other, so that tails are predicted. What became of it then is
-the first row.
+the first row. Where the fit is off by more than half of a step on average, a line before the table
+says so.
 
 --rules=infermax_paper: as InferMax's published simulator counts, in everything that changes its
 figures: its batch times, no work of a host, blocks of one token, no watermark, nothing found again.
@@ -113,7 +114,7 @@ def _replay(args: argparse.Namespace) -> int:
     output.write(args, points, served)
     text, found = _comparison(args, [served, *points])
     found["recording"] = recorded.as_json()
-    tell(args, "\n".join([text, "", *recorded.notes]), found)
+    tell(args, "\n".join([*recorded.doubts(args), text, "", *recorded.notes]), found)
     return 0
 
 

@@ -19,6 +19,8 @@ from jaxserve.simulate import flags
 from jaxserve.simulate.runs import Outcome, Recorded, Run
 from jaxserve.simulate.sweep import Point
 
+POOR_FIT = 0.5  # mean error of a step from which on a ranking is doubtful
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -47,6 +49,16 @@ class Replay:
             args.prefix_caching = self.recording.header.prefix_caching
         runs = flags.runs(args, self.workload)
         return runs if args.system else [self._on_the_recorded(run) for run in runs]
+
+    def doubts(self, args: argparse.Namespace) -> tuple[str, ...]:
+        """What to say before any ranking: that the fit is poor, in a line, if it is."""
+        error = self.system.about["mean_error"]
+        if args.system or error <= POOR_FIT:
+            return ()
+        return (
+            f"doubtful: the simulated system is off by {error:.0%} of a recorded step on average, "
+            "so that what follows may rank policies wrongly",
+        )
 
     def _on_the_recorded(self, run: Run) -> Run:
         """The run on the recorded system. Settings that the command line does not give are those of

@@ -7,20 +7,21 @@ two to the same. This one is for the engine's thread: one request, in microsecon
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from jaxserve.sched.cost.reachability import SloProblem
 from jaxserve.sched.request import SLO, Request, Tier
 from jaxserve.sched.slo.deliveries import spread
 from jaxserve.sched.slo.metrics import percentile_99
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 
 _NO_TARGETS = SLO()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a finished request met its targets.
+    """Whether a finished request met its targets; as text `met`, or `missed` and by how much.
 
     Attributes:
         slo: Its targets, as they count (`SLO.with_max_tbt`).
@@ -31,6 +32,8 @@ class Verdict:
         jct: The same of JCT.
         max_tbt: The same of its longest TBT.
         problems: What is wrong with the targets themselves.
+        took: What each target is compared with, by its name, seconds; None where there is no such
+            time.
     """
 
     slo: SLO
@@ -41,6 +44,19 @@ class Verdict:
     jct: bool | None
     max_tbt: bool | None = None
     problems: tuple[SloProblem, ...] = ()
+    took: Mapping[str, float | None] = field(default_factory=dict, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        if self.met:
+            return "met"
+        missed = (name for name in ALL_TARGETS if getattr(self, name) is False)
+        return "missed: " + ", ".join(map(self._missed, missed))
+
+    def _missed(self, name: str) -> str:
+        target, took = getattr(self.slo, name), self.took.get(name)
+        if took is None or took <= target:  # it failed before
+            return f"{name} of {target:.4g} s"
+        return f"{name} {took:.4g} s > {target:.4g} s"
 
     @property
     def met(self) -> bool:
@@ -92,16 +108,22 @@ def judge(
         return None
     times = token_times if complete else [*token_times, end]
 
-    def met(target: float | None, got: float | None) -> bool | None:
+    took = {
+        "ttft": times[0] - request.arrival,
+        "tbt": None if slo.tbt is None else tbt_that_counts(times),
+        "jct": times[-1] - request.arrival,
+        "max_tbt": None if slo.max_tbt is None else longest_tbt(times),
+    }
+
+    def met(name: str) -> bool | None:
+        target, got = getattr(slo, name), took[name]
         return None if target is None else not failed and (got is None or got <= target)
 
     return Verdict(
         slo,
         request.slo_class,
         request.tier,
-        ttft=met(slo.ttft, times[0] - request.arrival),
-        tbt=met(slo.tbt, None if slo.tbt is None else tbt_that_counts(times)),
-        jct=met(slo.jct, times[-1] - request.arrival),
-        max_tbt=met(slo.max_tbt, None if slo.max_tbt is None else longest_tbt(times)),
+        **{name: met(name) for name in ALL_TARGETS},
         problems=problems,
+        took=took,
     )

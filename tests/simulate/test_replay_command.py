@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxserve.advise.cli import main as advise
 from jaxserve.sched.simulation.recording import replay
 from jaxserve.simulate.cli import main
 from tests.engine.simulated.test_engine_agrees import trace
@@ -141,3 +143,33 @@ def test_what_is_no_recording_is_one_line(
     with pytest.raises(SystemExit):
         main(["--policy=sarathi"])
     assert "--workload or --replay is needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("factor", "doubtful"), [(1.0, False), (8.0, True)])
+def test_a_poor_fit_is_said_before_any_ranking(
+    served: Path,
+    factor: float,
+    doubtful: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """factor: that every other step takes longer."""
+    recording = replay.read(served)
+    times = recording.steps.device_time.copy()
+    times[::2] *= factor
+    steps = dataclasses.replace(recording.steps, device_time=times)
+    monkeypatch.setattr(replay, "read", lambda path: dataclasses.replace(recording, steps=steps))
+    error = replay.system_of(replay.read(served)).about["mean_error"]
+    assert (error > 0.5) is doubtful
+    few = ["--policy=sarathi,vllm", "--jobs=1", "--seeds=1"]
+    argv = [f"--replay={served}", "--slo_ttft_ms=500", *few]
+    for command, ranking in ((main, "policy"), (advise, "")):
+        assert command(argv) == 0
+        first, second, *_ = capsys.readouterr().out.splitlines()
+        if doubtful:
+            assert first.startswith("doubtful: the simulated system is off by ")
+            assert f"by {error:.0%} of" in first and second.startswith(ranking)
+        else:
+            assert "doubtful" not in first + second
+    assert main([*argv, "--system=llama-2-7b@a100"]) == 0
+    assert "doubtful" not in capsys.readouterr().out, "nothing is simulated on what was fitted"

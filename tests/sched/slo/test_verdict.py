@@ -32,6 +32,14 @@ def test_each_target_is_judged_by_itself_and_all_of_them_together() -> None:
     assert found.tier is Tier.BEST_EFFORT and found.max_tbt
 
 
+def test_as_text_it_says_what_was_missed_and_by_how_much() -> None:
+    late = judge(asking(CHAT, 10.0), [11.52, 11.6, 12.0], 12.0, complete=True)
+    assert str(late) == "missed: ttft 1.52 s > 1 s, tbt 0.3968 s > 0.2 s"
+    assert str(judge(asking(CHAT), [0.5, 0.6], 0.6, complete=True)) == "met"
+    failed = judge(asking(SLO(ttft=1.0)), [0.5], 0.6, complete=False, failed=True)
+    assert str(failed) == "missed: ttft of 1 s"
+
+
 @pytest.mark.parametrize(
     ("slo", "longest"),
     [
