@@ -34,7 +34,7 @@ ASKED = (
     {"tier": "best_effort"},
     {"slo": "standard"},
     {"slo": "interactive"},
-    {"slo": {"ttft_ms": 2000, "jct_ms": 8000}},
+    {"slo": {"ttft_ms": 40, "tbt_ms": 25, "jct_ms": 900}},  # some of which are missed
 )
 ANSWER = """<think>
 Hm. So.

@@ -27,6 +27,7 @@ const ask = async (path, { signal, body }) => {
     signal.addEventListener("abort", () => to.error(signal.reason));
     const last = answer.at(-1);
     if (last?.choices?.[0]?.finish_reason || last?.error || last?.cut) to.close();
+    if (last?.fails) queueMicrotask(() => to.error(new TypeError("network error")));
   } });
   return { ok: true, body: stream };
 };
@@ -141,7 +142,8 @@ def test_an_answer_is_a_turn_whole_or_stopped() -> None:
     [
         (None, "no"),
         ([{"error": {"message": "out of luck"}}], "out of luck"),
-        ([{"choices": [], "cut": True}], "The connection was lost before the answer's end."),
+        ([{"choices": [], "fails": True}], "The connection was lost."),
+        ([{"choices": [], "cut": True}], "The connection was lost."),
     ],
 )
 def test_an_error_is_told_where_it_arose_and_makes_room(
@@ -311,6 +313,11 @@ def test_a_stream_keeps_what_it_has_shown() -> None:
 def test_what_is_nested_too_deeply_is_text() -> None:
     text = ">" * 20_000
     assert markdown(text) == [["p", text]]
+    text, deep = ">" * 400 + "a", 0
+    (found,) = markdown(text)
+    while isinstance(found, list):
+        found, deep = found[-1], deep + 1
+    assert deep < 100 and text.endswith(found) and found.startswith(">")
 
 
 def test_a_bar_of_targets_counts_all_that_had_any() -> None:

@@ -148,7 +148,7 @@ export class Chat {
     this.#hint(); fit();
   }
 
-  focus() { if (WIDE.matches) $("prompt").focus({ preventScroll: true }); }
+  focus() { if (WIDE.matches && !$("chat-view").hidden) $("prompt").focus({ preventScroll: true }); }
 
   #hint() {
     const targets = this.#info.slo_classes[$("slo_class").value]?.targets ?? {};

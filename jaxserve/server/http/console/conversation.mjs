@@ -18,7 +18,9 @@ export async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : new Error("The connection was lost.");
+    });
     if (done) return;
     const lines = (rest + value).split("\n\n"); rest = lines.pop();
     for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6);
@@ -153,6 +155,6 @@ export class Conversation {
       }
       this.changed(one);
     }
-    if (one.finish === null) throw new Error("The connection was lost before the answer's end.");
+    if (one.finish === null) throw new Error("The connection was lost.");
   }
 }

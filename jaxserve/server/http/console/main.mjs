@@ -25,7 +25,7 @@ function status(text, well) {
   $("state").textContent = text; $("state").classList.toggle("off", !well);
 }
 
-let waits = null, open = false;
+let waits = null, open = false, first = true;
 function lost(text = "not connected") {
   open = false;
   if (!$("gate").hidden) return;
@@ -51,6 +51,8 @@ async function enter() {
   chat.about(info);
   open = true;
   status("connected", true); route();
+  if (first) chat.focus();
+  first = false;
 }
 
 // #operations, or else the chat. A page that nobody sees reads no feed.
@@ -65,11 +67,10 @@ function route() {
   if (!open) return;
   if (view === "operations" && !document.hidden) operations.open();
   else { operations.close(); status("connected", true); }
-  if (view === "chat") chat.focus();
 }
 
 const chat = new Chat(ask), operations = new Operations(ask, status, lost);
-window.addEventListener("hashchange", route);
+window.addEventListener("hashchange", () => { route(); chat.focus(); });
 document.addEventListener("visibilitychange", route);
 $("gate").addEventListener("submit", (event) => {
   event.preventDefault();

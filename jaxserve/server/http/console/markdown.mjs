@@ -5,6 +5,7 @@ import { lexer } from "./marked.mjs";
 
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
 const WRAPPED = { strong: "strong", em: "em", del: "del", blockquote: "blockquote", paragraph: "p" };
+const DEEPEST = 60; // elements in each other, which browsers lay out one within the other
 
 export function element(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
@@ -34,8 +35,8 @@ function link(token, children) {
   return [element("a", { href, target: "_blank", rel: "noopener noreferrer" }, ...children)];
 }
 
-function cell(tag, token) {
-  const made = element(tag, {}, ...nodes(token.tokens));
+function cell(tag, token, depth) {
+  const made = element(tag, {}, ...nodes(token.tokens, depth));
   if (token.align) made.className = token.align;
   return made;
 }
@@ -59,8 +60,9 @@ export function copier(text) {
   return button;
 }
 
-function node(token) {
-  const inner = () => nodes(token.tokens ?? []);
+function node(token, depth = 0) {
+  if (depth > DEEPEST) return [token.raw];
+  const inner = () => nodes(token.tokens ?? [], depth + 1);
   if (token.type in WRAPPED) return [element(WRAPPED[token.type], {}, ...inner())];
   switch (token.type) {
     case "space": case "def": return [];
@@ -75,20 +77,20 @@ function node(token) {
     case "link": return link(token, inner());
     case "image": return link(token, [token.text || token.href]); // nothing is loaded from elsewhere
     case "list": {
-      const list = element(token.ordered ? "ol" : "ul", {}, ...token.items.map((item) => element("li", {}, ...nodes(item.tokens))));
+      const list = element(token.ordered ? "ol" : "ul", {}, ...token.items.map((item) => element("li", {}, ...nodes(item.tokens, depth + 1))));
       if (token.ordered && token.start !== 1) list.start = token.start;
       return [list];
     }
     case "table": {
-      const head = element("thead", {}, element("tr", {}, ...token.header.map((each) => cell("th", each))));
-      const rows = token.rows.map((row) => element("tr", {}, ...row.map((each) => cell("td", each))));
+      const head = element("thead", {}, element("tr", {}, ...token.header.map((each) => cell("th", each, depth + 1))));
+      const rows = token.rows.map((row) => element("tr", {}, ...row.map((each) => cell("td", each, depth + 1))));
       return [element("div", { className: "table" }, element("table", {}, head, element("tbody", {}, ...rows)))];
     }
     default: return [token.raw]; // html, and whatever else there may be
   }
 }
 
-const nodes = (tokens) => tokens.flatMap(node);
+const nodes = (tokens, depth) => tokens.flatMap((token) => node(token, depth));
 
 function blocks(text) {
   try { return lexer(text, { gfm: true, breaks: true }); } catch { return [{ type: "plain", raw: text }]; } // nested too deeply
