@@ -12,7 +12,7 @@ SLO_HEADER = ("SLO", "of TTFT", "of TBT", "of JCT", "of gap", "goodput/s")
 
 
 def group_lines(found: Mapping[str, Any], spread: Mapping[str, Any] | None = None) -> list[str]:
-    """A line a tier and a class, under a header; none where there is only one of either.
+    """A line per tier and per class, under a header; none where there is only one of either.
 
     found: with `tiers` and `classes` as `metrics.split_metrics` has them. Attainment is a share of
     the group's requests, goodput what attains its SLO a second, by a server's verdict. The gap is

@@ -232,10 +232,10 @@ def report(system: System, samples: int) -> str:
         f"  R^2               {r2}",
         f"  relative error    mean {about['mean_error']:.1%}, worst {about['worst_error']:.1%}, "
         f"left out {about['leave_out_error']:.1%}",
-        f"  throughput        flat from {flat['tokens']} tokens a step on, "
+        f"  throughput        flat from {flat['tokens']} tokens per step on, "
         f"{1e3 * flat['seconds']:.3g} ms; measured up to {flat['largest']}",
-        f"  host, ms a step   {host_ms(system.host)}",
-        "  seconds a layer",
+        f"  host, ms per step   {host_ms(system.host)}",
+        "  seconds per layer",
     ]
     lines += [
         f"    {name:<14} {value:.3e}"

@@ -44,7 +44,7 @@ POLICIES = ("bros", "round_robin", "vllm", "priority")
 BATCH_PROMPT, BATCH_OUTPUT = (512, 1024), (32, 128)  # tokens, before they are scaled
 NUM_BLOCKS, LONGEST = 128, 384  # of the pool; tokens of a request
 MEASURES = {
-    "normalised_ms": ("ms a token", "{:.2f}"),
+    "normalised_ms": ("ms per token", "{:.2f}"),
     "ttft_attained": ("of TTFT", "{:.1%}"),
     "tpot_attained": ("of TPOT", "{:.1%}"),
     "ttft_p99_ms": ("TTFT P99, ms", "{:.0f}"),

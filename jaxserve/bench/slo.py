@@ -261,11 +261,11 @@ def text(result: dict[str, Any]) -> str:
     asked, alone = result["workload"], result["alone_ms"]
     prompts = ", ".join(f"{t:.1f} ms for {n} tokens" for n, t in alone["ttft"].items())
     lines = [
-        f"slo: {served_by(result)}, {asked['num_requests']} requests a turn at "
+        f"slo: {served_by(result)}, {asked['num_requests']} requests per turn at "
         f"{result['requests_per_s']['offered']:.1f}/s, {asked['load']:g} of the capacity; means "
         f"of {asked['repeats']} turns ± half of their 95% intervals",
         on_machine(result),
-        f"alone: first token {prompts}; then {alone['tpot']:.2f} ms a token",
+        f"alone: first token {prompts}; then {alone['tpot']:.2f} ms per token",
     ]
     for policy, found in result["policies"].items():
         at_once = result["requests_per_s"]["at_once"][policy]

@@ -191,7 +191,7 @@ def _complete(args: argparse.Namespace) -> int:
 def _one(client: Client, prompt: str, options: dict[str, Any]) -> int:
     """Streams to stdout. Several continuations come one after the other, each with its number.
     On stderr it is said if the targets are given up meanwhile, and what was asked for beside
-    follows: log-probabilities, one token a line, and whether the targets were met."""
+    follows: log-probabilities, one token per line, and whether the targets were met."""
     if (options["n"] or 1) > 1:
         for completion in client.complete(prompt, **options):
             print(f"[{completion.index}] {prompt}{completion.text}")

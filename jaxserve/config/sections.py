@@ -79,7 +79,7 @@ class CacheConfig:
             docs/architecture.md) | absorbed | projected.
         dtype: Of K, V and hidden vectors in the pool: auto (that of the activations; on CPUs
             bfloat16 for bfloat16 weights) | float32 | bfloat16 | float16 | fp8 (e4m3) | int8 (with
-            a scale a token and head). Those of 8 bits change texts a little, see
+            a scale per token and head). Those of 8 bits change texts a little, see
             docs/quantization.md.
         prefix_caching: Whether requests find K and V of what others have computed, of the same
             tenant and salt.
@@ -504,12 +504,12 @@ class TelemetryConfig:
     """What an operator is told, beside the metrics.
 
     Attributes:
-        log_format: text | json: one object a line. docs/operations.md lists the fields.
-        request_log: Log one line a call: id, lengths, times, targets and how it ended; nothing of
+        log_format: text | json: one object per line. docs/operations.md lists the fields.
+        request_log: Log one line per call: id, lengths, times, targets and how it ended; nothing of
             what was said.
         log_prompts: In those lines, what was said, too: prompts and texts.
-        otlp_endpoint: Where traces go by OTLP over gRPC, http://localhost:4317: a span a call, and
-            its queueing, prefill and decode. Empty: nowhere. Needs the extra otel.
+        otlp_endpoint: Where traces go by OTLP over gRPC, http://localhost:4317: a span per call,
+            and its queueing, prefill and decode. Empty: nowhere. Needs the extra otel.
     """
 
     log_format: str = "text"

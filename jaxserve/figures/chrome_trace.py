@@ -21,7 +21,7 @@ Event = dict[str, Any]
 
 
 def write_trace(result: SimulationResult, path: Path, about: Mapping[str, Any]) -> None:
-    """Writes the trace as a JSON object, an event a line. about: what was simulated, kept in its
+    """Writes the trace as a JSON object, an event per line. about: what was simulated, kept in its
     `otherData`. ValueError if the result has no rows (`record_rows`)."""
     events = trace_events(result)
     head = json.dumps({"displayTimeUnit": "ms", "otherData": dict(about)})
@@ -34,10 +34,11 @@ def write_trace(result: SimulationResult, path: Path, about: Mapping[str, Any]) 
 
 
 def trace_events(result: SimulationResult) -> Iterator[Event]:
-    """A process a replica, with a track of its steps and a counter of the cache it uses, in tokens;
-    and one process with a track a request: the request, from arrival to last token, and within it
-    when it was queued, prefilled (again, after a preemption), decoded, and preempted; of a refused
-    one, only that. Times in microseconds. For results with `record_rows`: ValueError without."""
+    """A process per replica, with a track of its steps and a counter of the cache it uses, in
+    tokens; and one process with a track per request: the request, from arrival to last token, and
+    within it when it was queued, prefilled (again, after a preemption), decoded, and preempted; of
+    a refused one, only that. Times in microseconds. For results with `record_rows`: ValueError
+    without."""
     if result.rows is None:
         raise ValueError("a trace needs a simulation with record_rows")
     replicas = len(result.rows)

@@ -84,7 +84,7 @@ def attainment(
     summaries: Sequence[dict[str, Any]], spread: Sequence[float | None] | None = None
 ) -> Figure:
     """Share of requests within their SLO, in percent, against the request rate, requests a second;
-    a line a policy. summaries: as in `draw_all`. spread: half the width of each one's interval,
+    a line per policy. summaries: as in `draw_all`. spread: half the width of each one's interval,
     drawn as a bar; None for those without."""
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
@@ -131,7 +131,7 @@ def cdfs(results: Results) -> Figure:
 
 
 def kv_over_time(results: Results) -> Figure:
-    """Share of the KV cache in use, in percent, over seconds: axes a policy, a line a rate and
+    """Share of the KV cache in use, in percent, over seconds: axes per policy, a line per rate and
     replica."""
     policies = list(dict.fromkeys(_policy(name) for name, _ in results))
     figure = Figure(figsize=(8.4, 0.7 + 1.8 * len(policies)), layout="constrained")

@@ -70,7 +70,7 @@ def legend() -> list[Any]:
 
 
 def save(path: str | Path, schedules: list[tuple[str, Replay]], kv_tokens: int) -> None:
-    """Writes a picture with one panel a schedule, under each other, in the format that the path's
+    """Writes a picture with one panel per schedule, under each other, in the format that the path's
     suffix names.
 
     schedules: (title, what happened). kv_tokens: M, tokens of cache.

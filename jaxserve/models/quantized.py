@@ -98,7 +98,7 @@ class Quantization:
 def parse_quantization(text: str) -> Quantization:
     """What "int8", "int4", "int4:group=64", "int4:group=32,zero" or "fp8" stands for. int4 is by
     groups, of 32 where it does not say; the others have a scale an output. Tables of the vocabulary
-    are int8, with a scale a token.
+    are int8, with a scale per token.
 
     Raises:
         ValueError: it is none of those.

@@ -209,9 +209,9 @@ def _add_what_is_asked(parser: Parser) -> None:
     add("--find", choices=("capacity",), help="the highest rate that attains the SLO; see above")
     share = number("above 0 and at most 1", lambda share: 0 < share <= 1)
     add("--attainment", type=share, help=f"share of the requests that have to ({ATTAINMENT})")
-    add("--summary", type=_path, metavar="PATH", help="a row a run, and their means, .csv")
-    add("--requests_table", type=_path, metavar="PATH", help="a row a request, .csv or .json")
-    add("--batches_table", type=_path, metavar="PATH", help="a row a batch, .csv or .json")
+    add("--summary", type=_path, metavar="PATH", help="a row per run, and their means, .csv")
+    add("--requests_table", type=_path, metavar="PATH", help="a row per request, .csv or .json")
+    add("--batches_table", type=_path, metavar="PATH", help="a row per batch, .csv or .json")
     add(
         "--chrome_trace", type=_path, metavar="PATH", help="for chrome://tracing or Perfetto, .json"
     )

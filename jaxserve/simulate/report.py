@@ -55,8 +55,8 @@ def columns() -> str:
 
 
 def report(points: Sequence[Point], compared: Sequence[Ratios], seeds: range) -> str:
-    """A table with a line a point, one with a line a pair that is compared, and one with a line a
-    tier or class where there is more than one. seeds: those asked for."""
+    """A table with a line per point, one with a line per pair that is compared, and one with a line
+    per tier or class where there is more than one. seeds: those asked for."""
     lines = [
         [*_name(point.run.policy, point.run.rate), *_cells(point.mean, point.half_width)]
         for point in points
@@ -78,8 +78,8 @@ def report(points: Sequence[Point], compared: Sequence[Ratios], seeds: range) ->
 
 
 def capacity_report(found: Sequence[tuple[Point, Crossing]], level: float) -> str:
-    """A table with a line a policy. found: the highest rate at which its attainment is at least the
-    level, or where the search ended, with the numbers there."""
+    """A table with a line per policy. found: the highest rate at which its attainment is at least
+    the level, or where the search ended, with the numbers there."""
     lines = [["policy", "capacity, requests/s", "SLO"]]
     for point, capacity in found:
         attainment = _cell("{:.1%}", "slo_attainment", point.mean, point.half_width)

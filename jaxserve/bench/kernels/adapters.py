@@ -82,7 +82,7 @@ def show(args: argparse.Namespace) -> int:
         f"{args.model}, {args.dtype}, {args.rows} rows of {args.context} tokens, half of them with "
         f"one of {args.adapters} adapters of rank {args.rank}, room for {args.loras} of "
         f"{args.max_rank}\n"
-        f"without {1e3 * statistics.median(base):.2f} ms a step, with "
+        f"without {1e3 * statistics.median(base):.2f} ms per step, with "
         f"{1e3 * statistics.median(adapted):.2f} ms, ratio {ratio:.3f}"
     )
     result = {

@@ -431,7 +431,7 @@ LAST = (Case("an engine that fails", _run(fail)),)
 TEMPLATE = Case("a chat template that loops", http_attacks.template)
 TIMED = Case("another's prompts, timed", _http(tenants.timed_prompts))
 KEYED = (
-    Case("256 requests a call", _http(tenants.too_much_at_once)),
+    Case("256 requests per call", _http(tenants.too_much_at_once)),
     Case(f"{tenants.PROMPTS} requests of another", _http(tenants.many_prompts)),
     Case("files unread", _http(tenants.unread_files), most_mib=MAX_FILES_MIB),
     Case(f"{http_attacks.LIARS} liars under edf", http_attacks.liars),

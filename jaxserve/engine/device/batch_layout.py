@@ -49,7 +49,7 @@ class Rows:
         drafts: how many of a row's last tokens are drafts, [n]; None for none. All of these rows'
             tokens are known to the host.
         adapters: number of each row's adapter, [n], or 0; see `jaxserve.models.lora`.
-        mirrored: how many blocks a plane of each row's table its slot has on the device already,
+        mirrored: how many blocks per plane of each row's table its slot has on the device already,
             [n]; None where the tables are to be sent whole.
     """
 
@@ -272,7 +272,7 @@ def _places(layout: Layout) -> _Places:
     ids = end - begin
     if not layout.block_size or ids <= _SMALL_TABLES:
         return _Places(fields, begin, (end,))
-    begun = -(-layout.tokens // layout.block_size) + layout.rows  # blocks a plane, at most
+    begun = -(-layout.tokens // layout.block_size) + layout.rows  # blocks per plane, at most
     # Twice that: rows may change over to blocks of others with the same tokens.
     compact = {begin + layout.rows + room for room in (4 * begun, ids // _COMPACT_PART)}
     return _Places(fields, begin, (*sorted(size for size in compact if size < end), end))

@@ -41,7 +41,7 @@ class Buckets:
     Attributes:
         rows: sizes of decode steps, ascending.
         tokens: sizes of the other steps, ascending.
-        width: blocks a row of a block table.
+        width: blocks per row of a block table.
         slots: device slots.
         hidden: whether there are steps for rows with hidden caches.
         fitted: whether some of those are for few hidden rows, or for nothing else.
@@ -176,7 +176,7 @@ def make_buckets(
     Args:
         max_rows: rows of the largest decode step, and device slots.
         max_tokens: tokens of the largest step.
-        width: blocks a row of a block table.
+        width: blocks per row of a block table.
         rows: sizes of decode steps; empty for the default.
         tokens: sizes of the other steps; empty for the default.
         hidden: as in `Buckets`.

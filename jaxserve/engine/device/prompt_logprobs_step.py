@@ -1,11 +1,11 @@
 """Log-probabilities of prompt tokens, on the device, behind the model's step.
 
-The model's step computes logits of one token a row, the last. Those of a prompt's other tokens are
-made of what the same step leaves of its last layer, by a program of its own, which runs behind
+The model's step computes logits of one token per row, the last. Those of a prompt's other tokens
+are made of what the same step leaves of its last layer, by a program of its own, which runs behind
 batches in which somebody asks for them: the others pay nothing, and no model is compiled twice. It
 takes a slice of the tokens at a time, as many as the step has rows, at most MAX_SLICE: so it needs
 no more memory than sampling does, [slice, vocabulary] in float32 a few times over, however many
-tokens there are. What comes out of it is 168 bytes a token.
+tokens there are. What comes out of it is 168 bytes per token.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What the device remembers of each request's sampling: one row a slot, of static shape.
+"""What the device remembers of each request's sampling: one row per slot, of static shape.
 
 A request holds a slot from its admission to its end or preemption. Everything a step needs to
 draw its next token is in that row, the token itself included, so tokens need not visit the host.
 
 Sizes: with 256 slots and a vocabulary of 152,064 the token counts take 78 MB and all else under
 1 MB. The counts are always there (an array that grew with the first penalised request would mean
-a compile in the middle of serving), two bytes a token: bit 15 says "in the prompt", the lower 15
+a compile in the middle of serving), two bytes per token: bit 15 says "in the prompt", the lower 15
 count its occurrences in the output, saturating.
 """
 

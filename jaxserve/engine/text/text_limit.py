@@ -88,7 +88,7 @@ class TextLimit:
         if self.bytes_per_token is None:
             return None
         most = self.bytes_per_token * tokens
-        if 4 * len(text) <= most:  # at most 4 bytes a character
+        if 4 * len(text) <= most:  # at most 4 bytes per character
             return None
         size = len(text) if len(text) > most else sum(map(len, _pieces(text)))
         if size <= most or any(token in text for token in self.swallowing):

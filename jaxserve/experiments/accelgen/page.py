@@ -195,7 +195,7 @@ class AccelGen(Page[SloCase, SloNumbers]):
         }
 
     def systems(self) -> str:
-        """A table with a line a model."""
+        """A table with a line per model."""
         rows = [
             [
                 name,

@@ -18,7 +18,7 @@ LONG_PROMPTS, SHORT_PROMPTS, SHORT = (10_214, 10_252), 20, (128, 384)  # tokens 
 EXCLUSIVE_OUTPUT = 256  # tokens; the paper says nothing of it
 GROUP = 512  # tokens: prompts of one group have one mean latency
 TTFT_SCALE = (0.5, 1.5)
-READING = 0.1875  # seconds a token
+READING = 0.1875  # seconds per token
 TBT_RANGE = (0.75, 1.25)  # of READING (section 6.1)
 TBT_CHOICES = (0.25, 0.5, 1.0, 2.0)  # of READING (section 3.2)
 

@@ -224,7 +224,7 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
         return self.results[self.case(system, ONE, data, rate, **more)]
 
     def systems(self) -> str:
-        """A table with a line a system."""
+        """A table with a line per system."""
         rows = []
         for name in self.scale.models:
             rhos = [system_of(MODELS[name], read).rho or 0.0 for read in READS]
@@ -291,7 +291,7 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
         return f"{self.mean_ratio(level, above, below)} on average, {said}"
 
     def by_rate(self, file: str, caption: str, systems: Sequence[str]) -> str:
-        """A figure: Figure 8's nine panels of these systems, a row a data set, a column a model."""
+        """Figure 8, nine panels of these systems: a row per data set, a column per model."""
         panels = [
             [self._panel(model, data, systems) for model in self.scale.models]
             for data in self.scale.data_sets
@@ -420,7 +420,8 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
         ours, theirs = (self.attainments(one, model, data) for one in (above, below))
         rate = max(
             (rate for rate, share in ours.items() if share >= level and rate in theirs),
-            default=min(ours),
+            # Before anything has run: where the search begins.
+            default=min(ours, default=COARSE.rate(START[data] - LARGER[model] + AHEAD[data])),
         )
         cases = (self.case(one, model, data, rate) for one in (above, below))
         return self.by_itself("attainment", *cases)
@@ -429,7 +430,7 @@ class AptServe(page.Page[OnlineCase, OnlineNumbers]):
         """Hidden caches and step time at the first setting."""
         data, rate, cv = self.settings[0]
         n = self.numbers_of(system, data, rate, cv=cv)
-        return f"{n.hidden:.0%} of requests hidden, {1e3 * n.step:.0f} ms a step"
+        return f"{n.hidden:.0%} of requests hidden, {1e3 * n.step:.0f} ms per step"
 
     def dear(self) -> dict[str, float]:
         """What a projected hidden cache costs.

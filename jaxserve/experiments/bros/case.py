@@ -60,7 +60,7 @@ class MixedNumbers:
 
     Attributes:
         latency: Mean over real-time requests of their time in the system over the tokens they
-            write, seconds a token. Unfinished ones count with their time so far, so it is a lower
+            write, seconds per token. Unfinished ones count with their time so far, so it is a lower
             bound.
         ttft: Share of the real-time requests within that target.
         tpot: The same of their mean time between tokens, for requests with two tokens or more.
@@ -143,7 +143,7 @@ def _simulated(case: MixedCase, policy: Policy) -> SimulationResult:
 
 
 def latency_of(result: SimulationResult, which: np.ndarray, end: float) -> float:
-    """Mean normalised latency (section 7.1), seconds a token.
+    """Mean normalised latency (section 7.1), seconds per token.
 
     Args:
         result: Of the simulation.

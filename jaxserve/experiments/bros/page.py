@@ -150,7 +150,7 @@ class Bros(page.Page[MixedCase, MixedNumbers]):
         return round(self.scale.batch * one / 1000) * 1000
 
     def systems(self) -> str:
-        """A table with a line a model."""
+        """A table with a line per model."""
         rows = []
         for name in self.scale.models:
             model = system(MODELS[name]).cost_model

@@ -180,7 +180,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-SYSTEM = ("system", "tokens of K and V", "weights, ms a step", "K and V of a token, us")
+SYSTEM = ("system", "tokens of K and V", "weights, ms per step", "K and V of a token, us")
 
 
 def system_cells(name: str) -> list[str]:

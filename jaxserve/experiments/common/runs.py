@@ -107,7 +107,7 @@ class Results(Generic[C, N]):
         self.write(path)
 
     def write(self, path: Path) -> None:
-        """The numbers of all cases that were asked for as JSON, one line a run, in a fixed
+        """The numbers of all cases that were asked for as JSON, one line per run, in a fixed
         order."""
         rows = [{"case": c.named(), "numbers": asdict(n)} for c, n in self._found.items()]  # type: ignore[call-overload]
         lines = sorted(json.dumps(row) for row in rows)

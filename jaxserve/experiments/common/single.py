@@ -43,7 +43,7 @@ def _unusual(case: Any) -> dict[str, Any]:
 
 
 def table(cases: Sequence[Any], numbers: Sequence[Any]) -> str:
-    """A line a number, a column a run, and of two the first over the second. Lists are left out."""
+    """A line per number, a column per run, and of two the first over the second. No lists."""
     found = [asdict(each) for each in numbers]
     pair = len(found) == 2
     head = ["", *map(label, cases), *(["first over second"] if pair else [])]

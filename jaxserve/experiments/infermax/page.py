@@ -360,7 +360,7 @@ class InferMax(Page[Case, Numbers]):
         )
 
     def by_count(self) -> str:
-        """A figure: a row a number, a column a mix."""
+        """A figure: a row per number, a column per mix."""
         panels = [
             [
                 panel(

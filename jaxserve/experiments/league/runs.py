@@ -75,13 +75,13 @@ class LeagueNumbers:
         throughput: Output tokens written in the window, a second.
         ttft_p99: Over requests, seconds.
         tbt_p99: Over times between tokens, seconds; None if there are none.
-        latency: Mean normalised latency, seconds a token.
+        latency: Mean normalised latency, seconds per token.
         longest_wait: The longest that anybody waited for a token, seconds.
         paused: Share of the requests that waited for a later token for more than PAUSED.
         fair_lengths: Jain's index of mean normalised latencies over LENGTH_CLASSES of prompts.
         fair_tenants: The same over the parts of a workload; None if it has one.
         recomputed: Share of the tokens of the whole run that were computed again.
-        preemptions: Mean number a request.
+        preemptions: Mean number per request.
         realtime, best_effort: Attainment of each tier; None if no request is of it.
         floor: Best-effort tokens written in the window, over those that were asked for in it; None
             if nobody is best-effort.

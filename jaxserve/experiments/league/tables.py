@@ -19,8 +19,8 @@ def kinds(standings: Standings) -> list[str]:
 
 
 def overall(standings: Standings) -> str:
-    """A row a policy, the best first: shares of the best policy's goodput by load and by the other
-    rule, the least of all points, the cut-down cases, and plans."""
+    """A row per policy, the best first: shares of the best policy's goodput by load and by the
+    other rule, the least of all points, the cut-down cases, and plans."""
     size = max(next(iter(standings.found.plans.values())))
     gaps = standings.ruled("with_gap")
     header = ["policy", *standings.loads, "all", "least", "all, with the longest gap"]
@@ -41,7 +41,7 @@ def _place(point: Point) -> str:
 
 
 def against_others(standings: Standings, policy: str) -> str:
-    """A row a load: the policy in percent of the best of all others, by both rules."""
+    """A row per load: the policy in percent of the best of all others, by both rules."""
     header, rows = ["load"], []
     rules = {"goodput": "papers' rule", "with_gap": "with the longest gap"}
     for words in rules.values():
@@ -59,7 +59,7 @@ def against_others(standings: Standings, policy: str) -> str:
 
 
 def winners(standings: Standings) -> str:
-    """A row a kind of workload, a column a load: the best two there, and their shares."""
+    """A row per kind of workload, a column per load: the best two there, and their shares."""
     rows = []
     for kind in kinds(standings):
         row = [kind]
@@ -73,7 +73,7 @@ def winners(standings: Standings) -> str:
 
 
 def settings(standings: Standings, workloads: Sequence[str], traces: Sequence[str]) -> str:
-    """A table with a row a workload: what it is, its targets, and the rate that saturates each
+    """A table with a row per workload: what it is, its targets, and the rate that saturates each
     system. traces: workloads that come from a trace, not drawn."""
     systems = list(dict.fromkeys(point.system for point in standings.points))
     header = ["workload", "from", "requests", "targets"]

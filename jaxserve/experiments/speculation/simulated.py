@@ -30,7 +30,7 @@ RATES = {
 }
 TBT = 0.2  # seconds, more than a chunk of `sarathi` beside many decodes takes
 FEW = 0.05  # in time without drafts: less is not compared
-# Assumed, as the system has none: 1.5 ms a step, in which a plan that waits leaves the device idle.
+# Assumed, as the system has none: 1.5 ms per step, in which a waiting plan leaves the device idle.
 HOST = HostOverhead(plan=5e-4, launch=5e-4, finish=5e-4)
 
 
@@ -173,5 +173,5 @@ drafts less without, the same requests and texts, mean of {len(seeds)} seeds, wi
 Goodput, summed over them, and time a token: with drafts over without; the first table leaves out
 where fewer than {FEW:.0%} are in time. drafted, right: tokens for each one written.
 {SYSTEMS[SYSTEM]}, {1e3 * (HOST.plan + HOST.launch + HOST.finish):g} ms of the host a step;
-{requests} requests a run, behind a warm-up of a sixth. {texts}.
+{requests} requests per run, behind a warm-up of a sixth. {texts}.
 """

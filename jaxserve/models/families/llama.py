@@ -154,7 +154,7 @@ class LlamaParams:
 
     Attributes:
         embed_tokens: [V, d_model].
-        layers: one entry a layer, in order.
+        layers: one entry per layer, in order.
         final_norm: [d_model].
         lm_head: [V, d_model]; None if tied to embed_tokens.
     """

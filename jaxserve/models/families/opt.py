@@ -88,7 +88,7 @@ class OPTParams:
         embed_tokens: [V, embed_dim].
         embed_positions: [max_position + 2, d_model].
         project_in, project_out: between embed_dim and d_model; None if these are equal.
-        layers: one entry a layer, in order.
+        layers: one entry per layer, in order.
         final_norm: None for post-norm models.
         lm_head: [V, embed_dim]; None if tied to embed_tokens.
     """

@@ -28,8 +28,8 @@ class TooManyRequests(ValueError):
 
 
 class Usage:
-    """Of one key, on the event loop's thread. The rate is a token bucket: one token a call, as many
-    as the key may call a minute at most, and so many a minute come back. clock: seconds.
+    """Of one key, on the event loop's thread. The rate is a token bucket: one token per call, as
+    many as the key may call a minute at most, and so many a minute come back. clock: seconds.
 
     calls, requests: how many it has open, and with the engine.
     """

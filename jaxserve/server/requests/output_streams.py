@@ -94,7 +94,7 @@ class Delta:
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """One entry a token, if asked for."""
+        """One entry per token, if asked for."""
         return self._logprobs.entries()
 
     @property

@@ -43,7 +43,7 @@ _SHORTCUTS = {
     "port": ("server.port", "gRPC port, 0 for any free one"),
     "http_port": ("server.http_port", "HTTP port, -1 for none, 0 for any free one"),
     "metrics_port": ("server.metrics_port", "Prometheus port, -1 for none, 0 for any free one"),
-    "request_log": ("telemetry.request_log", "log one line a call"),
+    "request_log": ("telemetry.request_log", "log one line per call"),
     "log_prompts": ("telemetry.log_prompts", "with prompts and texts in it"),
     "log_format": ("telemetry.log_format", "of what is logged: text or json"),
     "otlp_endpoint": ("telemetry.otlp_endpoint", "where traces go by OTLP, http://localhost:4317"),
@@ -236,7 +236,7 @@ def ready_text(info: EngineInfo, server: Server, seconds: float, *, chats: bool 
         f"  model    {info.model} ({info.family}, {params}, {info.dtype} on {device}, "
         f"{info.attention_backend} attention)",
         f"  pool     {pool}, {info.pool_bytes / 2**20:,.0f} MiB",
-        f"  limits   {min(info.max_model_len, info.pool_tokens):,} tokens a request",
+        f"  limits   {min(info.max_model_len, info.pool_tokens):,} tokens per request",
         f"  policy   {info.policy}{_hidden_caches(info)}",
         f"  steps    predicted by a cost model, {info.cost_model}",
         *_sampling_defaults(info),
@@ -260,7 +260,7 @@ def _sampling_defaults(info: EngineInfo) -> list[str]:
 def _hidden_caches(info: EngineInfo) -> str:
     if info.hidden_read is None or info.rho is None:
         return ""
-    return f", KV and hidden caches, {info.hidden_read} at {1e6 * info.rho:+.2f} us a token"
+    return f", KV and hidden caches, {info.hidden_read} at {1e6 * info.rho:+.2f} us per token"
 
 
 def client_line(address: str, access: Access, *, chats: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""One line a call, once the engine has said its last word on it: who asked, what for, how long it
+"""One line per call, once the engine has said its last word on it: who asked, what for, how long it
 took, and whether its targets were met. docs/operations.md lists the fields."""
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ def test_it_is_printed_how_hidden_caches_are_read() -> None:
     with Server(FakeEngine(), metrics_port=0) as server:
         info = dataclasses.replace(INFO, hidden_read="absorbed", rho=-2.5e-7)
         text = launch.ready_text(info, server, 1.25)
-        assert "fcfs, KV and hidden caches, absorbed at -0.25 us a token\n" in text
+        assert "fcfs, KV and hidden caches, absorbed at -0.25 us per token\n" in text
         kv_only = dataclasses.replace(INFO, hidden_read=None, rho=None)
         assert "hidden" not in launch.ready_text(kv_only, server, 1.25)
 

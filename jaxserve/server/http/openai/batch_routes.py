@@ -25,7 +25,7 @@ from jaxserve.server.requests.call_outcome import CallOutcome
 NO_BATCHES = "this server takes no batches; it was started without a batch_dir"
 _JSONL = "application/jsonl"
 _PIECE = 64 << 10  # of a file that is read: what a reader who does not read costs
-_PARSED = 16 << 10  # of a form at once: what looks like the ends of parts takes 0.2 us a byte
+_PARSED = 16 << 10  # of a form at once: what looks like the ends of parts takes 0.2 us per byte
 _PURPOSE = "batch"
 _FORM = {
     "type": "object",

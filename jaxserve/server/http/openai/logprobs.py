@@ -58,7 +58,7 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(engine: EngineClient, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """The object of a chat: one entry a token."""
+    """The object of a chat: one entry per token."""
     content = []
     for entry in entries:
         top = [_chat_entry(engine, token, value) for token, value in entry.top]
