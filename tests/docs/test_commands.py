@@ -277,11 +277,11 @@ def reduced(command: list[str]) -> list[str]:
     _, name, *given = command
     if name not in SIMULATED:
         return [name, *given]
-    given = [re.sub(r"^--duration=.*", "--duration=5", each) for each in given]
+    given = [re.sub(r"^--duration=.*", "--duration=60", each) for each in given]
     given = [re.sub(r"^(--best_effort=closed:batch)=\d+", r"\1=4", each) for each in given]
     given += ["--seeds=1", "--jobs=1"]
-    if not any(each.startswith("--replay") for each in given):
-        given.append("--num_requests=20")
+    if not any(re.match(rf"--replay|--workload={FILE.pattern}", each) for each in given):
+        given.append("--num_requests=20")  # of a sampler: the files here are short
     return [name, *given]
 
 
