@@ -14,9 +14,11 @@ if _CPU_FLAG not in os.environ.get("XLA_FLAGS", ""):
 _OFFLINE = {
     "LLM": "jaxserve.offline.llm",
     "Grammar": "jaxserve.sched.request",
+    "Observer": "jaxserve.engine.stats",
     "RequestOutput": "jaxserve.offline.outputs",
     "SamplingParams": "jaxserve.sched.request",
     "SLO": "jaxserve.sched.request",
+    "StepRecorder": "jaxserve.engine.stats",
     "Tier": "jaxserve.sched.request",
 }
 __all__ = [*_OFFLINE, "__version__"]

@@ -6,18 +6,21 @@ is shown, and no global state of pyplot is touched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxserve.figures.pool_view import HIDDEN, PoolView, V
+from jaxserve.sched.cache.cache_kinds import NOBODY
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.settings import BatchRows
 
 try:
     from matplotlib.axes import Axes
     from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -207,6 +210,58 @@ def schedule(result: SimulationResult, title: str = "", replica: int = 0) -> Fig
         handlelength=1.2,
     )
     return figure
+
+
+def block_pool(
+    views: Sequence[tuple[str, PoolView]],
+    colours: Mapping[str, Any] | None = None,
+    columns: int = 64,
+) -> Figure:
+    """The block pool at some moments, a box a block: filled from the left or the right end as far
+    as its slots are in use, a paler tint where they are not, grey where nobody holds it. V is
+    darker than K; hidden vectors have a dark bar at their top.
+
+    Args:
+        views: (title, what the pool held), drawn under each other.
+        colours: By request; None for a few colours in turn.
+        columns: Blocks beside each other.
+    """
+    rows = [-(-len(view.plane) // columns) for _, view in views]
+    size = (0.16 * columns, sum(0.13 * count + 0.45 for count in rows))
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(len(views), squeeze=False, height_ratios=rows)[:, 0]
+    for axes, (title, view) in zip(grid, views, strict=True):
+        axes.imshow(_pool_picture(view, colours, columns), interpolation="nearest", aspect="auto")
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.set_axis_off()
+    return figure
+
+
+def _pool_picture(view: PoolView, colours: Mapping[str, Any] | None, columns: int) -> np.ndarray:
+    """Red, green and blue, [rows x height, columns x width, 3]."""
+    width, height = 16, 12  # of a block, in points of the picture; one of each is a white line
+    count = len(view.plane)
+    boxes = np.ones((-(-count // columns) * columns, height, width, 3))
+    boxes[:count, 1:, 1:] = 0.92
+    turn = [f"C{i}" for i in range(10)]
+    for block in np.flatnonzero(view.used).tolist():
+        for end, owner in enumerate(view.owner[:, block].tolist()):
+            if owner == NOBODY:
+                continue
+            named = turn[owner % 10] if colours is None else colours[view.requests[owner]]
+            colour = np.array(to_rgb(named))
+            if view.plane[block] == V:
+                colour = 0.72 * colour
+            inside = boxes[block, 1:, 1:]
+            alone = view.owner[1 - end, block] == NOBODY
+            if alone:
+                inside[:] = 0.3 * colour + 0.7
+            used = round(view.fill[end, block] * (width - 1))
+            inside[:, width - 1 - used if end else 0 : None if end else used] = colour
+        if view.plane[block] == HIDDEN:
+            boxes[block, 1:4, 1:] *= 0.35
+    grid = boxes.reshape(-1, columns, height, width, 3).swapaxes(1, 2)
+    return np.asarray(grid.reshape(-1, columns * width, 3))
 
 
 def _boxes(axes: Axes, batches: Sequence[BatchRows], lines: float) -> None:

@@ -24,6 +24,7 @@ from jaxserve.config import Config
 from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.configs import base, tiny_cpu
 from jaxserve.engine.errors import QueueFull
+from jaxserve.figures.pool_view import PoolView, pool_view
 from jaxserve.offline.outputs import CompletionOutput, EmbeddingOutput, Piece, RequestOutput
 from jaxserve.sched.request import (
     NOTHING_SAMPLED,
@@ -43,6 +44,7 @@ from jaxserve.server.tools.calls import Call, compact, from_openai, special_toke
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
+    from jaxserve.engine.stats import Observer
 
 Prompt = str | Sequence[int]
 Chat = Sequence[Mapping[str, Any]]
@@ -350,6 +352,17 @@ class LLM:
     def unload_adapter(self, name: str) -> None:
         """No request may have it any more; those that do go on. Raises UnknownAdapter."""
         self.engine.unload_adapter(name)
+
+    def add_observer(self, observer: Observer) -> None:
+        """From now on the observer is told of arrivals, steps, tokens and ends. See `Observer`:
+        the engine's thread calls it, so it must return quickly. Of a call's last step it may be
+        told after the call has returned."""
+        self.engine.add_observer(observer)
+
+    def pool_view(self) -> PoolView:
+        """What each block of the pool holds now, for `figures.plots.block_pool`. Exact when an
+        observer calls it; elsewhere its parts may be one step apart."""
+        return pool_view(self.engine)
 
     def close(self) -> None:
         """Cancels what runs and stops the engine. Idempotent."""

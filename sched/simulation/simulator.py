@@ -18,7 +18,7 @@ from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.parameters import parameters
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policies.oracle import OraclePolicy
-from jaxserve.sched.policy import Limits, Policy
+from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.registry import PolicyName, is_built_in, make_policy, make_retention
 from jaxserve.sched.routing.take_snapshot import constant_fields
 from jaxserve.sched.simulation.dispatch import NotCompiled, run
@@ -127,6 +127,7 @@ def simulate(
     record_batches: bool = True,
     progress: Callable[[int], None] | None = None,
     compiling: Callable[[], None] | None = None,
+    watch: Callable[[View], None] | None = None,
 ) -> SimulationResult:
     """Serves the workload, to its end or `until`.
 
@@ -169,6 +170,9 @@ def simulate(
         record_rows, record_batches: Whether to keep who was in each batch, and the batches.
         progress: progress(n) is called when n more requests have come.
         compiling: Called when numba begins to compile.
+        watch: Called before each step with what the policy sees, for example for a picture of the
+            pool (`figures.pool_view.policy_view`). Plans are checked then, and steps taken one by
+            one.
 
     Raises:
         InvalidPlan: The policy plans what cannot be booked, or gets nowhere.
@@ -187,10 +191,13 @@ def simulate(
     longest = _check_fits(workload, policies[0], setting)
     longest = max(longest, _check_end(until, best_effort, policies[0], setting))
     built_in = isinstance(policy, str) and is_built_in(policy)
+    if watch is not None:  # only checked plans have blocks with ids
+        checked, coast = True, False
     fixed = not built_in if checked is None else checked
     slots, cut = int(slots_for(host_tokens)), (best_effort, until)
     known = _hidden(rho, system, setting.cost_model) | {"refuse_late": refuse_late}
     known |= {"prefix_caching": prefix_caching, "retention": _retention(retention, prefix_caching)}
+    known |= {"watch": watch}
     options = Options(slots, longest, fixed, coast, online, record_rows, *cut, **known)
     compiled = _compiled(compiled, options, bool(checked))
     ran = _run(policy, policies, workload, setting, options, compiled, progress, compiling)

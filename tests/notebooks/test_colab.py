@@ -14,11 +14,11 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.notebooks.packages import ROOT, clone, with_source
+from tests.notebooks.books import NAMES, code_of, read
+from tests.notebooks.packages import clone, with_source
 
 pytestmark = pytest.mark.slow
 
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 VERSION = "99.0"  # so that pip does not take what this interpreter has for the wheel
 
 
@@ -64,13 +64,12 @@ def colab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return empty
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_first_cell_installs_a_wheel(notebook: Path, wheel: Path, colab: Path) -> None:
+@pytest.mark.parametrize("notebook", NAMES)
+def test_the_first_cell_installs_a_wheel(notebook: str, wheel: Path, colab: Path) -> None:
     """And what the notebook imports is there then."""
-    book = nbformat.read(notebook, as_version=4)
-    code = [cell for cell in book.cells if cell.cell_type == "code"]
-    first = code[0].source
-    imports = re.findall(r"(?m)^(?:import|from) .*$", "\n".join(cell.source for cell in code))
+    code = code_of(read(notebook))
+    first = code[0]
+    imports = re.findall(r"(?m)^(?:import|from) .*$", "\n".join(code))
     cells = [
         with_source(first, str(wheel)),
         "import jaxserve as j, sys\nprint(j.__version__, j.__file__.startswith(sys.prefix))",

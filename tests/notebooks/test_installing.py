@@ -12,17 +12,10 @@ import pytest
 from nbclient import NotebookClient
 
 from jaxserve import __version__
-from tests.notebooks.packages import ROOT, clone, install, with_source
+from tests.notebooks.books import NAMES, first_cell
+from tests.notebooks.packages import clone, install, with_source
 
 pytestmark = pytest.mark.slow
-
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-NAMES = [path.stem for path in NOTEBOOKS]
-
-
-def first_cell(notebook: Path) -> str:
-    cells = nbformat.read(notebook, as_version=4).cells
-    return next(cell.source for cell in cells if cell.cell_type == "code")
 
 
 @pytest.fixture(scope="module", params=["wheel", "editable"])
@@ -39,9 +32,9 @@ def installed(
     return parent, site, tree
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=NAMES)
+@pytest.mark.parametrize("notebook", NAMES)
 def test_beside_a_clone_the_package_is_the_installed_one(
-    notebook: Path, installed: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+    notebook: str, installed: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder named jaxserve is a package, too, where Python finds no other first."""
     parent, site, place = installed
@@ -55,10 +48,10 @@ def test_beside_a_clone_the_package_is_the_installed_one(
     assert output.text == f"{__version__} {place / 'jaxserve' / '__init__.py'}\n"
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=NAMES)
+@pytest.mark.parametrize("notebook", NAMES)
 @pytest.mark.parametrize("place", ["", "clone"])
 def test_where_nothing_can_be_installed_it_says_what_to_paste(
-    notebook: Path, place: str, tmp_path: Path
+    notebook: str, place: str, tmp_path: Path
 ) -> None:
     """Python without its packages: pip is asked for what the notebook would have it install."""
     folder = clone(tmp_path) / "notebooks" if place else tmp_path

@@ -15,6 +15,7 @@ from jaxserve import LLM, SLO, SamplingParams
 from jaxserve.config import ConfigError
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason, Output
+from jaxserve.engine.stats import StepStats
 from jaxserve.sched.request import InvalidRequest, Request
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from tests.engine.harness import SCARCE, generate, wait_until_idle, write_shape
@@ -47,6 +48,26 @@ def test_tokens_are_the_engines_however_many_prompts(llm: LLM, engine: Engine) -
         assert output.token_ids == list(expected[k % 7])
         assert output.finish_reason is FinishReason.LENGTH
         assert output.usage is not None and output.usage.output_tokens == 10
+
+
+def test_an_observer_sees_steps_and_the_pool_of_each(llm: LLM) -> None:
+    """Which belongs to whom is by number, in the order of arrival."""
+    recorder, numbers, held = jaxserve.StepRecorder(), [], []
+
+    class Looking(jaxserve.Observer):
+        def on_arrival(self, number: int, request: Request) -> None:
+            numbers.append(number)
+
+        def on_step(self, stats: StepStats) -> None:
+            held.append(llm.pool_view().used.sum())
+
+    llm.add_observer(recorder)
+    llm.add_observer(Looking())
+    llm.generate([[5, 6, 7], [8, 9]], TEN, progress=False)
+    llm.generate([5], TEN, progress=False)  # by now it has been told of all steps before
+    received = [number for step in tuple(recorder.steps) for number in step.received]
+    assert [received.count(number) for number in numbers[:2]] == [10, 10]
+    assert max(held) >= 4
 
 
 def test_one_prompt_and_several_continuations(llm: LLM) -> None:

@@ -19,7 +19,7 @@ from jaxserve.sched.cache.retention import LRU
 from jaxserve.sched.cost.cost_model import LinearCostModel
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.plan import InvalidPlan
-from jaxserve.sched.policy import Policy
+from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import make_retention
 from jaxserve.sched.request import Request
 from jaxserve.sched.simulation.replica.admission import BoundedQueue, Lateness
@@ -59,6 +59,7 @@ class Options:
     refuse_late: float | None = None
     prefix_caching: bool = False
     retention: str = LRU
+    watch: Callable[[View], None] | None = None
 
 
 def run_in_python(
@@ -165,6 +166,7 @@ def _scheduler(policy: Policy, setting: Setting, options: Options) -> SimulatedS
         checked=options.checked,
         prefix_caching=options.prefix_caching,
         retention=make_retention(options.retention),
+        watch=options.watch,
     )
 
 

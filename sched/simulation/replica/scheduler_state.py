@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxserve.sched.cache.block_pool import BlockPool
 from jaxserve.sched.cost.reachability import NOTHING, Alone
+from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.request import Request
 from jaxserve.sched.row_columns import grow_columns
@@ -47,9 +48,23 @@ class GrowingTable(RequestTable):
 
 
 class SimulatedScheduler(Scheduler):
-    """A scheduler over a growing table; everything else is as in the engine."""
+    """A scheduler over a growing table; everything else is as in the engine.
 
-    def __init__(self, policy: Policy, limits: Limits, **options: Any) -> None:
+    Args:
+        policy: The policy.
+        limits: C, P and rows.
+        watch: Called with what the policy sees, before each plan.
+        options: Of `Scheduler`.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        limits: Limits,
+        watch: Callable[[View], None] | None = None,
+        **options: Any,
+    ) -> None:
+        self._watch = watch
         super().__init__(policy, limits, capacity=FIRST_ROWS, **options)
         self.view: SeedWatch = SeedWatch.from_view(self.view)
 
@@ -61,6 +76,12 @@ class SimulatedScheduler(Scheduler):
         counts = self.policy.counts_blocks and not self.checked and self.cache is None
         kind = CountedPool if counts else BlockPool
         return kind(num_blocks, block_size, capacity, width)
+
+    def plan(self, *args: Any) -> BatchPlan:
+        """As `Scheduler.plan`."""
+        if self._watch is not None:
+            self._watch(self.view)
+        return super().plan(*args)
 
     def advance(self, rows: np.ndarray, steps: np.ndarray) -> None:
         """Books steps[i] decodes of each row at once, all of them in the latest of the batches that
