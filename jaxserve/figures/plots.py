@@ -217,7 +217,7 @@ def block_pool(
     colours: Mapping[str, Any] | None = None,
     columns: int = 64,
 ) -> Figure:
-    """The block pool at some moments, a box a block: filled from the left or the right end as far
+    """The block pool at some moments, a box per block: filled from the left or the right end as far
     as its slots are in use, a paler tint where they are not, grey where nobody holds it. V is
     darker than K; hidden vectors have a dark bar at their top.
 
