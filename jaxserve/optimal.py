@@ -5,8 +5,8 @@
     jaxserve optimal --workload=fixed:4x3x3 --kv_tokens=10 --better_than=0.022
 
 --workload: fixed:IxOxB, a file of prompt_tokens,output_tokens, or a trace with arrivals, of which
---num_requests takes the first. Needs OR-Tools: pip install ortools. The search starts
-from a policy's schedule (--warm_start) and stops at --time_limit with the best found and a bound:
+--num_requests takes the first. Needs OR-Tools, the extra `optimal`. The search starts from
+a policy's schedule (--warm_start) and stops at --time_limit with the best found and a bound:
 the answer is `optimal` only where that is proven, which takes seconds for three requests, and may
 take hours for eight.
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _solve(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("ortools") is None:
-        raise OptimalError("this needs OR-Tools: pip install ortools")
+        raise OptimalError("this needs OR-Tools: install jaxserve-llm with its extra optimal")
     if args.picture:
         if importlib.util.find_spec("matplotlib") is None:
             raise OptimalError("--picture needs matplotlib: pip install matplotlib")

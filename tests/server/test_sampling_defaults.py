@@ -150,7 +150,7 @@ def test_the_server_tells_them(server: Server, engine: FakeEngine) -> None:
     assert told["sampling_defaults"] == engine.served.sampling_defaults
     shown = json.loads(_get(server, "/console/info"))["defaults"]
     usual = {"temperature": 1.0, "top_p": 1.0, **engine.served.sampling_defaults}
-    assert shown.items() <= {**usual, "max_tokens": 16}.items()
+    assert shown == {"temperature": usual["temperature"], "top_p": usual["top_p"], "max_tokens": 16}
 
 
 def _get(server: Server, path: str) -> bytes:
@@ -163,4 +163,6 @@ def test_the_start_shows_them(server: Server, engine: FakeEngine) -> None:
     text = launch.ready_text(engine.info(), server, 1.0)
     told = "sampling temperature 0.6, top_k 20, top_p 0.95, min_p 0.05, repetition_penalty 1.05, "
     assert (told in text) == bool(engine.served.sampling_defaults)
-    assert ("model.generation_config=none" in text) == bool(engine.served.sampling_defaults)
+    assert ("(off: --config.model.generation_config=none)" in text) == bool(
+        engine.served.sampling_defaults
+    )

@@ -254,7 +254,8 @@ def _sampling_defaults(info: EngineInfo) -> list[str]:
     if not info.sampling_defaults:
         return []
     told = ", ".join(f"{name} {value:g}" for name, value in info.sampling_defaults.items())
-    return [f"  sampling {told}, where a request does not say (none: model.generation_config=none)"]
+    off = "off: --config.model.generation_config=none"
+    return [f"  sampling {told}, where a request does not say ({off})"]
 
 
 def _hidden_caches(info: EngineInfo) -> str:

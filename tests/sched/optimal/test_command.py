@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,16 @@ def test_it_says_whether_a_better_one_exists(
 ) -> None:
     assert optimal.main([*SMALL, "--json", f"--better_than={seconds}"]) == 0
     assert last_line(capsys)["status"] == status
+
+
+def test_without_its_solver_it_names_the_extra_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert optimal.main(SMALL) == 2
+    assert capsys.readouterr().err.endswith("install jaxserve-llm with its extra optimal\n")
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert any(each.startswith("ortools") for each in project["optional-dependencies"]["optimal"])
 
 
 def test_lengths_and_arrivals_come_from_files(
