@@ -169,7 +169,7 @@ def test_what_is_told_is_what_a_load_test_counts(real: Engine) -> None:
             arrival = tokens[-1] - last.timings.total
             times = Times.from_tokens([arrival], [tokens], [True])
             counted = attained(times, with_targets(SloColumns.none(1), request.slo))
-            assert last.verdict.met == counted.slo[0]
+            assert last.verdict.met == counted.slo()[0]
             assert (last.verdict.ttft, last.verdict.jct) == (counted.ttft[0], counted.jct[0])
             assert last.verdict.tbt == counted.tbt[0]
 

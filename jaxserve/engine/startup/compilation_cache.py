@@ -24,6 +24,7 @@ from jaxserve.writable import missing_folders, remove_empty
 log = logging.getLogger(__name__)
 
 INDEX = "checksums.json"
+ENTRIES = "*-cache"  # files of JAX's, one for each program
 _FIELD = "engine.compilation_cache_dir"
 _ZLIB = b"\x78"  # how what JAX compresses without zstandard begins; it has a checksum of its own
 
@@ -55,14 +56,14 @@ def use(directory: str) -> str:
 
 @contextlib.contextmanager
 def gone_if_refused(directory: str) -> Iterator[None]:
-    """The directory, if it is made within, goes again where what cannot be served ends that. It
-    stays after ^C, for the next start. directory: "" for none."""
+    """The directory, if it is made within, goes again where what cannot be served ends that before
+    anything was compiled, by this start or another one beside it. directory: "" for none."""
     path = Path(os.path.expanduser(directory))
     made = missing_folders(path) if directory else []
     try:
         yield
     except Exception:
-        if made:
+        if made and not any(path.glob(ENTRIES)):
             shutil.rmtree(path, ignore_errors=True)
             remove_empty(made[1:])
         raise
@@ -71,7 +72,7 @@ def gone_if_refused(directory: str) -> Iterator[None]:
 def remove_damaged(path: Path) -> int:
     """Removes damaged entries. Returns how many. Raises OSError."""
     known, removed = _read(path), 0
-    for entry in path.glob("*-cache"):
+    for entry in path.glob(ENTRIES):
         content = entry.read_bytes()
         expected = known.get(entry.name)
         whole = _whole(content) if expected is None else zlib.crc32(content) == expected
@@ -89,7 +90,7 @@ def note(directory: str) -> None:
     path = Path(os.path.expanduser(directory))
     known, found = _read(path), {}
     try:
-        for entry in path.glob("*-cache"):
+        for entry in path.glob(ENTRIES):
             found[entry.name] = known.get(entry.name) or zlib.crc32(entry.read_bytes())
         if found != known:
             write_kept(path / INDEX, found)

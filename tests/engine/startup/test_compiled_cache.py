@@ -118,3 +118,18 @@ compilation_cache.note({str(tmp_path)!r})
     assert "Error reading" not in done.stderr
     assert entries(tmp_path).keys() == whole.keys()
     assert compilation_cache.remove_damaged(tmp_path) == 0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_refused_start_takes_its_folder_with_it_unless_somebody_has_compiled(
+    tmp_path: Path, compiled: bool
+) -> None:
+    """Another first start beside it may have."""
+    new = tmp_path / "cache" / "xla"
+    with pytest.raises(ValueError, match="refused"), compilation_cache.gone_if_refused(str(new)):
+        new.mkdir(parents=True)
+        (new / "pools.json").write_text("{}")
+        if compiled:
+            (new / "jit_a-cache").write_bytes(b"x")
+        raise ValueError("refused")
+    assert list(tmp_path.iterdir()) == ([tmp_path / "cache"] if compiled else [])

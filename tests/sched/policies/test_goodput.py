@@ -224,7 +224,7 @@ def test_more_are_in_time_than_first_come_first_served() -> None:
         {"arrival": arrival, "prompt": rng.integers(50, 4000, 160), "output": 20, "ttft": 1.0}
     )
     met = {
-        policy: attained(r.times, work.terms).slo.mean()
+        policy: attained(r.times, work.terms).slo().mean()
         for policy in ("goodput", "edf", "sarathi")
         for r in [run(policy, work, Limits(4096, 512, 64)).requests]
     }

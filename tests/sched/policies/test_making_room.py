@@ -45,7 +45,7 @@ def served(policy: str) -> tuple[float, int]:
         compiled=False,
     ).requests
     chats = found.workload.tier == Tier.REALTIME
-    met = attained(found.times, found.workload.terms).slo
+    met = attained(found.times, found.workload.terms).slo()
     return float(met[chats].mean()), int(found.times.tokens[~chats].sum())
 
 
