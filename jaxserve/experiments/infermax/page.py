@@ -507,7 +507,7 @@ def _by_itself(one: Instance) -> str:
     count = one.best.schedule.tokens.shape[1]
     return (
         f"One point by itself, I = {one.prompt}, `latency` "
-        f"{one.optimum.objective * 1e3:.3f} ms:\n\n"
+        f"{one.optimum.objective * 1e3:.3f} ms (with the extra `optimal`):\n\n"
         f"    jaxserve optimal --workload=fixed:{one.prompt}x{count}x{count} "
         f"--kv_tokens={one.kv_tokens} --whole_prompts"
     )
