@@ -24,6 +24,8 @@ from jaxserve.pallas_kernels.backends import (
     select_backend,
 )
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, LEFT, RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.fixed_batches import in_fixed_batches
+from jaxserve.pallas_kernels.gates import ACTIVATIONS, gated
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from jaxserve.pallas_kernels.hidden import HiddenProjection, project
 from jaxserve.pallas_kernels.low_rank import add_low_rank, skips_columns
@@ -34,6 +36,7 @@ from jaxserve.pallas_kernels.move import (
     staged_vectors,
     staging_shape,
 )
+from jaxserve.pallas_kernels.norm import layer_norm, log_sum_exp, rms_norm
 from jaxserve.pallas_kernels.pool import (
     Pool,
     block_bytes,
@@ -47,9 +50,11 @@ from jaxserve.pallas_kernels.pool import (
     slot_bytes,
 )
 from jaxserve.pallas_kernels.quantized_matmul import quantized_matmul
+from jaxserve.pallas_kernels.rotary import angles, rotate
 from jaxserve.pallas_kernels.skinny_matmul import by_columns, has_skinny_matmul, skinny_matmul
 
 __all__ = [
+    "ACTIVATIONS",
     "BACKENDS",
     "HIDDEN",
     "KV",
@@ -62,15 +67,20 @@ __all__ = [
     "Pool",
     "absorbed_attention",
     "add_low_rank",
+    "angles",
     "argmax",
     "block_bytes",
     "by_columns",
     "default_block_size",
     "dtype_named",
     "format_of",
+    "gated",
     "get_backend",
     "grouped_matmul",
     "has_skinny_matmul",
+    "in_fixed_batches",
+    "layer_norm",
+    "log_sum_exp",
     "make_pool",
     "move_slots",
     "paged_attention",
@@ -85,6 +95,8 @@ __all__ = [
     "quantized_matmul",
     "read_tokens",
     "resolve_backend",
+    "rms_norm",
+    "rotate",
     "select_backend",
     "skinny_matmul",
     "skips_columns",

@@ -121,6 +121,24 @@ class Backend:
         add_low_rank: (a), of which only shape and dtype are asked -> the kernel of such products on
             one device, which takes what `low_rank.add_low_rank` does, or None if it has none. None:
             the backend has no such kernels.
+        adds_minimums: `quantized_matmul`'s kernels take the groups' minimums, too, behind the zero
+            points.
+        batch_invariant: a row's bits depend neither on how many rows its kernels are given nor on
+            what those are; see `fixed_batches.in_fixed_batches`.
+        norm: (x, *weights), of which only dtypes are asked -> the kernel of such norms on one
+            device, which takes (x [T, D], scale, bias, *, eps, offset, centred: whether the mean is
+            taken away first) and returns float32 [T, D], or None if it has none. None: the backend
+            has no such kernels.
+        log_sum_exp: (float32 [R, V]) -> [R], see `norm.log_sum_exp`. None: XLA's operations are
+            used.
+        angles: (positions, frequencies, amplitude) -> float32 [T, n] each, see `rotary.angles`.
+            None: XLA's operations are used.
+        rotate: (x), of which only the dtype is asked -> the kernel of such rotations on one device,
+            which takes (x, cos [T, n], sin [T, n]) as `rotary.rotate`, or None if it has none.
+            None: the backend has no such kernels.
+        gated: (gate, up), of which only dtypes are asked -> the kernel of such activations on one
+            device, which takes what `gates.gated` does, or None if it has none. None: the backend
+            has no such kernels.
         decode_group: Rows that decodes read together, sorted by length: each costs what the longest
             does.
         decode_chunk: Tokens of K and V that such a group reads at once, about.
@@ -145,6 +163,13 @@ class Backend:
     grouped_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
     quantized_grouped_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
     add_low_rank: Callable[..., Callable[..., jax.Array] | None] | None = None
+    adds_minimums: bool = False
+    batch_invariant: bool = False
+    norm: Callable[..., Callable[..., jax.Array] | None] | None = None
+    log_sum_exp: Callable[[jax.Array], jax.Array] | None = None
+    angles: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    rotate: Callable[[jax.Array], Callable[..., jax.Array] | None] | None = None
+    gated: Callable[..., Callable[..., jax.Array] | None] | None = None
     decode_group: int = 1
     decode_chunk: int = 1
 

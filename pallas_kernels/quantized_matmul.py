@@ -40,7 +40,8 @@ def quantized_matmul(
         axes: of the mesh, over which inputs and outputs are cut; None for not.
         mesh: the devices; None for one.
     """
-    choose = platform_backend().quantized_matmul
+    backend = platform_backend()
+    choose = backend.quantized_matmul
     if choose is None:
         return None
     rows, columns = axes if mesh is not None else (None, None)
@@ -60,14 +61,15 @@ def quantized_matmul(
         return jax.ShapeDtypeStruct(tuple(shape), one.dtype)
 
     given = (x, q, scale, zero, minimum)
-    result = dtype if minimum is None else jnp.float32
+    apart = minimum is not None and not backend.adds_minimums
+    result = jnp.float32 if apart else dtype
     kernel = choose(*map(local, given[:-1], specs), transposed=transposed, dtype=result)
     if kernel is None:
         return None
 
     def part(*given: Any) -> jax.Array:
-        y = kernel(*given[:-1])
-        if given[-1] is not None:
+        y = kernel(*given) if backend.adds_minimums else kernel(*given[:-1])
+        if apart:
             y += _of_minimum(given[0], given[-1], transposed=transposed)
         y = y.astype(dtype)
         return y if rows is None else jax.lax.psum(y, rows)
@@ -85,8 +87,6 @@ def _of_minimum(x: jax.Array, minimum: jax.Array, *, transposed: bool) -> jax.Ar
     take float32 for several passes."""
     rows, groups = x.shape[0], minimum.shape[1 if transposed else 0]
     sums = x.astype(jnp.float32).reshape(rows, groups, -1).sum(axis=-1)
-    if rows == 1:  # XLA adds up one row in another order: its text would depend on its neighbours
-        sums = jax.lax.optimization_barrier(jnp.concatenate([sums, sums]))
     numbers = (((1,), (1 if transposed else 0,)), ((), ()))
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jax.lax.dot_general(sums, minimum, numbers, precision=precision)[:rows]

@@ -27,12 +27,12 @@ from jaxserve.models.layers import (
     linear_leaves,
     lora_parts,
     norm_leaves,
-    rms_norm,
     with_low_rank,
 )
 from jaxserve.models.lora import Lora
-from jaxserve.models.rope import angle_table, rotate
+from jaxserve.models.rope import angle_table
 from jaxserve.models.sharding import TENSOR, constrain, heads_a_shard, pool_kv_heads
+from jaxserve.pallas_kernels import rms_norm, rotate
 
 Rotation = tuple[jax.Array, jax.Array]
 

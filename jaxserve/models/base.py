@@ -80,7 +80,7 @@ class Experts:
         groups_per_token: a token goes to experts of so many groups, those with the likeliest ones.
         dense_layers: layers that have a feed-forward of `ModelConfig.d_ff` instead, ascending.
         limit: the gate is at most this, and the other half within both ends of it, as
-            `experts.clamped_swiglu` has it; None where the model's activation is the gate's.
+            `pallas_kernels.gated` has it; None where the model's activation is the gate's.
         alpha: factor on the gate in that one's sigmoid.
     """
 

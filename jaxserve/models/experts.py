@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxserve import pallas_kernels
 from jaxserve.models.base import Experts, HFTensor, Leaf, ParamSpec
 from jaxserve.models.layers import Linear, matmul
 from jaxserve.models.quantized import Quantized, quantized_grouped_dot
@@ -91,32 +92,17 @@ def expert_leaves(
     )
 
 
-def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, alpha: float) -> jax.Array:
-    """gate * sigmoid(alpha * gate) * (up + 1), both clamped first (OpenAI 2025, gpt-oss's model
-    card, section 2.2, and its released code).
-
-    Args:
-        gate: of any shape.
-        up: of the same.
-        limit: the gate is at most this, up within both ends of it.
-        alpha: factor in the sigmoid.
-    """
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
-
-
-def gate_function(activation: Callable[[jax.Array], jax.Array], experts: Experts | None) -> Gated:
+def gate_function(activation: str, experts: Experts | None) -> Gated:
     """How a model's feed-forward layers join gate and up, [T, width] each.
 
     Args:
-        activation: of the gate, where it is not clamped.
+        activation: of the gate, where it is not clamped; see `pallas_kernels.gated`.
         experts: of its layers; None where they have none.
     """
-    limit = None if experts is None else experts.limit
-    if experts is None or limit is None:
-        return lambda gate, up: activation(gate) * up
-    alpha = experts.alpha
-    return lambda gate, up: clamped_swiglu(gate, up, limit, alpha)
+    clamped = None
+    if experts is not None and experts.limit is not None:
+        clamped = experts.limit, experts.alpha
+    return lambda gate, up: pallas_kernels.gated(gate, up, activation, clamped)
 
 
 def mixture(
@@ -168,13 +154,17 @@ def route(
     Returns:
         float32 and int32 [T, experts_per_token], the largest part first.
     """
-    chances = jax.nn.softmax(_scores(h, router, mesh), axis=-1)
-    if experts.groups > 1:
-        chances = _in_best_groups(chances, experts)
-    parts, chosen = jax.lax.top_k(chances, experts.experts_per_token)
-    if experts.normalised:
-        parts = parts / parts.sum(axis=-1, keepdims=True)
-    return parts * experts.scale if experts.scale != 1 else parts, chosen
+
+    def choose(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        chances = jax.nn.softmax(scores, axis=-1)
+        if experts.groups > 1:
+            chances = _in_best_groups(chances, experts)
+        parts, chosen = jax.lax.top_k(chances, experts.experts_per_token)
+        if experts.normalised:
+            parts = parts / parts.sum(axis=-1, keepdims=True)
+        return parts * experts.scale if experts.scale != 1 else parts, chosen
+
+    return pallas_kernels.in_fixed_batches(choose, _scores(h, router, mesh))
 
 
 def _in_best_groups(chances: jax.Array, experts: Experts) -> jax.Array:

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.models.base import AttentionInput, LayerKind, ModelConfig
-from jaxserve.models.layers import Linear, Norm, linear, linear_leaves, norm_leaves, rms_norm
+from jaxserve.models.layers import Linear, Norm, linear, linear_leaves, norm_leaves
 from jaxserve.models.rope import rotate_pairs
 from jaxserve.models.sharding import constrain
+from jaxserve.pallas_kernels import rms_norm
 
 NORM_EPS = 1e-6  # of the norms of latent numbers, whatever that of others is
 

@@ -12,7 +12,12 @@ from jaxserve.models.base import HFTensor, Leaf, Params, ParamSpec
 from jaxserve.models.lora import Lora
 from jaxserve.models.quantized import Quantized, quantized_dot, take_rows
 from jaxserve.models.sharding import constrain
-from jaxserve.pallas_kernels import add_low_rank, has_skinny_matmul, skinny_matmul
+from jaxserve.pallas_kernels import (
+    add_low_rank,
+    has_skinny_matmul,
+    in_fixed_batches,
+    skinny_matmul,
+)
 
 
 @flax.struct.dataclass
@@ -57,8 +62,7 @@ def matmul(
     If x is wider than the weights (float32 on 16 bits), it is rounded to their dtype and the sums
     stay in float32. XLA's CPU compiler then uses its library's mixed matmul, which reads the
     weights as they are. With a 16-bit result, or too few rows, it would convert them first, in each
-    step. With numba installed, up to 128 rows have kernels of their own, see
-    `has_skinny_matmul`.
+    step. With numba installed there are kernels of our own, see `has_skinny_matmul`.
 
     Args:
         x: [T, in].
@@ -76,8 +80,11 @@ def matmul(
         return skinny_matmul(x.astype(weights.dtype), weights, transposed).astype(result)
     if x.dtype != weights.dtype:
         x = jnp.pad(x.astype(weights.dtype), ((0, max(0, _FEWEST_ROWS - rows)), (0, 0)))
-    y = jax.lax.dot_general(x, weights, numbers, preferred_element_type=result)
-    return y[:rows]
+
+    def product(x: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, weights, numbers, preferred_element_type=result)
+
+    return (in_fixed_batches(product, x) if mesh is None else product(x))[:rows]
 
 
 def linear(x: jax.Array, weights: Linear, mesh: Mesh | None) -> jax.Array:
@@ -127,37 +134,6 @@ def lora_parts(x: jax.Array, lora: Lora, mesh: Mesh | None) -> list[jax.Array]:
     # Not a product: what another adapter has made of x may be infinite.
     low = jnp.where(own[:, :, None], low, 0)
     return [matmul(low[:, :, part], b[:width], mesh=mesh) for part, b in enumerate(lora.b)]
-
-
-def layer_norm(x: jax.Array, weights: Norm, eps: float) -> jax.Array:
-    """Layer normalisation over the last axis (Ba et al. 2016, section 3)."""
-    x32 = x.astype(jnp.float32)
-    centred = x32 - x32.mean(axis=-1, keepdims=True)
-    variance = (centred * centred).mean(axis=-1, keepdims=True)
-    y = centred * jax.lax.rsqrt(variance + eps)
-    if weights.scale is not None:
-        y = y * weights.scale.astype(jnp.float32)
-    if weights.bias is not None:
-        y = y + weights.bias.astype(jnp.float32)
-    return y.astype(x.dtype)
-
-
-def rms_norm(
-    x: jax.Array, scale: jax.Array, eps: float, offset: float = 0.0, axes: int = 1
-) -> jax.Array:
-    """Root-mean-square normalisation over the last axes (Zhang & Sennrich 2019, section 3).
-
-    Args:
-        x: what to normalise.
-        scale: of the shape of those axes.
-        eps: added to the mean square.
-        offset: added to the scale.
-        axes: how many.
-    """
-    x32 = x.astype(jnp.float32)
-    over = tuple(range(-axes, 0))
-    y = x32 * jax.lax.rsqrt((x32 * x32).mean(axis=over, keepdims=True) + eps)
-    return (y * (scale.astype(jnp.float32) + offset)).astype(x.dtype)
 
 
 def embed_rows(table: jax.Array | Quantized, ids: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -13,7 +13,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxserve.pallas_kernels import grouped_matmul, quantized_grouped_matmul, quantized_matmul
+from jaxserve.pallas_kernels import (
+    grouped_matmul,
+    in_fixed_batches,
+    quantized_grouped_matmul,
+    quantized_matmul,
+)
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
 
@@ -208,7 +213,11 @@ def quantized_dot(
     alone = weights.scale.shape[axis] == 1 and plain and weights.bits == 8
     w = weights.q.astype(x.dtype) if alone else dequantize(weights, x.dtype, transposed=transposed)
     numbers = (((1,), (axis,)), ((), ()))
-    y = jax.lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32)
+
+    def product(x: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32)
+
+    y = in_fixed_batches(product, x) if mesh is None else product(x)
     if alone:
         y = y * weights.scale.astype(jnp.float32).reshape(1, -1)
     return y.astype(dtype)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve import pallas_kernels
 from jaxserve.models import hf as fields
 
 _MOST_FACTORS = 1024
@@ -271,33 +272,9 @@ def angle_table(rope: Rope, head_dim: int, max_len: int) -> np.ndarray:
 
 
 def angles(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin for positions [T]: float32 [T, 1, head_dim // 2] each.
-
-    On CPUs by a loop over two halves, which XLA does not fuse: otherwise it computes them anew
-    wherever they are read, in every layer and for every head.
-    """
+    """cos and sin for positions [T]: float32 [T, 1, head_dim // 2] each."""
     frequencies = inverse_frequencies(rope, head_dim)
-
-    def both(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        phase = positions.astype(jnp.float32)[:, None, None] * frequencies
-        return jnp.cos(phase) * rope.amplitude, jnp.sin(phase) * rope.amplitude
-
-    def apart(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        halves = jax.lax.map(both, positions.reshape(2, -1))
-        return jax.tree.map(lambda half: half.reshape(-1, *half.shape[2:]), halves)
-
-    if len(positions) % 2:
-        return both(positions)
-    return jax.lax.platform_dependent(positions, cpu=apart, default=both)
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates x [T, heads, head_dim] by cos and sin [T, 1, n]: of its first 2 n elements, i pairs
-    with i + n, as in Llama."""
-    half = cos.shape[-1]
-    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
-    rotated = [first * cos - second * sin, second * cos + first * sin, rest]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    return pallas_kernels.angles(positions, frequencies, rope.amplitude)
 
 
 def rotate_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -306,7 +283,7 @@ def rotate_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     of queries with keys don't depend on the order."""
     half = cos.shape[-1]
     pairs = x.reshape(*x.shape[:-1], half, 2)
-    return rotate(jnp.concatenate([pairs[..., 0], pairs[..., 1]], axis=-1), cos, sin)
+    return pallas_kernels.rotate(jnp.concatenate([pairs[..., 0], pairs[..., 1]], axis=-1), cos, sin)
 
 
 def _llama3_keep(rope: Rope, base: np.ndarray) -> np.ndarray:

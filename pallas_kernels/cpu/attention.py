@@ -11,26 +11,23 @@ import numpy as np
 from numba import carray, njit
 
 from jaxserve.pallas_kernels.batch import KV
-from jaxserve.pallas_kernels.cpu import queries
-from jaxserve.pallas_kernels.cpu import tiles as numba_tiles
+from jaxserve.pallas_kernels.cpu import queries, scores, vectors
 from jaxserve.pallas_kernels.cpu.numba_ffi import (
-    FAST,
+    INLINE,
     OPTIONS,
     allocate,
     compiled_once,
     data,
     dims,
+    free,
     int32s,
     register,
     words,
 )
-from jaxserve.pallas_kernels.cpu.queries import many_queries, one_query
+from jaxserve.pallas_kernels.cpu.queries import FEW, attend, room
 from jaxserve.pallas_kernels.pool import FLOAT8
 
 TILE = 64  # queries, heads of a group times tokens, that are multiplied at once
-# Tokens of a row that are not worth putting the context in order for. A decode with all the drafts
-# that it may have is no more, so that a token's numbers are the same with and without.
-FEW = 8
 ALONE = 1 << 17  # numbers of context: below, other threads come too late to help
 ENOUGH = 8  # shares that a call should have, else heads are cut too
 SHARES = 64  # at most, about
@@ -40,7 +37,7 @@ _HEAD, _UNIT = 2, 5  # words, see `_plan`
 _Q, _POOL, _TABLES, _LENS, _START, _MANY, _SIDE, _KIND, _TOKEN_ROW, _INTS, _FLOATS = range(11)
 _SCALES = _OUT = 11  # the scales, where the pool has any; the result is the last
 
-# As numba has the numbers of a pool, see `tiles.widened`.
+# As numba has the numbers of a pool, see `vectors.widened`.
 NUMBERS: dict[str, Any] = {
     "float32": np.float32,
     "bfloat16": np.uint16,
@@ -67,7 +64,7 @@ def target(head_dim: int, dtype: str) -> str:
     def plan(given: Any) -> Any:
         return _plan(given, given[last])
 
-    @njit(**FAST)
+    @njit(**INLINE)
     def share(given: Any, address: int, i: int) -> None:
         layers, blocks, kv_heads, size, _ = dims(given[_POOL], 5)
         shape = layers, blocks, kv_heads, size, head_dim
@@ -78,7 +75,8 @@ def target(head_dim: int, dtype: str) -> str:
         else:
             _share(given, pool, None, given[last], address, i, head_dim)
 
-    return register(name, plan, share, __file__, queries.__file__, numba_tiles.__file__)
+    files = (__file__, queries.__file__, scores.__file__, vectors.__file__)
+    return register(name, plan, share, *files)
 
 
 @njit(**OPTIONS)
@@ -125,12 +123,12 @@ def _plan(given: Any, result: Any) -> Any:
     return (at + head[1] - 1) // head[1], address
 
 
-@njit(**FAST)
+@njit(**INLINE)
 def _share(
     given: Any, pool: Any, scales: Any, result: Any, address: int, i: int, head_dim: int
 ) -> None:
     tokens, heads, _ = dims(given[_Q], 3)
-    kv_heads, size = pool.shape[2], pool.shape[3]
+    kv_heads = pool.shape[2]
     rows, _, table_width = dims(given[_TABLES], 3)
     q = carray(data(given[_Q]), (tokens, heads, head_dim), np.float32)
     tables = carray(data(given[_TABLES]), (rows, 2, table_width), np.int32)
@@ -145,27 +143,16 @@ def _share(
     head_words = words(address, _HEAD)
     number, per = head_words[0], head_words[1]
     units = words(address + 8 * _HEAD, number * _UNIT).reshape((number, _UNIT))
-    scores = np.empty(table_width * size, np.float32)
-    exponents = np.empty(table_width * size, np.int32)
-    query = np.empty(head_dim, np.float32)
+    most = 1
+    for unit in range(i * per, min((i + 1) * per, number)):
+        most = max(most, units[unit, 2])
+    memory = room(most * group, head_dim)
     for unit in range(i * per, min((i + 1) * per, number)):
         row, first, count, head, count_heads = units[unit]
         position = lens[row] - many[row] + first
-        token = start[row] + first
         for h in range(head, head + count_heads):
-            if count > FEW:
-                many_queries(
-                    out, q, layer, layer_scales, tables[row], h, sides[row], token, count, position,
-                    scale, window, cap, sinks, head_dim,
-                )  # fmt: skip
-                continue
-            for j in range(count):
-                last = position + j + 1
-                low = max(0, last - window) if window > 0 else 0
-                for g in range(h * group, (h + 1) * group):
-                    for d in range(head_dim):
-                        query[d] = q[token + j, g, d] * scale
-                    one_query(
-                        out[token + j, g], query, layer, layer_scales, tables[row], h, sides[row],
-                        low, last, cap, sinks[g], scores, exponents, head_dim,
-                    )  # fmt: skip
+            attend(
+                out, q, layer, layer_scales, tables[row], h, sides[row], start[row] + first, count,
+                position, scale, window, cap, sinks, head_dim, memory,
+            )  # fmt: skip
+    free(memory)

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.backends import KernelShape, Scoring
 from jaxserve.pallas_kernels.batch import AttentionBatch
-from jaxserve.pallas_kernels.cpu import attention, dots, low_rank, panels
-from jaxserve.pallas_kernels.cpu import rows as by_rows
+from jaxserve.pallas_kernels.cpu import attention, dots, gates, low_rank, norms, panels, rotary
 from jaxserve.pallas_kernels.cpu.argmax import argmax
 from jaxserve.pallas_kernels.cpu.queries import NO_SINK
 from jaxserve.pallas_kernels.cpu.write import put_vectors
@@ -70,7 +69,7 @@ def _supports(kind: int, shape: KernelShape) -> str | None:
 def _skinny_matmul(
     rows: int, weights: jax.Array, *, transposed: bool
 ) -> Callable[..., jax.Array] | None:
-    kernels = (dots, by_rows, panels)
+    kernels = (dots, panels)
     return next(
         (one.skinny_matmul for one in kernels if one.takes(rows, weights, transposed=transposed)),
         None,
@@ -112,6 +111,18 @@ def _by_columns(weights: jax.Array) -> bool:
     return dots.takes(1, turned, transposed=True)
 
 
+def _norm(x: jax.Array, *weights: jax.Array | None) -> Callable[..., jax.Array] | None:
+    return norms.norm if norms.takes(x, *weights) else None
+
+
+def _rotate(x: jax.Array) -> Callable[..., jax.Array] | None:
+    return rotary.rotate if rotary.takes(x) else None
+
+
+def _gated(gate: jax.Array, up: jax.Array) -> Callable[..., jax.Array] | None:
+    return gates.gated if gates.takes(gate, up) else None
+
+
 BACKEND = dataclasses.replace(
     backend.BACKEND,
     write=partial(write.write, put=put_vectors),
@@ -128,4 +139,11 @@ BACKEND = dataclasses.replace(
     grouped_matmul=_grouped_matmul,
     quantized_grouped_matmul=_quantized_grouped_matmul,
     add_low_rank=_add_low_rank,
+    adds_minimums=True,
+    batch_invariant=True,
+    norm=_norm,
+    log_sum_exp=norms.log_sum_exp,
+    angles=rotary.angles,
+    rotate=_rotate,
+    gated=_gated,
 )

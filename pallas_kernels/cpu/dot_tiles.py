@@ -12,61 +12,21 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from jaxserve.pallas_kernels.cpu import pairs, tiles
+from jaxserve.pallas_kernels.cpu import pairs, vectors
 from jaxserve.pallas_kernels.cpu.numba_ffi import intrinsic
 from jaxserve.pallas_kernels.cpu.pairs import LINE
 
+ZEROS, MINIMUMS = 1, 2  # what weights of few bits have beside scales; 0: nothing
 AHEAD = 4096  # bytes that a tile of one output fetches ahead
 
 _NUMBER, _BYTE, _HALF = ir.FloatType(), ir.IntType(8), ir.IntType(16)
-_SUMS = ir.VectorType(_NUMBER, tiles.LANES)
-_WORDS = tiles.WORDS
-_HALVES = ir.VectorType(_HALF, 2 * tiles.LANES)
-
-
-def _constant(value: int) -> Any:
-    return ir.Constant(tiles.WORD, value)
+_SUMS = ir.VectorType(_NUMBER, vectors.LANES)
+_WORDS = vectors.WORDS
+_HALVES = ir.VectorType(_HALF, 2 * vectors.LANES)
 
 
 def _all(value: int) -> Any:
-    return ir.Constant(_WORDS, [value] * tiles.LANES)
-
-
-def _moved(builder: Any, address: Any, index: Any, size: int, further: int = 0) -> Any:
-    """The address of the number of this index, `size` bytes each, and some further."""
-    offset = builder.mul(index, _constant(size))
-    return builder.add(builder.add(address, offset), _constant(further))
-
-
-def _masked(builder: Any, address: Any, kind: Any, count: Any) -> Any:
-    """A load of the first numbers of a vector, and zeros.
-
-    Args:
-        builder: The LLVM builder.
-        address: int64.
-        kind: The vector's LLVM type.
-        count: int64, how many are there; None for all.
-    """
-    size = {"i8": 1, "i16": 2}.get(str(kind.element), 4)
-    if count is None:
-        return tiles.load(builder, address, kind, size)
-    lanes = kind.count
-    numbers = ir.VectorType(tiles.INDEX, lanes)
-    empty = ir.Constant(numbers, ir.Undefined)
-    first = builder.insert_element(
-        empty, builder.trunc(count, tiles.INDEX), ir.Constant(tiles.INDEX, 0)
-    )
-    limit = tiles.shuffle(builder, first, empty, [0] * lanes)
-    mask = builder.icmp_signed("<", ir.Constant(numbers, list(range(lanes))), limit)
-    place = builder.inttoptr(address, kind.as_pointer())
-    bits = ir.VectorType(ir.IntType(1), lanes)
-    form = ir.FunctionType(kind, [place.type, tiles.INDEX, bits, kind])
-    element = "f32" if kind.element == _NUMBER else str(kind.element)
-    function = cgutils.get_or_insert_function(
-        builder.module, form, f"llvm.masked.load.v{lanes}{element}.p0"
-    )
-    given = [place, ir.Constant(tiles.INDEX, size), mask, ir.Constant(kind, None)]
-    return builder.call(function, given)
+    return ir.Constant(_WORDS, [value] * vectors.LANES)
 
 
 def _widened(builder: Any, words: Any, bits: int, stream: int) -> Any:
@@ -79,7 +39,7 @@ def _widened(builder: Any, words: Any, bits: int, stream: int) -> Any:
         numbers = [(n - 16 * (n > 7)) for n in range(16)] * 2
         table = [int(np.float32(number).view(np.uint32)) >> 16 for number in numbers]
         places = builder.bitcast(words, _HALVES)
-        places = builder.lshr(places, ir.Constant(_HALVES, [4 * stream] * 2 * tiles.LANES))
+        places = builder.lshr(places, ir.Constant(_HALVES, [4 * stream] * 2 * vectors.LANES))
         kind = ir.FunctionType(_HALVES, [_HALVES, _HALVES])
         name = "llvm.x86.avx512.permvar.hi.512"
         choose = cgutils.get_or_insert_function(builder.module, kind, name)
@@ -90,7 +50,7 @@ def _widened(builder: Any, words: Any, bits: int, stream: int) -> Any:
     for half in range(2):
         place = builder.lshr(words, _all(16 * half + bits * stream))
         place = builder.or_(builder.and_(place, _all(2 * sign - 1)), _all(0x4B000000))
-        least = ir.Constant(_SUMS, [float(2**23 + sign)] * tiles.LANES)
+        least = ir.Constant(_SUMS, [float(2**23 + sign)] * vectors.LANES)
         number = builder.fsub(builder.bitcast(place, _SUMS), least)
         halves.append(builder.bitcast(number, _WORDS))
     return builder.or_(builder.lshr(halves[0], _all(16)), halves[1])
@@ -117,13 +77,13 @@ def widen(_: Any, bits: Any, at: Any, steps: Any, tail: Any, to: Any) -> Any:
         _, at, steps, tail, to = args
 
         def step(index: Any, count: Any) -> None:
-            place = _moved(builder, at, index, LINE)
-            tiles.fetch(builder, builder.add(place, _constant(AHEAD)), 3)
-            words = _masked(builder, place, _WORDS, count)
+            place = vectors.moved(builder, at, index, LINE)
+            vectors.fetch(builder, builder.add(place, vectors.constant(AHEAD)), 3)
+            words = vectors.masked(builder, place, _WORDS, count)
             for stream in range(streams):
                 value = _widened(builder, words, bits.literal_value, stream)
-                place = _moved(builder, to, index, streams * LINE, stream * LINE)
-                tiles.store(builder, value, place, LINE)
+                place = vectors.moved(builder, to, index, streams * LINE, stream * LINE)
+                vectors.store(builder, value, place, LINE)
 
         _over(builder, steps, tail, step)
         return context.get_dummy_value()
@@ -137,7 +97,8 @@ def part(_: Any, bits: Any, zeros: Any, at: Any, steps: Any, tail: Any, to: Any)
 
     Args:
         bits: Literal, of a weight.
-        zeros: Literal: each vector of weights has a vector more, of its inputs' sums, negative.
+        zeros: Literal, not 0: each vector of weights has a vector more, of its inputs' sums,
+            negative.
         at: Address of the row, bfloat16.
         steps: Whole vectors of weights.
         tail: Words of a last one.
@@ -153,20 +114,20 @@ def part(_: Any, bits: Any, zeros: Any, at: Any, steps: Any, tail: Any, to: Any)
             for i in range(streams):  # each is a vector of pairs
                 left = None
                 if count is not None:
-                    left = builder.mul(count, _constant(streams))
-                    left = builder.sub(left, _constant(i * tiles.LANES))
-                place = _moved(builder, at, index, streams * LINE, i * LINE)
-                found.append(builder.bitcast(_masked(builder, place, _WORDS, left), _HALVES))
-            after, total = streams + sums, ir.Constant(_SUMS, [0.0] * tiles.LANES)
+                    left = builder.mul(count, vectors.constant(streams))
+                    left = builder.sub(left, vectors.constant(i * vectors.LANES))
+                place = vectors.moved(builder, at, index, streams * LINE, i * LINE)
+                found.append(builder.bitcast(vectors.masked(builder, place, _WORDS, left), _HALVES))
+            after, total = streams + sums, ir.Constant(_SUMS, [0.0] * vectors.LANES)
             for i, value in enumerate(_by_place(builder, found)):
                 words = builder.bitcast(value, _WORDS)
-                place = _moved(builder, to, index, after * LINE, i * LINE)
-                tiles.store(builder, words, place, LINE)
-                for half in tiles.halves(builder, words) if sums else ():
+                place = vectors.moved(builder, to, index, after * LINE, i * LINE)
+                vectors.store(builder, words, place, LINE)
+                for half in vectors.halves(builder, words) if sums else ():
                     total = builder.fsub(total, half)
             if sums:
-                place = _moved(builder, to, index, after * LINE, streams * LINE)
-                tiles.store(builder, total, place, LINE)
+                place = vectors.moved(builder, to, index, after * LINE, streams * LINE)
+                vectors.store(builder, total, place, LINE)
 
         _over(builder, steps, tail, step)
         return context.get_dummy_value()
@@ -178,20 +139,20 @@ def _over(builder: Any, steps: Any, tail: Any, step: Callable[[Any, Any], None])
     """Emits step(index, None) for whole vectors, and step(steps, tail) if there is a tail."""
     with cgutils.for_range(builder, steps) as loop:
         step(loop.index, None)
-    with builder.if_then(builder.icmp_signed(">", tail, _constant(0))):
+    with builder.if_then(builder.icmp_signed(">", tail, vectors.constant(0))):
         step(steps, tail)
 
 
-def _by_place(builder: Any, vectors: list[Any]) -> list[Any]:
+def _by_place(builder: Any, given: list[Any]) -> list[Any]:
     """The numbers of vectors one behind the other, dealt out to as many vectors in turns."""
-    if len(vectors) == 1:
-        return vectors
+    if len(given) == 1:
+        return given
     dealt = [
         _by_place(
             builder,
             [
-                tiles.shuffle(builder, a, b, list(range(first, 4 * tiles.LANES, 2)))
-                for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+                vectors.shuffle(builder, a, b, list(range(first, 4 * vectors.LANES, 2)))
+                for a, b in zip(given[::2], given[1::2], strict=True)
             ],
         )
         for first in range(2)
@@ -203,31 +164,12 @@ def _add(builder: Any, bits: int, x: Any, weights: Any, total: Any) -> Any:
     """total + x * weights, vectors of words, lane by lane."""
     if bits == 32:
         x, weights = (builder.bitcast(one, _SUMS) for one in (x, weights))
-        return tiles.fused(builder, x, weights, total)
+        return vectors.fused(builder, x, weights, total)
     if pairs.has_pairs():
         return pairs.add_products(builder, x, weights, total)
-    for one, other in zip(*(tiles.halves(builder, words) for words in (x, weights)), strict=True):
-        total = tiles.fused(builder, one, other, total)
+    for one, other in zip(*(vectors.halves(builder, words) for words in (x, weights)), strict=True):
+        total = vectors.fused(builder, one, other, total)
     return total
-
-
-def _totals(builder: Any, vectors: list[Any]) -> Any:
-    """The sums of the lanes of 4, 8 or 16 vectors, in order, as one vector. Each is added up in the
-    same order, whatever their number."""
-    width = tiles.LANES
-    while width > 1:
-        width //= 2
-        both = len(vectors) > 1
-        lanes = range(vectors[0].type.count * (2 if both else 1))
-        first = [lane for lane in lanes if lane % (2 * width) < width]
-        vectors = [
-            builder.fadd(
-                tiles.shuffle(builder, a, b, first),
-                tiles.shuffle(builder, a, b, [lane + width for lane in first]),
-            )
-            for a, b in zip(vectors[::2], vectors[1::2] if both else vectors, strict=True)
-        ]
-    return vectors[0]
 
 
 @dataclass(frozen=True)
@@ -256,32 +198,47 @@ class _Tile:
         """Everything."""
         builder, (_, rows, outputs, parts, zeros, wide) = self.builder, self.literals
         x, x_row, weights, weights_row, steps, tail, scale, *_, to, to_row = self.given
-        nothing = ir.Constant(_SUMS, [0.0] * tiles.LANES)
-        x_rows = [builder.add(x, builder.mul(x_row, _constant(m))) for m in range(rows)]
+        nothing = ir.Constant(_SUMS, [0.0] * vectors.LANES)
+        x_rows = [builder.add(x, builder.mul(x_row, vectors.constant(m))) for m in range(rows)]
         lines = [
-            builder.add(weights, builder.mul(weights_row, _constant(n))) for n in range(outputs)
+            builder.add(weights, builder.mul(weights_row, vectors.constant(n)))
+            for n in range(outputs)
         ]
         sums = [[cgutils.alloca_once_value(builder, nothing) for _ in lines] for _ in x_rows]
         # In order, as memory gives most: a tile ahead of one that reads several outputs at once.
-        far = _constant(AHEAD) if outputs == 1 else builder.mul(weights_row, _constant(outputs))
+        far = (
+            vectors.constant(AHEAD)
+            if outputs == 1
+            else builder.mul(weights_row, vectors.constant(outputs))
+        )
         ahead = builder.add(weights, far)
 
         def step(index: Any, count: Any) -> None:
             for n in () if wide else range(outputs):
-                tiles.fetch(builder, _moved(builder, ahead, index, outputs * LINE, n * LINE), 3)
+                vectors.fetch(
+                    builder, vectors.moved(builder, ahead, index, outputs * LINE, n * LINE), 3
+                )
             size = self.streams * LINE if wide else LINE
-            places = [_moved(builder, line, index, size) for line in lines]
-            here = [_moved(builder, row, index, (self.streams + zeros) * LINE) for row in x_rows]
+            places = [vectors.moved(builder, line, index, size) for line in lines]
+            after = (self.streams + (zeros > 0)) * LINE
+            here = [vectors.moved(builder, row, index, after) for row in x_rows]
             now = [[nothing if parts else builder.load(one) for one in row] for row in sums]
-            if zeros:
+            if zeros == ZEROS:
                 self._subtract_zeros(here, index, count, now)
             self._multiply(here, places, count, now)
             for n in range(outputs):
                 factor = self._by_group(scale, n, _NUMBER, index, count) if parts else None
+                least = None
+                if zeros == MINIMUMS:  # whose inputs' sums are negative
+                    least = self._by_group(self.given[7], n, _NUMBER, index, count)
+                    least = builder.fneg(least)
                 for m in range(rows):
                     value = now[m][n]
                     if factor is not None:
-                        value = tiles.fused(builder, value, factor, builder.load(sums[m][n]))
+                        value = vectors.fused(builder, value, factor, builder.load(sums[m][n]))
+                    if least is not None:
+                        inputs = self._negative_sums(here[m])
+                        value = vectors.fused(builder, inputs, least, value)
                     builder.store(value, sums[m][n])
 
         if self.few:
@@ -298,22 +255,26 @@ class _Tile:
             points = self._by_group(self.given[7], n, _BYTE, index, count)
             points = builder.sitofp(builder.sext(points, _WORDS), _SUMS)
             for m, at in enumerate(here):
-                at = builder.add(at, _constant(self.streams * LINE))
-                now[m][n] = builder.fmul(points, tiles.load(builder, at, _SUMS, LINE))
+                now[m][n] = builder.fmul(points, self._negative_sums(at))
+
+    def _negative_sums(self, at: Any) -> Any:
+        """Of a row's inputs, behind those of a vector of weights."""
+        at = self.builder.add(at, vectors.constant(self.streams * LINE))
+        return vectors.load(self.builder, at, _SUMS, LINE)
 
     def _multiply(self, here: list[Any], places: list[Any], count: Any, now: list[Any]) -> None:
         """Adds the products of a vector of weights of each output to its sums."""
         builder, bits, wide = self.builder, self.literals[0], self.literals[5]
-        stored = [] if wide else [_masked(builder, at, _WORDS, count) for at in places]
+        stored = [] if wide else [vectors.masked(builder, at, _WORDS, count) for at in places]
         for stream in range(self.streams):
-            further = _constant(stream * LINE)
+            further = vectors.constant(stream * LINE)
             rows = [
-                tiles.load(builder, builder.add(at, further), _WORDS, LINE if self.few else 2)
+                vectors.load(builder, builder.add(at, further), _WORDS, LINE if self.few else 2)
                 for at in here
             ]
             for n, place in enumerate(places):
                 if wide:
-                    numbers = tiles.load(builder, builder.add(place, further), _WORDS, LINE)
+                    numbers = vectors.load(builder, builder.add(place, further), _WORDS, LINE)
                 else:
                     numbers = _widened(builder, stored[n], bits, stream) if self.few else stored[n]
                 for mine, row in zip(now, rows, strict=True):
@@ -323,30 +284,30 @@ class _Tile:
         """What an output's groups in a vector of weights have, each in its lanes."""
         builder, parts, groups, a_group = self.builder, self.literals[3], *self.given[8:10]
         group = builder.udiv(index, a_group) if parts == 1 else None
-        group = group or builder.mul(index, _constant(parts))
-        row = builder.mul(groups, _constant(n))
-        at = _moved(builder, address, builder.add(row, group), 4 if kind == _NUMBER else 1)
+        group = group or builder.mul(index, vectors.constant(parts))
+        row = builder.mul(groups, vectors.constant(n))
+        at = vectors.moved(builder, address, builder.add(row, group), 4 if kind == _NUMBER else 1)
         left = builder.sub(groups, group) if count is not None and parts > 1 else None
-        found = _masked(builder, at, ir.VectorType(kind, parts), left)
-        lanes = [lane * parts // tiles.LANES for lane in range(tiles.LANES)]
-        return tiles.shuffle(builder, found, found, lanes)
+        found = vectors.masked(builder, at, ir.VectorType(kind, parts), left)
+        lanes = [lane * parts // vectors.LANES for lane in range(vectors.LANES)]
+        return vectors.shuffle(builder, found, found, lanes)
 
     def _store(self, sums: list[list[Any]], to: Any, to_row: Any) -> None:
         """The results: lanes added up, times the scale if there is one only."""
         builder, (_, rows, outputs, parts, *_) = self.builder, self.literals
         factor, row = None, 0
         if self.few and not parts:
-            factor = tiles.load(builder, self.given[6], ir.VectorType(_NUMBER, outputs))
+            factor = vectors.load(builder, self.given[6], ir.VectorType(_NUMBER, outputs))
         while row < rows:
             some = next(n for n in (4, 2, 1) if n <= rows - row)
             ended = [builder.load(one) for mine in sums[row : row + some] for one in mine]
-            found = _totals(builder, ended)
+            found = vectors.totals(builder, ended)
             for m in range(some):
                 lanes = list(range(outputs * m, outputs * (m + 1)))
-                value = tiles.shuffle(builder, found, found, lanes)
+                value = vectors.shuffle(builder, found, found, lanes)
                 value = value if factor is None else builder.fmul(value, factor)
-                place = builder.add(to, builder.mul(to_row, _constant(row + m)))
-                tiles.store(builder, value, place)
+                place = builder.add(to, builder.mul(to_row, vectors.constant(row + m)))
+                vectors.store(builder, value, place)
             row += some
 
 
@@ -368,7 +329,7 @@ def tile(
         weights_row: Bytes from one output's to the next one's.
         steps: Whole vectors of an output's weights, as they are stored.
         tail: Words of a last one.
-        scale, zero: Addresses of the first output's.
+        scale, zero: Addresses of the first output's; zero: of zero points or minimums.
         groups: Scales of an output.
         a_group: Vectors of weights that share a scale, where no vector has several.
         to: Address where the results go.

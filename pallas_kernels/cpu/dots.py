@@ -19,16 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from numba import carray, njit
 
-from jaxserve.pallas_kernels.cpu import dot_tiles, numba_ffi, pairs, tiles
+from jaxserve.pallas_kernels.cpu import dot_tiles, numba_ffi, pairs, vectors
 from jaxserve.pallas_kernels.cpu.pairs import LINE
 
-MOST_ROWS = 128  # of floats: XLA's library is as fast with more
-MOST_ROWS_SLOWLY = 4  # where the processor has no vectors for tiles of several rows
 OUTPUTS = 4  # of a tile of several rows
 TAIL = 64  # rows of no group that a share fills with zeros
 FEW = 8  # rows: their time is that of memory
 SHARE, LARGE_SHARE = 1 << 17, 1 << 19  # bytes of weights of a share, of few rows or more, about
-_FILES = (dot_tiles.__file__, pairs.__file__, tiles.__file__)
+_FILES = (dot_tiles.__file__, pairs.__file__, vectors.__file__)
+_BESIDE = ("", "_zeros", "_minimums")  # in kernels' names
 _GROUPS = 4  # words before the groups in what `_plan_groups` leaves
 INPUTS = 32  # that weights of few bits have a multiple of
 
@@ -37,10 +36,8 @@ def takes(rows: int, weights: jax.Array | jax.ShapeDtypeStruct, *, transposed: b
     """Whether `skinny_matmul` supports the product of this many rows with these weights."""
     if not transposed or weights.dtype not in (jnp.float32, jnp.bfloat16):
         return False
-    wide = weights.dtype == jnp.float32
-    fast = pairs.has_vectors() if wide else pairs.has_pairs()
-    whole = weights.shape[0] >= OUTPUTS and weights.shape[1] % (LINE // (4 if wide else 2)) == 0
-    return whole and rows <= (MOST_ROWS if fast else MOST_ROWS_SLOWLY)
+    numbers = LINE // (4 if weights.dtype == jnp.float32 else 2)
+    return weights.shape[0] >= OUTPUTS and weights.shape[1] % numbers == 0
 
 
 def skinny_matmul(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
@@ -83,10 +80,8 @@ def takes_few_bits(
         x, q, scale: See there.
         transposed: Whether q, scale and zero are [out, ...], as it wants them.
     """
-    (outputs, width), (rows, inputs) = q.shape, x.shape
+    (outputs, width), inputs = q.shape, x.shape[1]
     if not transposed or q.dtype != jnp.int8 or outputs < OUTPUTS:
-        return False
-    if x.dtype != jnp.bfloat16 and rows > MOST_ROWS // 2:
         return False
     groups = scale.shape[1]
     if inputs % (INPUTS * groups):
@@ -95,9 +90,13 @@ def takes_few_bits(
 
 
 def few_bits_matmul(
-    x: jax.Array, q: jax.Array, scale: jax.Array, zero: jax.Array | None
+    x: jax.Array,
+    q: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    minimum: jax.Array | None = None,
 ) -> jax.Array:
-    """x @ ((q - zero) * scale).T on one CPU device, if `takes_few_bits`.
+    """x @ ((q - zero) * scale + minimum).T on one CPU device, if `takes_few_bits`.
 
     Args:
         x: [T, in], bfloat16 or float32.
@@ -105,11 +104,12 @@ def few_bits_matmul(
             half.
         scale: [out, groups]; a group is in / groups inputs one after another.
         zero: int8 [out, groups], or None.
+        minimum: float32 [out, groups], or None; not beside a zero point.
 
     Returns:
         float32 [T, out].
     """
-    given, how = _stored(x, q, scale, zero)
+    given, how = _stored(x, q, scale, zero if minimum is None else minimum)
     if x.dtype == jnp.bfloat16:
         return _dots(x, *given, **how)
     rounded = jax.lax.reduce_precision(x, 8, 7)  # a float32 is nearly two of bfloat16
@@ -143,19 +143,27 @@ def few_bits_grouped_matmul(
 def _stored(
     x: jax.Array, q: jax.Array, scale: jax.Array, zero: jax.Array | None
 ) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
-    """Operands of `_dots`, and how they are stored."""
+    """Operands of `_dots`, and how they are stored. zero: zero points, or minimums."""
     inputs, groups = x.shape[-1], scale.shape[-1]
     bits = 8 * q.shape[-1] // inputs
     parts = 0 if groups == 1 and zero is None else _parts(inputs // groups, bits) or 1
     given = (q, scale.astype(jnp.float32), *(() if zero is None else (zero,)))
-    return given, {"bits": bits, "parts": parts}
+    zeros = 0
+    if zero is not None:
+        zeros = dot_tiles.ZEROS if zero.dtype == jnp.int8 else dot_tiles.MINIMUMS
+    return given, {"bits": bits, "parts": parts, "zeros": zeros}
 
 
 def _dots(
-    x: jax.Array, *given: jax.Array, bits: int, parts: int = 0, grouped: bool = False
+    x: jax.Array,
+    *given: jax.Array,
+    bits: int,
+    parts: int = 0,
+    zeros: int = 0,
+    grouped: bool = False,
 ) -> jax.Array:
     result = jax.ShapeDtypeStruct((x.shape[0], given[0].shape[-2]), jnp.float32)
-    name = target(bits=bits, parts=parts, zeros=len(given) - grouped == 3, grouped=grouped)
+    name = target(bits=bits, parts=parts, zeros=zeros, grouped=grouped)
     return jax.ffi.ffi_call(name, result, vmap_method="sequential")(x, *given)
 
 
@@ -174,23 +182,24 @@ def _parts(group: int, bits: int) -> int:
 
 
 @numba_ffi.compiled_once
-def target(*, bits: int, parts: int, zeros: bool, grouped: bool = False) -> str:
+def target(*, bits: int, parts: int, zeros: int, grouped: bool = False) -> str:
     """The name of the kernel, compiled if it is the first time. Operands: x [T, in] of
     bfloat16, or float32 as the weights are; the weights [out, ...], their scales in float32 and
-    zero points, if they have any, all three of each group where there are some; the groups' sizes,
-    int32; result: [T, out], float32.
+    zero points or minimums, if they have any, all three of each group where there are some; the
+    groups' sizes, int32; result: [T, out], float32.
 
     Args:
         bits: Of a weight.
         parts: Groups in a vector of weights, see `_parts`; 0: an output has one scale or none.
-        zeros: Whether there are zero points.
+        zeros: What there is beside the scales, see `dot_tiles.ZEROS`.
         grouped: Whether groups of rows have their own.
     """
-    numbers, few, sums, lead = _numbers(bits), int(bits < 16), int(zeros), int(grouped)
-    streams = numbers // (2 * tiles.LANES) if few else 1
+    numbers, few, lead = _numbers(bits), int(bits < 16), int(grouped)
+    zero_size = 4 if zeros == dot_tiles.MINIMUMS else 1
+    streams = numbers // (2 * vectors.LANES) if few else 1
     # Rows of a tile: its sums must fit the registers.
     tall = (3 if parts else 6) if pairs.has_vectors() else 1
-    after = streams + sums  # vectors that a row has for one of weights
+    after = streams + (zeros > 0)  # vectors that a row has for one of weights
 
     @njit(**numba_ffi.OPTIONS)
     def plan(given: Any) -> Any:
@@ -199,10 +208,10 @@ def target(*, bits: int, parts: int, zeros: bool, grouped: bool = False) -> str:
         each = _each(given, bits)
         return (numba_ffi.dims(given[1], 2)[0] + each - 1) // each, 0
 
-    @njit(**numba_ffi.FAST)
+    @njit(**numba_ffi.INLINE)
     def share(given: Any, about: int, i: int) -> None:
         each, count, depth, outputs, groups, x_at, at, scale_at, zero_at, out_at = _part(
-            given, bits, lead, about, i
+            given, bits, lead, about, i, zero_size
         )
         if count == 0:
             return
@@ -226,45 +235,45 @@ def target(*, bits: int, parts: int, zeros: bool, grouped: bool = False) -> str:
             if few:
                 for r in range(rows):
                     dot_tiles.part(
-                        bits, sums, here + r * x_row, steps, tail, some_at + r * some_row
+                        bits, zeros, here + r * x_row, steps, tail, some_at + r * some_row
                     )
                 here, here_row = some_at, some_row
             for m in range(0, each, outs):
                 n = min(m, each - outs)
                 to, to_row = out_at + 4 * (done * outputs + n), 4 * outputs
-                scales, zs = scale_at + 4 * n * groups, zero_at + n * groups
+                scales, zs = scale_at + 4 * n * groups, zero_at + zero_size * n * groups
                 there, there_row = (at, row) if alone or not few else (wide_at, wide_row)
                 there += n * there_row
                 if few and count == 2:
                     dot_tiles.tile(
-                        bits, 2, 1, parts, sums, 0, here, here_row, there, there_row, steps, tail,
+                        bits, 2, 1, parts, zeros, 0, here, here_row, there, there_row, steps, tail,
                         scales, zs, groups, a_group, to, to_row,
                     )  # fmt: skip
                 elif count == 1:
                     dot_tiles.tile(
-                        bits, 1, 1, parts, sums, 0, here, 0, there, there_row, steps, tail,
+                        bits, 1, 1, parts, zeros, 0, here, 0, there, there_row, steps, tail,
                         scales, zs, groups, a_group, to, to_row,
                     )  # fmt: skip
                 elif rows == 1:
                     dot_tiles.tile(
-                        bits, 1, OUTPUTS, parts, sums, few, here, 0, there, there_row, steps, tail,
+                        bits, 1, OUTPUTS, parts, zeros, few, here, 0, there, there_row, steps, tail,
                         scales, zs, groups, a_group, to, to_row,
                     )  # fmt: skip
                 elif rows == 2:
                     dot_tiles.tile(
-                        bits, 2, OUTPUTS, parts, sums, few, here, here_row, there, there_row,
+                        bits, 2, OUTPUTS, parts, zeros, few, here, here_row, there, there_row,
                         steps, tail, scales, zs, groups, a_group, to, to_row,
                     )  # fmt: skip
                 else:
                     dot_tiles.tile(
-                        bits, tall, OUTPUTS, parts, sums, few, here, here_row, there, there_row,
+                        bits, tall, OUTPUTS, parts, zeros, few, here, here_row, there, there_row,
                         steps, tail, scales, zs, groups, a_group, to, to_row,
                     )  # fmt: skip
             done += rows
         if few:
             numba_ffi.free(memory)
 
-    name = f"jaxserve_dots_{bits}_{parts}{'_zeros' if zeros else ''}{'_grouped' if grouped else ''}"
+    name = f"jaxserve_dots_{bits}_{parts}{_BESIDE[zeros]}{'_grouped' if grouped else ''}"
     return numba_ffi.register(name, plan, share, __file__, *_FILES)
 
 
@@ -285,7 +294,7 @@ def _addresses(given: Any, lead: int) -> Any:
 
 
 @njit(**numba_ffi.OPTIONS)
-def _part(given: Any, bits: int, lead: int, about: int, i: int) -> Any:
+def _part(given: Any, bits: int, lead: int, about: int, i: int, zero_size: int) -> Any:
     """Outputs of a share, and the rest as `_addresses` has it, of this share alone. No rows: it has
     none of a group, and their results are filled with zeros here. about: from `_plan_groups`."""
     count, depth, outputs, groups, x_at, at, scale_at, zero_at, out_at = _addresses(given, lead)
@@ -302,15 +311,14 @@ def _part(given: Any, bits: int, lead: int, about: int, i: int) -> Any:
             i = i % shares
         x_at, out_at = x_at + start * depth * max(2, bits // 8), out_at + 4 * start * outputs
         at += group * outputs * depth * bits // 8
-        scale_at, zero_at = (
-            scale_at + 4 * group * outputs * groups,
-            zero_at + group * outputs * groups,
-        )
+        scale_at += 4 * group * outputs * groups
+        zero_at += zero_size * group * outputs * groups
     else:
         each = _each(given, bits)
     first = min(i * each, outputs - each)  # the last share repeats some of the one before
     at, out_at = at + first * depth * bits // 8, out_at + 4 * first
-    scale_at, zero_at = scale_at + 4 * first * groups, zero_at + first * groups
+    scale_at += 4 * first * groups
+    zero_at += zero_size * first * groups
     return each, count, depth, outputs, groups, x_at, at, scale_at, zero_at, out_at
 
 

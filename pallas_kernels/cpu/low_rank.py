@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from numba import carray, njit
 
-from jaxserve.pallas_kernels.cpu import dot_tiles, numba_ffi, pairs, tiles
+from jaxserve.pallas_kernels.cpu import dot_tiles, numba_ffi, pairs, vectors
 from jaxserve.pallas_kernels.cpu.pairs import LINE
 
 COLUMNS = 8  # that an adapter's are a multiple of
 MOST_ROWS = 32  # of a unit
 OUTPUTS = 512  # of a block of B, which a core's cache holds
 FEWEST, GRAIN = 128, 64  # outputs of a share, about; it begins with a multiple of the other
-_FILES = (dot_tiles.__file__, pairs.__file__, tiles.__file__)
+_FILES = (dot_tiles.__file__, pairs.__file__, vectors.__file__)
 # Words of a plan before its units, and of a unit.
 _HEAD, _UNIT = 3, 8
 _FIRST, _COLUMNS, _ROWS, _COUNT, _PART, _BEFORE, _LOW, _DONE = range(_UNIT)
@@ -61,7 +61,7 @@ def target(*, wide: bool) -> str:
     of bfloat16."""
     bits = 32 if wide else 16
 
-    @njit(**numba_ffi.FAST)
+    @njit(**numba_ffi.INLINE)
     def share(given: Any, about: int, i: int) -> None:
         units, lows, ups = numba_ffi.words(about, _HEAD)
         first = i < units * lows
@@ -113,7 +113,7 @@ def target(*, wide: bool) -> str:
     return numba_ffi.register(name, _plan, share, __file__, *_FILES)
 
 
-@njit(**numba_ffi.FAST)
+@njit(**numba_ffi.INLINE)
 def _add(y_at: int, low_at: int, b_at: int, b_row: int, n: int, kind: Any) -> None:
     """y [n] += low [COLUMNS] @ b [COLUMNS, n], by their addresses. b_row: bytes from one row of b
     to the next; kind: of its numbers."""
@@ -126,10 +126,10 @@ def _add(y_at: int, low_at: int, b_at: int, b_row: int, n: int, kind: Any) -> No
     l0, l1, l2, l3 = low[0], low[1], low[2], low[3]
     l4, l5, l6, l7 = low[4], low[5], low[6], low[7]
     for j in range(n):
-        here = l0 * tiles.widened(b0[j]) + l1 * tiles.widened(b1[j])
-        here += l2 * tiles.widened(b2[j]) + l3 * tiles.widened(b3[j])
-        here += l4 * tiles.widened(b4[j]) + l5 * tiles.widened(b5[j])
-        here += l6 * tiles.widened(b6[j]) + l7 * tiles.widened(b7[j])
+        here = l0 * vectors.widened(b0[j]) + l1 * vectors.widened(b1[j])
+        here += l2 * vectors.widened(b2[j]) + l3 * vectors.widened(b3[j])
+        here += l4 * vectors.widened(b4[j]) + l5 * vectors.widened(b5[j])
+        here += l6 * vectors.widened(b6[j]) + l7 * vectors.widened(b7[j])
         y[j] += here
 
 

@@ -40,8 +40,8 @@ from jaxserve.numba_cache.checked_cache import cache_of
 intrinsic: Any = _intrinsic  # by its types, Python could not call what it makes
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+# Without fast math: what is added up in another order has other bits.
 INLINE: dict[str, Any] = {**OPTIONS, "forceinline": True}
-FAST: dict[str, Any] = {**INLINE, "fastmath": {"nnan", "nsz", "arcp", "contract", "reassoc"}}
 
 # Words of 8 bytes into XLA's structures.
 _FRAME = 21  # XLA_FFI_CallFrame, without the future at its end

@@ -14,16 +14,16 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from jaxserve.pallas_kernels.cpu import tiles
+from jaxserve.pallas_kernels.cpu import vectors
 from jaxserve.pallas_kernels.cpu.numba_ffi import intrinsic
 
 TILE_ROWS = 8
-TILE_COLUMNS = 2 * tiles.LANES
+TILE_COLUMNS = 2 * vectors.LANES
 LINE = 64  # bytes of a vector
 _FEATURE = "avx512bf16"
 _HALF = ir.IntType(16)
-_SUMS = ir.VectorType(ir.FloatType(), tiles.LANES)
-_HALVES = ir.VectorType(_HALF, 2 * tiles.LANES)
+_SUMS = ir.VectorType(ir.FloatType(), vectors.LANES)
+_HALVES = ir.VectorType(_HALF, 2 * vectors.LANES)
 
 
 class _BFloat16(ir.Type):
@@ -39,7 +39,7 @@ class _BFloat16(ir.Type):
         return hash(_BFloat16)
 
 
-_PAIRS = ir.VectorType(_BFloat16(), 2 * tiles.LANES)
+_PAIRS = ir.VectorType(_BFloat16(), 2 * vectors.LANES)
 
 
 def has_pairs() -> bool:
@@ -67,7 +67,7 @@ def add_products(builder: Any, x: Any, weights: Any, total: Any) -> Any:
 
 
 def _constant(value: int) -> Any:
-    return ir.Constant(tiles.WORD, value)
+    return ir.Constant(vectors.WORD, value)
 
 
 @intrinsic
@@ -81,12 +81,12 @@ def interleave(_: Any, above: Any, below: Any, to: Any) -> Any:
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows = [tiles.load(builder, address, _HALVES, 2) for address in args[:2]]
+        rows = [vectors.load(builder, address, _HALVES, 2) for address in args[:2]]
         for part in range(2):
-            columns = range(part * tiles.LANES, (part + 1) * tiles.LANES)
+            columns = range(part * vectors.LANES, (part + 1) * vectors.LANES)
             lanes = [lane for column in columns for lane in (column, TILE_COLUMNS + column)]
             at = builder.add(args[2], _constant(part * LINE))
-            tiles.store(builder, tiles.shuffle(builder, rows[0], rows[1], lanes), at, LINE)
+            vectors.store(builder, vectors.shuffle(builder, rows[0], rows[1], lanes), at, LINE)
         return context.get_dummy_value()
 
     return types.none(*[types.int64] * 3), generate
@@ -118,35 +118,35 @@ def _adding(lines: int, wide: bool) -> Any:
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             sums, sums_row, x, x_row, packed, packed_row, words, ahead, ahead_row, other = args
-            factor = _SUMS if wide else tiles.WORDS
+            factor = _SUMS if wide else vectors.WORDS
             tile = []
             for m in range(TILE_ROWS):
                 for part in range(2):
                     at = builder.add(sums, builder.mul(sums_row, _constant(m)))
                     at = builder.add(at, _constant(part * LINE))
-                    found = tiles.load(builder, at, _SUMS, LINE)
+                    found = vectors.load(builder, at, _SUMS, LINE)
                     tile.append((at, cgutils.alloca_once_value(builder, found)))
             x_rows = [builder.add(x, builder.mul(x_row, _constant(m))) for m in range(TILE_ROWS)]
             with cgutils.for_range(builder, words) as loop:
                 line = builder.add(packed, builder.mul(packed_row, loop.index))
                 right = [
-                    tiles.load(builder, builder.add(line, _constant(part * LINE)), factor, LINE)
+                    vectors.load(builder, builder.add(line, _constant(part * LINE)), factor, LINE)
                     for part in range(2)
                 ]
                 column = builder.mul(loop.index, _constant(4))
                 fetched = builder.add(ahead, builder.mul(ahead_row, loop.index))
                 for i in range(lines):
-                    tiles.fetch(builder, builder.add(fetched, other) if i else fetched, 2)
+                    vectors.fetch(builder, builder.add(fetched, other) if i else fetched, 2)
                 for m in range(TILE_ROWS):
-                    word = tiles.load(builder, builder.add(x_rows[m], column), tiles.INDEX, 4)
-                    left = builder.bitcast(tiles.spread(builder, word), factor)
+                    word = vectors.load(builder, builder.add(x_rows[m], column), vectors.INDEX, 4)
+                    left = builder.bitcast(vectors.spread(builder, word), factor)
                     for part in range(2):
                         where = tile[2 * m + part][1]
                         old = builder.load(where)
-                        add_up = tiles.fused if wide else add_products
+                        add_up = vectors.fused if wide else add_products
                         builder.store(add_up(builder, left, right[part], old), where)
             for at, where in tile:
-                tiles.store(builder, builder.load(where), at, LINE)
+                vectors.store(builder, builder.load(where), at, LINE)
             return context.get_dummy_value()
 
         return types.none(*[types.int64] * 10), generate

@@ -1,4 +1,4 @@
-"""Products of some tens of rows with weights [in, out] of bfloat16 or float32 on CPUs, by numba.
+"""Products of rows with weights [in, out] of bfloat16 or float32 on CPUs, by numba.
 
 XLA's library lays the weights out anew for each product, by itself and before it multiplies, which
 takes as long as multiplying so few rows. Here each panel of columns is laid out by whoever
@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from numba import carray, njit
 
-from jaxserve.pallas_kernels.cpu import numba_ffi, pairs, tiles
+from jaxserve.pallas_kernels.cpu import numba_ffi, pairs, vectors
 
-MOST_ROWS = 128
-ROWS_OF_FLOAT32 = range(3, 65)  # the library is as fast with fewer, or more
 DEPTH = 32  # words
 PANEL = 128  # columns of a share
 
@@ -28,9 +26,8 @@ def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
     if transposed or columns % pairs.TILE_COLUMNS:
         return False
     if weights.dtype == jnp.float32:
-        return rows in ROWS_OF_FLOAT32 and pairs.has_vectors()
-    whole = depth % 2 == 0 and weights.dtype == jnp.bfloat16
-    return rows <= MOST_ROWS and whole and pairs.has_pairs()
+        return pairs.has_vectors()
+    return depth % 2 == 0 and weights.dtype == jnp.bfloat16 and pairs.has_pairs()
 
 
 def skinny_matmul(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
@@ -48,11 +45,11 @@ def target(*, wide: bool) -> str:
     [in, out] of bfloat16, wide: of float32; result: [T, out], float32."""
     name = f"jaxserve_panels_{32 if wide else 16}"
 
-    @njit(**numba_ffi.FAST)
+    @njit(**numba_ffi.INLINE)
     def panel(given: Any, _: int, i: int) -> None:
         _panel(given, i, wide)
 
-    return numba_ffi.register(name, _panels, panel, __file__, pairs.__file__, tiles.__file__)
+    return numba_ffi.register(name, _panels, panel, __file__, pairs.__file__, vectors.__file__)
 
 
 @njit(**numba_ffi.OPTIONS)
@@ -60,7 +57,7 @@ def _panels(given: Any) -> Any:
     return (numba_ffi.dims(given[2], 2)[1] + PANEL - 1) // PANEL, 0
 
 
-@njit(**numba_ffi.FAST)
+@njit(**numba_ffi.INLINE)
 def _panel(given: Any, i: int, wide: bool) -> None:
     """Share i: PANEL columns of the result, or what is left of them. A word, of 32 bits, is a
     number, or two of one column that follow each other."""
@@ -100,7 +97,7 @@ def _panel(given: Any, i: int, wide: bool) -> None:
     numba_ffi.free(memory)
 
 
-@njit(**numba_ffi.FAST)
+@njit(**numba_ffi.INLINE)
 def _pack(
     at: int, next_row: int, packed_at: int, packed_row: int, mine: int, deep: int, wide: bool
 ) -> None:  # fmt: skip
@@ -115,7 +112,7 @@ def _pack(
                 pairs.interleave(row_at + 2 * j, row_at + next_row // 2 + 2 * j, to + 4 * j)
 
 
-@njit(**numba_ffi.FAST)
+@njit(**numba_ffi.INLINE)
 def _add(
     sums_at: int, x_at: int, packed_at: int, row_bytes: int, rows: int, mine: int, deep: int,
     ahead: int, next_row: int, wide: bool,

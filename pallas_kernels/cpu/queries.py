@@ -1,8 +1,10 @@
-"""CPUs: what queries of one row make of its context, compiled by numba.
+"""CPUs: what queries of one row make of its context, compiled by numba: a running softmax over
+chunks of it (FlashAttention, Dao et al. 2022, section 3.1).
 
-One query reads the blocks where they lie (PagedAttention, Kwon et al. 2023, section 4.1); several
-are multiplied with chunks of the context, which are put in order first, under a running softmax
-(FlashAttention, Dao et al. 2022, section 3.1).
+Few queries read the blocks where they lie (PagedAttention, Kwon et al. 2023, section 4.1); for more
+a chunk is widened and put in order first. Chunks begin at multiples of CHUNK, and every sum has one
+order. So what a query comes to depends on its position and its context alone: not on how many
+queries are computed with it, nor on where a prompt was cut.
 """
 
 from __future__ import annotations
@@ -10,158 +12,55 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import carray, njit
 
 from jaxserve.pallas_kernels.batch import LEFT
-from jaxserve.pallas_kernels.cpu.numba_ffi import FAST
-from jaxserve.pallas_kernels.cpu.tiles import (
-    BYTES,
-    LANES,
-    ROWS,
-    prefetch,
-    product_1,
-    product_2,
-    widened,
-)
+from jaxserve.pallas_kernels.cpu.numba_ffi import INLINE, allocate, pointer
+from jaxserve.pallas_kernels.cpu.scores import CHUNK, add_values, largest, score_keys, weigh
+from jaxserve.pallas_kernels.cpu.vectors import BYTES, LANES, prefetch, widened
 
-CHUNK = 64  # tokens of context that several queries are multiplied with
-_LOG2E = np.float32(1.4426950408889634)
+FEW = 8  # queries that are not worth putting the context in order for
 _MASKED = np.float32(-1e30)
 NO_SINK = -1e30  # of a head that has none
+LINE = 64  # bytes that vectors begin with, so that none lies in two
 
 
-@njit(**FAST)
-def _softmax(scores: Any, exponents: Any, count: int, top: float) -> Any:
-    """Replaces the scores by exp(score - top) and returns their sum. 2^f for 0 <= f < 1 is a
-    polynomial of six terms, right to 2e-7, so that the loop vectorizes."""
-    factors = exponents.view(np.float32)
-    for i in range(count):
-        y = max((scores[i] - top) * _LOG2E, np.float32(-126))
-        whole = np.floor(y)
-        f = y - whole
-        p = np.float32(1.8775767e-3)
-        p = p * f + np.float32(8.9893397e-3)
-        p = p * f + np.float32(5.5826318e-2)
-        p = p * f + np.float32(2.4015361e-1)
-        p = p * f + np.float32(6.9315308e-1)
-        scores[i] = p * f + np.float32(9.9999994e-1)
-        exponents[i] = (np.int32(whole) + np.int32(127)) << 23
-    total = np.float32(0)
-    for i in range(count):
-        scores[i] *= factors[i]
-        total += scores[i]
-    return total
+@njit(**INLINE)
+def room(queries: int, head_dim: int) -> Any:
+    """The address of scratch memory for `attend`, for so many queries of one head; to be given to
+    `free`."""
+    width = (head_dim + LANES - 1) // LANES * LANES
+    numbers = 2 * queries * width + 2 * queries + 2 * CHUNK * width + 3 * CHUNK
+    return allocate((numbers * BYTES + LINE) // 8 + 1)
 
 
-@njit(**FAST)
-def one_query(
-    out: Any, query: Any, layer: Any, scales: Any, table: Any, head: int, side: int, first: int,
-    last: int, cap: float, sink: float, scores: Any, exponents: Any, head_dim: int,
-) -> None:  # fmt: skip
-    """Attention of one query over positions [first, last) of one KV head.
-
-    Args:
-        out: float32 [D], the result.
-        query: float32 [D], scaled.
-        layer: [blocks, kv_heads, block_size, D] of the pool, of the `attention.NUMBERS`.
-        scales: float32 [blocks, kv_heads, block_size], or None.
-        table: int32 [2, W], the row's block ids.
-        head: KV head.
-        side: The row's direction, LEFT or RIGHT.
-        first, last: Positions that the query sees, last not included.
-        cap: Soft cap; 0 for none.
-        sink: Score without a value, of the query's head; `NO_SINK` for none.
-        scores: float32 [W * block_size], scratch.
-        exponents: int32 [W * block_size], scratch.
-        head_dim: D.
-    """
-    size, vector = layer.shape[2], head_dim * layer.itemsize
-    begin = first // size
-    for b in range(begin, (last + size - 1) // size):
-        keys = layer[table[0, b], head]
-        plane, following = (0, b + 1) if (b + 1) * size < last else (1, begin)
-        ahead = layer[table[plane, following], head].ctypes.data
-        at = (b - begin) * size
-        for t in range(min(size, last - b * size)):
-            slot = t if side == LEFT else size - 1 - t
-            prefetch(ahead + slot * vector, vector)
-            total = np.float32(0)
-            for d in range(head_dim):
-                total += query[d] * widened(keys[slot, d])
-            if scales is not None:
-                total *= scales[table[0, b], head, slot]
-            scores[at + t] = total
-    low = first - begin * size
-    count = last - first
-    mine, mine_exponents = scores[low : low + count], exponents[low : low + count]
-    if cap > 0:
-        for i in range(count):
-            mine[i] = cap * np.tanh(mine[i] / cap)
-    top = sink
-    for i in range(count):
-        top = max(top, mine[i])
-    total = _softmax(mine, mine_exponents, count, top)
-    if sink > _MASKED:
-        total += np.exp(sink - top)
-    inverse = np.float32(1) / total
-    for d in range(head_dim):
-        out[d] = np.float32(0)
-    for b in range(begin, (last + size - 1) // size):
-        values = layer[table[1, b], head]
-        following = b + 1 if (b + 1) * size < last else b
-        ahead = layer[table[1, following], head].ctypes.data
-        for position in range(max(first, b * size), min(last, (b + 1) * size)):
-            t = position - b * size
-            slot = t if side == LEFT else size - 1 - t
-            prefetch(ahead + slot * vector, vector)
-            weight = scores[position - begin * size] * inverse
-            if scales is not None:
-                weight *= scales[table[1, b], head, slot]
-            for d in range(head_dim):
-                out[d] += weight * widened(values[slot, d])
+@njit(**INLINE)
+def _parts(memory: int, queries: int, width: int) -> Any:
+    """It in parts: queries and sums [queries, width]; maxima and totals [queries]; keys and values
+    [CHUNK, width]; scores [CHUNK]; factors of keys and values [2, CHUNK]. All of float32, by
+    addresses: the compiler does not see what intrinsics write into arrays of its own."""
+    left = (memory + LINE - 1) // LINE * LINE
+    sums = left + BYTES * queries * width
+    keys = sums + BYTES * queries * width
+    values = keys + BYTES * CHUNK * width
+    line = values + BYTES * CHUNK * width
+    factors = line + BYTES * CHUNK
+    tops = factors + 2 * BYTES * CHUNK
+    return left, sums, keys, values, line, factors, tops, tops + BYTES * queries
 
 
-@njit(**FAST)
-def _put_in_order(
-    layer: Any, scales: Any, table: Any, head: int, side: int, first: int, last: int, keys: Any,
-    values: Any, head_dim: int,
-) -> None:  # fmt: skip
-    """Fills keys [D, CHUNK] and values [CHUNK, width] with positions [first, last). The rest
-    stays."""
-    size = layer.shape[2]
-    for j in range(last - first):
-        position = first + j
-        b = position // size
-        t = position - b * size
-        slot = t if side == LEFT else size - 1 - t
-        key, value = layer[table[0, b], head, slot], layer[table[1, b], head, slot]
-        of_key = of_value = np.float32(1)
-        if scales is not None:
-            of_key = scales[table[0, b], head, slot]
-            of_value = scales[table[1, b], head, slot]
-        for d in range(head_dim):
-            keys[d, j] = widened(key[d]) * of_key
-            values[j, d] = widened(value[d]) * of_value
+@njit(**INLINE)
+def _floats(address: int, rows: int, columns: int) -> Any:
+    return carray(pointer(address), (rows, columns), np.float32)
 
 
-@njit(**FAST)
-def _mask(line: Any, lower: int, upper: int, cap: float) -> None:
-    """Caps scores [CHUNK], and masks those outside of [lower, upper)."""
-    if cap > 0:
-        for j in range(lower, upper):
-            line[j] = cap * np.tanh(line[j] / cap)
-    for j in range(lower):
-        line[j] = _MASKED
-    for j in range(upper, CHUNK):
-        line[j] = _MASKED
-
-
-@njit(**FAST)
-def many_queries(
+@njit(**INLINE)
+def attend(  # noqa: PLR0915 a part of it taken out loses stores: see the note
     out: Any, q: Any, layer: Any, scales: Any, table: Any, head: int, side: int, token: int,
     count: int, position: int, scale: float, window: int, cap: float, sinks: Any, head_dim: int,
+    memory: Any,
 ) -> None:  # fmt: skip
-    """Attention of several tokens of a row, for the query heads of one KV head.
+    """Attention of one or several tokens of a row, for the query heads of one KV head.
 
     Args:
         out: float32 [T, H, D], filled in for these tokens and heads.
@@ -179,67 +78,139 @@ def many_queries(
         cap: Soft cap; 0 for none.
         sinks: float32 [H], scores without a value; `NO_SINK` for none.
         head_dim: D.
+        memory: Of `room`, for count * H / kv_heads queries at least.
     """
-    width = (head_dim + LANES - 1) // LANES * LANES
-    group = q.shape[1] // layer.shape[1]
-    queries = count * group
-    padded = (queries + ROWS - 1) // ROWS * ROWS
-    left = np.zeros((padded, head_dim), np.float32)
-    sums = np.zeros((padded, width), np.float32)
-    scores = np.empty((padded, CHUNK), np.float32)
-    exponents = np.empty(CHUNK, np.int32)
-    tops = np.full(padded, _MASKED, np.float32)
-    totals = np.zeros(padded, np.float32)
-    keys = np.empty((head_dim, CHUNK), np.float32)
-    values = np.zeros((CHUNK, width), np.float32)
-    for i in range(count):
-        for g in range(group):
-            m, sink = i * group + g, sinks[head * group + g]
-            if sink > _MASKED:
-                tops[m], totals[m] = sink, np.float32(1)
-            for d in range(head_dim):
-                left[i * group + g, d] = q[token + i, head * group + g, d] * scale
+    group, size = q.shape[1] // layer.shape[1], layer.shape[2]
+    queries, width = count * group, (head_dim + LANES - 1) // LANES * LANES
+    first_head, row = head * group, BYTES * width
+    left_at, sums_at, keys_at, values_at, line_at, factors_at, tops_at, totals_at = _parts(
+        memory, queries, width
+    )
+    left, sums = _floats(left_at, queries, width), _floats(sums_at, queries, width)
+    keys, values = _floats(keys_at, CHUNK, width), _floats(values_at, CHUNK, width)
+    line, factors = _floats(line_at, 1, CHUNK)[0], _floats(factors_at, 2, CHUNK)
+    tops, totals = _floats(tops_at, 1, queries)[0], _floats(totals_at, 1, queries)[0]
+    for m in range(queries):
+        sink = sinks[first_head + m % group]
+        tops[m], totals[m] = _MASKED, np.float32(0)
+        if sink > _MASKED:
+            tops[m], totals[m] = sink, np.float32(1)
+        query = q[token + m // group, first_head + m % group]
+        for d in range(head_dim):
+            left[m, d] = query[d] * scale
+        for d in range(head_dim, width):
+            left[m, d] = np.float32(0)
+        for d in range(width):
+            sums[m, d] = np.float32(0)
+    in_place = queries <= FEW and width == head_dim and size % LANES == 0
     low = max(0, position - window + 1) if window > 0 else 0
     for first in range(low // CHUNK * CHUNK, position + count, CHUNK):
         begin, end = max(first, low), min(first + CHUNK, position + count)
-        _put_in_order(layer, scales, table, head, side, begin, end, keys, values, head_dim)
-        scores[:] = np.float32(0)
-        _multiply(scores, left, keys, head_dim, CHUNK)
+        if not in_place:
+            _in_order(layer, table, head, side, first, begin, end, keys, values, head_dim)
+        if scales is not None:
+            _scales_in_order(scales, table, head, side, first, begin, end, factors)
         for m in range(queries):
-            line, at = scores[m], position + m // group
-            lower = max(begin, at - window + 1) if window > 0 else begin
-            _mask(line, min(lower, end) - begin, max(min(end, at + 1) - begin, 0), cap)
-            top = tops[m]
-            for j in range(CHUNK):
-                top = max(top, line[j])
-            if top == _MASKED:  # it sees nothing of this chunk, and saw nothing before
-                line[:] = np.float32(0)
+            at = position + m // group
+            lower = max(begin, at - window + 1) - first if window > 0 else 0
+            upper = min(end, at + 1) - first
+            if lower >= upper:  # it sees nothing of this chunk
                 continue
-            old = np.exp(tops[m] - top)
-            totals[m] = totals[m] * old + _softmax(line, exponents, CHUNK, top)
-            tops[m] = top
-            for d in range(width):
-                sums[m, d] *= old
-        _multiply(sums, scores, values, CHUNK, width)
-    for i in range(count):
-        for g in range(group):
-            m = i * group + g
-            inverse = np.float32(1) / totals[m]
-            for d in range(head_dim):
-                out[token + i, head * group + g, d] = sums[m, d] * inverse
+            for j in range(lower // LANES * LANES, upper, LANES):
+                query_at, to = left_at + m * row, line_at + BYTES * j
+                if in_place:
+                    here, step = _place(layer, table, 0, head, side, first + j)
+                    _fetch_next(layer, table, head, side, first, j, lower, upper)
+                    score_keys(layer, here, step, query_at, width, to)
+                else:
+                    score_keys(keys, keys_at + j * row, row, query_at, width, to)
+            if scales is not None:
+                for j in range(lower, upper):
+                    line[j] *= factors[0, j]
+            if cap > 0:
+                for j in range(lower, upper):
+                    line[j] = cap * np.tanh(line[j] / cap)
+            top = largest(line_at, lower, upper, tops[m])
+            if top > tops[m]:
+                old = np.exp(tops[m] - top)
+                totals[m] *= old
+                for d in range(width):
+                    sums[m, d] *= old
+                tops[m] = top
+            totals[m] += weigh(line_at, lower, upper, top)
+            if scales is not None:
+                for j in range(lower, upper):
+                    line[j] *= factors[1, j]
+            for part in range(lower // LANES * LANES, upper, LANES):
+                j = max(part, lower)
+                some, weights_at = min(part + LANES, upper) - j, line_at + BYTES * j
+                if in_place:
+                    here, step = _place(layer, table, 1, head, side, first + j)
+                    add_values(layer, here, step, weights_at, some, width, sums_at + m * row)
+                else:
+                    here = values_at + j * row
+                    add_values(values, here, row, weights_at, some, width, sums_at + m * row)
+    for m in range(queries):
+        inverse = np.float32(1) / totals[m]
+        result = out[token + m // group, first_head + m % group]
+        for d in range(head_dim):
+            result[d] = sums[m, d] * inverse
 
 
-@njit(**FAST)
-def _multiply(c: Any, a: Any, b: Any, depth: int, columns: int) -> None:
-    """c += a @ b, whose rows are a multiple of ROWS and columns of LANES."""
-    c_at, a_at, b_at = c.ctypes.data, a.ctypes.data, b.ctypes.data
-    c_row, a_row, b_row = BYTES * c.shape[1], BYTES * a.shape[1], BYTES * b.shape[1]
-    for m in range(0, c.shape[0], ROWS):
-        column = 0
-        while column + 2 * LANES <= columns:
-            where = c_at + m * c_row + column * BYTES
-            product_2(where, c_row, a_at + m * a_row, a_row, b_at + column * BYTES, b_row, depth)
-            column += 2 * LANES
-        if column < columns:
-            where = c_at + m * c_row + column * BYTES
-            product_1(where, c_row, a_at + m * a_row, a_row, b_at + column * BYTES, b_row, depth)
+@njit(**INLINE)
+def _place(layer: Any, table: Any, plane: int, head: int, side: int, position: int) -> Any:
+    """Where a position's K (plane 0) or V (1) is, and bytes from there to the next one's in its
+    block."""
+    size, row = layer.shape[2], layer.shape[3] * layer.itemsize
+    b = position // size
+    t = position - b * size
+    block = layer[table[plane, b], head]
+    if side == LEFT:
+        return block.ctypes.data + t * row, row
+    return block.ctypes.data + (size - 1 - t) * row, -row
+
+
+@njit(**INLINE)
+def _fetch_next(
+    layer: Any, table: Any, head: int, side: int, first: int, j: int, lower: int, upper: int
+) -> None:  # fmt: skip
+    """Prefetches what is read after the keys [j, j + LANES) of a chunk: its next keys, or its first
+    values."""
+    plane, following = (0, j + LANES) if j + LANES < upper else (1, lower // LANES * LANES)
+    at, row = _place(layer, table, plane, head, side, first + following)
+    prefetch(min(at, at + (LANES - 1) * row), LANES * abs(row))
+
+
+@njit(**INLINE)
+def _in_order(
+    layer: Any, table: Any, head: int, side: int, first: int, begin: int, end: int, keys: Any,
+    values: Any, head_dim: int,
+) -> None:  # fmt: skip
+    """Fills keys and values [CHUNK, width] with positions [begin, end) of the chunk from first on.
+    The rest stays."""
+    size = layer.shape[2]
+    for position in range(begin, end):
+        b = position // size
+        t = position - b * size
+        slot = t if side == LEFT else size - 1 - t
+        key, value = layer[table[0, b], head, slot], layer[table[1, b], head, slot]
+        for d in range(head_dim):
+            keys[position - first, d] = widened(key[d])
+        for d in range(head_dim):
+            values[position - first, d] = widened(value[d])
+        for d in range(head_dim, keys.shape[1]):
+            keys[position - first, d] = values[position - first, d] = np.float32(0)
+
+
+@njit(**INLINE)
+def _scales_in_order(
+    scales: Any, table: Any, head: int, side: int, first: int, begin: int, end: int, factors: Any
+) -> None:  # fmt: skip
+    """Fills factors [2, CHUNK] likewise, of K and V."""
+    size = scales.shape[2]
+    for position in range(begin, end):
+        b = position // size
+        t = position - b * size
+        slot = t if side == LEFT else size - 1 - t
+        factors[0, position - first] = scales[table[0, b], head, slot]
+        factors[1, position - first] = scales[table[1, b], head, slot]

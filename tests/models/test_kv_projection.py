@@ -10,8 +10,7 @@ import pytest
 from jaxserve.models.attention import kv_projection
 from jaxserve.models.base import AttentionInput, KVProjection, LayerIndex, StepInputs
 from jaxserve.models.forward import forward
-from jaxserve.models.layers import rms_norm
-from jaxserve.models.rope import rotate
+from jaxserve.pallas_kernels import rms_norm, rotate
 
 from .fixtures import load_reference
 

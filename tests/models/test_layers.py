@@ -17,7 +17,8 @@ from jaxserve.models.dense import sequence_logits
 from jaxserve.models.forward import over_layers
 from jaxserve.models.presets import preset
 from jaxserve.models.registry import family_for
-from jaxserve.models.rope import Rope, angles, rotate
+from jaxserve.models.rope import Rope, angles
+from jaxserve.pallas_kernels import rotate
 from jaxserve.weights import load_config, load_params
 from jaxserve.weights.orbax_io import save_orbax
 from tests.models.fixtures import NAMES, hf_config, hf_tensors, load_reference, write_checkpoint

@@ -108,7 +108,7 @@ def _expert_bytes(layers: Sequence[ExpertParams]) -> int:
 def _case(
     layers: Sequence[ExpertParams], experts: Experts, tokens: int, width: int, dtype: str
 ) -> Case:
-    gated = gate_function(jax.nn.silu, experts)
+    gated = gate_function("silu", experts)
     run = functools.partial(
         mixture, experts=experts, gated=gated, shared=None, real=None, mesh=None
     )

@@ -42,7 +42,7 @@ from jaxserve.engine.device.sampling_state import (
     unpack,
 )
 from jaxserve.engine.device.verification import Checked, Standing
-from jaxserve.pallas_kernels import argmax
+from jaxserve.pallas_kernels import argmax, log_sum_exp
 from jaxserve.sched.request import MAX_TOP_LOGPROBS
 from jaxserve.sched.speculation.choice import MOST
 
@@ -385,7 +385,7 @@ def threefry2x32(
 
 def with_logprobs(raw: jax.Array, tokens: jax.Array) -> SampleResult:
     """The tokens [R] with what the model thinks of them, by its own logits raw, float32 [R, V]."""
-    total = jax.nn.logsumexp(raw, axis=-1, keepdims=True)
+    total = log_sum_exp(raw)
     chosen = jnp.take_along_axis(raw, tokens[:, None], axis=-1)
     top, ids = lax.top_k(raw, min(MAX_TOP_LOGPROBS, raw.shape[-1]))
     return SampleResult(tokens, (chosen - total)[:, 0], ids.astype(jnp.int32), top - total)

@@ -9,8 +9,7 @@ embeddings, rope scaling, and by which layers have a window or no rotation.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -40,11 +39,11 @@ from jaxserve.models.layers import (
     linear,
     linear_leaves,
     norm_leaves,
-    rms_norm,
     table_leaf,
 )
 from jaxserve.models.rope import check_width, longest_context, rope_from_hf
 from jaxserve.models.sharding import constrain
+from jaxserve.pallas_kernels import rms_norm
 
 PREFIX = "model."
 MODEL_TYPES = (
@@ -61,10 +60,6 @@ MODEL_TYPES = (
     "qwen2_moe",
     "qwen3_moe",
 )
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
 # By `LlamaConfig.norms`: in checkpoints, the norms before and after attention, and before and after
 # the feed-forward layer.
 NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
@@ -103,7 +98,7 @@ class LlamaConfig(ModelConfig):
         mlp_bias: the feed-forward projections have biases.
         qk_norm: q and k have RMS norms.
         norms: where a layer has norms, of `NORMS`.
-        activation: of the feed-forward layer, of `ACTIVATIONS`.
+        activation: of the feed-forward layer, of `pallas_kernels.ACTIVATIONS`.
         embed_scale: factor on the embeddings, rounded to their dtype.
         residual_scale: factor on what a sub-layer adds.
         joined: checkpoints have q, k and v as one tensor, and so the feed-forward layer's first
@@ -373,7 +368,7 @@ def layer(
     carry, mixed = attention(norm(x, weights.attn_norm))
     x = added(x, norm(mixed, weights.attn_out_norm))
     h = norm(x, weights.mlp_norm)
-    gated = gate_function(ACTIVATIONS[config.activation], config.experts)
+    gated = gate_function(config.activation, config.experts)
     y = None
     if weights.gate is not None and weights.up is not None and weights.down is not None:
         gate = constrain(linear(h, weights.gate, mesh), mesh, None, "mlp")

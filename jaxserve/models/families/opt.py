@@ -22,13 +22,13 @@ from jaxserve.models.layers import (
     Linear,
     Norm,
     embed_rows,
-    layer_norm,
     linear,
     linear_leaves,
     norm_leaves,
     table_leaf,
 )
 from jaxserve.models.sharding import constrain
+from jaxserve.pallas_kernels import layer_norm
 
 POSITION_OFFSET = 2  # the table's first two rows were padding indices in the original code
 NORM_EPS = 1e-5
@@ -218,7 +218,9 @@ def layer(
 
     def norm(x: jax.Array, norm: Norm, *, before: bool) -> jax.Array:
         # Pre-norm models normalise a sub-layer's input, post-norm ones its sum with the residual.
-        return layer_norm(x, norm, config.norm_eps) if before == config.pre_norm else x
+        if before != config.pre_norm:
+            return x
+        return layer_norm(x, norm.scale, norm.bias, config.norm_eps)
 
     carry, mixed = attention(norm(x, weights.attn_norm, before=True))
     x = constrain(x + mixed, mesh, None, None)
@@ -244,7 +246,8 @@ def finish(params: OPTParams, config: ModelConfig, x: jax.Array, *, mesh: Mesh |
         [R, embed_dim].
     """
     if params.final_norm is not None:
-        x = layer_norm(x, params.final_norm, config.norm_eps)
+        final = params.final_norm
+        x = layer_norm(x, final.scale, final.bias, config.norm_eps)
     return x if params.project_out is None else linear(x, params.project_out, mesh)
 
 

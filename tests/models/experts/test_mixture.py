@@ -53,7 +53,7 @@ def h() -> jax.Array:
 
 
 def run(h, weights, shared=None, real=None, experts=EXPERTS):
-    gated = gate_function(jax.nn.silu, experts)
+    gated = gate_function("silu", experts)
     made = functools.partial(mixture, experts=experts, gated=gated, real=real, mesh=None)
     return jax.jit(lambda h, weights, shared: made(h, weights, shared=shared))(h, weights, shared)
 

@@ -1,0 +1,172 @@
+"""What attention does with vectors: scores of keys, their weights, and sums of values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from jaxserve.pallas_kernels.cpu import vectors
+from jaxserve.pallas_kernels.cpu.numba_ffi import intrinsic
+from jaxserve.pallas_kernels.cpu.vectors import BYTES, LANES
+
+CHUNK = 64  # tokens of context that have one maximum
+_VECTORS = CHUNK // LANES
+_AT_ONCE = 4  # vectors of a value
+
+
+@intrinsic
+def score_keys(_: Any, kind: Any, keys: Any, row: Any, query: Any, width: Any, to: Any) -> Any:
+    """Writes the products of a query with LANES keys: each lane by lane in order of the width,
+    then the lanes.
+
+    Args:
+        kind: An array of the keys' numbers, see `vectors.widened`.
+        keys: Address of the first key.
+        row: Bytes from one key to the next; may be negative.
+        query: Address of float32 numbers.
+        width: Of a key; a multiple of LANES.
+        to: Address of LANES float32 numbers.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, keys, row, query, width, to = args
+        number = signature.args[0].dtype
+        nothing = vectors.everywhere(0.0)
+        sums = [cgutils.alloca_once_value(builder, nothing) for _ in range(LANES)]
+        for one in sums:
+            builder.store(nothing, one)
+        places = [builder.add(keys, builder.mul(row, vectors.constant(i))) for i in range(LANES)]
+        size = number.bitwidth // 8
+        with cgutils.for_range(builder, builder.udiv(width, vectors.constant(LANES))) as loop:
+            at = vectors.moved(builder, query, loop.index, LANES * BYTES)
+            left = vectors.load(builder, at, vectors.VECTOR)
+            for place, one in zip(places, sums, strict=True):
+                at = vectors.moved(builder, place, loop.index, LANES * size)
+                key = vectors.numbers_of(builder, at, number)
+                builder.store(vectors.fused(builder, left, key, builder.load(one)), one)
+        found = vectors.totals(builder, [builder.load(one) for one in sums])
+        vectors.store(builder, found, to)
+        return context.get_dummy_value()
+
+    return types.none(kind, *[types.int64] * 5), generate
+
+
+def _inside(builder: Any, i: int, lower: Any, upper: Any) -> Any:
+    """Which lanes of the vector of this number are in [lower, upper), vectors."""
+    index = ir.Constant(vectors.WORDS, list(range(i * LANES, (i + 1) * LANES)))
+    above = builder.icmp_signed(">=", index, lower)
+    return builder.and_(above, builder.icmp_signed("<", index, upper))
+
+
+def _bounds(builder: Any, *numbers: Any) -> list[Any]:
+    return [vectors.spread(builder, builder.trunc(one, vectors.INDEX)) for one in numbers]
+
+
+@intrinsic
+def largest(_: Any, line: Any, lower: Any, upper: Any, top: Any) -> Any:
+    """The largest of the scores [lower, upper) of a chunk at an address, and of top. Those that are
+    no numbers are left out."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        line, lower, upper, top = args
+        bounds, best = _bounds(builder, lower, upper), vectors.spread(builder, top)
+        for i in range(_VECTORS):
+            at = builder.add(line, vectors.constant(i * LANES * BYTES))
+            found = vectors.load(builder, at, vectors.VECTOR)
+            more = builder.fcmp_ordered(">", found, best)
+            more = builder.and_(more, _inside(builder, i, *bounds))
+            best = builder.select(more, found, best)
+        width = LANES
+        while width > 1:
+            width //= 2
+            empty = ir.Constant(best.type, ir.Undefined)
+            one, other = (
+                vectors.shuffle(builder, best, empty, list(range(first, first + width)))
+                for first in (0, width)
+            )
+            best = builder.select(builder.fcmp_ordered(">", one, other), one, other)
+        return builder.extract_element(best, ir.Constant(vectors.INDEX, 0))
+
+    return types.float32(types.int64, types.int64, types.int64, types.float32), generate
+
+
+@intrinsic
+def weigh(_: Any, line: Any, lower: Any, upper: Any, top: Any) -> Any:
+    """Replaces the scores of a chunk at an address by exp(score - top), those outside of
+    [lower, upper) by 0, and returns their sum: lane by lane in order, then the lanes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        line, lower, upper, top = args
+        bounds, tops = _bounds(builder, lower, upper), vectors.spread(builder, top)
+        total = vectors.everywhere(0.0)
+        for i in range(_VECTORS):
+            at = builder.add(line, vectors.constant(i * LANES * BYTES))
+            found = vectors.load(builder, at, vectors.VECTOR)
+            value = vectors.exp(builder, builder.fsub(found, tops))
+            inside = _inside(builder, i, *bounds)
+            value = builder.select(inside, value, vectors.everywhere(0.0))
+            vectors.store(builder, value, at)
+            total = builder.fadd(total, value)
+        return vectors.total(builder, total)
+
+    return types.float32(types.int64, types.int64, types.int64, types.float32), generate
+
+
+@intrinsic
+def add_values(
+    _: Any, kind: Any, values: Any, row: Any, weights: Any, count: Any, width: Any, sums: Any
+) -> Any:
+    """Adds some values, times a weight each, to sums, one after another.
+
+    Args:
+        kind: An array of the values' numbers, see `vectors.widened`.
+        values: Address of the first value.
+        row: Bytes from one value to the next; may be negative.
+        weights: Address of float32 numbers.
+        count: Number of values.
+        width: Of a value; a multiple of LANES.
+        sums: Address of float32 numbers.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, values, row, weights, count, width, sums = args
+        number = signature.args[0].dtype
+        size = number.bitwidth // 8
+
+        def add(first: Any, wide: int) -> None:
+            """Vectors of the values, from one on."""
+            places = [
+                builder.add(
+                    vectors.moved(builder, sums, first, LANES * BYTES),
+                    vectors.constant(i * LANES * BYTES),
+                )
+                for i in range(wide)
+            ]
+            kept = [cgutils.alloca_once(builder, vectors.VECTOR) for _ in places]
+            for place, one in zip(places, kept, strict=True):
+                builder.store(vectors.load(builder, place, vectors.VECTOR), one)
+            begin = vectors.moved(builder, values, first, LANES * size)
+            with cgutils.for_range(builder, count) as loop:
+                at = vectors.moved(builder, weights, loop.index, BYTES)
+                weight = vectors.spread(builder, vectors.load(builder, at, vectors.NUMBER))
+                here = builder.add(begin, builder.mul(row, loop.index))
+                for i, one in enumerate(kept):
+                    at = builder.add(here, vectors.constant(i * LANES * size))
+                    value = vectors.numbers_of(builder, at, number)
+                    builder.store(vectors.fused(builder, weight, value, builder.load(one)), one)
+            for place, one in zip(places, kept, strict=True):
+                vectors.store(builder, builder.load(one), place)
+
+        whole = builder.udiv(width, vectors.constant(LANES))
+        many = builder.udiv(whole, vectors.constant(_AT_ONCE))
+        with cgutils.for_range(builder, many) as loop:
+            add(builder.mul(loop.index, vectors.constant(_AT_ONCE)), _AT_ONCE)
+        done = builder.mul(many, vectors.constant(_AT_ONCE))
+        with cgutils.for_range(builder, builder.sub(whole, done)) as loop:
+            add(builder.add(done, loop.index), 1)
+        return context.get_dummy_value()
+
+    return types.none(kind, *[types.int64] * 6), generate

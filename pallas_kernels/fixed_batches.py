@@ -1,0 +1,44 @@
+"""XLA's own operations on a fixed number of rows at a time, where it would have another order of
+sums for few rows than for many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.pallas_kernels.backends import platform_backend
+
+SIZE = 8  # rows
+
+
+def in_fixed_batches(function: Callable[..., Any], *rows: jax.Array, size: int = SIZE) -> Any:
+    """function(*rows), of whose result a row depends on the same row of the arguments alone.
+
+    On a platform that is batch-invariant, so are its bits: it is compiled for `size` rows, and run
+    as often as there are as many. Elsewhere it is called as it is.
+
+    Args:
+        function: of arrays [T, ...], to a tree of such.
+        rows: [T, ...] each.
+        size: rows of a batch.
+
+    Returns:
+        The function's result.
+    """
+    if not platform_backend().batch_invariant:
+        return function(*rows)
+    count = len(rows[0])
+    batches = -(-count // size)
+
+    def padded(one: jax.Array) -> jax.Array:
+        one = jnp.pad(one, [(0, batches * size - count)] + [(0, 0)] * (one.ndim - 1))
+        return one.reshape(batches, size, *one.shape[1:])
+
+    def whole(one: jax.Array) -> jax.Array:
+        return one.reshape(batches * size, *one.shape[2:])[:count]
+
+    found = jax.lax.map(lambda given: function(*given), tuple(map(padded, rows)))
+    return jax.tree.map(whole, found)

@@ -1,0 +1,178 @@
+"""On CPUs a row's bits are the same in any company: alone, among many, first or last."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.models import layers
+from jaxserve.models.quantized import Quantized
+from jaxserve.pallas_kernels import (
+    add_low_rank,
+    angles,
+    gated,
+    grouped_matmul,
+    in_fixed_batches,
+    layer_norm,
+    log_sum_exp,
+    norm,
+    rms_norm,
+    rotate,
+)
+from jaxserve.pallas_kernels.cpu import norms
+
+WIDTH = 160
+COMPANY = (1, 2, 3, 5, 8, 33, 150)  # rows of a call
+MOST = max(COMPANY)
+Rows = Callable[..., Any]
+
+
+def _numbers(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def _bits(result: Any) -> list[np.ndarray]:
+    return [np.asarray(one).view(np.uint32) for one in jax.tree.leaves(result)]
+
+
+def alike(function: Rows, *rows: jax.Array) -> None:
+    """Each row of the function's result has the bits that it has among all."""
+    run = jax.jit(function)
+    among = _bits(run(*rows))
+    for count in COMPANY:
+        for first in {0, MOST - count}:
+            got = _bits(run(*(one[first : first + count] for one in rows)))
+            for here, there in zip(got, among, strict=True):
+                np.testing.assert_array_equal(here, there[first : first + count])
+
+
+def test_norms() -> None:
+    scale, bias = _numbers(WIDTH, seed=1), _numbers(WIDTH, seed=2)
+    for width in (WIDTH, 77):
+        x = 3 * _numbers(MOST, width) + 1
+        alike(lambda x, w=width: rms_norm(x, scale[:w], 1e-5), x)
+        alike(lambda x, w=width: layer_norm(x, scale[:w], bias[:w], 1e-5), x)
+    heads = _numbers(MOST, 5, 32)
+    alike(lambda x: rms_norm(x, scale[:32], 1e-6, 1.0), heads)
+    alike(lambda x: rms_norm(x, scale.reshape(5, 32), 1e-6, 0.0, 2), heads)
+
+
+def test_sums_of_exponentials() -> None:
+    alike(log_sum_exp, 20 * _numbers(MOST, 1001))
+
+
+def test_rotary_positions() -> None:
+    positions = jnp.arange(MOST, dtype=jnp.int32) * 97
+    frequencies = np.geomspace(1, 1e-4, 24, dtype=np.float32)
+    alike(lambda at: angles(at, frequencies, 1.1), positions)
+    cos, sin = angles(positions, frequencies, 1.1)
+    alike(rotate, _numbers(MOST, 3, 56), cos, sin)
+
+
+@pytest.mark.parametrize("clamped", [None, (2.0, 1.7)])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_gates(activation: str, clamped: tuple[float, float] | None) -> None:
+    alike(lambda g, u: gated(g, u, activation, clamped), 4 * _numbers(MOST, 75), _numbers(MOST, 75))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(96, WIDTH), (48, 44), (3, 32)], ids=str)
+@pytest.mark.parametrize("transposed", [True, False])
+def test_products(shape: tuple[int, int], transposed: bool, dtype: Any) -> None:
+    """Of shapes that kernels take, and of others."""
+    weights = _numbers(*(shape if transposed else shape[::-1]), seed=1, dtype=dtype)
+    alike(lambda x: layers.matmul(x, weights, transposed=transposed), _numbers(MOST, shape[1]))
+
+
+@pytest.mark.parametrize("inputs", [None, "bfloat16"])
+@pytest.mark.parametrize(
+    ("bits", "groups", "beside"),
+    [
+        (8, 1, None),
+        (8, 2, None),
+        (4, 4, "zero"),
+        (4, 4, "minimum"),
+        (8, 4, "minimum"),
+        (8, 5, None),
+    ],
+)
+def test_products_of_few_bits(
+    bits: int, groups: int, beside: str | None, inputs: str | None
+) -> None:
+    rng, width = np.random.default_rng(3), 128 if groups != 5 else 160
+    q = rng.integers(-128, 128, (64, width * bits // 8)).astype(np.int8)
+    more: dict[str, Any] = {}
+    if beside == "zero":
+        more["zero"] = jnp.asarray(rng.integers(-8, 8, (64, groups)), jnp.int8)
+    elif beside == "minimum":
+        more["minimum"] = _numbers(64, groups, seed=4)
+    weights = Quantized(
+        jnp.asarray(q), _numbers(64, groups, seed=5), bits=bits, inputs=inputs, **more
+    )
+    alike(lambda x: layers.matmul(x, weights, transposed=True), _numbers(MOST, width))
+
+
+def test_float8_products() -> None:
+    """XLA's own, a fixed number of rows at a time."""
+    q = _numbers(64, 96, seed=1).astype(jnp.float8_e4m3fn)
+    weights = Quantized(q, jnp.ones((64, 1), jnp.float32))
+    alike(lambda x: layers.matmul(x, weights, transposed=True), _numbers(MOST, 96))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_experts(dtype: Any) -> None:
+    """A row of one expert, whichever else are there."""
+    weights, x = _numbers(3, 48, 64, seed=1, dtype=dtype), _numbers(60, 64)
+
+    def run(sizes: list[int]) -> np.ndarray:
+        rows = jnp.concatenate([x[20 * i : 20 * i + size] for i, size in enumerate(sizes)])
+        y = grouped_matmul(rows, weights, jnp.asarray(sizes, jnp.int32), transposed=True)
+        return np.asarray(y)
+
+    among = run([20, 20, 20])
+    for sizes in ([1, 0, 0], [7, 1, 2], [0, 20, 1], [3, 3, 3]):
+        found, at = run(sizes), 0
+        for i, size in enumerate(sizes):
+            np.testing.assert_array_equal(found[at : at + size], among[20 * i : 20 * i + size])
+            at += size
+
+
+def test_adapters() -> None:
+    a, b = _numbers(16, 2, 64, seed=1), [_numbers(16, 40, seed=2), _numbers(16, 24, seed=3)]
+    owner = jnp.asarray([1] * 8 + [2] * 8, jnp.int32)
+    numbers = jnp.asarray(np.random.default_rng(4).integers(0, 3, MOST), jnp.int32)
+
+    def added(y: jax.Array, x: jax.Array, numbers: jax.Array) -> jax.Array:
+        found = add_low_rank(y, x, a, b, numbers, owner)
+        assert found is not None
+        return found
+
+    alike(added, _numbers(MOST, 64, seed=5), _numbers(MOST, 64, seed=6), numbers)
+
+
+def test_other_operations() -> None:
+    """XLA's, a fixed number of rows at a time: as many results as rows."""
+
+    def choose(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.top_k(jax.nn.softmax(x, axis=-1), 3)
+
+    alike(lambda x: in_fixed_batches(choose, x), _numbers(MOST, 12))
+    assert in_fixed_batches(choose, _numbers(3, 12))[0].shape == (3, 3)
+
+
+def test_a_change_of_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm that takes another way with few rows, as XLA's does."""
+
+    def otherwise(x: jax.Array, *weights: Any) -> Any:
+        return norms.norm if len(x) > 4 else None
+
+    changed = dataclasses.replace(norm.platform_backend(), norm=otherwise)
+    monkeypatch.setattr(norm, "platform_backend", lambda: changed)
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
+        alike(lambda x: rms_norm(x, jnp.ones(WIDTH), 1e-5), _numbers(MOST, WIDTH))
