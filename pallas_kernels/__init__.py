@@ -39,6 +39,7 @@ from jaxserve.pallas_kernels.move import (
 from jaxserve.pallas_kernels.norm import layer_norm, log_sum_exp, rms_norm
 from jaxserve.pallas_kernels.pool import (
     Pool,
+    as_cached,
     block_bytes,
     default_block_size,
     dtype_named,
@@ -50,7 +51,7 @@ from jaxserve.pallas_kernels.pool import (
     slot_bytes,
 )
 from jaxserve.pallas_kernels.quantized_matmul import quantized_matmul
-from jaxserve.pallas_kernels.rotary import angles, rotate
+from jaxserve.pallas_kernels.rotary import angle_table, angles, rotate
 from jaxserve.pallas_kernels.skinny_matmul import by_columns, has_skinny_matmul, skinny_matmul
 
 __all__ = [
@@ -67,8 +68,10 @@ __all__ = [
     "Pool",
     "absorbed_attention",
     "add_low_rank",
+    "angle_table",
     "angles",
     "argmax",
+    "as_cached",
     "block_bytes",
     "by_columns",
     "default_block_size",

@@ -6,7 +6,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+
+from jaxserve.pallas_kernels.fixed_batches import in_fixed_batches
+from jaxserve.pallas_kernels.norm import rms_norm
+from jaxserve.pallas_kernels.rotary import rotate
+from jaxserve.pallas_kernels.skinny_matmul import has_skinny_matmul, skinny_matmul
 
 
 @jax.tree_util.register_dataclass
@@ -81,16 +85,25 @@ def project(
     """
 
     def by_head(weights: jax.Array, bias: jax.Array | None) -> jax.Array:
-        y = jnp.dot(x.astype(weights.dtype), weights, preferred_element_type=jnp.float32)
+        y = _product(x.astype(weights.dtype), weights)
         y = y if bias is None else y + bias.astype(jnp.float32)
-        return y.reshape(len(x), heads, -1).transpose(1, 0, 2)
+        return y.reshape(len(x), heads, -1)
 
     k, v = by_head(projection.wk, projection.bk), by_head(projection.wv, projection.bv)
     if projection.k_norm is not None:
-        mean_square = (k * k).mean(axis=-1, keepdims=True)
-        k = k * lax.rsqrt(mean_square + projection.norm_eps) * projection.k_norm
+        k = rms_norm(k, projection.k_norm, projection.norm_eps)
     if projection.rotation is not None:
         cos, sin = projection.rotation.at[:, position].get(mode="clip")
-        a, b = jnp.split(k, 2, axis=-1)
-        k = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return k, v
+        k = rotate(k, cos[:, None], sin[:, None])
+    return k.transpose(1, 0, 2), v.transpose(1, 0, 2)
+
+
+def _product(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """x [S, E] @ weights [E, N] -> float32 [S, N], as the steps of models have it."""
+    if has_skinny_matmul(len(x), weights, transposed=False):
+        return skinny_matmul(x, weights, False)
+
+    def product(x: jax.Array) -> jax.Array:
+        return jnp.dot(x, weights, preferred_element_type=jnp.float32)
+
+    return in_fixed_batches(product, x)

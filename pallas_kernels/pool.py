@@ -116,6 +116,21 @@ def widen(values: jax.Array, scales: jax.Array | None, dtype: DTypeLike) -> jax.
     return (values.astype(jnp.float32) * scales[..., None]).astype(dtype)
 
 
+def as_cached(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Vectors as a pool of this dtype gives them back.
+
+    Args:
+        x: [..., D].
+        dtype: The pool's.
+
+    Returns:
+        float32 [..., D].
+    """
+    if jnp.dtype(dtype) == jnp.int8:
+        return widen(*quantize_vectors(x), jnp.float32)
+    return widen(fit(x, dtype), None, jnp.float32)
+
+
 def read_as(cached: DTypeLike, queries: DTypeLike) -> jnp.dtype:
     """The dtype that attention computes with: the pool's, or the queries' if that has 8 bits."""
     return jnp.dtype(queries if jnp.dtype(cached).itemsize == 1 else cached)

@@ -45,6 +45,17 @@ def angles(
     return jax.lax.platform_dependent(positions, cpu=apart, default=both)
 
 
+def angle_table(count: int, frequencies: np.ndarray, amplitude: float) -> jax.Array:
+    """`angles` of positions [0, count) as one constant, also inside of jitted functions: float32
+    [2, count, n]. Where the platform has no kernel for them, they are NumPy's."""
+    kernel = platform_backend().angles
+    if kernel is None:
+        phase = np.arange(count, dtype=np.float32)[:, None] * frequencies
+        return jnp.asarray(np.stack([np.cos(phase), np.sin(phase)]) * np.float32(amplitude))
+    with jax.ensure_compile_time_eval():
+        return jnp.stack(kernel(jnp.arange(count, dtype=jnp.int32), frequencies, amplitude))
+
+
 @jax.custom_jvp
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates pairs of elements: of the first 2 n, i pairs with i + n, as in Llama.

@@ -75,8 +75,9 @@ class CacheConfig:
         host_gib: Host memory for caches: checkpoints, for policies that make them, and with
             prefix_caching blocks that leave the pool (not under bros).
         hidden_read: How policies with hidden caches have them read: auto (absorbed where positions
-            are not rotated, else projected; none where they bring nothing, see
-            docs/architecture.md) | absorbed | projected.
+            are not rotated, else projected; on CPUs projected; none where they bring nothing, see
+            docs/architecture.md) | absorbed (cheaper decodes, but log-probabilities that depend on
+            which cache a request has) | projected.
         dtype: Of K, V and hidden vectors in the pool: auto (that of the activations; on CPUs
             bfloat16 for bfloat16 weights) | float32 | bfloat16 | float16 | fp8 (e4m3) | int8 (with
             a scale per token and head). Those of 8 bits change texts a little, see

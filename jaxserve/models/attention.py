@@ -250,6 +250,6 @@ def kv_projection(params: Params, config: ModelConfig, max_len: int) -> KVProjec
     arrays of `params`."""
     rotation = None
     if config.rope is not None:
-        rotation = jnp.asarray(angle_table(config.rope, config.head_dim, max_len))
+        rotation = angle_table(config.rope, config.head_dim, max_len)
     weights = tuple(kv_weights(layer.attn) for layer in params.layers)
     return KVProjection(weights, config.norm_eps, rotation)

@@ -263,12 +263,11 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     return (keep * base + (1.0 - keep) * stretched).astype(np.float32)
 
 
-def angle_table(rope: Rope, head_dim: int, max_len: int) -> np.ndarray:
-    """cos and sin of all positions below max_len: float32 [2, max_len, head_dim // 2]. A constant
-    of whatever uses it: on no device, even inside of a jitted function."""
-    positions = np.arange(max_len, dtype=np.float32)
-    phase = positions[:, None] * inverse_frequencies(rope, head_dim)
-    return np.stack([np.cos(phase), np.sin(phase)]) * np.float32(rope.amplitude)
+def angle_table(rope: Rope, head_dim: int, max_len: int) -> jax.Array:
+    """cos and sin of all positions below max_len: float32 [2, max_len, head_dim // 2], a constant
+    of whatever uses it."""
+    frequencies = inverse_frequencies(rope, head_dim)
+    return pallas_kernels.angle_table(max_len, frequencies, rope.amplitude)
 
 
 def angles(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from numba import carray, njit
 
-from jaxserve.pallas_kernels.batch import KV
+from jaxserve.pallas_kernels.backends import Scoring
+from jaxserve.pallas_kernels.batch import KV, AttentionBatch
 from jaxserve.pallas_kernels.cpu import queries, scores, vectors
 from jaxserve.pallas_kernels.cpu.numba_ffi import (
     INLINE,
@@ -24,8 +27,8 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import (
     register,
     words,
 )
-from jaxserve.pallas_kernels.cpu.queries import FEW, attend, room
-from jaxserve.pallas_kernels.pool import FLOAT8
+from jaxserve.pallas_kernels.cpu.queries import FEW, NO_SINK, attend, room
+from jaxserve.pallas_kernels.pool import FLOAT8, Pool, ScaledPool
 
 TILE = 64  # queries, heads of a group times tokens, that are multiplied at once
 ALONE = 1 << 17  # numbers of context: below, other threads come too late to help
@@ -44,6 +47,43 @@ NUMBERS: dict[str, Any] = {
     FLOAT8: np.uint8,
     "int8": np.int8,
 }
+
+
+def paged_attention(
+    q: jax.Array,
+    pool: Pool,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    *,
+    scoring: Scoring,
+    decode_only: bool,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """See `attention.paged_attention`: q [T, H, D] -> the same, on one CPU device."""
+    call = jax.ffi.ffi_call(
+        target(q.shape[2], pool.dtype.name),
+        jax.ShapeDtypeStruct(q.shape, jnp.float32),
+    )
+    ints = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.int32(scoring.sliding_window or 0)])
+    values, scales = (pool.values, (pool.scales,)) if isinstance(pool, ScaledPool) else (pool, ())
+    floats = jnp.array([scoring.scale, scoring.soft_cap or 0], jnp.float32)
+    if sinks is None:
+        sinks = jnp.full(q.shape[1], NO_SINK, jnp.float32)
+    out = call(
+        q.astype(jnp.float32),
+        values,
+        batch.tables,
+        batch.context_lens,
+        batch.query_start,
+        batch.query_lens,
+        batch.direction,
+        batch.kind,
+        batch.token_row,
+        ints,
+        jnp.concatenate([floats, sinks]),
+        *scales,
+    )
+    return out.astype(q.dtype)
 
 
 @compiled_once

@@ -11,51 +11,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.pallas_kernels.backends import KernelShape, Scoring
-from jaxserve.pallas_kernels.batch import AttentionBatch
-from jaxserve.pallas_kernels.cpu import attention, dots, gates, low_rank, norms, panels, rotary
+from jaxserve.pallas_kernels.backends import KernelShape
+from jaxserve.pallas_kernels.cpu import (
+    attention,
+    dots,
+    gates,
+    hidden,
+    low_rank,
+    norms,
+    panels,
+    rotary,
+)
 from jaxserve.pallas_kernels.cpu.argmax import argmax
-from jaxserve.pallas_kernels.cpu.queries import NO_SINK
 from jaxserve.pallas_kernels.cpu.write import put_vectors
-from jaxserve.pallas_kernels.pool import Pool, ScaledPool
 from jaxserve.pallas_kernels.xla import backend, write
-
-
-def _attend(
-    q: jax.Array,
-    pool: Pool,
-    layer: jax.Array | int,
-    batch: AttentionBatch,
-    *,
-    scoring: Scoring,
-    decode_only: bool,
-    sinks: jax.Array | None = None,
-) -> jax.Array:
-    """See `attention.paged_attention`: q [T, H, D] -> the same."""
-    call = jax.ffi.ffi_call(
-        attention.target(q.shape[2], pool.dtype.name),
-        jax.ShapeDtypeStruct(q.shape, jnp.float32),
-    )
-    ints = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.int32(scoring.sliding_window or 0)])
-    values, scales = (pool.values, (pool.scales,)) if isinstance(pool, ScaledPool) else (pool, ())
-    floats = jnp.array([scoring.scale, scoring.soft_cap or 0], jnp.float32)
-    if sinks is None:
-        sinks = jnp.full(q.shape[1], NO_SINK, jnp.float32)
-    out = call(
-        q.astype(jnp.float32),
-        values,
-        batch.tables,
-        batch.context_lens,
-        batch.query_start,
-        batch.query_lens,
-        batch.direction,
-        batch.kind,
-        batch.token_row,
-        ints,
-        jnp.concatenate([floats, sinks]),
-        *scales,
-    )
-    return out.astype(q.dtype)
 
 
 def _supports(kind: int, shape: KernelShape) -> str | None:
@@ -126,7 +95,8 @@ def _gated(gate: jax.Array, up: jax.Array) -> Callable[..., jax.Array] | None:
 BACKEND = dataclasses.replace(
     backend.BACKEND,
     write=partial(write.write, put=put_vectors),
-    attend=_attend,
+    attend=attention.paged_attention,
+    projected=hidden.projected_attention,
     move=partial(write.move, put=put_vectors),
     stage_in=partial(write.stage_in, put=put_vectors),
     supports=_supports,

@@ -117,7 +117,7 @@ def test_a_step_on_a_cpu_computes_each_angle_once():
     x = np.ones((64, 2, 8), np.float32)
     compiled = jax.jit(layers).lower(positions, x).compile()
     text = compiled.as_text()
-    assert (text.count(" cosine("), text.count(" sine(")) == (1, 1)
+    assert text.count('custom_call_target="jaxserve_angles"') == 1
     got = compiled(positions, x)[1]
     for i in (0, 1, 37, 63):
         for many, one in zip(got, angles(rope, 8, positions[i : i + 1]), strict=True):

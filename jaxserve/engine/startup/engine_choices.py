@@ -236,6 +236,8 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
         demand.block_size,
         pool_heads,
     )
+    if read and config.cache.hidden_read == AUTO and get_backend(backend).batch_invariant:
+        read = PROJECTED  # absorbed reading has other sums than that of K and V
     suits = cached_in(jax.default_backend(), dtype, backend, hidden=read is not None)
     cached = _cached(config.cache.dtype, suits)
     _check_cache(jax.default_backend(), backend, cached, activations)

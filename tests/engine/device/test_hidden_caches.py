@@ -105,7 +105,7 @@ def test_steps_fitted_to_few_hidden_rows_and_to_nothing_else(
 def test_whole_prompts(folders: dict[str, Path]) -> None:
     expected = kv_texts(folders["opt"], **SCARCE)
     with hybrid(folders["opt"], WHOLE, **SCARCE) as running:
-        assert running.info().hidden_read == "absorbed"  # what auto means
+        assert running.info().hidden_read == "projected"  # what auto means
         assert generate(running, prompts(), **SAMPLING) == expected
         assert seen(running).mixed and seen(running).projected
 
