@@ -135,6 +135,31 @@ def request(seed: int, kv_heads: int, head_dim: int) -> Request:
     return Request(q, *(numbers(seed + i, TOKENS, kv_heads, head_dim) for i in (1, 2)))
 
 
+def softmax(
+    one: Request,
+    dtype: str,
+    *,
+    sliding_window: int = TOKENS,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> np.ndarray:
+    """What attention makes of a request whose cache has this dtype, by NumPy in float64."""
+    shared = HEADS // one.k.shape[1]
+    k, v = (
+        np.repeat(np.asarray(as_cached(x, dtype_named(dtype)), np.float64), shared, axis=1)
+        for x in (one.k, one.v)
+    )
+    found = 0.2 * np.einsum("thd,shd->hts", np.asarray(one.q, np.float64), k)
+    if soft_cap is not None:
+        found = soft_cap * np.tanh(found / soft_cap)
+    behind = np.subtract.outer(np.arange(TOKENS), np.arange(TOKENS))
+    weights = np.where((behind >= 0) & (behind < sliding_window), np.exp(found), 0)
+    total = weights.sum(axis=-1)
+    if sinks is not None:
+        total += np.exp(np.asarray(sinks, np.float64))[:, None]
+    return np.einsum("hts,shd->thd", weights / total[..., None], v)
+
+
 def pieces(*sizes: int) -> list[int]:
     """These, and then one token after another."""
     return [*sizes, *[1] * (TOKENS - sum(sizes))]
@@ -150,6 +175,8 @@ def test_company_and_chunks(dtype: str, head_dim: int) -> None:
     }
     for options in ({}, window):
         alone = Steps([first], dtype, **options).all([TOKENS])
+        expected = softmax(first, dtype, **options)
+        np.testing.assert_allclose(alone.view(np.float32), expected, rtol=1e-4, atol=1e-5)
         for sizes in ([7, 1, 64, 30, 48], pieces(100), pieces(129)):
             found = Steps([first], dtype, **options).all(sizes)
             np.testing.assert_array_equal(found, alone)
