@@ -3,10 +3,14 @@ rotation, and the output projection. What attends is passed in."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxserve.models.base import (
     AttentionInput,
@@ -32,7 +36,7 @@ from jaxserve.models.layers import (
 from jaxserve.models.lora import Lora
 from jaxserve.models.rope import angle_table
 from jaxserve.models.sharding import TENSOR, constrain, heads_a_shard, pool_kv_heads
-from jaxserve.pallas_kernels import rms_norm, rotate
+from jaxserve.pallas_kernels import as_cached, rms_norm, rotate
 
 Rotation = tuple[jax.Array, jax.Array]
 
@@ -49,6 +53,8 @@ class AttentionParams:
         q_norm, k_norm: scales [head_dim] of the RMS norms over each head (Qwen3), or [heads *
             head_dim] of those over all (`ModelConfig.whole_norms`), or None.
         sinks: [num_heads], see `AttentionInput`, or None.
+        cached_as: dtype of a pool that x is rounded to before K and V are made of it, so that a
+            hidden cache makes the same ones; None for no rounding.
     """
 
     q: Linear
@@ -58,6 +64,7 @@ class AttentionParams:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     sinks: Params = None
+    cached_as: str | None = flax.struct.field(pytree_node=False, default=None)
 
 
 @flax.struct.dataclass
@@ -236,7 +243,21 @@ def _project_apart(
         return jnp.repeat(y, pool_kv_heads(config, shards) // config.num_kv_heads, axis=1)
 
     q = heads(weights.q, config.num_heads, "heads")
+    if weights.cached_as is not None:
+        by_head = x.reshape(len(x), config.num_kv_heads, config.head_dim)
+        x = as_cached(by_head, weights.cached_as).reshape(x.shape).astype(x.dtype)
     return q, repeated(weights.k), repeated(weights.v)
+
+
+def rounding_as_cached(params: Params, dtype: DTypeLike) -> Params:
+    """The parameters of steps with hidden caches, not fused, with `AttentionParams.cached_as` of a
+    pool of this dtype."""
+
+    def rounding(layer: Any) -> Any:
+        attn = dataclasses.replace(layer.attn, cached_as=jnp.dtype(dtype).name)
+        return dataclasses.replace(layer, attn=attn)
+
+    return dataclasses.replace(params, layers=tuple(map(rounding, params.layers)))
 
 
 def kv_weights(weights: AttentionParams) -> KVWeights:

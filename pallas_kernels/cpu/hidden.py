@@ -32,7 +32,7 @@ def projected_attention(
 ) -> jax.Array:
     """See `attention.projected_attention`: q [T, H, D] -> the same. Row after row: what one row's
     context becomes is overwritten by the next one's."""
-    heads, block_size, head_dim = pool.shape[2:]
+    heads, (parts, block_size, head_dim) = q.shape[1], pool.shape[2:]
     chunk = chunk_blocks(CONTEXT, block_size, batch)
     width, chunks = chunk * block_size, -(-batch.table_width // chunk)
     blocks = chunks * chunk
@@ -49,11 +49,11 @@ def projected_attention(
 
         def one_chunk(j: jax.Array, room: Pool) -> Pool:
             ids = lax.dynamic_slice_in_dim(tables[row], j * chunk, chunk)
-            shape, all_of_it = (1, heads, width, head_dim), jnp.ones((width, 1), bool)
+            shape, all_of_it = (1, parts, width, head_dim), jnp.ones((width, 1), bool)
             (x,) = gather_runs(
                 found, [found.of(ids[None])], shape, all_of_it, jnp.bool_(True), jnp.float32
             )
-            x = x[0].transpose(1, 0, 2).reshape(width, heads * head_dim)
+            x = x[0].transpose(1, 0, 2).reshape(width, parts * head_dim)
             for plane, vectors in enumerate(project(x, j * width + slots, projection, heads)):
                 vectors = vectors.reshape(heads, chunk, block_size, head_dim)
                 room = _put(room, vectors.transpose(1, 0, 2, 3), plane * blocks + j * chunk)
@@ -78,7 +78,9 @@ def projected_attention(
         hidden = (batch.kind[row] == HIDDEN) & (batch.query_lens[row] > 0)
         return lax.cond(hidden, add, lambda state: state, state)
 
-    room = jax.tree.map(lambda one: jnp.zeros((1, 2 * blocks, *one.shape[2:]), one.dtype), pool)
+    room = jax.tree.map(
+        lambda one: jnp.zeros((1, 2 * blocks, heads, *one.shape[3:]), one.dtype), pool
+    )
     return lax.fori_loop(0, batch.num_rows, one_row, (jnp.zeros_like(q), room))[0]
 
 

@@ -55,7 +55,7 @@ def _floats(address: int, rows: int, columns: int) -> Any:
 
 
 @njit(**INLINE)
-def attend(  # noqa: PLR0915 a part of it taken out loses stores: see the note
+def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a function of its own
     out: Any, q: Any, layer: Any, scales: Any, table: Any, head: int, side: int, token: int,
     count: int, position: int, scale: float, window: int, cap: float, sinks: Any, head_dim: int,
     memory: Any,

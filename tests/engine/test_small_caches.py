@@ -113,7 +113,7 @@ def test_hidden_caches_of_8_bits_are_had_by_those_who_ask(shapes: dict[str, Path
     made = chosen(shapes["opt"], **fields, cache__rho="1e-6", cache__hidden_read="absorbed")
     assert made.model.hidden_read == "absorbed" and made.cache_dtype == "int8"
     del fields["cache__dtype"]
-    assert chosen(shapes["opt"], **fields).model.hidden_read == "absorbed"
+    assert chosen(shapes["opt"], **fields).model.hidden_read == "projected"
     assert chosen(shapes["opt"], **fields, cache__dtype="bfloat16").model.hidden_read is None
 
 

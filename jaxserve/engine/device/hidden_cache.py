@@ -23,8 +23,6 @@ from jaxserve.pallas_kernels import (
     HiddenProjection,
     Pool,
     absorbed_attention,
-    as_cached,
-    get_backend,
     plan_absorbed,
     plan_attention,
     plan_write,
@@ -84,28 +82,6 @@ def hidden_rows(pool: Pool, batch: AttentionBatch, model: StepModel, layout: Lay
         chunks = dataclasses.replace(batch, kind=jnp.where(is_decode, KV, batch.kind))
         plans[1] = plan_attention(pool, chunks, heads, kind=HIDDEN, decode_only=False, **options)
     return HiddenRows(decodes, token[: layout.hidden], chunks, (plans[0], plans[1]))
-
-
-def remade(
-    inputs: AttentionInput, where: jax.Array, pool: Pool, how: KVProjection, model: StepModel
-) -> AttentionInput:
-    """The layer's input with K and V made of x as the pool will give it back: the same bits
-    whichever of them a row keeps. As they are where other kernels read hidden caches.
-
-    Args:
-        inputs: the layer's.
-        where: int32 [T], positions.
-        pool: the pool.
-        how: rotation and norm of the projection. The weights come from `inputs`.
-        model: gives the kernels and how hidden caches are read.
-    """
-    if model.hidden_read == ABSORBED or not get_backend(model.backend).batch_invariant:
-        return inputs
-    assert inputs.weights is not None, "the model's q, k and v are fused"
-    heads = inputs.k.shape[1]
-    x = as_cached(inputs.x.reshape(inputs.k.shape), pool.dtype).reshape(inputs.x.shape)
-    k, v = project(x, where, _projection(inputs.weights, how), heads)
-    return inputs._replace(k=k.transpose(1, 0, 2), v=v.transpose(1, 0, 2))
 
 
 def attend_hidden(

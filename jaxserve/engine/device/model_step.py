@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.engine.device.batch_layout import PLACEHOLDER, Layout, attention_batch, positions
-from jaxserve.engine.device.hidden_cache import attend_hidden, hidden_rows, remade
+from jaxserve.engine.device.hidden_cache import attend_hidden, hidden_rows
 from jaxserve.engine.device.sampling import sample_greedy
 from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel, compiler_options
@@ -84,12 +84,12 @@ def _model_step(
     layout: Layout,
 ) -> StepOutput:
     fields = layout.unpack(packed)
-    batch, where = attention_batch(fields, drafts=layout.drafts), positions(fields)
+    batch = attention_batch(fields, drafts=layout.drafts)
     if adapters is not None:
         numbers = _of_tokens(fields["adapters"], fields["token_row"], layout)
         params = with_adapters(params, adapters, numbers, layout.lora)
     config, mesh = model.config, model.mesh
-    how = None if model.fused else kv_projection(params, config, model.max_len)
+    how = kv_projection(params, config, model.max_len) if layout.hidden else None
     options: dict[str, Any] = {
         "decode_only": layout.decode_only,
         "backend": model.backend,
@@ -100,17 +100,14 @@ def _model_step(
         for window in (config.windows if layout.kv else ())
     }
     scoring = {"scale": config.attn_scale, "soft_cap": config.soft_cap}
-    puts = plan_write(pool, batch, hidden=layout.hidden > 0, backend=model.backend)
+    puts = plan_write(pool, batch, hidden=how is not None, backend=model.backend)
     rows = hidden_rows(pool, batch, model, layout) if layout.hidden else None
 
     def attend(pool: Pool, layer: LayerIndex, inputs: AttentionInput) -> tuple[Pool, jax.Array]:
-        if how is not None:
-            inputs = remade(inputs, where, pool, how, model)
-        k, v, x = inputs.k, inputs.v, None
-        if layout.hidden:
-            x = inputs.x.reshape(k.shape)
-            if not layout.kv:
-                k = v = x  # nobody's: so the new tokens' own need not be made
+        x = None if how is None else inputs.x.reshape(inputs.k.shape)
+        k, v = inputs.k, inputs.v
+        if x is not None and not layout.kv:
+            k = v = x  # nobody's: so the new tokens' own need not be made
         pool = write(pool, layer, k, v, batch, x=x, plan=puts, backend=model.backend, mesh=mesh)
         out = jnp.zeros_like(inputs.q)
         if layout.kv:
@@ -126,8 +123,8 @@ def _model_step(
     rows_of = fields["token_row"]
     attention: Attend = attend
     if not config.causal:  # prompts are whole, and nobody reads their cache
-        attention = attend_both_ways(config, rows_of, where)
-    inputs = StepInputs(tokens, where, rows_of, rows_of < fields["slots"].shape[0])
+        attention = attend_both_ways(config, rows_of, positions(fields))
+    inputs = StepInputs(tokens, positions(fields), rows_of, rows_of < fields["slots"].shape[0])
     pool, x = forward(
         model.family,
         params,

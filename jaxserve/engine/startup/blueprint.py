@@ -18,10 +18,12 @@ from jaxserve.engine.device.step_model import StepModel
 from jaxserve.engine.startup.engine_choices import Choices
 from jaxserve.engine.startup.model_options import load_shape
 from jaxserve.models import sharding
+from jaxserve.models.attention import rounding_as_cached
 from jaxserve.models.base import ModelConfig
 from jaxserve.models.lora import Adapters, LoraSlots, adapter_specs, make_adapters
-from jaxserve.pallas_kernels import make_pool
+from jaxserve.pallas_kernels import get_backend, make_pool
 from jaxserve.progress import Show
+from jaxserve.sched.cache.cache_kinds import PROJECTED
 from jaxserve.weights import advise_huge_pages, fuse_loaded, load_params, transpose_loaded
 
 _POOL_AXES = ("layers", "blocks", "kv_heads", "slots", "head_dim")
@@ -137,6 +139,8 @@ def build_executor(
     barrier()
     if step_model.fused:
         params = fuse_loaded(params, family, model, mesh)
+    elif step_model.hidden_read == PROJECTED and get_backend(step_model.backend).batch_invariant:
+        params = rounding_as_cached(params, blueprint.cache_dtype)
     if mesh is None:
         params = transpose_loaded(params, blueprint.dtype)
     advise_huge_pages(jax.tree.leaves(params))

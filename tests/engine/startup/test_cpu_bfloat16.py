@@ -49,9 +49,9 @@ PANELS, DOTS = ("jaxserve_panels", "jaxserve_dots") if has_pairs() else (LIBRARY
 # What multiplies weights [in, out] in a step, and the table, [out, in]; with chunks the table has
 # the last tokens of 8 rows only.
 KERNELS = {
-    "one row": ("jaxserve_skinny_matmul", "jaxserve_dots"),
+    "one row": (PANELS, DOTS),
     "8 rows": (PANELS, DOTS),
-    "chunks": (LIBRARY, DOTS),
+    "chunks": (PANELS, DOTS),
 }
 needs_bfloat16 = pytest.mark.skipif(
     not has_instructions(), reason="this processor does not multiply bfloat16"
