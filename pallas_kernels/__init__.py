@@ -5,7 +5,6 @@ everyone else speaks of (block, slot) and goes through `write`, the attention fu
 `move_slots` and its like, and `read_tokens`.
 """
 
-from jaxserve.pallas_kernels.argmax import argmax
 from jaxserve.pallas_kernels.attention import (
     absorbed_attention,
     paged_attention,
@@ -24,8 +23,6 @@ from jaxserve.pallas_kernels.backends import (
     select_backend,
 )
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, LEFT, RIGHT, AttentionBatch
-from jaxserve.pallas_kernels.fixed_batches import in_fixed_batches
-from jaxserve.pallas_kernels.gates import ACTIVATIONS, gated
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from jaxserve.pallas_kernels.hidden import HiddenProjection, project
 from jaxserve.pallas_kernels.low_rank import add_low_rank, skips_columns
@@ -36,7 +33,6 @@ from jaxserve.pallas_kernels.move import (
     staged_vectors,
     staging_shape,
 )
-from jaxserve.pallas_kernels.norm import layer_norm, log_sum_exp, rms_norm
 from jaxserve.pallas_kernels.pool import (
     Pool,
     as_cached,
@@ -51,7 +47,11 @@ from jaxserve.pallas_kernels.pool import (
     slot_bytes,
 )
 from jaxserve.pallas_kernels.quantized_matmul import quantized_matmul
-from jaxserve.pallas_kernels.rotary import angle_table, angles, rotate
+from jaxserve.pallas_kernels.rowwise.argmax import argmax
+from jaxserve.pallas_kernels.rowwise.fixed_batches import in_fixed_batches
+from jaxserve.pallas_kernels.rowwise.gates import ACTIVATIONS, gated
+from jaxserve.pallas_kernels.rowwise.norm import layer_norm, log_sum_exp, rms_norm
+from jaxserve.pallas_kernels.rowwise.rotary import angle_table, angles, rotate
 from jaxserve.pallas_kernels.skinny_matmul import by_columns, has_skinny_matmul, skinny_matmul
 
 __all__ = [

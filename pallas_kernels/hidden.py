@@ -7,9 +7,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxserve.pallas_kernels.fixed_batches import in_fixed_batches
-from jaxserve.pallas_kernels.norm import rms_norm
-from jaxserve.pallas_kernels.rotary import rotate
+from jaxserve.pallas_kernels.rowwise.fixed_batches import in_fixed_batches
+from jaxserve.pallas_kernels.rowwise.norm import rms_norm
+from jaxserve.pallas_kernels.rowwise.rotary import rotate
 from jaxserve.pallas_kernels.skinny_matmul import has_skinny_matmul, skinny_matmul
 
 

@@ -67,8 +67,14 @@ def _bounds(builder: Any, *numbers: Any) -> list[Any]:
 
 @intrinsic
 def largest(_: Any, line: Any, lower: Any, upper: Any, top: Any) -> Any:
-    """The largest of the scores [lower, upper) of a chunk at an address, and of top. Those that are
-    no numbers are left out."""
+    """The largest of some scores of a chunk, and of what was the largest before. Those that are no
+    numbers are left out.
+
+    Args:
+        line: Address of CHUNK float32 scores.
+        lower, upper: Those that count are [lower, upper).
+        top: The largest before.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         line, lower, upper, top = args
@@ -95,8 +101,14 @@ def largest(_: Any, line: Any, lower: Any, upper: Any, top: Any) -> Any:
 
 @intrinsic
 def weigh(_: Any, line: Any, lower: Any, upper: Any, top: Any) -> Any:
-    """Replaces the scores of a chunk at an address by exp(score - top), those outside of
-    [lower, upper) by 0, and returns their sum: lane by lane in order, then the lanes."""
+    """Replaces the scores of a chunk by exp(score - top), and returns their sum: lane by lane in
+    order, then the lanes.
+
+    Args:
+        line: Address of CHUNK float32 scores.
+        lower, upper: Those that count are [lower, upper); others become 0.
+        top: The largest.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         line, lower, upper, top = args

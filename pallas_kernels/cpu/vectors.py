@@ -63,7 +63,15 @@ def store(builder: Any, value: Any, address: Any, align: int = BYTES) -> None:
 
 
 def moved(builder: Any, address: Any, index: Any, size: int, further: int = 0) -> Any:
-    """The address of the number of this index, `size` bytes each, and some further."""
+    """An address in an array.
+
+    Args:
+        builder: The LLVM builder.
+        address: int64, of the array.
+        index: int64, of the element.
+        size: Bytes of an element.
+        further: Bytes behind its first one.
+    """
     offset = builder.mul(index, constant(size))
     return builder.add(builder.add(address, offset), constant(further))
 
@@ -91,7 +99,14 @@ def masked(builder: Any, address: Any, kind: Any, count: Any) -> Any:
 
 
 def store_first(builder: Any, value: Any, address: Any, count: Any) -> None:
-    """Emits a store of the first numbers of a vector of float32. count: int64, how many."""
+    """Emits a store of the first numbers of a vector of float32.
+
+    Args:
+        builder: The LLVM builder.
+        value: The vector.
+        address: int64, where to.
+        count: int64, how many of its numbers.
+    """
     place = builder.inttoptr(address, VECTOR.as_pointer())
     form = ir.FunctionType(ir.VoidType(), [VECTOR, place.type, INDEX, _BITS])
     name = f"llvm.masked.store.v{LANES}f32.p0"
@@ -142,7 +157,12 @@ def halves(builder: Any, found: Any) -> tuple[Any, Any]:
 
 
 def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Emits a * b + c of numbers or vectors, rounded once where the processor can, else twice."""
+    """Emits a * b + c, rounded once where the processor can, else twice.
+
+    Args:
+        builder: The LLVM builder.
+        a, b, c: Numbers or vectors of float32.
+    """
     if not _FUSES:
         return builder.fadd(builder.fmul(a, b), c)
     kind = a.type
@@ -274,7 +294,11 @@ def _of_float8(builder: Any, word: Any) -> Any:
 
 @intrinsic
 def fused_numbers(_: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c of float32, as `fused` has it."""
+    """a * b + c, as `fused` has it.
+
+    Args:
+        a, b, c: float32.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return fused(builder, *args)
@@ -338,7 +362,13 @@ def sum_of_squares(_: Any, x: Any, n: Any) -> Any:
 
 @intrinsic
 def sum_of_exp(_: Any, x: Any, n: Any, top: Any) -> Any:
-    """The sum of exp(x - top)."""
+    """The sum of exp(x - top).
+
+    Args:
+        x: Address of float32 numbers.
+        n: How many.
+        top: float32.
+    """
 
     def term(builder: Any, x: Any, top: Any) -> Any:
         return exp(builder, builder.fsub(x, spread(builder, top)))

@@ -21,11 +21,11 @@ from jaxserve.pallas_kernels import (
     in_fixed_batches,
     layer_norm,
     log_sum_exp,
-    norm,
     rms_norm,
     rotate,
 )
 from jaxserve.pallas_kernels.cpu import norms
+from jaxserve.pallas_kernels.rowwise import norm
 
 WIDTH = 160
 COMPANY = (1, 2, 3, 5, 8, 33, 150)  # rows of a call
