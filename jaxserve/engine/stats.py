@@ -248,6 +248,8 @@ class EngineInfo:
         speculates: whether drafts are checked (the policy variant `+spec`).
         d_model: numbers of a hidden state, and so of a pooled vector.
         causal: whether texts can be made; else only vectors.
+        system_fingerprint: what the bits of answers depend on beside the request, see
+            `startup.fingerprint`; "" where no model computes them.
         pooling: how vectors are made of prompts where a request does not say.
         sampling_defaults: fields of SamplingParams that the checkpoint gives, for requests that do
             not say.
@@ -279,6 +281,7 @@ class EngineInfo:
     pooling: PoolingParams = USUAL_POOLING
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     causal: bool = True
+    system_fingerprint: str = ""
 
 
 class Observer:

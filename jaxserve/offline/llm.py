@@ -106,6 +106,11 @@ class LLM:
         self._requests = self._loop.call(lambda: EngineRequests(engine, math.inf))
         self._ended = self._loop.call(asyncio.Event)
 
+    @property
+    def system_fingerprint(self) -> str:
+        """Two engines with the same one answer with the same bits, see `EngineInfo`."""
+        return self.engine.info().system_fingerprint
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

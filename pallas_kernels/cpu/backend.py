@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from llvmlite import binding as llvm
 
 from jaxserve.pallas_kernels.backends import KernelShape
 from jaxserve.pallas_kernels.cpu import (
@@ -92,6 +93,10 @@ def _gated(gate: jax.Array, up: jax.Array) -> Callable[..., jax.Array] | None:
     return gates.gated if gates.takes(gate, up) else None
 
 
+def _built_for() -> str:
+    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+
+
 BACKEND = dataclasses.replace(
     backend.BACKEND,
     write=partial(write.write, put=put_vectors),
@@ -116,4 +121,5 @@ BACKEND = dataclasses.replace(
     angles=rotary.angles,
     rotate=_rotate,
     gated=_gated,
+    built_for=_built_for,
 )

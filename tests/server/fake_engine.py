@@ -62,6 +62,7 @@ INFO = EngineInfo(
     hidden_read="projected",
     rho=2.5e-6,
     d_model=4,
+    system_fingerprint="fp_0123456789abcdef",
 )
 
 

@@ -16,6 +16,7 @@ from jaxserve.engine.device.buckets import Buckets
 from jaxserve.engine.device.executor import JaxExecutor
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.engine.startup.engine_choices import Choices
+from jaxserve.engine.startup.fingerprint import checksum, system_fingerprint
 from jaxserve.engine.startup.model_options import load_shape
 from jaxserve.models import sharding
 from jaxserve.models.attention import rounding_as_cached
@@ -109,7 +110,7 @@ def build_executor(
     progress: Show,
     bar: Callable[[Iterable[Any]], Iterable[Any]],
     barrier: Callable[[], None] = lambda: None,
-) -> tuple[JaxExecutor, int]:
+) -> tuple[JaxExecutor, int, str]:
     """Loads the model, makes the pool and compiles every step.
 
     Args:
@@ -119,7 +120,7 @@ def build_executor(
             what takes some longer than others.
 
     Returns:
-        The executor, warm, and the bytes of the pool, on all devices.
+        The executor, warm; the bytes of the pool, on all devices; the system's fingerprint.
 
     Raises:
         ConfigError: this host's model has another shape; or as `load_params`.
@@ -136,6 +137,7 @@ def build_executor(
         seed=served.seed,
         progress=progress,
     )
+    fingerprint = system_fingerprint(blueprint, tensor, checksum(params))
     barrier()
     if step_model.fused:
         params = fuse_loaded(params, family, model, mesh)
@@ -163,7 +165,7 @@ def build_executor(
         adapters=_adapters(step_model, blueprint),
     )
     executor.warmup(bar, barrier)
-    return executor, pool.nbytes
+    return executor, pool.nbytes, fingerprint
 
 
 def _step_model(served: ServedModelConfig, tensor: int, blueprint: Blueprint) -> StepModel:

@@ -117,7 +117,7 @@ def _build(
     show = Show.where_wanted(progress, lines=config.telemetry.log_format == JSON)
     bar = _compiling(show, kernels=chosen.model.backend == "numba")
     barrier = _alone if group is None else group.barrier
-    local, pool_bytes = build_executor(
+    local, pool_bytes, fingerprint = build_executor(
         config.model, config.mesh.tensor, blueprint, progress=show, bar=bar, barrier=barrier
     )
     executor: Executor = local
@@ -128,7 +128,7 @@ def _build(
     most = min(chosen.limits.max_prefill_tokens, chosen.model.max_len)
     warn_of_overflow(executor, chosen.model.config, chosen.num_blocks, most, chosen.dtype.name)
     made = functools.partial(assemble, config, chosen, executor, tokenizer, block_secret=secret)
-    engine = made(pool_bytes=pool_bytes, progress=show)
+    engine = made(pool_bytes=pool_bytes, progress=show, fingerprint=fingerprint)
     if group is not None:
         share_fate(engine, group)
     compilation_cache.note(cache_dir)
@@ -147,6 +147,7 @@ def assemble(
     *,
     pool_bytes: int,
     progress: Show,
+    fingerprint: str = "",
     clock: Callable[[], float] = time.monotonic,
     block_secret: bytes | None = None,
 ) -> Engine:
@@ -159,6 +160,7 @@ def assemble(
         tokenizer: the model's.
         pool_bytes: size of the pool over all devices.
         progress: shows the timing of the first cost model.
+        fingerprint: as `build_executor` returns it; "" for an executor without a model.
         clock: seconds, for the engine and its recorder.
         block_secret: as in `build_engine`.
     """
@@ -180,7 +182,7 @@ def assemble(
         rho=initial.rho,
         projects=chosen.model.hidden_read == PROJECTED,
     )
-    info = _info(config, chosen, scheduler, initial, pool_bytes)
+    info = _info(config, chosen, scheduler, initial, pool_bytes, fingerprint)
     engine = Engine(
         executor,
         scheduler,
@@ -304,6 +306,7 @@ def _info(
     scheduler: Scheduler,
     initial: InitialCostModel,
     pool_bytes: int,
+    fingerprint: str,
 ) -> EngineInfo:
     step_model = chosen.model
     family, model, mesh = step_model.family, step_model.config, step_model.mesh
@@ -334,4 +337,5 @@ def _info(
         pooling=chosen.pooling,
         causal=model.causal,
         sampling_defaults=chosen.sampling_defaults,
+        system_fingerprint=fingerprint,
     )

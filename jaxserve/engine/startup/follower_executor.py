@@ -70,7 +70,7 @@ def _build(config: Config, link: Link) -> Executor:
     compilation_cache.use(config.engine.compilation_cache_dir)
     blueprint = Blueprint.from_plain(message.fields)
     together = functools.partial(barrier, link)
-    executor, _ = build_executor(
+    executor, *_ = build_executor(
         config.model,
         config.mesh.tensor,
         blueprint,

@@ -184,8 +184,9 @@ def _add_state(app: FastAPI, context: RouteContext) -> None:
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        """Of the server."""
-        return {"version": __version__}
+        """Of the server, and what else the bits of its answers depend on."""
+        fingerprint = context.requests.info().system_fingerprint
+        return {"version": __version__, "system_fingerprint": fingerprint}
 
 
 def _add_admin(app: FastAPI, context: RouteContext) -> None:

@@ -425,7 +425,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "family", "num_params", "dtype", "vocab_size", "max_model_len", "policy", "num_blocks", "block_size", "pool_tokens", "pool_bytes", "device", "mesh_tensor", "attention_backend", "hidden_read", "rho", "num_layers", "cost_model", "slo_classes", "prefix_caching", "retention", "cache_dtype", "speculates", "d_model", "pooling", "normalize", "sampling_defaults", "causal")
+    __slots__ = ("version", "model", "family", "num_params", "dtype", "vocab_size", "max_model_len", "policy", "num_blocks", "block_size", "pool_tokens", "pool_bytes", "device", "mesh_tensor", "attention_backend", "hidden_read", "rho", "num_layers", "cost_model", "slo_classes", "prefix_caching", "retention", "cache_dtype", "speculates", "d_model", "pooling", "normalize", "sampling_defaults", "causal", "system_fingerprint")
     class SamplingDefaultsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -462,6 +462,7 @@ class GetServerInfoResponse(_message.Message):
     NORMALIZE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     CAUSAL_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     family: str
@@ -491,4 +492,5 @@ class GetServerInfoResponse(_message.Message):
     normalize: bool
     sampling_defaults: _containers.ScalarMap[str, float]
     causal: bool
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., family: _Optional[str] = ..., num_params: _Optional[int] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., policy: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., device: _Optional[str] = ..., mesh_tensor: _Optional[int] = ..., attention_backend: _Optional[str] = ..., hidden_read: _Optional[str] = ..., rho: _Optional[float] = ..., num_layers: _Optional[int] = ..., cost_model: _Optional[str] = ..., slo_classes: _Optional[_Iterable[_Union[SloClass, _Mapping]]] = ..., prefix_caching: bool = ..., retention: _Optional[str] = ..., cache_dtype: _Optional[str] = ..., speculates: bool = ..., d_model: _Optional[int] = ..., pooling: _Optional[_Union[PoolingType, str]] = ..., normalize: bool = ..., sampling_defaults: _Optional[_Mapping[str, float]] = ..., causal: bool = ...) -> None: ...
+    system_fingerprint: str
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., family: _Optional[str] = ..., num_params: _Optional[int] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., policy: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., device: _Optional[str] = ..., mesh_tensor: _Optional[int] = ..., attention_backend: _Optional[str] = ..., hidden_read: _Optional[str] = ..., rho: _Optional[float] = ..., num_layers: _Optional[int] = ..., cost_model: _Optional[str] = ..., slo_classes: _Optional[_Iterable[_Union[SloClass, _Mapping]]] = ..., prefix_caching: bool = ..., retention: _Optional[str] = ..., cache_dtype: _Optional[str] = ..., speculates: bool = ..., d_model: _Optional[int] = ..., pooling: _Optional[_Union[PoolingType, str]] = ..., normalize: bool = ..., sampling_defaults: _Optional[_Mapping[str, float]] = ..., causal: bool = ..., system_fingerprint: _Optional[str] = ...) -> None: ...

@@ -16,7 +16,7 @@ from jaxserve.server.access.browser_origins import Browsers, NotAllowed
 from jaxserve.server.access.options import Access, access_settings
 from jaxserve.server.server import Server
 from tests.server.access.test_keys import key
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import INFO, FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
 
 ACCESS = Access(hosts=("gpu1", "*.lan"), cors_origins=("https://app.example",))
@@ -137,7 +137,8 @@ def test_a_file_of_another_site_s_form_is_not_taken(door: Plain) -> None:
 
 
 def test_its_version_is_told(door: Plain) -> None:
-    assert door.call("GET", "/version")[1] == {"version": __version__}
+    told = {"version": __version__, "system_fingerprint": INFO.system_fingerprint}
+    assert door.call("GET", "/version")[1] == told
 
 
 def test_where_keys_are_needed_names_are_not(engine: FakeEngine) -> None:

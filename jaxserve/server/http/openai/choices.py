@@ -77,6 +77,7 @@ class Answer(ABC):
     ) -> None:
         self._requests, self._http = context.requests, http
         self._model = wanted[0].adapter or context.model
+        self._fingerprint = context.requests.info().system_fingerprint
         self._streams, self._options = bool(body.stream), body.stream_options
         self._n = wanted[0].sampling.n
         self._output_tokens = 0
@@ -186,6 +187,7 @@ class Answer(ABC):
             "object": kind,
             "created": int(time.time()),
             "model": self._model,
+            "system_fingerprint": self._fingerprint,
             "service_tier": SERVED_AS[self._generating.wanted[0].tier],
         }
 

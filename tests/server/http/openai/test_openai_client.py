@@ -156,6 +156,19 @@ def test_a_streamed_chat(client: openai.OpenAI, running: FakeEngine) -> None:
     assert [top.token for top in entries[0].top_logprobs] == ["d"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_system_s_fingerprint_is_in_answers_and_chunks(
+    client: openai.OpenAI, running: FakeEngine, stream: bool
+) -> None:
+    usual: dict[str, Any] = {"model": INFO.model, "max_tokens": 2, "stream": stream}
+    for made in (
+        client.completions.create(prompt="a", **usual),
+        client.chat.completions.create(messages=CHAT, **usual),
+    ):
+        told = {one.system_fingerprint for one in (made if stream else [made])}
+        assert told == {INFO.system_fingerprint}
+
+
 def test_targets_and_tiers_reach_the_engine(client: openai.OpenAI, running: FakeEngine) -> None:
     def request(**further: object) -> tuple[SLO, Tier]:
         client.completions.create(
