@@ -8,17 +8,28 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.config import ConfigError
 from jaxserve.engine.device import buckets
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.output import TokenLogprobs
 from jaxserve.engine.startup import engine_choices
 from jaxserve.engine.startup.model_options import choose_read
 from jaxserve.models.registry import family_for
 from jaxserve.weights import load_config
 from tests.engine import mixed_caches
-from tests.engine.harness import SAMPLING, SCARCE, SHAPES, engine, generate, prompts, send
+from tests.engine.harness import (
+    SAMPLING,
+    SCARCE,
+    SHAPES,
+    Stream,
+    engine,
+    generate,
+    prompts,
+    send,
+)
 from tests.models.fixtures import hf_config
 
 CHUNKS, WHOLE = "mixed_chunks", "mixed_whole"
@@ -88,6 +99,39 @@ def test_both_kinds_at_once(folders: dict[str, Path], model: str, read: str) -> 
         assert happened.mixed and happened.projected and running.stats().preemptions
         first.wait()
     assert any(blocks["hidden", "realtime"] and blocks["kv", "realtime"] for blocks in counted)
+
+
+def told(streams: list[Stream]) -> list[list[tuple[int, list[tuple[int, int]]]]]:
+    """Tokens, and the bits of their log-probabilities."""
+
+    def bits(entry: TokenLogprobs) -> list[tuple[int, int]]:
+        values = np.array([value for _, value in entry.top], np.float32).view(np.uint32)
+        return list(zip((token for token, _ in entry.top), values.tolist(), strict=True))
+
+    return [
+        [(one.token_id, bits(one)) for output in stream.wait().outputs for one in output.logprobs]
+        for stream in streams
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "cache"),
+    [("opt", "int8"), ("qwen3", "float32"), pytest.param("qwen3", "fp8", marks=pytest.mark.slow)],
+)
+def test_log_probabilities_do_not_tell_the_cache(
+    folders: dict[str, Path], model: str, cache: str
+) -> None:
+    """The same bits with K and V, with hidden vectors, and with one that has become the other."""
+    given = {"cache__dtype": cache, "cache__hidden_read": "projected", **SCARCE}
+    asked = {**SAMPLING, "logprobs": 3}
+    with hybrid(folders[model], CHUNKS, scheduler__max_prefill_tokens=7, **given) as running:
+        together = told([send(running, prompt, **asked)[1] for prompt in prompts()])
+        send(running, [5], **SAMPLING)[1].wait()  # who begins hidden begins as KV now
+        alone = [told([send(running, prompt, **asked)[1]])[0] for prompt in prompts()]
+        happened = seen(running)
+        assert happened.mixed and happened.projected and running.stats().preemptions
+    assert together == alone
+    assert len(together[0]) == SAMPLING["max_tokens"]
 
 
 def test_steps_fitted_to_few_hidden_rows_and_to_nothing_else(
