@@ -114,6 +114,7 @@ def told(streams: list[Stream]) -> list[list[tuple[int, list[tuple[int, int]]]]]
     ]
 
 
+@pytest.mark.promise(45)
 @pytest.mark.parametrize(
     ("model", "cache"),
     [("opt", "int8"), ("qwen3", "float32"), pytest.param("qwen3", "fp8", marks=pytest.mark.slow)],

@@ -165,6 +165,7 @@ def pieces(*sizes: int) -> list[int]:
     return [*sizes, *[1] * (TOKENS - sum(sizes))]
 
 
+@pytest.mark.promise(45)
 @pytest.mark.parametrize(("dtype", "head_dim"), POOLS)
 def test_company_and_chunks(dtype: str, head_dim: int) -> None:
     first, *others = (request(10 * i, 2, head_dim) for i in range(4))

@@ -81,6 +81,7 @@ def test_gates(activation: str, clamped: tuple[float, float] | None) -> None:
     alike(lambda g, u: gated(g, u, activation, clamped), 4 * _numbers(MOST, 75), _numbers(MOST, 75))
 
 
+@pytest.mark.promise(45)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [(96, WIDTH), (48, 44), (3, 32)], ids=str)
 @pytest.mark.parametrize("transposed", [True, False])
