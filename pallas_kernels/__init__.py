@@ -52,6 +52,7 @@ from jaxserve.pallas_kernels.rowwise.fixed_batches import in_fixed_batches
 from jaxserve.pallas_kernels.rowwise.gates import ACTIVATIONS, gated
 from jaxserve.pallas_kernels.rowwise.norm import layer_norm, log_sum_exp, rms_norm
 from jaxserve.pallas_kernels.rowwise.rotary import angle_table, angles, rotate
+from jaxserve.pallas_kernels.rowwise.weighted import add_weighted
 from jaxserve.pallas_kernels.skinny_matmul import by_columns, has_skinny_matmul, skinny_matmul
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "Pool",
     "absorbed_attention",
     "add_low_rank",
+    "add_weighted",
     "angle_table",
     "angles",
     "argmax",

@@ -139,6 +139,9 @@ class Backend:
         gated: (gate, up), of which only dtypes are asked -> the kernel of such activations on one
             device, which takes what `gates.gated` does, or None if it has none. None: the backend
             has no such kernels.
+        add_weighted: (y), of which only the dtype is asked -> the kernel of such sums on one
+            device, which takes what `weighted.add_weighted` does, no None among it, or None if it
+            has none. None: the backend has no such kernels.
         built_for: () -> the processor and the instructions that its kernels are compiled for. None:
             nothing but the kind of device says it.
         decode_group: Rows that decodes read together, sorted by length: each costs what the longest
@@ -172,6 +175,7 @@ class Backend:
     angles: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     rotate: Callable[[jax.Array], Callable[..., jax.Array] | None] | None = None
     gated: Callable[..., Callable[..., jax.Array] | None] | None = None
+    add_weighted: Callable[[jax.Array], Callable[..., jax.Array] | None] | None = None
     built_for: Callable[[], str] | None = None
     decode_group: int = 1
     decode_chunk: int = 1

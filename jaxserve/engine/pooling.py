@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.engine.device.batch_layout import Layout, PackedBatch
-from jaxserve.engine.device.pooling_step import Pooled, Wanted
+from jaxserve.engine.device.pooling_step import Pooled, Wanted, from_digits
 from jaxserve.engine.errors import NotFinite
 from jaxserve.engine.prompt_logprobs import Piece
 from jaxserve.engine.sequence import Continuation
@@ -97,7 +97,9 @@ class Pooling:
             try:
                 params, _ = _wanted(continuation.request)
                 scored = len(params.scored_token_ids)
-                part = np.array(found.scores[row, :scored] if scored else found.sums[place])
+                part = np.array(found.scores[row, :scored])
+                if not scored:
+                    part = np.where(found.finite[place], found.sums[place], np.nan)
                 before = continuation.pooled
                 continuation.pooled = part if before is None else before + part
             except BaseException as error:
@@ -117,7 +119,7 @@ def vector_of(continuation: Continuation) -> np.ndarray:
         raise NotFinite
     if params.scored_token_ids:
         return total
-    mean = total[: params.dimensions].astype(np.float64) / len(tokens)
+    mean = from_digits(total)[: params.dimensions] / len(tokens)
     if params.normalize:
         mean /= max(float(np.sqrt(mean @ mean)), _TINY)
     return mean.astype(np.float32)

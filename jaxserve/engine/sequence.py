@@ -53,7 +53,8 @@ class Continuation:
             none left to report.
         uncounted: first prompt token that no launched step counts for `pooled`; None if there is
             none left to count, or no vector is wanted.
-        pooled: sum of the hidden states that were counted, or the logits that are wanted.
+        pooled: sum of the hidden states that were counted, in digits as `Pooled` has it, or the
+            logits that are wanted.
     """
 
     def __init__(

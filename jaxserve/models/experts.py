@@ -25,7 +25,7 @@ from jaxserve.models.base import Experts, HFTensor, Leaf, ParamSpec
 from jaxserve.models.layers import Linear, matmul
 from jaxserve.models.quantized import Quantized, quantized_grouped_dot
 from jaxserve.models.sharding import TENSOR, cut_axes
-from jaxserve.pallas_kernels import grouped_matmul
+from jaxserve.pallas_kernels import add_weighted, grouped_matmul
 
 Gated = Callable[[jax.Array, jax.Array], jax.Array]
 GATE_AXES = ("experts", "embed", "expert_mlp")
@@ -134,9 +134,11 @@ def mixture(
         chosen = jnp.where(real[:, None], chosen, experts.num_experts)
     y = _sharded(h, weights, chosen, parts, gated, mesh)
     if shared is not None:
-        if weights.shared_gate is not None:
-            shared = jax.nn.sigmoid(_scores(h, weights.shared_gate, mesh)) * shared
-        y = y + shared
+        shared = shared.astype(y.dtype)
+        if weights.shared_gate is None:
+            y = y + shared
+        else:
+            y = add_weighted(y, shared, jax.nn.sigmoid(_scores(h, weights.shared_gate, mesh)))
     return y.astype(h.dtype)
 
 
@@ -274,8 +276,8 @@ def _summed(
 
     x = h[order // each]
     x = gated(product(x, gate, h.dtype), product(x, up, h.dtype))
-    y = product(x, down, jnp.dtype(jnp.float32))[place].reshape(tokens, each, -1)
-    return (y * parts[..., None]).sum(axis=1)
+    y = product(x, down, jnp.dtype(jnp.float32))
+    return add_weighted(None, y, parts, place.reshape(tokens, each))
 
 
 def _by_expert(chosen: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:

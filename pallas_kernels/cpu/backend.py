@@ -13,17 +13,9 @@ import jax.numpy as jnp
 from llvmlite import binding as llvm
 
 from jaxserve.pallas_kernels.backends import KernelShape
-from jaxserve.pallas_kernels.cpu import (
-    attention,
-    dots,
-    gates,
-    hidden,
-    low_rank,
-    norms,
-    panels,
-    rotary,
-)
-from jaxserve.pallas_kernels.cpu.argmax import argmax
+from jaxserve.pallas_kernels.cpu import attention, dots, hidden, low_rank, panels
+from jaxserve.pallas_kernels.cpu.rowwise import gates, norms, rotary, weighted
+from jaxserve.pallas_kernels.cpu.rowwise.argmax import argmax
 from jaxserve.pallas_kernels.cpu.write import put_vectors
 from jaxserve.pallas_kernels.xla import backend, write
 
@@ -93,6 +85,10 @@ def _gated(gate: jax.Array, up: jax.Array) -> Callable[..., jax.Array] | None:
     return gates.gated if gates.takes(gate, up) else None
 
 
+def _add_weighted(y: jax.Array) -> Callable[..., jax.Array] | None:
+    return weighted.add_weighted if weighted.takes(y) else None
+
+
 def _built_for() -> str:
     return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 
@@ -121,5 +117,6 @@ BACKEND = dataclasses.replace(
     angles=rotary.angles,
     rotate=_rotate,
     gated=_gated,
+    add_weighted=_add_weighted,
     built_for=_built_for,
 )

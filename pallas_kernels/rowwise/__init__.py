@@ -1,1 +1,2 @@
-"""What is done to each row by itself: norms, gates, rotary positions, the likeliest token."""
+"""What is done to each row by itself: norms, gates, rotary positions, sums by weights, the
+likeliest token."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.pallas_kernels import argmax as public
-from jaxserve.pallas_kernels.cpu import argmax as numba_argmax
+from jaxserve.pallas_kernels.cpu.rowwise import argmax as numba_argmax
 
 INF = np.float32(np.inf)
 

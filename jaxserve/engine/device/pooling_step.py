@@ -3,7 +3,8 @@ a few tokens.
 
 As with log-probabilities of prompts (`prompt_logprobs_step.py`), a program of its own reads what
 the model's step leaves. It runs behind batches in which somebody wants a vector: the others pay
-nothing. A prompt that is computed in several steps gets a sum of each, which the host adds up.
+nothing. A prompt that is computed in several steps gets a sum of each, which the host adds up. What
+is added are whole numbers, so that a sum has the same bits in any order and in any pieces.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from jaxserve.sched.request import MAX_SCORED_TOKENS
 
 NOBODY = -1
 """Nobody wants the token's hidden state."""
+DIGITS = 4
+"""Whole numbers that a number is taken apart into: what is before the point, then BITS each. Sums
+of so many tokens as a step may have fit in 32 bits."""
+BITS = 14
 
 
 class Wanted(NamedTuple):
@@ -49,12 +54,15 @@ class Pooled(NamedTuple):
     """What a step knows of it.
 
     Attributes:
-        sums: float32 [R, d_model], of hidden states behind the last norm, by place. NaN where one
-            of them is no number: what others have computed cannot get there.
+        sums: int32 [R, DIGITS, d_model], of the `digits` of hidden states behind the last norm, by
+            place.
+        finite: bool [R], whether all of those are numbers. What others have computed cannot get
+            there.
         scores: float32 [R, MAX_SCORED_TOKENS], the logits of `Wanted.scored`.
     """
 
     sums: jax.Array
+    finite: jax.Array
     scores: jax.Array
 
 
@@ -79,15 +87,27 @@ def _pooling_step(
 ) -> Pooled:
     rows = logits.shape[0]
     normed = model.family.finish(params, model.config, hidden, mesh=model.mesh)
-    finite = jnp.all(jnp.isfinite(normed), axis=-1)
-    # 0 and 1 are exact in any dtype, and the sums are in float32.
-    mine = jnp.arange(rows)[:, None] == places
-    sums = jnp.matmul(
-        mine.astype(normed.dtype),
-        jnp.where(finite[:, None], normed, 0),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-    broken = jnp.any(mine & ~finite, axis=-1)
+    normed = normed.astype(jnp.float32)
+    # Too large is no number either: sums of so many might not fit.
+    finite = jnp.all(jnp.abs(normed) < 2.0**31 / len(normed), axis=-1)
+    where = jnp.where(places == NOBODY, rows, places)
+    parts = digits(jnp.where(finite[:, None], normed, 0))
+    sums = jnp.zeros((rows, *parts.shape[1:]), jnp.int32).at[where].add(parts, mode="drop")
+    whole = jnp.ones(rows, bool).at[where].min(finite, mode="drop")
     scores = jnp.take_along_axis(logits.astype(jnp.float32), scored, axis=-1)
-    return Pooled(jnp.where(broken[:, None], jnp.nan, sums), scores)
+    return Pooled(sums, whole, scores)
+
+
+def digits(x: jax.Array) -> jax.Array:
+    """What stands for x, float32 [T, D], to 2**-42: int32 [T, DIGITS, D]."""
+    parts = []
+    for _ in range(DIGITS):
+        whole = jnp.trunc(x)
+        parts.append(whole.astype(jnp.int32))
+        x = (x - whole) * 2.0**BITS  # exact
+    return jnp.stack(parts, axis=1)
+
+
+def from_digits(parts: np.ndarray) -> np.ndarray:
+    """What a sum of digits stands for: [DIGITS, D] -> float64 [D]."""
+    return (np.exp2(-BITS * np.arange(DIGITS))[:, None] * parts).sum(axis=0)

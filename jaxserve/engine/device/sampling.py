@@ -42,7 +42,7 @@ from jaxserve.engine.device.sampling_state import (
     unpack,
 )
 from jaxserve.engine.device.verification import Checked, Standing
-from jaxserve.pallas_kernels import argmax, log_sum_exp
+from jaxserve.pallas_kernels import argmax, in_fixed_batches, log_sum_exp
 from jaxserve.sched.request import MAX_TOP_LOGPROBS
 from jaxserve.sched.speculation.choice import MOST
 
@@ -295,7 +295,9 @@ def _draw_random(scores: jax.Array, rows: _Rows) -> jax.Array:
     unbounded = jnp.full(use_k.shape, jnp.inf)
     bound = lax.cond(jnp.any(use_k), lambda: _top_k_bound(distance, knobs.top_k), lambda: unbounded)
     distance = _cut(distance, jnp.where(use_k, bound, jnp.inf))
-    bound = lax.cond(jnp.any(use_p), lambda: _top_p_bound(distance, knobs.top_p), lambda: unbounded)
+    # Row by row: so its sums have one order, and what is halved again and again stays in caches.
+    nucleus = partial(in_fixed_batches, _top_p_bound, distance, knobs.top_p, size=1)
+    bound = lax.cond(jnp.any(use_p), nucleus, lambda: unbounded)
     distance = _cut(distance, jnp.where(use_p, bound, jnp.inf))
     noise = _gumbel(knobs.key, rows.num_generated, v)
     return argmax(jnp.where(rows.random[:, None], noise, 0) - distance)

@@ -43,7 +43,7 @@ from jaxserve.models.layers import (
 )
 from jaxserve.models.rope import check_width, longest_context, rope_from_hf
 from jaxserve.models.sharding import constrain
-from jaxserve.pallas_kernels import rms_norm
+from jaxserve.pallas_kernels import add_weighted, rms_norm
 
 PREFIX = "model."
 MODEL_TYPES = (
@@ -362,8 +362,10 @@ def layer(
         return rms_norm(y, one.scale, config.norm_eps, config.norm_offset)
 
     def added(x: jax.Array, y: jax.Array) -> jax.Array:
-        y = y if config.residual_scale == 1 else y * config.residual_scale
-        return constrain(x + y, mesh, None, None)
+        if config.residual_scale == 1:
+            return constrain(x + y, mesh, None, None)
+        scale = jnp.full((len(y), 1), config.residual_scale, jnp.float32)
+        return constrain(add_weighted(x, y, scale), mesh, None, None)
 
     carry, mixed = attention(norm(x, weights.attn_norm))
     x = added(x, norm(mixed, weights.attn_out_norm))

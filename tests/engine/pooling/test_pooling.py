@@ -194,14 +194,16 @@ def test_numbers_that_are_none_stay_with_whom_they_are_of(roomy: Engine) -> None
     wanted.places[:10], wanted.places[10:15] = 0, 1
     logits = jnp.zeros((layout.rows, 96))
 
-    def sums(hidden: np.ndarray) -> np.ndarray:
+    def pooled(hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         found = executor._pool_states(executor.params, jnp.asarray(hidden), logits, *wanted)
-        return np.asarray(found.sums)
+        return np.asarray(found.sums), np.asarray(found.finite)
 
-    whole = sums(hidden)
+    whole, finite = pooled(hidden)
+    assert finite.all()
     hidden[12, 3], hidden[20] = np.inf, np.nan  # of the second, and of padding
-    broken = sums(hidden)
-    assert np.isnan(broken[1]).all() and np.array_equal(broken[0], whole[0])
+    broken, finite = pooled(hidden)
+    assert not finite[1] and finite[0] and finite[2:].all()
+    assert np.array_equal(broken[0], whole[0])
     assert not whole[2:].any() and not broken[2:].any()
 
 
@@ -211,8 +213,8 @@ def test_they_end_the_one_request(roomy: Engine, monkeypatch: pytest.MonkeyPatch
     def broken(self: Pooling, found: Pooled) -> Any:
         for place, piece in enumerate(self.pieces):
             if piece.continuation.request.prompt == tuple(bad):
-                found = found._replace(sums=np.array(found.sums))
-                found.sums[place] = np.nan
+                found = found._replace(finite=np.array(found.finite))
+                found.finite[place] = False
         return deliver(self, found)
 
     deliver = Pooling.deliver

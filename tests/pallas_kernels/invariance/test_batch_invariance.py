@@ -15,6 +15,7 @@ from jaxserve.models import layers
 from jaxserve.models.quantized import Quantized
 from jaxserve.pallas_kernels import (
     add_low_rank,
+    add_weighted,
     angles,
     gated,
     grouped_matmul,
@@ -24,7 +25,7 @@ from jaxserve.pallas_kernels import (
     rms_norm,
     rotate,
 )
-from jaxserve.pallas_kernels.cpu import norms
+from jaxserve.pallas_kernels.cpu.rowwise import norms
 from jaxserve.pallas_kernels.rowwise import norm
 
 WIDTH = 160
@@ -79,6 +80,19 @@ def test_rotary_positions() -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_gates(activation: str, clamped: tuple[float, float] | None) -> None:
     alike(lambda g, u: gated(g, u, activation, clamped), 4 * _numbers(MOST, 75), _numbers(MOST, 75))
+
+
+@pytest.mark.parametrize("width", [64, 77])
+def test_weighted_sums(width: int) -> None:
+    base, y, weights = (_numbers(MOST, n, seed=n) for n in (width, width + 1, 3))
+    y, places = y[:, :width], jnp.asarray(np.random.default_rng(4).integers(0, MOST, (MOST, 3)))
+    alike(lambda b, w, p: add_weighted(b, y, w, p.astype(jnp.int32)), base, weights, places)
+    alike(lambda b, y, w: add_weighted(b, y, w), base, y, weights[:, :1])
+    expected = np.zeros((MOST, width), np.float32)
+    for k in range(3):  # rounded twice, in this order
+        expected += np.asarray(weights)[:, k, None] * np.asarray(y)[np.asarray(places)[:, k]]
+    found = add_weighted(None, y, weights, places.astype(jnp.int32))
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.promise(45)

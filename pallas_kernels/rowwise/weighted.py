@@ -1,0 +1,38 @@
+"""Sums of rows by weights."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.pallas_kernels.backends import platform_backend
+
+
+def add_weighted(
+    base: jax.Array | None, y: jax.Array, weights: jax.Array, places: jax.Array | None = None
+) -> jax.Array:
+    """base, to which weights[t, k] * y[places[t, k]] is added for each k in turn.
+
+    XLA's CPU compiler rounds a product before it is added or not, as its fusions come out for so
+    many rows. Where the platform has a kernel, it always does.
+
+    Args:
+        base: [T, D]; None for zeros.
+        y: [N, D].
+        weights: float32 [T, K].
+        places: int32 [T, K]; None for each row's own place, where K is 1 and N is T.
+
+    Returns:
+        [T, D], in the dtype of y.
+    """
+    choose = platform_backend().add_weighted
+    kernel = choose and choose(y)
+    if kernel is None:
+        many = y[:, None] if places is None else y[places]
+        found = (many * weights[..., None].astype(y.dtype)).sum(axis=1)
+        return found if base is None else base + found
+    if places is None:
+        places = jnp.arange(len(y), dtype=jnp.int32)[:, None]
+    if base is None:
+        base = jnp.zeros((len(places), y.shape[1]), y.dtype)
+    return kernel(base, y, weights, places)

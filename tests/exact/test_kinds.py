@@ -1,0 +1,73 @@
+"""A request's tokens and log-probabilities have the bits that they have alone, whatever else is
+served and whatever becomes of its cache: in models of every kind, in every dtype."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.engine.device import cache_moves
+from jaxserve.engine.startup import engine_choices
+from tests.compiling import AS_USERS_HAVE_IT, as_users_have_it
+from tests.engine.harness import engine, wait_until_idle
+from tests.exact.kinds import KINDS, write
+from tests.exact.lots import Lots
+from tests.exact.questions import alone, differing, questions, together
+
+FIELDS: dict[str, Any] = {
+    "cache__host_gib": 0.001,
+    "scheduler__max_rows": 8,
+    "engine__row_buckets": (1, 3, 8),
+    "engine__token_buckets": (16, 64),
+}
+FEW = (  # in `make test`; of the others each has something of one of these
+    "opt",
+    "llama3",
+    "whole",
+    "gemma3",
+    "gpt_oss",
+    "deepseek_v2",
+    "qwen3, bfloat16",
+    "whole moe, bfloat16",
+    "whole, int8",
+    "whole, int4",
+    "whole, cache of int8",
+    "gguf",
+)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k in FEW else pytest.mark.slow) for k in KINDS]
+)
+def test_whatever_becomes_of_it(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, fields = KINDS[kind]
+    policy, asked = Lots(), questions()
+    monkeypatch.setattr(cache_moves, "SIZES", (4, 16))
+    monkeypatch.setattr(engine_choices, "make_policy", lambda name: policy)
+    with engine(write(tmp_path, model), **FIELDS, **fields) as running:
+        expected = alone(running, asked)
+        wait_until_idle(running)
+        policy.quiet = False
+        found = together(running, asked)
+    assert not differing(found, expected)
+    assert min(policy.did[what] for what in ("checkpoint", "restore", "cut", "copy")) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(4))
+def test_as_users_compile_it(number: int) -> None:
+    """XLA's passes, and LLVM's, decide what is added first; tests go without most of them. A fourth
+    of the kinds."""
+    if AS_USERS_HAVE_IT in os.environ:
+        pytest.skip("this is such a process")
+    chosen = [f"{__file__}::test_whatever_becomes_of_it[{kind}]" for kind in [*KINDS][number::4]]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "slow or not slow", *chosen]
+    done = subprocess.run(
+        command, env=as_users_have_it(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
