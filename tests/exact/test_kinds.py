@@ -41,6 +41,7 @@ FEW = (  # in `make test`; of the others each has something of one of these
 )
 
 
+@pytest.mark.promise(45)
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=() if k in FEW else pytest.mark.slow) for k in KINDS]
 )
