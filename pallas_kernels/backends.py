@@ -197,6 +197,13 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "mosaic-gpu-interpret": ("gpu_mosaic.backend", "INTERPRET_BACKEND"),
     "tpu-interpret": ("tpu.backend", "INTERPRET_BACKEND"),
 }
+# Variants of some of them, whose attention sums for each query in one order, whatever else is in
+# its batch, however its prompt is cut, and whether it is of a prompt: `deterministic_backend`.
+_DETERMINISTIC = {
+    f"{name}-deterministic": (module, f"DETERMINISTIC_{attribute}")
+    for name, (module, attribute) in BACKENDS.items()
+    if module in ("gpu_triton.backend", "tpu.backend")
+}
 # Of those that do not run everywhere. "auto" takes the first that fits, so it never is mosaic-gpu:
 # which of the two decodes faster, `jaxserve bench gpu` measures.
 PLATFORMS = {"triton": "gpu", "tpu": "tpu", "mosaic-gpu": "gpu", "numba": "cpu"}
@@ -224,6 +231,13 @@ def resolve_backend(name: str) -> str:
     if name not in BACKENDS:
         raise ValueError(f"backend: must be auto or one of {sorted(BACKENDS)}, got {name!r}")
     return name
+
+
+def deterministic_backend(name: str) -> str | None:
+    """The name, for the functions here but not for the configuration, of the same backend with
+    attention that sums in one order, and is slower; None if there is none."""
+    found = f"{name}-deterministic"
+    return found if found in _DETERMINISTIC else None
 
 
 def _by_platform() -> str:
@@ -258,12 +272,12 @@ def _unusable() -> str | None:
 
 def get_backend(name: str) -> Backend:
     """The backend of a name, "auto" included (see `resolve_backend`)."""
-    return _load(resolve_backend(name))
+    return _load(name if name in _DETERMINISTIC else resolve_backend(name))
 
 
 @functools.cache
 def _load(name: str) -> Backend:
-    module, attribute = BACKENDS[name]
+    module, attribute = (BACKENDS | _DETERMINISTIC)[name]
     found = getattr(importlib.import_module(f"{__package__}.{module}"), attribute)
     assert isinstance(found, Backend)
     return found

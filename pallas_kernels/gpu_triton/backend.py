@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -30,6 +31,21 @@ class PagedPlan(NamedTuple):
 
     decode: Shares
     chunks: tuple[Work, ...]
+
+
+def plan_uncut(
+    kind: int,
+    batch: AttentionBatch,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    num_heads: int,
+    *,
+    sliding_window: int | None,
+    decode_only: bool,
+) -> Work:
+    """See `backends.Backend.plan`, for `attend_uncut`."""
+    given = batch, Geometry.of(shape), jnp.dtype(dtype).itemsize, num_heads, triton_prefill.UNCUT
+    return triton_prefill.plan(*given, sliding_window=sliding_window)
 
 
 def plan(
@@ -87,6 +103,21 @@ def attend(
     return out
 
 
+def attend_uncut(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    plan: Work,
+    *,
+    decode_only: bool,
+    **options: Any,
+) -> jax.Array:
+    """See `backends.Backend.attend`: decodes and chunks by one kernel, in one order of sums."""
+    out, kind = jnp.zeros_like(q), triton_prefill.UNCUT
+    return triton_prefill.paged_prefill(out, q, pool, layer, batch, plan, kind, **options)
+
+
 def supports(kind: int, shape: KernelShape) -> str | None:
     """None, or why a cache of this kind and shape (one shard's heads) is not for these kernels."""
     num_heads, head_dim, group = shape.num_heads, shape.head_dim, shape.num_heads // shape.kv_heads
@@ -124,5 +155,12 @@ def _backend(interpret: bool) -> Backend:
     )
 
 
+def _deterministic(interpret: bool) -> Backend:
+    attend = functools.partial(attend_uncut, interpret=interpret)
+    return dataclasses.replace(_backend(interpret), attend=attend, plan=plan_uncut)
+
+
 BACKEND = _backend(interpret=False)
 INTERPRET_BACKEND = _backend(interpret=True)
+DETERMINISTIC_BACKEND = _deterministic(interpret=False)
+DETERMINISTIC_INTERPRET_BACKEND = _deterministic(interpret=True)

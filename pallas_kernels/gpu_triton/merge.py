@@ -56,7 +56,7 @@ def part_shapes(programs: int, members: int, width: int) -> Parts:
 
 def store_segment(
     out_ref: common.Ref,
-    parts: Parts,
+    parts: Parts | None,
     segment: Segment,
     state: Softmax,
     rows: jax.Array,
@@ -68,7 +68,7 @@ def store_segment(
 
     Args:
         out_ref: The output, [rows, D].
-        parts: Refs of all parts.
+        parts: Refs of all parts; None where no item is cut.
         segment: What the program has computed.
         state: The softmax of its members, M' of them with padding.
         rows: int32 [M'], their rows in the output.
@@ -82,6 +82,8 @@ def store_segment(
         heads = lax.rem(rows, jnp.int32(sinks.shape[0]))
         extra = plgpu.load(sinks.at[heads], mask=used, other=online_softmax.NOTHING_SEEN)
         done = online_softmax.with_sinks(state, extra)
+    if parts is None:
+        return common.store_rows(out_ref, rows, online_softmax.finish(done), used)
     common.store_rows(out_ref, rows, online_softmax.finish(done), used & segment.whole)
     at = segment.place * members + jnp.arange(rows.shape[0], dtype=jnp.int32)
     used = used & ~segment.whole
@@ -213,13 +215,14 @@ def run_shares(
     zeros: int = 0,
     in_place: bool = False,
     sinks: tuple[jax.Array, ...] = (),
+    uncut: bool = False,
     interpret: bool,
     name: str,
 ) -> jax.Array:
     """Runs a kernel over shares of work, and merges the parts of items that are cut.
 
     The kernel's refs are the batch, `others`, the shares, `sinks`, `arguments`, the output and the
-    parts.
+    parts, of which there are none if `uncut`.
 
     Args:
         kernel: The kernel body.
@@ -236,6 +239,7 @@ def run_shares(
         zeros: Programs behind those with shares, which write zeros.
         in_place: Whether the output aliases the last of `arguments`.
         sinks: Empty, or those that `store_segment` is given.
+        uncut: No item is cut, see `tiles.plan_work`.
         interpret: Run in the interpreter.
         name: Of the kernel, for profiles.
     """
@@ -243,12 +247,14 @@ def run_shares(
     given = (*fields, *others, *shares, *sinks, *arguments)
     done, *parts = pl.pallas_call(
         kernel,
-        out_shape=(out, *part_shapes(programs, members, width)),
+        out_shape=(out, *(() if uncut else part_shapes(programs, members, width))),
         grid=(programs + zeros,),
         input_output_aliases={len(given) - 1: 0} if in_place else {},
         compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
         interpret=interpret,
         name=name,
     )(*given)
+    if uncut:
+        return done
     more: dict[str, Any] = {"sinks": sinks, "interpret": interpret}
     return merge_parts(done, Parts(*parts), fields, shares, others, place, **more)

@@ -42,10 +42,12 @@ class Options(common.Options):
     Attributes:
         queries: Rows of a query tile, query tokens times heads of a group: a power of two.
         sinks: Whether there are some.
+        uncut: As in `Kind`.
     """
 
     queries: int
     sinks: bool
+    uncut: bool
 
     @property
     def members(self) -> int:
@@ -60,17 +62,22 @@ class Kind(NamedTuple):
         launch: Name of its sizes in `tuning`.
         least, most: Tokens of such a chunk.
         tokens: That a tile takes at most.
+        uncut: Decodes are chunks, too, and a program walks all that its queries see from the first
+            tile of context on, each by the same code: what a query gets is summed in one order,
+            whatever else is in the batch and wherever its chunk begins.
     """
 
     launch: str
     least: int
     most: int
     tokens: int
+    uncut: bool = False
 
 
 _MOST = 1 << 30
 _DRAFTED = 8  # tokens of a decode with drafts, at most
 ANY = Kind("prefill", 1, _MOST, _MOST)
+UNCUT = Kind("few", 1, _MOST, _MOST, uncut=True)
 _SMALL = Kind("few", 1, _MOST, _DRAFTED)
 _FEW, _MANY = _SMALL._replace(most=_DRAFTED), ANY._replace(least=_DRAFTED + 1)
 _FEW_TOKENS = 256  # of a bucket where a kernel for long chunks would mostly have none
@@ -89,6 +96,8 @@ def kinds(batch: AttentionBatch) -> tuple[Kind, ...]:
 def _queries(tokens: int, group: int, kind: Kind, launch: tuning.Launch) -> int:
     """Rows of a query tile in a bucket of so many tokens: small buckets and short chunks do not
     fill large tiles."""
+    if kind.uncut:
+        return max(launch.queries, 16, common.power_of_two(group))
     longest = common.power_of_two(min(tokens, kind.tokens) * group)
     return max(min(launch.queries, longest), 16, common.power_of_two(group))
 
@@ -119,10 +128,11 @@ def plan(
     tokens = _queries(batch.max_tokens, group, kind, launch) // group
     sizes = Sizes(tokens, launch.tile, batch.table_width * geometry.block_size, sliding_window)
     row = jnp.arange(batch.max_rows, dtype=jnp.int32)
-    chunk = (row >= batch.num_decodes) & (row < batch.num_rows) & (batch.kind == KV)
+    begin = 0 if kind.uncut else batch.num_decodes
+    chunk = (row >= begin) & (row < batch.num_rows) & (batch.kind == KV)
     chunk &= (batch.query_lens >= kind.least) & (batch.query_lens <= kind.most)
     lengths = jnp.where(chunk, batch.query_lens, 0)
-    return plan_work(batch, lengths, geometry.kv_heads, sizes, launch)
+    return plan_work(batch, lengths, geometry.kv_heads, sizes, launch, uncut=kind.uncut)
 
 
 def _kernel(*refs: common.Ref, options: Options) -> None:
@@ -133,7 +143,7 @@ def _kernel(*refs: common.Ref, options: Options) -> None:
     pool, (_, out_ref, *parts) = common.take_pool(rest, options.geometry)
 
     def attend(segment: Segment) -> None:
-        into = out_ref, Parts(*parts)
+        into = out_ref, None if options.uncut else Parts(*parts)
         _attend(batch, QueryTiles(*tiles), segment, q_ref, pool, *into, sinks, options)
 
     for_each_segment(shares, attend)
@@ -146,7 +156,7 @@ def _attend(
     q_ref: common.Ref,  # [T * H, D]
     pool: common.PoolRefs,
     out_ref: common.Ref,  # [T * H, D]
-    parts: Parts,
+    parts: Parts | None,
     sinks: common.Ref | None,
     options: Options,
 ) -> None:
@@ -183,7 +193,9 @@ def _attend(
     state = online_softmax.start(options.queries, padded)
     first = lax.div(tile.lower, jnp.int32(size))
     begin, end = first + segment.begin, first + segment.end
-    if window is None:
+    if options.uncut:
+        begin, end = first, common.cdiv(tile.upper, size)
+    elif window is None:
         unmasked = jnp.minimum(lax.div(tile.whole, jnp.int32(size)), end)
         state = lax.fori_loop(begin, unmasked, functools.partial(walk, masked=False), state)
         begin = jnp.maximum(begin, unmasked)
@@ -205,7 +217,7 @@ def paged_prefill(
     sinks: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of the KV rows [num_decodes, num_rows) of a kind, filled into an output.
+    """Attention of the KV rows [num_decodes, num_rows) of a kind, or of all, filled into an output.
 
     Args:
         out: [T, H, D], the output so far, in q's dtype.
@@ -223,7 +235,8 @@ def paged_prefill(
     geometry = common.geometry_of(pool)
     launch = tuning.launch(kind.launch, pool.dtype.itemsize, geometry.padded_dim)
     queries = _queries(tokens, num_heads // geometry.kv_heads, kind, launch)
-    options = Options(geometry, num_heads, scoring, launch.tile, queries, sinks is not None)
+    more = (queries, sinks is not None, kind.uncut)
+    options = Options(geometry, num_heads, scoring, launch.tile, *more)
     flat = jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype)
     done = run_shares(
         functools.partial(_kernel, options=options),
@@ -239,7 +252,8 @@ def paged_prefill(
         width=geometry.padded_dim,
         in_place=True,
         sinks=common.sink_arguments(sinks),
+        uncut=kind.uncut,
         interpret=interpret,
-        name=f"paged_{kind.launch}",
+        name="paged_uncut" if kind.uncut else f"paged_{kind.launch}",
     )
     return done.reshape(q.shape)

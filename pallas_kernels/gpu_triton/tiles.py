@@ -63,7 +63,13 @@ def query_tiles(lengths: jax.Array, max_tokens: int, tokens: int) -> QueryTiles:
 
 
 def plan_work(
-    batch: AttentionBatch, lengths: jax.Array, heads: int, sizes: Sizes, launch: tuning.Launch
+    batch: AttentionBatch,
+    lengths: jax.Array,
+    heads: int,
+    sizes: Sizes,
+    launch: tuning.Launch,
+    *,
+    uncut: bool = False,
 ) -> Work:
     """Plans attention of the last tokens of each row.
 
@@ -73,6 +79,8 @@ def plan_work(
         heads: KV heads.
         sizes: Of the tiles.
         launch: The sizes of the kernel.
+        uncut: A program takes all context of one query tile for one head, however long it is, so
+            that nothing is summed in an order that other rows have a say in.
     """
     tiles = query_tiles(lengths, batch.max_tokens, sizes.tokens)
     row = jnp.minimum(tiles.row, batch.max_rows - 1)
@@ -81,6 +89,9 @@ def plan_work(
     size = jnp.int32(sizes.context)
     count = cdiv(upper, sizes.context) - lax.div(lower, size)
     count = jnp.where(tiles.row < batch.max_rows, count, 0)
+    if uncut:
+        one_each = tuning.Cutting(programs=len(count) * heads, least=1, fill=1, most=1)
+        return Work(tiles, cut(jnp.minimum(count, 1), heads, one_each))
     most = len(count) * cdiv(sizes.longest, sizes.context) * heads
     return Work(tiles, cut(count, heads, tuning.cutting(launch, most)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -31,13 +32,13 @@ class PagedPlan(NamedTuple):
     """The work of a step's KV rows.
 
     Attributes:
-        decodes: The work of decodes.
+        decodes: The work of decodes; None where these are chunks, too.
         token: int32 [R], the token of each row that decodes; past the end of the token axis for
             others.
         chunks: The work of prefill chunks; None for decode_only.
     """
 
-    decodes: Decodes
+    decodes: Decodes | None
     token: jax.Array
     chunks: Tiles | None
 
@@ -52,20 +53,25 @@ def _plan(
     sliding_window: int | None,
     decode_only: bool,
     interpret: bool,
+    deterministic: bool = False,
 ) -> PagedPlan | Tiles:
-    """See `backends.Backend.plan`."""
+    """See `backends.Backend.plan`. deterministic: decodes go the way of chunks, so that what a
+    query gets is summed in one order, wherever its chunk begins."""
     if kind == HIDDEN:
         masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
         return projected.plan(batch, shape, dtype, interpret=interpret, **masks)
     row = jnp.arange(batch.max_rows, dtype=jnp.int32)
     live = (batch.kind == KV) & (batch.query_lens > 0)
-    chunks = None
+    chunks, nobody = None, jnp.full_like(row, batch.max_tokens)
+    if deterministic:
+        given = (live & (row < batch.num_rows), batch, shape, dtype, num_heads)
+        return PagedPlan(None, nobody, prefill.plan(*given, sliding_window, interpret))
     if not decode_only:
         ragged = live & (row >= batch.num_decodes) & (row < batch.num_rows)
         chunks = prefill.plan(ragged, batch, shape, dtype, num_heads, sliding_window, interpret)
         live &= row < batch.num_decodes
     decodes = decode.plan(live, batch, shape, dtype, sliding_window, interpret)
-    return PagedPlan(decodes, jnp.where(live, batch.query_start, batch.max_tokens), chunks)
+    return PagedPlan(decodes, jnp.where(live, batch.query_start, nobody), chunks)
 
 
 def _attend(
@@ -84,8 +90,11 @@ def _attend(
     options = Options.from_scoring(scoring, interpret)
     width = batch.table_width
     if plan.chunks is None:
+        assert plan.decodes is not None
         return decode.decode(q, pool, layer, width, plan.decodes, options, sinks)
     out = prefill.prefill(q, pool, layer, width, plan.chunks, options, sinks)
+    if plan.decodes is None:
+        return out
     picked = q.at[plan.token].get(mode="fill", fill_value=0)
     decoded = decode.decode(picked, pool, layer, width, plan.decodes, options, sinks)
     return out.at[plan.token].set(decoded, mode="drop")
@@ -115,5 +124,12 @@ def _backend(interpret: bool) -> Backend:
     )
 
 
+def _deterministic(interpret: bool) -> Backend:
+    plan = functools.partial(_plan, interpret=interpret, deterministic=True)
+    return dataclasses.replace(_backend(interpret), plan=plan)
+
+
 BACKEND = _backend(interpret=False)
 INTERPRET_BACKEND = _backend(interpret=True)
+DETERMINISTIC_BACKEND = _deterministic(interpret=False)
+DETERMINISTIC_INTERPRET_BACKEND = _deterministic(interpret=True)
