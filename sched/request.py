@@ -236,6 +236,8 @@ class SamplingParams:
         shown_token_ids: Special tokens that are part of the text, by their names; others add none.
         thinking: What the model thinks before it answers, where that is limited or `grammar` is the
             answer's alone.
+        deterministic: Whether tokens and log-probabilities are to have the same bits whatever else
+            is served, also where that takes longer (docs/exactness.md).
 
     Raises:
         InvalidRequest: A value is out of range; it names the field.
@@ -261,6 +263,7 @@ class SamplingParams:
     grammar: Grammar | None = None
     shown_token_ids: tuple[int, ...] = ()
     thinking: Thinking | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         _in_range("max_tokens", self.max_tokens, 1, None)

@@ -274,6 +274,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     options = {name: getattr(args, name) for name, _, _ in _NUMBERS}
     options |= {"ignore_eos": args.ignore_eos or None, "stop": args.stop}
+    options |= {"deterministic": args.deterministic or None}
     options |= {"stop_token_ids": args.stop_token_id, "logit_bias": dict(args.logit_bias) or None}
     return {**options, "grammar": read_grammar(args)}
 
@@ -371,5 +372,6 @@ def _add_sampling(parser: Parser, description: str) -> None:
     add("--stop", action="append", help="end before this string; repeatable")
     add("--stop_token_id", action="append", type=int, help="repeatable")
     add("--ignore_eos", action="store_true", help="go on after end of sequence")
+    add("--deterministic", action="store_true", help="the same bits whatever else is served")
     add("--logit_bias", action="append", type=_bias, default=[], metavar="TOKEN_ID:BIAS")
     add_grammar_flags(parser)

@@ -23,6 +23,7 @@ from jaxserve.server.proto import batches_pb2 as pb
 
 STDIN = "-"
 _CACHE = ("cache_salt", "prompt_cache_key")
+_BOOLEANS = ("ignore_eos", "deterministic")  # of the sampling parameters
 _FIELDS = ("id", "prompt", "token_ids", "sampling", *_CACHE)
 _MAX_ID = 128
 _MAX_BYTES = 6 << 20  # of a message: what the server takes in one call is 8 MiB
@@ -148,8 +149,8 @@ def _sampling(value: Any) -> dict[str, Any]:
     for name, given in found.items():  # what protobuf would take for a number, or for a list
         if given is None:
             continue
-        if isinstance(given, bool) is not (name == "ignore_eos"):
-            may = "must" if name == "ignore_eos" else "must not"
+        if isinstance(given, bool) is not (name in _BOOLEANS):
+            may = "must" if name in _BOOLEANS else "must not"
             raise ValueError(f"{name}: {may} be true or false")
         if isinstance(given, dict) and name not in ("logit_bias", "grammar"):
             raise ValueError(f"{name}: must not be an object")

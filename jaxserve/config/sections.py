@@ -147,6 +147,10 @@ class EngineConfig:
         token_buckets: The same of the tokens of other batches.
         compilation_cache_dir: Compiled steps survive a restart here; empty: nothing is kept.
         overlap: Finish a step on the host while the device runs the next one.
+        deterministic: Tokens and log-probabilities of every request have the same bits whatever
+            else is served, see docs/exactness.md. On CPUs they always have. On GPUs and TPUs all
+            steps are of one shape then, that of scheduler.max_batch_tokens, and slower; requests
+            may ask for it themselves where it is not set.
         forbid_compile: A compilation after the warm-up is an engine failure.
         stall_s: Seconds without a finished step, though there are requests, after which the engine
             counts as hung: health turns to NOT_SERVING until it goes on. 0: never.
@@ -166,6 +170,7 @@ class EngineConfig:
     token_buckets: tuple[int, ...] = ()
     compilation_cache_dir: str = "~/.cache/jaxserve/xla"
     overlap: bool = True
+    deterministic: bool = False
     forbid_compile: bool = False
     stall_s: float = 60.0
     grammar_compile_s: float = 2.0

@@ -95,6 +95,7 @@ class BlockKeys:
         salt: str = "",
         known: Sequence[bytes] = (),
         adapter: bytes = b"",
+        apart: str = "",
     ) -> KeyChain:
         """The keys of a prompt's blocks. Any thread may ask.
 
@@ -104,11 +105,13 @@ class BlockKeys:
             salt: Of those, that they have.
             known: The keys of its first blocks.
             adapter: Digest of the adapter that computes it; empty for the base model.
+            apart: How it is computed, where not as usual; only those find it that are, too.
         """
-        root = self._root(tenant, salt, *(("adapter", adapter.hex()) if adapter else ()))
+        parts = ("adapter", adapter.hex()) if adapter else ()
+        root = self._root(tenant, salt, *parts, *((apart, "") if apart else ()))
         size = self._block_size
-        if adapter and known and len(tokens) >= size:
-            # It may have been loaded anew, from other files, since they were made.
+        if (adapter or apart) and known and len(tokens) >= size:
+            # They may be of others; or the adapter was loaded anew, from other files, since then.
             first = KeyChain(self._secret, root, size, tokens[:size]).keys
             known = known if first == list(known[:1]) else ()
         return KeyChain(self._secret, root, size, tokens, known)

@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxserve.engine.adapters import Adapter, AdapterLoad, AdapterSlots, UnknownAdapter
 from jaxserve.engine.block_keys import BlockKeys, KeyChain
+from jaxserve.engine.device.buckets import ASKED
 from jaxserve.engine.device.compile_counter import CompileCounter
 from jaxserve.engine.device.executor import Executor
 from jaxserve.engine.device.sampling_state import RequestRow
@@ -222,6 +223,8 @@ class Engine:
                 "tokens of this model see those behind them (is_causal is false in its "
                 "config.json): it makes vectors only",
             )
+        if request.sampling.deterministic and info.not_deterministic:
+            raise InvalidRequest("deterministic", info.not_deterministic)
         self._places.check(request)
         self._adapter(request)
         if request.sampling.grammar is not None:
@@ -344,7 +347,10 @@ class Engine:
             return None
         known, digest = request.block_keys or (), b"" if adapter is None else adapter.digest
         whose = request.tenant, request.cache_salt
-        return self._block_keys.of(request.prompt, *whose, known, digest)
+        # What other steps have written has other bits.
+        asked = request.sampling.deterministic and self.executor.buckets.deterministic == ASKED
+        apart = "deterministic" if asked else ""
+        return self._block_keys.of(request.prompt, *whose, known, digest, apart)
 
     def _drafting(
         self, request: Request, texts: Sequence[ContinuationText], adapter: Adapter | None

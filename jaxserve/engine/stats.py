@@ -253,6 +253,7 @@ class EngineInfo:
         pooling: how vectors are made of prompts where a request does not say.
         sampling_defaults: fields of SamplingParams that the checkpoint gives, for requests that do
             not say.
+        not_deterministic: why requests may not ask to be computed so; "" if they may.
     """
 
     model: str
@@ -282,6 +283,7 @@ class EngineInfo:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     causal: bool = True
     system_fingerprint: str = ""
+    not_deterministic: str = ""
 
 
 class Observer:

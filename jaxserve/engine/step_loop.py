@@ -367,6 +367,7 @@ class StepLoop:
             adapters=adapters if columns else None,
             columns=columns,
             mixed=bool(told or counted),
+            deterministic=any(one.request.sampling.deterministic for one in members),
         )
         of = step, layout, batch
         return layout, batch, PromptLogprobs.of_step(told, *of), Pooling.of_step(counted, *of)

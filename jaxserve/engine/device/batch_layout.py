@@ -98,6 +98,7 @@ class Layout:
         drafts: whether rows may have drafts, so that logits are wanted of several tokens of a row.
         lora: how many of the room's first columns have all adapters of its rows, see
             `jaxserve.models.lora`; 0: no row has an adapter.
+        deterministic: a row's bits depend on nothing else in the batch, see `Buckets`.
     """
 
     tokens: int
@@ -110,6 +111,7 @@ class Layout:
     block_size: int = 0
     drafts: bool = False
     lora: int = 0
+    deterministic: bool = False
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         t, r = (self.tokens,), (self.rows,)
@@ -242,7 +244,8 @@ class Layout:
 
     def as_expanded(self) -> Layout:
         """What `expand` and `keep` depend on: the same for all layouts with such buffers."""
-        return dataclasses.replace(self, decode_only=False, hidden=0, kv=True, drafts=False)
+        usual = dataclasses.replace(self, decode_only=False, hidden=0, kv=True, drafts=False)
+        return dataclasses.replace(usual, deterministic=False)
 
     def no_targets(self) -> np.ndarray:
         """int32 [tokens] of NO_TARGET, see `Executor.submit`."""

@@ -26,6 +26,7 @@ def build_batch(
     adapters: np.ndarray | None = None,
     columns: int = 0,
     mixed: bool = False,
+    deterministic: bool = False,
 ) -> tuple[Layout, PackedBatch]:
     """Packs a step into the smallest layout that holds it. Who calls it launches the step, since
     the pool's `mirrored` counts as sent what is in the batch.
@@ -41,6 +42,7 @@ def build_batch(
         adapters: [n], number of each row's adapter; None where no row has one.
         columns: how many of the room's first ones have all of those.
         mixed: whether to avoid decode layouts, even if every row has one token.
+        deterministic: whether a row asks for the deterministic one.
 
     Returns:
         The layout, and the packed rows.
@@ -57,7 +59,9 @@ def build_batch(
         for i in np.flatnonzero(drafts).tolist():
             tokens[i] = (*tokens[i], *drafts_of(int(rows[i]))[: int(drafts[i])])
     kinds = step.plan.kinds
-    layout = buckets.fitting(counts, kinds, mixed=mixed, columns=columns)
+    layout = buckets.fitting(
+        counts, kinds, mixed=mixed, columns=columns, deterministic=deterministic
+    )
     batch = Rows(
         counts=counts,
         contexts=step.start,

@@ -8,6 +8,9 @@ Hidden caches need more steps, so that steps without them cost nothing extra and
 them little. Each decode step is then also compiled for few hidden rows, for many, and for hidden
 rows only. Every other token bucket is also compiled for few and for many. If not `fitted`, both are
 compiled once more only, for any number of hidden rows.
+
+Where XLA adds up by shape, a row's bits depend on the bucket. The deterministic step is a single
+one, the largest: whoever is computed by it is computed by the same instructions in any company.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ _LINEAR_FROM = 256
 FEW_HIDDEN = 8
 """Steps with hidden rows are there for as much as this part of their rows, and for all."""
 
+NEVER, ASKED, ALWAYS = range(3)
+"""Whether there is a deterministic step: no, beside the others, or alone."""
+
 PROJECTED_TOKENS = 128
 """Hidden vectors that become K and V at once; those of all layers are on the device twice then."""
 
@@ -51,6 +57,9 @@ class Buckets:
         drafts: whether rows of the other steps may have drafts.
         lora: how many columns of adapters each step is compiled for once more, ascending, see
             `Layout`; empty: no row has one. Rows without run as they would without such steps.
+        deterministic: NEVER; ASKED: there is one more step, for batches in which somebody asks for
+            it; ALWAYS: there is no other. It has the largest bucket, room for all adapters, and the
+            kernels of `pallas_kernels.deterministic_backend`. Without hidden caches only.
     """
 
     rows: tuple[int, ...]
@@ -64,6 +73,7 @@ class Buckets:
     block_size: int = 0
     drafts: bool = False
     lora: tuple[int, ...] = ()
+    deterministic: int = NEVER
 
     @property
     def padding(self) -> Padding:
@@ -99,8 +109,19 @@ class Buckets:
             drafts=self.drafts and not decode_only,
         )
 
+    def deterministic_step(self) -> Layout:
+        """The one for rows whose bits are to depend on nothing else."""
+        widest = max(self.lora, default=0)
+        return dataclasses.replace(self._mixed(self.tokens[-1], 0), lora=widest, deterministic=True)
+
     def fitting(
-        self, counts: np.ndarray, kinds: np.ndarray, *, mixed: bool = False, columns: int = 0
+        self,
+        counts: np.ndarray,
+        kinds: np.ndarray,
+        *,
+        mixed: bool = False,
+        columns: int = 0,
+        deterministic: bool = False,
     ) -> Layout:
         """The smallest step for some rows.
 
@@ -109,7 +130,10 @@ class Buckets:
             kinds: of their caches, [n].
             mixed: whether to avoid decode steps, even if every row has one token.
             columns: that have all of their adapters, from the first on; 0: none has one.
+            deterministic: whether a row asks for it.
         """
+        if self.deterministic == ALWAYS or (deterministic and self.deterministic):
+            return self.deterministic_step()
         total, hidden = int(counts.sum()), hidden_decodes(counts, kinds)
         alone = total == len(counts) and not mixed
         found = self.decode(total, hidden=hidden) if alone else self.mixed(total, hidden=hidden)
@@ -123,9 +147,18 @@ class Buckets:
 
     def all(self) -> list[Layout]:
         """Every layout, those without adapters and decode steps first."""
+        alone = [self.deterministic_step()] if self.deterministic else []
+        if self.deterministic == ALWAYS:
+            return alone
         found = self._all()
         more = [dataclasses.replace(each, lora=width) for width in self.lora for each in found]
-        return found + more
+        return found + more + alone
+
+    def sampled(self) -> list[Layout]:
+        """One for each number of rows that there is."""
+        if self.deterministic == ALWAYS:
+            return self.all()
+        return [self.decode(rows) for rows in self.rows]
 
     def _all(self) -> list[Layout]:
         decodes = [self.decode(rows) for rows in self.rows]
@@ -168,6 +201,7 @@ def make_buckets(
     block_size: int = 0,
     drafts: bool = False,
     lora: tuple[int, ...] = (),
+    deterministic: int = NEVER,
 ) -> Buckets:
     """Buckets up to max_rows and max_tokens. Default sizes are powers of two up to 256, multiples
     of 256 above, and the maximum itself; steps that do more than decode have 16 tokens at least, or
@@ -186,6 +220,7 @@ def make_buckets(
         block_size: as in `Layout`.
         drafts: as in `Buckets`.
         lora: as in `Buckets`.
+        deterministic: as in `Buckets`.
 
     Raises:
         ConfigError: given sizes are not ascending, or do not reach their maximum.
@@ -202,6 +237,8 @@ def make_buckets(
     row_sizes, token_sizes = (_up_to(sizes, maximum) for sizes, maximum in given.values())
     if drafts and row_sizes[-1] <= MOST:  # one request alone may have as many as ever
         row_sizes = (*row_sizes, MOST + 1)
+    if deterministic == ALWAYS:
+        row_sizes, token_sizes = row_sizes[-1:], token_sizes[-1:]
     return Buckets(
         row_sizes,
         token_sizes,
@@ -214,6 +251,7 @@ def make_buckets(
         block_size,
         drafts,
         lora,
+        deterministic,
     )
 
 

@@ -276,8 +276,16 @@ class JaxExecutor:
         self._place: Any = replicated(model.mesh)
         self._state = init_state(buckets.slots, model.config.vocab_size, model.mesh)
         placed = pool_format(pool)
-        self._step = make_model_step(model, placed)
-        self._score = make_prompt_step(model)
+        # By whether layouts are deterministic.
+        self._steps = {False: make_model_step(model, placed)}
+        self._scores = {False: make_prompt_step(model)}
+        self._allowed: Any = None  # masks that allow everything, where sampling always has some
+        if buckets.deterministic:
+            self._steps[True] = make_model_step(model, placed, deterministic=True)
+            self._scores[True] = make_prompt_step(model, placed)
+            if masked_sampling:
+                words = buckets.deterministic_step().rows, mask_words(model.config.vocab_size)
+                self._allowed = put_replicated(np.full(words, 2**32 - 1, np.uint32), self._place)
         self._pool_states = make_pooling_step(model)
         large = [layout for layout in buckets.all() if layout.mirrors]
         self._tables: Any = put_replicated(empty_tables(large[0]), self._place) if large else None
@@ -334,7 +342,7 @@ class JaxExecutor:
         """See `Executor`."""
         if full:
             pending = self.compute(layout, packed, targets=targets, wanted=wanted)
-            return self._launch_sampling(pending)
+            return self._launch_sampling(pending, self._allowed if layout.deterministic else None)
         done, prompt, pooled = self._launch(layout, layout.greedy(packed), targets, wanted)
         return self._handle(SampleResult(done.tokens), prompt, pooled)
 
@@ -363,12 +371,14 @@ class JaxExecutor:
             self._mover.check()
         with self._mesh or contextlib.nullcontext():
             batch = self._put(layout, packed)
-            done = self._step(*self._arguments(layout, batch), layout=layout)
+            step = self._steps[layout.deterministic]
+            done = step(*self._arguments(layout, batch), layout=layout)
             self.pool, self._state = done.pool, self._state.after(done.newest)
             prompt = pooled = None
             if targets is not None:
                 of = put_replicated(targets, self._place)
-                prompt = self._score(self.params, done.hidden, of, rows=layout.rows)
+                score = self._scores[layout.deterministic]
+                prompt = score(self.params, done.hidden, of, rows=layout.rows)
             if wanted is not None:
                 what = put_replicated(wanted, self._place)
                 pooled = self._pool_states(self.params, done.hidden, done.logits, *what)
@@ -448,7 +458,7 @@ class JaxExecutor:
 
     def _compile(self, layout: Layout) -> None:
         """Compiles a model's step; a call with these arguments finds it compiled."""
-        step: Any = self._step
+        step: Any = self._steps[layout.deterministic]
         with self._mesh or contextlib.nullcontext():
             batch = put_replicated(layout.empty(), self._place)
             step.lower(*self._arguments(layout, batch), layout=layout).compile()
@@ -473,7 +483,7 @@ class JaxExecutor:
     def _compile_scorer(self, layout: Layout) -> None:
         """Likewise what scores the prompt of a step, and what makes vectors of it."""
         hidden = self._like((layout.tokens, self._d_model), self._activations)
-        score: Any = self._score
+        score: Any = self._scores[layout.deterministic]
         targets = self._like((layout.tokens,), np.int32)
         score.lower(self.params, hidden, targets, rows=layout.rows).compile()
         pool: Any = self._pool_states
@@ -512,7 +522,6 @@ class JaxExecutor:
             barrier: called before the first step is run.
         """
         layouts = self.buckets.all()
-        decodes = [self.buckets.decode(rows) for rows in self.buckets.rows]
         self._state = warm_up(self._state)
         # XLA compiles several at once, those with hidden rows first: they take longest, and should
         # not be left for one thread at the end. On CPUs the first model's step also has numba
@@ -537,12 +546,12 @@ class JaxExecutor:
         try:
             work: list[Callable[[], Any]] = [threads.submit(one).result for one in compiled]
             work += [barrier, *(partial(self._put_all, layout) for layout in layouts)]
-            greedy, sampled = layouts, decodes
+            greedy, sampled = layouts, self.buckets.sampled()
             if self._mesh is None and jax.default_backend() == "cpu":
                 # What runs here is compiled by now, and has no memory of its own to run out of.
                 # Padding takes as long as tokens: what is left is to have Python know the steps.
                 greedy = [layout for layout in layouts if layout.tokens <= MOST_PADDING]
-                sampled = decodes[:1]
+                sampled = sampled[:1]
             work += [partial(self._run_once, layout, False) for layout in greedy]
             work += [partial(self._run_once, layout, True) for layout in sampled]
             for piece in progress(work):

@@ -10,6 +10,7 @@ model steps.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -29,7 +30,14 @@ from jaxserve.models.base import Attend, AttentionInput, LayerIndex, Params, Ste
 from jaxserve.models.dense import attend_both_ways
 from jaxserve.models.forward import forward, logits
 from jaxserve.models.lora import BASE, Adapters, with_adapters
-from jaxserve.pallas_kernels import Pool, paged_attention, plan_attention, plan_write, write
+from jaxserve.pallas_kernels import (
+    Pool,
+    deterministic_backend,
+    paged_attention,
+    plan_attention,
+    plan_write,
+    write,
+)
 
 
 class StepOutput(NamedTuple):
@@ -60,16 +68,23 @@ ModelStep = Callable[..., StepOutput]
 
 
 @lru_cache(maxsize=8)
-def make_model_step(model: StepModel, pool_format: Any) -> ModelStep:
-    """The model's step, jitted over its layouts. The pool is donated, and keeps its layout and
-    sharding. Engines of the same model in one process share the step and its compilations."""
+def make_model_step(
+    model: StepModel, pool_format: Any, *, deterministic: bool = False
+) -> ModelStep:
+    """The model's step, jitted over its layouts, all deterministic or none. The pool is donated,
+    and keeps its layout and sharding. Engines of the same model in one process share the step and
+    its compilations."""
+    if deterministic:
+        backend = deterministic_backend(model.backend)
+        assert backend is not None
+        model = dataclasses.replace(model, backend=backend)
     whole = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
     return jax.jit(
         partial(_model_step, model),
         donate_argnames=("pool",),
         static_argnames=("layout",),
         out_shardings=StepOutput(pool_format, whole, whole, None, None, None, whole, whole),
-        compiler_options=compiler_options(pool_format),
+        compiler_options=compiler_options(pool_format, deterministic=deterministic),
     )
 
 

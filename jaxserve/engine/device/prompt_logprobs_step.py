@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.engine.device.batch_layout import NO_TARGET
 from jaxserve.engine.device.sampling import SampleResult, with_logprobs, without_logprobs
-from jaxserve.engine.device.step_model import StepModel
+from jaxserve.engine.device.step_model import StepModel, compiler_options
 from jaxserve.models.base import Params
 from jaxserve.models.forward import logits
 
@@ -31,11 +32,17 @@ PromptStep = Callable[..., SampleResult]
 
 
 @lru_cache(maxsize=8)
-def make_prompt_step(model: StepModel) -> PromptStep:
+def make_prompt_step(model: StepModel, deterministic: Any = None) -> PromptStep:
     """The model's program, jitted over the rows of its steps. Engines of the same model in one
-    process share it."""
+    process share it. deterministic: the pool's format, behind deterministic steps."""
     whole = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
-    return jax.jit(partial(_prompt_step, model), static_argnames=("rows",), out_shardings=whole)
+    options = compiler_options(deterministic, deterministic=True) if deterministic else None
+    return jax.jit(
+        partial(_prompt_step, model),
+        static_argnames=("rows",),
+        out_shardings=whole,
+        compiler_options=options,
+    )
 
 
 def _prompt_step(

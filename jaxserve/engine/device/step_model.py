@@ -14,6 +14,7 @@ from jaxserve.models.base import Family, ModelConfig
 from jaxserve.models.lora import LoraSlots
 
 GPUS = frozenset({"cuda", "gpu"})
+DETERMINISTIC = {"xla_gpu_deterministic_ops": "true", "xla_gpu_autotune_level": "0"}
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,17 @@ def cached_in(platform: str, weights: DTypeLike, backend: str, *, hidden: bool) 
     return activations_in(platform, weights)
 
 
-def compiler_options(pool_format: Any) -> dict[str, str]:
-    """XLA's options for a step over a pool of this format.
+def compiler_options(pool_format: Any, *, deterministic: bool = False) -> dict[str, str]:
+    """XLA's options for a step over a pool of this format, or over hidden states placed so.
 
     On GPUs XLA counts the pool twice, as argument and as output, although it is donated. If the
     pool takes half of the memory, XLA believes that none is left, and recomputes matmuls to save
-    memory.
+    memory. deterministic: take no kernel because it was the fastest one measured, nor one that adds
+    up by who comes first.
     """
     placed: Any = jax.tree.leaves(pool_format)[0].sharding
     platforms = {device.platform for device in placed.device_set}
-    return {"xla_disable_hlo_passes": "rematerialization"} if platforms & GPUS else {}
+    if not platforms & GPUS:
+        return {}
+    found = {"xla_disable_hlo_passes": "rematerialization"}
+    return found | (DETERMINISTIC if deterministic else {})

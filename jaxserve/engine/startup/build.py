@@ -336,6 +336,7 @@ def _info(
         d_model=model.d_model,
         pooling=chosen.pooling,
         causal=model.causal,
+        not_deterministic=chosen.not_deterministic,
         sampling_defaults=chosen.sampling_defaults,
         system_fingerprint=fingerprint,
     )

@@ -41,6 +41,7 @@ def key_of(tensor: int, chosen: Choices) -> dict[str, Any]:
         "max_model_len": model.max_len,
         "rows": chosen.buckets.rows,
         "tokens": chosen.buckets.tokens,
+        "deterministic": chosen.buckets.deterministic,
         "limits": dataclasses.astuple(chosen.limits),
         "versions": [__version__, jax.__version__],
     }

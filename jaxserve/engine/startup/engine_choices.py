@@ -20,7 +20,7 @@ from jaxserve.config import (
     SchedulerConfig,
     ServedModelConfig,
 )
-from jaxserve.engine.device.buckets import Buckets, make_buckets
+from jaxserve.engine.device.buckets import ALWAYS, ASKED, NEVER, Buckets, make_buckets
 from jaxserve.engine.device.sampling_state import MAX_EOS
 from jaxserve.engine.device.step_model import GPUS, StepModel, activations_in, cached_in
 from jaxserve.engine.startup.model_options import (
@@ -54,6 +54,7 @@ from jaxserve.pallas_kernels import (
     HIDDEN,
     KV,
     KernelShape,
+    deterministic_backend,
     dtype_named,
     get_backend,
     select_backend,
@@ -74,6 +75,7 @@ log = logging.getLogger(__name__)
 # Platforms whose steps with hidden rows are all made for as many as there may be: what a CPU would
 # save in steps fitted to few of them is little beside compiling twice as many.
 UNFITTED = frozenset({"cpu"})
+MOST_DETERMINISTIC = 2  # devices: the order of two numbers does not matter to their sum
 TABLES_GIB = 1  # of host memory, for what is kept of the requests
 
 
@@ -98,6 +100,7 @@ class Choices:
         modest: whether the pool's size was not configured, see `Demand`.
         pooling: how the checkpoint says that vectors are made.
         sampling_defaults: as in `EngineInfo`.
+        not_deterministic: likewise.
     """
 
     model: StepModel
@@ -116,6 +119,7 @@ class Choices:
     modest: bool = False
     pooling: PoolingParams = USUAL_POOLING
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    not_deterministic: str = ""
 
     @property
     def moves_cache(self) -> bool:
@@ -242,6 +246,11 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
     cached = _cached(config.cache.dtype, suits)
     _check_cache(jax.default_backend(), backend, cached, activations)
     kernels, width = get_backend(backend), blocks_a_plane(max_model_len, demand.block_size)
+    why_not = _not_deterministic(backend, model, tensor, read)
+    if config.engine.deterministic and why_not:
+        raise ConfigError(f"engine.deterministic: {why_not}")
+    # Where kernels are batch-invariant everything is deterministic as it is.
+    wanted = ALWAYS if config.engine.deterministic else ASKED
     buckets = make_buckets(
         limits.max_rows,
         limits.max_batch_tokens,
@@ -255,6 +264,7 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
         block_size=demand.block_size,
         drafts=policy.speculates,
         lora=() if slots is None else slots.widths(skips=mesh is None and skips_columns()),
+        deterministic=NEVER if why_not or kernels.batch_invariant else wanted,
     )
     moves, gib = policy.moves_cache, config.cache.host_gib
     goes_there = moves or (config.cache.prefix_caching and not policy.two_sided)
@@ -298,7 +308,24 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
         demand.modest,
         load_pooling(config.model.path),
         _sampling_defaults(config.model),
+        why_not,
     )
+
+
+def _not_deterministic(backend: str, model: ModelConfig, tensor: int, read: str | None) -> str:
+    """Why there can be no deterministic step, which no row has a say in but its own; "" if there
+    can, or needs to be none."""
+    if get_backend(backend).batch_invariant:
+        return ""
+    if deterministic_backend(backend) is None:
+        return f"the attention kernels {backend} add up in an order that depends on the batch"
+    if not model.causal:
+        return "tokens of this model see those behind them, by operations that depend on the batch"
+    if tensor > MOST_DETERMINISTIC:
+        return f"more devices than {MOST_DETERMINISTIC} (mesh.tensor) add up in varying orders"
+    if read is not None:
+        return "hidden caches are read in an order that depends on the batch (cache.hidden_read)"
+    return ""
 
 
 def _cached(wanted: str, suits: jnp.dtype) -> jnp.dtype:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.config import ConfigError
-from jaxserve.engine.device.buckets import make_buckets
+from jaxserve.engine.device.buckets import ALWAYS, ASKED, NEVER, make_buckets
 from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.cost.cost_model import BatchFeatures
 
@@ -115,3 +117,20 @@ def test_a_hidden_chunk_alone_wants_a_step_that_knows_of_them() -> None:
     kinds = np.array([CacheKind.KV, CacheKind.HIDDEN])
     assert buckets.fitting(np.array([1, 40]), kinds) == buckets.mixed(41, hidden=1)
     assert buckets.mixed(41, hidden=1).hidden == 2
+
+
+@given(counts=st.lists(st.integers(1, 20), min_size=1, max_size=8), data=st.data())
+def test_a_deterministic_engine_has_a_single_step(counts: list[int], data: st.DataObject) -> None:
+    """And one that is asked has it beside the others, which are what they were."""
+    sizes: dict[str, Any] = {"width": 4, "lora": (64, 256), "drafts": data.draw(st.booleans())}
+    always, asked, never = (
+        make_buckets(8, 256, **sizes, deterministic=each) for each in (ALWAYS, ASKED, NEVER)
+    )
+    options = {"mixed": data.draw(st.booleans()), "columns": data.draw(st.integers(0, 256))}
+    given = np.array(counts), np.zeros(len(counts))
+    (only,) = always.all()
+    assert always.fitting(*given, **options) == only == always.sampled()[0]
+    assert asked.fitting(*given, **options, deterministic=True) == only
+    assert asked.fitting(*given, **options) == never.fitting(*given, **options)
+    assert asked.all() == [*never.all(), only]
+    assert never.fitting(*given, **options, deterministic=True) in never.all()

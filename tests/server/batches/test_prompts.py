@@ -77,6 +77,7 @@ def test_what_some_editors_put_before_the_text_is_no_part_of_it(path: Path) -> N
         ({"prompt": "x", "sampling": {"max_tokens": 3_000_000_000}}, "max_tokens: "),
         ({"prompt": "x", "sampling": {"top_k": True}}, "top_k: must not be true or false"),
         ({"prompt": "x", "sampling": {"ignore_eos": 1}}, "ignore_eos: must be true or false"),
+        ({"prompt": "x", "sampling": {"deterministic": 0}}, "deterministic: must be true or false"),
         ({"prompt": "x", "sampling": {"stop": {"a": 1}}}, "stop: must not be an object"),
         ({"prompt": "x", "sampling": {"logit_bias": {"7": True}}}, "logit_bias: must be an object"),
         ({"prompt": "x", "sampling": {"logit_bias": [1]}}, "logit_bias: must be an object"),

@@ -82,6 +82,7 @@ def test_every_flag_reaches_the_engine(
     }
     flags = [f"--{name}={number}" for name, number in sampling.items()]
     flags += ["--stop=a", "--stop=b", "--stop_token_id=5", "--ignore_eos", "--logit_bias=9:-1.5"]
+    flags += ["--deterministic"]
     flags += ["--tier=best_effort", "--ttft_ms=100", "--tbt_ms=10", "--jct_ms=1000"]
     flags += ["--max_tbt_ms=700", "--cache_salt=me", "--prompt_cache_key=k", "--prediction=so"]
     assert complete([f"--address={server.address}", "hi", *flags]) == 0
@@ -93,7 +94,7 @@ def test_every_flag_reaches_the_engine(
         assert getattr(request.sampling, name) == number
     assert request.sampling.stop == ("a", "b")
     assert request.sampling.stop_token_ids == (5,)
-    assert request.sampling.ignore_eos
+    assert request.sampling.ignore_eos and request.sampling.deterministic
     assert request.sampling.logit_bias == ((9, -1.5),)
     assert request.tier is Tier.BEST_EFFORT
     assert request.slo == SLO(0.1, 0.01, 1.0, 0.7)

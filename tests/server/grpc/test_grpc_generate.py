@@ -191,6 +191,7 @@ _sampling = st.fixed_dictionaries(
         "stop_token_ids": st.lists(_token, max_size=5),
         "stop": st.lists(st.text(min_size=1), max_size=5),
         "ignore_eos": st.booleans(),
+        "deterministic": st.booleans(),
         "n": st.integers(1, 16),
     },
 )

@@ -309,6 +309,7 @@ class OneAnswer(Targeted):
     repetition_penalty: Number | None = None
     min_tokens: Int32 | None = None
     ignore_eos: StrictBool | None = None
+    deterministic: StrictBool | None = None  # our own
     stop_token_ids: (
         Annotated[list[Int32], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
     ) = None

@@ -267,6 +267,7 @@ def test_further_sampling_fields_reach_the_engine(
             "repetition_penalty": 1.1,
             "min_tokens": 2,
             "ignore_eos": True,
+            "deterministic": True,
             "stop_token_ids": [9],
         },
     )
@@ -274,7 +275,7 @@ def test_further_sampling_fields_reach_the_engine(
     assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.9, 7)
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (0, 0.05, 1.1)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.1, 0.2)
-    assert (sampling.min_tokens, sampling.ignore_eos) == (2, True)
+    assert (sampling.min_tokens, sampling.ignore_eos, sampling.deterministic) == (2, True, True)
     assert (sampling.stop, sampling.stop_token_ids) == (("x", "yz"), (9,))
     assert sampling.logit_bias == ((5, -3.0),)
 
