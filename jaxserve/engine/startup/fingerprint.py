@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -34,7 +35,8 @@ def system_fingerprint(blueprint: Blueprint, tensor: int, weights: str) -> str:
 
     It is made of the versions of jaxserve and of the compilers, of the source of kernels and
     models, of the processor or device, of the model's shape and weights, of all dtypes, and of how
-    many devices share a layer. Policy, pool, batch limits and adapters are no part of it.
+    many devices share a layer. Policy, pool, batch limits and adapters are no part of it, but for
+    what the shape of a deterministic step is made of, where there is one.
 
     Args:
         blueprint: what the executor was built from.
@@ -45,6 +47,8 @@ def system_fingerprint(blueprint: Blueprint, tensor: int, weights: str) -> str:
         "fp_" and 16 hexadecimal digits.
     """
     fields = {k: v for k, v in blueprint.plain().items() if k not in _SIZES}
+    buckets = blueprint.buckets
+    step = dataclasses.asdict(buckets.deterministic_step()) if buckets.deterministic else None
     about = {
         "versions": {"jaxserve": jaxserve.__version__, **_versions()},
         "sources": _sources(),
@@ -52,6 +56,7 @@ def system_fingerprint(blueprint: Blueprint, tensor: int, weights: str) -> str:
         "flags": os.environ.get("XLA_FLAGS", ""),
         "tensor": tensor,
         "weights": weights,
+        "step": step,
         **fields,
     }
     told = json.dumps(about, sort_keys=True).encode()
