@@ -67,7 +67,7 @@ def _add_low_rank(a: Any) -> Callable[..., jax.Array] | None:
 def _by_columns(weights: jax.Array) -> bool:
     """As one stream of memory, weights come up to twice as fast; of few bits there is no other
     kernel."""
-    if weights.dtype == jnp.int8:
+    if weights.dtype in (jnp.int8, jnp.float8_e4m3fn):
         return True
     turned = jax.ShapeDtypeStruct(weights.shape[:-3:-1], weights.dtype)
     return dots.takes(1, turned, transposed=True)

@@ -17,6 +17,8 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import intrinsic
 from jaxserve.pallas_kernels.cpu.pairs import LINE
 
 ZEROS, MINIMUMS = 1, 2  # what weights of few bits have beside scales; 0: nothing
+# How a tile's weights of few bits lie: as stored, of integers or of float8 (e4m3fn); or widened.
+INTEGERS, WIDE, FLOATS = range(3)
 AHEAD = 4096  # bytes that a tile of one output fetches ahead
 
 _NUMBER, _BYTE, _HALF = ir.FloatType(), ir.IntType(8), ir.IntType(16)
@@ -29,12 +31,19 @@ def _all(value: int) -> Any:
     return ir.Constant(_WORDS, [value] * vectors.LANES)
 
 
-def _widened(builder: Any, words: Any, bits: int, stream: int) -> Any:
+def _widened(builder: Any, words: Any, bits: int, stream: int, form: int) -> Any:
     """The numbers of one place in each 16 bits of a vector, as pairs of bfloat16 in words.
 
     A byte below the exponent of 2 ** 23 is a float32: that and the number, less what was added to
     have no sign. A float32 of so few digits has nothing in its lower half.
     """
+    if form == FLOATS:
+        halves = []
+        for half in range(2):
+            place = builder.lshr(words, _all(16 * half + bits * stream))
+            number = vectors.of_float8(builder, builder.and_(place, _all(0xFF)))
+            halves.append(builder.bitcast(number, _WORDS))
+        return builder.or_(builder.lshr(halves[0], _all(16)), halves[1])
     if bits == 4 and pairs.has_pairs():  # a table, of which the lower 5 bits choose an entry
         numbers = [(n - 16 * (n > 7)) for n in range(16)] * 2
         table = [int(np.float32(number).view(np.uint32)) >> 16 for number in numbers]
@@ -61,11 +70,12 @@ def _streams(bits: int) -> int:
 
 
 @intrinsic(prefer_literal=True)
-def widen(_: Any, bits: Any, at: Any, steps: Any, tail: Any, to: Any) -> Any:
+def widen(_: Any, bits: Any, form: Any, at: Any, steps: Any, tail: Any, to: Any) -> Any:
     """Lays out an output's weights of few bits as bfloat16, by place.
 
     Args:
         bits: Literal.
+        form: Literal, INTEGERS or FLOATS.
         at: Address of the weights.
         steps: Whole vectors.
         tail: Words of a last one.
@@ -74,21 +84,21 @@ def widen(_: Any, bits: Any, at: Any, steps: Any, tail: Any, to: Any) -> Any:
     streams = _streams(bits.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, at, steps, tail, to = args
+        _, _, at, steps, tail, to = args
 
         def step(index: Any, count: Any) -> None:
             place = vectors.moved(builder, at, index, LINE)
             vectors.fetch(builder, builder.add(place, vectors.constant(AHEAD)), 3)
             words = vectors.masked(builder, place, _WORDS, count)
             for stream in range(streams):
-                value = _widened(builder, words, bits.literal_value, stream)
+                value = _widened(builder, words, bits.literal_value, stream, form.literal_value)
                 place = vectors.moved(builder, to, index, streams * LINE, stream * LINE)
                 vectors.store(builder, value, place, LINE)
 
         _over(builder, steps, tail, step)
         return context.get_dummy_value()
 
-    return types.none(bits, *[types.int64] * 4), generate
+    return types.none(bits, form, *[types.int64] * 4), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -177,7 +187,7 @@ class _Tile:
     """A tile's code as it is emitted. Fields as the arguments of `tile`.
 
     Attributes:
-        literals: bits, rows, outputs, parts, zeros, wide.
+        literals: bits, rows, outputs, parts, zeros, form.
         given: The LLVM values of the others.
         streams: Vectors of wide weights in a vector of stored ones.
     """
@@ -196,7 +206,8 @@ class _Tile:
 
     def emit(self) -> None:
         """Everything."""
-        builder, (_, rows, outputs, parts, zeros, wide) = self.builder, self.literals
+        builder, (_, rows, outputs, parts, zeros, form) = self.builder, self.literals
+        wide = form == WIDE
         x, x_row, weights, weights_row, steps, tail, scale, *_, to, to_row = self.given
         nothing = ir.Constant(_SUMS, [0.0] * vectors.LANES)
         x_rows = [builder.add(x, builder.mul(x_row, vectors.constant(m))) for m in range(rows)]
@@ -264,7 +275,8 @@ class _Tile:
 
     def _multiply(self, here: list[Any], places: list[Any], count: Any, now: list[Any]) -> None:
         """Adds the products of a vector of weights of each output to its sums."""
-        builder, bits, wide = self.builder, self.literals[0], self.literals[5]
+        builder, bits, form = self.builder, self.literals[0], self.literals[5]
+        wide = form == WIDE
         stored = [] if wide else [vectors.masked(builder, at, _WORDS, count) for at in places]
         for stream in range(self.streams):
             further = vectors.constant(stream * LINE)
@@ -276,7 +288,9 @@ class _Tile:
                 if wide:
                     numbers = vectors.load(builder, builder.add(place, further), _WORDS, LINE)
                 else:
-                    numbers = _widened(builder, stored[n], bits, stream) if self.few else stored[n]
+                    numbers = stored[n]
+                    if self.few:
+                        numbers = _widened(builder, numbers, bits, stream, form)
                 for mine, row in zip(now, rows, strict=True):
                     mine[n] = _add(builder, bits, row, numbers, mine[n])
 
@@ -313,7 +327,7 @@ class _Tile:
 
 @intrinsic(prefer_literal=True)
 def tile(
-    _: Any, bits: Any, rows: Any, outputs: Any, parts: Any, zeros: Any, wide: Any,
+    _: Any, bits: Any, rows: Any, outputs: Any, parts: Any, zeros: Any, form: Any,
     x: Any, x_row: Any, weights: Any, weights_row: Any, steps: Any, tail: Any,
     scale: Any, zero: Any, groups: Any, a_group: Any, to: Any, to_row: Any,
 ) -> Any:  # fmt: skip
@@ -322,7 +336,7 @@ def tile(
     Args:
         bits, parts, zeros: Literals, see `target`.
         rows, outputs: Literals, how many.
-        wide: Literal: the weights are of few bits, as `widen` lays them out.
+        form: Literal, how weights of few bits lie: WIDE as `widen` lays them out.
         x: Address of the rows; with weights of few bits as `part` lays them out.
         x_row: Bytes from one row to the next.
         weights: Address of the weights.
@@ -335,10 +349,10 @@ def tile(
         to: Address where the results go.
         to_row: Bytes from one row of them to the next.
     """
-    literals = tuple(one.literal_value for one in (bits, rows, outputs, parts, zeros, wide))
+    literals = tuple(one.literal_value for one in (bits, rows, outputs, parts, zeros, form))
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _Tile(builder, literals, tuple(args[len(literals) :])).emit()
         return context.get_dummy_value()
 
-    return types.none(bits, rows, outputs, parts, zeros, wide, *[types.int64] * 12), generate
+    return types.none(bits, rows, outputs, parts, zeros, form, *[types.int64] * 12), generate

@@ -21,6 +21,7 @@ from numba import carray, njit
 
 from jaxserve.pallas_kernels.cpu import dot_tiles, numba_ffi, pairs, vectors
 from jaxserve.pallas_kernels.cpu.pairs import LINE
+from jaxserve.pallas_kernels.pool import FLOAT8
 
 OUTPUTS = 4  # of a tile of several rows
 TAIL = 64  # rows of no group that a share fills with zeros
@@ -81,7 +82,7 @@ def takes_few_bits(
         transposed: Whether q, scale and zero are [out, ...], as it wants them.
     """
     (outputs, width), inputs = q.shape, x.shape[1]
-    if not transposed or q.dtype != jnp.int8 or outputs < OUTPUTS:
+    if not transposed or q.dtype not in (jnp.int8, FLOAT8) or outputs < OUTPUTS:
         return False
     groups = scale.shape[1]
     if inputs % (INPUTS * groups):
@@ -100,8 +101,8 @@ def few_bits_matmul(
 
     Args:
         x: [T, in], bfloat16 or float32.
-        q: int8 [out, in], or [out, in / 2]: two neighbouring inputs in each, the first in the low
-            half.
+        q: int8 or float8_e4m3fn [out, in]; or int8 [out, in / 2]: two neighbouring inputs in each,
+            the first in the low half.
         scale: [out, groups]; a group is in / groups inputs one after another.
         zero: int8 [out, groups], or None.
         minimum: float32 [out, groups], or None; not beside a zero point.
@@ -151,7 +152,7 @@ def _stored(
     zeros = 0
     if zero is not None:
         zeros = dot_tiles.ZEROS if zero.dtype == jnp.int8 else dot_tiles.MINIMUMS
-    return given, {"bits": bits, "parts": parts, "zeros": zeros}
+    return given, {"bits": bits, "parts": parts, "zeros": zeros, "floats": q.dtype == FLOAT8}
 
 
 def _dots(
@@ -160,10 +161,11 @@ def _dots(
     bits: int,
     parts: int = 0,
     zeros: int = 0,
+    floats: bool = False,
     grouped: bool = False,
 ) -> jax.Array:
     result = jax.ShapeDtypeStruct((x.shape[0], given[0].shape[-2]), jnp.float32)
-    name = target(bits=bits, parts=parts, zeros=zeros, grouped=grouped)
+    name = target(bits=bits, parts=parts, zeros=zeros, floats=floats, grouped=grouped)
     return jax.ffi.ffi_call(name, result, vmap_method="sequential")(x, *given)
 
 
@@ -182,7 +184,9 @@ def _parts(group: int, bits: int) -> int:
 
 
 @numba_ffi.compiled_once
-def target(*, bits: int, parts: int, zeros: int, grouped: bool = False) -> str:
+def target(
+    *, bits: int, parts: int, zeros: int, floats: bool = False, grouped: bool = False
+) -> str:
     """The name of the kernel, compiled if it is the first time. Operands: x [T, in] of
     bfloat16, or float32 as the weights are; the weights [out, ...], their scales in float32 and
     zero points or minimums, if they have any, all three of each group where there are some; the
@@ -192,9 +196,15 @@ def target(*, bits: int, parts: int, zeros: int, grouped: bool = False) -> str:
         bits: Of a weight.
         parts: Groups in a vector of weights, see `_parts`; 0: an output has one scale or none.
         zeros: What there is beside the scales, see `dot_tiles.ZEROS`.
+        floats: Whether weights of 8 bits are float8.
         grouped: Whether groups of rows have their own.
     """
-    numbers, few, lead = _numbers(bits), int(bits < 16), int(grouped)
+    numbers, few, lead, (stored, wide) = (
+        _numbers(bits),
+        int(bits < 16),
+        int(grouped),
+        _forms(bits, floats=floats),
+    )
     zero_size = 4 if zeros == dot_tiles.MINIMUMS else 1
     streams = numbers // (2 * vectors.LANES) if few else 1
     # Rows of a tile: its sums must fit the registers.
@@ -228,7 +238,7 @@ def target(*, bits: int, parts: int, zeros: int, grouped: bool = False) -> str:
             some_at = (memory + LINE - 1) // LINE * LINE
             wide_at = some_at + tall * some_row
             for n in range(0 if alone else each):
-                dot_tiles.widen(bits, at + n * row, steps, tail, wide_at + n * wide_row)
+                dot_tiles.widen(bits, stored, at + n * row, steps, tail, wide_at + n * wide_row)
         while done < count:
             rows = tall if count - done >= tall else 2 if count - done >= 2 else 1
             here, here_row = x_at + done * x_row, x_row
@@ -246,35 +256,41 @@ def target(*, bits: int, parts: int, zeros: int, grouped: bool = False) -> str:
                 there += n * there_row
                 if few and count == 2:
                     dot_tiles.tile(
-                        bits, 2, 1, parts, zeros, 0, here, here_row, there, there_row, steps, tail,
-                        scales, zs, groups, a_group, to, to_row,
+                        bits, 2, 1, parts, zeros, stored, here, here_row, there, there_row, steps,
+                        tail, scales, zs, groups, a_group, to, to_row,
                     )  # fmt: skip
                 elif count == 1:
                     dot_tiles.tile(
-                        bits, 1, 1, parts, zeros, 0, here, 0, there, there_row, steps, tail,
+                        bits, 1, 1, parts, zeros, stored, here, 0, there, there_row, steps, tail,
                         scales, zs, groups, a_group, to, to_row,
                     )  # fmt: skip
                 elif rows == 1:
                     dot_tiles.tile(
-                        bits, 1, OUTPUTS, parts, zeros, few, here, 0, there, there_row, steps, tail,
-                        scales, zs, groups, a_group, to, to_row,
+                        bits, 1, OUTPUTS, parts, zeros, wide, here, 0, there, there_row, steps,
+                        tail, scales, zs, groups, a_group, to, to_row,
                     )  # fmt: skip
                 elif rows == 2:
                     dot_tiles.tile(
-                        bits, 2, OUTPUTS, parts, zeros, few, here, here_row, there, there_row,
+                        bits, 2, OUTPUTS, parts, zeros, wide, here, here_row, there, there_row,
                         steps, tail, scales, zs, groups, a_group, to, to_row,
                     )  # fmt: skip
                 else:
                     dot_tiles.tile(
-                        bits, tall, OUTPUTS, parts, zeros, few, here, here_row, there, there_row,
+                        bits, tall, OUTPUTS, parts, zeros, wide, here, here_row, there, there_row,
                         steps, tail, scales, zs, groups, a_group, to, to_row,
                     )  # fmt: skip
             done += rows
         if few:
             numba_ffi.free(memory)
 
-    name = f"jaxserve_dots_{bits}_{parts}{_BESIDE[zeros]}{'_grouped' if grouped else ''}"
-    return numba_ffi.register(name, plan, share, __file__, *_FILES)
+    name = f"jaxserve_dots_{bits}{'_float' if floats else ''}_{parts}{_BESIDE[zeros]}"
+    return numba_ffi.register(f"{name}{'_grouped' * grouped}", plan, share, __file__, *_FILES)
+
+
+def _forms(bits: int, *, floats: bool) -> tuple[int, int]:
+    """How weights lie, see `dot_tiles`: as stored, and as tiles of several outputs have them."""
+    stored = dot_tiles.FLOATS if floats else dot_tiles.INTEGERS
+    return stored, dot_tiles.WIDE if bits < 16 else stored
 
 
 @njit(**numba_ffi.OPTIONS)

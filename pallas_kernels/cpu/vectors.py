@@ -245,7 +245,7 @@ def numbers_of(builder: Any, address: Any, kind: Any, count: Any = None) -> Any:
         return builder.sitofp(builder.sext(found, WORDS), VECTOR)
     found = builder.zext(found, WORDS)
     if kind == types.uint8:
-        return _of_float8(builder, found)
+        return of_float8(builder, found)
     return builder.bitcast(builder.shl(found, ir.Constant(WORDS, [16] * LANES)), VECTOR)
 
 
@@ -262,13 +262,13 @@ def widened(_: Any, number: Any) -> Any:
             return builder.sitofp(args[0], NUMBER)
         word = builder.zext(args[0], INDEX)
         if kind == types.uint8:
-            return _of_float8(builder, word)
+            return of_float8(builder, word)
         return builder.bitcast(builder.shl(word, ir.Constant(INDEX, 16)), NUMBER)
 
     return types.float32(number), generate
 
 
-def _of_float8(builder: Any, word: Any) -> Any:
+def of_float8(builder: Any, word: Any) -> Any:
     """The float32 of a float8's 8 bits in a word, or of a vector of words: 1 of sign, 4 of exponent
     (bias 7), 3 of mantissa; 127 is NaN. Never a denormal float32 in between, which XLA's threads
     take for 0."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -95,6 +96,21 @@ def test_one_scale_an_output(bits, zeros, inputs):
     _check(dots.few_bits_matmul, x, given, np.asarray(x, np.float64) @ weights.T, most)
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_float8(groups):
+    """Every number of it, those below 2^-6 too."""
+    rng = np.random.default_rng(groups)
+    numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    numbers = numbers[np.isfinite(numbers.astype(np.float32))]
+    q = rng.permuted(np.resize(numbers, (40, 192)), axis=1)
+    scale = rng.random((40, groups)).astype(np.float32)
+    weights = q.astype(np.float64) * np.repeat(scale, 192 // groups, axis=1)
+    x = jnp.asarray(rng.normal(size=(15, 192)), jnp.bfloat16)
+    most = float(jnp.abs(x).max()) * np.abs(weights).sum(-1).max()
+    given = [jnp.asarray(q), jnp.asarray(scale), None]
+    _check(dots.few_bits_matmul, x, given, np.asarray(x, np.float64) @ weights.T, most)
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     rows=st.integers(1, 2 * TALL + 3),
@@ -155,7 +171,8 @@ def test_what_is_not_taken():
     assert not taken(1, 48, 1)
     assert not taken(1, 64, 4)
     assert not taken(1, 192, 2)  # groups that do not end where vectors do
-    assert not taken(1, 64, 1, "float8_e4m3fn")
+    assert taken(1, 64, 1, "float8_e4m3fn")
+    assert not taken(1, 64, 1, "uint8")
 
     def floats(rows, dtype, shape=(8, 64), transposed=True):
         return dots.takes(rows, jax.ShapeDtypeStruct(shape, dtype), transposed=transposed)
