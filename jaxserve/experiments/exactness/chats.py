@@ -38,7 +38,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "all at once": {},
     "prompts in chunks of 37": {"scheduler__max_prefill_tokens": 37},
     "beginning found": {"cache__prefix_caching": True},
-    "preempted": {"scheduler__policy": "vllm", "cache__num_blocks": SCARCE},
+    "preempted": {
+        "scheduler__policy": "vllm",
+        "scheduler__max_batch_tokens": 1024,  # it computes prompts whole
+        "cache__num_blocks": SCARCE,
+    },
     "with drafts": {"scheduler__policy": "sarathi+spec"},
     RESTARTED: {},
 }

@@ -18,7 +18,7 @@ def test_a_greedy_batch_is_one_call(roomy: Engine, monkeypatch: pytest.MonkeyPat
     """Others are two: what they sample with is a program behind the step."""
     executor: Any = roomy.executor
     calls: list[str] = []
-    step, sample = executor._step, module._SAMPLE_FULL
+    step, sample = executor._steps[False], module._SAMPLE_FULL
 
     def counted_step(*given: Any, **layout: Any) -> Any:
         calls.append("step")
@@ -28,7 +28,7 @@ def test_a_greedy_batch_is_one_call(roomy: Engine, monkeypatch: pytest.MonkeyPat
         calls.append("sample")
         return sample(*given)
 
-    monkeypatch.setattr(executor, "_step", counted_step)
+    monkeypatch.setitem(executor._steps, False, counted_step)
     monkeypatch.setattr(module, "_SAMPLE_FULL", counted_sample)
     generate(roomy, prompts()[:2], **SAMPLING)
     assert set(calls) == {"step"}

@@ -46,7 +46,7 @@ def test_a_step_has_logits_of_one_token_a_row(executor: JaxExecutor, decode_only
     assert layout.tokens > layout.rows or decode_only
     packed = jnp.zeros(layout.size, jnp.int32)
     newest = Newest(*2 * [jnp.zeros(layout.slots, jnp.int32)])
-    traced = jax.make_jaxpr(lambda *given: executor._step(*given, layout=layout))(
+    traced = jax.make_jaxpr(lambda *given: executor._steps[False](*given, layout=layout))(
         executor.params, executor.pool, newest, packed
     )
     logits = {shape for shape in shapes_in(traced.jaxpr) if shape[-1:] == (VOCABULARY,)}

@@ -65,7 +65,7 @@ def made(name: str) -> Any:
 
 def step_model(executor: JaxExecutor) -> StepModel:
     """What it runs."""
-    model: StepModel = executor._score.__wrapped__.args[0]  # type: ignore[attr-defined]
+    model: StepModel = executor._scores[False].__wrapped__.args[0]  # type: ignore[attr-defined]
     return model
 
 
@@ -167,13 +167,13 @@ def test_others_take_the_step_that_they_always_take(
 ) -> None:
     """What is computed for prompts is so only where somebody asks, and of his tokens alone."""
     executor, scored = cast(JaxExecutor, roomy.executor), []
-    score = executor._score
+    score = executor._scores[False]
 
     def counted(params: Any, hidden: Any, targets: Any, *, rows: int) -> Any:
         scored.append(np.asarray(targets))
         return score(params, hidden, targets, rows=rows)
 
-    monkeypatch.setattr(executor, "_score", counted)
+    monkeypatch.setitem(executor._scores, False, counted)
     steps = StepRecorder()
     roomy.add_observer(steps)
     generate(roomy, prompts(8), **SAMPLING)
