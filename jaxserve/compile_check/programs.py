@@ -14,12 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.compile_check.case import Case, param_sharding
 from jaxserve.engine.device.batch_layout import Layout
-from jaxserve.engine.device.buckets import make_buckets
+from jaxserve.engine.device.buckets import ASKED, make_buckets
 from jaxserve.engine.device.hidden_cache import make_project_to_kv
 from jaxserve.engine.device.model_step import make_model_step
 from jaxserve.engine.device.prompt_logprobs_step import make_prompt_step
 from jaxserve.engine.device.sampling_state import Newest
-from jaxserve.engine.device.step_model import StepModel
+from jaxserve.engine.device.step_model import StepModel, why_not_deterministic
 from jaxserve.models import sharding
 from jaxserve.models.fused import fused_specs
 from jaxserve.models.lora import adapter_specs
@@ -50,6 +50,8 @@ class Program:
         whole: it takes the weights too, so what it needs is what the device must hold.
         host: it must copy to host memory and back, asynchronously.
         lora: rows may have adapters, so it is only for cases with room for such.
+        deterministic: nothing in it may add up in an order that depends on other rows, see
+            `analysis.sums`; only for cases that the engine has such a step for.
     """
 
     name: str
@@ -58,9 +60,13 @@ class Program:
     whole: bool = False
     host: bool = False
     lora: bool = False
+    deterministic: bool = False
 
     def applies(self, case: Case) -> bool:
         """Whether the case can have such a program."""
+        why_not = why_not_deterministic(case.backend, case.config, case.shards, None)
+        if self.deterministic and why_not:
+            return False
         if self.lora and case.sizes.lora is None:
             return False
         return case.offers_hidden or not self.hidden
@@ -125,7 +131,7 @@ def _largest_step(case: Case, **options: bool) -> jax.stages.Lowered:
 
 def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
     pool, model = _pool(case), _model(case, hidden=layout.hidden > 0)
-    step: Any = make_model_step(model, _format(case))
+    step: Any = make_model_step(model, _format(case), deterministic=layout.deterministic)
     newest = Newest(*2 * [_array(case, (layout.slots,), jnp.int32)])
     packed = _array(case, (layout.size,), jnp.int32)
     adapters = [_adapters(case, model)] if layout.lora else []
@@ -133,6 +139,10 @@ def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
         _params(case, model), pool, newest, packed, *adapters, layout=layout
     )
     return lowered
+
+
+def _deterministic_step(case: Case) -> jax.stages.Lowered:
+    return _step(case, dataclasses.replace(case.buckets, deterministic=ASKED).deterministic_step())
 
 
 def _lora_step(case: Case, *, decode: bool) -> jax.stages.Lowered:
@@ -320,6 +330,7 @@ PROGRAMS = (
     Program("decode step", functools.partial(_largest_step, decode=True), whole=True),
     Program("prefill and mixed step", functools.partial(_largest_step, decode=False), whole=True),
     Program("step with drafts", _draft_step, whole=True),
+    Program("deterministic step", _deterministic_step, whole=True, deterministic=True),
     Program("decode step with adapters", functools.partial(_lora_step, decode=True), **_LORA),
     Program("mixed step with adapters", functools.partial(_lora_step, decode=False), **_LORA),
     Program("hidden decode step", functools.partial(_hidden_step, decode=True), True, True),

@@ -163,6 +163,24 @@ def test_experts_compile(compilers: Path, tmp_path: Path) -> None:
             assert ("by_group" in names) == (found["target"] == "a100")
 
 
+def test_sums_of_a_deterministic_step_do_not_depend_on_its_size(compilers: Path, tiny: str) -> None:
+    """And those of a GPU's other steps do, where XLA splits products by it."""
+    found: dict[tuple[str, str], list[dict[str, int]]] = {}
+    for size in ("--max_rows=32 --max_batch_tokens=256", "--max_rows=48 --max_batch_tokens=496"):
+        programs = "--programs=deterministic step,prefill and mixed step"
+        for each in check(
+            compilers, f"--target={','.join(TARGETS)}", tiny, programs, *size.split()
+        ):
+            assert_compiled(each)
+            for program in each["programs"]:
+                found.setdefault((each["target"], program["program"]), []).append(program["sums"])
+    for target in TARGETS:
+        small, large = found[target, "deterministic step"]
+        assert small == large and small["f32 reduce 256"] and small["bf16 dot 1024"]
+    small, large = found["a100", "prefill and mixed step"]
+    assert small != large
+
+
 def test_two_gpus_share_a_model(compilers: Path, tiny: str) -> None:
     """Both ways of attention over KV and over hidden caches are in these."""
     programs = "--programs=decode step,hidden mixed step,prompt log-probabilities,hidden to KV"

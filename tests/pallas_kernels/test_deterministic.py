@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.pallas_kernels import deterministic_backend, paged_attention
+from jaxserve.pallas_kernels.gpu_triton import prefill, tuning
 from jaxserve.pallas_kernels.pool import FLOAT8
 from jaxserve.pallas_kernels.reference import as_cached
 from tests.pallas_kernels.batches import Shape, make_batch, make_pool, steps, vectors
@@ -116,6 +117,15 @@ def test_they_agree_with_the_reference(name: str, case: str, data: st.DataObject
     """Decodes and chunks, in any order, of rows of both kinds."""
     shape = BY_NAME[case]
     PAGED.check(deterministic(name), shape, *data.draw(steps(shape.shape)))
+
+
+def test_tiles_do_not_depend_on_the_size_of_the_step() -> None:
+    launch = tuning.launch("few", 2, 128)
+    sizes = [
+        {prefill._queries(tokens, 4, kind, launch) for tokens in (1, 8, 64, 4096)}
+        for kind in (prefill.UNCUT, prefill.ANY)
+    ]
+    assert [len(each) for each in sizes] == [1, 3]
 
 
 def test_only_kernels_of_ours_have_such_a_variant() -> None:

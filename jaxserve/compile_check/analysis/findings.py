@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from jaxserve.compile_check import toolchain
-from jaxserve.compile_check.analysis import hlo, weights
+from jaxserve.compile_check.analysis import hlo, sums, weights
 from jaxserve.compile_check.analysis.indices import narrow_indices
 from jaxserve.compile_check.analysis.launches import outside_buffers
 from jaxserve.compile_check.analysis.ptx import KernelUse, kernel_uses
@@ -37,6 +37,7 @@ class Findings:
         loops: of each Pallas kernel; TPU only.
         traffic: of a whole step.
         weights_moved: bytes of weights that a whole step moves, see `weights.moves`.
+        sums: of a whole step, by what is added up, see `sums.sums_of`.
         problems: why it is not to be served, one line each.
     """
 
@@ -44,6 +45,7 @@ class Findings:
     loops: list[Loops] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
     weights_moved: int = 0
+    sums: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -69,17 +71,22 @@ def find_problems(
         _check_host_copies(text)
     moved: list[weights.Move] = []
     problems: list[str] = []
+    found = sums.sums_of(module) if program.whole else {}
+    if program.deterministic:
+        problems += sums.unordered(found, sums.float_atomics(folder) if cuda else ())
     if program.whole:
         _check_names(module)
         moved = weights.moves(module, weights.is_parameter_of_model)
+        # XLA's kernels that read narrow weights as they are would be chosen by measuring.
+        widens = cuda and program.deterministic and case.config.quantization is not None
         # XLA for TPUs turns Wv around for the hidden decodes of a mixed step.
-        if moved and not (program.hidden and case.target.platform == "tpu"):
+        if moved and not widens and not (program.hidden and case.target.platform == "tpu"):
             problems.append(_told(moved, "moved"))
         widened = weights.dequantized(module, weights.is_parameter_of_model)
-        if widened:
+        if widened and not widens:
             problems.append(_told(widened, "dequantised in memory"))
         problems += _too_large(case, module)
-        problems += _problems_of_step(case, module, folder)
+        problems += _problems_of_step(case, program, module, folder)
     if cuda:
         problems += [f"32-bit indices: {where}" for where in narrow_indices(lowered)]
     return Findings(
@@ -87,6 +94,7 @@ def find_problems(
         loops=kernel_loops(folder, _pallas_names(module)),
         traffic=traffic(module, is_pool) if program.whole else Traffic(),
         weights_moved=sum(move.size for move in moved),
+        sums=found,
         problems=problems,
     )
 
@@ -113,16 +121,20 @@ def _told(moved: list[weights.Move], how: str) -> str:
     return f"{size:.0f} MiB of weights {how} by {len(moved)} operations, such as {first}"
 
 
-def _problems_of_step(case: Case, module: hlo.Module, folder: Path) -> Iterator[str]:
+def _problems_of_step(
+    case: Case, program: Program, module: hlo.Module, folder: Path
+) -> Iterator[str]:
     if case.target.platform == "tpu":
         return  # XLA for TPUs repeats a few copies of its own accord, and knows no launches
     again = {op.name for ops in module.computations.values() for op in ops if ".remat" in op.name}
     if again:
         yield f"{len(again)} operations computed again to save memory, such as {min(again)}"
     # Between the collectives of several devices XLA leaves a few kernels to themselves, and loops
-    # (of which only a program that reads no cache has one) are not for graphs.
+    # (of which only a program that reads no cache has one) are not for graphs; nor does it put
+    # products of cuBLAS into one, which deterministic steps take.
     takes_pool = any(is_pool(op) for op in module.computations[module.entry])
-    if case.target.platform == "cuda" and case.shards == 1 and takes_pool:
+    graphs = case.target.platform == "cuda" and case.shards == 1 and not program.deterministic
+    if graphs and takes_pool:
         alone = outside_buffers(folder)
         if alone:
             yield f"{len(alone)} kernels outside of command buffers, such as {alone[0]}"

@@ -12,9 +12,15 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.base import Family, ModelConfig
 from jaxserve.models.lora import LoraSlots
+from jaxserve.pallas_kernels import deterministic_backend, get_backend
 
 GPUS = frozenset({"cuda", "gpu"})
-DETERMINISTIC = {"xla_gpu_deterministic_ops": "true", "xla_gpu_autotune_level": "0"}
+MOST_DETERMINISTIC = 2  # devices: the order of two numbers does not matter to their sum
+DETERMINISTIC = {
+    "xla_gpu_deterministic_ops": True,
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,  # whose tiles are tiny where none are measured
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ def cached_in(platform: str, weights: DTypeLike, backend: str, *, hidden: bool) 
     return activations_in(platform, weights)
 
 
-def compiler_options(pool_format: Any, *, deterministic: bool = False) -> dict[str, str]:
+def compiler_options(pool_format: Any, *, deterministic: bool = False) -> dict[str, Any]:
     """XLA's options for a step over a pool of this format, or over hidden states placed so.
 
     On GPUs XLA counts the pool twice, as argument and as output, although it is donated. If the
@@ -82,5 +88,21 @@ def compiler_options(pool_format: Any, *, deterministic: bool = False) -> dict[s
     platforms = {device.platform for device in placed.device_set}
     if not platforms & GPUS:
         return {}
-    found = {"xla_disable_hlo_passes": "rematerialization"}
+    found: dict[str, Any] = {"xla_disable_hlo_passes": "rematerialization"}
     return found | (DETERMINISTIC if deterministic else {})
+
+
+def why_not_deterministic(backend: str, model: ModelConfig, tensor: int, read: str | None) -> str:
+    """Why there can be no deterministic step, which no row has a say in but its own; "" if there
+    can, or needs to be none."""
+    if get_backend(backend).batch_invariant:
+        return ""
+    if deterministic_backend(backend) is None:
+        return f"the attention kernels {backend} add up in an order that depends on the batch"
+    if not model.causal:
+        return "tokens of this model see those behind them, by operations that depend on the batch"
+    if tensor > MOST_DETERMINISTIC:
+        return f"more devices than {MOST_DETERMINISTIC} (mesh.tensor) add up in varying orders"
+    if read is not None:
+        return "hidden caches are read in an order that depends on the batch (cache.hidden_read)"
+    return ""

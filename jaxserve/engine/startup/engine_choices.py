@@ -22,7 +22,13 @@ from jaxserve.config import (
 )
 from jaxserve.engine.device.buckets import ALWAYS, ASKED, NEVER, Buckets, make_buckets
 from jaxserve.engine.device.sampling_state import MAX_EOS
-from jaxserve.engine.device.step_model import GPUS, StepModel, activations_in, cached_in
+from jaxserve.engine.device.step_model import (
+    GPUS,
+    StepModel,
+    activations_in,
+    cached_in,
+    why_not_deterministic,
+)
 from jaxserve.engine.startup.model_options import (
     cached_whole,
     choose_dtype,
@@ -54,7 +60,6 @@ from jaxserve.pallas_kernels import (
     HIDDEN,
     KV,
     KernelShape,
-    deterministic_backend,
     dtype_named,
     get_backend,
     select_backend,
@@ -75,7 +80,6 @@ log = logging.getLogger(__name__)
 # Platforms whose steps with hidden rows are all made for as many as there may be: what a CPU would
 # save in steps fitted to few of them is little beside compiling twice as many.
 UNFITTED = frozenset({"cpu"})
-MOST_DETERMINISTIC = 2  # devices: the order of two numbers does not matter to their sum
 TABLES_GIB = 1  # of host memory, for what is kept of the requests
 
 
@@ -246,7 +250,7 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
     cached = _cached(config.cache.dtype, suits)
     _check_cache(jax.default_backend(), backend, cached, activations)
     kernels, width = get_backend(backend), blocks_a_plane(max_model_len, demand.block_size)
-    why_not = _not_deterministic(backend, model, tensor, read)
+    why_not = why_not_deterministic(backend, model, tensor, read)
     if config.engine.deterministic and why_not:
         raise ConfigError(f"engine.deterministic: {why_not}")
     # Where kernels are batch-invariant everything is deterministic as it is.
@@ -310,22 +314,6 @@ def _choose(config: Config, memory: tuple[str, int] | None, *, hidden: bool) -> 
         _sampling_defaults(config.model),
         why_not,
     )
-
-
-def _not_deterministic(backend: str, model: ModelConfig, tensor: int, read: str | None) -> str:
-    """Why there can be no deterministic step, which no row has a say in but its own; "" if there
-    can, or needs to be none."""
-    if get_backend(backend).batch_invariant:
-        return ""
-    if deterministic_backend(backend) is None:
-        return f"the attention kernels {backend} add up in an order that depends on the batch"
-    if not model.causal:
-        return "tokens of this model see those behind them, by operations that depend on the batch"
-    if tensor > MOST_DETERMINISTIC:
-        return f"more devices than {MOST_DETERMINISTIC} (mesh.tensor) add up in varying orders"
-    if read is not None:
-        return "hidden caches are read in an order that depends on the batch (cache.hidden_read)"
-    return ""
 
 
 def _cached(wanted: str, suits: jnp.dtype) -> jnp.dtype:
