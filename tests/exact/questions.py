@@ -62,7 +62,7 @@ class Question:
         if self.pooling is not None:
             return vector(stream).tobytes()
         stream.wait()
-        assert stream.reason is FinishReason.LENGTH, stream.last().error
+        assert stream.reason in (FinishReason.LENGTH, FinishReason.STOP), stream.last().error
         said: dict[int, tuple[list[int], list[Any], list[Any]]] = {}
         for output in stream.outputs:
             tokens, logprobs, of_prompt = said.setdefault(output.index, ([], [], []))

@@ -104,7 +104,7 @@ def test_prefixes_are_found_by_whom_they_suffice(embedder: Engine) -> None:
     first = {mode: vector(pool(embedder, text, params)) for mode, params in WHOLE.items()}
     for mode, params in WHOLE.items():
         stream = pool(embedder, text, params)
-        assert vector(stream) == pytest.approx(first[mode], abs=1e-5)
+        np.testing.assert_array_equal(vector(stream), first[mode])
         usage = stream.last().usage
         assert usage is not None
         assert (usage.cached_tokens > 0) == (mode == "lasttoken")
@@ -147,7 +147,9 @@ def test_whatever_becomes_of_the_cache(
         assert [stream.wait().tokens() for stream in begun] == texts
         for number, stream in enumerate(found):
             of = expected[kinds[number % len(kinds)]][number]
-            assert vector(stream) == pytest.approx(of, abs=1e-5)
+            # With hidden caches q, k and v are products of their own.
+            ends = 0 if running.info().hidden_read is None else 1e-5
+            np.testing.assert_allclose(vector(stream), of, rtol=0, atol=ends)
         if treatment == "preempted in chunks":
             usages = [stream.last().usage for stream in found]
             assert any(usage is not None and usage.preemptions for usage in usages)
@@ -221,7 +223,7 @@ def test_they_end_the_one_request(roomy: Engine, monkeypatch: pytest.MonkeyPatch
     good = vector(pool(roomy, fine, KINDS[1]))
     monkeypatch.setattr(Pooling, "deliver", broken)
     streams = [pool(roomy, fine, KINDS[1]), pool(roomy, bad, KINDS[1])]
-    assert vector(streams[0]) == pytest.approx(good, abs=1e-5)
+    np.testing.assert_array_equal(vector(streams[0]), good)
     failed = streams[1].wait().last()
     assert failed.finish_reason is FinishReason.ERROR and "NaN or infinite" in failed.error
 

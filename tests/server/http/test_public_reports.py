@@ -211,7 +211,7 @@ def test_logprobs_of_a_prompt_do_not_depend_on_what_was_found(door: Plain) -> No
     again = [each["logprobs"]["token_logprobs"] for each in reversed(both)]
     for first, second in zip(fresh, again, strict=True):
         assert len(first) == 41 and first[0] is second[0] is None
-        assert first[1:] == pytest.approx(second[1:], abs=1e-4)
+        assert first == second, "not to the last bit"
     assert answer(door, **fields | {"max_tokens": 0})["choices"][0]["text"] == "Once upon a time"
 
 
