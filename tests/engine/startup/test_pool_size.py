@@ -138,7 +138,7 @@ def test_another_number_of_blocks_compiles_nothing(
     compiled = []
 
     def warmup(self: JaxExecutor, progress: object, meet: object) -> None:
-        compiled.append((self.pool.shape, self._step))
+        compiled.append((self.pool.shape, self._steps))
         raise Stop
 
     monkeypatch.setattr(JaxExecutor, "warmup", warmup)

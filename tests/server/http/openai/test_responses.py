@@ -350,11 +350,12 @@ def test_what_closes_a_thought_has_no_logprobs(thinking: openai.OpenAI, engine: 
 
 def test_our_own_fields(client: openai.OpenAI, running: FakeEngine) -> None:
     own: Any = {"slo": {"ttft_ms": 500}, "tier": "best_effort", "seed": 3, "top_k": 5}
-    own |= {"cache_salt": "s", "request_id": "mine"}
+    own |= {"cache_salt": "s", "request_id": "mine", "deterministic": True}
     made = client.responses.create(model="fake", input="a", max_output_tokens=1, extra_body=own)
     request = running.requests[-1]
     assert (request.slo.ttft, request.tier, request.id) == (0.5, Tier.BEST_EFFORT, "mine")
     assert (request.sampling.seed, request.sampling.top_k, request.cache_salt) == (3, 5, "s")
+    assert request.sampling.deterministic
     assert made.service_tier == "flex"
     assert made.model_extra is not None and made.model_extra["slo"]["met"]
     made = client.responses.create(model="fake", input="a", service_tier="flex")
