@@ -60,9 +60,9 @@ soak: $(READY) ## a server under everything at once, for 2 minutes; ARGS=--minut
 	$(BIN)/jaxserve bench soak $(ARGS)
 
 # Its tests take longer than what counts as a hang, and to show where running threads are may crash.
-fuzz: $(READY) ## hostile strings and values over HTTP and gRPC, for an hour; MINUTES=5 for less
+fuzz: $(READY) ## hostile strings and values over HTTP and gRPC, and bits in any company, for an hour; MINUTES=5 for less
 	JAXSERVE_FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest -n 0 -o faulthandler_timeout=0 \
-		tests/server/http/openai/test_schema.py tests/server/test_fuzz.py $(ARGS)
+		tests/server/http/openai/test_schema.py tests/server/test_fuzz.py tests/exact/test_fuzz.py $(ARGS)
 
 scale-demo: $(VENV)/.ray ## two replicas of the model in the box on Ray Serve; ARGS="--replicas=4"
 	$(BIN)/python -m jaxserve.deploy.local.demo $(ARGS)

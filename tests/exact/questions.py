@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.output import FinishReason, TokenLogprobs
+from jaxserve.engine.output import FinishReason, Output, TokenLogprobs
 from jaxserve.sched.request import PoolingParams, PoolingType
 from tests.engine.harness import Stream, pool, send, vector
 
@@ -38,6 +38,7 @@ POOLING = (
     PoolingParams(PoolingType.MEAN, normalize=False, dimensions=7),
     PoolingParams(scored_token_ids=(7, 3, 7)),
 )
+WHOLE = (FinishReason.LENGTH, FinishReason.STOP)
 LENGTH = 12  # tokens of an answer
 
 
@@ -50,19 +51,24 @@ class Question:
     pooling: PoolingParams | None = None
     adapter: str = ""
 
-    def ask(self, on: Engine) -> Stream:
-        """Submits it."""
+    def ask(self, on: Engine, on_output: Callable[[Output], None] | None = None) -> Stream:
+        """Submits it. on_output: hears what is said of a text."""
         if self.pooling is not None:
             return pool(on, self.prompt, self.pooling, self.adapter)
         given = {"max_tokens": LENGTH, "ignore_eos": True, **self.sampling}
-        return send(on, self.prompt, adapter=self.adapter, **given)[1]
+        return send(on, self.prompt, on_output, adapter=self.adapter, **given)[1]
 
     def answer(self, stream: Stream) -> Any:
         """All that was said, with the bits of every number."""
         if self.pooling is not None:
             return vector(stream).tobytes()
         stream.wait()
-        assert stream.reason in (FinishReason.LENGTH, FinishReason.STOP), stream.last().error
+        assert stream.reason in WHOLE, stream.last().error
+        return self.said(stream)
+
+    def said(self, stream: Stream) -> dict[int, tuple[list[int], list[Any], list[Any]]]:
+        """By continuation what has been said so far: tokens, and bits of log-probabilities of these
+        and of the prompt's."""
         said: dict[int, tuple[list[int], list[Any], list[Any]]] = {}
         for output in stream.outputs:
             tokens, logprobs, of_prompt = said.setdefault(output.index, ([], [], []))
