@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxserve.models.base import Params
 
 _COMPILERS = ("jax", "jaxlib", "ml_dtypes", "numba", "llvmlite")
-_SOURCES = ("pallas_kernels", "models", "engine/device")  # what steps are traced from
+_SOURCES = ("pallas_kernels", "models", "weights", "engine/device")  # what steps are traced from
 # Fields of a blueprint that say how many rows, blocks and programs there are.
 _SIZES = {"buckets", "allocated_blocks", "moves_cache", "masked_sampling"}
 _DIGITS = 16
