@@ -69,7 +69,7 @@ def alone(engines: Engines) -> Texts:
 @pytest.fixture
 def one_executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Engines whose steps are the same have one executor, one engine after the other."""
-    made: dict[str, tuple[JaxExecutor, int]] = {}
+    made: dict[str, tuple[Any, ...]] = {}
     closed = JaxExecutor.close
 
     def built_once(served: Any, tensor: int, blueprint: Any, **more: Any) -> Any:
@@ -82,5 +82,5 @@ def one_executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(JaxExecutor, "close", lambda self: None)
     yield
     assert len(made) <= 5  # the models compared with, and with and without moves of caches
-    for executor, _ in made.values():
+    for executor, *_ in made.values():
         closed(executor)
