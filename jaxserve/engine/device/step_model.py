@@ -93,8 +93,17 @@ def compiler_options(pool_format: Any, *, deterministic: bool = False) -> dict[s
 
 
 def why_not_deterministic(backend: str, model: ModelConfig, tensor: int, read: str | None) -> str:
-    """Why there can be no deterministic step, which no row has a say in but its own; "" if there
-    can, or needs to be none."""
+    """Why there can be no deterministic step, which no row has a say in but its own.
+
+    Args:
+        backend: name of the attention kernels.
+        model: its shape.
+        tensor: devices that share each layer.
+        read: how hidden caches are read; None without them.
+
+    Returns:
+        The reason; "" if there can be one, or need be none.
+    """
     if get_backend(backend).batch_invariant:
         return ""
     if deterministic_backend(backend) is None:
