@@ -14,6 +14,8 @@ from llvmlite import binding as llvm
 
 from jaxserve.pallas_kernels.backends import KernelShape
 from jaxserve.pallas_kernels.cpu import attention, dots, hidden, low_rank, panels
+from jaxserve.pallas_kernels.cpu.amx import instructions
+from jaxserve.pallas_kernels.cpu.amx import products as amx_products
 from jaxserve.pallas_kernels.cpu.rowwise import gates, norms, rotary, weighted
 from jaxserve.pallas_kernels.cpu.rowwise.argmax import argmax
 from jaxserve.pallas_kernels.cpu.write import put_vectors
@@ -28,10 +30,21 @@ def _supports(kind: int, shape: KernelShape) -> str | None:
     return None
 
 
+def _products() -> tuple[Any, ...]:
+    """Kernels of products with weights [out, in]; the first that takes them is used."""
+    return (amx_products, dots) if instructions.usable() else (dots,)
+
+
+def _taking(takes: str, *given: Any, transposed: bool) -> Any:
+    """The first of them whose function of this name says that it takes what is given, or None."""
+    found = (one for one in _products() if getattr(one, takes)(*given, transposed=transposed))
+    return next(found, None)
+
+
 def _skinny_matmul(
     rows: int, weights: jax.Array, *, transposed: bool
 ) -> Callable[..., jax.Array] | None:
-    kernels = (dots, panels)
+    kernels = (*_products(), panels)
     return next(
         (one.skinny_matmul for one in kernels if one.takes(rows, weights, transposed=transposed)),
         None,
@@ -41,12 +54,13 @@ def _skinny_matmul(
 def _quantized_matmul(
     x: jax.ShapeDtypeStruct, q: Any, scale: Any, zero: Any, *, transposed: bool, dtype: Any
 ) -> Callable[..., jax.Array] | None:
-    taken = dots.takes_few_bits(x, q, scale, transposed=transposed)
-    return dots.few_bits_matmul if taken else None
+    found = _taking("takes_few_bits", x, q, scale, transposed=transposed)
+    return found and found.few_bits_matmul
 
 
 def _grouped_matmul(weights: Any, *, transposed: bool) -> Callable[..., jax.Array] | None:
-    return dots.grouped_matmul if dots.takes_groups(weights, transposed=transposed) else None
+    found = _taking("takes_groups", weights, transposed=transposed)
+    return found and found.grouped_matmul
 
 
 def _quantized_grouped_matmul(
@@ -56,8 +70,8 @@ def _quantized_grouped_matmul(
         jax.ShapeDtypeStruct(shape, given.dtype)
         for shape, given in (((1, x.shape[1]), x), (q.shape[1:], q), (scale.shape[1:], scale))
     )
-    taken = dots.takes_few_bits(one, own, of_own, transposed=transposed)
-    return dots.few_bits_grouped_matmul if taken else None
+    found = _taking("takes_few_bits", one, own, of_own, transposed=transposed)
+    return found and found.few_bits_grouped_matmul
 
 
 def _add_low_rank(a: Any) -> Callable[..., jax.Array] | None:
@@ -90,7 +104,8 @@ def _add_weighted(y: jax.Array) -> Callable[..., jax.Array] | None:
 
 
 def _built_for() -> str:
-    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+    products = " ".join(one.__name__ for one in _products())
+    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} {products}"
 
 
 BACKEND = dataclasses.replace(

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -44,15 +43,10 @@ def _widened(builder: Any, words: Any, bits: int, stream: int, form: int) -> Any
             number = vectors.of_float8(builder, builder.and_(place, _all(0xFF)))
             halves.append(builder.bitcast(number, _WORDS))
         return builder.or_(builder.lshr(halves[0], _all(16)), halves[1])
-    if bits == 4 and pairs.has_pairs():  # a table, of which the lower 5 bits choose an entry
-        numbers = [(n - 16 * (n > 7)) for n in range(16)] * 2
-        table = [int(np.float32(number).view(np.uint32)) >> 16 for number in numbers]
+    if bits == 4 and pairs.has_pairs():
         places = builder.bitcast(words, _HALVES)
         places = builder.lshr(places, ir.Constant(_HALVES, [4 * stream] * 2 * vectors.LANES))
-        kind = ir.FunctionType(_HALVES, [_HALVES, _HALVES])
-        name = "llvm.x86.avx512.permvar.hi.512"
-        choose = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.bitcast(builder.call(choose, [ir.Constant(_HALVES, table), places]), _WORDS)
+        return pairs.numbers_of_4_bits(builder, builder.bitcast(places, _WORDS))
     sign = 1 << (bits - 1)
     words = builder.xor(words, _all(sum(sign << place for place in range(0, 32, bits))))
     halves = []

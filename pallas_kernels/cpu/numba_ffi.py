@@ -21,7 +21,7 @@ import hashlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -124,6 +124,31 @@ def _call(_: Any, function: Any, argument: Any) -> Any:
         return builder.call(builder.inttoptr(args[0], kind), [args[1]])
 
     return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _flush_denormals(_: Any) -> Any:
+    """Has this thread take denormal numbers for 0, as XLA's own do, so that a share comes to the
+    same in each."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word, module = ir.IntType(32), builder.module
+        if llvm.get_process_triple().startswith(("x86", "i686")):
+            kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t])
+            place = cgutils.alloca_once(builder, word)
+            at = builder.bitcast(place, cgutils.voidptr_t)
+            builder.call(cgutils.get_or_insert_function(module, kind, "llvm.x86.sse.stmxcsr"), [at])
+            flags = builder.or_(builder.load(place), ir.Constant(word, 0x8040))  # results, operands
+            builder.store(flags, place)
+            builder.call(cgutils.get_or_insert_function(module, kind, "llvm.x86.sse.ldmxcsr"), [at])
+        elif llvm.get_process_triple().startswith(("aarch64", "arm64")):
+            get, put = ir.FunctionType(_WORD, []), ir.FunctionType(ir.VoidType(), [_WORD])
+            get = cgutils.get_or_insert_function(module, get, "llvm.aarch64.get.fpcr")
+            put = cgutils.get_or_insert_function(module, put, "llvm.aarch64.set.fpcr")
+            builder.call(put, [builder.or_(builder.call(get, []), ir.Constant(_WORD, 1 << 24))])
+        return context.get_dummy_value()
+
+    return types.none(), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -239,6 +264,7 @@ def _dismiss_helpers(helpers: int, block: int) -> None:
 
 def _help(place: int) -> int:
     """A helper's life. place: address of its part of memory."""
+    _flush_denormals()
     looked = 0
     while True:
         block = _load(place)
@@ -378,7 +404,11 @@ def compiled_once(target: Callable[..., str]) -> Callable[..., str]:
 
 
 def register(
-    name: str, plan: Callable[[Any], Any], share: Callable[[Any, int, int], None], *files: str
+    name: str,
+    plan: Callable[[Any], Any],
+    share: Callable[[Any, int, int], None],
+    *files: str,
+    parts: Iterable[Any] = (),
 ) -> str:
     """Makes a kernel the target of `jax.ffi.ffi_call` of this name on CPUs. It is compiled now, or
     read from numba's cache on disk.
@@ -390,12 +420,14 @@ def register(
         share: (operands, that address, number of the share), computes one share. Jitted; may close
             over numbers only.
         *files: Source files of the code.
+        parts: Jitted functions that these two call and that are made for this kernel alone.
 
     Returns:
         The name.
     """
     symbol, code = f"{name}_task", digest(*files)
-    for part, function in ((plan, "plan"), (share, "share")):
+    named = {"plan": plan, "share": share, **{one.__name__: one for one in parts}}
+    for function, part in named.items():
         _own_name(part, f"{name}_{function}")
     _start_helpers()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
@@ -64,6 +65,29 @@ def add_products(builder: Any, x: Any, weights: Any, total: Any) -> Any:
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     dot = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(dot, [total, *(builder.bitcast(one, _PAIRS) for one in (x, weights))])
+
+
+def rounded(builder: Any, low: Any, high: Any) -> Any:
+    """Two vectors of float32 as 32 numbers of bfloat16 in order, a vector of words; denormals as
+    0."""
+    kind = ir.FunctionType(_PAIRS, [_SUMS, _SUMS])
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.bitcast(builder.call(function, [high, low]), vectors.WORDS)
+
+
+def numbers_of_4_bits(builder: Any, words: Any) -> Any:
+    """The numbers in the 4 lower bits of each 16 of a vector of words, as bfloat16 in words. By a
+    table, of which the lower 5 bits choose an entry."""
+    numbers = [(n - 16 * (n > 7)) for n in range(16)] * 2
+    table = [int(np.float32(number).view(np.uint32)) >> 16 for number in numbers]
+    kind = ir.FunctionType(_HALVES, [_HALVES, _HALVES])
+    name = "llvm.x86.avx512.permvar.hi.512"
+    choose = cgutils.get_or_insert_function(builder.module, kind, name)
+    places = builder.bitcast(words, _HALVES)
+    return builder.bitcast(
+        builder.call(choose, [ir.Constant(_HALVES, table), places]), vectors.WORDS
+    )
 
 
 def _constant(value: int) -> Any:

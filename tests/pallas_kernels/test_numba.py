@@ -21,6 +21,7 @@ from hypothesis import given, settings
 
 from jaxserve.pallas_kernels import AttentionBatch, has_skinny_matmul, skinny_matmul
 from jaxserve.pallas_kernels.cpu import attention, dots, numba_ffi
+from jaxserve.pallas_kernels.cpu.amx import instructions, products
 from jaxserve.pallas_kernels.cpu.pairs import has_pairs, has_vectors
 from tests.pallas_kernels import edges
 from tests.pallas_kernels.batches import Shape, make_batch, steps
@@ -169,6 +170,14 @@ def test_helpers_help_whoever_calls() -> None:
     assert call(0)
 
 
+def test_denormals_are_zero_in_all_threads() -> None:
+    """As in XLA's, whoever computes a share."""
+    x, q = jnp.full((64, 64), 2.0**-8, jnp.bfloat16), jnp.ones((4096, 64), jnp.int8)
+    product = jax.jit(dots.few_bits_matmul)
+    for _ in range(20):
+        assert (np.asarray(product(x, q, jnp.full((4096, 1), 2.0**-126), None)) == 0).all()
+
+
 def test_what_is_kept_belongs_to_a_jaxlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where the functions are that XLA offers is in the machine code."""
     before = numba_ffi.digest()
@@ -187,15 +196,18 @@ def test_parts_of_kernels_have_names_of_their_own(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: None)
     register, names = numba_ffi.register, []
 
-    def seen(name: str, plan: Any, share: Any, *files: str) -> str:
-        register(name, plan, share, *files)
-        names.extend(part.py_func.__qualname__ for part in (plan, share))
+    def seen(name: str, plan: Any, share: Any, *files: str, parts: Any = ()) -> str:
+        register(name, plan, share, *files, parts=parts)
+        names.extend(part.py_func.__qualname__ for part in (plan, share, *parts))
         return name
 
     monkeypatch.setattr(numba_ffi, "register", seen)
     for bits, parts in ((4, 4), (8, 2), (8, 0)):
         inspect.unwrap(dots.target)(bits=bits, parts=parts, zeros=False)
-    assert len(set(names)) == len(names) == 6
+    monkeypatch.setattr(instructions, "usable", lambda: True)
+    for bits in (4, 8):
+        inspect.unwrap(products.target)(bits=bits)
+    assert len(set(names)) == len(names) == 3 * 2 + 2 * 7
 
 
 USES = """

@@ -24,6 +24,7 @@ from jaxserve.models.fused import fused_specs
 from jaxserve.models.quantized import parse_quantization
 from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import make_pool, pool_format
+from jaxserve.pallas_kernels.cpu.amx import instructions
 from jaxserve.pallas_kernels.cpu.pairs import has_pairs
 from tests.compiling import OPTIMISED
 from tests.engine.harness import SAMPLING, SCARCE, SHAPES, engine, generate, prompts, write_shape
@@ -46,6 +47,8 @@ LAYOUTS = {
 }
 LIBRARY = "__ynn_fusion"
 PANELS, DOTS = ("jaxserve_panels", "jaxserve_dots") if has_pairs() else (LIBRARY, LIBRARY)
+if instructions.usable():
+    DOTS = "jaxserve_amx"
 # What multiplies weights [in, out] in a step, and the table, [out, in]; with chunks the table has
 # the last tokens of 8 rows only.
 KERNELS = {

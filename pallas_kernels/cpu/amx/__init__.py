@@ -1,0 +1,1 @@
+"""Products on AMX, Intel's matrix units, compiled by numba."""
