@@ -225,12 +225,13 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    both_ways: bool = False,
     decode_only: bool,
     plan: Any = None,
     backend: str = "xla",
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """Causal attention of the step's KV rows over their cached context.
+    """Attention of the step's KV rows over their cached context.
 
     PagedAttention (Kwon et al. 2023, section 4.1) with the running softmax of FlashAttention (Dao
     et al. 2022, section 3.1). Tokens attend to themselves too, so `write` them first. Query head h
@@ -246,6 +247,8 @@ def paged_attention(
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
         sinks: [num_heads], one more score of each head in its softmax, which has no value (as
             the learned sinks of Xiao et al. 2023, section 3.3); None for none.
+        both_ways: Tokens see all of the context, of a window also those behind them; else it is
+            causal. Only where `Backend.both_ways`.
         decode_only: T == R, and token i is row i's only token.
         plan: From `plan_attention`; None to make it here.
         backend: As for `get_backend`.
@@ -268,7 +271,9 @@ def paged_attention(
     if plan is None:
         masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
         plan = plan_attention(pool, batch, q.shape[1], backend=backend, mesh=mesh, **masks)
-    scoring = Scoring(scale, sliding_window, soft_cap)
+    if both_ways and not get_backend(backend).both_ways:
+        raise ValueError(f"both_ways: {backend} has no such attention")
+    scoring = Scoring(scale, sliding_window, soft_cap, both_ways)
     attend = partial(get_backend(backend).attend, scoring=scoring, decode_only=decode_only)
 
     def shard(sinks: jax.Array | None, *arguments: Any) -> jax.Array:

@@ -23,11 +23,13 @@ class Scoring:
         scale: Factor of the products.
         sliding_window: Positions that a token sees, its own included; None for all.
         soft_cap: Bound of tanh capping; None for no cap.
+        both_ways: Whether tokens see those behind them, too, of the step's context.
     """
 
     scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
+    both_ways: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +146,7 @@ class Backend:
             has none. None: the backend has no such kernels.
         built_for: () -> the processor and the instructions that its kernels are compiled for. None:
             nothing but the kind of device says it.
+        both_ways: `attend` takes such scoring.
         decode_group: Rows that decodes read together, sorted by length: each costs what the longest
             does.
         decode_chunk: Tokens of K and V that such a group reads at once, about.
@@ -177,6 +180,7 @@ class Backend:
     gated: Callable[..., Callable[..., jax.Array] | None] | None = None
     add_weighted: Callable[[jax.Array], Callable[..., jax.Array] | None] | None = None
     built_for: Callable[[], str] | None = None
+    both_ways: bool = False
     decode_group: int = 1
     decode_chunk: int = 1
 

@@ -64,7 +64,8 @@ def paged_attention(
         target(q.shape[2], pool.dtype.name),
         jax.ShapeDtypeStruct(q.shape, jnp.float32),
     )
-    ints = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.int32(scoring.sliding_window or 0)])
+    masks = scoring.sliding_window or 0, scoring.both_ways
+    ints = jnp.stack([jnp.asarray(layer, jnp.int32), *map(jnp.int32, masks)])
     values, scales = (pool.values, (pool.scales,)) if isinstance(pool, ScaledPool) else (pool, ())
     floats = jnp.array([scoring.scale, scoring.soft_cap or 0], jnp.float32)
     if sinks is None:
@@ -91,9 +92,9 @@ def target(head_dim: int, dtype: str) -> str:
     """The name of the kernel for heads of this width, compiled if it is the first time.
 
     Operands: q [T, H, D], float32; pool [L, B, K, S, D], of a dtype of `NUMBERS`; of
-    `AttentionBatch`: tables, context_lens,
-    query_start, query_lens, direction, kind, token_row; int32 [2]: layer, sliding_window (0: none);
-    float32 [2 + H]: scale, soft_cap (0: none), sinks (`NO_SINK`: none); of an int8 pool its scales,
+    `AttentionBatch`: tables, context_lens, query_start, query_lens, direction, kind, token_row;
+    int32 [3]: layer, sliding_window (0: none), whether tokens see those behind them; float32
+    [2 + H]: scale, soft_cap (0: none), sinks (`NO_SINK`: none); of an int8 pool its scales,
     float32 [L, B, K, S].
     Result: [T, H, D].
     """
@@ -177,6 +178,7 @@ def _share(
     floats = carray(data(given[_FLOATS]), (2 + heads,), np.float32)
     out = carray(data(result), (tokens, heads, head_dim), np.float32)
     layer, window = pool[ints[0]], ints[1]
+    ahead = max(lens.max(), 1) if ints[2] != 0 else 0
     layer_scales = None if scales is None else scales[ints[0]]
     scale, cap, sinks = floats[0], floats[1], floats[2:]
     group = heads // kv_heads
@@ -193,6 +195,6 @@ def _share(
         for h in range(head, head + count_heads):
             attend(
                 out, q, layer, layer_scales, tables[row], h, sides[row], start[row] + first, count,
-                position, scale, window, cap, sinks, head_dim, memory,
+                position, lens[row], ahead, scale, window, cap, sinks, head_dim, memory,
             )  # fmt: skip
     free(memory)

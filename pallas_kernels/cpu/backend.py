@@ -127,6 +127,7 @@ BACKEND = dataclasses.replace(
     add_low_rank=_add_low_rank,
     adds_minimums=True,
     batch_invariant=True,
+    both_ways=True,
     norm=_norm,
     log_sum_exp=norms.log_sum_exp,
     angles=rotary.angles,

@@ -57,8 +57,8 @@ def _floats(address: int, rows: int, columns: int) -> Any:
 @njit(**INLINE)
 def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a function of its own
     out: Any, q: Any, layer: Any, scales: Any, table: Any, head: int, side: int, token: int,
-    count: int, position: int, scale: float, window: int, cap: float, sinks: Any, head_dim: int,
-    memory: Any,
+    count: int, position: int, context: int, ahead: int, scale: float, window: int, cap: float,
+    sinks: Any, head_dim: int, memory: Any,
 ) -> None:  # fmt: skip
     """Attention of one or several tokens of a row, for the query heads of one KV head.
 
@@ -73,6 +73,8 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
         token: Index of the first token in q.
         count: Number of tokens.
         position: Position of the first token.
+        context: Tokens of the row that are cached.
+        ahead: How many of those behind it a token sees; 0: it is causal.
         scale: Factor of the queries.
         window: Sliding window; 0 for none.
         cap: Soft cap; 0 for none.
@@ -104,8 +106,11 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
             sums[m, d] = np.float32(0)
     in_place = queries <= FEW and width == head_dim and size % LANES == 0
     low = max(0, position - window + 1) if window > 0 else 0
-    for first in range(low // CHUNK * CHUNK, position + count, CHUNK):
-        begin, end = max(first, low), min(first + CHUNK, position + count)
+    if window > 0:
+        ahead = min(ahead, window - 1)
+    high = min(position + count + ahead, context)
+    for first in range(low // CHUNK * CHUNK, high, CHUNK):
+        begin, end = max(first, low), min(first + CHUNK, high)
         if not in_place:
             _in_order(layer, table, head, side, first, begin, end, keys, values, head_dim)
         if scales is not None:
@@ -113,7 +118,7 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
         for m in range(queries):
             at = position + m // group
             lower = max(begin, at - window + 1) - first if window > 0 else 0
-            upper = min(end, at + 1) - first
+            upper = min(end, at + 1 + ahead) - first
             if lower >= upper:  # it sees nothing of this chunk
                 continue
             for j in range(lower // LANES * LANES, upper, LANES):

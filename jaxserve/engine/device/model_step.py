@@ -33,6 +33,7 @@ from jaxserve.models.lora import BASE, Adapters, with_adapters
 from jaxserve.pallas_kernels import (
     Pool,
     deterministic_backend,
+    get_backend,
     paged_attention,
     plan_attention,
     plan_write,
@@ -114,7 +115,10 @@ def _model_step(
         window: plan_attention(pool, batch, config.num_heads, sliding_window=window, **options)
         for window in (config.windows if layout.kv else ())
     }
-    scoring = {"scale": config.attn_scale, "soft_cap": config.soft_cap}
+    scoring: dict[str, Any] = {"scale": config.attn_scale, "soft_cap": config.soft_cap}
+    dense = not (config.causal or get_backend(model.backend).both_ways)
+    if not (config.causal or dense):
+        scoring["both_ways"] = True
     puts = plan_write(pool, batch, hidden=how is not None, backend=model.backend)
     rows = hidden_rows(pool, batch, model, layout) if layout.hidden else None
 
@@ -137,7 +141,7 @@ def _model_step(
     tokens = _feed(fields, newest.last_token)
     rows_of = fields["token_row"]
     attention: Attend = attend
-    if not config.causal:  # prompts are whole, and nobody reads their cache
+    if dense:  # prompts are whole, and nobody reads their cache
         attention = attend_both_ways(config, rows_of, positions(fields))
     inputs = StepInputs(tokens, positions(fields), rows_of, rows_of < fields["slots"].shape[0])
     pool, x = forward(

@@ -74,6 +74,8 @@ def test_vectors_of_texts_beside_each_other(embedder: Engine) -> None:
     for mode, each in streams.items():
         vectors = np.stack([vector(stream) for stream in each])
         assert vectors == pytest.approx(np.tile(found[mode], (3, 1)), abs=1e-5)
+        alone = [vector(pool(embedder, text, PoolingParams(WHOLE[mode]))) for text in texts]
+        np.testing.assert_array_equal(vectors, np.tile(alone, (3, 1)))
 
 
 def test_nothing_is_found_of_another_text_that_begins_alike(embedder: Engine) -> None:

@@ -142,6 +142,7 @@ def softmax(
     sliding_window: int = TOKENS,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    both_ways: bool = False,
 ) -> np.ndarray:
     """What attention makes of a request whose cache has this dtype, by NumPy in float64."""
     shared = HEADS // one.k.shape[1]
@@ -153,7 +154,8 @@ def softmax(
     if soft_cap is not None:
         found = soft_cap * np.tanh(found / soft_cap)
     behind = np.subtract.outer(np.arange(TOKENS), np.arange(TOKENS))
-    weights = np.where((behind >= 0) & (behind < sliding_window), np.exp(found), 0)
+    seen = (behind >= 0) | both_ways
+    weights = np.where(seen & (np.abs(behind) < sliding_window), np.exp(found), 0)
     total = weights.sum(axis=-1)
     if sinks is not None:
         total += np.exp(np.asarray(sinks, np.float64))[:, None]
@@ -186,6 +188,19 @@ def test_company_and_chunks(dtype: str, head_dim: int) -> None:
         mirrored = dataclasses.replace(first, direction=RIGHT)
         small = Steps([mirrored, *others], dtype, block_size=8, **options)
         np.testing.assert_array_equal(small.all([5, 100, 45], beside=40), alone)
+
+
+@pytest.mark.parametrize("window", [None, 37])
+def test_tokens_that_see_those_behind_them(window: int | None) -> None:
+    options: dict[str, Any] = {"both_ways": True} | ({"sliding_window": window} if window else {})
+    first, *others = (request(10 * i, 2, 24) for i in range(3))
+    alone = Steps([first], "float32", **options).all([TOKENS])
+    expected = softmax(first, "float32", **options)
+    np.testing.assert_allclose(alone.view(np.float32), expected, rtol=1e-4, atol=1e-5)
+    company = Steps([first, *others], "float32", **options)
+    np.testing.assert_array_equal(company.all([TOKENS], beside=70), alone)
+    with pytest.raises(ValueError, match="both_ways: xla has no such attention"):
+        Steps([first], "float32", **options, backend="xla").all([TOKENS])
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), POOLS)
