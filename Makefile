@@ -21,8 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # the end are short.
 WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 # What compiles no step, serves nobody and starts no other process, but for a moment.
-UNIT := tests/sched tests/server/requests tests/engine/text \
-	--ignore=tests/sched/simulation --ignore=tests/sched/optimal
+UNIT := tests/sched tests/server/requests tests/engine/text
 
 # A Python 3.12 that runs, for jax 0.12: on the PATH, where pyenv's own may be an empty shell, or
 # pyenv's.

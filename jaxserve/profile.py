@@ -33,11 +33,11 @@ from jaxserve.machine import machine, versions
 from jaxserve.sched.cost.cost_model_fit import Fit, FitError, Sample, fit
 from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.padding import Padding
+from jaxserve.sched.cost.profiles import System
 from jaxserve.sched.cost.saturation import flat_from
 from jaxserve.sched.cost.served_steps import ServedSteps, fit_host
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import Request, SamplingParams
-from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.server.startup import launch
 from jaxserve.writable import check_file
 

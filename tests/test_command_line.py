@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve import __version__, keys, optimal, policies
-from jaxserve.advise import cli as advise
+from jaxserve import __version__, keys, policies
 from jaxserve.bench import cli as bench
 from jaxserve.client import cli as client
 from jaxserve.command_line import Parser, exit_code, run
-from jaxserve.simulate import cli as simulate
+from jaxserve.simulator.advise import cli as advise
+from jaxserve.simulator.optimal import cli as optimal
+from jaxserve.simulator.simulate import cli as simulate
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxserve"

@@ -20,12 +20,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from jaxserve.sched.request import NO_CLASS
-from jaxserve.sched.simulation.results import SimulationResult
-from jaxserve.sched.simulation.simulator import simulate
-from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.slo_columns import SloColumns
-from jaxserve.sched.workloads.lengths import sampler
-from jaxserve.sched.workloads.workload import Workload, gamma_arrivals
+from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.simulator import simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.lengths import sampler
+from jaxserve.simulator.workloads.workload import Workload, gamma_arrivals
 
 BEGIN, SECONDS, RATE, COUNT, TOKENS = 12.0, 1.0, 5.0, 120, 4096
 TTFT, TBT = 1.0, 0.2

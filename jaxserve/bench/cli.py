@@ -34,7 +34,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxserve import workload_flags
 from jaxserve.bench import runs
 from jaxserve.bench.command import BenchParser
 from jaxserve.bench.load_target import BenchError, EngineTarget, ServerTarget, Target
@@ -44,10 +43,11 @@ from jaxserve.command_line import Parser, tell
 from jaxserve.config import Config, ConfigError
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.machine import machine, versions
-from jaxserve.sched.simulation.recording.recording import RecordingError
-from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.sched.workloads.workload import WorkloadError
+from jaxserve.sched.recording import RecordingError
 from jaxserve.server.startup.launch import UsageError
+from jaxserve.simulator import workload_flags
+from jaxserve.simulator.workloads.specs import WorkloadSpec
+from jaxserve.simulator.workloads.workload import WorkloadError
 
 INPUT_LEN, OUTPUT_LEN = 128, 64
 MEASURED = {

@@ -40,8 +40,8 @@ from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.machine import machine, versions
 from jaxserve.progress import Show
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
+from jaxserve.sched.cost.profiles import System
 from jaxserve.sched.request import Request, SamplingParams
-from jaxserve.sched.simulation.systems.profiles import System
 
 CONTEXTS, ROWS = (1024, 16384, 131072), (1, 32)
 BLOCK_SIZE, CHUNK = 16, 512

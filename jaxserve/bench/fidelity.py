@@ -33,11 +33,11 @@ from jaxserve.command_line import tell
 from jaxserve.config import Config
 from jaxserve.machine import machine, versions
 from jaxserve.profile import build, host_ms
-from jaxserve.sched.simulation.recording import replay
-from jaxserve.sched.simulation.recording.replay import Recording
-from jaxserve.sched.simulation.results import SimulationResult
-from jaxserve.sched.workloads.prefixes import NO_PREFIX, Prefixes
-from jaxserve.sched.workloads.workload import (
+from jaxserve.simulator import replay
+from jaxserve.simulator.replay import Recording
+from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.workloads.prefixes import NO_PREFIX, Prefixes
+from jaxserve.simulator.workloads.workload import (
     Lengths,
     Workload,
     all_at_once,

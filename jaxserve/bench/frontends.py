@@ -28,8 +28,8 @@ from jaxserve.bench.command import BenchParser
 from jaxserve.bench.interleaved import in_turns
 from jaxserve.bench.load_target import BenchError, EngineTarget
 from jaxserve.command_line import tell
-from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
+from jaxserve.simulator.group_table import aligned
 
 ALONE, DOORS = "engine alone", ("gRPC", "HTTP")
 Measure = Callable[[str, dict[str, Any]], dict[str, Any]]

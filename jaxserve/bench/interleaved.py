@@ -21,11 +21,11 @@ from jaxserve.config import Config
 from jaxserve.machine import machine, versions
 from jaxserve.profile import build
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.simulation.recording import replay
-from jaxserve.sched.simulation.recording.replay import Recording
-from jaxserve.sched.simulation.results import SimulationResult
-from jaxserve.sched.workloads.workload import Workload
 from jaxserve.server.startup.launch import UsageError
+from jaxserve.simulator import replay
+from jaxserve.simulator.replay import Recording
+from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.workloads.workload import Workload
 
 if TYPE_CHECKING:  # jax takes seconds, and a wrong command line should answer at once
     from jaxserve.engine.engine import Engine

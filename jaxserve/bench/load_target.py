@@ -20,8 +20,8 @@ from jaxserve.engine.stats import EngineInfo
 from jaxserve.sched.request import NO_CLASS, SLO, Request, SamplingParams, Tier
 from jaxserve.sched.slo.metrics import Times
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
-from jaxserve.sched.workloads.workload import Workload
 from jaxserve.server.requests.engine_client import EngineClient
+from jaxserve.simulator.workloads.workload import Workload
 
 NO_SLO = SLO()
 clock = time.monotonic

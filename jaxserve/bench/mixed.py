@@ -31,14 +31,14 @@ from jaxserve.bench.command import on_machine, served_by
 from jaxserve.bench.load_target import EngineTarget, serve_all
 from jaxserve.config import Config
 from jaxserve.engine.stats import StepRecorder, StepStats
-from jaxserve.group_table import aligned
 from jaxserve.sched.request import Tier
-from jaxserve.sched.simulation.recording import replay
-from jaxserve.sched.simulation.recording.replay import Recording
-from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.slo.slo_columns import SloColumns
-from jaxserve.sched.workloads.lengths import sampler
-from jaxserve.sched.workloads.workload import Lengths, Workload, poisson_arrivals
+from jaxserve.simulator import replay
+from jaxserve.simulator.group_table import aligned
+from jaxserve.simulator.replay import Recording
+from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.workloads.lengths import sampler
+from jaxserve.simulator.workloads.workload import Lengths, Workload, poisson_arrivals
 
 POLICIES = ("bros", "round_robin", "vllm", "priority")
 BATCH_PROMPT, BATCH_OUTPUT = (512, 1024), (32, 128)  # tokens, before they are scaled

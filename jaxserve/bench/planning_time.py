@@ -26,7 +26,6 @@ import numpy as np
 
 from jaxserve.bench.command import BenchParser, policy_names
 from jaxserve.command_line import tell
-from jaxserve.group_table import aligned
 from jaxserve.sched.cache.block_sizes import blocks_for, tokens_in
 from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
@@ -34,8 +33,9 @@ from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.state.request_table import State
+from jaxserve.simulator.group_table import aligned
+from jaxserve.simulator.systems.systems import system
 
 CANDIDATES = (50, 100, 200, 400, 800, 1600)
 REPEATS = 50

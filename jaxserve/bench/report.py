@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.bench.command import on_machine, served_by
-from jaxserve.group_table import group_lines
+from jaxserve.simulator.group_table import group_lines
 
 LABELS = {
     "output_tokens_per_s": "output tokens/s",

@@ -13,7 +13,7 @@ from jaxserve.bench import load_target
 from jaxserve.engine.stats import StepStats
 from jaxserve.sched.request import Rule
 from jaxserve.sched.slo.metrics import load_metrics, summarise
-from jaxserve.sched.workloads.workload import Workload, all_at_once, fixed_lengths
+from jaxserve.simulator.workloads.workload import Workload, all_at_once, fixed_lengths
 
 
 def throughput(

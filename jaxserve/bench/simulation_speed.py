@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.bench.command import BenchParser, policy_names
-from jaxserve.sched.simulation.dispatch import COMPILING
-from jaxserve.sched.simulation.simulator import SimulationError, simulate
-from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.sched.workloads.workload import Workload
+from jaxserve.simulator.dispatch import COMPILING
+from jaxserve.simulator.simulator import SimulationError, simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.specs import WorkloadSpec
+from jaxserve.simulator.workloads.workload import Workload
 
 SYSTEM, KV_TOKENS, MAX_BATCH_TOKENS = "llama-3-70b@4xa100", 100_000, 16_384
 DRAWN = WorkloadSpec("sharegpt", num_requests=19_366, arrivals="poisson", rate=5.4)
@@ -37,7 +37,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = BenchParser("simulate", description=__doc__)
     add = parser.add_argument
     add("--policies", help="names, separated by commas (all of them)")
-    add("--workload", help="a trace, or another workload of jaxserve.simulate")
+    add("--workload", help="a trace, or another workload of jaxserve.simulator.simulate")
     parser.number("num_requests", None, "how many, or the first so many of a trace")
     add("--ways", default=",".join(WAYS), help="compiled, python or both (%(default)s)")
     args: argparse.Namespace = parser.parse_args(argv)

@@ -35,15 +35,15 @@ import numpy as np
 from jaxserve.bench import interleaved, runs
 from jaxserve.bench.command import on_machine, served_by
 from jaxserve.bench.load_target import EngineTarget, Target
-from jaxserve.group_table import group_lines
-from jaxserve.sched.simulation.recording import replay
-from jaxserve.sched.simulation.recording.replay import Recording
 from jaxserve.sched.slo.metrics import load_metrics
 from jaxserve.sched.slo.slo_columns import SloColumns
-from jaxserve.sched.workloads.lengths import DATA_SETS, sampler
-from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, poisson_arrivals
 from jaxserve.server.startup.launch import UsageError
-from jaxserve.simulate import spread
+from jaxserve.simulator import replay
+from jaxserve.simulator.group_table import group_lines
+from jaxserve.simulator.replay import Recording
+from jaxserve.simulator.simulate import spread
+from jaxserve.simulator.workloads.lengths import DATA_SETS, sampler
+from jaxserve.simulator.workloads.workload import Lengths, Workload, all_at_once, poisson_arrivals
 
 POLICIES = ("goodput", "accelgen:long=160", "sarathi", "vllm", "edf")
 MIX = {"alpaca": 0.325, "sharegpt": 0.325, "bookcorpus": 0.35}  # shares of the requests

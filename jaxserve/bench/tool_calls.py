@@ -26,8 +26,8 @@ from jaxserve.bench.command import BenchParser
 from jaxserve.bench.interleaved import in_turns
 from jaxserve.bench.load_target import BenchError
 from jaxserve.command_line import tell
-from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
+from jaxserve.simulator.group_table import aligned
 
 PLAIN, AS_LONG = "no tools", "no tools, as long"
 FRESH, CACHED = "fresh", "cached"

@@ -16,8 +16,8 @@ from jaxserve.compile_check.analysis.ptx import KernelUse
 from jaxserve.compile_check.case import Sizes
 from jaxserve.compile_check.check import Checked
 from jaxserve.compile_check.compiling import COMPILED, NOT_CHECKED, Result
-from jaxserve.group_table import markdown
 from jaxserve.pallas_kernels import default_block_size
+from jaxserve.simulator.group_table import markdown
 
 GIB = 1 << 30
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")

@@ -1,6 +1,6 @@
 """Records what is served, for `jaxserve simulate --replay`.
 
-The format is in `sched/simulation/recording/recording.py`. The engine thread only puts events into
+The format is in `sched/recording.py`. The engine thread only puts events into
 a queue; a separate thread writes them, so that serving never waits for a disk. Recordings show when
 requests came and how much they asked for, so only their owner can read the files.
 """
@@ -20,8 +20,8 @@ from jaxserve.config import ConfigError
 from jaxserve.engine.shared_prefixes import SharedPrefixes
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.file_lock import lock, private
+from jaxserve.sched import recording
 from jaxserve.sched.request import Request
-from jaxserve.sched.simulation.recording import recording
 from jaxserve.writable import check_file
 
 log = logging.getLogger(__name__)

@@ -5,20 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from jaxserve.sched.simulation.systems.hardware import MODELS, Model
-
-# The simulator knows the others.
-_SHAPES = MODELS | {
-    "opt-350m": Model(24, 1024, 4096, 16, 16, 64, 50272, gated=False, rotary=False),
-    "opt-2.7b": Model(32, 2560, 10240, 32, 32, 80, 50272, gated=False, rotary=False),
-    "llama-3.1-8b": MODELS["llama-3-8b"],
-    "llama-3.1-70b": MODELS["llama-3-70b"],
-    "qwen2.5-0.5b": Model(24, 896, 4864, 14, 2, 64, 151936),
-    "qwen2.5-7b": MODELS["qwen2-7b"],
-    "qwen2.5-32b": Model(64, 5120, 27648, 40, 8, 128, 152064),
-    "qwen3-0.6b": Model(28, 1024, 3072, 16, 8, 128, 151936),
-    "qwen3-8b": Model(36, 4096, 12288, 32, 8, 128, 151936),
-}
+from jaxserve.sched.cost.model_shapes import MODELS
 
 _LLAMA_3: dict[str, Any] = {
     "max_position_embeddings": 8192,
@@ -154,14 +141,14 @@ _ROTARY: dict[str, dict[str, Any]] = {
 
 def preset_names() -> list[str]:
     """The names that `preset` knows, in alphabetical order."""
-    return sorted(_SHAPES)
+    return sorted(MODELS)
 
 
 def preset(name: str) -> dict[str, Any]:
     """The config.json of a known model's shape, as a new dict; ValueError lists the names."""
-    if name not in _SHAPES:
+    if name not in MODELS:
         raise ValueError(f"model.preset {name!r} is not known (known: {', '.join(preset_names())})")
-    shape = _SHAPES[name]
+    shape = MODELS[name]
     config = {
         "vocab_size": shape.vocab,
         "num_hidden_layers": shape.layers,

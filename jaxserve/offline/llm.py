@@ -24,7 +24,7 @@ from jaxserve.config import Config
 from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.configs import base, tiny_cpu
 from jaxserve.engine.errors import QueueFull
-from jaxserve.figures.pool_view import PoolView, pool_view
+from jaxserve.engine.pool_view import PoolView, pool_view
 from jaxserve.offline.outputs import CompletionOutput, EmbeddingOutput, Piece, RequestOutput
 from jaxserve.sched.request import (
     NOTHING_SAMPLED,

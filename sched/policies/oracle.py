@@ -1,7 +1,7 @@
 """What nobody can do: a schedule found by search, knowing arrivals and output lengths (AccelGen
 section 6.1, "Oracle").
 
-The search is in `sched/simulation/oracle/search.py`, which a simulation of `oracle` runs first;
+The search is in `jaxserve/simulator/oracle/search.py`, which a simulation of `oracle` runs first;
 what it finds is a policy here, `Ordered`, or one of the others.
 """
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.sched.request import SLO, Tier
+from jaxserve.sched.slo.classes import SloClass, draw_terms, parse_classes, with_targets
 from jaxserve.sched.slo.slo_columns import SloColumns
-from jaxserve.sched.workloads.classes import SloClass, draw_terms, parse_classes, with_targets
-from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.sched.workloads.traces import read_trace
-from jaxserve.sched.workloads.workload import WorkloadError
+from jaxserve.simulator.workloads.specs import WorkloadSpec
+from jaxserve.simulator.workloads.traces import read_trace
+from jaxserve.simulator.workloads.workload import WorkloadError
 
 WORDS = "chat:0.7:ttft=500ms:tbt=50ms,batch:0.3:tier=best_effort:jct=60s"
 INF = math.inf

@@ -18,11 +18,11 @@ from jaxserve.configs import base
 from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.sched.request import SLO, Request, Tier
+from jaxserve.sched.slo.classes import draw_terms, parse_classes, with_targets
 from jaxserve.sched.slo.slo_columns import SloColumns
-from jaxserve.sched.workloads.classes import draw_terms, parse_classes, with_targets
-from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
 from jaxserve.server.server import Server
 from jaxserve.server.startup.launch import UsageError
+from jaxserve.simulator.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
 from tests.engine.harness import engine, write_shape
 from tests.server.fake_engine import INFO
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxserve.bench.runs import step_metrics
 from jaxserve.engine.stats import StepStats
 from jaxserve.sched.request import SLO, Rule, Tier
+from jaxserve.sched.slo.classes import parse_classes, with_targets
 from jaxserve.sched.slo.metrics import (
     Times,
     attained,
@@ -23,7 +24,6 @@ from jaxserve.sched.slo.metrics import (
     tokens_in_time,
 )
 from jaxserve.sched.slo.slo_columns import SloColumns
-from jaxserve.sched.workloads.classes import parse_classes, with_targets
 from tests.server.fake_engine import step_stats
 
 

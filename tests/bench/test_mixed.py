@@ -13,8 +13,8 @@ import pytest
 from jaxserve.bench import cli, mixed
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.request import Tier
-from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.server.startup.launch import UsageError
+from jaxserve.simulator.simulator import simulate
 from tests.bench.test_cli import SMALL
 from tests.engine.harness import write_shape
 

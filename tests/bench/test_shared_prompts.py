@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.bench.load_target import random_jobs
-from jaxserve.sched.workloads.prefixes import Prefixes
-from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once
+from jaxserve.simulator.workloads.prefixes import Prefixes
+from jaxserve.simulator.workloads.specs import WorkloadSpec
+from jaxserve.simulator.workloads.workload import Lengths, Workload, all_at_once
 
 
 def test_prompts_share_prompts_and_stand_ins_for_answers() -> None:

@@ -12,7 +12,7 @@ import pytest
 from jaxserve.bench import cli, slo
 from jaxserve.bench.slo import CLASSES, Alone
 from jaxserve.server.startup.launch import UsageError
-from jaxserve.simulate import spread
+from jaxserve.simulator.simulate import spread
 from tests.bench.test_cli import SMALL
 from tests.engine.harness import write_shape
 

@@ -1,4 +1,4 @@
-"""Arrivals and lengths (sched/workloads/workload.py)."""
+"""Arrivals and lengths (jaxserve/simulator/workloads/workload.py)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.slo.classes import draw_terms, parse_classes
 from jaxserve.sched.slo.slo_columns import SloColumns
-from jaxserve.sched.workloads.classes import draw_terms, parse_classes
-from jaxserve.sched.workloads.workload import (
+from jaxserve.simulator.workloads.workload import (
     Lengths,
     Workload,
     WorkloadError,

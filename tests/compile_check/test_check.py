@@ -36,8 +36,9 @@ from jaxserve.engine.startup.pool_size import choose_block_size
 from jaxserve.models.lora import LoraSlots
 from jaxserve.models.presets import preset_names
 from jaxserve.models.quantized import BLOCKS
+from jaxserve.sched.cost.model_shapes import Model
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.simulation.systems.hardware import Model, hidden_read_of
+from jaxserve.simulator.systems.systems import hidden_read_of
 
 BOX = Path("assets", "tiny-stories")
 SIZES = Sizes(block_size=16, max_rows=4, max_batch_tokens=32, dtype="float32")

@@ -17,7 +17,6 @@ import pytest
 from absl import flags
 
 from jaxserve import cli
-from jaxserve.advise import cli as advise
 from jaxserve.bench import cli as bench
 from jaxserve.command_line import Parser
 from jaxserve.experiments.accelgen.page import AccelGen
@@ -27,12 +26,13 @@ from jaxserve.experiments.common.single import read_case
 from jaxserve.experiments.infermax.page import InferMax
 from jaxserve.sched import registry
 from jaxserve.sched.registry import deployable, make_policy, policies
-from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.server.startup import launch
-from jaxserve.simulate import flags as simulate_flags
-from jaxserve.simulate import replay
+from jaxserve.simulator.advise import cli as advise
+from jaxserve.simulator.simulate import flags as simulate_flags
+from jaxserve.simulator.simulate import replay
+from jaxserve.simulator.systems.systems import system
 from tests.engine.simulated.test_engine_agrees import trace
-from tests.sched.simulation.recording.test_replay import recorded
+from tests.simulator.test_replay import recorded
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -26,7 +26,7 @@ from jaxserve.server.batches.journal import MAX_LINES
 from jaxserve.server.proto import batches_pb2
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.slo_classes import slo_classes
-from jaxserve.simulate.runs import system
+from jaxserve.simulator.simulate.runs import system
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

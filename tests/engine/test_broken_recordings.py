@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.sched.simulation.recording import replay
-from jaxserve.sched.simulation.recording.recording import RecordingError, first_line
+from jaxserve.sched.recording import RecordingError, first_line
+from jaxserve.simulator import replay
 from tests.engine.test_recorder import HEADER, Story
 
 

@@ -22,9 +22,9 @@ from jaxserve.engine.startup.build import build_engine
 from jaxserve.engine.stats import RequestStats
 from jaxserve.sched.cost.cost_model import BatchFeatures, LinearCostModel
 from jaxserve.sched.cost.padding import Padding
+from jaxserve.sched.recording import Header, first_line, older
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
-from jaxserve.sched.simulation.recording import replay
-from jaxserve.sched.simulation.recording.recording import Header, first_line, older
+from jaxserve.simulator import replay
 from tests.cost_models import FLAT
 from tests.engine.harness import engine, send
 from tests.server.fake_engine import step_stats

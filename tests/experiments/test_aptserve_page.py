@@ -17,7 +17,7 @@ from jaxserve.experiments.aptserve.case import (
 )
 from jaxserve.experiments.aptserve.page import MODELS, SLOS, AptServe, Scale
 from jaxserve.experiments.common.runs import Results
-from jaxserve.sched.simulation.systems.systems import system
+from jaxserve.simulator.systems.systems import system
 
 
 def test_a_case_is_the_papers_setting() -> None:

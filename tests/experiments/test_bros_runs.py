@@ -22,9 +22,9 @@ from jaxserve.experiments.common.runs import Number, Results, Timed, over
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.slo.metrics import Times
-from jaxserve.sched.workloads.workload import Lengths, Workload
+from jaxserve.simulator.simulator import simulate
+from jaxserve.simulator.workloads.workload import Lengths, Workload
 
 SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every batch takes 1 s
 CASE = MixedCase("priority", MODELS["OPT-13B"], "sharegpt", 4.0, duration=10.0, batch=3)

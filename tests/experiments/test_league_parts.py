@@ -34,8 +34,8 @@ from jaxserve.experiments.league.workloads import (
     trace_of,
 )
 from jaxserve.sched.request import SLO, Rule, Tier
-from jaxserve.sched.simulation.capacity import FINE
-from jaxserve.sched.workloads.workload import WorkloadError
+from jaxserve.simulator.capacity import FINE
+from jaxserve.simulator.workloads.workload import WorkloadError
 
 HOUR = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:{i // 60:02}:{i % 60:02}.0000000,{100 + i},{1 + i % 7}\n" for i in range(300)

@@ -14,8 +14,8 @@ import pytest
 from jaxserve.experiments.aptserve import case as online
 from jaxserve.experiments.infermax import case as grid
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.simulation import dispatch
-from tests.sched.simulation.compiled.test_compiled import assert_same
+from jaxserve.simulator import dispatch
+from tests.simulator.compiled.test_compiled import assert_same
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 PROMPT, OUTPUT, COUNT = 300, 40, 14  # at most, of a shortened run

@@ -10,8 +10,8 @@ import pytest
 from jaxserve.experiments.common.page import BEGIN, END, write_part
 from jaxserve.experiments.reuse.cli import main
 from jaxserve.experiments.reuse.replay import distinct_pages, replayed
-from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.sched.workloads.workload import Workload
+from jaxserve.simulator.workloads.specs import WorkloadSpec
+from jaxserve.simulator.workloads.workload import Workload
 
 BLOCK = 64
 

@@ -16,11 +16,11 @@ from jaxserve.experiments.scale.talks import Said, Talk
 from jaxserve.experiments.scale.traffic import HOUR, KINDS, traffic
 from jaxserve.sched.request import Rule
 from jaxserve.sched.routing.routers import ROUTERS
-from jaxserve.sched.simulation.results import SimulationResult
-from jaxserve.sched.simulation.simulator import simulate
-from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.metrics import attained
-from jaxserve.sched.workloads.workload import Workload
+from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.simulator import simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.workload import Workload
 
 SMALL = ["--quick", "--jobs=1", "--requests=300", "--few=200"]
 

@@ -16,7 +16,7 @@ from numba.core import caching
 
 from jaxserve.numba_cache.checked_cache import KEPT
 from jaxserve.pallas_kernels.cpu import numba_ffi
-from jaxserve.sched.simulation.compiled import code_cache, kernel
+from jaxserve.simulator.compiled import code_cache, kernel
 
 
 def times(factor: int) -> Any:

@@ -16,7 +16,7 @@ from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.state.request_table import State
 from jaxserve.sched.step import Step
-from jaxserve.sched.workloads.guessable import draw
+from jaxserve.simulator.workloads.guessable import draw
 from tests.cost_models import FLAT
 from tests.sched.cache.invariants import TableMirror, check_host, check_pool
 

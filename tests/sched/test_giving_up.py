@@ -14,14 +14,14 @@ from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams
 from jaxserve.sched.routing.snapshot import Snapshot
 from jaxserve.sched.routing.take_snapshot import Lately, constant_fields, take_snapshot
-from jaxserve.sched.simulation.simulator import simulate
-from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.backlog import Backlog
+from jaxserve.sched.slo.classes import with_targets
 from jaxserve.sched.slo.ttft_estimator import TtftEstimator
 from jaxserve.sched.state.request_table import RUNNING, WAITING, Outlook
 from jaxserve.sched.unified.policy_spec import Columns
-from jaxserve.sched.workloads.classes import with_targets
-from jaxserve.sched.workloads.workload import Lengths, Workload
+from jaxserve.simulator.simulator import simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.workload import Lengths, Workload
 from tests.cost_models import FLAT
 from tests.sched.driver import Drive
 

@@ -17,8 +17,8 @@ from jaxserve.sched.parameters import parameters, text_of, with_parameters
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import PolicyName, full_name, make_policy, policies
-from jaxserve.sched.simulation.simulator import RULES, policy_under
 from jaxserve.sched.unified.unified_policy import Reserve, UnifiedPolicy
+from jaxserve.simulator.simulator import RULES, policy_under
 
 
 class Colour(enum.Enum):

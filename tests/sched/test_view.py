@@ -14,8 +14,8 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.reachability import Alone
 from jaxserve.sched.policy import Limits, View
 from jaxserve.sched.request import SLO, Request
-from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.state.request_table import RequestTable
+from jaxserve.simulator.systems.systems import system
 from tests.cost_models import FLAT
 
 SWAPS = dataclasses.replace(

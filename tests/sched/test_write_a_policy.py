@@ -13,7 +13,7 @@ import pytest
 from jaxserve.sched import registry
 from jaxserve.sched.registry import make_policy, policies, register
 from jaxserve.sched.unified.unified_policy import UnifiedPolicy
-from jaxserve.simulate.cli import main as simulate
+from jaxserve.simulator.simulate.cli import main as simulate
 from tests.sched.driver import Drive
 
 PAGE = Path(__file__).parents[2] / "docs" / "write-a-policy.md"

@@ -15,9 +15,9 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import Observer, RequestStats, StepRecorder, StepStats
 from jaxserve.sched.request import SLO, PoolingParams, PoolingType, Request, SamplingParams, Tier
+from jaxserve.sched.slo.classes import with_targets
 from jaxserve.sched.slo.metrics import Times, attained
 from jaxserve.sched.slo.slo_columns import SloColumns
-from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.server import Server

@@ -12,8 +12,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from jaxserve.sched.simulation.systems.hardware import DEVICES, Model
-from jaxserve.sched.simulation.systems.layers import LayerWork
+from jaxserve.sched.cost.hardware import DEVICES
+from jaxserve.sched.cost.model_shapes import Model
+from jaxserve.simulator.systems.layers import LayerWork
 
 ROOT = Path(__file__).parents[2]
 SHAPES = {

@@ -1,4 +1,4 @@
-"""Fits the figures of `sched/simulation/systems/fitted_devices.json` to Vidur's tables.
+"""Fits the figures of `jaxserve/simulator/systems/fitted_devices.json` to Vidur's tables.
 
     git clone https://github.com/microsoft/vidur
     python tools/fit_systems/fit.py vidur/data/profiling
@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from jaxserve.sched.simulation.systems.hardware import DEVICES, Device, Model
-from jaxserve.sched.simulation.systems.layers import FIGURES, LayerWork
+from jaxserve.sched.cost.hardware import DEVICES, Device
+from jaxserve.sched.cost.model_shapes import Model
+from jaxserve.simulator.systems.layers import FIGURES, LayerWork
 
 KINDS = ("a100", "h100")
 COUNTS = (1, 2, 4, 8)

@@ -41,9 +41,9 @@ from jaxserve.bench.stress.server_process import Victim, victim
 from jaxserve.client import Client, ServerError
 from jaxserve.client.connection import open_channel
 from jaxserve.command_line import tell
-from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
 from jaxserve.server.open_files import raise_limit
+from jaxserve.simulator.group_table import aligned
 
 STALL_S = 3.0  # so that nobody waits long for what is to happen
 MAX_WAIT_S = 0.05  # of others, while prompts are too long

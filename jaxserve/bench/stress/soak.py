@@ -38,10 +38,10 @@ from jaxserve.bench.stress.server_process import Victim, victim
 from jaxserve.bench.stress.soak_clients import Clients, ServerLost
 from jaxserve.bench.stress.soak_metrics import AT_REST, SAMPLE_S, Page, settled
 from jaxserve.command_line import tell
-from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
 from jaxserve.sched.registry import make_policy
 from jaxserve.server.startup.launch import UsageError
+from jaxserve.simulator.group_table import aligned
 
 CLIENTS = 24  # threads; more than rows and queue take, now and then
 MAX_GROWTH_MIB = 16.0

@@ -42,9 +42,9 @@ from jaxserve.hosts.rank import Rank
 from jaxserve.progress import Show, Shown, shown
 from jaxserve.sched.cache.cache_kinds import PROJECTED
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
+from jaxserve.sched.recording import Header
 from jaxserve.sched.registry import full_name, make_retention
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.simulation.recording.recording import Header
 from jaxserve.weights.lora import LoadedAdapter, load_adapter
 
 

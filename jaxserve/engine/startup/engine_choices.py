@@ -67,11 +67,11 @@ from jaxserve.pallas_kernels import (
 )
 from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.cache.cache_kinds import ABSORBED, PROJECTED
+from jaxserve.sched.cost.profiles import System, UnknownSystem, load
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import USUAL_POOLING, PoolingParams
 from jaxserve.sched.scheduler import request_bytes
-from jaxserve.sched.simulation.systems.profiles import System, UnknownSystem, load
 from jaxserve.weights import load_sampling_defaults
 from jaxserve.weights.sentence_transformers import load_pooling
 

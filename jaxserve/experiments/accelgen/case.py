@@ -21,10 +21,10 @@ from jaxserve.experiments.common.runs import Case, Timed, digits, say_compiling,
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Rule
-from jaxserve.sched.simulation.results import SimulationResult
-from jaxserve.sched.simulation.simulator import MAX_ROWS, simulate
 from jaxserve.sched.slo.metrics import tokens_in_time
-from jaxserve.sched.workloads.workload import Workload
+from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.simulator import MAX_ROWS, simulate
+from jaxserve.simulator.workloads.workload import Workload
 
 BATCH_TOKENS = 2048  # C of those that bound their batches otherwise: Eq. 6, or Sarathi's P
 LONG = 4096  # tokens of a long prompt

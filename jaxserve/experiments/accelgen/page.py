@@ -20,7 +20,7 @@ from jaxserve.experiments.common.figures import panel
 from jaxserve.experiments.common.page import Page, ends, flags, span, table, write_page
 from jaxserve.experiments.common.runs import Results
 from jaxserve.sched.cost.saturation import flat_from
-from jaxserve.sched.workloads.workload import Workload
+from jaxserve.simulator.workloads.workload import Workload
 
 RATES = {
     # Requests/s: half of what the fastest finish a second, that, twice that, and the paper's.

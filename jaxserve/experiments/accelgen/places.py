@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.sched.simulation.systems.hardware import MODELS
-from jaxserve.sched.simulation.systems.profiles import System
-from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.workloads.lengths import LONGEST_OUTPUT
+from jaxserve.sched.cost.model_shapes import MODELS
+from jaxserve.sched.cost.profiles import System
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.lengths import LONGEST_OUTPUT
 
 BLOCK = 32  # tokens (section 3.1)
 HOST_BYTES = 144e9  # of host memory for each GPU: a p4d.24xlarge has 1,152 GB for eight

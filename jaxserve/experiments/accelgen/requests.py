@@ -10,8 +10,8 @@ import numpy as np
 from jaxserve.experiments.accelgen.places import Place
 from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.slo.slo_columns import SloColumns
-from jaxserve.sched.workloads.lengths import LONGEST_OUTPUT, mixed_prompt_sets, mixed_prompts
-from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, poisson_arrivals
+from jaxserve.simulator.workloads.lengths import LONGEST_OUTPUT, mixed_prompt_sets, mixed_prompts
+from jaxserve.simulator.workloads.workload import Lengths, Workload, all_at_once, poisson_arrivals
 
 MIXED, EXCLUSIVE = "mixed", "exclusive"
 LONG_PROMPTS, SHORT_PROMPTS, SHORT = (10_214, 10_252), 20, (128, 384)  # tokens (Figure 6)

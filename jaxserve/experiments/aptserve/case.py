@@ -8,15 +8,15 @@ from functools import partial
 import numpy as np
 
 from jaxserve.experiments.common.runs import Case, digits, say_compiling
+from jaxserve.sched.cost.profiles import System
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Rule
-from jaxserve.sched.simulation.results import SimulationResult
-from jaxserve.sched.simulation.simulator import default_limits, simulate
-from jaxserve.sched.simulation.systems.profiles import System
-from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.metrics import request_p99_tbt
-from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.sched.workloads.workload import Workload
+from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.simulator import default_limits, simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.specs import WorkloadSpec
+from jaxserve.simulator.workloads.workload import Workload
 
 _digits = partial(digits, count=4)
 QUANTILES = tuple(q / 100 for q in (*range(0, 100, 2), 99, 100))

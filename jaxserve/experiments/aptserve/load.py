@@ -24,10 +24,10 @@ from jaxserve.experiments.aptserve import measured
 from jaxserve.experiments.common.figures import Panel
 from jaxserve.sched.cache.block_sizes import blocks_for
 from jaxserve.sched.request import SLO, Rule
+from jaxserve.sched.slo.classes import with_targets
 from jaxserve.sched.slo.slo_columns import SloColumns
-from jaxserve.sched.workloads.classes import with_targets
-from jaxserve.sched.workloads.lengths import sampler
-from jaxserve.sched.workloads.workload import Lengths, Workload, poisson_arrivals
+from jaxserve.simulator.workloads.lengths import sampler
+from jaxserve.simulator.workloads.workload import Lengths, Workload, poisson_arrivals
 
 POLICIES = ("vllm", "sarathi", "aptserve")
 RATES = (0.8, 1.2, 1.6)

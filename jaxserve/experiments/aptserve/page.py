@@ -32,9 +32,9 @@ from jaxserve.experiments.common import page
 from jaxserve.experiments.common.figures import Panel, panel
 from jaxserve.experiments.common.runs import Results
 from jaxserve.sched.cost.cost_model import BatchFeatures
-from jaxserve.sched.simulation.capacity import COARSE, Crossing, crossing, mean, ratio
-from jaxserve.sched.simulation.systems.hardware import MODELS as SHAPES
-from jaxserve.sched.simulation.systems.systems import system as system_of
+from jaxserve.sched.cost.model_shapes import MODELS as SHAPES
+from jaxserve.simulator.capacity import COARSE, Crossing, crossing, mean, ratio
+from jaxserve.simulator.systems.systems import system as system_of
 
 MODELS = {"13B": "opt-13b@a100-40g", "30B": "opt-30b@2xa100-40g", "66B": "opt-66b@4xa100-40g"}
 LABELS = {"sharegpt": "ShareGPT", "humaneval": "HumanEval", "longbench": "LongBench"}

@@ -10,13 +10,13 @@ from jaxserve.experiments.common.runs import Case, Timed, shortened
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.sched.simulation.results import SimulationResult
-from jaxserve.sched.simulation.simulator import default_limits, simulate
-from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.metrics import Times
-from jaxserve.sched.workloads.closed_loop import ClosedLoop
-from jaxserve.sched.workloads.lengths import Uniform
-from jaxserve.sched.workloads.specs import WorkloadSpec
+from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.simulator import default_limits, simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.closed_loop import ClosedLoop
+from jaxserve.simulator.workloads.lengths import Uniform
+from jaxserve.simulator.workloads.specs import WorkloadSpec
 
 TTFT, TPOT = 0.4, 0.2  # seconds (section 7.1)
 PROMPT, OUTPUT = Uniform(512, 1024), Uniform(32, 128)  # of best-effort requests (section 7.1)

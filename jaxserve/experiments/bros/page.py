@@ -13,7 +13,7 @@ from jaxserve.experiments.bros.case import OUTPUT, PROMPT, MixedCase, MixedNumbe
 from jaxserve.experiments.common import page
 from jaxserve.experiments.common.figures import panel
 from jaxserve.experiments.common.runs import Results
-from jaxserve.sched.simulation.systems.systems import system
+from jaxserve.simulator.systems.systems import system
 
 MODELS = {
     "OPT-13B": "opt-13b@2xa100-40g",

@@ -18,7 +18,7 @@ from jaxserve.command_line import Parser, exit_code
 from jaxserve.experiments.common import single
 from jaxserve.experiments.common.figures import Panel, bars, chart
 from jaxserve.experiments.common.runs import C, N, Results, over
-from jaxserve.sched.simulation.systems.systems import system
+from jaxserve.simulator.systems.systems import system
 from jaxserve.writable import check_folder
 
 TEMPLATE = "page.md.j2"

@@ -15,8 +15,8 @@ from tqdm import tqdm
 from jaxserve.experiments.common.processes import worked
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Policy, View
-from jaxserve.sched.simulation.dispatch import COMPILING
-from jaxserve.simulate.spread import half_width, mean
+from jaxserve.simulator.dispatch import COMPILING
+from jaxserve.simulator.simulate.spread import half_width, mean
 
 KEEP = 20.0  # seconds
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
-from jaxserve.group_table import aligned
+from jaxserve.simulator.group_table import aligned
 
 C = TypeVar("C")
 

@@ -24,7 +24,7 @@ from jaxserve.command_line import Parser, exit_code
 from jaxserve.experiments.common.page import write_part
 from jaxserve.experiments.exactness.chats import ALONE, WAYS, Answers, answers
 from jaxserve.experiments.exactness.models import MODELS, given
-from jaxserve.workload_flags import positive_int
+from jaxserve.simulator.workload_flags import positive_int
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxserve.experiments.common.runs import say_compiling
 from jaxserve.sched.parameters import with_parameters
-from jaxserve.sched.simulation.results import SimulationResult
-from jaxserve.sched.simulation.simulator import RULES, default_limits, policy_under, simulate
-from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.workloads.specs import WorkloadSpec
+from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.simulator import RULES, default_limits, policy_under, simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.specs import WorkloadSpec
 
 UNLIMITED = 10**9  # tokens of cache
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from jaxserve.experiments.common.figures import save
-from jaxserve.sched.optimal.replay import Replay
-from jaxserve.sched.optimal.solve import Problem, Solution, solve
-from jaxserve.sched.simulation.simulator import RULES, policy_under
-from jaxserve.sched.simulation.systems.presets import PRESETS
-from jaxserve.sched.workloads.workload import Workload, all_at_once, fixed_lengths
+from jaxserve.simulator.optimal.replay import Replay
+from jaxserve.simulator.optimal.solve import Problem, Solution, solve
+from jaxserve.simulator.simulator import RULES, policy_under
+from jaxserve.simulator.systems.presets import PRESETS
+from jaxserve.simulator.workloads.workload import Workload, all_at_once, fixed_lengths
 
 POLICIES = ("vllm", "vllm+ef", "sarathi_pc", "sarathi_pc+ef")
 SHORT = 32  # up to here the paper's optimum preempts
@@ -93,7 +93,7 @@ def draw(instances: Sequence[Instance], path: Path) -> None:
     """Draws the instances' best schedules."""
     from matplotlib.figure import Figure
 
-    from jaxserve.figures import schedule_view
+    from jaxserve.simulator.optimal import schedule_view
 
     figure = Figure(figsize=(7, 1.9 * len(instances) + 0.6), layout="constrained")
     panels = figure.subplots(len(instances), squeeze=False)

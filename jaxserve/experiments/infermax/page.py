@@ -23,7 +23,7 @@ from jaxserve.experiments.common.runs import Results
 from jaxserve.experiments.infermax.case import UNLIMITED, Case, Numbers, run
 from jaxserve.experiments.infermax.optimum import POLICIES as PLAYED
 from jaxserve.experiments.infermax.optimum import SHORT, SHOWN, Instance, draw, solve_all
-from jaxserve.sched.workloads.lengths import MIXES
+from jaxserve.simulator.workloads.lengths import MIXES
 
 EF = "+ef"
 PLAIN = ("vllm", "sarathi", "sarathi_pc")

@@ -1,7 +1,7 @@
 """How far policies are from the best schedule there is, of a few requests of a workload.
 
-A whole workload is far too large for `sched/optimal`: this is its first REQUESTS prompts, with
-outputs cut down, all there at the start, in so little memory that half of them fit.
+A whole workload is far too large for `jaxserve/simulator/optimal`: this is its first REQUESTS
+prompts, with outputs cut down, all there at the start, in so little memory that half of them fit.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 
 from jaxserve.experiments.common.runs import digits
 from jaxserve.experiments.league.workloads import LONGEST, OPT, make_workload
-from jaxserve.sched.optimal.replay import Replay, ReplayError
-from jaxserve.sched.optimal.replay import run as replay_of
-from jaxserve.sched.optimal.solve import Problem, solve
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once
+from jaxserve.simulator.optimal.replay import Replay, ReplayError
+from jaxserve.simulator.optimal.replay import run as replay_of
+from jaxserve.simulator.optimal.solve import Problem, solve
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.workload import Lengths, Workload, all_at_once
 
 REQUESTS, OUTPUT = 6, 6  # requests; tokens of the longest output
 PLACE = OPT

@@ -12,11 +12,11 @@ from jaxserve.experiments.league.workloads import WORKLOADS, make_workload
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Rule, Tier
-from jaxserve.sched.simulation.capacity import FINE, sustained
-from jaxserve.sched.simulation.results import RequestRecords, SimulationResult
-from jaxserve.sched.simulation.simulator import default_limits, simulate
-from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.metrics import attained, jain_index, overtaken, waits
+from jaxserve.simulator.capacity import FINE, sustained
+from jaxserve.simulator.results import RequestRecords, SimulationResult
+from jaxserve.simulator.simulator import default_limits, simulate
+from jaxserve.simulator.systems.systems import system
 
 ROWS = 256  # requests of a batch: vLLM's default
 WARM = 1 / 6  # of the requests come before the window that counts
@@ -241,7 +241,7 @@ class Saturation:
 
 def saturate(case: SaturationCase) -> Saturation:
     """Searches for the rate: from where the better of STEADY falls below the level, each of
-    FURTHER in turn goes up on a grid (`sched/simulation/capacity.py`) as far as it attains it.
+    FURTHER in turn goes up on a grid (`jaxserve/simulator/capacity.py`) as far as it attains it.
     ValueError if every rate is too high."""
     idle = max(_attainment(case, name, IDLE, case.least) for name in STEADY)
     if not idle:

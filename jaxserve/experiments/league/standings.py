@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jaxserve.experiments.league.collect import LOADS, Found
 from jaxserve.experiments.league.runs import LASTING, LeagueNumbers
 from jaxserve.experiments.league.workloads import WORKLOADS
-from jaxserve.simulate.spread import mean
+from jaxserve.simulator.simulate.spread import mean
 
 
 def label(policy: str) -> str:

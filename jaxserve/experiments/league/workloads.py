@@ -13,18 +13,18 @@ from pathlib import Path
 import numpy as np
 
 from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.cost.profiles import System
 from jaxserve.sched.cost.reachability import prefill_times
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.sched.simulation.systems.profiles import System
-from jaxserve.sched.simulation.systems.systems import system
+from jaxserve.sched.slo.classes import seconds_or_inf
 from jaxserve.sched.slo.slo_columns import SloColumns
-from jaxserve.sched.workloads.classes import seconds_or_inf
-from jaxserve.sched.workloads.guessable import KINDS, Guessable
-from jaxserve.sched.workloads.lengths import MIXES, sampler
-from jaxserve.sched.workloads.sessions import SESSIONS
-from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.sched.workloads.traces import read_trace
-from jaxserve.sched.workloads.workload import Lengths, Workload, WorkloadError, gamma_arrivals
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.guessable import KINDS, Guessable
+from jaxserve.simulator.workloads.lengths import MIXES, sampler
+from jaxserve.simulator.workloads.sessions import SESSIONS
+from jaxserve.simulator.workloads.specs import WorkloadSpec
+from jaxserve.simulator.workloads.traces import read_trace
+from jaxserve.simulator.workloads.workload import Lengths, Workload, WorkloadError, gamma_arrivals
 
 OPT, LLAMA = "opt-13b@a100-40g", "llama-3-70b@4xa100"
 SYSTEMS = {OPT: "OPT-13B on an A100-40G", LLAMA: "Llama-3-70B on four A100-80G"}

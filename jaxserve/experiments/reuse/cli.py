@@ -19,7 +19,7 @@ from jaxserve.command_line import Parser, exit_code
 from jaxserve.experiments.common.page import write_part
 from jaxserve.experiments.reuse import figures, retention
 from jaxserve.experiments.reuse.setting import Setting
-from jaxserve.workload_flags import positive_int
+from jaxserve.simulator.workload_flags import positive_int
 
 Part = Callable[[Setting], str]  # makes its Markdown
 PARTS: dict[str, Part] = {"figures": figures.part, "retention": retention.part}

@@ -17,10 +17,10 @@ from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.simulation.simulator import simulate
-from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.workloads.shared_prefixes import reusable_tokens
-from jaxserve.sched.workloads.specs import WorkloadSpec
+from jaxserve.simulator.simulator import simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.shared_prefixes import reusable_tokens
+from jaxserve.simulator.workloads.specs import WorkloadSpec
 
 SYSTEM, BLOCK = "llama-3-70b@4xa100", 16
 TOKENS = 8192  # of the prompt whose keys are timed

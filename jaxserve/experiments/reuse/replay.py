@@ -14,8 +14,8 @@ import numpy as np
 from jaxserve.sched.cache.prefix_cache import PrefixCache
 from jaxserve.sched.cache.retention import Seconds
 from jaxserve.sched.registry import make_retention
-from jaxserve.sched.workloads.shared_prefixes import BlockKeys
-from jaxserve.sched.workloads.workload import Workload
+from jaxserve.simulator.workloads.shared_prefixes import BlockKeys
+from jaxserve.simulator.workloads.workload import Workload
 
 _ROW = 0  # there is one request at a time
 

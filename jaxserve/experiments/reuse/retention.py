@@ -15,10 +15,10 @@ from jaxserve.experiments.common.processes import worked
 from jaxserve.experiments.reuse.replay import distinct_pages, replayed
 from jaxserve.experiments.reuse.setting import Setting
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.sched.simulation.simulator import simulate
-from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.sched.workloads.workload import Workload
+from jaxserve.simulator.simulator import simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.specs import WorkloadSpec
+from jaxserve.simulator.workloads.workload import Workload
 
 RETENTIONS = ("lru", "worth")
 SHARES = (0.05, 0.1, 0.25, 0.5)  # of the pages that would hold all

@@ -22,11 +22,11 @@ from jaxserve.sched.request import Rule
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 from jaxserve.sched.routing.routers import Router
 from jaxserve.sched.routing.take_snapshot import constant_fields, idle_snapshot
-from jaxserve.sched.simulation.results import RequestRecords
-from jaxserve.sched.simulation.settings import Fault, Routing
-from jaxserve.sched.simulation.simulator import simulate
-from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.metrics import attained
+from jaxserve.simulator.results import RequestRecords
+from jaxserve.simulator.settings import Fault, Routing
+from jaxserve.simulator.simulator import simulate
+from jaxserve.simulator.systems.systems import system
 
 SYSTEM, POLICY = "llama-3-8b@a100", "sarathi"
 LIMITS = Limits(LONGEST, 512, 256)

@@ -10,14 +10,14 @@ import numpy as np
 from jaxserve.experiments.common.runs import digits
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import Rule
-from jaxserve.sched.simulation.settings import Routing
-from jaxserve.sched.simulation.simulator import simulate
-from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.metrics import attained
 from jaxserve.sched.slo.slo_columns import SloColumns
-from jaxserve.sched.workloads.shared_prefixes import reusable_tokens
-from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.sched.workloads.workload import Workload
+from jaxserve.simulator.settings import Routing
+from jaxserve.simulator.simulator import simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.shared_prefixes import reusable_tokens
+from jaxserve.simulator.workloads.specs import WorkloadSpec
+from jaxserve.simulator.workloads.workload import Workload
 
 TALK_SYSTEM, TALK_POLICY, TALK_BLOCK = "llama-3-8b@l4", "sarathi", 16
 TALK_LIMITS = Limits(8192, 512, 256)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.sched.slo.slo_columns import SloColumns
-from jaxserve.sched.workloads.lengths import sampler
-from jaxserve.sched.workloads.traces import read_trace
-from jaxserve.sched.workloads.workload import (
+from jaxserve.simulator.workloads.lengths import sampler
+from jaxserve.simulator.workloads.traces import read_trace
+from jaxserve.simulator.workloads.workload import (
     Lengths,
     Workload,
     WorkloadError,

@@ -16,7 +16,7 @@ from pathlib import Path
 from jaxserve.command_line import Parser, exit_code
 from jaxserve.experiments.common.page import write_part
 from jaxserve.experiments.speculation import simulated
-from jaxserve.workload_flags import positive_int
+from jaxserve.simulator.workload_flags import positive_int
 
 PARTS: dict[str, Callable[[bool, int], str]] = {"simulated": simulated.part}  # make their Markdown
 

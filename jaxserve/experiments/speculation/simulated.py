@@ -14,10 +14,10 @@ from jaxserve.experiments.league.runs import ROWS, in_window
 from jaxserve.experiments.league.workloads import LLAMA, SYSTEMS, WORKLOADS, make_workload
 from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.simulation.simulator import default_limits, simulate
-from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.workloads.guessable import KINDS
-from jaxserve.simulate.spread import half_width
+from jaxserve.simulator.simulate.spread import half_width
+from jaxserve.simulator.simulator import default_limits, simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.guessable import KINDS
 
 POLICIES, VARIANT = ("sarathi", "goodput"), "+spec"
 SYSTEM, SEEDS, REQUESTS = LLAMA, (0, 1, 2, 3), 160

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from jaxserve.config import ConfigError
 from jaxserve.sched.request import NO_CLASS, SLO, InvalidRequest, Tier
+from jaxserve.sched.slo.classes import SloClassError, parse_terms
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
-from jaxserve.sched.workloads.classes import parse_terms
-from jaxserve.sched.workloads.workload import WorkloadError
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.access.key_file import BEST_EFFORT, SLO_CLASS_NAME, ApiKey
 from jaxserve.server.requests.target_headers import header_targets
@@ -158,7 +157,7 @@ def _parsed(name: str, text: object) -> ServiceLevel:
     try:
         slo, tier, value = parse_terms(where, text)
         return ServiceLevel(slo, tier, name, value)
-    except WorkloadError as error:
+    except SloClassError as error:
         raise ConfigError(str(error)) from None
 
 

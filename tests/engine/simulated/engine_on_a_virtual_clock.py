@@ -25,11 +25,11 @@ from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.progress import Show
 from jaxserve.sched.cache.cache_kinds import PROJECTED, CacheKind
 from jaxserve.sched.cost.cost_model import CostModel, LinearCostModel
+from jaxserve.sched.cost.profiles import System
 from jaxserve.sched.plan import BatchPlan, Preempt
-from jaxserve.sched.simulation.replica.arrivals import Requests
-from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.step import Step
-from jaxserve.sched.workloads.workload import Workload
+from jaxserve.simulator.replica.arrivals import Requests
+from jaxserve.simulator.workloads.workload import Workload
 from tests.sched.cache.invariants import check_pool
 
 VOCAB, WORD, END = 100, 7, 9

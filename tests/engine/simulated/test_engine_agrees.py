@@ -15,18 +15,18 @@ from jaxserve.engine.startup import engine_choices
 from jaxserve.engine.startup.pool_size import GIB
 from jaxserve.sched.cache.cache_kinds import ABSORBED, PROJECTED
 from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
+from jaxserve.sched.cost.profiles import System
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Preempt, Restore
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.request import Tier
-from jaxserve.sched.simulation.results import SimulationResult
-from jaxserve.sched.simulation.simulator import simulate
-from jaxserve.sched.simulation.systems.profiles import System
-from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.state.request_table import RUNNING, WAITING
-from jaxserve.sched.workloads.prefixes import Prefixes
-from jaxserve.sched.workloads.workload import Lengths, Workload
+from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.simulator import simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.prefixes import Prefixes
+from jaxserve.simulator.workloads.workload import Lengths, Workload
 from tests.engine.simulated.engine_on_a_virtual_clock import LAYERS, MODEL, Served, configured
 from tests.moving_caches import MovingCaches
 from tests.sharing_caches import SharingCaches

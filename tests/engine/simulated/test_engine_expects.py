@@ -10,11 +10,11 @@ import pytest
 
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.request import SLO, Request, SamplingParams
+from jaxserve.sched.slo.classes import with_targets
 from jaxserve.sched.slo.slo_admission import is_late
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.slo.ttft_estimator import Wait
-from jaxserve.sched.workloads.classes import with_targets
-from jaxserve.sched.workloads.workload import Lengths, Workload, poisson_arrivals
+from jaxserve.simulator.workloads.workload import Lengths, Workload, poisson_arrivals
 from tests.engine.simulated.engine_on_a_virtual_clock import LAYERS, Served, configured
 
 # 10 ms a step, and 0.2 ms a token; the engine begins with half of that.

@@ -10,15 +10,15 @@ import pytest
 
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.sched.simulation.results import SimulationResult
-from jaxserve.sched.simulation.settings import REFUSED
-from jaxserve.sched.simulation.simulator import SimulationError, simulate
-from jaxserve.sched.simulation.systems.systems import system
+from jaxserve.sched.slo.classes import with_targets
 from jaxserve.sched.slo.slo_columns import SloColumns
-from jaxserve.sched.workloads.classes import with_targets
-from jaxserve.sched.workloads.lengths import sampler
-from jaxserve.sched.workloads.workload import Workload, poisson_arrivals
-from jaxserve.simulate import cli as command
+from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.settings import REFUSED
+from jaxserve.simulator.simulate import cli as command
+from jaxserve.simulator.simulator import SimulationError, simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.lengths import sampler
+from jaxserve.simulator.workloads.workload import Workload, poisson_arrivals
 
 TTFT, ROWS = 2.0, 32
 PLACE = "llama-3-8b@a100"

@@ -24,7 +24,7 @@ from jaxserve.engine.startup import (
     model_options,
 )
 from jaxserve.progress import Show
-from jaxserve.sched.simulation.systems.profiles import System
+from jaxserve.sched.cost.profiles import System
 from tests.cost_models import FLAT
 from tests.engine.harness import SHAPES, engine, write_shape
 from tests.models.fixtures import hf_config

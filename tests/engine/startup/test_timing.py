@@ -16,7 +16,7 @@ from jaxserve.engine.startup.step_profile import shapes, timed_model
 from jaxserve.engine.startup.step_timer import Shape
 from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
 from jaxserve.sched.cost.padding import Padding
-from jaxserve.sched.simulation.systems.profiles import System
+from jaxserve.sched.cost.profiles import System
 from tests.engine import mixed_caches
 from tests.engine.harness import SCARCE, engine, generate
 

@@ -15,8 +15,8 @@ from jaxserve.sched.cache.free_blocks import FreeBlocks
 from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.cache.page_shares import PageShares
 from jaxserve.sched.cache.prefix_cache import Page, PrefixCache
-from jaxserve.sched.simulation.replica.counted_pool import CountedPool
 from jaxserve.sched.step import Step
+from jaxserve.simulator.replica.counted_pool import CountedPool
 
 
 def check_pool(pool: BlockPool) -> None:

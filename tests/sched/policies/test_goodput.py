@@ -22,8 +22,6 @@ from jaxserve.sched.policies.goodput.tenants import Tenants
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.routing.take_snapshot import Lately, constant_fields, take_snapshot
-from jaxserve.sched.simulation.simulator import simulate
-from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.metrics import attained
 from jaxserve.sched.slo.slo_columns import SloColumns
@@ -32,8 +30,10 @@ from jaxserve.sched.state.output_lengths import ENOUGH
 from jaxserve.sched.state.request_table import Outlook as GivenUp
 from jaxserve.sched.state.request_table import RequestTable
 from jaxserve.sched.unified.policy_spec import Columns
-from jaxserve.sched.workloads.workload import Lengths as WorkloadLengths
-from jaxserve.sched.workloads.workload import Workload
+from jaxserve.simulator.simulator import simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.workload import Lengths as WorkloadLengths
+from jaxserve.simulator.workloads.workload import Workload
 from tests.sched.driver import Drive
 
 PLACE = system("llama-3-8b@a100")

@@ -12,15 +12,15 @@ from jaxserve.sched.policies.goodput.pausing import FREE_OF_LOSS, Memory
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
-from jaxserve.sched.simulation.simulator import default_limits, simulate
-from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.metrics import attained
 from jaxserve.sched.slo.ttft_estimator import TtftEstimator
 from jaxserve.sched.state.request_table import RUNNING
-from jaxserve.sched.workloads.closed_loop import ClosedLoop
-from jaxserve.sched.workloads.lengths import Uniform
-from jaxserve.sched.workloads.specs import WorkloadSpec
+from jaxserve.simulator.simulator import default_limits, simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.closed_loop import ClosedLoop
+from jaxserve.simulator.workloads.lengths import Uniform
+from jaxserve.simulator.workloads.specs import WorkloadSpec
 from tests.sched.driver import Drive
 from tests.sched.policies.test_goodput import STANDARD, learned
 

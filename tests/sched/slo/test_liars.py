@@ -16,12 +16,12 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.reachability import NOTHING, Alone, targets_that_count
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
-from jaxserve.sched.simulation.simulator import simulate
-from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.slo.ttft_estimator import TtftEstimator
-from jaxserve.sched.workloads.workload import Lengths, Workload
+from jaxserve.simulator.simulator import simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.workload import Lengths, Workload
 from tests.sched.driver import Drive
 
 PLACE = system("llama-3-8b@a100")

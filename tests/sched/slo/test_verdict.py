@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.request import NO_CLASS, SLO, Request, Rule, Tier
+from jaxserve.sched.slo.classes import with_targets
 from jaxserve.sched.slo.metrics import Times, attained, percentile_99
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
 from jaxserve.sched.slo.verdict import judge, tbt_that_counts
-from jaxserve.sched.workloads.classes import with_targets
 
 CHAT = SLO(ttft=1.0, tbt=0.2, jct=3.0)
 

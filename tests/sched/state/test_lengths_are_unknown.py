@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy, policies, variants
-from jaxserve.sched.simulation.results import SimulationResult
-from jaxserve.sched.simulation.simulator import simulate
-from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.workloads.workload import Lengths, Workload
+from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.simulator import simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.workload import Lengths, Workload
 
 _ALL = [*policies(), *(f"sarathi+{suffix}" for suffix in variants())]
 NAMES = [name for name in _ALL if not make_policy(name).hypothetical]

@@ -1,0 +1,98 @@
+r"""Says which policy to serve with: all that a server takes, simulated on your traffic, ranked.
+
+    jaxserve advise --replay=served.jsonl
+    jaxserve advise --replay=served.jsonl --slo_ttft_ms=300 --slo_tbt_ms=80
+    jaxserve advise --system=mine.json --workload=sharegpt --rate=8 \
+        --slo_ttft_ms=1000 --slo_tbt_ms=100
+    jaxserve advise --system=llama-2-7b@a100 --workload=sharegpt --rate=8 \
+        --classes=chat:0.7:ttft=500ms:tbt=50ms,batch:0.3:tier=best_effort:jct=60s --json
+
+--replay=FILE is what a server has served that was started with --config.engine.record=FILE, on a
+system that is fitted to its steps. Otherwise --workload says what comes, and --system on what: a
+profile of this machine, which `jaxserve profile --out=mine.json` writes, or MODEL@DEVICE.
+The flags are those of `jaxserve simulate`, which says more of them.
+
+First every policy is simulated with one seed; the best few then with more, --seeds in the end, and
+with 0.8 and 1.25 times the traffic, one seed again. Policies are ranked by the share of the
+requests that attain their SLO by a server's verdict (the longest time between two tokens counts),
+then by goodput. Two are told apart where that share, or the goodput, differs by more than its 95%
+interval and by more than makes a difference: half a point, or 1%. The intervals are of the
+difference seed by seed, or where there is one run over its requests. Of those that cannot be told
+from the best the plainest is taken, the server's default before all.
+
+Exit codes: 0, 1 where a run fails, 2 for a command line of which nothing can be simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from jaxserve.command_line import Parser, ended, tell
+from jaxserve.sched.registry import deployable, make_policy
+from jaxserve.simulator.advise import text
+from jaxserve.simulator.advise.rounds import advise
+from jaxserve.simulator.simulate import flags, output, replay
+from jaxserve.simulator.simulate.runs import REFUSED, check_targets
+from jaxserve.simulator.simulate.workers import Workers
+
+# What the simulator's command has flags for beside.
+_NOT_ASKED = ("find", "attainment", "views", "plots", *output.FILES)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code, see the top of this file, or 130 for ^C."""
+    parser = flag_parser()
+    args = parser.parse_args(argv)
+    problem = check(args)
+    if problem:
+        parser.error(problem)
+    return ended("jaxserve advise", lambda: _advise(args), *REFUSED)
+
+
+def flag_parser() -> Parser:
+    """The parser; `check` what it gives."""
+    parser = Parser(prog="jaxserve advise", description=__doc__)
+    flags.add_policy(parser, None, "all that a server takes")
+    flags.add_what_is_simulated(parser, system="needed without --replay")
+    flags.add_how_often(parser)
+    parser.set_defaults(**dict.fromkeys(_NOT_ASKED))
+    return parser
+
+
+def check(args: argparse.Namespace) -> str:
+    """Which flags contradict each other, or are missing, in a line; "" if none are."""
+    problem = flags.check(args)
+    if problem:
+        return problem
+    if args.rate is not None and len(args.rate) > 1:
+        return "--rate is that of the traffic, one; what 0.8 and 1.25 times as much do is said"
+    if args.replay is None and args.system is None:
+        return (
+            "--system is needed without --replay: a profile of this machine (python -m "
+            "jaxserve.profile --out=mine.json), or MODEL@DEVICE"
+        )
+    return ""
+
+
+def _advise(args: argparse.Namespace) -> int:
+    if args.policy is None:
+        args.policy = deployable()
+    unreal = [name for name in args.policy if make_policy(name).hypothetical]
+    if unreal:
+        raise ValueError(f"--policy: {unreal[0]} is for simulations only, no server takes it")
+    doubts: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    if args.replay:
+        recorded = replay.read(args)
+        served = recorded.recording.header.policy
+        args.policy += [served] if served not in args.policy else []
+        runs, notes = recorded.runs(args), ("", *recorded.notes)
+        doubts = recorded.doubts(args)
+    else:
+        runs = flags.runs(args)
+    check_targets(runs[0], "nobody has a target that could be missed")
+    with Workers(args.jobs) as workers:
+        advice = advise(runs, args.seeds, workers)
+    tell(args, "\n".join([*doubts, text.report(advice), *notes]), text.as_json(advice))
+    return 0

@@ -1,0 +1,130 @@
+"""Whether a simulation runs compiled (`compiled/`, with numba) or in Python
+(`replica/event_loop.py`), which is the reference: where both can, the outcome is the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from jaxserve.sched.cache.retention import LRU
+from jaxserve.sched.cost.cost_model import InferMaxCostModel, LinearCostModel
+from jaxserve.sched.policy import Policy
+from jaxserve.sched.unified.policy_spec import CompiledSpec, knows_the_seed
+from jaxserve.sched.unified.unified_policy import UnifiedPolicy
+from jaxserve.simulator.replica.event_loop import Options, run_in_python
+from jaxserve.simulator.settings import Served, Setting
+from jaxserve.simulator.workloads.workload import Workload
+
+COMPILING = "compiling the simulator's kernel, once: about half a minute"  # for commands to say
+
+# Requests that a process serves in Python, where they take as long as numba and the code take to
+# load: some 0.7 s.
+_FEW = 500
+_MODULE = "jaxserve.simulator.compiled.run"
+_served = 0
+
+# A compiled spec says nothing about what a class of its own does in these.
+_METHODS = {"plan", "ranking", "expected", "candidates", "cut", "compiled_spec"}
+
+
+class NotCompiled(ValueError):
+    """Why a simulation cannot run compiled, in a line."""
+
+
+def form_of(policy: Policy) -> CompiledSpec:
+    """The policy's compiled spec. Raises NotCompiled if the policy does more than its spec says."""
+    own = next((c for c in type(policy).__mro__ if _METHODS & vars(c).keys()), None)
+    spec = None
+    if policy.speculates:
+        raise NotCompiled("drafts are not compiled")
+    if isinstance(policy, UnifiedPolicy) and own is not None and "compiled_spec" in vars(own):
+        spec = policy.compiled_spec()
+    if spec is None:
+        raise NotCompiled("the policy is more than settings of the unified scheduler")
+    return spec
+
+
+def has_form(policy: Policy) -> bool:
+    """Whether the policy has a compiled spec that says all that it does."""
+    try:
+        form_of(policy)
+    except NotCompiled:
+        return False
+    return True
+
+
+def run(
+    policies: Sequence[Policy],
+    workload: Workload,
+    setting: Setting,
+    options: Options,
+    compiled: bool | None,
+    progress: Callable[[int], None] | None,
+    compiling: Callable[[], None] | None,
+) -> Served:
+    """Serves the workload, compiled or in Python.
+
+    Args:
+        policies: One for each replica.
+        workload: The requests.
+        setting: Where they are served.
+        options: What only the simulation in Python supports.
+        compiled: True to insist on numba, False for Python, None for numba where possible and worth
+            its start-up time.
+        progress: progress(n) is called when n more requests have come.
+        compiling: Called when numba begins to compile.
+
+    Raises:
+        NotCompiled: `compiled` is True and the simulation cannot run compiled.
+        InvalidPlan: A policy plans what cannot be booked, or makes no progress.
+    """
+    if compiled or (compiled is None and _pays(workload)):
+        try:
+            return _run_compiled(policies[0], workload, setting, options, progress, compiling)
+        except NotCompiled:
+            if compiled:
+                raise
+    return run_in_python(policies, workload, setting, options, progress)
+
+
+def _pays(workload: Workload) -> bool:
+    """Whether to load what is compiled, or it is loaded."""
+    global _served
+    _served += len(workload)
+    return _served > _FEW or _MODULE in sys.modules
+
+
+def _run_compiled(
+    policy: Policy,
+    workload: Workload,
+    setting: Setting,
+    options: Options,
+    progress: Callable[[int], None] | None,
+    compiling: Callable[[], None] | None,
+) -> Served:
+    form = form_of(policy)
+    assert isinstance(policy, UnifiedPolicy)
+    # A class derived from them may have a batch_time of its own.
+    if type(setting.cost_model) not in (LinearCostModel, InferMaxCostModel):
+        raise NotCompiled("its cost model is none of the product's own")
+    if options.prefix_caching and setting.routing.finds:
+        raise NotCompiled("its routers look at what is in prefix caches")
+    if options.prefix_caching and options.retention != LRU:
+        raise NotCompiled(f"retention {options.retention} runs in Python only")
+    if options.prefix_caching and options.host_slots:
+        raise NotCompiled("host memory has what leaves its pool")
+    if workload.adapter.any():
+        raise NotCompiled("adapters are not compiled")
+    seed_read = form.key is not None and knows_the_seed(form.key)
+    try:
+        from jaxserve.simulator.compiled import run
+    except ImportError as error:
+        raise NotCompiled(f"pip install numba ({error})") from error
+    try:
+        key = run.key_of(form)
+    except run.NotCompilable as error:
+        raise NotCompiled(f"numba does not compile the policy's key: {error}") from error
+    reuse = options.prefix_caching
+    served = run.run(policy, form, key, workload, setting, progress, compiling, reuse=reuse)
+    return replace(served, seed_read=seed_read or setting.routing.draws)

@@ -1,0 +1,278 @@
+"""The best schedule for a known workload, by search (AccelGen section 6.1, "Oracle").
+
+Every policy is tried, then the unified scheduler with a few orders of the requests; then the best
+of these are changed a little, again and again. Each is simulated, so what is found is feasible. How
+far it may be below the optimum, `goodput_bound.py` bounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.policies.oracle import OraclePolicy, Portfolio
+from jaxserve.sched.policy import Policy
+from jaxserve.sched.registry import make_policy, policies
+from jaxserve.sched.request import Rule
+from jaxserve.sched.slo.metrics import attained, rate, span
+from jaxserve.simulator.dispatch import form_of, has_form, run
+from jaxserve.simulator.oracle.candidates import Candidate, Changes, starts
+from jaxserve.simulator.oracle.goodput_bound import goodput_bound
+from jaxserve.simulator.oracle.least_work import Work
+from jaxserve.simulator.replica.event_loop import Options
+from jaxserve.simulator.results import RequestRecords
+from jaxserve.simulator.settings import Served, Setting
+from jaxserve.simulator.workloads.workload import Workload
+
+# Beside each policy with the parameters that it has.
+VARIED = ("sarathi+ef", "sarathi_pc+ef", "vllm+ef", "edf+ef", "infermax:expect=nothing")
+_KEPT = 6  # candidates that are changed further
+_NEAR = 1 - 1e-6  # of the bound: there is nothing left to find
+
+
+class NotSearched(ValueError):
+    """The search does not support this simulation; one line says why."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best schedule that a search found.
+
+    Attributes:
+        name: Of its policy, or `ordered` for a schedule of the search's own.
+        served: Its run.
+        bound: Requests/s that no schedule exceeds, inf if there is no bound.
+        runs: Schedules simulated.
+    """
+
+    name: str
+    served: Served
+    bound: float
+    runs: int
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A simulated schedule.
+
+    Attributes:
+        met: bool [n], requests that attained their SLO.
+        score: Goodput, then the number of requests that attained their SLO.
+    """
+
+    name: str
+    policy: Policy
+    setting: Setting
+    served: Served
+    met: np.ndarray
+    score: tuple[float, int]
+    candidate: Candidate | None = None
+
+
+def search(
+    oracle: OraclePolicy,
+    workload: Workload,
+    setting: Setting,
+    options: Options,
+    compiled: bool | None = None,
+    progress: Callable[[int], None] | None = None,
+    compiling: Callable[[], None] | None = None,
+) -> Found:
+    """Searches for the schedule with the most goodput, for as long as the oracle's parameters say.
+
+    Args:
+        oracle: How long to search, and where to begin.
+        workload: The requests.
+        setting: Where they are served.
+        options: What only the simulation in Python supports.
+        compiled: As in `dispatch.run`. The search as such cannot be compiled.
+        progress: progress(n) is called as the search goes on, n adding up to the requests.
+        compiling: Called when numba begins to compile.
+
+    Raises:
+        NotCompiled: `compiled` is True.
+        NotSearched: There are several replicas, closed-loop requests, whose arrivals are not
+            known, or drafts.
+        InvalidPlan: No policy can serve the workload.
+    """
+    if compiled:
+        form_of(oracle)
+    if setting.replicas > 1:
+        raise NotSearched("policy oracle: schedules are searched for one replica, not for several")
+    if oracle.speculates:
+        raise NotSearched("policy oracle+spec: the search plans without drafts; ask for oracle")
+    if options.best_effort is not None:
+        raise NotSearched(
+            "policy oracle: best_effort requests come when others have ended; arrivals must be "
+            "known to search"
+        )
+    in_python = options.checked or options.online is not None or options.until < math.inf
+    runner = _Runner(
+        workload,
+        setting,
+        dataclasses.replace(options, record_rows=False),
+        False if compiled is False and (in_python or not options.record_rows) else None,
+        compiling,
+        oracle.rule,
+    )
+    told = _Told(progress, len(workload))
+    bound = goodput_bound(workload, setting, options.rho is not None, options.until)
+    best = _search(oracle, runner, bound, told)
+    told.share(1.0)
+    served = best.served
+    if options.record_rows:
+        served = run([best.policy], workload, best.setting, options, False, None, None)
+    served = dataclasses.replace(served, seed_read=True)
+    return Found(best.name, served, bound, runner.runs)
+
+
+@dataclass
+class _Told:
+    """Reports the progress of the search as requests that have come."""
+
+    progress: Callable[[int], None] | None
+    whole: int
+    said: int = 0
+
+    def share(self, done: float) -> None:
+        """Reports that this share of the search is done, from 0 to 1."""
+        now = int(min(done, 1.0) * self.whole)
+        if self.progress is not None and now > self.said:
+            self.progress(now - self.said)
+            self.said = now
+
+
+@dataclass
+class _Runner:
+    """Simulates schedules, and counts them."""
+
+    workload: Workload
+    setting: Setting
+    options: Options
+    compiled: bool | None
+    compiling: Callable[[], None] | None
+    rule: Rule
+    runs: int = 0
+
+    def tried(
+        self, name: str, policy: Policy, setting: Setting, candidate: Candidate | None = None
+    ) -> _Tried:
+        """Simulates a policy.
+
+        Args:
+            name: What to call it.
+            policy: The policy.
+            setting: Where it is simulated.
+            candidate: The candidate that it comes from, if any.
+
+        Raises:
+            InvalidPlan: It cannot serve the workload.
+        """
+        self.runs += 1
+        made, options = self.workload, self.options
+        served = run([policy], made, setting, options, self.compiled, None, self.compiling)
+        found = RequestRecords.from_served(served, options.until)
+        met = np.zeros(len(made), bool)
+        goodput = 0.0
+        if len(found):
+            asked = found.workload.terms.asked
+            within = attained(found.times, found.workload.terms).slo(self.rule) & found.finished
+            within &= asked | ~asked.any()
+            met[: len(within)] = within
+            goodput = rate(int(within.sum()), span(found.times)) or 0.0
+        return _Tried(name, policy, setting, served, met, (goodput, int(met.sum())), candidate)
+
+    def candidate(self, one: Candidate) -> _Tried | None:
+        """Simulates a candidate. None if it cannot serve the workload, for example because two
+        requests preempt each other for ever."""
+        try:
+            return self.tried("ordered", one.policy, one.setting(self.setting), one)
+        except InvalidPlan:
+            return None
+
+
+def _search(oracle: OraclePolicy, runner: _Runner, bound: float, told: _Told) -> _Tried:
+    pool: list[_Tried] = []
+    best: _Tried | None = None
+
+    def note(one: _Tried | None) -> None:
+        nonlocal best
+        if one is None:
+            return
+        if best is None or one.score > best.score:
+            best = one
+        if one.candidate is not None:
+            pool.append(one)
+            pool.sort(key=lambda tried: tried.score, reverse=True)
+            del pool[_KEPT:]
+
+    for one in _portfolio(oracle, runner):
+        note(one)
+    workload, setting = runner.workload, runner.setting
+    work = Work.of_workload(workload, setting, runner.options.rho is not None)
+    left = _Left(oracle, told)
+    rng = np.random.default_rng((setting.seed, 11))
+    changes = Changes(workload, work.jct, setting, rng)
+    for first in starts(workload, work, setting):
+        if left.over():
+            break
+        note(runner.candidate(first))
+    while pool and best is not None and best.score[0] < bound * _NEAR and not left.over():
+        # Half of the time the best of all, so that it gets better soon.
+        parent = pool[0 if rng.random() < 0.5 else int(rng.integers(len(pool)))]
+        assert parent.candidate is not None
+        note(runner.candidate(changes.changed(parent.candidate, parent.met)))
+    if best is None:
+        raise InvalidPlan("policy oracle: no policy can serve the workload")
+    return best
+
+
+def _portfolio(oracle: OraclePolicy, runner: _Runner) -> Iterator[_Tried]:
+    """Of all policies that can serve the workload."""
+    for name in portfolio(oracle.portfolio):
+        policy, setting = make_policy(name), runner.setting
+        limits, workload = setting.limits, runner.workload
+        if not policy.chunked:
+            if int(workload.lengths.total.max()) - 1 > limits.max_batch_tokens:
+                continue
+            whole = dataclasses.replace(limits, max_prefill_tokens=limits.max_batch_tokens)
+            setting = dataclasses.replace(setting, limits=whole)
+        try:
+            yield runner.tried(name, policy, setting)
+        except InvalidPlan:
+            continue
+
+
+def portfolio(which: Portfolio) -> list[str]:
+    """The names of the policies that a search begins with: all that are registered but the oracle,
+    and some with parameters."""
+    names = [name for name in policies() if not isinstance(make_policy(name), OraclePolicy)]
+    names += VARIED
+    if which is Portfolio.QUICK:
+        names = [name for name in names if has_form(make_policy(name))]
+    return names
+
+
+class _Left:
+    """How much of the search is left, once the portfolio has been tried."""
+
+    def __init__(self, oracle: OraclePolicy, told: _Told) -> None:
+        self._oracle, self._told = oracle, told
+        self._began, self._runs = time.monotonic(), 0
+
+    def over(self) -> bool:
+        """Whether there is to be no other run; else counts one."""
+        oracle = self._oracle
+        if oracle.runs is not None:
+            done, whole = float(self._runs), float(oracle.runs)
+        else:
+            done, whole = time.monotonic() - self._began, oracle.seconds
+        self._told.share(done / whole if whole else 1.0)
+        self._runs += 1
+        return done >= whole

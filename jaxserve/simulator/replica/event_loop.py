@@ -1,0 +1,231 @@
+"""Simulations in Python: the event loop over replicas that each run the engine's own scheduler.
+
+The next event is an arrival, which is routed to a replica, one in front of the replicas
+(`router_front.py`), or the next iteration of a replica's loop (`replica.py`). Nothing depends on
+the machine's own clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.cache.free_blocks import OutOfBlocks
+from jaxserve.sched.cache.retention import LRU
+from jaxserve.sched.cost.cost_model import LinearCostModel
+from jaxserve.sched.cost.online_cost_model import OnlineCostModel
+from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.policy import Policy, View
+from jaxserve.sched.registry import make_retention
+from jaxserve.sched.request import Request
+from jaxserve.simulator.replica.admission import BoundedQueue, Lateness
+from jaxserve.simulator.replica.arrivals import Arrivals
+from jaxserve.simulator.replica.drafter import Guesses
+from jaxserve.simulator.replica.event_queue import Events
+from jaxserve.simulator.replica.replica import Replica, as_keys
+from jaxserve.simulator.replica.router_front import Front
+from jaxserve.simulator.replica.scheduler_state import SimulatedScheduler
+from jaxserve.simulator.settings import REFUSED, BatchRows, Served, Setting
+from jaxserve.simulator.workloads.closed_loop import ClosedLoop
+from jaxserve.simulator.workloads.shared_prefixes import BlockKeys
+from jaxserve.simulator.workloads.workload import Workload
+
+
+@dataclass(frozen=True)
+class Options:
+    """What only the simulation in Python supports. Fields that are not explained here are arguments
+    of `simulate`.
+
+    Attributes:
+        host_slots: Slots of host memory for caches.
+        max_model_len: Tokens of the longest request, prompt and limit.
+        projects: Whether reads of hidden caches project them into K and V, see `View`.
+    """
+
+    host_slots: int
+    max_model_len: int
+    checked: bool
+    coast: bool
+    online: LinearCostModel | None
+    record_rows: bool
+    best_effort: ClosedLoop | None
+    until: float
+    rho: float | None
+    projects: bool
+    refuse_late: float | None = None
+    prefix_caching: bool = False
+    retention: str = LRU
+    watch: Callable[[View], None] | None = None
+
+
+def run_in_python(
+    policies: Sequence[Policy],
+    workload: Workload,
+    setting: Setting,
+    options: Options,
+    progress: Callable[[int], None] | None,
+) -> Served:
+    """Serves the workload in Python.
+
+    Args:
+        policies: One for each replica.
+        workload: The requests.
+        setting: Where they are served.
+        options: How.
+        progress: progress(n) is called when n more requests have come.
+
+    Raises:
+        InvalidPlan: A policy plans what cannot be booked, or makes no progress.
+    """
+    arrivals = Arrivals(workload, options.best_effort, setting.seed)
+    outputs = arrivals.outputs
+    keys = BlockKeys(workload, setting.block_size) if options.prefix_caching else None
+    guesses = None
+    if any(policy.speculates for policy in policies) and workload.guess_share.any():
+        guesses = Guesses(workload, setting.seed)
+    machines = [
+        Replica(
+            _scheduler(policy, setting, options),
+            setting,
+            outputs=outputs,
+            number=number,
+            # What is learned, or found, may change any plan.
+            coasts=options.coast
+            and policy.steady
+            and not policy.speculates
+            and keys is None
+            and options.online is None
+            and not setting.routing.faults,
+            record_rows=options.record_rows,
+            block_keys=keys,
+            guesses=guesses,
+        )
+        for number, policy in enumerate(policies)
+    ]
+    queue = BoundedQueue(setting.capacity, setting.replicas, outputs)
+    loops = Events(len(machines))
+    front = Front(setting, machines, loops, outputs)
+    late = Lateness(options.refuse_late)
+    doors = (front, loops, queue, late)
+    served_by = _serve(machines, arrivals, *doors, keys, options.until, progress)
+    logs = [machine.stop(options.until) for machine in machines]
+    if not setting.keeps_batches:
+        logs = [log[:0] for log in logs]
+    outputs.cut(options.until)
+    failed = np.isin(np.arange(len(served_by)), list(front.failed))
+    came, numbers = arrivals.came()
+    rows = [_renumbered(machine.rows_log, numbers) for machine in machines]
+    drawn = setting.routing.draws or guesses is not None
+    drawn |= any(one.scheduler.view.seed_read for one in machines)
+    return Served(
+        came,
+        outputs.in_order(numbers),
+        outputs.preemptions[numbers],
+        served_by[numbers],
+        failed[numbers],
+        logs,
+        drawn,
+        rows if options.record_rows else None,
+        late.expected(numbers),
+        outputs.found[numbers] if options.prefix_caching else None,
+        None if guesses is None else (outputs.drafted[numbers], outputs.accepted[numbers]),
+    )
+
+
+def _renumbered(rows: list[BatchRows], numbers: np.ndarray) -> list[BatchRows]:
+    """The batches with each request's place in order of arrival instead of its number. numbers: of
+    all requests, in order of arrival."""
+    if not rows or (numbers == np.arange(len(numbers))).all():
+        return rows
+    place = np.zeros(int(numbers.max()) + 1, np.int64)
+    place[numbers] = np.arange(len(numbers))
+    return [
+        dataclasses.replace(one, requests=place[one.requests], preempted=place[one.preempted])
+        for one in rows
+    ]
+
+
+def _scheduler(policy: Policy, setting: Setting, options: Options) -> SimulatedScheduler:
+    online = options.online
+    return SimulatedScheduler(
+        policy,
+        setting.limits,
+        num_blocks=setting.num_blocks,
+        block_size=setting.block_size,
+        max_model_len=options.max_model_len,
+        host_slots=options.host_slots,
+        cost_model=setting.cost_model if online is None else OnlineCostModel(online),
+        padding=setting.padding,
+        seed=setting.seed,
+        rho=options.rho,
+        projects=options.projects,
+        checked=options.checked,
+        prefix_caching=options.prefix_caching,
+        retention=make_retention(options.retention),
+        watch=options.watch,
+    )
+
+
+def _serve(
+    machines: list[Replica],
+    arrivals: Arrivals,
+    front: Front,
+    loops: Events,
+    queue: BoundedQueue,
+    late: Lateness,
+    keys: BlockKeys | None,
+    until: float,
+    progress: Callable[[int], None] | None,
+) -> np.ndarray:
+    """Runs the event loop until all requests have ended, or `until`. Returns each request's replica
+    by number, int64 [n], or REFUSED. Raises InvalidPlan if an unchecked plan wants more blocks than
+    are free."""
+    served_by: dict[int, int] = {}
+
+    def place(number: int, request: Request, now: float) -> None:
+        served_by.pop(number, None)
+        chosen = front.choose(number, request, now)
+        if chosen is None:
+            return
+        machine = machines[chosen]
+        if not machine.dead:
+            taken = late.admits(machine, number, request, now)
+            if not (taken and queue.admits(chosen, number, now)):
+                return
+            machine.receive(number, request, now)
+            loops.at(chosen, machine.next_time)
+        served_by[number] = chosen
+        front.taken(chosen, number, request)
+
+    while True:
+        (time, index), arrival, timer = loops.first(), arrivals.next_time, front.next_time
+        if not min(arrival, timer, time) < until:
+            break
+        if arrival <= min(timer, time):
+            number, request = arrivals.take_first()
+            if keys is not None and number < len(keys):
+                known = as_keys(keys.of(number, len(request.prompt)))
+                request = dataclasses.replace(request, block_keys=known)
+            place(number, request, arrival)
+            if progress is not None and number < arrivals.num_open:
+                progress(1)
+        elif timer <= time:
+            stranded = front.run(more=arrivals.next_time < math.inf or arrivals.horizon == 0.0)
+            if stranded is not None:
+                place(*stranded, timer)
+        else:
+            machine = machines[index]
+            try:
+                machine.run(min(arrivals.horizon, timer, until))
+            except OutOfBlocks as error:
+                raise InvalidPlan(f"more blocks than are free ({error})") from error
+            loops.at(index, machine.next_time)
+            front.changed(index)
+            arrivals.follow()
+    found = np.full(len(arrivals.outputs.lengths), REFUSED)
+    found[list(served_by.keys())] = list(served_by.values())
+    return found

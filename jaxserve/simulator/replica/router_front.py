@@ -1,0 +1,198 @@
+"""In front of the simulated replicas: routers that choose by snapshots, and replicas that become
+slow or die."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxserve.sched.request import Request
+from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
+from jaxserve.sched.routing.random_draws import MODULUS, drawn, seeded
+from jaxserve.sched.routing.routers import NoReplica, Router
+from jaxserve.sched.routing.snapshot import Snapshot
+from jaxserve.sched.routing.take_snapshot import idle_snapshot, take_snapshot
+from jaxserve.sched.slo.backlog import Backlog
+from jaxserve.simulator.replica.event_queue import Events
+from jaxserve.simulator.replica.outputs import Outputs
+from jaxserve.simulator.replica.replica import Replica
+from jaxserve.simulator.settings import Setting
+
+FAULT, NOTICE, PUBLISH, DELIVER = range(4)
+Came = tuple[int, Request]  # a request with its number
+
+
+class Front:
+    """The routers. Router i of k has every k-th replica, and the requests whose numbers are i
+    modulo k.
+
+    Args:
+        setting: How requests are routed, and the faults.
+        machines: The replicas.
+        loops: When the loop of each replica runs next.
+        outputs: Of all requests.
+
+    Attributes:
+        failed: Numbers of the requests that ended because their replica died.
+    """
+
+    def __init__(
+        self, setting: Setting, machines: Sequence[Replica], loops: Events, outputs: Outputs
+    ) -> None:
+        self._setting, self._machines, self._outputs = setting, machines, outputs
+        self._loops = loops
+        count, self.failed = len(machines), set[int]()
+        step = self._step = setting.routing.routers
+        fleets = [Fleet(len(range(i, count, step))) for i in range(step)]
+        self._routers = [
+            Router(setting.routing.name, f, setting.seed, i) for i, f in enumerate(fleets)
+        ]
+        self._timers = Events(4 * count)
+        self._draws = [seeded(setting.seed, step + i) for i in range(count)]
+        self._under_way: dict[int, Snapshot] = {}
+        self._changed = np.zeros(count, bool)
+        self._dying = {f.replica for f in setting.routing.faults if f.slowdown == math.inf}
+        self._there: dict[int, list[Came]] = {replica: [] for replica in self._dying}
+        self._again: set[int] = set()
+        for fault in setting.routing.faults:
+            self._timers.at(FAULT * count + fault.replica, fault.time)
+        self._faults = {fault.replica: fault for fault in setting.routing.faults}
+        for i in range(count):
+            self._fleet(i).find(i // step)
+            if setting.routing.looks:
+                self._hear(i, idle_snapshot(setting.fixed))
+        if setting.routing.looks and setting.routing.interval:
+            for i, time in enumerate(setting.routing.first_times(count).tolist()):
+                self._timers.at(PUBLISH * count + i, time)
+
+    @property
+    def next_time(self) -> float:
+        """The next time at which a snapshot is taken or delivered, a fault occurs or a death is
+        noticed."""
+        return self._timers.first()[0]
+
+    def changed(self, replica: int) -> None:
+        """Notes that the replica has changed since its last snapshot."""
+        self._changed[replica] = True
+
+    def choose(self, number: int, request: Request, now: float) -> int | None:
+        """Routes a request.
+
+        Args:
+            number: Its number in the workload.
+            request: The request.
+            now: Seconds.
+
+        Returns:
+            The replica; None if none is up.
+        """
+        router = self._routers[number % self._step]
+        self._look(number % self._step, now)
+        ask = RoutingRequest.from_request(request, self._setting.block_size)
+        if not self._setting.routing.prefixes:
+            ask = ask._replace(marks=b"")
+        try:
+            place = router.choose(ask, now)
+        except NoReplica:
+            return None
+        replica = number % self._step + place * self._step
+        if self._setting.routing.looks:
+            router.fleet.send(place, ask, now)
+            self._changed[replica] = True
+        return replica
+
+    def taken(self, replica: int, number: int, request: Request) -> None:
+        """Notes that the replica has admitted the request."""
+        if replica in self._dying:
+            self._there[replica].append((number, request))
+
+    def run(self, more: bool) -> Came | None:
+        """Handles the event at `next_time`.
+
+        Args:
+            more: Whether requests are still to arrive.
+
+        Returns:
+            A request of a dead replica that has to go elsewhere, if any.
+        """
+        now, event = self._timers.first()
+        kind, replica = divmod(event, len(self._machines))
+        if kind == NOTICE:
+            return self._stranded(replica)
+        self._timers.at(event, math.inf)
+        if kind == FAULT:
+            self._fault(replica, now)
+        elif kind == PUBLISH:
+            self._publish(replica, now, more)
+        elif not self._fleet(replica).columns.dead[replica // self._step]:
+            self._hear(replica, self._under_way[replica])
+        return None
+
+    def _look(self, first: int, now: float) -> None:
+        """Snapshots of now, where there is no interval."""
+        if not self._setting.routing.looks or self._setting.routing.interval:
+            return
+        for replica in range(first, len(self._machines), self._step):
+            if self._changed[replica] and not self._machines[replica].dead:
+                self._hear(replica, self._observe(replica, now))
+
+    def _observe(self, replica: int, now: float) -> Snapshot:
+        self._changed[replica] = False
+        machine = self._machines[replica]
+        with machine.scheduler.view.unwatched():
+            backlog = Backlog.from_scheduler(machine.scheduler, now, machine.device_free)
+        known = self._setting.fixed
+        return take_snapshot(backlog, machine.live, known, machine.lately, draining=False)
+
+    def _publish(self, replica: int, now: float, more: bool) -> None:
+        snapshot, routing = self._observe(replica, now), self._setting.routing
+        lost = False
+        if routing.loss:
+            self._draws[replica] = drawn(self._draws[replica])
+            lost = self._draws[replica] <= routing.loss * MODULUS
+        count = len(self._machines)
+        if not lost:
+            if routing.age:
+                self._under_way[replica] = snapshot
+                self._timers.at(DELIVER * count + replica, now + routing.age)
+            else:
+                self._hear(replica, snapshot)
+        if more:
+            self._timers.at(PUBLISH * count + replica, now + routing.interval)
+
+    def _hear(self, replica: int, snapshot: Snapshot) -> None:
+        self._fleet(replica).hear(replica // self._step, snapshot)
+
+    def _fleet(self, replica: int) -> Fleet:
+        return self._routers[replica % self._step].fleet
+
+    def _fault(self, replica: int, now: float) -> None:
+        machine, fault, count = self._machines[replica], self._faults[replica], len(self._machines)
+        if fault.slowdown < math.inf:
+            machine.slowdown = fault.slowdown
+            return
+        machine.die()
+        self._loops.at(replica, math.inf)
+        self._timers.at(PUBLISH * count + replica, math.inf)
+        self._timers.at(NOTICE * count + replica, now + fault.notice)
+
+    def _stranded(self, replica: int) -> Came | None:
+        """The next request of a dead replica to go elsewhere. Those before it that have tokens, or
+        went elsewhere already, end."""
+        self._fleet(replica).lose(replica // self._step)
+        outputs, there = self._outputs, self._there[replica]
+        there.sort(key=lambda came: came[0], reverse=True)
+        while there:
+            number, request = there.pop()
+            if outputs.over[number]:
+                continue
+            if number not in self._again and np.isnan(outputs.times[outputs.offsets[number]]):
+                self._again.add(number)
+                outputs.preemptions[number] = 0
+                return number, request
+            outputs.over[number] = True
+            self.failed.add(number)
+        self._timers.at(NOTICE * len(self._machines) + replica, math.inf)
+        return None

@@ -1,0 +1,149 @@
+"""The scheduler's state in a simulation: the engine's own, with as many rows as live requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.cache.block_pool import BlockPool
+from jaxserve.sched.cost.reachability import NOTHING, Alone
+from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.policy import Limits, Policy, View
+from jaxserve.sched.request import Request
+from jaxserve.sched.row_columns import grow_columns
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.state.request_table import RequestTable
+from jaxserve.simulator.replica.counted_pool import CountedPool
+
+FIRST_ROWS = 64
+
+
+def _columns() -> frozenset[str]:
+    """The attributes of a table that have one entry a row."""
+    small, large = vars(RequestTable(3)), vars(RequestTable(5))
+    return frozenset(
+        name
+        for name, value in small.items()
+        if isinstance(value, np.ndarray) and value.shape[:1] != large[name].shape[:1]
+    )
+
+
+class GrowingTable(RequestTable):
+    """A request table that doubles when it is full, so that its size follows the live requests.
+    Rows are given out in the order in which a table of fixed size gives them."""
+
+    def add(self, request: Request, alone: Alone = NOTHING, reachable: Alone | None = None) -> int:
+        """Gives the request a row and returns it, in a table twice the size if this one is full."""
+        if not self.num_free:
+            self._double()
+        return super().add(request, alone, reachable)
+
+    def _double(self) -> None:
+        old, self.capacity = self.capacity, 2 * self.capacity
+        grow_columns(self, self.capacity, **dict.fromkeys(_columns(), 0))
+        self._free.extend(range(self.capacity - 1, old - 1, -1))
+
+
+class SimulatedScheduler(Scheduler):
+    """A scheduler over a growing table; everything else is as in the engine.
+
+    Args:
+        policy: The policy.
+        limits: C, P and rows.
+        watch: Called with what the policy sees, before each plan.
+        options: Of `Scheduler`.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        limits: Limits,
+        watch: Callable[[View], None] | None = None,
+        **options: Any,
+    ) -> None:
+        self._watch = watch
+        super().__init__(policy, limits, capacity=FIRST_ROWS, **options)
+        self.view: SeedWatch = SeedWatch.from_view(self.view)
+
+    def _make_table(self, capacity: int) -> RequestTable:
+        return GrowingTable(capacity)
+
+    def _make_pool(self, num_blocks: int, block_size: int, capacity: int, width: int) -> BlockPool:
+        # To check a plan takes ids, and so does finding blocks again.
+        counts = self.policy.counts_blocks and not self.checked and self.cache is None
+        kind = CountedPool if counts else BlockPool
+        return kind(num_blocks, block_size, capacity, width)
+
+    def plan(self, *args: Any) -> BatchPlan:
+        """As `Scheduler.plan`."""
+        if self._watch is not None:
+            self._watch(self.view)
+        return super().plan(*args)
+
+    def advance(self, rows: np.ndarray, steps: np.ndarray) -> None:
+        """Books steps[i] decodes of each row at once, all of them in the latest of the batches that
+        they stand for. Makes no room for them."""
+        table = self.table
+        table.computed[rows] += steps
+        table.generated[rows] += steps
+        latest = rows[steps == steps.max()]
+        order = self._batch_order
+        table.last_batch_order[latest] = np.arange(order, order + len(latest))
+        self._batch_order += len(latest)
+        self._progress.advance(int(steps.max()))
+
+    def receive_several(self, rows: np.ndarray, counts: np.ndarray, times: np.ndarray) -> None:
+        """As `receive` at each of these times: row i at the first counts[i] of them. All rows have
+        tokens already.
+
+        Args:
+            rows: int64 [n].
+            counts: int64 [n], 1 or more.
+            times: float64 [k], ascending, seconds.
+        """
+        if not len(times):
+            return
+        table, gaps, more = self.table, np.diff(times), counts - 1
+        first = times[0] - table.last_token[rows]
+        longest = np.concatenate([[0.0], np.maximum.accumulate(gaps)])
+        table.longest_gap[rows] = np.maximum(table.longest_gap[rows], first)
+        table.longest_gap[rows] = np.maximum(table.longest_gap[rows], longest[more])
+        timed = np.flatnonzero(table.tbt[rows] < np.inf)
+        if len(timed):
+            mine, target = rows[timed], table.tbt[rows[timed], None]
+            counted = np.arange(len(gaps)) < more[timed, None]
+            table.late_gaps[mine] += ((gaps > target) & counted).sum(axis=1)
+            table.late_gaps[mine] += first[timed] > target[:, 0]
+        table.received[rows] += counts
+        table.last_token[rows] = times[more]
+
+
+class SeedWatch(View):
+    """A view that knows whether its policy asked for the seed."""
+
+    seed_read = False
+
+    @property
+    def seed(self) -> int:
+        """The view's seed; asking for it is noted."""
+        vars(self)["seed_read"] = True
+        return int(vars(self)["seed"])
+
+    @seed.setter
+    def seed(self, value: int) -> None:  # by the dataclass's own __init__
+        vars(self)["seed"] = value
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Where it is not the policy that asks."""
+        before = self.seed_read
+        yield
+        vars(self)["seed_read"] = before
+
+    @classmethod
+    def from_view(cls, view: View) -> SeedWatch:
+        """The same view, watched."""
+        return cls(**vars(view))

@@ -1,0 +1,219 @@
+"""Where a policy is simulated, and what became of the requests there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.cost.cost_model import CostModel
+from jaxserve.sched.cost.host_overhead import HostOverhead
+from jaxserve.sched.cost.padding import Padding
+from jaxserve.sched.cost.step_residuals import Scatter
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.routing.routers import ROUTERS
+from jaxserve.simulator.workloads.workload import Workload
+
+REFUSED = -1  # the replica of a request that found the queue full
+
+# A batch, as `BatchRecords` has them.
+BATCH = np.dtype(
+    [("start", np.float64), ("duration", np.float64)]
+    + [
+        (name, np.int64)
+        for name in (
+            *("num_tokens", "num_decodes", "num_prefills", "kv_used", "preemptions", "num_hidden"),
+            *("num_recomputed", "saved_slots", "loaded_slots", "num_shared"),
+        )
+    ],
+    align=True,
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A replica that gets slower, or dies. It dies once the step that its host waits for has ended.
+    Its requests without a token then go elsewhere, once; the others end with what they have.
+
+    Attributes:
+        replica: Its number.
+        time: When, seconds.
+        slowdown: How many times as long its steps take from then on; inf if it dies.
+        notice: Seconds until the routers notice a death.
+
+    Raises:
+        ValueError: For other values.
+    """
+
+    replica: int
+    time: float
+    slowdown: float = math.inf
+    notice: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.replica < 0 or not 0 <= self.time < math.inf:
+            raise ValueError("a fault needs a replica and a time, both 0 or more")
+        if not self.slowdown >= 1 or not 0 <= self.notice < math.inf:
+            raise ValueError(
+                f"slowdown must be at least 1 and notice 0 or more seconds, got {self.slowdown} "
+                f"and {self.notice}"
+            )
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How requests reach the replicas.
+
+    Attributes:
+        name: One of `routing.ROUTERS`.
+        routers: How many there are. Router i of n has every n-th replica and every n-th request.
+        interval: Seconds between two snapshots of a replica; 0 for routers that see replicas as
+            they are.
+        age: Seconds that a snapshot is under way, less than the interval.
+        loss: Share of the snapshots that get lost.
+        faults: At most one for each replica.
+        prefixes: Whether routers look at what is in the prefix caches.
+
+    Raises:
+        ValueError: For other values.
+    """
+
+    name: str = "round_robin"
+    routers: int = 1
+    interval: float = 0.0
+    age: float = 0.0
+    loss: float = 0.0
+    faults: tuple[Fault, ...] = ()
+    prefixes: bool = True
+
+    def __post_init__(self) -> None:
+        if self.name not in ROUTERS:
+            raise ValueError(f"there is no routing {self.name!r}; known: {', '.join(ROUTERS)}")
+        if self.routers < 1:
+            raise ValueError(f"routers must be at least 1, got {self.routers}")
+        if not 0 <= self.interval < math.inf:
+            raise ValueError(f"interval must be 0 or more seconds, got {self.interval}")
+        if not (self.age == 0 or 0 < self.age < self.interval):
+            raise ValueError(
+                f"age must be 0 or more seconds and less than the interval of {self.interval:g}, "
+                f"got {self.age}"
+            )
+        if not 0 <= self.loss <= 1 or (self.loss and not self.interval):
+            raise ValueError(f"loss must be a share of what is published, got {self.loss}")
+        if len({fault.replica for fault in self.faults}) < len(self.faults):
+            raise ValueError("faults must be of different replicas")
+
+    @property
+    def looks(self) -> bool:
+        """Whether the routers look at snapshots."""
+        return ROUTERS[self.name].looks
+
+    @property
+    def finds(self) -> bool:
+        """Whether the routers look at prefix caches."""
+        return ROUTERS[self.name].finds and self.prefixes
+
+    @property
+    def draws(self) -> bool:
+        """Whether where requests go depends on the seed."""
+        return ROUTERS[self.name].draws or (self.looks and self.loss > 0)
+
+    def first_times(self, replicas: int) -> np.ndarray:
+        """When each replica publishes for the first time, one after the other, float64
+        [replicas]."""
+        return self.interval * np.arange(1, replicas + 1) / replicas
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a policy is simulated. Fields that are not named here are as `simulate` has them.
+
+    Attributes:
+        num_blocks, block_size: Of each replica's pool.
+        capacity: Requests, waiting and running, that a replica has at most; others are refused.
+        fixed: What no step changes of the replicas' snapshots, see `routing.take_snapshot`.
+    """
+
+    limits: Limits
+    num_blocks: int
+    block_size: int
+    cost_model: CostModel
+    overlap: bool
+    padding: Padding | None = None
+    host: HostOverhead = field(default_factory=HostOverhead)
+    replicas: int = 1
+    routing: Routing = field(default_factory=Routing)
+    fixed: dict[str, Any] = field(default_factory=dict)
+    capacity: float = math.inf
+    seed: int = 0
+    keeps_batches: bool = True
+    scatter: Scatter | None = None
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a simulation of one workload gave.
+
+    Attributes:
+        workload: All requests that came, best-effort ones included.
+        token_times: float64 [sum of output_len], nan for tokens that did not come.
+        preemptions: int64 [n].
+        replica: int64 [n], REFUSED for requests that found no room.
+        failed: bool [n], requests that ended early since their replica died.
+        batches: Of each replica, records with the fields of BATCH.
+        seed_read: Whether a policy or a router asked for the seed.
+        rows: By replica and batch, which requests were in it; None if not recorded.
+        expected: float64 [n], seconds to the first token as predicted on arrival; None if not asked
+            for.
+        found: int64 [n], tokens of each prompt that were found; None without prefix caching.
+        drafts: int64 [n] each, drafted tokens that were computed, and those that were right; None
+            where nobody could draft.
+    """
+
+    workload: Workload
+    token_times: np.ndarray
+    preemptions: np.ndarray
+    replica: np.ndarray
+    failed: np.ndarray
+    batches: list[np.ndarray]
+    seed_read: bool = False
+    rows: list[list[BatchRows]] | None = None
+    expected: np.ndarray | None = None
+    found: np.ndarray | None = None
+    drafts: tuple[np.ndarray, np.ndarray] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRows:
+    """Which requests were in a batch.
+
+    Attributes:
+        requests: int64 [n], their numbers in the workload.
+        tokens: int64 [n], tokens that each computed.
+        decoding: bool [n], whether each was a decode.
+        preempted: int64 [k], numbers of requests that lost their cache since the batch before.
+        lengthening: Seconds that best-effort requests added to it, see `sched/slo/tiers.py`.
+    """
+
+    requests: np.ndarray
+    tokens: np.ndarray
+    decoding: np.ndarray
+    preempted: np.ndarray
+    lengthening: float = 0.0
+
+    @classmethod
+    def of_decodes(cls, requests: np.ndarray, steps: np.ndarray) -> list[BatchRows]:
+        """Consecutive batches of decodes only.
+
+        Args:
+            requests: int64 [n], numbers in the workload.
+            steps: int64 [n], how many of the batches, from the first on, each is in.
+        """
+        nobody, found = np.zeros(0, np.int64), []
+        for step in range(1, int(steps.max()) + 1):
+            here = requests[steps >= step]
+            ones = np.ones(len(here), np.int64)
+            found.append(cls(here, ones, ones > 0, nobody))
+        return found

@@ -1,0 +1,154 @@
+r"""Simulates serving: no device, no weights, minutes in seconds.
+
+    jaxserve simulate --policy=vllm --system=llama-2-7b@a100 \
+        --workload=fixed:1024x128x32 --kv_tokens=100000 --max_batch_tokens=4096 --json
+    jaxserve simulate --policy=vllm,sarathi,edf --workload=sharegpt --rate=2,4,6,8 \
+        --slo_ttft_ms=1000 --slo_tbt_ms=100 --plots=figures
+    jaxserve simulate --policy=edf,sarathi:watermark=0.05 --workload=sharegpt --rate=8 \
+        --classes=chat:0.7:ttft=500ms:tbt=50ms,batch:0.3:tier=best_effort:jct=60s
+    jaxserve simulate --policy=sarathi --workload=AzureLLMInferenceTrace_conv.csv
+    jaxserve simulate --policy=vllm,sarathi --workload=sharegpt --find=capacity \
+        --attainment=0.9 --slo_ttft_ms=1000 --slo_tbt_ms=100 --summary=runs.csv
+    jaxserve simulate --policy=vllm,priority --workload=sharegpt --rate=4 --duration=600 \
+        --best_effort=closed:batch=64,input=uniform:512:1024,output=uniform:32:128
+    jaxserve simulate --workload=sharegpt --rate=300 --num_requests=20000 --seeds=1 \
+        --slo_ttft_ms=1000 --replicas=64 --routing=slo --routers=4 --snapshot_s=0.5 \
+        --snapshot_age_s=0.1 --snapshot_loss=0.05 --faults=0:at=20s:slow=3,7:at=30s
+    jaxserve simulate --workload=alpaca --rate=20 --seeds=1 --chrome_trace=trace.json
+    jaxserve simulate --replay=served.jsonl --policy=sarathi,vllm,edf
+
+--workload: fixed:IxOxB, a mix (lilo+siso), a data set's name, conversation or agent, whose prompts
+go on with earlier ones, or a trace's path: a CSV of prompt_tokens,output_tokens, Azure's or
+BurstGPT's CSV, Mooncake's JSONL; a trace may say what each request asks for, in columns max_tokens,
+tier, ttft_ms, tbt_ms, jct_ms, class and greedy (true, or false for one that is sampled). Several
+policies and rates, separated by commas, run beside each other on all cores.
+
+--best_effort: batches of best-effort requests beside the workload, the first at the start, each
+other when all of the one before have ended; they may write as many tokens as the longest of them.
+At --duration the run is cut off: who has not ended counts with what it has written, as missing a
+target whose time has passed, and as attaining one whose time has not. Throughput, ended/s, is in
+the table by tier.
+
+--replicas: engines behind one stream of requests, of which --routing (jaxserve/sched/routing/)
+decides who gets which. A router knows of a replica what its last snapshot said, one every
+--snapshot_s, and what it has sent there itself; several (--routers) share nothing.
+--faults=REPLICA[:at=TIME][:slow=TIMES][:notice=TIME], several separated by commas, replicas counted
+from 0: from that time on, or the start, each step of the replica takes so many times as long, or,
+without slow=, the replica is dead, which routers notice after 1 s or that time. Who had no token
+there is served elsewhere, once; the others have failed.
+
+--replay=FILE: what a server has served that was started with --config.engine.record=FILE, on a
+system that is fitted to its steps, with its limits and its pool; --system, and the flags of limits
+and pool, instead; --seed is the server's. How far its steps were from the fit is drawn by the seed,
+in runs of steps that followed each other, so that tails are predicted. What became of it then is
+the first row. Where the fit is off by more than half of a step on average, a line before the table
+says so.
+
+--rules=infermax_paper: as InferMax's published simulator counts, in everything that changes its
+figures: its batch times, no work of a host, blocks of one token, no watermark, nothing found again.
+A flag beside it (--block_size, --prefix_caching) wins, and a line says so.
+
+Everything is run with --seeds seeds, from --seed up: the numbers are means, with the half width of
+their 95% confidence intervals. Where nothing is drawn by a seed (a trace with its own arrivals, and
+a policy without lots) there is one run. The same seed makes the same requests for every policy, so
+several policies are also compared seed by seed, as ratios to the first one. --summary has all of
+the numbers. The tables, the figures but for the attainment, and the trace are of the first seed;
+those of several policies and rates get numbers.
+
+--find=capacity searches, from --rate on (1), for the highest rate at which a share --attainment of
+the requests that have targets, mean over the seeds, attain their SLO, to 2.2%: by a server's
+verdict, where the longest time between two tokens counts, as in all tables. Requests have to keep
+coming for five times the longest target, or it says that it cannot tell.
+
+Exit codes: 0, 1 where a run fails or no capacity is found, 2 for a command line of which nothing
+can be simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jaxserve.command_line import ended, tell
+from jaxserve.simulator.simulate import flags, output, replay
+from jaxserve.simulator.simulate.report import capacity_report, columns, report
+from jaxserve.simulator.simulate.runs import REFUSED
+from jaxserve.simulator.simulate.search import search
+from jaxserve.simulator.simulate.sweep import Point, paired, sweep
+from jaxserve.simulator.simulate.workers import Workers
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code, see the top of this file, or 130 for ^C."""
+    parser = flags.parser(__doc__ or "", columns())
+    args = parser.parse_args(argv)
+    problem = flags.check(args)
+    if problem:
+        parser.error(problem)
+    work = _replay if args.replay else _find if args.find else _compare
+    return ended("jaxserve simulate", lambda: work(args), *REFUSED)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    """Every policy at every rate."""
+    runs = flags.runs(args)
+    output.check(args, len(runs))
+    with Workers(args.jobs) as workers:
+        points = sweep(runs, args.seeds, workers)
+    output.write(args, points)
+    text, found = _comparison(args, points)
+    tell(args, _with_rules(args, text), found)
+    return 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    """Every policy on what was served, and what became of it then."""
+    recorded = replay.read(args)
+    runs = recorded.runs(args)
+    output.check(args, len(runs))
+    served = recorded.served(runs[0])
+    with Workers(args.jobs) as workers:
+        points = sweep(runs, args.seeds, workers)
+    output.write(args, points, served)
+    text, found = _comparison(args, [served, *points])
+    found["recording"] = recorded.as_json()
+    tell(args, "\n".join([*recorded.doubts(args), text, "", *recorded.notes]), found)
+    return 0
+
+
+def _comparison(args: argparse.Namespace, points: Sequence[Point]) -> tuple[str, dict[str, Any]]:
+    """In words and as JSON: every policy at every rate, and the ratios to the first policy."""
+    compared = paired(points)
+    text = report(points, compared, range(args.seed, args.seed + args.seeds))
+    ratios = [one.as_json() for one in compared]
+    return text, {"points": [point.as_json() for point in points], "ratios": ratios}
+
+
+def _find(args: argparse.Namespace) -> int:
+    """The capacity of every policy."""
+    args.rate = args.rate or [flags.FIRST_RATE]
+    level = flags.ATTAINMENT if args.attainment is None else args.attainment
+    runs = flags.runs(args)
+    output.check(args, len(runs))
+    with Workers(args.jobs) as workers:
+        searches = search(runs, level, args.seeds, workers)
+    tried = [point for one in searches for point in one.points()]
+    output.write(args, tried)
+    found = [(one.point(), one.capacity()) for one in searches]
+    capacities = [
+        {"policy": point.run.policy, "rate": capacity.rate, "bound": capacity.bound}
+        for point, capacity in found
+    ]
+    content = {"capacity": capacities, "points": [point.as_json() for point in tried]}
+    tell(args, _with_rules(args, capacity_report(found, level)), content)
+    problems = [one.problem() for one in searches if one.problem()]
+    for problem in problems:
+        print(f"jaxserve simulate: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _with_rules(args: argparse.Namespace, text: str) -> str:
+    """The text, and what was not as the rules have it."""
+    return "\n".join(filter(None, (text, flags.beside_rules(args))))

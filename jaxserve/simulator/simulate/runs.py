@@ -1,0 +1,220 @@
+"""One simulation of those asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.cache.retention import LRU
+from jaxserve.sched.cost.profiles import System
+from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.registry import make_policy
+from jaxserve.sched.slo.metrics import has_targets
+from jaxserve.simulator import simulator
+from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.settings import Routing
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.closed_loop import ClosedLoop
+from jaxserve.simulator.workloads.specs import WorkloadSpec
+from jaxserve.simulator.workloads.workload import Workload
+
+REFUSED = (ValueError, InvalidPlan, OSError)
+# Of a run, as `simulate` has them.
+_SIMULATED = (
+    *("kv_tokens", "num_blocks", "host_tokens", "block_size", "rules", "overlap", "replicas"),
+    *("routing", "max_queue", "refuse_late", "record_rows", "prefix_caching", "retention"),
+    "drop_too_long",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run comes to.
+
+    Attributes:
+        numbers: As `SimulationResult.summary` has them.
+        kv_tokens: Size of the cache.
+        seed_read: Whether the policy drew random numbers.
+        attained: bool [n], of the requests with targets, which attain their SLO.
+        lasts: How many times as long as the longest target the requests with targets kept coming;
+            inf without a TTFT or JCT.
+        result: Everything that was recorded; None unless the run keeps it.
+    """
+
+    numbers: dict[str, Any]
+    kv_tokens: int
+    seed_read: bool
+    attained: np.ndarray
+    lasts: float
+    result: SimulationResult | None
+
+    @classmethod
+    def from_result(cls, result: SimulationResult, *, keep: bool) -> Outcome:
+        """From a simulation, or from what was served. keep: keep the result, too."""
+        kept, workload = result if keep else None, result.requests.workload
+        asked = workload.terms.asked
+        attained, came = result.attained[asked], workload.arrival[asked]
+        targets = np.stack([workload.ttft, workload.jct])
+        longest = float(targets[targets < np.inf].max(initial=0.0))
+        lasts = float(np.ptp(came)) / longest if longest else math.inf
+        return cls(result.summary(), result.kv_tokens, result.seed_read, attained, lasts, kept)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A workload that exists already, instead of one that a `WorkloadSpec` makes.
+
+    Attributes:
+        lengths: Its name.
+        workload: The requests.
+        rate: Requests/s, if they were rescaled to one.
+        duration: Always None: it is served to its end.
+        best_effort: Always None: nothing comes beside it.
+    """
+
+    lengths: str
+    workload: Workload
+    rate: float | None = None
+    duration: float | None = None
+    best_effort: ClosedLoop | None = None
+
+    @property
+    def count(self) -> float:
+        """Number of requests."""
+        return len(self.workload)
+
+    def make_workload(self, seed: int) -> Workload:
+        """The same for every seed."""
+        return self.workload
+
+    def drawn(self) -> bool:
+        """Whether the seed matters: it does not."""
+        return False
+
+
+Source = WorkloadSpec | Recorded
+
+
+@dataclass(frozen=True)
+class Run:
+    """One simulation: a policy on a workload. Can be pickled, for another process.
+
+    Attributes:
+        policy: A name that `make_policy` knows.
+        system: The system, or its name (`systems.system`).
+        workload: A specification, or a recorded one.
+        rules: A name of `simulator.RULES`.
+        kv_tokens: Size of the cache; None for the system's.
+        host_tokens: Tokens of K and V that host memory holds.
+        block_size: Tokens of a block; None for the system's or the rules'.
+        max_batch_tokens: C; None for the system's.
+        max_prefill_tokens: P; None for the default, see `simulate`.
+        max_rows: Requests of a batch; None for any number.
+        replicas: How many serve.
+        routing: How requests are spread over them.
+        seed: Of the workload and of the policy.
+        keep: Whether the outcome has the whole result.
+        record_rows: Whether the result also has the requests of each batch.
+        hidden_read: How hidden caches are read, see `systems.system`.
+        max_queue: Requests that may wait beside max_rows; None for any number.
+        refuse_late, prefix_caching, retention, drop_too_long: As `simulate` has them.
+        num_blocks: Size of the pool, instead of kv_tokens.
+        overlap: Whether steps are planned ahead; None for the rules'.
+    """
+
+    policy: str
+    system: System | str
+    workload: Source
+    rules: str
+    kv_tokens: int | None
+    host_tokens: int
+    block_size: int | None
+    max_batch_tokens: int | None
+    max_prefill_tokens: int | None
+    max_rows: int | None
+    replicas: int
+    routing: Routing
+    seed: int
+    keep: bool = False
+    record_rows: bool = False
+    hidden_read: str = "auto"
+    max_queue: int | None = None
+    refuse_late: float | None = None
+    prefix_caching: bool = False
+    retention: str = LRU
+    drop_too_long: bool = False
+    num_blocks: int | None = None
+    overlap: bool | None = None
+
+    @property
+    def rate(self) -> float | None:
+        """Requests/s; None if not given."""
+        return self.workload.rate
+
+    @property
+    def requests(self) -> float:
+        """Number of requests; infinity if it is known only once they are made."""
+        return math.inf if self.workload.best_effort else self.workload.count
+
+    @property
+    def system_name(self) -> str:
+        """The system's name."""
+        return self.system.name if isinstance(self.system, System) else self.system
+
+    def place(self) -> System:
+        """The system. Raises one of REFUSED for an unknown one."""
+        if isinstance(self.system, System):
+            return self.system
+        return system(self.system, self.hidden_read)
+
+    def limits(self) -> Limits:
+        """C, P and rows. Raises one of REFUSED, also for an unknown policy or system."""
+        return simulator.default_limits(
+            make_policy(self.policy),
+            self.place(),
+            max_batch_tokens=self.max_batch_tokens,
+            max_prefill_tokens=self.max_prefill_tokens,
+            max_rows=self.max_rows,
+        )
+
+    def outcome(
+        self,
+        progress: Callable[[float], None] | None = None,
+        compiling: Callable[[], None] | None = None,
+    ) -> Outcome:
+        """Simulates it.
+
+        Args:
+            progress: Called with the share done since the last call; 1 in all.
+            compiling: Called when numba begins to compile.
+
+        Raises:
+            REFUSED: The run is impossible.
+        """
+        workload = self.workload.make_workload(self.seed)
+        share = 1 / len(workload)  # those of the loop, which nobody can count, come beside
+        result = simulator.simulate(
+            self.policy,
+            workload,
+            self.place(),
+            limits=self.limits(),
+            seed=self.seed,
+            best_effort=self.workload.best_effort,
+            until=math.inf if self.workload.duration is None else self.workload.duration,
+            **{name: getattr(self, name) for name in _SIMULATED},
+            progress=None if progress is None else lambda count: progress(count * share),
+            compiling=compiling,
+        )
+        return Outcome.from_result(result, keep=self.keep)
+
+
+def check_targets(run: Run, problem: str) -> None:
+    """ValueError if no request of the run has a target. problem: how its line begins."""
+    if not has_targets(run.workload.make_workload(run.seed).terms):
+        flags = "--slo_ttft_ms, --slo_tbt_ms, --slo_jct_ms, --slo_max_tbt_ms, --classes with one"
+        raise ValueError(f"{problem}: {flags}, or traffic with them")

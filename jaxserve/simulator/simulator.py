@@ -1,0 +1,454 @@
+"""Simulates serving: the engine's scheduler, policies and block accounting on a virtual clock; in
+Python (`replica/event_loop.py`), which is the reference, or compiled (`dispatch.py`), with the same
+outcome."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxserve.sched.cache.block_sizes import blocks_for, slots_for, tokens_in
+from jaxserve.sched.cache.retention import LRU
+from jaxserve.sched.cost.cost_model import CostModel, LinearCostModel
+from jaxserve.sched.cost.host_overhead import HostOverhead
+from jaxserve.sched.cost.profiles import System
+from jaxserve.sched.parameters import parameters
+from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.policies.oracle import OraclePolicy
+from jaxserve.sched.policy import Limits, Policy, View
+from jaxserve.sched.registry import PolicyName, is_built_in, make_policy, make_retention
+from jaxserve.sched.routing.take_snapshot import constant_fields
+from jaxserve.simulator.dispatch import NotCompiled, run
+from jaxserve.simulator.oracle.search import Found, search
+from jaxserve.simulator.replica.event_loop import Options
+from jaxserve.simulator.results import BatchRecords, RequestRecords, SimulationResult
+from jaxserve.simulator.settings import Routing, Served, Setting
+from jaxserve.simulator.workloads.closed_loop import ClosedLoop
+from jaxserve.simulator.workloads.workload import Workload
+
+MAX_ROWS = 1 << 20  # of a batch, where nothing else is said: as good as unlimited
+DEFAULT_C = 4096
+SARATHI_CHUNK = 512  # P (InferMax Table 1)
+
+
+class SimulationError(ValueError):
+    """What was asked for cannot be simulated; one line says why."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the accounting goes. No field has a default: rules say all that changes their figures, so
+    that what becomes usual elsewhere does not change them.
+
+    Attributes:
+        overlap: Whether a step is planned while the one before it runs, as the engine does.
+        host: Whether the work of the system's host takes time, and steps scatter as measured.
+        padding: Whether batches are rounded up to the system's shapes.
+        block_size: Tokens of a block, where nothing else is said.
+        prefix_caching: Whether `jaxserve simulate` lets requests find what others have computed,
+            where nothing else is said; also what they had computed themselves when preempted.
+        policy: Parameters that policies are made with.
+    """
+
+    name: str
+    overlap: bool
+    host: bool
+    padding: bool
+    block_size: int
+    prefix_caching: bool
+    policy: dict[str, Any]
+
+
+RULES = {
+    # As the engine serves.
+    "jaxserve": Rules(
+        "jaxserve",
+        overlap=True,
+        host=True,
+        padding=True,
+        block_size=16,
+        prefix_caching=True,
+        policy={},
+    ),
+    # As InferMax's published simulator counts: blocks of one token, all of them for whoever comes,
+    # each batch planned when the one before it has ended, its own batch times, and a preempted
+    # request computed again in full.
+    "infermax_paper": Rules(
+        "infermax_paper",
+        overlap=False,
+        host=False,
+        padding=False,
+        block_size=1,
+        prefix_caching=False,
+        policy={"watermark": 0.0, "requeue": True, "probing": False},
+    ),
+}
+
+
+def rules_named(name: str) -> Rules:
+    """The rules by name. Raises SimulationError with the known names."""
+    if name not in RULES:
+        raise SimulationError(f"there are no rules {name!r}; known: {', '.join(RULES)}")
+    return RULES[name]
+
+
+def simulate(
+    policy: str | Policy,
+    workload: Workload,
+    system: System | CostModel,
+    *,
+    limits: Limits | None = None,
+    kv_tokens: int | None = None,
+    num_blocks: int | None = None,
+    block_size: int | None = None,
+    host_tokens: int = 0,
+    rules: str = "jaxserve",
+    overlap: bool | None = None,
+    replicas: int = 1,
+    routing: str | Routing = "round_robin",
+    max_queue: int | None = None,
+    refuse_late: float | None = None,
+    rho: float | Literal["system"] | None = "system",
+    seed: int = 0,
+    best_effort: ClosedLoop | None = None,
+    until: float = math.inf,
+    checked: bool | None = None,
+    compiled: bool | None = None,
+    coast: bool = True,
+    prefix_caching: bool = False,
+    retention: str = LRU,
+    drop_too_long: bool = False,
+    online: LinearCostModel | None = None,
+    record_rows: bool = False,
+    record_batches: bool = True,
+    progress: Callable[[int], None] | None = None,
+    compiling: Callable[[], None] | None = None,
+    watch: Callable[[View], None] | None = None,
+) -> SimulationResult:
+    """Serves the workload, to its end or `until`.
+
+    Args:
+        policy: A name, or a policy, which serves one replica.
+        workload: The requests.
+        system: M, C and padding come from it where they are not given. A bare cost model has none.
+        limits: By default the system's C, P = 512 (C for policies that do not chunk), any number
+            of rows.
+        kv_tokens: M, tokens of K and V that the pool holds.
+        num_blocks: The same in blocks, of which K and V of block_size tokens take two.
+        block_size: Tokens of a block.
+        host_tokens: Tokens of K and V that host memory holds: of checkpoints, and with
+            prefix_caching of what leaves the pool.
+        rules: A name of RULES.
+        overlap: Instead of the rules'.
+        replicas: How many, each with a policy of its own.
+        routing: A name stands for one router that sees all.
+        max_queue: Requests that may wait beside max_rows. Further ones are refused.
+        refuse_late: As `server.refuse_late`; inf predicts waits and refuses nobody.
+        rho: What a token read from a hidden cache costs a step, see `View`; None for no hidden
+            caches.
+        seed: For whatever is drawn.
+        best_effort: What comes beside the workload.
+        until: When the run is cut off, seconds.
+        checked: Whether plans are checked as the engine does; by default all but those of built-in
+            policies.
+        compiled: Whether to run with numba (`dispatch.py`); by default if it can be. The outcome is
+            the same.
+        coast: In Python, whether to take certain steps several at once. The outcome is the same.
+        prefix_caching: Whether requests find K and V of what others have computed, as far as the
+            workload's prefixes say that their tokens are the same. Not by itself, whatever the
+            rules.
+        retention: Which of what nobody reads stays: a name of `registry.RETENTIONS`, with
+            parameters. Others than `lru` run in Python.
+        online: Policies see a model that begins as this one and learns from the steps, as a
+            server's do.
+        drop_too_long: Whether requests that M, or C, cannot hold are left out and counted; the
+            others ask for no more than fits. Else they are an error.
+        record_rows, record_batches: Whether to keep who was in each batch, and the batches.
+        progress: progress(n) is called when n more requests have come.
+        compiling: Called when numba begins to compile.
+        watch: Called before each step with what the policy sees, for example for a picture of the
+            pool (`figures.pool_view.policy_view`). Plans are checked then, and steps taken one by
+            one.
+
+    Raises:
+        InvalidPlan: The policy plans what cannot be booked, or gets nowhere.
+        SimulationError: This cannot be simulated.
+    """
+    chosen = rules_named(rules)
+    policies = _policies(policy, chosen, replicas)
+    limits = limits or default_limits(policies[0], system)
+    setting = _setting(system, chosen, limits, overlap, kv_tokens, num_blocks, block_size)
+    setting = replace(setting, replicas=replicas, seed=seed, keeps_batches=record_batches)
+    setting = replace(setting, capacity=_capacity(max_queue, limits))
+    setting = _routed(setting, policies[0], routing)
+    count = len(workload)
+    if drop_too_long:
+        workload = _that_fit(workload, policies[0], setting)
+    longest = _check_fits(workload, policies[0], setting)
+    longest = max(longest, _check_end(until, best_effort, policies[0], setting))
+    built_in = isinstance(policy, str) and is_built_in(policy)
+    if watch is not None:  # only checked plans have blocks with ids
+        checked, coast = True, False
+    fixed = not built_in if checked is None else checked
+    slots, cut = int(slots_for(host_tokens)), (best_effort, until)
+    known = _hidden(rho, system, setting.cost_model) | {"refuse_late": refuse_late}
+    known |= {"prefix_caching": prefix_caching, "retention": _retention(retention, prefix_caching)}
+    known |= {"watch": watch}
+    options = Options(slots, longest, fixed, coast, online, record_rows, *cut, **known)
+    compiled = _compiled(compiled, options, bool(checked))
+    ran = _run(policy, policies, workload, setting, options, compiled, progress, compiling)
+    return replace(_result(setting, *ran, until), num_dropped=count - len(workload))
+
+
+def _retention(name: str, prefix_caching: bool) -> str:
+    """The name. Raises SimulationError if it is none, or if nothing is found that could stay."""
+    try:
+        make_retention(name)
+    except ValueError as error:
+        raise SimulationError(str(error)) from error
+    if name != LRU and not prefix_caching:
+        raise SimulationError(f"retention {name} needs prefix_caching")
+    return name
+
+
+def _check_end(until: float, loop: ClosedLoop | None, policy: Policy, setting: Setting) -> int:
+    """Checks `until` and the closed loop. Returns the tokens of the loop's longest request, 0
+    without a loop. Raises SimulationError if the end is not positive, or if the loop has no end or
+    does not fit."""
+    if not until > 0:
+        raise SimulationError(f"until must be a positive time, got {until}")
+    if loop is None:
+        return 0
+    if until == math.inf:
+        raise SimulationError("best_effort requests come again and again: until is needed")
+    if setting.capacity < math.inf:
+        raise SimulationError("best_effort requests would find the queue full: give no max_queue")
+    try:
+        return _check_fits(loop.longest(), policy, setting)
+    except SimulationError as error:
+        raise SimulationError(f"best_effort: {error}") from error
+
+
+def _setting(
+    system: System | CostModel,
+    rules: Rules,
+    limits: Limits,
+    overlap: bool | None,
+    kv_tokens: int | None,
+    num_blocks: int | None,
+    block_size: int | None,
+) -> Setting:
+    """Of one replica, as the arguments of `simulate`, the rules and the system have it."""
+    size = block_size or _block_size(system, rules)
+    blocks = _num_blocks(system, kv_tokens, num_blocks, size)
+    overlap = rules.overlap if overlap is None else overlap
+    if not isinstance(system, System):
+        return Setting(limits, blocks, size, system, overlap)
+    cost = system.cost_under(rules.name)
+    host = system.host if rules.host else HostOverhead()
+    scatter = system.scatter if rules.host else None
+    padding = system.padding if rules.padding else None
+    return Setting(limits, blocks, size, cost, overlap, padding, host, scatter=scatter)
+
+
+def _routed(setting: Setting, policy: Policy, routing: str | Routing) -> Setting:
+    """The setting with that before its replicas; a name stands for one router that sees them as
+    they are."""
+    if not 0 <= setting.seed < 1 << 63:
+        raise SimulationError(f"seed must be at least 0 and below 2**63, got {setting.seed}")
+    known: dict[str, Any] = {}
+    try:
+        if isinstance(routing, str):
+            routing = Routing(routing)
+        if routing.looks:
+            size = (setting.num_blocks, setting.block_size)
+            known = constant_fields(setting.cost_model, policy, setting.limits, *size)
+    except ValueError as error:
+        raise SimulationError(str(error)) from error
+    most = f"at most as many as replicas, {setting.replicas}"
+    if routing.routers > setting.replicas:
+        raise SimulationError(f"routers must be {most}, got {routing.routers}")
+    last = max((fault.replica for fault in routing.faults), default=0)
+    if last >= setting.replicas:
+        raise SimulationError(f"there is no replica {last} that could have a fault")
+    # The bound of an oracle is of steps as the model has them.
+    scatter = None if isinstance(policy, OraclePolicy) else setting.scatter
+    return replace(setting, routing=routing, fixed=known, scatter=scatter)
+
+
+def _compiled(wanted: bool | None, options: Options, checked: bool) -> bool | None:
+    share, cut = options.refuse_late, options.until < math.inf
+    if share is not None and not share >= 0:
+        raise SimulationError(f"refuse_late must be at least 0, got {share}")
+    plain = not (checked or options.online or options.record_rows or cut)
+    in_python = not plain or share is not None
+    if wanted and in_python:
+        raise SimulationError(
+            "compiled simulations check no plans, learn nothing, record no rows, predict no waits "
+            "and are not cut off"
+        )
+    return False if in_python else wanted
+
+
+def _run(policy: str | Policy, policies: list[Policy], *known: Any) -> tuple[Served, Found | None]:
+    """Runs `dispatch.run`, or the search if the policy is the oracle. policy: as given to
+    `simulate`."""
+    try:
+        if isinstance(policies[0], OraclePolicy):
+            found = search(policies[0], *known)
+            return found.served, found
+        return run(policies, *known), None
+    except NotCompiled as error:
+        raise SimulationError(f"the simulation cannot run compiled: {error}") from error
+    except InvalidPlan as error:
+        name = policy if isinstance(policy, str) else type(policy).__name__
+        raise InvalidPlan(f"policy {name}: {error}") from error
+
+
+def _result(
+    setting: Setting, served: Served, found: Found | None, until: float
+) -> SimulationResult:
+    if not len(served.workload):
+        raise SimulationError(f"no request comes until {until:g} s")
+    requests = RequestRecords.from_served(served, until)
+    tokens = tokens_in(setting.num_blocks, setting.block_size)
+    batches = BatchRecords.from_logs(served.batches)
+    searched: dict[str, Any] = {}
+    if found is not None:
+        searched = {"goodput_bound": found.bound, "search_runs": found.runs, "found_by": found.name}
+    kept = (served.rows, tokens, served.seed_read or setting.scatter is not None)
+    return SimulationResult(requests, batches, *kept, **searched, expected=served.expected)
+
+
+def _policies(policy: str | Policy, rules: Rules, replicas: int) -> list[Policy]:
+    if replicas < 1 or (replicas > 1 and not isinstance(policy, str)):
+        raise SimulationError("replicas must be at least 1, and each needs a policy of its own")
+    return [policy_under(policy, rules) for _ in range(replicas)]
+
+
+def _block_size(system: System | CostModel, rules: Rules) -> int:
+    """The measured engine's, under the product's own rules."""
+    known = system.block_size if isinstance(system, System) else None
+    return known if known is not None and rules is RULES["jaxserve"] else rules.block_size
+
+
+def policy_under(policy: str | Policy, rules: Rules) -> Policy:
+    """Makes a policy with the rules' parameters, where it has them and its name does not set them.
+    A policy object is returned as it is."""
+    if not isinstance(policy, str):
+        return policy
+    said, has = PolicyName.parse(policy).params, parameters(make_policy(policy))
+    ours = {name: value for name, value in rules.policy.items() if name in has.keys() - said}
+    return make_policy(policy, **ours)
+
+
+def default_limits(
+    policy: Policy,
+    system: System | CostModel,
+    *,
+    max_batch_tokens: int | None = None,
+    max_prefill_tokens: int | None = None,
+    max_rows: int | None = None,
+) -> Limits:
+    """Limits of a simulation: each as given, else the system's, else a default.
+
+    Args:
+        policy: If it does not chunk prompts, P = C.
+        system: A bare cost model has no limits.
+        max_batch_tokens: C; 4096 by default.
+        max_prefill_tokens: P; by default 512 (InferMax Table 1), at most C.
+        max_rows: Requests of a batch; any number by default.
+    """
+    known = system if isinstance(system, System) else None
+    c = max_batch_tokens or (known.max_batch_tokens if known else DEFAULT_C)
+    p = c
+    if policy.chunked:
+        own = known.max_prefill_tokens if known else None
+        p = max_prefill_tokens or min(own or SARATHI_CHUNK, c)
+    return Limits(c, p, max_rows or (known.max_rows if known else None) or MAX_ROWS)
+
+
+def _hidden(
+    rho: float | Literal["system"] | None, system: System | CostModel, cost: CostModel
+) -> dict[str, Any]:
+    """rho and projects of the view: as given, else the system's. None where the cost model does not
+    price hidden caches."""
+    known = system if isinstance(system, System) else None
+    if rho == "system":
+        rho = known.rho if known and cost is known.cost_model else None
+    return {"rho": rho, "projects": known is not None and known.projects}
+
+
+def _capacity(max_queue: int | None, limits: Limits) -> float:
+    """Requests that a replica has at most, queued and running, as the engine counts them."""
+    if max_queue is None:
+        return math.inf
+    if max_queue < 0:
+        raise SimulationError(f"max_queue must be at least 0, got {max_queue}")
+    if limits.max_rows >= MAX_ROWS:
+        raise SimulationError("max_queue needs a limit of max_rows; there is none here")
+    return max_queue + limits.max_rows
+
+
+def _num_blocks(
+    system: System | CostModel, kv_tokens: int | None, num_blocks: int | None, block_size: int
+) -> int:
+    if num_blocks is not None:
+        if kv_tokens is not None:
+            raise SimulationError("give kv_tokens or num_blocks, not both")
+        return num_blocks
+    if kv_tokens is None:
+        if not isinstance(system, System):
+            raise SimulationError("kv_tokens or num_blocks is needed with a bare cost model")
+        kv_tokens = system.kv_tokens
+    return int(blocks_for(kv_tokens // block_size * block_size, block_size))
+
+
+def _check_fits(workload: Workload, policy: Policy, setting: Setting) -> int:
+    """Checks that every request fits. Returns the tokens of the longest request, prompt and limit.
+
+    Raises SimulationError if M cannot hold a request at its limit, which a server would refuse, or
+    if C cannot hold one that is not chunked. The last token of a request is never stored.
+    """
+    kv_tokens, limits = tokens_in(setting.num_blocks, setting.block_size), setting.limits
+    allowed, total = workload.prompt_len + workload.limit, workload.lengths.total
+    worst = int(np.lexsort((total, allowed))[-1])
+    longest = int(allowed[worst])
+    if longest - 1 > kv_tokens:
+        asked = f", of {workload.limit[worst]} asked for" if total[worst] < longest else ""
+        raise SimulationError(
+            f"{_shape(workload, worst)}{asked}; the cache holds {kv_tokens} tokens"
+        )
+    # After a preemption the generated tokens are part of the prompt.
+    worst = int(total.argmax())
+    if not policy.chunked and total[worst] - 1 > limits.max_batch_tokens:
+        raise SimulationError(
+            f"{_shape(workload, worst)}, and the policy computes it in one step; max_batch_tokens "
+            f"is {limits.max_batch_tokens}"
+        )
+    return longest
+
+
+def _that_fit(workload: Workload, policy: Policy, setting: Setting) -> Workload:
+    """The requests that `_check_fits` lets pass, once each asks for no more than M holds. Raises
+    SimulationError if there are none."""
+    most = tokens_in(setting.num_blocks, setting.block_size) + 1
+    step = most if policy.chunked else setting.limits.max_batch_tokens + 1
+    fits = workload.lengths.total <= min(most, step)
+    if not fits.any():
+        raise SimulationError(
+            f"all requests have more tokens than the {min(most, step) - 1} that fit"
+        )
+    kept = workload.select(fits)
+    return replace(kept, limit=np.minimum(kept.limit, most - kept.prompt_len))
+
+
+def _shape(workload: Workload, number: int) -> str:
+    return (
+        f"request {number} has {workload.prompt_len[number]} tokens in and "
+        f"{workload.output_len[number]} out"
+    )

@@ -1,0 +1,117 @@
+"""Flags that say what requests ask for, the same in the simulator and in a load test."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from jaxserve.sched.request import SLO
+from jaxserve.sched.slo.classes import SloClassError, parse_classes
+from jaxserve.sched.slo.slo_columns import ALL_TARGETS
+from jaxserve.simulator.workloads.specs import MaxTokens
+from jaxserve.simulator.workloads.workload import WorkloadError
+
+T = TypeVar("T")
+MOST = 2**31 - 1  # what arrays of int32 count to
+
+
+def add_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
+    """Adds --slo_ttft_ms, --slo_tbt_ms, --slo_jct_ms, --slo_max_tbt_ms, --classes and --max_tokens.
+    max_tokens: what the help says of its default."""
+    add = parser.add_argument
+    add("--slo_ttft_ms", type=positive, help="target of the time to first token")
+    add("--slo_tbt_ms", type=positive, help="target of each request's P99 time between tokens")
+    add("--slo_jct_ms", type=positive, help="target of the time to the last token")
+    add(
+        "--slo_max_tbt_ms",
+        type=positive,
+        help="target of each request's longest time between tokens (ten times its TBT target, at "
+        "least 2000)",
+    )
+    add(
+        "--classes",
+        type=checked(parse_classes),
+        help="requests with targets of their own, drawn by share: NAME:SHARE[:tier=best_effort]"
+        "[:greedy=false][:value=3]"
+        "[:ttft=200ms][:tbt=50ms][:jct=60s][:max_tbt=1s], several separated by commas; the others "
+        "have those of --slo_*",
+    )
+    add(
+        "--max_tokens",
+        type=checked(_max_tokens),
+        help=f"limit of requests that have none of their own: {max_tokens}",
+    )
+
+
+def positive_int(text: str, most: int = MOST) -> int:
+    """A flag's value from 1 to `most`. argparse says what is wrong with any other."""
+    try:
+        value = int(text)
+    except ValueError:
+        limits = f"must be a whole number from 1 to {most}"
+        raise argparse.ArgumentTypeError(f"{limits}, got {text!r:.40}") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"must be at most {most}, got {value}")
+    return value
+
+
+def number(limits: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """The type of a flag whose value fits; argparse says of any other what the limits are."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"must be {limits}, got {text!r:.40}")
+        return value
+
+    return parse
+
+
+positive = number("a positive number", lambda value: 0 < value < math.inf)
+seconds = number("a positive number of seconds", lambda value: 0 < value < math.inf)
+
+
+def parsed(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """The type of a flag whose text `parse` reads; argparse shows the message of its error."""
+
+    def read(text: str) -> T:
+        try:
+            return parse(text)
+        except (SloClassError, WorkloadError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def checked(parse: Callable[[str], Any]) -> Callable[[str], str]:
+    """The type of a flag that stays text, which `parse` reads."""
+
+    def read(text: str) -> str:
+        parsed(parse)(text)
+        return text
+
+    return read
+
+
+def _max_tokens(text: str) -> MaxTokens:
+    if text == "length":
+        return "length"
+    if not (text.isascii() and text.isdigit() and int(text[:10]) > 0):
+        raise WorkloadError(f"must be a positive number or 'length', got {text!r:.40}")
+    return int(text)
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags as fields of `WorkloadSpec`: slo, classes, max_tokens."""
+    targets = {name: getattr(args, f"slo_{name}_ms") for name in ALL_TARGETS}
+    given = {name: value / 1e3 for name, value in targets.items() if value is not None}
+    classes = parse_classes(args.classes) if args.classes else ()
+    max_tokens = _max_tokens(args.max_tokens) if args.max_tokens else None
+    return {"slo": SLO(**given), "classes": classes, "max_tokens": max_tokens}

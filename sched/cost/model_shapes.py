@@ -1,0 +1,153 @@
+"""Shapes of models, as their papers and configurations give them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WIDE = "16-bit"
+# By `model.quantization`; int4 has a scale of 16 bits for each 32, the others one an output.
+WEIGHT_BYTES = {WIDE: 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 2 / 32}
+# By `cache.dtype`: bytes of a number of K, V or a hidden vector, and of a head's scale.
+CACHE_BYTES = {WIDE: (2, 0), "fp8": (1, 0), "int8": (1, 4)}
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shape of a decoder-only transformer.
+
+    Attributes:
+        d_model: Hidden size.
+        d_ff: Width of the feed-forward, or of one expert.
+        heads: Query heads.
+        kv_heads: Heads of K and V.
+        head_dim: Size of a head.
+        gated: Whether the feed-forward has three matrices instead of two.
+        rotary: Whether positions are rotations of queries and keys.
+        weights: How its weights are stored, of WEIGHT_BYTES.
+        cache: How K, V and hidden vectors are, of CACHE_BYTES.
+        experts: Of a layer, of which each has a feed-forward; 0 for one that all tokens go to.
+        experts_per_token: How many of them a token goes to.
+        shared_d_ff: Width of one more that each token goes to.
+        projections: Weights of a layer's attention where they are not those of whole queries, K,
+            V and outputs; 0 where they are.
+    """
+
+    layers: int
+    d_model: int
+    d_ff: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    gated: bool = True
+    rotary: bool = True
+    weights: str = WIDE
+    cache: str = WIDE
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_d_ff: int = 0
+    projections: int = 0
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a weight of a layer's matrices, with its share of the scales."""
+        return WEIGHT_BYTES[self.weights]
+
+    @property
+    def table_bytes(self) -> float:
+        """Bytes of a number of embedding and output matrices: int8 where weights are quantised."""
+        return WEIGHT_BYTES[WIDE if self.weights == WIDE else "int8"]
+
+    @property
+    def attention_params(self) -> int:
+        """Weights of what each token of a layer goes through but the feed-forward; with experts,
+        the choice of them and the shared one too."""
+        attention = 2 * self.d_model * self.head_dim * (self.heads + self.kv_heads)
+        shared = self.matrices * self.d_model * self.shared_d_ff
+        return (self.projections or attention) + self.d_model * self.experts + shared
+
+    @property
+    def matrices(self) -> int:
+        """Of a feed-forward, or an expert."""
+        return 3 if self.gated else 2
+
+    @property
+    def feed_forward_params(self) -> int:
+        """Weights of one feed-forward, or one expert."""
+        return self.matrices * self.d_model * self.d_ff
+
+    @property
+    def layer_params(self) -> int:
+        """Weights of one layer's matrices, those of all experts."""
+        return self.attention_params + max(self.experts, 1) * self.feed_forward_params
+
+    @property
+    def params(self) -> int:
+        """Weights, with embedding and output matrices counted separately even where they are
+        tied."""
+        return self.layers * self.layer_params + 2 * self.vocab * self.d_model
+
+    @property
+    def param_bytes(self) -> float:
+        """Bytes of its weights."""
+        tables = 2 * self.vocab * self.d_model * self.table_bytes
+        return self.layers * self.layer_params * self.weight_bytes + tables
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one token's K and V in one layer."""
+        return 2 * self.kv_heads * self._vector_bytes
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of one token's hidden vector in one layer."""
+        return self.d_model // self.head_dim * self._vector_bytes
+
+    @property
+    def _vector_bytes(self) -> int:
+        """Bytes of a head's vector in the cache."""
+        number, scale = CACHE_BYTES[self.cache]
+        return number * self.head_dim + scale
+
+
+MODELS = {
+    "opt-125m": Model(12, 768, 3072, 12, 12, 64, 50272, gated=False, rotary=False),
+    "opt-1.3b": Model(24, 2048, 8192, 32, 32, 64, 50272, gated=False, rotary=False),
+    "opt-6.7b": Model(32, 4096, 16384, 32, 32, 128, 50272, gated=False, rotary=False),
+    "opt-13b": Model(40, 5120, 20480, 40, 40, 128, 50272, gated=False, rotary=False),
+    "opt-30b": Model(48, 7168, 28672, 56, 56, 128, 50272, gated=False, rotary=False),
+    "opt-66b": Model(64, 9216, 36864, 72, 72, 128, 50272, gated=False, rotary=False),
+    "opt-175b": Model(96, 12288, 49152, 96, 96, 128, 50272, gated=False, rotary=False),
+    "llama-2-7b": Model(32, 4096, 11008, 32, 32, 128, 32000),
+    "llama-2-13b": Model(40, 5120, 13824, 40, 40, 128, 32000),
+    "llama-2-70b": Model(80, 8192, 28672, 64, 8, 128, 32000),
+    "llama-3-8b": Model(32, 4096, 14336, 32, 8, 128, 128256),
+    "llama-3-70b": Model(80, 8192, 28672, 64, 8, 128, 128256),
+    "mistral-7b": Model(32, 4096, 14336, 32, 8, 128, 32000),
+    "yi-6b": Model(32, 4096, 11008, 32, 4, 128, 64000),
+    "yi-34b": Model(60, 7168, 20480, 56, 8, 128, 64000),
+    "qwen2-7b": Model(28, 3584, 18944, 28, 4, 128, 152064),
+    "gemma-3-27b": Model(62, 5376, 21504, 32, 16, 128, 262208),
+    "qwen3-30b-a3b": Model(48, 2048, 768, 32, 4, 128, 151936, experts=128, experts_per_token=8),
+    "gpt-oss-20b": Model(24, 2880, 2880, 64, 8, 64, 201088, experts=32, experts_per_token=4),
+    # Its first layer is taken as the others, and has no experts; K and V are cached whole.
+    "deepseek-v2-lite": Model(
+        *(27, 2048, 1408, 16, 16, 192, 102400),
+        experts=64,
+        experts_per_token=6,
+        shared_d_ff=2 * 1408,
+        projections=2048 * (16 * 192 + 512 + 64) + 512 * 16 * (128 + 128) + 16 * 128 * 2048,
+    ),
+    "mixtral-8x7b": Model(32, 4096, 14336, 32, 8, 128, 32000, experts=8, experts_per_token=2),
+    "opt-350m": Model(24, 1024, 4096, 16, 16, 64, 50272, gated=False, rotary=False),
+    "opt-2.7b": Model(32, 2560, 10240, 32, 32, 80, 50272, gated=False, rotary=False),
+    "qwen2.5-0.5b": Model(24, 896, 4864, 14, 2, 64, 151936),
+    "qwen2.5-32b": Model(64, 5120, 27648, 40, 8, 128, 152064),
+    "qwen3-0.6b": Model(28, 1024, 3072, 16, 8, 128, 151936),
+    "qwen3-8b": Model(36, 4096, 12288, 32, 8, 128, 151936),
+}
+MODELS |= {
+    "llama-3.1-8b": MODELS["llama-3-8b"],
+    "llama-3.1-70b": MODELS["llama-3-70b"],
+    "qwen2.5-7b": MODELS["qwen2-7b"],
+}

@@ -1,1 +1,0 @@
-"""Recordings of what an engine served, and their replay."""
