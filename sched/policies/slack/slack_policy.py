@@ -48,7 +48,9 @@ class Outlook:
         return min(limit, self.most) if batch.seconds < self.most else limit
 
     def without(self, rows: np.ndarray) -> Outlook:
-        """The same without these rows, which lose their caches."""
+        """The same without these rows."""
+        if not len(rows):
+            return self
         left = ~np.isin(self.rows, rows)
         index = left.cumsum() - 1
         return replace(
@@ -116,8 +118,7 @@ class SlackPolicy(Policy):
         batch = SlackBatch(view, self.watermark)
         outlook = self._outlook(view, view.step_end(now))
         if self.makes_way:
-            gone = self._way_for_prompts(batch, outlook)
-            outlook = outlook.without(gone) if len(gone) else outlook
+            outlook = outlook.without(self._way_for_prompts(batch, outlook))
         self.fill(batch, outlook)
         self._times.note(batch.work(), batch.seconds)
         return batch.plan()
@@ -136,11 +137,13 @@ class SlackPolicy(Policy):
         return running.bare & early & ~request.bare & self.makes_way
 
     def _way_for_prompts(self, batch: SlackBatch, outlook: Outlook) -> np.ndarray:
-        """Has best-effort requests without targets make room for those who wait and can be in time,
-        as many as the batch has tokens for. Returns their rows."""
+        """Preempts best-effort requests without targets for waiting requests that can be in time, as
+        many as the batch has tokens for. Returns the rows that the step goes on without: those, and
+        waiting ones of their kind, which would take the room and lose it again in the next step."""
         view, rows, work = batch.view, outlook.rows, outlook.work
-        runs, table = rows[outlook.keepers], batch.view.table
-        giving = runs[table.bare(runs) & (table.arrival[runs] + self.ttlt > outlook.clock)]
+        table = view.table
+        gives = table.bare(rows) & (table.arrival[rows] + self.ttlt > outlook.clock)
+        giving = rows[outlook.keepers[gives[outlook.keepers]]]
         if not len(giving):
             return giving
         late = outlook.clock + work.tokens / self._times.rate(view) > outlook.due
@@ -148,7 +151,8 @@ class SlackPolicy(Policy):
         asks = asks[np.argsort(outlook.due[asks], kind="stable")]
         asks = asks[: max(prefix(work.tokens[asks].cumsum() <= view.limits.max_batch_tokens), 1)]
         grow = int(work.new[outlook.decodes].sum())
-        return batch.make_way(giving[::-1], work[asks], grow)
+        gone = batch.make_way(giving[::-1], work[asks], grow)
+        return np.concatenate([gone, rows[gives & work.starts]]) if len(gone) else gone
 
     def _outlook(self, view: View, clock: float) -> Outlook:
         table, step = view.table, self._times.step
