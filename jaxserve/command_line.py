@@ -89,7 +89,7 @@ def exit_code(error: Exception) -> int:
     return 2 if isinstance(error, wrong) else 1
 
 
-def ended(name: str, work: Callable[[], int], *errors: type[Exception]) -> int:
+def run_reporting(name: str, work: Callable[[], int], *errors: type[Exception]) -> int:
     """Does a command's work, and says in a line what has ended it.
 
     Args:
@@ -111,7 +111,7 @@ def ended(name: str, work: Callable[[], int], *errors: type[Exception]) -> int:
         return 130
 
 
-def tell(args: argparse.Namespace, text: str, result: Mapping[str, Any]) -> None:
+def print_result(args: argparse.Namespace, text: str, result: Mapping[str, Any]) -> None:
     """Prints the text; with --json to stderr, and the result as the last line of stdout."""
     print(text, file=sys.stderr if args.json else sys.stdout)
     if args.json:

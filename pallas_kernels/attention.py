@@ -15,7 +15,13 @@ from jaxserve.pallas_kernels.backends import Backend, Scoring, get_backend
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, AttentionBatch
 from jaxserve.pallas_kernels.checks import HEAD_AXIS
 from jaxserve.pallas_kernels.hidden import HiddenProjection
-from jaxserve.pallas_kernels.pool import Pool, SamePool, ScaledPool, fit, quantize_vectors
+from jaxserve.pallas_kernels.pool import (
+    Pool,
+    SamePool,
+    ScaledPool,
+    quantize_vectors,
+    saturating_cast,
+)
 from jaxserve.pallas_kernels.sharding import (
     BY_HEAD,
     BY_WIDTH,
@@ -90,7 +96,7 @@ def _write(
     """One shard's `write`."""
     given = (k, v, x)
     if not isinstance(pool, ScaledPool):
-        fitting = (None if one is None else fit(one, pool.dtype) for one in given)
+        fitting = (None if one is None else saturating_cast(one, pool.dtype) for one in given)
         return _planned(by.write, pool, layer, *fitting, batch, plan)
     rounded = [(None, None) if one is None else quantize_vectors(one) for one in given]
     values, scales = zip(*rounded, strict=True)

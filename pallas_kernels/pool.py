@@ -19,7 +19,7 @@ POOL_DTYPES = (*WIDE_DTYPES, FLOAT8, "int8")
 _NAMED = {"fp8": FLOAT8}  # dtypes that have another name in configurations
 # Of a vector of int8: its scale, a float32.
 SCALE_BYTES = 4
-MOST_NARROW = 1 << 31  # see `unreachable`
+MOST_NARROW = 1 << 31  # see `exceeds_index_range`
 # Tokens of a block unless told otherwise. A TPU's program starts the transfer of each block, and
 # waits for it, one after another: over small ones it would do little else.
 BLOCK_SIZE = 16
@@ -94,7 +94,7 @@ def quantize_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return q.astype(jnp.int8), jnp.where(jnp.isfinite(scale), scale, jnp.nan)
 
 
-def fit(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+def saturating_cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """x in the dtype of a pool that is not of int8. In float8, what is too large, infinity too,
     becomes the largest number there is, 448: a conversion would make it NaN."""
     if jnp.dtype(dtype).name == FLOAT8:
@@ -128,7 +128,7 @@ def as_cached(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """
     if jnp.dtype(dtype) == jnp.int8:
         return widen(*quantize_vectors(x), jnp.float32)
-    return widen(fit(x, dtype), None, jnp.float32)
+    return widen(saturating_cast(x, dtype), None, jnp.float32)
 
 
 def read_as(cached: DTypeLike, queries: DTypeLike) -> jnp.dtype:
@@ -247,7 +247,7 @@ def block_bytes(
     return num_layers * (values + scales)
 
 
-def unreachable(size: int, dtype: DTypeLike) -> bool:
+def exceeds_index_range(size: int, dtype: DTypeLike) -> bool:
     """Whether Pallas-Triton cannot count the numbers of a pool (of a shard): of 8 bits, between 2
     and 4 GiB."""
     return jnp.dtype(dtype).itemsize == 1 and MOST_NARROW < size <= 2 * MOST_NARROW

@@ -89,14 +89,14 @@ class Device:
             (`StepWatch.free_at`); in the past if nothing is in flight.
         overrun: How many times its prediction a step takes, four of five no more
             (`StepWatch.overrun`): what has to be in time for certain needs so much more.
-        exposed: Seconds for which it is idle if the host plans its next step only once it has the
-            tokens of this one.
+        host_gap_s: Seconds for which it is idle if the host plans its next step only once it has
+            the tokens of this one.
         ratios: How exactly steps of each size are predicted (`StepWatch.ratios`).
     """
 
     free_at: float = -math.inf
     overrun: float = 1.0
-    exposed: float = 0.0
+    host_gap_s: float = 0.0
     ratios: SizeRatios = field(default_factory=SizeRatios)
 
 
@@ -113,7 +113,7 @@ class View:
         limits: C, P and rows.
         cost_model: What `step_time` predicts with.
         padding: The shapes that batches are rounded up to; None for none.
-        seed: For policies that draw lots.
+        seed: For policies that draw random numbers, which ask for it by `policy_seed`.
         rho: Seconds that a step takes longer for each token that it reads from a hidden cache
             instead of K and V (Apt-Serve Eq. 6). Negative if that is faster; None where there are
             no hidden caches.
@@ -135,6 +135,10 @@ class View:
     host: HostMemory = field(default_factory=HostMemory)
     oracle: Oracle | None = None
     device: Device = field(default_factory=Device)
+
+    def policy_seed(self) -> int:
+        """`seed`, for a policy that draws random numbers: simulations note who asks for it."""
+        return self.seed
 
     def step_end(self, now: float) -> float:
         """When the step in flight is expected to end, seconds: the planned one begins then. `now`

@@ -228,7 +228,7 @@ class Scheduler:
             return
         known = int(self.table.prompt_len[row] + self.table.generated[row])
         there = self.host.tokens[row] > 0
-        self.cache.wait(row, 0 if there else (known - 1) // self.pool.block_size)
+        self.cache.watch_row(row, 0 if there else (known - 1) // self.pool.block_size)
 
     def _register(self, row: int, first: int, end: int, *, launched: bool) -> None:
         """The row's blocks [first, end) are full. launched: whether the step that fills them has
@@ -241,8 +241,8 @@ class Scheduler:
                 break
 
     def _register_again(self) -> None:
-        """Blocks that hold what others hold, too, once the step that has filled them is launched:
-        one of both is enough."""
+        """Registers blocks whose contents are already cached in another block, once the step that
+        fills them is launched, so that one of the two copies is freed."""
         twice, self._known_twice = self._known_twice, []
         for row, seq, index in twice:
             if self.table.seq[row] == seq and self.table.state[row] == RUNNING:
@@ -417,7 +417,7 @@ class Scheduler:
         arriving: list[tuple[int, int, list[int]]] = []
         starts = plan.rows[table.state[plan.rows] == WAITING]
         for row in starts.tolist():
-            pages = cache.start(row)
+            pages = cache.claim_hit(row)
             keys = [page.host for page in pages if page.host is not None]
             here = len(pages) - len(keys)
             if here:
@@ -427,7 +427,7 @@ class Scheduler:
             cache.num_reused += len(pages)
             if cache.knows(row) and not table.preemptions[row]:
                 tier = table.tier[row]
-                table.found[row] = len(pages) * size
+                table.cached_at_start[row] = len(pages) * size
                 cache.num_queried[tier] += table.prompt_len[row]
                 cache.num_hit[tier] += len(pages) * size
                 cache.num_host_hit[tier] += len(keys) * size
@@ -482,7 +482,8 @@ class Scheduler:
             self._register(int(rows[i]), *blocks, launched=False)
 
     def _give_up(self, plan: BatchPlan) -> np.ndarray:
-        """Rows of which it is new that they are not going to meet their targets."""
+        """Returns the rows that the plan gives up on now: they will miss their targets, and no
+        earlier plan has said so."""
         if not (len(plan.missed) or len(plan.relegated)):
             return _NOBODY
         relegated = self.table.give_up(plan.relegated, RELEGATED)

@@ -39,7 +39,7 @@ class Watched:
 
 class HostTimes:
     """The host's time for a step, which the device waits for if the next plan waits for its tokens
-    (`Device.exposed`): the median of the last ones. The first takes longer than all others."""
+    (`Device.host_gap_s`): the median of the last ones. The first takes longer than all others."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=HOST_STEPS)
@@ -106,12 +106,12 @@ class StepWatch:
             features = step.features(self._padding)
         return Watched(features, float(self.model.batch_time(features)), now, usual)
 
-    def free_at(self, *flying: Watched, exposed: float = 0.0) -> float:
+    def free_at(self, *flying: Watched, host_gap_s: float = 0.0) -> float:
         """When the device is predicted to begin the next step: once it has finished the launched
         steps whose tokens have not come, in order. Without one, so many seconds after the last
-        tokens came as the host then takes until it launches (`Device.exposed`); -inf before the
+        tokens came as the host then takes until it launches (`Device.host_gap_s`); -inf before the
         first."""
-        free_at = self.done + (0.0 if flying else exposed)
+        free_at = self.done + (0.0 if flying else host_gap_s)
         for step in flying:
             free_at = max(free_at, step.submitted) + step.predicted
         return free_at

@@ -39,7 +39,7 @@ from jaxserve.bench.command import BenchParser
 from jaxserve.bench.load_target import BenchError, EngineTarget, ServerTarget, Target
 from jaxserve.bench.report import text
 from jaxserve.client import Client, ServerError
-from jaxserve.command_line import Parser, tell
+from jaxserve.command_line import Parser, print_result
 from jaxserve.config import Config, ConfigError
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.machine import machine, versions
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, WRONG) else 1
     except KeyboardInterrupt:
         return 130
-    tell(args, text(result), result)
+    print_result(args, text(result), result)
     return 0
 
 

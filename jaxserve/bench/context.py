@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.bench.command import BenchParser
-from jaxserve.command_line import tell
+from jaxserve.command_line import print_result
 from jaxserve.config import Config
 from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.buckets import Buckets
@@ -91,7 +91,7 @@ def show(args: argparse.Namespace) -> int:
     """Measures and prints; the exit code."""
     result = measure(args.policy, args.contexts, args.rows)
     told = {"command": "context", "host": result, "machine": machine(), "versions": versions()}
-    tell(args, text(result), told)
+    print_result(args, text(result), told)
     return 0
 
 

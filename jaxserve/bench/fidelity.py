@@ -29,7 +29,7 @@ from tqdm import tqdm
 from jaxserve.bench import load_target
 from jaxserve.bench.command import BenchParser, on_machine, served_by
 from jaxserve.bench.interleaved import RECORD_MIB, check_unrecorded
-from jaxserve.command_line import tell
+from jaxserve.command_line import print_result
 from jaxserve.config import Config
 from jaxserve.machine import machine, versions
 from jaxserve.profile import build, host_ms
@@ -91,7 +91,7 @@ def show(args: argparse.Namespace) -> int:
     asked = {name: getattr(args, name) for name in ("num_requests", "rate", "seed", "repeats")}
     found = [run(config, **asked) for config in args.configs]
     shown = "\n\n".join(text(one) for one in found)
-    tell(args, shown, {"command": "fidelity", "models": found})
+    print_result(args, shown, {"command": "fidelity", "models": found})
     return 0
 
 

@@ -27,7 +27,7 @@ from jaxserve.bench import runs
 from jaxserve.bench.command import BenchParser
 from jaxserve.bench.interleaved import in_turns
 from jaxserve.bench.load_target import BenchError, EngineTarget
-from jaxserve.command_line import tell
+from jaxserve.command_line import print_result
 from jaxserve.machine import machine, versions
 from jaxserve.simulator.group_table import aligned
 
@@ -52,7 +52,7 @@ def show(args: argparse.Namespace) -> int:
     """Measures and prints; the exit code. Raises ConfigError and BenchError."""
     where, turns = machine(), run(args)
     result = {"command": "fronts", "turns": turns, "costs": costs(turns)}
-    tell(args, text(turns), {**result, "machine": where, "versions": versions()})
+    print_result(args, text(turns), {**result, "machine": where, "versions": versions()})
     return 0
 
 

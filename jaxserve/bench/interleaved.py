@@ -16,7 +16,7 @@ from tqdm import tqdm
 from jaxserve.bench import runs
 from jaxserve.bench.command import BenchParser, policy_names
 from jaxserve.bench.load_target import EngineTarget, check_fits
-from jaxserve.command_line import tell
+from jaxserve.command_line import print_result
 from jaxserve.config import Config
 from jaxserve.machine import machine, versions
 from jaxserve.profile import build
@@ -162,5 +162,5 @@ def show(
         "machine": where,
         "versions": versions(),
     }
-    tell(args, text(result), result)
+    print_result(args, text(result), result)
     return 0

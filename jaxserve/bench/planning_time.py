@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.bench.command import BenchParser, policy_names
-from jaxserve.command_line import tell
+from jaxserve.command_line import print_result
 from jaxserve.sched.cache.block_sizes import blocks_for, tokens_in
 from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def show(args: argparse.Namespace) -> int:
     """Measures and prints; the exit code."""
     result = {name: measure(name, args.candidates, args.repeats) for name in args.policies}
-    tell(args, text(result, args.candidates), {"command": "plan", "plan_ms": result})
+    print_result(args, text(result, args.candidates), {"command": "plan", "plan_ms": result})
     return 0
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from jaxserve.bench.command import BenchParser
 from jaxserve.bench.interleaved import in_turns
 from jaxserve.bench.load_target import BenchError
-from jaxserve.command_line import tell
+from jaxserve.command_line import print_result
 from jaxserve.machine import machine, versions
 from jaxserve.simulator.group_table import aligned
 
@@ -49,7 +49,7 @@ def show(args: argparse.Namespace) -> int:
     """Measures and prints; the exit code. Raises ConfigError and BenchError."""
     where, (tokens, turns) = machine(), run(args)
     result = {"command": "tools", "prompt_tokens": tokens, "ttft_ms": turns, "later": later(turns)}
-    tell(args, text(tokens, turns), {**result, "machine": where, "versions": versions()})
+    print_result(args, text(tokens, turns), {**result, "machine": where, "versions": versions()})
     return 0
 
 

@@ -63,8 +63,8 @@ class CacheConfig:
     Attributes:
         block_size: Tokens a block holds. 0: 64 on TPUs, 16 elsewhere.
         num_blocks: Blocks of the pool; each holds K or V of block_size tokens, for all layers. 0:
-            as many as memory_gib holds. Its array has a few more, one of few sizes, so that not
-            each number has steps of its own to compile.
+            as many as memory_gib holds. The array is rounded up to one of a few sizes, so that
+            pools of similar sizes share compiled steps.
         memory_gib: Size of the pool; 0: what memory_fraction leaves, as far as max_rows requests of
             max_model_len can use it. On CPUs, whose memory others need, too, what four such
             requests need, or a sixteenth of the free memory if that is more, but no more than a
@@ -370,10 +370,10 @@ class ServerConfig:
         cors_origins: Origins of pages that may call from a browser, such as https://example.org,
             separated by commas; * is any. Empty: none but the console, and without keys those of
             localhost, which may call and not read.
-        allowed_hosts: Names by which the server is called over HTTP where it has no API keys:
-            gpu1.example, *.example, separated by commas; * is any. localhost, addresses, host and
-            the machine's own name are always some. Pages of other sites could call under any other
-            name.
+        allowed_hosts: Host names that HTTP requests may name if the server has no API keys, such as
+            gpu1.example or *.example, separated by commas; * allows all. localhost, IP addresses,
+            server.host and the machine's own name are always allowed. Any other name is refused,
+            because web pages of other sites could use it to reach the server.
         grace_s: Seconds that running requests get after SIGTERM.
         max_calls: Calls that generate, or make vectors, that are open at once, those included that
             wait for a slow reader; beyond them calls get RESOURCE_EXHAUSTED. 0: as many as

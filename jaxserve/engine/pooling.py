@@ -23,18 +23,18 @@ from jaxserve.sched.step import Step
 _TINY = 1e-12  # a vector of zeros stays one
 
 
-def uncounted(members: Sequence[Continuation], step: Step) -> list[Piece]:
+def pooled_pieces(members: Sequence[Continuation], step: Step) -> list[Piece]:
     """The pieces that the step has, which are marked as counted from now on."""
     pieces = []
     for member, continuation in enumerate(members):
-        if continuation.uncounted is None:
+        if continuation.next_pooled_token is None:
             continue
         wanted = _wanted(continuation.request)[1]
-        first = max(int(step.start[member]), continuation.uncounted, wanted.start)
+        first = max(int(step.start[member]), continuation.next_pooled_token, wanted.start)
         end = min(int(step.end[member]), wanted.stop)
         if first < end:
             pieces.append(Piece(member, continuation, first, end))
-            continuation.uncounted = None if end == wanted.stop else end
+            continuation.next_pooled_token = None if end == wanted.stop else end
     return pieces
 
 
@@ -68,7 +68,7 @@ class Pooling:
         """What is wanted of a step; None if there are no pieces.
 
         Args:
-            pieces: what `uncounted` returned for the step.
+            pieces: what `pooled_pieces` returned for the step.
             step: the booked step.
             layout: its layout, not a decode layout.
             batch: its packed rows.
@@ -114,7 +114,7 @@ def vector_of(continuation: Continuation) -> np.ndarray:
     """
     params, tokens = _wanted(continuation.request)
     total = continuation.pooled
-    assert total is not None and continuation.uncounted is None
+    assert total is not None and continuation.next_pooled_token is None
     if not np.isfinite(total).all():
         raise NotFinite
     if params.scored_token_ids:

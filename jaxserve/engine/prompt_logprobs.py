@@ -41,18 +41,18 @@ class Piece:
     end: int
 
 
-def untold(members: Sequence[Continuation], step: Step) -> list[Piece]:
+def prompt_logprob_pieces(members: Sequence[Continuation], step: Step) -> list[Piece]:
     """The pieces that the step reports, which are marked as reported from now on."""
     pieces = []
     for member, continuation in enumerate(members):
-        if continuation.untold is None:
+        if continuation.next_prompt_logprob is None:
             continue
         length = len(continuation.request.prompt)
-        first = max(int(step.start[member]) + 1, continuation.untold)
+        first = max(int(step.start[member]) + 1, continuation.next_prompt_logprob)
         end = min(int(step.end[member]) + 1, length)
         if first < end:
             pieces.append(Piece(member, continuation, first, end))
-            continuation.untold = None if end == length else end
+            continuation.next_prompt_logprob = None if end == length else end
     return pieces
 
 
@@ -77,7 +77,7 @@ class PromptLogprobs:
         """The targets of a step; None if there are no pieces.
 
         Args:
-            pieces: what `untold` returned for the step.
+            pieces: what `prompt_logprob_pieces` returned for the step.
             step: the booked step.
             layout: its layout, not a decode layout.
             batch: its packed rows.

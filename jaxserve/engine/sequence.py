@@ -49,10 +49,10 @@ class Continuation:
         token_times: when each token came, likewise.
         cached_tokens: of its prompt, found in the cache when it was first scheduled.
         preempted: when it lost all of its cache, likewise.
-        untold: first prompt token whose log-probability no launched step reports; None if there is
-            none left to report.
-        uncounted: first prompt token that no launched step counts for `pooled`; None if there is
-            none left to count, or no vector is wanted.
+        next_prompt_logprob: first prompt token whose log-probability no launched step reports; None
+            if there is none left to report.
+        next_pooled_token: first prompt token that no launched step counts for `pooled`; None if
+            there is none left to count, or no vector is wanted.
         pooled: sum of the hidden states that were counted, in digits as `Pooled` has it, or the
             logits that are wanted.
     """
@@ -83,8 +83,8 @@ class Continuation:
         self.token_times: list[float] = []
         self.preempted: list[float] = []
         asks = request.sampling.prompt_logprobs is not None and len(request.prompt) > 1
-        self.untold: int | None = 1 if asks else None
-        self.uncounted: int | None = None if request.pooling is None else 0
+        self.next_prompt_logprob: int | None = 1 if asks else None
+        self.next_pooled_token: int | None = None if request.pooling is None else 0
         self.pooled: np.ndarray | None = None
         self._text, self._sampling_row = text, sampling_row
         self._on_output = on_output

@@ -34,8 +34,8 @@ from jaxserve.engine.drafts.speculator import Speculator
 from jaxserve.engine.errors import NotFinite
 from jaxserve.engine.in_flight import Emitting, InFlight
 from jaxserve.engine.output import COMPLETE, FinishReason, Output
-from jaxserve.engine.pooling import Pooling, uncounted, vector_of
-from jaxserve.engine.prompt_logprobs import PromptLogprobs, entries, untold
+from jaxserve.engine.pooling import Pooling, pooled_pieces, vector_of
+from jaxserve.engine.prompt_logprobs import PromptLogprobs, entries, prompt_logprob_pieces
 from jaxserve.engine.sequence import NO_SLOT, Continuation
 from jaxserve.engine.stats import EngineInfo, StepStats
 from jaxserve.engine.text.stop_conditions import ContinuationText
@@ -80,12 +80,12 @@ class Submit:
     adapter: Adapter | None = None
 
 
-class _Got(NamedTuple):
-    """Who got so many tokens of a step, of which so many had been drafted."""
+class RowResult(NamedTuple):
+    """What a row got from a step: the number of tokens, and how many of them had been drafted."""
 
-    one: Emitting
-    taken: int
-    accepted: int
+    emitting: Emitting
+    num_taken: int
+    num_accepted: int
 
 
 MOST_COUNTED = int(COUNT_MASK) - MOST  # output tokens, whose counts cannot overflow with drafts
@@ -259,8 +259,8 @@ class StepLoop:
     def _plan(self, now: float, pending: InFlight | None) -> BatchPlan:
         flying = () if pending is None else (pending.watched,)
         try:
-            exposed = self._scheduler.view.device.exposed
-            free_at = self.watch.free_at(*flying, exposed=exposed)
+            host_gap_s = self._scheduler.view.device.host_gap_s
+            free_at = self.watch.free_at(*flying, host_gap_s=host_gap_s)
             plan = self._scheduler.plan(now, free_at, self.watch.overrun)
             if pending is None and not len(plan) and not plan.operations:
                 raise InvalidPlan(f"it plans nothing for {len(self.live)} requests")
@@ -358,7 +358,7 @@ class StepLoop:
     ) -> tuple[Layout, PackedBatch, PromptLogprobs | None, Pooling | None]:
         slots = np.array([member.slot for member in members], np.int32)
         buckets, pool = self._executor.buckets, self._scheduler.pool
-        told, counted = untold(members, step), uncounted(members, step)
+        told, counted = prompt_logprob_pieces(members, step), pooled_pieces(members, step)
         adapters = self._scheduler.table.adapter[step.rows]
         columns = int(self._columns[adapters].max(initial=0))
         layout, batch = build_batch(
@@ -484,7 +484,7 @@ class StepLoop:
         if step.drafts:
             counts = np.array([len(tokens) for _, tokens in mine], np.int64)
         self._scheduler.receive(rows, now, counts)
-        got: list[_Got] = []
+        results: list[RowResult] = []
         for one, tokens in mine:
             continuation, before = one.continuation, len(one.continuation.output_tokens)
             try:
@@ -492,9 +492,9 @@ class StepLoop:
             except BaseException as error:
                 self._fail(continuation, error)
             taken = len(continuation.output_tokens) - before
-            got.append(_Got(one, taken, min(taken, len(tokens) - 1)))
+            results.append(RowResult(one, taken, min(taken, len(tokens) - 1)))
         self.failures.went_well()
-        self._report(step, got, now, device_time)
+        self._report(step, results, now, device_time)
 
     def _feed(self, one: Emitting, tokens: Sequence[int], result: SampleResult, now: float) -> None:
         continuation = one.continuation
@@ -547,17 +547,23 @@ class StepLoop:
             continuation.speculator = None
             self._scheduler.offer(continuation.row, 0, 0.0)
 
-    def _report(self, step: InFlight, got: Sequence[_Got], now: float, device_time: float) -> None:
-        """Reports a step whose tokens came now to the observers. got: who has which."""
+    def _report(
+        self, step: InFlight, results: Sequence[RowResult], now: float, device_time: float
+    ) -> None:
+        """Reports a step whose tokens came now to the observers."""
         self._since = self._clock()
         accepted, rejected = Counter[str](), Counter[str]()
-        for one, _, right in got if step.drafts else ():
-            if one.draft:
-                accepted[one.source] += right
-                rejected[one.source] += len(one.draft) - right
+        for emitting, _, num_accepted in results if step.drafts else ():
+            if emitting.draft:
+                accepted[emitting.source] += num_accepted
+                rejected[emitting.source] += len(emitting.draft) - num_accepted
         stats = dataclasses.replace(
             step.stats,
-            received=tuple(one.continuation.number for one, taken, _ in got for _ in range(taken)),
+            received=tuple(
+                result.emitting.continuation.number
+                for result in results
+                for _ in range(result.num_taken)
+            ),
             accepted=accepted,
             rejected=rejected,
             end=now,
@@ -566,7 +572,7 @@ class StepLoop:
             finish_time=self._since - now,
         )
         if self._overlap and self._scheduler.policy.speculates:
-            self._scheduler.view.device.exposed = self._host_times.note(stats.host_time)
+            self._scheduler.view.device.host_gap_s = self._host_times.note(stats.host_time)
         self.observers.notify(lambda observer: observer.on_step(stats))
 
     def _observe_tokens(self, request: Request, last: float | None, count: int, now: float) -> None:
@@ -586,7 +592,7 @@ class StepLoop:
         self._scheduler.pool.mirrored[member.row] = 0
         if member.first_scheduled is None:
             member.first_scheduled = now
-            member.cached_tokens = int(self._scheduler.table.found[member.row])
+            member.cached_tokens = int(self._scheduler.table.cached_at_start[member.row])
         self._executor.admit(member.slot, self._slot_params(member))
 
     def _slot_params(self, member: Continuation) -> SlotParams:

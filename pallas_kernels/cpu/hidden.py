@@ -14,7 +14,7 @@ from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, AttentionBatch
 from jaxserve.pallas_kernels.cpu.attention import paged_attention
 from jaxserve.pallas_kernels.hidden import HiddenProjection, project
-from jaxserve.pallas_kernels.pool import Pool, ScaledPool, fit, quantize_vectors
+from jaxserve.pallas_kernels.pool import Pool, ScaledPool, quantize_vectors, saturating_cast
 from jaxserve.pallas_kernels.xla.gather import chunk_blocks, gather_runs, in_token_order, runs
 
 CONTEXT = 128  # tokens that are projected at once
@@ -94,6 +94,6 @@ def _put(room: Pool, vectors: jax.Array, at: jax.Array) -> Pool:
         return lax.dynamic_update_slice_in_dim(one, new[None], at, axis=1)
 
     if not isinstance(room, ScaledPool):
-        return put(room, fit(vectors, room.dtype))
+        return put(room, saturating_cast(vectors, room.dtype))
     values, scales = quantize_vectors(vectors)
     return ScaledPool(put(room.values, values), put(room.scales, scales))

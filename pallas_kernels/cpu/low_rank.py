@@ -30,7 +30,7 @@ _FIRST, _COLUMNS, _ROWS, _COUNT, _PART, _BEFORE, _LOW, _DONE = range(_UNIT)
 
 
 def takes(a: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether `add_low_rank` takes these first factors, [columns, parts, in]."""
+    """Whether `add_low_rank` supports these A matrices of adapters, [columns, parts, in]."""
     if a.dtype not in (jnp.float32, jnp.bfloat16):
         return False
     return a.shape[2] % (LINE // a.dtype.itemsize) == 0 and a.shape[0] % COLUMNS == 0

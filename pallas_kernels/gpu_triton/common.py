@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxserve.pallas_kernels.backends import Scoring
 from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.online_softmax import LOG2_E, Scales
-from jaxserve.pallas_kernels.pool import FLOAT8, MOST_NARROW, Pool, ScaledPool, unreachable
+from jaxserve.pallas_kernels.pool import FLOAT8, MOST_NARROW, Pool, ScaledPool, exceeds_index_range
 
 FLOAT8_SCALE = 256.0  # of what `widened` makes of float8
 ZERO_ROWS = 64  # of an output, that one program fills with zeros
@@ -212,7 +212,7 @@ def take_pool(refs: Sequence[Ref], geometry: Geometry) -> tuple[PoolRefs, list[R
 def as_rows(values: jax.Array) -> jax.Array:
     """A pool's values as [rows, head_dim]: a view of the same memory. ValueError where Pallas would
     miscount them: it counts the numbers of an array of up to 4 GiB with 32 bits and a sign."""
-    if unreachable(values.size, values.dtype):
+    if exceeds_index_range(values.size, values.dtype):
         raise ValueError(
             f"pool: has {values.size} numbers of 8 bits; these kernels reach {MOST_NARROW}, or "
             f"more than {2 * MOST_NARROW}"

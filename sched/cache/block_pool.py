@@ -575,7 +575,7 @@ class BlockPool:
     def _give_back(self, ids: np.ndarray) -> None:
         """Nobody holds these blocks any more. What is known stays until its room is wanted."""
         if self.cache is not None and len(self.cache):
-            ids = np.array(self.cache.unread(ids.tolist()), np.int32)
+            ids = np.array(self.cache.release_readers(ids.tolist()), np.int32)
         self._free.push(ids)
 
     def _take(self, rows: np.ndarray, sides: np.ndarray, at: np.ndarray) -> np.ndarray:

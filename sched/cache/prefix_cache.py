@@ -198,14 +198,15 @@ class PrefixCache:
         """The side from which the row fills blocks (`Direction`)."""
         return self._sides.get(row, int(LEFT))
 
-    def wait(self, row: int, most: int) -> None:
-        """The row, which holds no cache, waits, and may find so many pages."""
+    def watch_row(self, row: int, most: int) -> None:
+        """Looks up, now and whenever pages come or go, what a waiting row would find: at most
+        `most` pages."""
         if row in self._keys:
             self._most[row], self._chain[row] = min(most, len(self._keys[row])), []
             self._look(row)
 
-    def start(self, row: int) -> list[Page]:
-        """The row no longer waits. Returns the pages that it finds, in order."""
+    def claim_hit(self, row: int) -> list[Page]:
+        """Stops watching a row, which starts. Returns the pages that it finds, in order."""
         self.settle()
         chain = self._chain.get(row)
         if chain is None:
@@ -217,7 +218,7 @@ class PrefixCache:
 
     def remove(self, row: int) -> None:
         """The request has ended."""
-        self.start(row)
+        self.claim_hit(row)
         self.hopeless.discard(row)
         self.sketch.add(self._keys.pop(row, ()), count=-1)
         self._sides.pop(row, None)
@@ -357,7 +358,7 @@ class PrefixCache:
         """The page that is in this block."""
         return self._of_block.get(block)
 
-    def unread(self, ids: Sequence[int]) -> list[int]:
+    def release_readers(self, ids: Sequence[int]) -> list[int]:
         """Nobody reads these blocks any more. Those that are known stay; the pages of one row are
         in order, and the last goes first. Returns the ids of those that are free."""
         free = [block for block in ids if block not in self._of_block]

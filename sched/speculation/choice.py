@@ -232,12 +232,16 @@ def _choose(
     if room < 1 or not np.count_nonzero(most):
         return none
     times = prices.of(batch, view, room)
-    plain, exposed, overrun = float(times.seconds[0]), view.device.exposed, view.device.overrun
+    plain, host_gap_s, overrun = (
+        float(times.seconds[0]),
+        view.device.host_gap_s,
+        view.device.overrun,
+    )
     # The next step begins so much later. If it has a prompt beside the decodes, it may have no time
     # to spare.
     following = max(plain, prices.with_prompts if batch.prompts else 0.0) * overrun
     targets = table.tbt[batch.rows]
-    if np.count_nonzero((following <= targets) & (targets < following + exposed * overrun)):
+    if np.count_nonzero((following <= targets) & (targets < following + host_gap_s * overrun)):
         return none
     # Who has a token in flight gets it when this step begins.
     begin = view.step_end(now)
@@ -252,7 +256,7 @@ def _choose(
     share = times.share * len(batch.rows) / (len(batch.rows) + _due(table, now))
     saved = np.concatenate([[0.0], np.cumsum(gains[order])]) * share
     sizes = np.minimum(times.sizes, len(order))
-    longer = times.seconds - plain + exposed * (sizes > 0)
+    longer = times.seconds - plain + host_gap_s * (sizes > 0)
     pays = saved[sizes] - longer
     pays[sizes == 0] = 0.0
     mine = slack[batch.rows]

@@ -67,7 +67,7 @@ class RequestTable:
         longest_gap: float64, the longest time between two received tokens; 0 before the second.
         computed: int64, cached tokens, counted from the launch of the step; of a waiting request,
             those that it would find.
-        found: int64, those that it found when it first started.
+        cached_at_start: int64, those that were cached when it first started.
         preemptions: int64.
         lost_from: int64, the most tokens that it had cached when it lost some.
         tier: int8, `Tier`.
@@ -106,7 +106,7 @@ class RequestTable:
         self.late_gaps = np.zeros(capacity, np.int64)  # between received tokens, over the TBT
         self.longest_gap = np.zeros(capacity)
         self.computed = np.zeros(capacity, np.int64)
-        self.found = np.zeros(capacity, np.int64)
+        self.cached_at_start = np.zeros(capacity, np.int64)
         self.preemptions = np.zeros(capacity, np.int64)
         self.lost_from = np.zeros(capacity, np.int64)  # the most it had cached when it lost some
         self.tier = np.zeros(capacity, np.int8)
@@ -163,7 +163,7 @@ class RequestTable:
         self.first_token[row] = np.inf
         self.prompt_len[row] = len(request.prompt)
         self.max_tokens[row] = request.sampling.max_tokens
-        for column in (self.generated, self.received, self.computed, self.found):
+        for column in (self.generated, self.received, self.computed, self.cached_at_start):
             column[row] = 0
         for column in (self.offered, self.drafted, self.accepted):
             column[row] = 0

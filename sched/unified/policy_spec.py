@@ -104,7 +104,7 @@ class Columns:
     @property
     def seed(self) -> int:
         """Of the run."""
-        return self._view.seed
+        return self._view.policy_seed()
 
     @cached_property
     def most_output(self) -> np.ndarray:

@@ -98,7 +98,7 @@ def test_the_host_time_that_drafts_expose_is_what_policies_see(
     launch = replica.Replica._launch
 
     def watched(self: replica.Replica) -> Any:
-        seen.append(self.scheduler.view.device.exposed)
+        seen.append(self.scheduler.view.device.host_gap_s)
         return launch(self)
 
     monkeypatch.setattr(replica.Replica, "_launch", watched)

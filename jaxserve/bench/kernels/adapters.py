@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxserve.bench.command import BenchParser
 from jaxserve.bench.kernels import kernel_inputs as inputs
-from jaxserve.command_line import tell
+from jaxserve.command_line import print_result
 from jaxserve.config import LoraConfig
 from jaxserve.engine.device.batch_layout import Layout, Rows
 from jaxserve.engine.device.model_step import make_model_step
@@ -92,7 +92,7 @@ def show(args: argparse.Namespace) -> int:
         "machine": machine(),
         "versions": versions(),
     }
-    tell(args, lines, result)
+    print_result(args, lines, result)
     return 0
 
 

@@ -17,10 +17,10 @@ from jaxserve.pallas_kernels import reference
 from jaxserve.pallas_kernels.pool import (
     Pool,
     ScaledPool,
-    fit,
     make_pool,
     quantize_vectors,
     read_as,
+    saturating_cast,
     slot_bytes,
 )
 from jaxserve.sched.cache.cache_kinds import why_no_hidden_caches
@@ -171,7 +171,11 @@ def random_pool(heads: Heads, layers: int, blocks: int, block_size: int, dtype: 
 
     def fill(layer: jax.Array, pool: Pool) -> Pool:
         values = jax.random.normal(jax.random.key(layer), shape, activations(dtype.name))
-        new = fit(values, dtype) if dtype != jnp.int8 else ScaledPool(*quantize_vectors(values))
+        new = (
+            saturating_cast(values, dtype)
+            if dtype != jnp.int8
+            else ScaledPool(*quantize_vectors(values))
+        )
         return jax.tree.map(
             lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, layer, 0), pool, new
         )

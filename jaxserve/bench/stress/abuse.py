@@ -40,7 +40,7 @@ from jaxserve.bench.stress.attacks import Tried
 from jaxserve.bench.stress.server_process import Victim, victim
 from jaxserve.client import Client, ServerError
 from jaxserve.client.connection import open_channel
-from jaxserve.command_line import tell
+from jaxserve.command_line import print_result
 from jaxserve.machine import machine, versions
 from jaxserve.server.open_files import raise_limit
 from jaxserve.simulator.group_table import aligned
@@ -106,7 +106,7 @@ def show(args: argparse.Namespace) -> int:
     """Tries it all and prints; the exit code."""
     where, rows = machine(), run(args.flags)
     result = {"command": "abuse", "rows": [asdict(row) for row in rows]}
-    tell(args, text(rows), {**result, "machine": where, "versions": versions()})
+    print_result(args, text(rows), {**result, "machine": where, "versions": versions()})
     return 1 if any(row.problems for row in rows) else 0
 
 

@@ -37,7 +37,7 @@ from jaxserve.bench.stress.ledger import Ledger
 from jaxserve.bench.stress.server_process import Victim, victim
 from jaxserve.bench.stress.soak_clients import Clients, ServerLost
 from jaxserve.bench.stress.soak_metrics import AT_REST, SAMPLE_S, Page, settled
-from jaxserve.command_line import tell
+from jaxserve.command_line import print_result
 from jaxserve.machine import machine, versions
 from jaxserve.sched.registry import make_policy
 from jaxserve.server.startup.launch import UsageError
@@ -119,7 +119,7 @@ def show(args: argparse.Namespace) -> int:
     where = machine()
     outcome = run(args.flags, 60 * args.minutes, args.seed, args.max_growth_mib)
     result = {"command": "soak", "minutes": args.minutes, "seed": args.seed, **as_json(outcome)}
-    tell(args, text(outcome), {**result, "machine": where, "versions": versions()})
+    print_result(args, text(outcome), {**result, "machine": where, "versions": versions()})
     return 1 if outcome.problems else 0
 
 

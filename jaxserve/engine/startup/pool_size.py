@@ -56,7 +56,7 @@ class Room:
         allowed: blocks that the pool may have, at least a pair.
         free: blocks that the device has memory for.
         gap: the pool's array has as many blocks as the first number, or more than the second; see
-            `pallas_kernels.pool.unreachable`.
+            `pallas_kernels.pool.exceeds_index_range`.
     """
 
     allowed: int

@@ -66,8 +66,8 @@ def replayed(
             raise ValueError(f"request {number} takes {len(keys)} pages, the pool has {pages}")
         cache.retention.now = arrivals[number]
         cache.add(_ROW, keys, tier=tiers[number])
-        cache.wait(_ROW, most)
-        chain = cache.start(_ROW)
+        cache.watch_row(_ROW, most)
+        chain = cache.claim_hit(_ROW)
         for page in chain:
             cache.read(page, _ROW)
         found, asked = found + len(chain), asked + _common(keys[:most], known)
@@ -86,7 +86,7 @@ def replayed(
             held.append(cache.register(_ROW, index, (made,)).ids[0])
         known.update(keys)
         cache.remove(_ROW)
-        cache.unread(held)
+        cache.release_readers(held)
     return Found(pages, found, asked, saved)
 
 

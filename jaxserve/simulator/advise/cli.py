@@ -28,7 +28,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from jaxserve.command_line import Parser, ended, tell
+from jaxserve.command_line import Parser, print_result, run_reporting
 from jaxserve.sched.registry import deployable, make_policy
 from jaxserve.simulator.advise import text
 from jaxserve.simulator.advise.rounds import advise
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     problem = check(args)
     if problem:
         parser.error(problem)
-    return ended("jaxserve advise", lambda: _advise(args), *REFUSED)
+    return run_reporting("jaxserve advise", lambda: _advise(args), *REFUSED)
 
 
 def flag_parser() -> Parser:
@@ -94,5 +94,5 @@ def _advise(args: argparse.Namespace) -> int:
     check_targets(runs[0], "nobody has a target that could be missed")
     with Workers(args.jobs) as workers:
         advice = advise(runs, args.seeds, workers)
-    tell(args, "\n".join([*doubts, text.report(advice), *notes]), text.as_json(advice))
+    print_result(args, "\n".join([*doubts, text.report(advice), *notes]), text.as_json(advice))
     return 0

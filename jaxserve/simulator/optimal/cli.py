@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.command_line import Parser, ended, tell
+from jaxserve.command_line import Parser, print_result, run_reporting
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.simulator.optimal.replay import Replay, ReplayError, Schedule
 from jaxserve.simulator.optimal.solve import OBJECTIVES, OptimalError, Problem, Solution, solve
@@ -40,7 +40,7 @@ _SAME = ("max_batches", "all_batches", "rounding", "wall_s", "note")
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code, see the top of this file, or 130 for ^C."""
     args = _parser().parse_args(argv)
-    return ended("jaxserve optimal", lambda: _solve(args), ValueError, OSError)
+    return run_reporting("jaxserve optimal", lambda: _solve(args), ValueError, OSError)
 
 
 def _solve(args: argparse.Namespace) -> int:
@@ -65,7 +65,7 @@ def _solve(args: argparse.Namespace) -> int:
     found = dataclasses.replace(found, note="; ".join(filter(None, (left_out, found.note))))
     if args.picture and found.replay is not None:
         _picture(args, problem, found, start)
-    tell(args, _text(problem, found), _json(problem, found))
+    print_result(args, _text(problem, found), _json(problem, found))
     return 1 if found.status == "unknown" else 0
 
 

@@ -219,7 +219,7 @@ class Replica:
         clock.receive(self._came)
         self._came = 0
         flying = () if self._pending is None else (self._pending.watched,)
-        free_at = self._watch.free_at(*flying, exposed=scheduler.view.device.exposed)
+        free_at = self._watch.free_at(*flying, host_gap_s=scheduler.view.device.host_gap_s)
         step = scheduler.schedule(clock.now, free_at, self._watch.overrun)
         clock.plan(self.live)
         if len(step.preempted):
@@ -309,7 +309,7 @@ class Replica:
         self._clock.finish(len(step.emitting))
         if self.scheduler.policy.speculates and self._setting.overlap:
             took = self._launching + self._clock.now - now
-            self.scheduler.view.device.exposed = self._host_times.note(took)
+            self.scheduler.view.device.host_gap_s = self._host_times.note(took)
 
     def _take_in(self, step: _Step, now: float) -> None:
         table, outputs = self.scheduler.table, self._outputs
@@ -357,7 +357,7 @@ class Replica:
 
     def _end(self, row: int) -> None:
         number = self._request_of[row]
-        self._outputs.found[number] = self.scheduler.table.found[row]
+        self._outputs.found[number] = self.scheduler.table.cached_at_start[row]
         self._outputs.over[number] = True
         self._has_slot[row] = False
         self._outputs.preemptions[number] = self.scheduler.table.preemptions[row]

@@ -141,7 +141,7 @@ class Front:
     def _observe(self, replica: int, now: float) -> Snapshot:
         self._changed[replica] = False
         machine = self._machines[replica]
-        with machine.scheduler.view.unwatched():
+        with machine.scheduler.view.untracked():
             backlog = Backlog.from_scheduler(machine.scheduler, now, machine.device_free)
         known = self._setting.fixed
         return take_snapshot(backlog, machine.live, known, machine.lately, draining=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -66,7 +68,7 @@ class SimulatedScheduler(Scheduler):
     ) -> None:
         self._watch = watch
         super().__init__(policy, limits, capacity=FIRST_ROWS, **options)
-        self.view: SeedWatch = SeedWatch.from_view(self.view)
+        self.view: SeedTrackingView = SeedTrackingView.from_view(self.view)
 
     def _make_table(self, capacity: int) -> RequestTable:
         return GrowingTable(capacity)
@@ -121,29 +123,34 @@ class SimulatedScheduler(Scheduler):
         table.last_token[rows] = times[more]
 
 
-class SeedWatch(View):
-    """A view that knows whether its policy asked for the seed."""
+@dataclass(frozen=True)
+class SeedTrackingView(View):
+    """A view that notes whether its policy has drawn random numbers.
 
-    seed_read = False
+    Attributes:
+        seed_reads: How often it has asked for the seed.
+    """
+
+    seed_reads: Counter[str] = field(default_factory=Counter)
 
     @property
-    def seed(self) -> int:
-        """The view's seed; asking for it is noted."""
-        vars(self)["seed_read"] = True
-        return int(vars(self)["seed"])
+    def seed_read(self) -> bool:
+        """Whether the policy has asked for the seed."""
+        return self.seed_reads.total() > 0
 
-    @seed.setter
-    def seed(self, value: int) -> None:  # by the dataclass's own __init__
-        vars(self)["seed"] = value
+    def policy_seed(self) -> int:
+        """See `View.policy_seed`."""
+        self.seed_reads["policy"] += 1
+        return super().policy_seed()
 
     @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Where it is not the policy that asks."""
-        before = self.seed_read
+    def untracked(self) -> Iterator[None]:
+        """Requests for the seed in this context are not counted."""
+        before = self.seed_reads["policy"]
         yield
-        vars(self)["seed_read"] = before
+        self.seed_reads["policy"] = before
 
     @classmethod
-    def from_view(cls, view: View) -> SeedWatch:
-        """The same view, watched."""
-        return cls(**vars(view))
+    def from_view(cls, view: View) -> SeedTrackingView:
+        """The same view, tracked."""
+        return cls(**{one.name: getattr(view, one.name) for one in fields(view)})

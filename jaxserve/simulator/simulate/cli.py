@@ -71,7 +71,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.command_line import ended, tell
+from jaxserve.command_line import print_result, run_reporting
 from jaxserve.simulator.simulate import flags, output, replay
 from jaxserve.simulator.simulate.report import capacity_report, columns, report
 from jaxserve.simulator.simulate.runs import REFUSED
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem:
         parser.error(problem)
     work = _replay if args.replay else _find if args.find else _compare
-    return ended("jaxserve simulate", lambda: work(args), *REFUSED)
+    return run_reporting("jaxserve simulate", lambda: work(args), *REFUSED)
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -99,7 +99,7 @@ def _compare(args: argparse.Namespace) -> int:
         points = sweep(runs, args.seeds, workers)
     output.write(args, points)
     text, found = _comparison(args, points)
-    tell(args, _with_rules(args, text), found)
+    print_result(args, _with_rules(args, text), found)
     return 0
 
 
@@ -114,7 +114,7 @@ def _replay(args: argparse.Namespace) -> int:
     output.write(args, points, served)
     text, found = _comparison(args, [served, *points])
     found["recording"] = recorded.as_json()
-    tell(args, "\n".join([*recorded.doubts(args), text, "", *recorded.notes]), found)
+    print_result(args, "\n".join([*recorded.doubts(args), text, "", *recorded.notes]), found)
     return 0
 
 
@@ -142,7 +142,7 @@ def _find(args: argparse.Namespace) -> int:
         for point, capacity in found
     ]
     content = {"capacity": capacities, "points": [point.as_json() for point in tried]}
-    tell(args, _with_rules(args, capacity_report(found, level)), content)
+    print_result(args, _with_rules(args, capacity_report(found, level)), content)
     problems = [one.problem() for one in searches if one.problem()]
     for problem in problems:
         print(f"jaxserve simulate: {problem}", file=sys.stderr)

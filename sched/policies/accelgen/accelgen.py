@@ -59,7 +59,7 @@ class AccelGen(Policy):
     chunked, ordering, euclidean: the three parts of the design; without them prompts are whole, in
     order of arrival, and start in that order.
 
-    ValueError for values that are none.
+    Raises ValueError for a value out of range.
     """
 
     ttft: float = 1.0

@@ -88,7 +88,7 @@ class Bros(Policy):
     floor: tokens a second of best-effort work for which it comes before real-time work, while it is
     behind. Both may miss deadlines; without them best-effort requests may starve, as in the paper.
 
-    ValueError for values that are none.
+    Raises ValueError for a value out of range.
     """
 
     ttft: float = 0.4

@@ -177,7 +177,15 @@ class Batch:
         return self._each(sums + self._work.columns.take(some, axis=1))
 
     def with_tokens(self, one: int, tokens: np.ndarray) -> np.ndarray:
-        """Seconds with so many tokens of a request added, or so many, float64 [n]."""
+        """Seconds that the batch takes with each of these numbers of tokens of one request added.
+
+        Args:
+            one: Index of the request.
+            tokens: int64 [n].
+
+        Returns:
+            float64 [n].
+        """
         return self._each(self._sums + self._work.columns_of(one, tokens))
 
     def longest(self, one: int, limit: float, most: int) -> int:

@@ -61,11 +61,12 @@ class _Pace:
 @dataclass(frozen=True)
 class Goodput(Policy):
     """ttft, tbt: targets, seconds, of real-time requests that name none. patience: seconds without
-    service after which a request comes first. share: of memory and rows that those get who have
-    waited so long. hidden_above: share of the pool from which on starts get hidden caches, where
-    the view offers them; 1 for never. swaps: whether caches of paused requests go to the host.
+    service after which a request comes first. share: of memory and rows, for requests that have
+    waited that long. hidden_above: share of the pool in use above which new requests get hidden
+    caches, where the engine has them; 1 for never. swaps: whether caches of paused requests go to
+    the host.
 
-    ValueError for values that are none.
+    Raises ValueError for a value out of range.
     """
 
     ttft: float = 2.0

@@ -29,7 +29,7 @@ class FairBatching(SlackPolicy):
     """late_last: whether prompts that cannot be in time come behind the others. The rest:
     `SlackPolicy`.
 
-    ValueError for values that are none."""
+    Raises ValueError for a value out of range."""
 
     late_last: bool = True
 

@@ -32,7 +32,7 @@ class QoServe(SlackPolicy):
     prompts that cannot be in time come last, and best-effort ones where they would make others
     late. The rest: `SlackPolicy`.
 
-    ValueError for values that are none."""
+    Raises ValueError for a value out of range."""
 
     alpha: float = 0.05
     relegates: bool = True

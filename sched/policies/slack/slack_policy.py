@@ -86,7 +86,7 @@ class SlackPolicy(Policy):
     makes_way: whether best-effort requests without targets, until they are due, lose their caches
     to prompts that can be in time.
 
-    ValueError for values that are none.
+    Raises ValueError for a value out of range.
     """
 
     margin: float = 1.05
@@ -137,9 +137,9 @@ class SlackPolicy(Policy):
         return running.bare & early & ~request.bare & self.makes_way
 
     def _way_for_prompts(self, batch: SlackBatch, outlook: Outlook) -> np.ndarray:
-        """Preempts best-effort requests without targets for waiting requests that can be in time, as
-        many as the batch has tokens for. Returns the rows that the step goes on without: those, and
-        waiting ones of their kind, which would take the room and lose it again in the next step."""
+        """Preempts best-effort requests without targets for waiting requests that can be in time,
+        as many as the batch has tokens for. Returns the rows that the step goes on without: those,
+        and waiting ones of their kind, which would take the room and lose it in the next step."""
         view, rows, work = batch.view, outlook.rows, outlook.work
         table = view.table
         gives = table.bare(rows) & (table.arrival[rows] + self.ttlt > outlook.clock)

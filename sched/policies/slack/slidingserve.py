@@ -34,7 +34,7 @@ class SlidingServe(SlackPolicy):
     the least slack allows. saves: whether a knapsack chooses among the prompts that would be late
     if they waited; without, they come in order. The rest: `SlackPolicy`.
 
-    ValueError for values that are none."""
+    Raises ValueError for a value out of range."""
 
     window: bool = True
     saves: bool = True

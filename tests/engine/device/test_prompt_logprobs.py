@@ -19,7 +19,7 @@ from jaxserve.engine.device.prompt_logprobs_step import make_prompt_step
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import TokenLogprobs
-from jaxserve.engine.prompt_logprobs import TOLD_AT_ONCE, PromptLogprobs, untold
+from jaxserve.engine.prompt_logprobs import TOLD_AT_ONCE, PromptLogprobs, prompt_logprob_pieces
 from jaxserve.engine.sequence import Continuation
 from jaxserve.engine.startup import engine_choices
 from jaxserve.engine.stats import StepRecorder
@@ -252,7 +252,9 @@ def test_each_token_is_told_once(data: st.DataObject) -> None:
         rows = Rows(np.array([other, end - cached]), np.array([0, cached]), np.zeros((2, 2, 1)))
         batch = layout.pack(rows)
         nobody = Continuation(Request("b", (1, 2)), 0, 1, 1, text, row, lambda _: None)
-        scored = PromptLogprobs.of_step(untold([nobody, member], step), step, layout, batch)
+        scored = PromptLogprobs.of_step(
+            prompt_logprob_pieces([nobody, member], step), step, layout, batch
+        )
         if scored is not None:
             begin = int(layout.views(batch.buffer)["query_start"][batch.order.tolist().index(1)])
             for at in np.flatnonzero(scored.targets != NO_TARGET).tolist():
@@ -261,4 +263,4 @@ def test_each_token_is_told_once(data: st.DataObject) -> None:
                 found.append(place + 1)
         cached = end
     assert found == list(range(1, length))
-    assert member.untold is None
+    assert member.next_prompt_logprob is None

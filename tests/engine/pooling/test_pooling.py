@@ -24,7 +24,7 @@ from jaxserve.engine.device.executor import JaxExecutor
 from jaxserve.engine.device.pooling_step import NOBODY, Pooled, Wanted
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason, Output
-from jaxserve.engine.pooling import Pooling, uncounted
+from jaxserve.engine.pooling import Pooling, pooled_pieces
 from jaxserve.engine.sequence import Continuation
 from jaxserve.engine.startup import engine_choices
 from jaxserve.engine.stats import StepRecorder
@@ -273,7 +273,7 @@ def test_each_token_is_counted_once(data: st.DataObject) -> None:
         rows = Rows(np.array([other, end - cached]), np.array([0, cached]), np.zeros((2, 2, 1)))
         batch = layout.pack(rows)
         nobody = Continuation(Request("b", (1, 2)), 0, 1, 1, text, row, heard)
-        pooling = Pooling.of_step(uncounted([nobody, member], step), step, layout, batch)
+        pooling = Pooling.of_step(pooled_pieces([nobody, member], step), step, layout, batch)
         if pooling is not None:
             begin = int(layout.views(batch.buffer)["query_start"][batch.order.tolist().index(1)])
             found += [cached + at - begin for at in np.flatnonzero(pooling.wanted.places == 0)]
@@ -284,4 +284,4 @@ def test_each_token_is_counted_once(data: st.DataObject) -> None:
         PoolingType.MEAN: list(range(length)),
         PoolingType.CLS: [0],
     }[kind]  # fmt: skip
-    assert member.uncounted is None
+    assert member.next_pooled_token is None

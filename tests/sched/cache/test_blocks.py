@@ -35,7 +35,7 @@ class PoolMachine(RuleBasedStateMachine):
         tokens=st.integers(1, 40),
     )
     def admit(self, row: int, kind: CacheKind, direction: Direction, tokens: int) -> None:
-        if self.empty(row) and not self.cache.start(row):
+        if self.empty(row) and not self.cache.claim_hit(row):
             self.pool.open_cache(row, kind, direction)
             self.grow(row, tokens)
 
@@ -92,12 +92,12 @@ class PoolMachine(RuleBasedStateMachine):
             keys = [bytes(tokens[: i + 1]) for i in range(len(tokens))]
             self.cache.add(row, keys, side)
         if self.empty(row):
-            self.cache.start(row)
-            self.cache.wait(row, WIDTH - 1)
+            self.cache.claim_hit(row)
+            self.cache.watch_row(row, WIDTH - 1)
 
     @rule(row=rows)
     def start_with_what_is_found(self, row: int) -> None:
-        found = self.cache.start(row)
+        found = self.cache.claim_hit(row)
         if found and self.empty(row):
             free = self.pool.num_free
             unread = sum(len(p.ids) for p in found if not self.pool.refs[p.ids[0]])

@@ -33,8 +33,8 @@ class Cache(PrefixCache):
         """Serves a request, in a pool of so many pages. Returns how many it found."""
         self.retention.now = self.tenants.now = now
         self.add(0, keys, tier=tier, tenant=tenant)
-        self.wait(0, len(keys))
-        chain = self.start(0)
+        self.watch_row(0, len(keys))
+        chain = self.claim_hit(0)
         for page in chain:
             self.read(page, 0)
         held = [page.ids[0] for page in chain]
@@ -44,7 +44,7 @@ class Cache(PrefixCache):
                 self.evict(1)
             held.append(self.register(0, index, (self.made,)).ids[0])
         self.remove(0)
-        self.unread(held)
+        self.release_readers(held)
         return len(chain)
 
 
@@ -140,7 +140,7 @@ def test_what_a_waiting_request_has_found_stays() -> None:
     cache.serve(named("old"), 0.0)
     cache.serve(named("new"), 90.0)
     cache.add(1, named("old"))
-    cache.wait(1, 1)
+    cache.watch_row(1, 1)
     cache.retention.now = 100.0
     cache.evict(1)
     assert keys_of(cache) == {b"old"}
@@ -158,7 +158,7 @@ def test_what_only_those_wait_for_who_are_given_up_goes_before_what_others_do() 
     cache.serve(named("late"), 0.0)
     for row, key in enumerate(["late", "in time", "in time"], 1):
         cache.add(row, named(key))
-        cache.wait(row, 1)
+        cache.watch_row(row, 1)
     cache.hopeless |= {1, 2}
     cache.retention.now = 1.0
     cache.evict(1)

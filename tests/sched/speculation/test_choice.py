@@ -76,7 +76,7 @@ def test_those_who_are_guessed_best_draft_first() -> None:
 def test_waiting_for_tokens_has_its_price() -> None:
     drive = decoding(1, acceptance=0.5)
     assert any(drafted(drive))
-    drive.scheduler.view.device.exposed = 0.01
+    drive.scheduler.view.device.host_gap_s = 0.01
     assert not any(drafted(drive))
 
 
@@ -110,7 +110,7 @@ def test_nobody_waits_for_drafts_where_that_makes_the_next_step_late() -> None:
     for prompts, tbt, drafts in ((True, 0.2005, False), (False, 0.2005, True), (True, 0.3, True)):
         drive = decoding(2, tbt=tbt)
         view = drive.scheduler.view
-        view.device.exposed = 0.001
+        view.device.host_gap_s = 0.001
         drive.scheduler._draft_prices.with_prompts = 0.2
         if prompts:
             drive.add(10, 40)
@@ -211,7 +211,7 @@ def test_a_draft_is_waited_for_only_if_the_token_before_it_is_likely_right() -> 
 def test_a_model_that_learns_is_shown_steps_that_it_advises_against() -> None:
     drive = decoding(1, acceptance=0.95)
     view = drive.scheduler.view
-    view.device.exposed = 1.0  # so nothing pays
+    view.device.host_gap_s = 1.0  # so nothing pays
     assert not any(drive.scheduler.would_draft(0.0) for _ in range(100)), "it knows, and learns not"
     learning = dataclasses.replace(view, cost_model=OnlineCostModel(FLAT))
     drive.scheduler.view = learning

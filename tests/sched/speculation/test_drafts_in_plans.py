@@ -129,7 +129,7 @@ def test_blocks_that_accepted_drafts_fill_are_found() -> None:
     drive.scheduler.know(row, keys[2 : computed // BLOCK_SIZE])
     other = drive.add(5 * BLOCK_SIZE, 1, keys=keys[:5])
     drive.step()
-    assert drive.table.found[other] == computed // BLOCK_SIZE * BLOCK_SIZE
+    assert drive.table.cached_at_start[other] == computed // BLOCK_SIZE * BLOCK_SIZE
 
 
 @settings(deadline=None, max_examples=100)
