@@ -81,7 +81,13 @@ class Submit:
 
 
 class RowResult(NamedTuple):
-    """What a row got from a step: the number of tokens, and how many of them had been drafted."""
+    """What a row got from a step.
+
+    Attributes:
+        emitting: The row.
+        num_taken: Tokens.
+        num_accepted: How many of them had been drafted.
+    """
 
     emitting: Emitting
     num_taken: int

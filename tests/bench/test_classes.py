@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.sched.slo.classes import SloClass, draw_terms, parse_classes, with_targets
+from jaxserve.sched.slo.classes import (
+    SloClass,
+    SloClassError,
+    draw_terms,
+    parse_classes,
+    with_targets,
+)
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.simulator.workloads.specs import WorkloadSpec
 from jaxserve.simulator.workloads.traces import read_trace
@@ -88,7 +94,7 @@ def test_words_of_a_class_make_the_same_class(parts: list[tuple]) -> None:  # ty
     ],
 )
 def test_wrong_words_are_refused(words: str, problem: str) -> None:
-    with pytest.raises(WorkloadError, match=problem):
+    with pytest.raises(SloClassError, match=problem):
         parse_classes(words)
 
 

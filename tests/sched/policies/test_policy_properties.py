@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.registry import make_policy, policies, variants
@@ -109,8 +109,22 @@ def serve(
 quick = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+# One row: what a best-effort request gives to a real-time one must not go to another of its kind.
+GIVES_WAY = Case(
+    jobs=[
+        *[Job(1, 2, 0, Tier.BEST_EFFORT, ttft=None, tbt=None)] * 2,
+        Job(1, 1, 0, Tier.REALTIME, ttft=None, tbt=None),
+    ],
+    rows=1,
+    blocks=16,
+    budget=1,
+    prefill=1,
+)
+
+
 @pytest.mark.parametrize("policy", [*NAMES, *PROBING])
 @quick
+@example(case=GIVES_WAY)
 @given(case=cases)
 def test_serves_everything_within_the_limits(policy: str, case: Case) -> None:
     drive = serve(policy, case)
