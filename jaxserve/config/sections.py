@@ -76,7 +76,7 @@ class CacheConfig:
             prefix_caching blocks that leave the pool (not under bros).
         hidden_read: How policies with hidden caches have them read: auto (absorbed where positions
             are not rotated, else projected; on CPUs projected; none where they bring nothing, see
-            docs/architecture.md) | absorbed (cheaper decodes, but log-probabilities that depend on
+            docs/internals.md) | absorbed (cheaper decodes, but log-probabilities that depend on
             which cache a request has) | projected.
         dtype: Of K, V and hidden vectors in the pool: auto (that of the activations; on CPUs
             bfloat16 for bfloat16 weights) | float32 | bfloat16 | float16 | fp8 (e4m3) | int8 (with

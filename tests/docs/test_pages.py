@@ -61,6 +61,23 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(there), f"{target}#{anchor}"
 
 
+@functools.cache
+def tracked() -> frozenset[str]:
+    """All files of the project, each behind a slash."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return frozenset(f"/{name}" for name in listed.stdout.splitlines())
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no clone")
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_python_files_that_are_named_exist(page: Path) -> None:
+    """By their whole path, or by the end of it; those of the changelog did when it was written."""
+    named = set(re.findall(r"`([\w/.-]+\.py)`", prose(page))) - {"aged.py"}  # a reader's own
+    named = {re.sub("^jaxserve/(?=(sched|pallas_kernels|configs)/)", "", name) for name in named}
+    lost = {name for name in named if not any(one.endswith(f"/{name}") for one in tracked())}
+    assert page.name == "CHANGELOG.md" or not {name for name in lost if "NAME" not in name}
+
+
 def test_the_index_has_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
