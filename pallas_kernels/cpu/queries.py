@@ -92,6 +92,8 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
     keys, values = _floats(keys_at, CHUNK, width), _floats(values_at, CHUNK, width)
     line, factors = _floats(line_at, 1, CHUNK)[0], _floats(factors_at, 2, CHUNK)
     tops, totals = _floats(tops_at, 1, queries)[0], _floats(totals_at, 1, queries)[0]
+    # The queries, scaled and padded to whole vectors; the running softmax of each: its maximum (or
+    # its sink), the sum of weights, the weighted sum of values.
     for m in range(queries):
         sink = sinks[first_head + m % group]
         tops[m], totals[m] = _MASKED, np.float32(0)
@@ -104,11 +106,13 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
             left[m, d] = np.float32(0)
         for d in range(width):
             sums[m, d] = np.float32(0)
+    # Few queries read K and V where they lie; for many it pays to copy a chunk first.
     in_place = queries <= FEW and width == head_dim and size % LANES == 0
     low = max(0, position - window + 1) if window > 0 else 0
     if window > 0:
         ahead = min(ahead, window - 1)
     high = min(position + count + ahead, context)
+    # Chunks begin at multiples of CHUNK, so that where a prompt was cut does not matter.
     for first in range(low // CHUNK * CHUNK, high, CHUNK):
         begin, end = max(first, low), min(first + CHUNK, high)
         if not in_place:
@@ -121,6 +125,7 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
             upper = min(end, at + 1 + ahead) - first
             if lower >= upper:  # it sees nothing of this chunk
                 continue
+            # Scores of the keys that it sees, LANES at a time, to `line`.
             for j in range(lower // LANES * LANES, upper, LANES):
                 query_at, to = left_at + m * row, line_at + BYTES * j
                 if in_place:
@@ -135,6 +140,7 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
             if cap > 0:
                 for j in range(lower, upper):
                     line[j] = cap * np.tanh(line[j] / cap)
+            # A new maximum: what is added up so far shrinks to it.
             top = largest(line_at, lower, upper, tops[m])
             if top > tops[m]:
                 old = np.exp(tops[m] - top)
@@ -142,10 +148,12 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
                 for d in range(width):
                     sums[m, d] *= old
                 tops[m] = top
+            # Scores become weights in place.
             totals[m] += weigh(line_at, lower, upper, top)
             if scales is not None:
                 for j in range(lower, upper):
                     line[j] *= factors[1, j]
+            # The values, weighted, in the order of positions.
             for part in range(lower // LANES * LANES, upper, LANES):
                 j = max(part, lower)
                 some, weights_at = min(part + LANES, upper) - j, line_at + BYTES * j

@@ -89,13 +89,16 @@ def _one_tile(
         inside = _inside(piece, tile, flip, (TILE, width), 0)
         v[...] = jnp.where(inside, v[...], jnp.zeros((), v.dtype))
 
+    # Scores, [QUERIES, TILE] in registers: q and K are read from shared memory.
     products = _multiply(memory.q, k.transpose((1, 0)))
     scores = online_softmax.prepare(products, options.scoring)
     scores = jnp.where(_inside(piece, tile, flip, (QUERIES, TILE), 1), scores, -jnp.inf)
+    # The running softmax, in powers of 2.
     peak = jnp.maximum(state.peak, scores.max(axis=1))
     fade = jnp.exp2(state.peak - peak)
     weights = jnp.exp2(scores - _across(peak, TILE))
     total = state.total * fade + weights.sum(axis=1)
+    # Weights go to shared memory, since the second product reads both factors from there.
     memory.weights[...] = weights.astype(memory.weights.dtype)
     plgpu.commit_smem()
     acc = state.acc * _across(fade, width) + _multiply(memory.weights, v)
@@ -141,6 +144,7 @@ def _attend(
         flip = jnp.where(batch.direction[piece.row] == RIGHT, options.page - 1, 0)
 
         def one(i: Any, state: Softmax) -> Softmax:
+            # Wait until the copying warpgroup has filled this stage of the ring, and give it back.
             stage = stage_of(memory, before + i)
             plgpu.barrier_wait(memory.ready.at[stage])
             state = _one_tile(state, piece, piece.first + i, memory, stage, flip, options)

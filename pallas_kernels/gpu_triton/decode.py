@@ -99,8 +99,11 @@ def _attend(
     are heads [G])."""
     geometry, tile = options.geometry, options.tile
     head, row = segment.head, segment.item
+    # Positions [lower, length) of the row's context are seen.
     length, token = common.decode_row(refs, row, KV, decode_only=options.decode_only)
     lower = options.lower(length)
+    # Queries: the heads that share this KV head, [padded_group, padded_dim], padded to the matrix
+    # unit's 16 rows. They stay in registers.
     member = jnp.arange(options.padded_group, dtype=jnp.int32)
     rows = token * options.num_heads + head * options.group + member
     is_head = member < options.group
@@ -112,16 +115,21 @@ def _attend(
     def one_tile(j: jax.Array, state: Softmax) -> Softmax:
         position = j * tile + jnp.arange(tile, dtype=jnp.int32)
         inside = (position >= lower) & (position < length)
+        # Gather K and V, [tile, padded_dim] each, through the row's block table.
         k_rows = context.pool_rows(0, head, position, inside)
         v_rows = context.pool_rows(1, head, position, inside)
         k = pool.load(k_rows, inside, geometry, dtype)
         v = pool.load(v_rows, inside, geometry, dtype)
+        # Scores, [padded_group, tile]: products, times the scales of K in a pool of int8, then
+        # scale and soft cap; masked outside of the context.
         products = online_softmax.dot(q, k, transposed=True)
         products = online_softmax.scaled(products, pool.load_scales(k_rows, inside))
         scores = online_softmax.prepare(products, options.scoring)
         scores = jnp.where(inside[None, :], scores, -jnp.inf)
+        # Rescale what is added up so far to the new maximum, and add this tile's weights @ V.
         return online_softmax.step(state, scores, v, pool.load_scales(v_rows, inside))
 
+    # The segment's tiles count from the first one that is seen.
     first = lax.div(lower, jnp.int32(tile))
     state = online_softmax.start(options.padded_group, padded)
     state = lax.fori_loop(first + segment.begin, first + segment.end, one_tile, state)
@@ -131,8 +139,10 @@ def _attend(
 def _kernel(*refs: common.Ref, options: Options) -> None:
     """refs: the batch, the shares, the sinks if there are any, q [T * H, D], the pool, the output
     [T * H, D] and the parts. Programs behind those with shares write zeros."""
+    # Inputs: the batch's columns, this launch's shares, optional sinks, then q and the pool.
     batch, _, shares, given = unpacked(refs)
     sinks, (q_ref, *rest) = (given[0], given[1:]) if options.sinks else (None, given)
+    # Outputs: finished rows, and parts of rows that several programs share.
     pool, (out_ref, *parts) = common.take_pool(rest, options.geometry)
     behind = pl.program_id(0) - shares.first.shape[0]
 

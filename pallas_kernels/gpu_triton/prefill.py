@@ -138,6 +138,8 @@ def plan(
 def _kernel(*refs: common.Ref, options: Options) -> None:
     """refs: the batch, the tiles, the shares, the sinks if there are any, q [T * H, D], the pool,
     the output so far (aliased), the output [T * H, D] and the parts."""
+    # Inputs: the batch's columns, the query tiles and shares, optional sinks, q, the pool and the
+    # output so far; outputs: the same output, and parts of tiles that several programs share.
     batch, tiles, shares, given = unpacked(refs, 2)
     sinks, (q_ref, *rest) = (given[0], given[1:]) if options.sinks else (None, given)
     pool, (_, out_ref, *parts) = common.take_pool(rest, options.geometry)
@@ -172,6 +174,7 @@ def _attend(
         num_heads=options.num_heads,
         sliding_window=window,
     )
+    # Queries of the tile, [queries, padded_dim]: some tokens times the heads of the group.
     dtype = read_as(pool.dtype, q_ref.dtype)
     q = common.load_rows(q_ref, tile.rows, tile.used, width, padded).astype(dtype)
     context = common.context_of(batch, geometry, tile.row)
@@ -179,10 +182,12 @@ def _attend(
     def walk(j: jax.Array, state: Softmax, masked: bool) -> Softmax:
         position = j * size + jnp.arange(size, dtype=jnp.int32)
         inside = (position >= tile.lower) & (position < tile.upper) if masked else None
+        # Gather K and V, [size, padded_dim] each, through the row's block table.
         k_rows = context.pool_rows(0, head, position, inside)
         v_rows = context.pool_rows(1, head, position, inside)
         k = pool.load(k_rows, inside, geometry, dtype)
         v = pool.load(v_rows, inside, geometry, dtype)
+        # Scores, [queries, size]; across the diagonal each query has its own mask.
         products = online_softmax.dot(q, k, transposed=True)
         products = online_softmax.scaled(products, pool.load_scales(k_rows, inside))
         scores = online_softmax.prepare(products, options.scoring)
@@ -194,12 +199,15 @@ def _attend(
     first = lax.div(tile.lower, jnp.int32(size))
     begin, end = first + segment.begin, first + segment.end
     if options.uncut:
+        # All of the context in one loop with one body, so that the order of sums is fixed.
         begin, end = first, common.cdiv(tile.upper, size)
     elif window is None:
+        # First the tiles that every query sees, which need no mask.
         unmasked = jnp.minimum(lax.div(tile.whole, jnp.int32(size)), end)
         state = lax.fori_loop(begin, unmasked, functools.partial(walk, masked=False), state)
         begin = jnp.maximum(begin, unmasked)
     state = lax.fori_loop(begin, end, functools.partial(walk, masked=True), state)
+    # A whole tile goes to the output, a part of one to `parts`, for `merge`.
     stored = segment, state, tile.rows, tile.used, options.members
     store_segment(out_ref, parts, *stored, sinks)
 

@@ -32,13 +32,17 @@ from jaxserve.pallas_kernels.tpu.stream import (
 
 
 def _kernel(  # refs are of the pool's dtype where none is named
+    # Prefetched scalars.
     items: Any,  # SMEM int32 [7, R]
     layer: Any,  # SMEM int32 [1]
+    # Inputs.
     q: Any,  # VMEM [1, heads, group, head_dim], the item's row
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, kv_heads, block_size, head_dim]
     sinks: tuple[Any, ...],  # empty, or VMEM float32 [heads, group, 128]
+    # Output.
     out: Any,  # VMEM like q, of the output's dtype
+    # Scratch: double buffers of K and V, the running softmax, semaphores.
     k: Buffer,
     v: Buffer,
     peak: Any,  # VMEM float32 [heads, group, 128]
@@ -55,13 +59,18 @@ def _kernel(  # refs are of the pool's dtype where none is named
     low, _ = common.bounds(items, i, window)
     softmax.reset(state)
 
+    # Chunk j is in this half of the buffers, while the next one is on its way to the other.
     def use(j: jax.Array, half: jax.Array) -> None:
+        # The ends of the context may hold stale values, NaN too, which a weight of 0 does not
+        # take away.
         clean_ends(chunk, items, i, j, v, half, window)
+        # Positions of the chunk's slots, [1, tokens], and which of them the token sees.
         at = chunk.positions(j, items[common.SIDE, i], 1)
         seen = ((at >= low) & (at <= items[common.FIRST, i]))[None]
         mine = pl.ds(share[0], chunk.heads)
         scales = k.scales_of(half, mine), own_scales(v.scales_of(half, mine), seen)
         keys, values = (each.vectors((half,), q.dtype) for each in (k, v))
+        # All heads of the program at once: [heads, group, head_dim] by [heads, tokens, head_dim].
         softmax.update(state, ..., q[0], keys, values, seen, options, scales)
 
     stream.walk(i, use)

@@ -40,13 +40,17 @@ from jaxserve.pallas_kernels.tpu.tiles import (
 
 
 def _kernel(  # refs are of the pool's dtype where none is named
+    # Prefetched scalars.
     items: Any,  # SMEM int32 [7, N]
     layer: Any,  # SMEM int32 [1]
+    # Inputs.
     q: Any,  # VMEM [heads, group, tile / 16, 16, head_dim], the item's queries
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, kv_heads, block_size, head_dim]
     sinks: tuple[Any, ...],  # empty, or VMEM float32 [heads, group * tile, 128]
+    # Output.
     out: Any,  # HBM [kv_heads, group, units, 16, head_dim], of the output's dtype
+    # Scratch: double buffers of K and V, the running softmax, semaphores.
     k: Buffer,
     v: Buffer,
     peak: Any,  # VMEM float32 [heads, group * tile, 128]
@@ -68,8 +72,13 @@ def _kernel(  # refs are of the pool's dtype where none is named
     outputs = Outputs(items, done, out, sent, pending, chunk.heads)
     softmax.reset(state)
 
+    # Chunk j is in this half of the buffers, while the next one is on its way to the other.
     def use(j: jax.Array, half: jax.Array) -> None:
+        # The ends of the context may hold stale values, NaN too, which a weight of 0 does not
+        # take away.
         clean_ends(chunk, items, i, j, v, half, window)
+        # Positions of the chunk's slots, and which of them each query sees: [1, group * tile,
+        # tokens].
         at = chunk.positions(j, items[common.SIDE, i], 1)
         seen = seen_by(items, i, at, group, tile, window)[None]
         low, high = common.bounds(items, i, window)
@@ -78,6 +87,7 @@ def _kernel(  # refs are of the pool's dtype where none is named
         @pl.loop(0, chunk.heads)
         def _(n: jax.Array) -> None:
             one = pl.ds(n, 1)
+            # One KV head at a time: [1, group * tile, head_dim] by [1, tokens, head_dim].
             queries = q[one].reshape(1, group * tile, chunk.head_dim)
             mine = pl.ds(share[0] + n, 1)
             scales = k.scales_of(half, mine), own_scales(v.scales_of(half, mine), own)
@@ -85,6 +95,7 @@ def _kernel(  # refs are of the pool's dtype where none is named
             softmax.update(state, one, queries, keys, values, seen, options, scales)
 
     stream.walk(i, use)
+    # Waits until the item before has left `done`, then sends this one.
     outputs.put(h, i, softmax.finished(state, sinks=sinks))
 
 

@@ -123,6 +123,7 @@ class Stream:
         items, turn = self.prefetched[0], self.signals.turn
         begin, end = items[BEGIN, i], items[END, i]
 
+        # The program's first item: nothing is in flight yet, so its table row is waited for.
         @pl.when(i == self.first)
         def _() -> None:
             turn[0] = 0
@@ -130,12 +131,15 @@ class Stream:
             self._row(i).wait()
             self._start(i, begin, 0)
 
+        # The next item's table row comes while this item's chunks are used.
         @pl.when(i + 1 < self.end)
         def _() -> None:
             self._row(i + 1).start()
 
         @pl.loop(begin, end)
         def _(j: jax.Array) -> None:
+            # In flight: chunk j, to `half`. What comes next is this item's chunk j + 1, or, behind
+            # its last one, the next item's first.
             half = turn[0]
             last = j + 1 == end
             following = jnp.minimum(i + 1, self.end - 1)
@@ -150,6 +154,7 @@ class Stream:
             def _() -> None:
                 self._start(next_item, next_chunk, 1 - half)
 
+            # Chunk j is there; the next one fills the other half meanwhile.
             self._wait(i, j, half)
             use(j, half)
             turn[0] = 1 - half
