@@ -58,39 +58,40 @@ def _listed(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The pool of blocks.
+    """The pool of cache blocks.
 
     Attributes:
-        block_size: Tokens a block holds. 0: 64 on TPUs, 16 elsewhere.
-        num_blocks: Blocks of the pool; each holds K or V of block_size tokens, for all layers. 0:
-            as many as memory_gib holds. The array is rounded up to one of a few sizes, so that
+        block_size: Tokens that a block holds. 0: 64 on TPUs, 16 elsewhere.
+        num_blocks: Blocks in the pool. A block holds K or V of block_size tokens, for all layers.
+            0: as many as memory_gib holds. The array is rounded up to one of a few sizes, so that
             pools of similar sizes share compiled steps.
-        memory_gib: Size of the pool; 0: what memory_fraction leaves, as far as max_rows requests of
-            max_model_len can use it. On CPUs, whose memory others need, too, what four such
-            requests need, or a sixteenth of the free memory if that is more, but no more than a
-            quarter of it and one such request; and less if the last start had less, since steps are
-            compiled for one of few sizes.
-        memory_fraction: Of the memory that is free on the device, or the host, what weights, pool
-            and steps take.
-        host_gib: Host memory for caches: checkpoints, for policies that make them, and with
-            prefix_caching blocks that leave the pool (not under bros).
-        hidden_read: How policies with hidden caches have them read: auto (absorbed where positions
-            are not rotated, else projected; on CPUs projected; none where they bring nothing, see
-            docs/internals.md) | absorbed (cheaper decodes, but log-probabilities that depend on
-            which cache a request has) | projected.
-        dtype: Of K, V and hidden vectors in the pool: auto (that of the activations; on CPUs
+        memory_gib: Size of the pool in GiB. 0: what memory_fraction leaves, but no more than
+            max_rows requests of max_model_len can use. On CPUs, which other programs use too: what
+            four such requests need, or a sixteenth of the free memory if that is more, but at most
+            a quarter of the free memory plus one such request; and no more than at the last start,
+            since steps are compiled for the pool's size.
+        memory_fraction: Share of the free memory of the device, or of the host, for weights, pool
+            and steps together.
+        host_gib: Host memory in GiB for caches: checkpoints, for policies that make them, and with
+            prefix_caching also blocks that leave the pool (except under bros).
+        hidden_read: How hidden caches are read, for policies that use them: auto (absorbed if
+            positions are not rotated, else projected; on CPUs projected; no hidden caches where
+            they do not help, see docs/internals.md) | absorbed (cheaper decodes, but
+            log-probabilities depend on which kind of cache a request has) | projected.
+        dtype: Type of K, V and hidden vectors in the pool: auto (that of the activations; on CPUs
             bfloat16 for bfloat16 weights) | float32 | bfloat16 | float16 | fp8 (e4m3) | int8 (with
-            a scale per token and head). Those of 8 bits change texts a little, see
+            a scale for each token and head). The 8-bit types change texts a little, see
             docs/quantization.md.
-        prefix_caching: Whether requests find K and V of what others have computed, of the same
-            tenant and salt.
-        share_between_keys: Whether they find those of other tenants, too, which then can tell by
-            the time to a first token what others have asked.
-        retention: Which of what nobody reads stays when its room is wanted, with parameters: lru
-            (what was read last) | worth (what is likely to save most of computing, most for
-            real-time requests; see docs/reuse.md).
-        rho: Seconds that a step takes longer for a token of a hidden cache than for one of K and V:
-            a number, or auto for what scheduler.profile, or the timing at the start, says.
+        prefix_caching: Whether requests reuse K and V that other requests of the same tenant and
+            salt have computed.
+        share_between_keys: Whether requests also reuse those of other tenants. The time to a first
+            token then tells one tenant what others have asked.
+        retention: Which unused blocks are kept longest, with parameters: lru (the most recently
+            read) | worth (those likely to save the most computing, first of all for real-time
+            requests; see docs/reuse.md).
+        rho: Seconds that a step takes longer for each token read from a hidden cache instead of
+            from K and V: a number, or auto for what scheduler.profile, or the timing at the start,
+            says.
     """
 
     block_size: int = 0
@@ -133,35 +134,35 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How steps are run.
+    """How steps run.
 
     Attributes:
-        max_model_len: Prompt and output tokens of one request; 0: what the model was trained for.
+        max_model_len: Most prompt and output tokens of a request. 0: what the model was trained
+            for.
         attention_backend: auto (triton on NVIDIA GPUs from sm_80 up, tpu on TPUs, numba on CPUs
             that have it, else xla) | xla | numba | triton | tpu | mosaic-gpu (Hopper: as triton,
-            but for decodes; where `jaxserve bench gpu` has measured that it is faster).
-            triton-interpret, tpu-interpret and mosaic-gpu-interpret run anywhere, very slowly: for
-            tests.
-        row_buckets: Rows of the decode batches to compile, ascending; empty: powers of two, then
-            steps of 256.
-        token_buckets: The same of the tokens of other batches.
-        compilation_cache_dir: Compiled steps survive a restart here; empty: nothing is kept.
+            except for decodes; use it if `jaxserve bench gpu` finds it faster). triton-interpret,
+            tpu-interpret and mosaic-gpu-interpret run anywhere, very slowly, for tests.
+        row_buckets: Numbers of rows for which decode steps are compiled, ascending. Empty: powers
+            of two, then steps of 256.
+        token_buckets: Numbers of tokens for which other steps are compiled, likewise.
+        compilation_cache_dir: Folder in which compiled steps survive a restart. Empty: they do not.
         overlap: Finish a step on the host while the device runs the next one.
-        deterministic: Tokens and log-probabilities of every request have the same bits whatever
+        deterministic: Give the tokens and log-probabilities of every request the same bits whatever
             else is served, see docs/exactness.md. On CPUs they always have. On GPUs and TPUs all
-            steps are of one shape then, that of scheduler.max_batch_tokens, and slower; requests
-            may ask for it themselves where it is not set.
-        forbid_compile: A compilation after the warm-up is an engine failure.
-        stall_s: Seconds without a finished step, though there are requests, after which the engine
-            counts as hung: health turns to NOT_SERVING until it goes on. 0: never.
-        grammar_compile_s: Seconds of a processor that a grammar may take to be compiled.
-        grammar_mib: MiB of memory for the compiled grammars that are kept, a quarter of it for one.
-        grammar_mask_ms: Milliseconds of a processor that a grammar may take for each token on
-            average, once it has had those of 50 tokens.
-        record: File that all that is served is written to, without any text, so that jaxserve
-            simulate --replay=FILE can serve it again; empty: nowhere.
-        record_mib: At this size, MiB, and at each start of the server, what is there goes on as
-            FILE.1, replacing an older one, and FILE begins again. One server a FILE.
+            steps then have one shape, that of scheduler.max_batch_tokens, and are slower; without
+            this, single requests may ask for it.
+        forbid_compile: Treat a compilation after the warm-up as a failure of the engine.
+        stall_s: Seconds without a finished step, while there are requests, after which the engine
+            counts as hung and health is NOT_SERVING until it goes on. 0: never.
+        grammar_compile_s: Most CPU seconds for compiling a grammar.
+        grammar_mib: MiB of memory for compiled grammars that are kept; one may take a quarter.
+        grammar_mask_ms: Most CPU milliseconds that a grammar may take for a token, on average over
+            at least 50 tokens.
+        record: File to which everything that is served is written, without any text, for jaxserve
+            simulate --replay=FILE. Empty: nothing is recorded.
+        record_mib: Size in MiB at which FILE, as at each start of the server, becomes FILE.1,
+            replacing an older one, and begins again. Only one server may use a FILE.
     """
 
     max_model_len: int = 0
@@ -194,16 +195,16 @@ class LoraConfig:
     """Adapters (LoRA) beside the model, which requests name as their model, see docs/lora.md.
 
     Attributes:
-        max_loras: Adapters that may be loaded at once; 0: those of `adapters`. With any, each step
-            is compiled once more, for batches in which some row has one, or twice.
-        max_rank: Largest rank of an adapter: 8, 16, 32, 64, 128 or 256. There is room for max_loras
-            of this one; smaller ones take less of it.
+        max_loras: Most adapters loaded at once. 0: the number in `adapters`. If there are any, each
+            step is compiled once or twice more, for batches with adapters.
+        max_rank: Largest rank of an adapter: 8, 16, 32, 64, 128 or 256. Memory is reserved for
+            max_loras adapters of this rank.
         target_modules: Names of the projections that adapters may change, separated by commas:
-            q_proj,v_proj. Empty: all of the layers'. Fewer make steps with adapters faster.
-        adapters: Those loaded at the start: a name, and its folder as PEFT saves it
+            q_proj,v_proj. Empty: all projections of the layers. With fewer, steps with adapters are
+            faster.
+        adapters: Adapters loaded at the start: a name, and a folder as PEFT saves it
             (adapter_config.json, adapter_model.safetensors). --lora=NAME=FOLDER is the same.
-        root: Folder under which those lie that may be loaded over HTTP, /v1/load_lora_adapter;
-            empty: none may.
+        root: Folder whose adapters may be loaded over HTTP, by /v1/load_lora_adapter. Empty: none.
     """
 
     max_loras: int = 0
@@ -243,13 +244,14 @@ class MeshConfig:
     """The devices.
 
     Attributes:
-        tensor: Devices that one layer's heads are split over; of several hosts as many on each.
-        hosts: Processes, one a host, that serve the model together, see docs/hosts.md; 0: as many
+        tensor: Devices among which each layer's heads are divided; with several hosts, an equal
+            number on each.
+        hosts: Processes, one a host, that serve the model together, see docs/hosts.md. 0: as many
             as the cluster says (TPU pod, SLURM, Kubernetes Job).
-        coordinator: HOST:PORT at which the first of them, the leader, listens for the others;
-            empty: as the cluster says.
-        host_index: Which of them this one is, 0 leads; -1: as the cluster says.
-        hosts_wait_s: Seconds in which all of them have to come.
+        coordinator: HOST:PORT at which the leader, host 0, listens for the others. Empty: as the
+            cluster says.
+        host_index: Index of this host; 0 leads. -1: as the cluster says.
+        hosts_wait_s: Seconds within which all hosts must connect.
     """
 
     tensor: int = 1
@@ -261,29 +263,29 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class ServedModelConfig:
-    """What is served.
+    """The model.
 
     Attributes:
-        path: Directory of a checkpoint: Hugging Face (config.json, safetensors) or Orbax; or a GGUF
-            file, or a directory with one.
-        load_format: auto | safetensors | gguf | orbax | random. random needs no weights:
-            config.json under path gives the shape, or preset does.
+        path: Folder of a Hugging Face (config.json, safetensors) or Orbax checkpoint; or a GGUF
+            file, or a folder with one.
+        load_format: auto | safetensors | gguf | orbax | random. random needs no weights: the shape
+            is that of config.json under path, or of preset.
         preset: A built-in shape for random weights, e.g. opt-125m.
-        dtype: Of the weights: auto | float32 | bfloat16 | float16. auto: the checkpoint's; on TPUs
-            bfloat16 for float16; on CPUs float32, but bfloat16 for a checkpoint of bfloat16, or
-            weights of 8 or 4 bits, where the processor has instructions for it. All else is
-            computed in the same, on CPUs in float32, but for what a product with bfloat16 or few
-            bits rounds; K and V are kept in the same, on CPUs of float16 and beside hidden caches
-            in float32.
-        quantization: Of the weights, as they are loaded: int8 | int4 | fp8; int8:group=N and
-            int4:group=N,zero have groups of N inputs (int4: 32), with zero points. Embeddings and
-            the output table become int8. Empty: as the checkpoint has them. none: those of a GGUF
-            file are made wide.
-        generation_config: What temperature, top_k, top_p, min_p and repetition_penalty of requests
-            that do not say are: auto: what generation_config.json says, or a GGUF file, or
-            smollm2's card; none: jaxserve's own defaults.
+        dtype: Type of the weights: auto | float32 | bfloat16 | float16. auto: the checkpoint's; on
+            TPUs bfloat16 instead of float16; on CPUs float32, except that checkpoints of bfloat16,
+            and weights of 8 or 4 bits, take bfloat16 if the processor has instructions for it.
+            Activations have the same type; on CPUs they are float32, rounded to bfloat16 only where
+            they are multiplied. K and V have the same type too; on CPUs, float16 and engines with
+            hidden caches keep them in float32.
+        quantization: How weights are quantised when they are loaded: int8 | int4 | fp8;
+            int8:group=N and int4:group=N,zero have groups of N inputs (int4: 32), with zero points.
+            Embeddings and the output table become int8. Empty: as the checkpoint has them. none:
+            the weights of a GGUF file are dequantised.
+        generation_config: Defaults of temperature, top_k, top_p, min_p and repetition_penalty.
+            auto: from generation_config.json, the GGUF file, or smollm2's card; none: jaxserve's
+            own.
         seed: Seed of random weights.
-        name: What GetServerInfo and the metrics call it; empty: from path or preset.
+        name: The model's name in GetServerInfo and metrics. Empty: from path or preset.
     """
 
     path: str = ""
@@ -306,28 +308,28 @@ class ServedModelConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Who is served next.
+    """Which requests are served next.
 
     Attributes:
-        policy: goodput: what lets most requests attain their targets. sarathi: decode first,
-            prompts in chunks beside decodes, in order of arrival. vllm: prefill first. jaxserve
-            policies lists all. path/to/file.py:name is one of your own, or path/to/file.py
-            where that has no other.
+        policy: goodput: maximises the requests that attain their targets. sarathi: decodes first,
+            with prompts in chunks beside them, in order of arrival. vllm: prefills first. jaxserve
+            policies lists all. path/to/file.py:name is a policy of your own, or path/to/file.py if
+            the file has only one.
         params: The policy's own parameters, as jaxserve policies shows them:
-            --config.scheduler.params.watermark=0.05. They may follow its name, too,
+            --config.scheduler.params.watermark=0.05. They may also follow the name:
             sarathi:watermark=0.05.
-        max_batch_tokens: Tokens of one batch. Where policies compute whole prompts (vllm), it must
-            hold the longest request.
-        max_prefill_tokens: How far prefills may fill it; policies that compute whole prompts do not
-            ask.
-        max_rows: Requests of one batch, at most max_batch_tokens.
-        max_queue: Requests waiting; beyond them calls get RESOURCE_EXHAUSTED. What is kept of them
-            and of max_rows may take 1 GiB, which is some hundred thousand of them. Where several
-            API keys call, one cannot have all of the places.
-        profile: What steps take is learned while serving. This is what is believed before: a
-            profile that jaxserve profile wrote; empty: what a few steps take that are timed at the
-            first start, in at most 20 s, and kept beside the compiled ones.
-        seed: For policies that draw lots.
+        max_batch_tokens: Most tokens of a batch. Policies that compute whole prompts (vllm) need
+            room for the longest request.
+        max_prefill_tokens: Most prefill tokens of a batch; ignored by policies that compute whole
+            prompts.
+        max_rows: Most requests of a batch; at most max_batch_tokens.
+        max_queue: Most waiting requests; further calls get RESOURCE_EXHAUSTED. What the server
+            keeps of waiting and running requests may take 1 GiB, enough for some hundred thousand.
+            If several API keys call, none can take all places.
+        profile: File of step times, written by jaxserve profile, with which the cost model starts;
+            it learns while serving. Empty: a few steps are timed at the first start, in at most 20
+            s, and the result is kept beside the compiled steps.
+        seed: Seed of policies that draw random numbers.
     """
 
     policy: str = "goodput"
@@ -353,75 +355,75 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Where it listens.
+    """The server's ports, access and limits.
 
     Attributes:
-        host: localhost: this machine only. 0.0.0.0: everyone; ::, by IPv6, too. What is open to
-            them a line in the log says.
-        port: 0: any free one.
-        http_port: HTTP, in the shape of OpenAI's API; -1: none, 0: any free port.
-        metrics_port: Prometheus; -1: none, 0: any free port.
-        api_keys: File of API keys, jaxserve keys writes it, read again when it changes. More may be
-            in the environment, JAXSERVE_API_KEYS. With neither, everybody may call.
-        tls_cert: TLS on all ports: PEM file of the certificate and those between it and its CA.
-        tls_key: PEM file of its key.
-        tls_client_ca: PEM file of the CAs whose certificates clients must have (mTLS); empty: they
-            need none.
-        cors_origins: Origins of pages that may call from a browser, such as https://example.org,
-            separated by commas; * is any. Empty: none but the console, and without keys those of
-            localhost, which may call and not read.
+        host: Address to listen on. localhost: this machine only. 0.0.0.0: everyone; ::, by IPv6
+            too. The log says what is open to whom.
+        port: gRPC. 0: any free port.
+        http_port: HTTP, in the shape of OpenAI's API. -1: none, 0: any free port.
+        metrics_port: Prometheus. -1: none, 0: any free port.
+        api_keys: File of API keys, written by jaxserve keys and read again when it changes. More
+            keys may be in the environment variable JAXSERVE_API_KEYS. Without any, everybody may
+            call.
+        tls_cert: PEM file of the certificate and its intermediate certificates; turns on TLS for
+            all ports.
+        tls_key: PEM file of its private key.
+        tls_client_ca: PEM file of the CAs that sign client certificates (mTLS). Empty: clients need
+            none.
+        cors_origins: Origins of web pages that may call from a browser, such as
+            https://example.org, separated by commas; * allows any. Empty: only the console; without
+            API keys pages of localhost may also call, but not read the answer.
         allowed_hosts: Host names that HTTP requests may name if the server has no API keys, such as
             gpu1.example or *.example, separated by commas; * allows all. localhost, IP addresses,
             server.host and the machine's own name are always allowed. Any other name is refused,
             because web pages of other sites could use it to reach the server.
         grace_s: Seconds that running requests get after SIGTERM.
-        max_calls: Calls that generate, or make vectors, that are open at once, those included that
-            wait for a slow reader; beyond them calls get RESOURCE_EXHAUSTED. 0: as many as
-            scheduler.max_queue and max_rows.
-        refuse_late: Real-time requests with a TTFT or JCT target are refused, with
-            RESOURCE_EXHAUSTED, where they are expected to wait for others for more than this share
-            of what the target leaves beside their own prompt; those that say serve_late are not. 0:
-            nobody is.
-        stream_buffer_kib: KiB of output that may wait for the reader of one call; then it ends with
-            RESOURCE_EXHAUSTED.
-        write_timeout_s: Seconds that the reader may take to read a message; then the same.
-        exit_on_failure: Whether the process ends, with exit code 1, once the engine has failed or
-            hung, after calls got their INTERNAL, so that whoever supervises it starts it again: on
-            | off (it stays, refuses, and is for a health check to end).
+        max_calls: Most calls open at once that generate or make vectors, including those that wait
+            for a slow reader; further calls get RESOURCE_EXHAUSTED. 0: scheduler.max_queue plus
+            max_rows.
+        refuse_late: Refuse a real-time request, with RESOURCE_EXHAUSTED, if it is expected to wait
+            for others for more than this share of what its TTFT or JCT target leaves beside its own
+            prompt. Requests that say serve_late are served. 0: refuse none.
+        stream_buffer_kib: KiB of output that may wait for a call's reader; beyond that the call
+            ends with RESOURCE_EXHAUSTED.
+        write_timeout_s: Seconds that the reader may take for one message; beyond that likewise.
+        exit_on_failure: What to do once the engine has failed or hung, after open calls have got
+            INTERNAL: on: exit with code 1, for a supervisor to start the server again | off: stay,
+            refuse calls, and leave it to health checks.
         reflection: gRPC server reflection, with which tools such as grpcurl need no proto file.
-        batch_dir: Folder of the batches, which survive the server there; only one server at a time,
-            on a local disk. auto: ~/.local/state/jaxserve/batches-PORT, none with any free port or
-            where that cannot be written.
-            Empty: batches are refused.
-        batch_in_flight: Requests of batches, each of the n of a line, that the engine gets at once;
-            the others wait on the disk. 0: twice scheduler.max_rows, but at most half of
+        batch_dir: Folder of batches, which survive a restart. It must be on a local disk and belong
+            to one server. auto: ~/.local/state/jaxserve/batches-PORT; no batches if any port is
+            chosen freely or the folder cannot be written. Empty: batches are refused.
+        batch_in_flight: Most requests of batches in the engine at once, counting each of the n of a
+            line; the others wait on disk. 0: twice scheduler.max_rows, but at most half of
             scheduler.max_queue.
-        batch_keep_days: Batches that are over are forgotten after so many days, and those that were
-            never whole.
-        batch_gib: GiB on the disk, beyond which no more lines are taken.
-        batch_key_share: What the batches of one API key may take of it, and its files of as much
-            again, where its line in the file of keys does not say.
-        batch_key_files: How many batches it may have, and how many files; without keys, all of
-            them.
-        response_count: Responses of /v1/responses that are kept, in memory, to be asked for and to
-            be gone on from. The oldest leave first; a restart forgets all.
-        response_mib: MiB that they may take; 0: none is kept.
-        response_keep_hours: One is forgotten after so many hours.
-        response_key_share: What those of one API key may take of both.
-        slo_classes: Targets with a name, which a request may give instead of its own: any of ttft=,
-            tbt=, jct= and max_tbt=, tier=best_effort, and value=, what it is worth that they are
-            met (1; policy goodput goes by it). Classes of one's own go beside these,
-            --config.server.slo_classes.mine=ttft=2s:tbt=50ms. Tokens come at the speed at which
-            people read (AccelGen section 1: 0.1875 s each), and at half of it.
-        tool_format: How the model writes calls of tools: harmony, hermes, json, llama3, mistral,
+        batch_keep_days: Days after which batches that have ended, or were never complete, are
+            deleted.
+        batch_gib: GiB on disk beyond which no more lines are accepted.
+        batch_key_share: Share of batch_gib for the batches of one API key, and as much again for
+            its files, if the file of keys does not say otherwise.
+        batch_key_files: Most batches, and most files, of one API key; without keys, of all callers
+            together.
+        response_count: Most responses of /v1/responses that are kept in memory, to be retrieved or
+            continued. The oldest are dropped first; a restart drops all.
+        response_mib: MiB that they may take. 0: none is kept.
+        response_keep_hours: Hours after which a response is dropped.
+        response_key_share: Share of both for the responses of one API key.
+        slo_classes: Named targets, which a request may use instead of its own: any of ttft=, tbt=,
+            jct= and max_tbt=, tier=best_effort, and value=, what meeting them is worth (1; used by
+            policy goodput). Your own classes are added to these:
+            --config.server.slo_classes.mine=ttft=2s:tbt=50ms. The defaults' tokens come at reading
+            speed (AccelGen section 1: 0.1875 s each), or at half of it.
+        tool_format: How the model writes tool calls: harmony, hermes, json, llama3, mistral,
             pythonic or qwen. auto: as its chat template says.
-        reasoning_format: How the model writes what it thinks before it answers: granite, harmony,
-            mistral, seed_oss, think, or none, where that is not told apart from the answer. auto:
-            as its chat template says.
-        score_template: File with the prompt in which a model scores a pair of texts, with {query}
-            and {document} in it, where score_tokens, or a call, has tokens to score by.
-        score_tokens: One token or several, separated by commas: a score is how likely the first of
-            them is to follow, among these. Empty: it is the cosine of the texts' vectors.
+        reasoning_format: How the model writes its reasoning before the answer: granite, harmony,
+            mistral, seed_oss, think, or none, if reasoning and answer are not told apart. auto: as
+            its chat template says.
+        score_template: File with the prompt for scoring a pair of texts, with {query} and
+            {document} in it, used where score_tokens, or the call, names tokens.
+        score_tokens: A token, or several separated by commas. The score is the probability that the
+            first of them comes next, among these. Empty: the cosine of the texts' vectors.
     """
 
     host: str = "localhost"
@@ -507,15 +509,16 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class TelemetryConfig:
-    """What an operator is told, beside the metrics.
+    """Logs and traces.
 
     Attributes:
-        log_format: text | json: one object per line. docs/operations.md lists the fields.
-        request_log: Log one line per call: id, lengths, times, targets and how it ended; nothing of
-            what was said.
-        log_prompts: In those lines, what was said, too: prompts and texts.
-        otlp_endpoint: Where traces go by OTLP over gRPC, http://localhost:4317: a span per call,
-            and its queueing, prefill and decode. Empty: nowhere. Needs the extra otel.
+        log_format: text | json, one object a line. docs/operations.md lists the fields.
+        request_log: Log one line for each call: id, lengths, times, targets and outcome, but no
+            text.
+        log_prompts: Add prompts and output texts to those lines.
+        otlp_endpoint: URL to which traces are sent by OTLP over gRPC, http://localhost:4317: a span
+            for each call, and spans of its queueing, prefill and decode. Empty: none are sent.
+            Needs the extra otel.
     """
 
     log_format: str = "text"
