@@ -64,8 +64,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 @functools.cache
 def tracked() -> frozenset[str]:
     """All files of the project, each behind a slash."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return frozenset(f"/{name}" for name in listed.stdout.splitlines())
+    listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True)
+    return frozenset(f"/{name}" for name in listed.splitlines())
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no clone")

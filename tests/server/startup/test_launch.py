@@ -355,10 +355,10 @@ def test_help_lists_every_field_with_its_comment_and_value() -> None:
         assert f" --config.{path}=" in text
     for words in (
         "--model=VALUE checkpoint directory, Hugging Face or Orbax, or a GGUF file; the same as",
-        "--config.lora.adapters=law=/a=b, med=d, sql=c Those loaded at the start",
-        "cache: The pool of blocks. --config.cache.block_size=0 Tokens a block holds.",
+        "--config.lora.adapters=law=/a=b, med=d, sql=c Adapters loaded at the start",
+        "cache: The pool of cache blocks. --config.cache.block_size=0 Tokens that a block holds.",
         "--config.scheduler.policy=vllm ",
-        "--config.scheduler.max_rows=16 Requests of one batch",
+        "--config.scheduler.max_rows=16 Most requests of a batch",
         "mine=ttft=2s",
     ):
         assert words in text, words
