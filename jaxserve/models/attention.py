@@ -34,8 +34,9 @@ from jaxserve.models.layers import (
     with_low_rank,
 )
 from jaxserve.models.lora import Lora
+from jaxserve.models.mesh_axes import TENSOR
 from jaxserve.models.rope import angle_table
-from jaxserve.models.sharding import TENSOR, constrain, heads_a_shard, pool_kv_heads
+from jaxserve.models.sharding import constrain, heads_a_shard, pool_kv_heads
 from jaxserve.pallas_kernels import as_cached, rms_norm, rotate
 
 Rotation = tuple[jax.Array, jax.Array]

@@ -18,9 +18,9 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxserve.models.mesh_axes import RULES
 from jaxserve.models.quantized import NONE, Quantization, Quantized, Scheme, parse_quantization
 from jaxserve.models.rope import Rope, for_length
-from jaxserve.models.sharding import RULES
 
 # Of random numbers of each kind: some in 10,000 would be beyond the largest; -7 to 7 are alike.
 DEVIATIONS = {"int8": 32.0, "int4": (56 / 3) ** 0.5, "fp8": 64.0}

@@ -23,8 +23,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxserve import pallas_kernels
 from jaxserve.models.base import Experts, HFTensor, Leaf, ParamSpec
 from jaxserve.models.layers import Linear, matmul
+from jaxserve.models.mesh_axes import TENSOR
 from jaxserve.models.quantized import Quantized, quantized_grouped_dot
-from jaxserve.models.sharding import TENSOR, cut_axes
+from jaxserve.models.sharding import cut_axes
 from jaxserve.pallas_kernels import add_weighted, grouped_matmul
 
 Gated = Callable[[jax.Array, jax.Array], jax.Array]

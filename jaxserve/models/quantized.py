@@ -140,7 +140,7 @@ class Quantized:
         zero: int8, the shape of `scale`; None for none.
         minimum: float32, the shape of `scale`; None for none.
         bits: of a number.
-        axes: of the mesh, over which inputs and outputs are cut (see `sharding.RULES`).
+        axes: of the mesh, over which inputs and outputs are cut (see `mesh_axes.RULES`).
         inputs: dtype that kernels of CPUs round what they multiply to; None for none.
     """
 

@@ -7,36 +7,16 @@ them are cut over the mesh axis "tensor" (Megatron-LM, Shoeybi et al. 2019, sect
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-if TYPE_CHECKING:
-    from jaxserve.models.base import ModelConfig, ParamSpec
+from jaxserve.models.base import ModelConfig, ParamSpec
+from jaxserve.models.mesh_axes import RULES, TENSOR
 
-TENSOR = "tensor"
 _TILE = 128  # columns that devices hold, and multiply, together
-
-RULES: dict[str, str | None] = {
-    "experts": TENSOR,  # where their width does not divide
-    "heads": TENSOR,
-    "kv_heads": TENSOR,
-    "mlp": TENSOR,
-    "expert_mlp": TENSOR,
-    "vocab": TENSOR,
-    "embed": None,
-    "latent": None,
-    "norm": None,
-    "layers": None,
-    "positions": None,
-    "head_dim": None,
-    "tokens": None,
-    "rows": None,
-    "blocks": None,
-    "slots": None,
-}
 
 _Array = TypeVar("_Array", bound=jax.Array)
 

@@ -21,8 +21,9 @@ from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
 from jaxserve.models.fused import fused_specs, side_by_side
 from jaxserve.models.latent import LatentAttention
 from jaxserve.models.layers import Linear
+from jaxserve.models.mesh_axes import TENSOR
 from jaxserve.models.quantized import Quantized
-from jaxserve.models.sharding import TENSOR, check_tensor, param_sharding
+from jaxserve.models.sharding import check_tensor, param_sharding
 from jaxserve.pallas_kernels import by_columns
 from jaxserve.progress import Show
 from jaxserve.weights.errors import CheckpointError

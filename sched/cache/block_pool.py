@@ -18,7 +18,8 @@ import numpy as np
 from jaxserve.sched.cache.block_sizes import PLANES, blocks_a_plane, blocks_for, tokens_in
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, NOBODY, RIGHT, CacheKind, Direction
 from jaxserve.sched.cache.free_blocks import FreeBlocks
-from jaxserve.sched.cache.prefix_cache import Page, PrefixCache
+from jaxserve.sched.cache.pages import Page
+from jaxserve.sched.cache.prefix_cache import PrefixCache
 from jaxserve.sched.row_columns import grow_columns
 
 _FIRST_BLOCKS = 1024

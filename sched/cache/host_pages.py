@@ -7,13 +7,10 @@ the pool still. Who starts with it has it copied back, and what is in the pool a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.cache.page_shares import PageShares, Tenants
-
-if TYPE_CHECKING:
-    from jaxserve.sched.cache.prefix_cache import Page
+from jaxserve.sched.cache.pages import Page
 
 
 class HostPages:

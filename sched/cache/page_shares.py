@@ -13,10 +13,8 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jaxserve.sched.cache.prefix_cache import Page
+from jaxserve.sched.cache.pages import Page
 
 IDLE = 600.0  # seconds without a use after which a tenant has no share
 _LOOK = IDLE / 10  # how often that is looked at

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT
 from jaxserve.sched.cache.host_pages import HostPages
 from jaxserve.sched.cache.page_shares import PageShares, Tenants
+from jaxserve.sched.cache.pages import Page
 from jaxserve.sched.cache.prefix_sketch import PrefixSketch
 from jaxserve.sched.cache.retention import Reader, Retention
 from jaxserve.sched.request import Tier
@@ -30,48 +30,6 @@ from jaxserve.sched.row_columns import grow_columns
 
 _NOBODY: frozenset[int] = frozenset()
 _X = b"X"  # ends the keys of hidden vectors
-
-
-class Page:
-    """A block of K and one of V that are known, or one of hidden vectors.
-
-    Attributes:
-        kind: `CacheKind` of what it holds.
-        key: Of its tokens and all before them, with its kind and the side from which it was filled.
-        ids: Of its blocks; none while it is in host memory, and once it is forgotten.
-        host: Its key in host memory; None where it is not there.
-        before: The page of the tokens before; None for the first.
-        depth: How many pages come before it.
-        after: The pages right behind it.
-        finders: Rows that wait and would find it, and none behind it.
-        note: What retention knows of it.
-        tenant: Whose it is: who has filled or read it last.
-    """
-
-    __slots__ = (
-        *("after", "before", "depth", "finders", "host", "ids", "key", "kind", "note"),
-        "tenant",
-    )
-    depth: int
-    note: Any
-
-    def __init__(self, key: bytes, ids: tuple[int, ...], before: Page | None, kind: int) -> None:
-        self.key, self.ids, self.before, self.kind = key, ids, before, kind
-        self.depth = 0 if before is None else before.depth + 1
-        self.after: set[Page] = set()
-        self.finders: set[int] = set()
-        self.host: int | None = None
-        self.tenant = 0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is in the pool or in host memory."""
-        return bool(self.ids) or self.host is not None
-
-    @property
-    def is_bare(self) -> bool:
-        """Whether none behind it is in the pool."""
-        return not any(page.ids for page in self.after)
 
 
 class PrefixCache:

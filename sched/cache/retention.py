@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxserve.sched.cache.pages import Page
+
 if TYPE_CHECKING:
-    from jaxserve.sched.cache.prefix_cache import Page
     from jaxserve.sched.request import Tier
 
 LRU = "lru"

@@ -21,15 +21,12 @@ import heapq
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxserve.sched.cache.pages import Page
 from jaxserve.sched.cache.retention import Reader, Retention
 from jaxserve.sched.request import Tier
-
-if TYPE_CHECKING:
-    from jaxserve.sched.cache.prefix_cache import Page
 
 _TICK = 0.1  # seconds; ages below it are alike
 _OCTAVE = 2  # ages that are told apart between one and its double

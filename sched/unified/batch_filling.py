@@ -7,20 +7,36 @@ considered one by one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
+from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import RUNNING, WAITING, RequestTable
 from jaxserve.sched.unified.batch_budget import BatchBudget, Candidates, OneByOne
 from jaxserve.sched.unified.ranking import Ranking
 from jaxserve.sched.unified.victims import Victims
 
-if TYPE_CHECKING:
-    from jaxserve.sched.unified.unified_policy import UnifiedPolicy
-
 FIRST_LOOK, LOOK_GROWTH = 64, 8
 NEVER = np.iinfo(np.int64).max
+
+
+class FillsBatches(Protocol):
+    """What a policy says of its batches; `UnifiedPolicy` has each of these."""
+
+    @property
+    def watermark(self) -> float:
+        """See there."""
+
+    @property
+    def probing(self) -> bool:
+        """See there."""
+
+    def candidates(self, view: View, rows: np.ndarray) -> Candidates:
+        """See there."""
+
+    def cut(self, budget: BatchBudget, head: Candidates) -> Candidates | None:
+        """See there."""
 
 
 class Filling:
@@ -34,7 +50,7 @@ class Filling:
     """
 
     def __init__(
-        self, policy: UnifiedPolicy, budget: BatchBudget, ranking: Ranking, *, cuts_room: bool
+        self, policy: FillsBatches, budget: BatchBudget, ranking: Ranking, *, cuts_room: bool
     ) -> None:
         self.policy, self.budget, self.ranking = policy, budget, ranking
         self._cuts_room = cuts_room

@@ -10,17 +10,17 @@ import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
 
 import jaxserve
+from jaxserve.engine.device.buckets import Buckets
 from jaxserve.machine import machine
 from jaxserve.pallas_kernels.backends import platform_backend
 
 if TYPE_CHECKING:
-    from jaxserve.engine.startup.blueprint import Blueprint
     from jaxserve.models.base import Params
 
 _COMPILERS = ("jax", "jaxlib", "ml_dtypes", "numba", "llvmlite")
@@ -30,7 +30,18 @@ _SIZES = {"buckets", "allocated_blocks", "moves_cache", "masked_sampling"}
 _DIGITS = 16
 
 
-def system_fingerprint(blueprint: Blueprint, tensor: int, weights: str) -> str:
+class Built(Protocol):
+    """What is read of a `Blueprint`."""
+
+    @property
+    def buckets(self) -> Buckets:
+        """The shapes of its steps."""
+
+    def plain(self) -> dict[str, Any]:
+        """All fields."""
+
+
+def system_fingerprint(blueprint: Built, tensor: int, weights: str) -> str:
     """Two engines with the same one compute the same from the same tensors in the same order.
 
     It is made of the versions of jaxserve and of the compilers, of the source of kernels and

@@ -14,7 +14,8 @@ from jaxserve.sched.cache.cache_kinds import HIDDEN, NOBODY, Direction
 from jaxserve.sched.cache.free_blocks import FreeBlocks
 from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.cache.page_shares import PageShares
-from jaxserve.sched.cache.prefix_cache import Page, PrefixCache
+from jaxserve.sched.cache.pages import Page
+from jaxserve.sched.cache.prefix_cache import PrefixCache
 from jaxserve.sched.step import Step
 from jaxserve.simulator.replica.counted_pool import CountedPool
 

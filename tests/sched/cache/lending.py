@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from jaxserve.sched.cache.block_pool import BlockPool
-from jaxserve.sched.cache.prefix_cache import Page, PrefixCache
+from jaxserve.sched.cache.pages import Page
+from jaxserve.sched.cache.prefix_cache import PrefixCache
 
 
 def lend(pool: BlockPool, source: int, row: int, blocks: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.sched.cache.page_shares import IDLE, PageShares, Tenants
-from jaxserve.sched.cache.prefix_cache import Page
+from jaxserve.sched.cache.pages import Page
 from jaxserve.sched.registry import RETENTIONS, make_retention
 from tests.sched.cache.invariants import check_host_pages, check_pool
 from tests.sched.cache.test_retention import Cache, keys_of, named

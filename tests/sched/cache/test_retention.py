@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cache.prefix_cache import Page, PrefixCache
+from jaxserve.sched.cache.pages import Page
+from jaxserve.sched.cache.prefix_cache import PrefixCache
 from jaxserve.sched.cache.retention import Retention
 from jaxserve.sched.cache.worth import Worth
 from jaxserve.sched.registry import RETENTIONS, make_retention

@@ -16,9 +16,10 @@ from jaxserve.config import Config, ConfigError
 from jaxserve.engine.text.grammars import Grammars
 from jaxserve.sched.request import Grammar, GrammarKind, InvalidRequest
 from jaxserve.server.http.options import http_settings
+from jaxserve.server.tools.call_grammar import call_grammar
 from jaxserve.server.tools.calls import Call, Tool, flat, whole
 from jaxserve.server.tools.registry import LeadingFormat, MarkedFormat, find_format, formats
-from jaxserve.server.tools.rules import call_grammar, schema_of
+from jaxserve.server.tools.rules import schema_of
 
 BOX = Path(__file__).parents[3] / "jaxserve" / "assets" / "tiny-stories" / "tokenizer.json"
 EOS = 2

@@ -11,10 +11,11 @@ from jaxserve.sched.request import Grammar, InvalidRequest
 from jaxserve.server.http.openai import request_options
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import ChatRequest, ChosenTool, TokenizeRequest
+from jaxserve.server.tools.call_grammar import call_grammar
 from jaxserve.server.tools.calls import Tool, objects_only
 from jaxserve.server.tools.parser import CallParser
 from jaxserve.server.tools.registry import ToolFormat
-from jaxserve.server.tools.rules import call_grammar, held_schema, unenforced
+from jaxserve.server.tools.rules import held_schema, unenforced
 
 _SEARCH_S = 2.0
 
