@@ -293,20 +293,6 @@ def of_float8(builder: Any, word: Any) -> Any:
 
 
 @intrinsic
-def fused_numbers(_: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, as `fused` has it.
-
-    Args:
-        a, b, c: float32.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return fused(builder, *args)
-
-    return types.float32(*[types.float32] * 3), generate
-
-
-@intrinsic
 def prefetch(_: Any, address: Any, size: Any) -> Any:
     """Prefetches `size` bytes at an address."""
 
