@@ -11,6 +11,7 @@ SERVES := $(VENV)/.serves
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 REFERENCE := .venv-reference
+SITE := .venv-site
 COMPILE := .venv-compile$(SUFFIX)
 ARGS ?=
 MINUTES ?= 60
@@ -28,7 +29,7 @@ UNIT := tests/sched tests/server/requests tests/engine/text
 PYTHON312 ?= $(shell for found in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12.*/bin/python; \
 	do "$$found" -c pass 2>/dev/null && echo "$$found" && break; done)
 
-.PHONY: help serve check test test-slow test-hosts test-py312 soak fuzz scale-demo scale-test lint compile-check reference format address proto lock bench-vllm bench-llama bench-speculation clients-test clean \
+.PHONY: help serve check test test-slow test-hosts test-py312 soak fuzz scale-demo scale-test lint compile-check reference site format address proto lock bench-vllm bench-llama bench-speculation clients-test clean \
 	environments pythons environment environment-py312 compilers
 .DEFAULT_GOAL := help
 
@@ -89,6 +90,14 @@ reference: $(REFERENCE)/.ready ## regenerate the reference logits and answers wi
 $(REFERENCE)/.ready: tools/reference/requirements.txt
 	$(PYTHON) -m venv $(REFERENCE)
 	$(REFERENCE)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -r $<
+	@touch $@
+
+site: $(SITE)/.ready ## the documentation as a site, in site/; links and anchors are checked
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --quiet
+
+$(SITE)/.ready: tools/site/requirements.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -r $<
 	@touch $@
 
 # Several at once with --jobs; but two pips that build this folder would write the same files.
@@ -160,4 +169,4 @@ clients-test: $(READY) ## other people's clients against a server, each in an en
 	$(BIN)/python tools/clients/run_clients.py $(ARGS)
 
 clean: ## remove the environments and caches
-	rm -rf .venv .venv-3.* $(REFERENCE) .venv-compile* .venv-vllm .venv-clients .venv-llama .venv-proto .venv-lock build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-3.* $(REFERENCE) $(SITE) site .venv-compile* .venv-vllm .venv-clients .venv-llama .venv-proto .venv-lock build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -84,6 +84,13 @@ def test_the_index_has_every_page() -> None:
     assert sorted(page for page in pages if f"]({page})" not in index) == []
 
 
+def test_the_site_has_the_pages_of_the_index() -> None:
+    listed = re.findall(r"^      - (.*)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    index = (ROOT / "docs" / "README.md").read_text()
+    named = re.findall(r"\]\((?:\.\./)?([^)#]+\.md)\)", index)
+    assert listed == [*dict.fromkeys(named)]
+
+
 def test_the_changelog_begins_with_this_version() -> None:
     first = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert first is not None and first[1] == __version__
