@@ -124,8 +124,9 @@ class SharedBlocksBudget(BrosBudget):
     def offers_first(self, rows: np.ndarray) -> Work:
         """As `offers`, of best-effort rows that come before real-time ones. They move out of blocks
         in which running real-time rows may overwrite their tokens."""
+        table = self.view.table
         runs = self.running[self.view.pool.direction[self.running] == LEFT]
-        self._fill(runs, self.view.table.computed[runs] + 1)
+        self._fill(runs, table.prompt_len[runs] + table.generated[runs])  # a chunk is many tokens
         return self._restore.offers(rows[~self._hit[rows]], self.left, every_block=True)
 
     def provide(self, work: Work, behind: np.ndarray) -> Work:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.cache.cache_kinds import NOBODY, Direction
@@ -21,7 +21,7 @@ from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Tier
 from jaxserve.sched.state.request_table import RUNNING, WAITING
 from tests.sched.driver import Drive
-from tests.sched.policies.test_policy_properties import Case, cases, quick, serve
+from tests.sched.policies.test_policy_properties import Case, Job, cases, quick, serve
 
 TENTH = LinearCostModel(Coefficients(0.1, 0, 0, 0, 0, 0, 0, 0, 0), 1)
 BEST = Tier.BEST_EFFORT
@@ -367,6 +367,25 @@ def test_no_real_time_request_lacks_memory_that_best_effort_ones_hold(
             run.live -= 1
 
 
+# A best-effort request that has waited too long keeps filling a block into which a real-time one
+# computes many tokens. (Prompt, output, gap, best-effort, TTFT.)
+OLD_BESIDE_A_CHUNK = Case(
+    jobs=[
+        Job(prompt, output, gap, Tier.BEST_EFFORT if low else Tier.REALTIME, ttft, tbt=None)
+        for prompt, output, gap, low, ttft in (
+            *((1, 1, 0, 0, None), (16, 6, 0, 0, None), (16, 2, 5, 0, None), (16, 1, 1, 0, None)),
+            *((20, 3, 0, 0, 2.0), (2, 1, 0, 0, None), (10, 1, 0, 1, None), (11, 3, 0, 1, None)),
+            *((12, 3, 0, 1, None), (10, 3, 0, 1, None), (1, 1, 5, 0, None), (11, 1, 0, 1, None)),
+            *((3, 1, 0, 1, None), (1, 2, 0, 0, 2.0)),
+        )
+    ],
+    rows=5,
+    blocks=24,
+    budget=16,
+    prefill=1,
+)
+
+
 @pytest.mark.parametrize(
     "policy",
     [
@@ -375,6 +394,7 @@ def test_no_real_time_request_lacks_memory_that_best_effort_ones_hold(
     ],
 )
 @quick
+@example(case=OLD_BESIDE_A_CHUNK, host=0)
 @given(case=cases, host=st.sampled_from((0, 20, 1000)))
 def test_it_serves_everything(policy: str, case: Case, host: int) -> None:
     assert len(serve(f"bros:{policy}", case, host_slots=host).ended) == len(case.jobs)
