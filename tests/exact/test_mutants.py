@@ -49,6 +49,23 @@ def from_the_end(backend: Backend) -> Any:
     return log_sum_exp
 
 
+def rows_from_the_end(backend: Backend) -> Any:
+    """Few rows are multiplied from the last input to the first."""
+
+    def choose(rows: int, weights: jax.Array, *, transposed: bool) -> Any:
+        kernel = backend.skinny_matmul(rows, weights, transposed=transposed)
+        if kernel is None or rows > FEW:
+            return kernel
+
+        def multiply(x: jax.Array, weights: jax.Array, *, transposed: bool) -> Any:
+            turned = jnp.flip(weights, -1 if transposed else 0)
+            return kernel(x[:, ::-1], turned, transposed=transposed)
+
+        return multiply
+
+    return choose
+
+
 def inputs_from_the_end(backend: Backend) -> Any:
     """Few rows are multiplied with their experts' weights from the last input to the first."""
 
@@ -96,7 +113,7 @@ def heads_from_the_end(backend: Backend) -> Any:
 
 
 MUTANTS: dict[str, tuple[str, Callable[[Backend], Any]]] = {
-    "skinny_matmul": ("whole, bfloat16", without("skinny_matmul")),
+    "skinny_matmul": ("whole, bfloat16", rows_from_the_end),
     "norm": ("whole", without("norm")),
     "gated": ("whole", without("gated")),
     "quantized_matmul": ("whole, int8", without("quantized_matmul")),
