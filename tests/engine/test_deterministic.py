@@ -20,6 +20,9 @@ from tests.engine.harness import SCARCE, SHAPES, Stream, engine, send, wait_unti
 
 SHAPE = {**SHAPES["llama"], "head_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 SHAPE["num_key_value_heads"] = 1
+# No other model's: functions that are jitted once a process, as those that sample, keep what they
+# have traced by shapes, and what is traced here has XLA's operations where others have kernels.
+SHAPE["vocab_size"] = 101
 FIELDS: dict[str, Any] = {
     "cache__block_size": 16,
     "cache__num_blocks": 64,
