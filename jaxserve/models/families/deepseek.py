@@ -16,13 +16,8 @@ from jaxserve.models import hf as fields
 from jaxserve.models.base import Experts, Latent, ModelConfig
 from jaxserve.models.experts import ExpertParams, expert_leaves
 from jaxserve.models.families import llama
-from jaxserve.models.families.llama import (
-    PREFIX,
-    LlamaConfig,
-    LlamaLayer,
-    LlamaParams,
-    common_fields,
-)
+from jaxserve.models.families.llama import PREFIX, LlamaLayer, LlamaParams
+from jaxserve.models.families.llama_config import LlamaConfig, common_fields
 from jaxserve.models.latent import latent_leaves
 from jaxserve.models.layers import Linear, linear_leaves, norm_leaves, table_leaf
 from jaxserve.models.rope import check_width, longest_context, rope_from_hf, score_factor

@@ -14,7 +14,7 @@ from typing import Any
 from jaxserve.models import hf as fields
 from jaxserve.models.base import layer_kinds
 from jaxserve.models.families import llama
-from jaxserve.models.families.llama import LlamaConfig, common_fields, with_defaults
+from jaxserve.models.families.llama_config import LlamaConfig, common_fields, with_defaults
 from jaxserve.models.rope import longest_context, rope_from_hf
 
 MODEL_TYPES = ("gemma2", "gemma3_text")

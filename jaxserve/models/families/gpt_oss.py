@@ -16,7 +16,8 @@ from jaxserve.models import hf as fields
 from jaxserve.models.base import Experts, HFTensor, Leaf, ModelConfig, ParamSpec, layer_kinds
 from jaxserve.models.experts import DOWN_AXES, GATE_AXES, ExpertParams
 from jaxserve.models.families import llama
-from jaxserve.models.families.llama import LlamaConfig, LlamaParams, common_fields, with_defaults
+from jaxserve.models.families.llama import LlamaParams
+from jaxserve.models.families.llama_config import LlamaConfig, common_fields, with_defaults
 from jaxserve.models.layers import Linear, linear_leaves
 from jaxserve.models.rope import longest_context, rope_from_hf
 

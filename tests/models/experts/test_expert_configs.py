@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.models.base import Experts
-from jaxserve.models.families.llama import config_from_hf
+from jaxserve.models.families.llama_types import config_from_hf
 
 SHAPE = {
     "vocab_size": 61,
