@@ -101,7 +101,7 @@ $(SITE)/.ready: tools/site/requirements.txt
 	@touch $@
 
 # Several at once with --jobs; but two pips that build this folder would write the same files.
-environments: pythons $(REFERENCE)/.ready compilers ## all that CI needs
+environments: pythons $(REFERENCE)/.ready $(SITE)/.ready compilers ## all that CI needs
 
 pythons: $(VENV)/.ray
 	@$(MAKE) --no-print-directory environment-py312
