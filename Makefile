@@ -77,6 +77,7 @@ lint: $(READY) ## ruff, import-linter, mypy and hadolint
 	$(BIN)/mypy
 	$(BIN)/hadolint Dockerfile
 
+compile-check: export PYTHONPATH := lab
 compile-check: compilers ## compile all kernels and steps for GPUs and TPUs; ARGS="--target=a100 --tensor=2"
 	$(COMPILE)/bin/python -m jaxserve compile-check $(ARGS)
 
@@ -127,8 +128,8 @@ $(SERVES): pyproject.toml
 	$(PIP) --no-compile -e '.[cpu]'
 	@touch $@
 
-$(READY): $(SERVES)
-	$(PIP) --no-compile -e '.[cpu,dev]'
+$(READY): $(SERVES) lab/pyproject.toml
+	$(PIP) --no-compile -e '.[cpu,dev]' -e ./lab
 	@touch $@
 
 $(VENV)/.ray: $(READY)
@@ -169,4 +170,4 @@ clients-test: $(READY) ## other people's clients against a server, each in an en
 	$(BIN)/python tools/clients/run_clients.py $(ARGS)
 
 clean: ## remove the environments and caches
-	rm -rf .venv .venv-3.* $(REFERENCE) $(SITE) site .venv-compile* .venv-vllm .venv-clients .venv-llama .venv-proto .venv-lock build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-3.* $(REFERENCE) $(SITE) site .venv-compile* .venv-vllm .venv-clients .venv-llama .venv-proto .venv-lock build lab/build *.egg-info lab/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/architecture.md"
-TOPS = ("jaxserve", "sched", "pallas_kernels", "configs")
+TOPS = ("jaxserve", "sched", "pallas_kernels", "configs", "lab/jaxserve_lab")
 BEGIN, END = "<!-- begin: python docs/package_map.py -->\n", "<!-- end -->\n"
 
 

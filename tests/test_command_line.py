@@ -21,7 +21,8 @@ from jaxserve.simulator.optimal import cli as optimal
 from jaxserve.simulator.simulate import cli as simulate
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "jaxserve"
+PACKAGES = (ROOT / "jaxserve", ROOT / "lab" / "jaxserve_lab")
+MODULES = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_the_description_is_shown_as_it_is_written(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    "command", [*bench.STANDALONE, "throughput", "latency", "load", "fidelity"]
+    "command", [*bench.LAB_COMMANDS, "throughput", "latency", "load", "fidelity"]
 )
 def test_every_command_of_the_bench_is_listed_and_explained(
     command: str, capsys: pytest.CaptureFixture[str]
@@ -142,7 +143,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_command_has_another_parser() -> None:
     others = []
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in MODULES:
         called = [n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
         if "argparse.ArgumentParser" in map(ast.unparse, called):
             others.append(path.relative_to(ROOT))
@@ -182,18 +183,23 @@ def test_no_output_from_the_start_is_none_either(monkeypatch: pytest.MonkeyPatch
     assert caught.value.code == 0
 
 
-OWN_CALLERS = {"bench/stress/crowd.py", "bench/frontend_client.py", "bench/stress/faulty_server.py"}
+OWN_CALLERS = {
+    "lab/jaxserve_lab/bench/stress/crowd.py",
+    "lab/jaxserve_lab/bench/stress/faulty_server.py",
+    "lab/jaxserve_lab/bench/frontend_client.py",
+    "jaxserve/server/requests/templates/template_worker.py",
+    "jaxserve/engine/text/grammar_worker.py",
+}
 """Processes of other commands' own."""
 
 
 def test_every_command_is_run_so() -> None:
     others = set()
-    for path in (ROOT / "serve.py", *PACKAGE.rglob("*.py")):
+    for path in (ROOT / "serve.py", *MODULES):
         for node in ast.parse(path.read_text()).body:
             text = ast.unparse(node)
             if text.startswith("if __name__ ==") and not re.search(
                 r"^    (run|signal|entry_point)", text, re.M
             ):
-                others.add(str(path.relative_to(PACKAGE)))
-    workers = {"server/requests/templates/template_worker.py", "engine/text/grammar_worker.py"}
-    assert others == OWN_CALLERS | workers
+                others.add(str(path.relative_to(ROOT)))
+    assert others == OWN_CALLERS

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LAB = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text())["project"]
 INSTALLS = re.compile(r"""\bpip["']?,? ["']?install[ \t]+([^\n]+)""")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
@@ -18,7 +19,7 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 def test_the_distribution_has_a_name_of_its_own() -> None:
     assert PROJECT["name"] != "jaxserve"
     own = {NAME.match(each).group() for each in _all() if each.startswith("jaxserve")}  # type: ignore[union-attr]
-    assert own == {PROJECT["name"]}
+    assert own == {PROJECT["name"], LAB["name"]}
 
 
 def _all() -> list[str]:
@@ -48,7 +49,9 @@ def test_no_line_tells_anybody_to_install_it_by_a_name() -> None:
     assert len(told) > 10  # else the expression finds nothing any more
     for name, words in told:
         for word in re.split(r"""[\s"'`()]+""", words.partition("#")[0]):
-            assert not re.match(r"jaxserve(-llm)?(\[.*)?$", word), f"{name}: pip install {words}"
+            assert not re.match(r"jaxserve(-llm|-lab)?(\[.*)?$", word), (
+                f"{name}: pip install {words}"
+            )
 
 
 @pytest.mark.parametrize("extra", ["cpu", "notebook"])

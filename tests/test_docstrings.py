@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TOPS = ("jaxserve", "sched", "pallas_kernels", "tools")
+TOPS = ("jaxserve", "sched", "pallas_kernels", "lab", "tools")
 MAX_FIELDS, MAX_PARAMETERS = 2, 3
 SECTIONS = ("Args:", "Attributes:", "See `")
 # Parameters of policies are described by `jaxserve policies` and docs/policies.md.

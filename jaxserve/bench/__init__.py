@@ -1,1 +1,1 @@
-"""Measurements: throughput, latency, load, kernels, and how well the simulator predicts."""
+"""Measurements of an engine or a server: throughput, latency, load."""

@@ -5,6 +5,13 @@
     jaxserve bench load --rate=2 --num_requests=100 --slo_ttft_ms=500 --slo_tbt_ms=100
     jaxserve bench load --rate=2 --lengths=lengths.csv --address=localhost:50051
     jaxserve bench load --rate=2 --classes=chat:0.7:ttft=500ms,batch:0.3:jct=60s
+
+The engine runs in this process, with the presets and flags of serve.py (--config, --model,
+--load_format, --policy, --config.x.y=); `load --address` goes to a running server instead. Prompts
+are random token ids, and the end-of-sequence token is ignored.
+
+The others come with the extra lab:
+
     jaxserve bench plan
     jaxserve bench context
     jaxserve bench fidelity --config=tiny_cpu,opt_125m_cpu
@@ -19,11 +26,8 @@
     jaxserve bench gpu
     jaxserve bench league
 
-`jaxserve bench COMMAND --help` says more of each. The engine runs in this process, with the presets
-and flags of serve.py (--config, --model, --load_format, --policy, --config.x.y=); `load --address`
-goes to a running server instead, `plan` and `simulate` have no engine, `context` has no device,
-`abuse` and `soak` start servers of their own. Prompts are random token ids, and the
-end-of-sequence token is ignored.
+`plan` and `simulate` have no engine, `context` has no device, `abuse` and `soak` start servers of
+their own. `jaxserve bench COMMAND --help` says more of each.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ from jaxserve.engine.stats import StepRecorder
 from jaxserve.machine import machine, versions
 from jaxserve.sched.recording import RecordingError
 from jaxserve.server.startup.launch import UsageError
+from jaxserve.serving_stack import LAB, problem
 from jaxserve.simulator import workload_flags
 from jaxserve.simulator.workloads.specs import WorkloadSpec
 from jaxserve.simulator.workloads.workload import WorkloadError
@@ -58,9 +63,7 @@ MEASURED = {
 """Commands that measure one engine or server: what they do, and how many requests by default."""
 Measure = Callable[[Target], dict[str, Any]]
 
-# Commands with a parse(argv) and a show(args) of their own, imported when named (jax is slow); and
-# what they do.
-STANDALONE = {
+LAB_COMMANDS = {
     "plan": ("bench.planning_time", "host time of each policy's plan, without an engine"),
     "context": ("bench.context", "host time of a step by the length of contexts, without a device"),
     "simulate": ("bench.simulation_speed", "how long it takes to simulate an hour of traffic"),
@@ -76,6 +79,8 @@ STANDALONE = {
     "gpu": ("bench.kernels.gpu", "everything on a GPU: checks, kernels, OPT-13B end to end"),
     "league": ("experiments.league.cli", "all policies on all workloads: docs/league.md"),
 }
+"""Commands of the lab: the module in it, which has a parse(argv) and a show(args) and is imported
+when it is named, and what they do."""
 WRONG = (UsageError, ConfigError, WorkloadError)  # command lines
 
 
@@ -83,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0, 1 for what cannot be measured, 2 for a wrong command line."""
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
-        if args.command in STANDALONE:
-            return int(_standalone(args.command).show(args))
+        if args.command in LAB_COMMANDS:
+            return int(_lab_command(args.command).show(args))
         result = measure(args)
     except (*WRONG, BenchError, ServerError, RecordingError) as error:
         print(f"jaxserve bench: {error}", file=sys.stderr)
@@ -97,11 +102,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked, with the engine's `config`, None for a server's load. Raises
-    UsageError or ConfigError; argparse exits by itself for --help and flags of its own."""
+    UsageError, ConfigError, or BenchError for a command of the lab where there is none; argparse
+    exits by itself for --help and flags of its own."""
     name, given = (argv[0], argv[1:]) if argv else ("", ())
     args: argparse.Namespace
-    if name in STANDALONE:
-        args = _standalone(name).parse(given)
+    if name in LAB_COMMANDS:
+        args = _lab_command(name).parse(given)
         return args
     if name not in MEASURED:
         _overview().parse_args(argv)  # for its help, or the error
@@ -115,9 +121,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _standalone(name: str) -> Any:
-    """The module of a command of STANDALONE."""
-    return importlib.import_module(f"jaxserve.{STANDALONE[name][0]}")
+def _lab_command(name: str) -> Any:
+    """The module of a command of LAB_COMMANDS. Raises BenchError where there is no lab."""
+    try:
+        return importlib.import_module(f"{LAB}.{LAB_COMMANDS[name][0]}")
+    except ModuleNotFoundError as error:
+        if (said := problem(name, error)) is None:
+            raise
+        raise BenchError(said) from None
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -224,8 +235,8 @@ def _overview() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (does, _) in MEASURED.items():
         commands.add_parser(name, help=does)
-    for name, (_, does) in STANDALONE.items():
-        commands.add_parser(name, help=does)
+    for name, (_, does) in LAB_COMMANDS.items():
+        commands.add_parser(name, help=f"{does} (lab)")
     return parser
 
 

@@ -14,7 +14,6 @@ from absl import flags
 from jaxserve.command_line import Parser
 from jaxserve.config import Config
 from jaxserve.configs import base
-from jaxserve.sched.registry import make_policy, policies
 from jaxserve.server.startup import launch
 from jaxserve.server.startup.launch import UsageError
 
@@ -103,20 +102,6 @@ def read_config(argv: Sequence[str], own_flags: Sequence[str] = ()) -> Config:
         if values[name].value is not None:
             raise UsageError(f"--{name} is for serve.py; the bench opens no port")
     return launch.read_config(values)
-
-
-def policy_names(text: str | None) -> list[str]:
-    """The policies of --policies, separated by commas; all policies without it. Raises UsageError
-    for an unknown name, or one that is there twice."""
-    names = text.split(",") if text else list(policies())
-    for name in names:
-        try:
-            make_policy(name)
-        except ValueError as error:
-            raise UsageError(f"--policies: {error}") from error
-    if len(set(names)) < len(names):
-        raise UsageError("--policies: one is there twice")
-    return names
 
 
 def served_by(result: Mapping[str, Any]) -> str:

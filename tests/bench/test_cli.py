@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.bench import cli, fidelity, runs
+from jaxserve.bench import cli, runs
 from jaxserve.bench.load_target import BenchError, EngineTarget
 from jaxserve.configs import base
 from jaxserve.engine.errors import QueueFull
@@ -23,6 +23,7 @@ from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.server.server import Server
 from jaxserve.server.startup.launch import UsageError
 from jaxserve.simulator.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
+from jaxserve_lab.bench import fidelity
 from tests.engine.harness import engine, write_shape
 from tests.server.fake_engine import INFO
 

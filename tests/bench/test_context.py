@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.bench import context as bench
 from jaxserve.engine.stats import Observer, StepStats
+from jaxserve_lab.bench import context as bench
 from tests.engine import harness
 from tests.engine.harness import SHAPES, engine, send
 

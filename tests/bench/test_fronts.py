@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxserve.bench import cli, frontends, runs
-from jaxserve.bench.http_target import HttpTarget
+from jaxserve.bench import cli, runs
 from jaxserve.bench.load_target import BenchError
 from jaxserve.server.server import Server
+from jaxserve_lab.bench import frontends
+from jaxserve_lab.bench.http_target import HttpTarget
 from tests.server.fake_engine import INFO, FakeEngine
 from tests.server.http.conftest import SETTINGS
 

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.bench import cli, mixed
+from jaxserve.bench import cli
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.request import Tier
 from jaxserve.server.startup.launch import UsageError
 from jaxserve.simulator.simulator import simulate
+from jaxserve_lab.bench import mixed
 from tests.bench.test_cli import SMALL
 from tests.engine.harness import write_shape
 

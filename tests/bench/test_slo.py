@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.bench import cli, slo
-from jaxserve.bench.slo import CLASSES, Alone
+from jaxserve.bench import cli
 from jaxserve.server.startup.launch import UsageError
 from jaxserve.simulator.simulate import spread
+from jaxserve_lab.bench import slo
+from jaxserve_lab.bench.slo import CLASSES, Alone
 from tests.bench.test_cli import SMALL
 from tests.engine.harness import write_shape
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.bench import cli, tool_calls
+from jaxserve.bench import cli
 from jaxserve.bench.load_target import BenchError
 from jaxserve.server.server import Server
+from jaxserve_lab.bench import tool_calls
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS
 

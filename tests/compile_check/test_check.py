@@ -15,22 +15,6 @@ import pytest
 from jax.sharding import Mesh
 
 import jaxserve
-from jaxserve.compile_check import cli, programs, report, toolchain
-from jaxserve.compile_check.analysis.findings import host_copies
-from jaxserve.compile_check.analysis.launches import shared_in, shared_memory
-from jaxserve.compile_check.analysis.ptx import parse
-from jaxserve.compile_check.case import Case, Sizes, make_case, model_shape, quantized_model
-from jaxserve.compile_check.check import AUTO, Checked, Wish, check_model
-from jaxserve.compile_check.compiling import (
-    COMPILED,
-    FAILED,
-    NO_ROOM,
-    NOT_CHECKED,
-    Result,
-    compile_program,
-)
-from jaxserve.compile_check.programs import PROGRAMS, Program, choose
-from jaxserve.compile_check.targets import Target, TargetError, load_target, target_names
 from jaxserve.engine.startup.model_options import choose_read
 from jaxserve.engine.startup.pool_size import choose_block_size
 from jaxserve.models.lora import LoraSlots
@@ -39,6 +23,22 @@ from jaxserve.models.quantized import BLOCKS
 from jaxserve.sched.cost.model_shapes import Model
 from jaxserve.sched.registry import make_policy
 from jaxserve.simulator.systems.systems import hidden_read_of
+from jaxserve_lab.compile_check import cli, programs, report, toolchain
+from jaxserve_lab.compile_check.analysis.findings import host_copies
+from jaxserve_lab.compile_check.analysis.launches import shared_in, shared_memory
+from jaxserve_lab.compile_check.analysis.ptx import parse
+from jaxserve_lab.compile_check.case import Case, Sizes, make_case, model_shape, quantized_model
+from jaxserve_lab.compile_check.check import AUTO, Checked, Wish, check_model
+from jaxserve_lab.compile_check.compiling import (
+    COMPILED,
+    FAILED,
+    NO_ROOM,
+    NOT_CHECKED,
+    Result,
+    compile_program,
+)
+from jaxserve_lab.compile_check.programs import PROGRAMS, Program, choose
+from jaxserve_lab.compile_check.targets import Target, TargetError, load_target, target_names
 
 BOX = Path("assets", "tiny-stories")
 SIZES = Sizes(block_size=16, max_rows=4, max_batch_tokens=32, dtype="float32")

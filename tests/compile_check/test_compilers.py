@@ -70,7 +70,8 @@ def check(python: Path, *flags: str) -> list[dict[str, Any]]:
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("JAX_", "XLA_")) and name != "PYTHONDONTWRITEBYTECODE"
-        },
+        }
+        | {"PYTHONPATH": "lab"},
         capture_output=True,
         text=True,
         check=False,

@@ -13,18 +13,23 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxserve.compile_check import toolchain
-from jaxserve.compile_check.analysis import findings, hlo
-from jaxserve.compile_check.analysis.findings import Findings, find_problems
-from jaxserve.compile_check.analysis.indices import narrow_in
-from jaxserve.compile_check.analysis.launches import outside_in
-from jaxserve.compile_check.analysis.weights import Move, dequantized, is_parameter_of_model, moves
-from jaxserve.compile_check.bundles import Loops, kernel_loops, loops_in
-from jaxserve.compile_check.case import Case, Sizes, make_case
-from jaxserve.compile_check.compiling import COMPILED, Result
-from jaxserve.compile_check.programs import choose
-from jaxserve.compile_check.report import line
-from jaxserve.compile_check.targets import load_target
+from jaxserve_lab.compile_check import toolchain
+from jaxserve_lab.compile_check.analysis import findings, hlo
+from jaxserve_lab.compile_check.analysis.findings import Findings, find_problems
+from jaxserve_lab.compile_check.analysis.indices import narrow_in
+from jaxserve_lab.compile_check.analysis.launches import outside_in
+from jaxserve_lab.compile_check.analysis.weights import (
+    Move,
+    dequantized,
+    is_parameter_of_model,
+    moves,
+)
+from jaxserve_lab.compile_check.bundles import Loops, kernel_loops, loops_in
+from jaxserve_lab.compile_check.case import Case, Sizes, make_case
+from jaxserve_lab.compile_check.compiling import COMPILED, Result
+from jaxserve_lab.compile_check.programs import choose
+from jaxserve_lab.compile_check.report import line
+from jaxserve_lab.compile_check.targets import load_target
 
 WEIGHT, ROWS = "bf16[5120,5120]{1,0}", "bf16[128,5120]{1,0}"
 POOL = "bf16[40,512,40,16,128]{4,3,2,1,0}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxserve.compile_check.analysis import hlo
-from jaxserve.compile_check.analysis.sums import float_atomics, sums_of, unordered
-from jaxserve.compile_check.programs import choose
+from jaxserve_lab.compile_check.analysis import hlo
+from jaxserve_lab.compile_check.analysis.sums import float_atomics, sums_of, unordered
+from jaxserve_lab.compile_check.programs import choose
 
 REDUCED = "dimensions={1}, to_apply="
 STEP = f"""\

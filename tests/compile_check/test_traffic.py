@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxserve.compile_check.analysis import hlo
-from jaxserve.compile_check.analysis.traffic import traffic
+from jaxserve_lab.compile_check.analysis import hlo
+from jaxserve_lab.compile_check.analysis.traffic import traffic
 from tests.compile_check.test_findings import ROWS, SCANNED, STACK, UNROLLED
 
 # One of two branches runs, and its rows go into a slice of a result that is updated in place.

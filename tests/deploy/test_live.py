@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.client import Client, ServerError
 from jaxserve.deploy.local.cluster import Cluster
-from jaxserve.experiments.scale_live.live import MODEL, STREAMS, Found, lines, measure
+from jaxserve_lab.experiments.scale_live.live import MODEL, STREAMS, Found, lines, measure
 
 pytestmark = pytest.mark.ray
 

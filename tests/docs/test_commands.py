@@ -19,11 +19,6 @@ from absl import flags
 from jaxserve import cli
 from jaxserve.bench import cli as bench
 from jaxserve.command_line import Parser
-from jaxserve.experiments.accelgen.page import AccelGen
-from jaxserve.experiments.aptserve.page import AptServe
-from jaxserve.experiments.bros.page import Bros
-from jaxserve.experiments.common.single import read_case
-from jaxserve.experiments.infermax.page import InferMax
 from jaxserve.sched import registry
 from jaxserve.sched.registry import deployable, make_policy, policies
 from jaxserve.server.startup import launch
@@ -31,6 +26,11 @@ from jaxserve.simulator.advise import cli as advise
 from jaxserve.simulator.simulate import flags as simulate_flags
 from jaxserve.simulator.simulate import replay
 from jaxserve.simulator.systems.systems import system
+from jaxserve_lab.experiments.accelgen.page import AccelGen
+from jaxserve_lab.experiments.aptserve.page import AptServe
+from jaxserve_lab.experiments.bros.page import Bros
+from jaxserve_lab.experiments.common.single import read_case
+from jaxserve_lab.experiments.infermax.page import InferMax
 from tests.engine.simulated.test_engine_agrees import trace
 from tests.simulator.test_replay import recorded
 
@@ -113,7 +113,7 @@ def parsed(main: Callable[[], Any]) -> Seen:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pages take as there: files of one's own, and recordings."""
     made = tmp_path_factory.mktemp("docs")
-    for name in ("docs", "jaxserve", "tools"):  # as in a clone; without configs/
+    for name in ("docs", "jaxserve", "lab", "tools"):  # as in a clone; without configs/
         (made / name).symlink_to(ROOT / name)
     readme = (ROOT / "README.md").read_text()
     (example,) = (one for one in re.findall(r"```python\n(.*?)```", readme, re.S) if "def " in one)
@@ -191,7 +191,7 @@ def check_simulated(name: str, given: list[str]) -> None:
 def check_python(name: str, given: list[str]) -> None:
     if name == "-c":
         compile(given[0], "docs", "exec")
-    elif name == "-m" and not given[0].startswith("jaxserve."):
+    elif name == "-m" and not given[0].startswith("jaxserve_lab."):
         assert importlib.util.find_spec(given[0]) is not None, given[0]
     elif name == "-m":
         module = importlib.import_module(f"{given[0]}.__main__")
@@ -225,7 +225,7 @@ def known(command: list[str]) -> Iterator[str]:
         yield from serving
     if name == "bench":
         which = command[2] if len(command) > 2 else ""
-        assert which in (*bench.STANDALONE, *bench.MEASURED, "")
+        assert which in (*bench.LAB_COMMANDS, *bench.MEASURED, "")
         yield from (each.partition("=")[0] for each in command[3:])  # which are parsed here
         if which:
             bench.parse([each for each in command[2:] if not re.search(r"\b[A-Z]+$", each)])
@@ -260,7 +260,7 @@ def test_presets_are_named_as_an_installed_package_knows_them(page: Path) -> Non
         ("jaxserve serve --config=opt_126m_cpu", "opt_126m_cpu"),
         ("jaxserve bench load --rate=1 --rte=3", "--rte"),
         ("jaxserve complete x --ttft=3", "2"),
-        ("python -m jaxserve.experiments.bros --number=x", "2"),
+        ("python -m jaxserve_lab.experiments.bros --number=x", "2"),
         ("python tools/llama_cpp/quality.py --texts=x", "--texts"),
     ],
 )

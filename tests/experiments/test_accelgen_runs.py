@@ -1,4 +1,4 @@
-"""The runs of `python -m jaxserve.experiments.accelgen`, and what is measured of them."""
+"""The runs of `python -m jaxserve_lab.experiments.accelgen`, and what is measured of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxserve.experiments.accelgen.case import (
+from jaxserve.sched.registry import make_policy
+from jaxserve_lab.experiments.accelgen.case import (
     BATCH_TOKENS,
     LONG,
     SloCase,
@@ -18,11 +19,10 @@ from jaxserve.experiments.accelgen.case import (
     simulated,
     workload_of,
 )
-from jaxserve.experiments.accelgen.page import budget_of, implied_output, saturation
-from jaxserve.experiments.accelgen.places import PLACES
-from jaxserve.experiments.accelgen.requests import EXCLUSIVE, READING, prefill_seconds
-from jaxserve.experiments.accelgen.tuned import Trial, Tuned, choices
-from jaxserve.sched.registry import make_policy
+from jaxserve_lab.experiments.accelgen.page import budget_of, implied_output, saturation
+from jaxserve_lab.experiments.accelgen.places import PLACES
+from jaxserve_lab.experiments.accelgen.requests import EXCLUSIVE, READING, prefill_seconds
+from jaxserve_lab.experiments.accelgen.tuned import Trial, Tuned, choices
 
 CASE = SloCase("sarathi", "OPT-13B", 1.0, 768, requests=12)
 

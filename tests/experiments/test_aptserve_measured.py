@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from jaxserve.config import Config
-from jaxserve.experiments.aptserve import load as apt_load
-from jaxserve.experiments.aptserve import measured
-from jaxserve.experiments.aptserve import steps as apt_steps
-from jaxserve.experiments.aptserve.case import OnlineNumbers, run
-from jaxserve.experiments.aptserve.page import AptServe, Scale
-from jaxserve.experiments.common.runs import Results
+from jaxserve_lab.experiments.aptserve import load as apt_load
+from jaxserve_lab.experiments.aptserve import measured
+from jaxserve_lab.experiments.aptserve import steps as apt_steps
+from jaxserve_lab.experiments.aptserve.case import OnlineNumbers, run
+from jaxserve_lab.experiments.aptserve.page import AptServe, Scale
+from jaxserve_lab.experiments.common.runs import Results
 from tests.engine.harness import write_shape
 
 

@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.experiments.aptserve import page as aptserve
-from jaxserve.experiments.aptserve.case import (
+from jaxserve.simulator.systems.systems import system
+from jaxserve_lab.experiments.aptserve import page as aptserve
+from jaxserve_lab.experiments.aptserve.case import (
     OnlineCase,
     OnlineNumbers,
     place_of,
     run,
     workload_of,
 )
-from jaxserve.experiments.aptserve.page import MODELS, SLOS, AptServe, Scale
-from jaxserve.experiments.common.runs import Results
-from jaxserve.simulator.systems.systems import system
+from jaxserve_lab.experiments.aptserve.page import MODELS, SLOS, AptServe, Scale
+from jaxserve_lab.experiments.common.runs import Results
 
 
 def test_a_case_is_the_papers_setting() -> None:

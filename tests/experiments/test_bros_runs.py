@@ -1,4 +1,4 @@
-"""The runs of `python -m jaxserve.experiments.bros`, and what is measured of them."""
+"""The runs of `python -m jaxserve_lab.experiments.bros`, and what is measured of them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.experiments.bros import case as mixed
-from jaxserve.experiments.bros.case import (
-    MixedCase,
-    MixedNumbers,
-    latency_of,
-    run,
-    within_tpot,
-)
-from jaxserve.experiments.bros.page import MODELS, Bros, Scale
-from jaxserve.experiments.common.figures import Panel, chart
-from jaxserve.experiments.common.runs import Number, Results, Timed, over
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.slo.metrics import Times
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.workloads.workload import Lengths, Workload
+from jaxserve_lab.experiments.bros import case as mixed
+from jaxserve_lab.experiments.bros.case import (
+    MixedCase,
+    MixedNumbers,
+    latency_of,
+    run,
+    within_tpot,
+)
+from jaxserve_lab.experiments.bros.page import MODELS, Bros, Scale
+from jaxserve_lab.experiments.common.figures import Panel, chart
+from jaxserve_lab.experiments.common.runs import Number, Results, Timed, over
 
 SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every batch takes 1 s
 CASE = MixedCase("priority", MODELS["OPT-13B"], "sharegpt", 4.0, duration=10.0, batch=3)

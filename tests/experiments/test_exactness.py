@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.experiments.common.page import BEGIN, END
-from jaxserve.experiments.exactness import cli
-from jaxserve.experiments.exactness.chats import ALONE, WAYS, Answers, chats
-from jaxserve.experiments.exactness.models import MODELS
+from jaxserve_lab.experiments.common.page import BEGIN, END
+from jaxserve_lab.experiments.exactness import cli
+from jaxserve_lab.experiments.exactness.chats import ALONE, WAYS, Answers, chats
+from jaxserve_lab.experiments.exactness.models import MODELS
 
 SERVED = next(iter(MODELS))
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from jaxserve.bench import cli as bench
-from jaxserve.experiments.league import cli, collect, store
-from jaxserve.experiments.league.code import code_of
-from jaxserve.experiments.league.runs import LeagueCase, LeagueNumbers, run
 from jaxserve.sched import registry
+from jaxserve_lab.experiments.league import cli, collect, store
+from jaxserve_lab.experiments.league.code import code_of
+from jaxserve_lab.experiments.league.runs import LeagueCase, LeagueNumbers, run
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.experiments.common.processes import worked
-from jaxserve.experiments.league import code, reading, runs, workloads
-from jaxserve.experiments.league.collect import Found
-from jaxserve.experiments.league.optimum import CutCase, latency, optimum
-from jaxserve.experiments.league.reading import advice
-from jaxserve.experiments.league.runs import (
+from jaxserve.sched.request import SLO, Rule, Tier
+from jaxserve.simulator.capacity import FINE
+from jaxserve.simulator.workloads.workload import WorkloadError
+from jaxserve_lab.experiments.common.processes import worked
+from jaxserve_lab.experiments.league import code, reading, runs, workloads
+from jaxserve_lab.experiments.league.collect import Found
+from jaxserve_lab.experiments.league.optimum import CutCase, latency, optimum
+from jaxserve_lab.experiments.league.reading import advice
+from jaxserve_lab.experiments.league.runs import (
     LEVEL,
     LeagueCase,
     LeagueNumbers,
@@ -23,8 +26,8 @@ from jaxserve.experiments.league.runs import (
     saturate,
     simulated,
 )
-from jaxserve.experiments.league.standings import Standings
-from jaxserve.experiments.league.workloads import (
+from jaxserve_lab.experiments.league.standings import Standings
+from jaxserve_lab.experiments.league.workloads import (
     LLAMA,
     LONGEST,
     OPT,
@@ -33,9 +36,6 @@ from jaxserve.experiments.league.workloads import (
     make_workload,
     trace_of,
 )
-from jaxserve.sched.request import SLO, Rule, Tier
-from jaxserve.simulator.capacity import FINE
-from jaxserve.simulator.workloads.workload import WorkloadError
 
 HOUR = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:{i // 60:02}:{i % 60:02}.0000000,{100 + i},{1 + i % 7}\n" for i in range(300)

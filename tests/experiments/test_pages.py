@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from jaxserve.experiments.bros.case import MixedNumbers, run
-from jaxserve.experiments.bros.page import QUICK, Bros
-from jaxserve.experiments.common import page, runs
-from jaxserve.experiments.common.runs import Results
+from jaxserve_lab.experiments.bros.case import MixedNumbers, run
+from jaxserve_lab.experiments.bros.page import QUICK, Bros
+from jaxserve_lab.experiments.common import page, runs
+from jaxserve_lab.experiments.common.runs import Results
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,10 @@ def test_a_page_is_written_or_a_line_says_why(
         argv = [f"--out={tmp_path}", f"--numbers={other}", "--jobs=1"]
         assert page.write_page(parser, argv, make) == 2
         said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith(f"jaxserve.experiments.squares: {other}: not the numbers of an")
+        assert said.startswith(f"jaxserve_lab.experiments.squares: {other}: not the numbers of an")
     with pytest.raises(SystemExit):
         page.write_page(parser, ["--jobs=0"], make)
-    said = "jaxserve.experiments.squares: --jobs must be at least 1, got 0\n"
+    said = "jaxserve_lab.experiments.squares: --jobs must be at least 1, got 0\n"
     assert capsys.readouterr().err.startswith(said)
     assert page.write_page(parser, [f"--out={__file__}"], make) == 2
     assert capsys.readouterr().err.endswith(f"--out: {__file__} is not a folder\n")

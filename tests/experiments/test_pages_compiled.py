@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from jaxserve.experiments.aptserve import case as online
-from jaxserve.experiments.infermax import case as grid
 from jaxserve.sched.registry import make_policy
 from jaxserve.simulator import dispatch
+from jaxserve_lab.experiments.aptserve import case as online
+from jaxserve_lab.experiments.infermax import case as grid
 from tests.simulator.compiled.test_compiled import assert_same
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from jaxserve.experiments.accelgen import page as accelgen
-from jaxserve.experiments.aptserve import page as aptserve
-from jaxserve.experiments.bros import page as bros
-from jaxserve.experiments.common.page import Page
-from jaxserve.experiments.common.runs import Results
-from jaxserve.experiments.infermax import page as infermax
-from jaxserve.experiments.league import runs as league
-from jaxserve.experiments.league.workloads import OPT
-from jaxserve.experiments.reuse import retention
-from jaxserve.experiments.reuse.setting import Setting
-from jaxserve.experiments.scale import page as scale
-from jaxserve.experiments.scale.cell import KINDS_OF
-from jaxserve.experiments.speculation import simulated as speculation
+from jaxserve_lab.experiments.accelgen import page as accelgen
+from jaxserve_lab.experiments.aptserve import page as aptserve
+from jaxserve_lab.experiments.bros import page as bros
+from jaxserve_lab.experiments.common.page import Page
+from jaxserve_lab.experiments.common.runs import Results
+from jaxserve_lab.experiments.infermax import page as infermax
+from jaxserve_lab.experiments.league import runs as league
+from jaxserve_lab.experiments.league.workloads import OPT
+from jaxserve_lab.experiments.reuse import retention
+from jaxserve_lab.experiments.reuse.setting import Setting
+from jaxserve_lab.experiments.scale import page as scale
+from jaxserve_lab.experiments.scale.cell import KINDS_OF
+from jaxserve_lab.experiments.speculation import simulated as speculation
 
 DOCS = Path(__file__).parents[2] / "docs"
 MEASURED = ("plan", "plan_p99", "per_s")  # by a clock

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.experiments.accelgen import page as accelgen
-from jaxserve.experiments.aptserve import page as aptserve
-from jaxserve.experiments.bros import page as bros
+from jaxserve_lab.experiments.accelgen import page as accelgen
+from jaxserve_lab.experiments.aptserve import page as aptserve
+from jaxserve_lab.experiments.bros import page as bros
 
 DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS = ("In short", "Claim by claim", "How it is run", "All numbers")

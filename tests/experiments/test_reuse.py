@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.experiments.common.page import BEGIN, END, write_part
-from jaxserve.experiments.reuse.cli import main
-from jaxserve.experiments.reuse.replay import distinct_pages, replayed
 from jaxserve.simulator.workloads.specs import WorkloadSpec
 from jaxserve.simulator.workloads.workload import Workload
+from jaxserve_lab.experiments.common.page import BEGIN, END, write_part
+from jaxserve_lab.experiments.reuse.cli import main
+from jaxserve_lab.experiments.reuse.replay import distinct_pages, replayed
 
 BLOCK = 64
 

@@ -8,12 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.experiments.common.runs import Results
-from jaxserve.experiments.scale import cell, page
-from jaxserve.experiments.scale.cell import Cell, Decision, Numbers
-from jaxserve.experiments.scale.page import QUICK, Fleets
-from jaxserve.experiments.scale.talks import Said, Talk
-from jaxserve.experiments.scale.traffic import HOUR, KINDS, traffic
 from jaxserve.sched.request import Rule
 from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.slo.metrics import attained
@@ -21,6 +15,12 @@ from jaxserve.simulator.results import SimulationResult
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Workload
+from jaxserve_lab.experiments.common.runs import Results
+from jaxserve_lab.experiments.scale import cell, page
+from jaxserve_lab.experiments.scale.cell import Cell, Decision, Numbers
+from jaxserve_lab.experiments.scale.page import QUICK, Fleets
+from jaxserve_lab.experiments.scale.talks import Said, Talk
+from jaxserve_lab.experiments.scale.traffic import HOUR, KINDS, traffic
 
 SMALL = ["--quick", "--jobs=1", "--requests=300", "--few=200"]
 
@@ -37,7 +37,7 @@ def test_the_page_has_all_routers_and_its_figures(made: Path) -> None:
     assert all(f"`{name}`" in text for name in ROUTERS)
     for words in ("seen as they are", "as published", "stale", "one slow", "one dead"):
         assert text.count(f"| {words} |") == len(QUICK.replicas)
-    assert "python -m jaxserve.experiments.scale --requests=300 --few=200" in text
+    assert "python -m jaxserve_lab.experiments.scale --requests=300 --few=200" in text
     assert "4 replicas get 200 requests in" in text and "; 300 in" in text
     for name in ("scale-load.png", "scale-decision.png"):
         assert (made / "figures" / name).is_file() and name in text

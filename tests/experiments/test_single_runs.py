@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from jaxserve import cli
-from jaxserve.experiments.accelgen import page as accelgen
-from jaxserve.experiments.aptserve import page as aptserve
-from jaxserve.experiments.bros import page as bros
-from jaxserve.experiments.common.single import read_case, shown
-from jaxserve.experiments.infermax import page as infermax
+from jaxserve_lab.experiments.accelgen import page as accelgen
+from jaxserve_lab.experiments.aptserve import page as aptserve
+from jaxserve_lab.experiments.bros import page as bros
+from jaxserve_lab.experiments.common.single import read_case, shown
+from jaxserve_lab.experiments.infermax import page as infermax
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxserve.experiments.common.page import BEGIN, END
-from jaxserve.experiments.speculation.cli import main
+from jaxserve_lab.experiments.common.page import BEGIN, END
+from jaxserve_lab.experiments.speculation.cli import main
 
 
 def test_the_part_goes_between_its_markers(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("jaxserve", "sched", "pallas_kernels", "configs", "notebooks")
+PARTS = ("jaxserve", "sched", "pallas_kernels", "configs", "lab", "notebooks")
 FILES = ("pyproject.toml", "README.md", "LICENSE")
 
 

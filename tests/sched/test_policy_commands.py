@@ -7,10 +7,11 @@ import json
 import pytest
 
 from jaxserve import policies as command
-from jaxserve.bench import cli, planning_time
+from jaxserve.bench import cli
 from jaxserve.sched.plan import Checkpoint, Join
 from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.state.request_table import State
+from jaxserve_lab.bench import planning_time
 
 
 def test_lists_every_policy(capsys: pytest.CaptureFixture[str]) -> None:

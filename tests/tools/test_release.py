@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import re
 import shlex
@@ -19,6 +20,8 @@ from tests.notebooks.packages import ROOT, clone
 from tools.release_notes import NoRelease, notes
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+RAY_SETTINGS = "jaxserve/configs/deploy/ray.yaml"
+"""Which only a clone has."""
 RELEASE = ROOT / ".github" / "workflows" / "release.yml"
 
 
@@ -100,26 +103,39 @@ def test_the_workflow_calls_commands_as_they_are() -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_the_sdist_makes_the_wheel_that_the_clone_makes(tmp_path: Path) -> None:
-    """Whose top folders are links. Both have the version in their names."""
-    folder = clone(tmp_path / "source")
+@pytest.mark.parametrize(
+    ("place", "name", "package"), [("", "jaxserve_llm", "jaxserve"), ("lab", *["jaxserve_lab"] * 2)]
+)
+def test_the_sdist_makes_the_wheel_that_the_clone_makes(
+    place: str, name: str, package: str, tmp_path: Path
+) -> None:
+    """Whose top folders are links. Both have the version in their names, all files of their own
+    package, and nothing of the other."""
+    folder = clone(tmp_path / "source") / place
     build(folder, "sdist", tmp_path)
     (sdist,) = tmp_path.glob("*.tar.gz")
-    assert sdist.name == f"jaxserve_llm-{__version__}.tar.gz"
+    assert sdist.name == f"{name}-{__version__}.tar.gz"
     with tarfile.open(sdist) as packed:
         packed.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     found = []
-    for source, place in ((folder, tmp_path / "one"), (unpacked, tmp_path / "two")):
-        place.mkdir()
-        build(source, "wheel", place)
-        (wheel,) = place.glob("*.whl")
-        assert f"{wheel.name.partition('-py3')[0]}" == f"jaxserve_llm-{__version__}"
+    for source, made in ((folder, tmp_path / "one"), (unpacked, tmp_path / "two")):
+        made.mkdir()
+        build(source, "wheel", made)
+        (wheel,) = made.glob("*.whl")
+        assert f"{wheel.name.partition('-py3')[0]}" == f"{name}-{__version__}"
         assert wheel.name in RELEASE.read_text().replace("${GITHUB_REF_NAME#v}", __version__)
         found.append(set(zipfile.ZipFile(wheel).namelist()))
     first, second = found
     assert first == second
-    assert any(name.startswith("jaxserve/sched/policies/") for name in first)
+    assert set(tracked(folder / package)) - first == ({RAY_SETTINGS} if not place else set())
+    assert {file.split("/")[0] for file in first} == {package, f"{name}-{__version__}.dist-info"}
+
+
+def tracked(package: Path) -> list[str]:
+    """The files of a package in a clone, by their names in a wheel."""
+    files = (Path(name) for name in glob.glob(f"{package}/**/*.*", recursive=True))
+    return [file.relative_to(package.parent).as_posix() for file in files]
 
 
 def build(source: Path, what: str, place: Path) -> None:

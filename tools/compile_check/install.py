@@ -1,4 +1,4 @@
-"""Makes .venv-compile, with the compilers of `jaxserve.compile_check`; prints its Python.
+"""Makes .venv-compile, with the compilers of `jaxserve_lab.compile_check`; prints its Python.
 
     python tools/compile_check/install.py
 

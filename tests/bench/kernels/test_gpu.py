@@ -12,23 +12,23 @@ import numpy as np
 import pytest
 
 from jaxserve.bench import cli
-from jaxserve.bench.kernels import device_timing, gpu, gpu_report, kernel_inputs, mixtures
-from jaxserve.bench.kernels.end_to_end import Load, StepSize, decode_steps
-from jaxserve.bench.kernels.gpu_outcome import Outcome, Plan
-from jaxserve.bench.kernels.gpu_rivals import Trial
-from jaxserve.bench.kernels.kernel_cases import Workload
-from jaxserve.bench.kernels.kernel_checks import (
+from jaxserve.models.quantized import quantized_dot
+from jaxserve.pallas_kernels import backends, grouped_matmul
+from jaxserve_lab.bench.kernels import device_timing, gpu, gpu_report, kernel_inputs, mixtures
+from jaxserve_lab.bench.kernels.end_to_end import Load, StepSize, decode_steps
+from jaxserve_lab.bench.kernels.gpu_outcome import Outcome, Plan
+from jaxserve_lab.bench.kernels.gpu_rivals import Trial
+from jaxserve_lab.bench.kernels.kernel_cases import Workload
+from jaxserve_lab.bench.kernels.kernel_checks import (
     Check,
     check_decodes,
     check_kernels,
     relative_error,
     wrong_share,
 )
-from jaxserve.bench.kernels.kernel_inputs import Heads
-from jaxserve.bench.kernels.kernels import Ceilings, Measured
-from jaxserve.bench.kernels.products import check_products
-from jaxserve.models.quantized import quantized_dot
-from jaxserve.pallas_kernels import backends, grouped_matmul
+from jaxserve_lab.bench.kernels.kernel_inputs import Heads
+from jaxserve_lab.bench.kernels.kernels import Ceilings, Measured
+from jaxserve_lab.bench.kernels.products import check_products
 
 SMALL, GROUPED = Heads(2, 2, 16), Heads(4, 2, 16)
 ABOUT: dict[str, Any] = {"date": "2000-01-01", "versions": {"jax": "0"}, "machine": {}}
@@ -271,7 +271,7 @@ def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(x: jax.Array, weights: Any, **options: Any) -> jax.Array:
         return quantized_dot(x, dataclasses.replace(weights, minimum=None), **options)
 
-    monkeypatch.setattr("jaxserve.bench.kernels.products.quantized_dot", wrong)
+    monkeypatch.setattr("jaxserve_lab.bench.kernels.products.quantized_dot", wrong)
     found = list(check_products(("int8", "Q4_1"), ("bfloat16",), (2,)))
     assert [check.passed for check in found] == [True, False]
 
@@ -302,7 +302,7 @@ def test_hidden_and_kv_steps_compute_the_same_model(monkeypatch: pytest.MonkeyPa
     wide as TOY's, and so the compiled steps are the same."""
     logits: list[jax.Array] = []
     monkeypatch.setattr(
-        "jaxserve.bench.kernels.end_to_end._greedy",
+        "jaxserve_lab.bench.kernels.end_to_end._greedy",
         lambda given: logits.append(given) or jnp.ones(len(given), jnp.int32),
     )
     decode_steps(StepSize("tiny", rows=2, context=1, dtype="float32"), "xla", 1e9)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from jaxserve.bench import cli
-from jaxserve.bench.kernels import device_timing, kernels
-from jaxserve.bench.kernels import kernel_inputs as inputs
-from jaxserve.bench.kernels.device_timing import DEVICE, HOST, Loop, measure
-from jaxserve.bench.kernels.kernel_cases import Workload, cases
-from jaxserve.bench.kernels.kernel_inputs import Heads, Row
 from jaxserve.pallas_kernels import HIDDEN, RIGHT
+from jaxserve_lab.bench.kernels import device_timing, kernels
+from jaxserve_lab.bench.kernels import kernel_inputs as inputs
+from jaxserve_lab.bench.kernels.device_timing import DEVICE, HOST, Loop, measure
+from jaxserve_lab.bench.kernels.kernel_cases import Workload, cases
+from jaxserve_lab.bench.kernels.kernel_inputs import Heads, Row
 
 TOY = ["--rows=2", "--context=20", "--prefill=24", "--moves=6", "--layers=2", "--matrix=64"]
 

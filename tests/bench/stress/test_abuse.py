@@ -13,9 +13,6 @@ import jax
 import pytest
 
 from jaxserve.bench import cli
-from jaxserve.bench.stress import abuse, attacks, tenants
-from jaxserve.bench.stress.abuse import Row
-from jaxserve.bench.stress.faulty_server import Saboteur
 from jaxserve.config import ServerConfig
 from jaxserve.engine.device.executor import JaxExecutor
 from jaxserve.server.access.options import KEYS_VARIABLE, access_settings
@@ -23,6 +20,9 @@ from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.server import Server
+from jaxserve_lab.bench.stress import abuse, attacks, tenants
+from jaxserve_lab.bench.stress.abuse import Row
+from jaxserve_lab.bench.stress.faulty_server import Saboteur
 from tests.server.fake_engine import FakeEngine, step_stats
 from tests.server.http.conftest import SETTINGS
 

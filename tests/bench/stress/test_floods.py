@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-from jaxserve.bench.stress import abuse, floods, tenants
-from jaxserve.bench.stress.attacks import Tried
-from jaxserve.bench.stress.floods import COMPLETIONS, Asked, Flood
 from jaxserve.config import ServerConfig
 from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.sched.request import InvalidRequest
@@ -22,6 +19,9 @@ from jaxserve.server.access.options import KEYS_VARIABLE, access_settings
 from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.server import Server
+from jaxserve_lab.bench.stress import abuse, floods, tenants
+from jaxserve_lab.bench.stress.attacks import Tried
+from jaxserve_lab.bench.stress.floods import COMPLETIONS, Asked, Flood
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from jaxserve.bench.stress import abuse, http_attacks
-from jaxserve.bench.stress.attacks import Tried
 from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access
 from jaxserve.server.http.transport import http_server, protocol
 from jaxserve.server.server import Server
+from jaxserve_lab.bench.stress import abuse, http_attacks
+from jaxserve_lab.bench.stress.attacks import Tried
 from tests.server.access.test_keys import key
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS

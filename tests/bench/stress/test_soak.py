@@ -11,12 +11,12 @@ from typing import Any, cast
 import pytest
 
 from jaxserve.bench import cli
-from jaxserve.bench.stress import soak
-from jaxserve.bench.stress.ledger import Ledger
-from jaxserve.bench.stress.server_process import Victim
-from jaxserve.bench.stress.soak import Outcome
-from jaxserve.bench.stress.soak_frontends import Asked, Refused, completion, error_code
-from jaxserve.bench.stress.soak_metrics import AT_REST, Page, read_page
+from jaxserve_lab.bench.stress import soak
+from jaxserve_lab.bench.stress.ledger import Ledger
+from jaxserve_lab.bench.stress.server_process import Victim
+from jaxserve_lab.bench.stress.soak import Outcome
+from jaxserve_lab.bench.stress.soak_frontends import Asked, Refused, completion, error_code
+from jaxserve_lab.bench.stress.soak_metrics import AT_REST, Page, read_page
 
 # It is ml_collections that loads config files so.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")

@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import pytest
 
-from jaxserve.bench.stress import soak, soak_clients
-from jaxserve.bench.stress.ledger import Ledger
-from jaxserve.bench.stress.server_process import Victim
-from jaxserve.bench.stress.soak_caller import Caller
-from jaxserve.bench.stress.soak_clients import Clients, Patience, ServerLost
-from jaxserve.bench.stress.soak_frontends import Asked, GrpcDoor, HttpDoor, Refused
+from jaxserve_lab.bench.stress import soak, soak_clients
+from jaxserve_lab.bench.stress.ledger import Ledger
+from jaxserve_lab.bench.stress.server_process import Victim
+from jaxserve_lab.bench.stress.soak_caller import Caller
+from jaxserve_lab.bench.stress.soak_clients import Clients, Patience, ServerLost
+from jaxserve_lab.bench.stress.soak_frontends import Asked, GrpcDoor, HttpDoor, Refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 

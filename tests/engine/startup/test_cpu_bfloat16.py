@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.compile_check.analysis import hlo
 from jaxserve.config import Config
 from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.buckets import make_buckets
@@ -26,6 +25,7 @@ from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import make_pool, pool_format
 from jaxserve.pallas_kernels.cpu.amx import instructions
 from jaxserve.pallas_kernels.cpu.pairs import has_pairs
+from jaxserve_lab.compile_check.analysis import hlo
 from tests.compiling import OPTIMISED
 from tests.engine.harness import SAMPLING, SCARCE, SHAPES, engine, generate, prompts, write_shape
 

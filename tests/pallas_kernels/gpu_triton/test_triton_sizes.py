@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.compile_check.analysis import indices
-from jaxserve.compile_check.analysis.indices import narrow_indices
 from jaxserve.pallas_kernels import (
     HIDDEN,
     KV,
@@ -27,6 +25,8 @@ from jaxserve.pallas_kernels.gpu_triton import tuning
 from jaxserve.pallas_kernels.gpu_triton.backend import BACKEND
 from jaxserve.pallas_kernels.gpu_triton.common import Geometry
 from jaxserve.pallas_kernels.gpu_triton.tiles import query_tiles
+from jaxserve_lab.compile_check.analysis import indices
+from jaxserve_lab.compile_check.analysis.indices import narrow_indices
 
 # Pools of 6 and 9 GiB, which 32 bits do not reach to the end of.
 OPT_13B = Geometry(40, 1024, 40, 16, 128)

@@ -29,6 +29,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BASE = {canonicalize_name(Requirement(each).name) for each in PROJECT["dependencies"]}
 EXTRAS = PROJECT["optional-dependencies"]
 CLIENT = ("complete", "chat", "batch")
+LAB = ("compile-check",)
+NO_LAB = (
+    "needs the lab, which is not installed (no module jaxserve_lab): install jaxserve-llm with its "
+    "extra lab"
+)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +107,18 @@ def test_what_runs_models_brings_the_rest() -> None:
     """And nothing is in both."""
     server = {canonicalize_name(Requirement(each).name) for each in EXTRAS["server"]}
     assert {"jax", "jaxlib", "numpy", "fastapi"} <= server and not server & BASE
-    for extra in ("cpu", "cuda12", "tpu", "gguf", "optimal", "fast", "otel", "ray", "notebook"):
+    for extra in (
+        "cpu",
+        "cuda12",
+        "tpu",
+        "gguf",
+        "optimal",
+        "fast",
+        "otel",
+        "ray",
+        "lab",
+        "notebook",
+    ):
         assert "server" in _with_extras(extra), extra
 
 
@@ -154,12 +170,16 @@ def test_other_commands_say_in_a_line_what_to_install(thin: Path, tmp_path: Path
         "import sys\nfrom jaxserve.cli import main\n"
         "print(*[main([name]) for name in sys.argv[1:]])\n"
     )
-    others = [name for name in COMMANDS if name not in CLIENT]
+    others = [name for name in COMMANDS if name not in (*CLIENT, *LAB)]
     done = python("-c", script, *others, site=thin, cwd=tmp_path)
     assert done.stdout.split() == ["1"] * len(others), done.stderr
     for name, line in zip(others, done.stderr.splitlines(), strict=True):
         assert line.startswith(f"jaxserve {name} needs what runs models, and only the client is ")
         assert line.endswith("install jaxserve-llm with its extra cpu, cuda12 or tpu")
+    for name in LAB:
+        done = jaxserve(name, site=thin, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == f"jaxserve {name} {NO_LAB}\n"
     for name in CLIENT:
         done = jaxserve(name, "--help", site=thin, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, ""), done.stderr

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.experiments.infermax import page as infermax
 from jaxserve.simulator.optimal import cli as optimal
+from jaxserve_lab.experiments.infermax import page as infermax
 
 pytest.importorskip("ortools")
 

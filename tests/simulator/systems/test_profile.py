@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxserve import profile
-from jaxserve.bench import fidelity
 from jaxserve.config import Config
 from jaxserve.engine.startup import step_profile
 from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients
 from jaxserve.sched.cost.cost_model_fit import Sample, columns
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.profiles import System, load
+from jaxserve_lab.bench import fidelity
 from tests.cost_models import FLAT
 from tests.engine.harness import write_shape
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.experiments.league import workloads as league
 from jaxserve.simulator.workloads.guessable import KINDS, Chances, Guessable, draw
 from jaxserve.simulator.workloads.specs import WorkloadSpec
 from jaxserve.simulator.workloads.workload import Lengths, Workload, WorkloadError, all_at_once
+from jaxserve_lab.experiments.league import workloads as league
 
 share = st.floats(0.0, 1.0)
 

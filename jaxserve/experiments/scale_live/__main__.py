@@ -1,7 +1,0 @@
-"""`python -m jaxserve.experiments.scale_live`; see live.py."""
-
-from jaxserve.command_line import run
-from jaxserve.experiments.scale_live.live import main
-
-if __name__ == "__main__":
-    run(main)

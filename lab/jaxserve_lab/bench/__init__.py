@@ -1,0 +1,1 @@
+"""Benches: policies, frontends, kernels, abuse, and how well the simulator predicts."""

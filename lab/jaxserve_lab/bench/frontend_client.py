@@ -1,0 +1,32 @@
+"""A client process for `bench fronts`: measures what it is told to, a line of JSON at a time.
+
+Arguments: the door, its address, and what the engine says of itself. Each line on stdin is
+"throughput" or "latency", and the arguments of that function of `runs`; the line on stdout is what
+came of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from jaxserve.bench import runs
+from jaxserve.bench.load_target import ServerTarget, Target
+from jaxserve.client import Client
+from jaxserve_lab.bench.http_target import HttpTarget
+
+
+def main() -> None:
+    """Measures for the parent process until stdin ends."""
+    door, address, served = sys.argv[1:]
+    target: Target = (
+        HttpTarget(address, json.loads(served)) if door == "HTTP" else ServerTarget(Client(address))
+    )
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        measure = runs.throughput if name == "throughput" else runs.latency
+        print(json.dumps(measure(target, **arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

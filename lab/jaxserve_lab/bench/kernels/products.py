@@ -1,0 +1,136 @@
+"""Products with weights in few bits: are they right here, and how fast beside wide ones?"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.models.layers import Linear, linear
+from jaxserve.models.quantized import (
+    BLOCKS,
+    Quantization,
+    Quantized,
+    dequantize,
+    parse_quantization,
+    quantized_dot,
+)
+from jaxserve.models.registry import get_family
+from jaxserve.weights import load_params
+from jaxserve.weights.quantize import quantize
+from jaxserve_lab.bench.kernels import kernel_inputs as inputs
+from jaxserve_lab.bench.kernels.device_timing import Loop, Timing, measure
+from jaxserve_lab.bench.kernels.kernel_cases import Case
+from jaxserve_lab.bench.kernels.kernel_checks import LIMITS, Check, at_once, relative_error
+from jaxserve_lab.bench.kernels.kernels import Ceilings, Measured, measured
+
+# As `model.quantization` has it, or GGML's name of blocks that are kept.
+FORMATS = ("int8", "int8:group=128", "int4", "int4:group=32,zero", "fp8", "Q8_0", "Q4_1")
+ROWS = (1, 16, 64, 128, 512)  # decodes, and a prompt
+SHAPE = (1024, 512)  # inputs and outputs of what is checked
+LAYERS = 4  # whose weights take turns, so that none is in a cache
+
+
+def quantization(name: str) -> Quantization:
+    """How a model's weights are stored in one of `FORMATS`."""
+    kept = BLOCKS.get(name)
+    return parse_quantization(name) if kept is None else Quantization(kept)
+
+
+def check_products(
+    formats: Sequence[str] = FORMATS,
+    dtypes: Sequence[str] = ("bfloat16", "float16"),
+    rows: Sequence[int] = ROWS,
+) -> Iterator[Check]:
+    """Products of every format, dtype and number of rows, against float64 ones by what the weights
+    stand for."""
+    weights = {name: _weights(name) for name in formats}
+
+    def one(case: tuple[str, str, int]) -> list[Check]:
+        name, dtype, count = case
+        x = inputs.host_vectors((count, SHAPE[0]), jnp.dtype(dtype), 1)
+        run = jax.jit(functools.partial(quantized_dot, transposed=False, dtype=dtype))
+        wide = np.asarray(dequantize(weights[name], jnp.float32)).astype(np.float64)
+        error = relative_error(run(x, weights[name]), np.asarray(x).astype(np.float64) @ wide)
+        return [Check(f"product, {name}", f"{count} rows", dtype, error, LIMITS[dtype])]
+
+    cases = [(name, dtype, count) for name in formats for dtype in dtypes for count in rows]
+    return at_once(one, cases)
+
+
+def _weights(name: str) -> Quantized:
+    """Random ones; where there are minimums, such as do not vanish beside the rest."""
+    scheme = quantization(name).scheme
+    wide = inputs.host_vectors(SHAPE, jnp.dtype("float32"), 2) * SHAPE[0] ** -0.5
+    small = jax.jit(functools.partial(quantize, scheme=scheme))(wide)
+    if not scheme.minimum:
+        return small
+    least = inputs.host_vectors(small.scale.shape, jnp.dtype("float32"), 3) * SHAPE[0] ** -0.5
+    return dataclasses.replace(small, minimum=least)
+
+
+def time_products(
+    model: str,
+    formats: Sequence[str],
+    rows: Sequence[int],
+    dtype: str,
+    ceilings: Ceilings,
+    tell: Callable[[Measured], None],
+) -> None:
+    """Times a feed-forward layer's products up and down, its largest, one after the other.
+
+    Args:
+        model: a preset, or "tiny".
+        formats: of the weights, beside `dtype` itself, which comes first.
+        rows: of x; each number is a measurement.
+        dtype: of x and of weights that are not quantised.
+        ceilings: what the device does at best.
+        tell: called with each measurement.
+    """
+    config = dataclasses.replace(inputs.model_config(model), num_layers=LAYERS)
+    family = get_family(config.family)
+    for name in (dtype, *formats):
+        stored = None if name == dtype else quantization(name)
+        shape = dataclasses.replace(config, quantization=stored)
+        params = load_params(
+            None, family, shape, dtype=jnp.dtype(dtype), load_format="random"
+        ).layers
+        layers = [_up_and_down(layer) for layer in params]
+        for count in rows:
+            case = _case(layers, count, config.d_model, config.d_ff, dtype)
+            timing = measure(case.make(None))
+            host = timing.host_seconds / LAYERS
+            timing = Timing(timing.seconds / LAYERS, timing.clock, host)
+            tell(measured(model, case, name, "", timing, ceilings))
+
+
+def _up_and_down(layer: Any) -> tuple[Linear, Linear]:
+    """Which every family has last."""
+    parts = jax.tree.leaves(layer, is_leaf=lambda node: isinstance(node, Linear))
+    up, down = [part for part in parts if isinstance(part, Linear)][-2:]
+    return up, down
+
+
+def _case(
+    layers: list[tuple[Linear, Linear]], rows: int, width: int, wider: int, dtype: str
+) -> Case:
+    def step(i: jax.Array, x: jax.Array, layers: list[tuple[Linear, Linear]]) -> jax.Array:
+        # Else numbers could be made wide once, before the loop.
+        x, layers = jax.lax.optimization_barrier((x, layers))
+        for up, down in layers:
+            x = linear(linear(x, up, None), down, None)
+        wide = x.astype(jnp.float32)  # or it would grow from call to call
+        return (wide * jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True))).astype(dtype)
+
+    def make(_: Any) -> Loop:
+        return Loop(step, inputs.vectors((rows, width), jnp.dtype(dtype), 1), layers)
+
+    weights = sum(part.nbytes for part in jax.tree.leaves(layers[0]))
+    moved = weights + 2 * rows * (width + wider) * jnp.dtype(dtype).itemsize
+    shape = f"{rows} x {width} x {wider}"
+    return Case("up and down", shape, moved, 4 * rows * width * wider, make)

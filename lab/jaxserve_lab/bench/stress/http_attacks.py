@@ -1,0 +1,234 @@
+"""What hostile clients send over HTTP, and what they get for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jaxserve_lab.bench.stress import http_calls
+from jaxserve_lab.bench.stress.attacks import MIB, Tried
+from jaxserve_lab.bench.stress.http_calls import CHAT, COMPLETIONS
+from jaxserve_lab.bench.stress.server_process import Victim
+
+SILENT, OPEN_FILES = 1024, 1024  # connections, and files of the server
+BODY_BYTES = (256 << 10, MIB, 8 * MIB)
+LIARS, HONEST, HONEST_MS = 60, 24, 4000
+_PATIENCE_S = 120.0
+_SILENT_S = 10.0
+_SURROGATES = ("\ud800", "a\udfff", "\udc00\ud800")
+_STRINGS = (*_SURROGATES, "\0", "\x1b[31m", "\u202e", "e\u0301" * 500, "\U0010ffff")
+_TEXTS = ("request_id", "user", "stop", "slo_class")
+_USER = {"role": "user"}
+_LISTS_WITHIN_TEXT = json.dumps(
+    {
+        "role": "assistant",
+        "tool_calls": [
+            {
+                "id": "a",
+                "type": "function",
+                "function": {"name": "f", "arguments": '{"a":[' + "[]," * 20_000 + "[]]}"},
+            }
+        ],
+    }
+).encode()
+
+
+def call(server: Victim, path: str, body: Any = None, **options: Any) -> tuple[int, bytes]:
+    """See `http_calls.call`."""
+    return http_calls.call(server.http_address, path, body, key=server.key, **options)
+
+
+def _try(server: Victim, tried: Tried, path: str, body: Any, **options: Any) -> int:
+    """The status, which is counted."""
+    began = time.monotonic()
+    status, _ = call(server, path, body, **options)
+    tried.codes[str(status)] += 1
+    if status >= 400:
+        tried.longest_s = max(tried.longest_s, time.monotonic() - began)
+    return status
+
+
+def _serves(server: Victim, tried: Tried) -> None:
+    """Expects an ordinary call to be served."""
+    status, _ = call(server, COMPLETIONS, {"prompt": "Once", "max_tokens": 2})
+    tried.expect(status == 200, f"an ordinary call got {status} afterwards")
+
+
+def strings(server: Victim) -> Tried:
+    """Sends lone surrogates, NUL and the like, wherever a string may stand."""
+    tried = Tried()
+    for text in _STRINGS:
+        message = {**_USER, "content": text}
+        completion = ({"prompt": "x", name: text} for name in _TEXTS)
+        found: list[tuple[str, dict[str, Any]]] = [(COMPLETIONS, each) for each in completion]
+        found += [
+            (COMPLETIONS, {"prompt": text}),
+            (CHAT, {"messages": [message]}),
+            (CHAT, {"messages": [{**message, "role": text}]}),
+            ("/tokenize", {"prompt": text}),
+        ]
+        for path, body in found:
+            short = {} if path == "/tokenize" else {"max_tokens": 2}
+            status = _try(server, tried, path, {**body, **short})
+            tried.expect(status < 500, f"{path}: {status} for {list(body)} of {text[:9]!r}")
+    _serves(server, tried)
+    return tried
+
+
+def integers(server: Victim) -> Tried:
+    """Sends integers of 400 digits, wherever a number may stand."""
+    tried, large = Tried(), 10**399
+    fields: dict[str, Any] = dict.fromkeys(("max_tokens", "n", "best_of", "logprobs"), large)
+    fields |= dict.fromkeys(("top_k", "seed", "min_tokens", "temperature", "top_p"), large)
+    fields |= {"logit_bias": {"1": large}, "stop_token_ids": [large], "prompt": [large]}
+    fields |= {"slo": {"ttft_ms": large}}
+    for name, value in fields.items():
+        status = _try(server, tried, COMPLETIONS, {"prompt": "x", "max_tokens": 2, name: value})
+        tried.expect(status == 400, f"{name} of 400 digits got {status}")
+    _serves(server, tried)
+    return tried
+
+
+def bodies(server: Victim) -> Tried:
+    """Sends up to 8 MiB of what takes long to parse, or has long lists of errors."""
+    tried = Tried()
+    for size in BODY_BYTES:
+        for path, begin, piece, end in (
+            (CHAT, b'{"messages":[', b"1,", b"1]}"),
+            (CHAT, b'{"messages":[', b'{"role":"user","content":"a"},', b'{"role":"user"}]}'),
+            (CHAT, b'{"messages":[', b"[", b""),
+            (CHAT, b'{"messages":[', _LISTS_WITHIN_TEXT + b",", b'{"role":"user"}]}'),
+            (COMPLETIONS, b'{"prompt":[', b"1,", b"1]}"),
+            (COMPLETIONS, b'{"prompt":[', b"1.2345678901234567e-300,", b"1]}"),
+            (COMPLETIONS, b'{"prompt":[', b"1" * 4300 + b",", b"1]}"),
+            (COMPLETIONS, b'{"prompt":[', b'"",', b'""]}'),
+            (COMPLETIONS, b'{"prompt":"', b"\\u0061", b'"}'),
+        ):
+            body = begin + piece * ((size - len(begin)) // len(piece)) + end
+            _refused(server, tried, path, body)
+        unknown = b",".join(b'"a%d":1' % place for place in range(size // 12))
+        _refused(server, tried, COMPLETIONS, b"{" + unknown + b"}")
+    _serves(server, tried)
+    return tried
+
+
+def _refused(server: Victim, tried: Tried, path: str, body: bytes) -> None:
+    status = _try(server, tried, path, body)
+    problem = f"{path}: {status} for {len(body):,} bytes that begin {body[:40]!r}"
+    tried.expect(400 <= status < 500, problem)
+
+
+def silent(server: Victim) -> Tried:
+    """As many connections as the server may have files, each of which gets an answer before its
+    body has come; then half of them drip and the others say nothing."""
+    tried = Tried()
+    with contextlib.ExitStack() as stack:
+        head = b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+        held = [stack.enter_context(_connected(server, head)) for _ in range(SILENT)]
+        until = time.monotonic() + _SILENT_S
+        while time.monotonic() < until:
+            for each in held[::2]:
+                with contextlib.suppress(OSError):
+                    each.send(b"x")
+            status, _ = call(server, "/health")
+            tried.expect(status == 200, f"/health got {status}")
+            time.sleep(1.0)
+        for each in held:
+            tried.codes["closed" if _is_closed(each) else "still there"] += 1
+    tried.expect(set(tried.codes) == {"closed"}, "a connection is still there")
+    _serves(server, tried)
+    return tried
+
+
+def framing(server: Victim) -> Tried:
+    """A request that may end in two places, and another one behind it (RFC 9112 section 11.2)."""
+    tried = Tried()
+    lengths = ("Content-Length: 5\r\nTransfer-Encoding: chunked", "Content-Length: 5, 6")
+    codings = ("Transfer-Encoding: chunked, identity", "X-Long: " + "x" * 60_000)
+    for head in (*lengths, *codings):
+        request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n0\r\n\r\n"
+        behind = "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        with _connected(server, (request + behind).encode()) as connection:
+            told = b""
+            with contextlib.suppress(ConnectionError):
+                while piece := connection.recv(1 << 16):
+                    told += piece
+        tried.codes[told[9:12].decode() or "closed"] += 1
+        tried.expect(told.count(b"HTTP/1.1 ") <= 1, f"what is behind {head[:40]!r} was served")
+    tried.expect(set(tried.codes) <= {"400", "closed"}, "a request was served")
+    return tried
+
+
+def browsers(server: Victim) -> Tried:
+    """What pages of other sites have browsers send: forms, and calls by a name that leads here."""
+    tried = Tried()
+    upload, kind = http_calls.form()
+    for path, body in (("/v1/files", upload), (COMPLETIONS, b"{}"), ("/v1/models", None)):
+        for lie in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+            _try(server, tried, path, body, headers={**kind, **lie})
+    tried.expect(set(tried.codes) == {"403"}, "a page of another site's was served")
+    return tried
+
+
+def liars(server: Victim) -> Tried:
+    """Many requests whose targets nobody could meet, and later fewer whose targets can be met."""
+    tried = Tried()
+
+    def ask(ttft_ms: float) -> int:
+        body = {"prompt": "Once upon a time", "max_tokens": 32, "slo": {"ttft_ms": ttft_ms}}
+        return call(server, COMPLETIONS, body)[0]
+
+    with ThreadPoolExecutor(LIARS + HONEST) as pool:
+        lies = [pool.submit(ask, 0.001) for _ in range(LIARS)]
+        time.sleep(0.1)
+        began = time.monotonic()
+        honest = [pool.submit(ask, HONEST_MS) for _ in range(HONEST)]
+        served = sum(each.result() == 200 for each in honest)
+        tried.longest_s = time.monotonic() - began
+        told = [each.result() for each in lies]
+    tried.codes.update({"honest, 200": served, "honest, refused": HONEST - served})
+    tried.codes.update(f"liars, {status}" for status in told)
+    tried.expect(served >= HONEST - 2, "honest calls were refused beside liars")
+    return tried
+
+
+def template(server: Victim) -> Tried:
+    """Chats where the checkpoint's template loops, or fills the memory."""
+    tried = Tried()
+    for content in ("loop", "fill"):
+        status = _try(server, tried, CHAT, {"messages": [{**_USER, "content": content}]})
+        tried.expect(status != 200, f"a template that would {content} got {status}")
+    _serves(server, tried)
+    return tried
+
+
+HOSTILE_TEMPLATE = """{% if messages[0]['content'] == 'loop' %}
+{% for a in range(99999) %}{% for b in range(99999) %}{{ b }}{% endfor %}{% endfor %}
+{% else %}{{ 'ab' * 1500000000 }}{% endif %}"""
+
+
+@contextlib.contextmanager
+def _connected(server: Victim, sent: bytes) -> Iterator[socket.socket]:
+    """A connection that has said so much, and reads little at once."""
+    host, port = server.http_address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), _PATIENCE_S) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(sent)
+        yield connection
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(_SILENT_S)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True

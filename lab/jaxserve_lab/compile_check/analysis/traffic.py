@@ -1,0 +1,171 @@
+"""How many bytes the operations of a compiled step move, and how few they could."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxserve_lab.compile_check.analysis.hlo import Array, Module, Operation
+
+# What runs nothing, or ends what another operation has begun.
+_NOTHING = {
+    "after-all",
+    "bitcast",
+    "constant",
+    "get-tuple-element",
+    "optimization-barrier",
+    "parameter",
+    "partition-id",
+    "tuple",
+}
+_SAME = {"bitcast", "get-tuple-element", "optimization-barrier", "tuple"}
+_PARTS = {"slice", "dynamic-slice", "gather"}  # they read what they give, not all of what they take
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one step moves on each device.
+
+    Neither number of bytes counts the pool: what attention reads of it depends on the contexts. A
+    loop counts as often as the compiler knows it to run, else once; of a conditional, the branch
+    that moves most.
+
+    Attributes:
+        moved: bytes that operations read from memory and write to it.
+        floor: the least possible: what is read of the arguments, once, and the results written.
+        kernels: operations that run.
+    """
+
+    moved: int = 0
+    floor: int = 0
+    kernels: int = 0
+
+    @property
+    def times_floor(self) -> float:
+        """moved / floor: 1 is as little as can be; 0 where nothing is known."""
+        return self.moved / self.floor if self.floor else 0.0
+
+
+def traffic(module: Module, is_pool: Callable[[Operation], bool]) -> Traffic:
+    """Counts the traffic of a step. is_pool says whether a parameter of the entry is the pool."""
+    entry = module.computations[module.entry]
+    pools = {a.size for op in entry if op.opcode == "parameter" and is_pool(op) for a in op.arrays}
+    count = _Count(module, pools)
+    kernels = count.run(module.entry)
+    floor = 0
+    for op in entry:
+        if op.opcode == "parameter":
+            floor += min(count.size(op.arrays), count.read[op.name])
+        if op.is_root:
+            floor += count.size(op.arrays)
+    return Traffic(count.moved, floor, kernels)
+
+
+class _Count:
+    """pools: sizes of arrays that are the pool, in whichever shape."""
+
+    def __init__(self, module: Module, pools: set[int]) -> None:
+        self._module, self._pools = module, pools
+        self.moved = 0
+        self.read: Counter[str] = Counter()  # bytes by the entry parameter that they are of
+
+    def size(self, arrays: Sequence[Array]) -> int:
+        """Bytes in memory, the pool's left out."""
+        return sum(a.size for a in arrays if not a.on_chip and a.size not in self._pools)
+
+    def run(self, name: str, times: int = 1) -> int:
+        """Counts what the computation moves if it runs so often. Returns the number of
+        operations."""
+        values: dict[str, Operation] = {}
+        origins: dict[str, set[str]] = {}
+        kernels = 0
+        for op in self._module.computations[name]:
+            values[op.name] = op
+            inputs = [values[operand] for operand in op.operands if operand in values]
+            if op.opcode == "parameter":
+                origins[op.name] = {op.name}
+            elif op.opcode in _SAME:
+                origins[op.name] = {o for one in inputs for o in origins.get(one.name, ())}
+            if op.opcode in ("while", "call", "conditional"):
+                runs = [self._alone(called, times * op.trips) for called in op.called]
+                taken = [max(runs)] if op.opcode == "conditional" else runs
+                self.moved += sum(moved for moved, _ in taken)
+                kernels += sum(number for _, number in taken)
+                for one in inputs:
+                    self._note(origins.get(one.name, set()), self.size(one.arrays))
+            elif op.opcode not in _NOTHING and not op.opcode.endswith("-done"):
+                written = self._writes(op)
+                kernels += times if self._runs(op) else 0
+                self.moved += times * written
+                for place, one in enumerate(inputs):
+                    size = self._reads(op, place, one)
+                    self.moved += times * size
+                    self._note(origins.get(one.name, set()), size)
+        return kernels
+
+    def _alone(self, name: str, times: int) -> tuple[int, int]:
+        """What the computation moves, not counted yet, and how many operations that is."""
+        before = self.moved
+        kernels = self.run(name, times)
+        moved, self.moved = self.moved - before, before
+        return moved, kernels
+
+    def _writes(self, op: Operation) -> int:
+        """Bytes that it writes: of what it updates in place the new part."""
+        update = self._update(op)
+        if update is not None:
+            return self.size(update[1].arrays)
+        return sum(self.size(element) for element in op.written)
+
+    def _update(self, op: Operation) -> tuple[int, Operation] | None:
+        """Of an operation whose result is its operand with a slice updated, which XLA does in
+        place: (that operand's number, what the slice becomes); None for any other."""
+        if op.opcode != "fusion":
+            return None
+        inside = {one.name: one for one in self._module.computations[op.called[0]]}
+        root = next(one for one in inside.values() if one.is_root)
+        while root.opcode == "bitcast":
+            root = inside[root.operands[0]]
+        if root.opcode != "dynamic-update-slice":
+            return None
+        whole, new = (inside[name] for name in root.operands[:2])
+        while whole.opcode == "bitcast":
+            whole = inside[whole.operands[0]]
+        return (whole.number, new) if whole.opcode == "parameter" else None
+
+    def _note(self, origins: set[str], size: int) -> None:
+        for name in origins:
+            self.read[name] += size
+
+    def _runs(self, op: Operation) -> bool:
+        """A copy into a TPU's VMEM runs beside the operations."""
+        into = [array for element in op.written for array in element]
+        return not (op.opcode.endswith("-start") and all(array.on_chip for array in into))
+
+    def _reads(self, op: Operation, place: int, operand: Operation) -> int:
+        """Bytes of its operand number `place` that it reads."""
+        whole = self.size(operand.arrays)
+        if op.opcode in _PARTS or op.opcode.endswith("-start"):
+            taken = sum(array.size for element in op.written for array in element)
+            return min(whole, taken)
+        if op.opcode != "fusion":
+            return whole
+        update = self._update(op)
+        if update is not None and update[0] == place:
+            return 0
+        return min(whole, self._reads_inside(op.called[0], place, whole))
+
+    def _reads_inside(self, name: str, place: int, whole: int) -> int:
+        """Likewise of a fused computation's parameter."""
+        lines = self._module.computations[name]
+        same = {op.name for op in lines if op.opcode == "parameter" and op.number == place}
+        taken = 0
+        for op in lines:
+            if op.opcode == "bitcast" and op.operands[0] in same:
+                same.add(op.name)
+            elif op.opcode in _PARTS and op.operands[0] in same:
+                taken += sum(array.size for array in op.arrays)
+            elif same.intersection(op.operands):
+                return whole
+        return taken

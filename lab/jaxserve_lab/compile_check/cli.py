@@ -1,0 +1,214 @@
+"""Do the kernels and the model's steps compile for these devices, and fit them?
+
+    jaxserve compile-check
+    jaxserve compile-check --target=a100,v5e:4 --model=opt-13b
+    jaxserve compile-check --model=llama-3-8b --programs=steps --lora=8:16 --json
+
+A target is a device, or as many of them as `v5e:4` says, which share each layer's heads; without
+a number as few as the model fits. Without --target and --programs each of the models that are known
+here has its own. None of the devices is needed, but their compilers are: `make
+compile-check` installs them into an environment of its own and runs this there, with ARGS. A target
+whose compiler is not installed is reported as not checked. Exit codes: 0 all compiled and fit, 1
+something did not, 2 a wrong command line, 3 nothing failed but something was not checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxserve.command_line import Parser
+from jaxserve.config.sections import CACHE_DTYPES, LORA_RANKS, MAX_LORAS
+from jaxserve.models.lora import LoraSlots
+from jaxserve.pallas_kernels import resolve_backend
+from jaxserve.pallas_kernels.pool import WIDE_DTYPES
+from jaxserve.writable import check_file
+from jaxserve_lab.compile_check import report, toolchain
+from jaxserve_lab.compile_check.case import Sizes, quantized_model
+from jaxserve_lab.compile_check.check import AUTO, Checked, Wish, check_model
+from jaxserve_lab.compile_check.compiling import NOT_CHECKED, Result
+from jaxserve_lab.compile_check.programs import choose
+from jaxserve_lab.compile_check.targets import Target, load_target, target_names
+
+_EVERY = ",".join([*target_names(), "a100:2", "v5e:4"])
+_LARGE = "a100:2,h200,v5p,v6e"
+# The models that are compiled if none is named: for which targets, and which programs of them.
+MODELS = {
+    "opt-13b": (_EVERY, "all"),
+    "llama-3-8b": (_EVERY, "all"),
+    "gemma-3-27b": (_LARGE, "steps"),
+    "qwen3-30b-a3b": (_LARGE, "steps"),
+    "mixtral-8x7b": (_LARGE, "steps"),
+}
+_OTHERS = (_EVERY, "all")
+
+
+class Asked(NamedTuple):
+    """What is to be compiled of one model.
+
+    Attributes:
+        model: as for `model_shape`.
+        targets: each with the number of devices, or AUTO.
+        wish: the programs.
+    """
+
+    model: str
+    targets: list[tuple[Target, int]]
+    wish: Wish
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compiles what the command line (None: this process's) asks for and prints what came of it.
+    Returns the exit code, see above."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    args, asked = parse(given)
+    toolchain.quiet_start(loops=args.loops)
+    out = sys.stderr if args.json else sys.stdout
+
+    def tell(result: Result) -> None:
+        print(report.line(result), file=out, flush=True)
+
+    print(report.header(), file=out, flush=True)
+    checked = [
+        check_model(one.model, target, count, one.wish, tell)
+        for one in asked
+        for target, count in one.targets
+    ]
+    results = [result for one in checked for result in one.results]
+    if args.write_doc:
+        command = [
+            flag for flag in given if flag != "--json" and not flag.startswith("--write_doc")
+        ]
+        command.append(f"--write_doc={args.write_doc}")
+        _write(Path(args.write_doc), checked, asked[0].wish.sizes, command)
+    if args.json:
+        print(json.dumps(report.as_json(checked), allow_nan=False), flush=True)
+    else:
+        print("\n".join(report.summary(checked)))
+    return exit_code(results)
+
+
+def _write(path: Path, checked: Sequence[Checked], sizes: Sizes, command: Sequence[str]) -> None:
+    """Writes the page, and in figures/ beside it the table of all programs."""
+    table = path.parent / "figures" / f"{path.stem}.csv"
+    table.parent.mkdir(exist_ok=True)
+    was, rows = (one.read_text(encoding="utf-8") if one.is_file() else "" for one in (path, table))
+    path.write_text(report.page(checked, sizes, command, was), encoding="utf-8")
+    table.write_text(report.programs(checked, sizes, rows), encoding="utf-8")
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Asked]]:
+    """The command line, checked, and what it asks for, at least one model; argparse exits by itself
+    where it is wrong."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        given = (args.block_size, args.max_rows, args.max_batch_tokens, args.dtype)
+        sizes = Sizes(*given, args.quantization, args.cache_dtype, _lora(args.lora))
+        asked = [_asked(model, args, sizes) for model in args.model.split(",")]
+        if args.backend != "auto":
+            resolve_backend(args.backend)
+        for name, least in (("block_size", 0), ("max_rows", 1), ("max_batch_tokens", 1)):
+            if getattr(args, name) < least:
+                raise ValueError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+        if args.write_doc:
+            check_file("write_doc", Path(args.write_doc))
+    except ValueError as error:
+        parser.error(str(error))
+    return args, asked
+
+
+def _asked(model: str, args: argparse.Namespace, sizes: Sizes) -> Asked:
+    """ValueError where something is not known."""
+    targets, programs = MODELS.get(model, _OTHERS)
+    each = [_target(name, args.tensor) for name in (args.target or targets).split(",")]
+    quantized_model(model, args.quantization)
+    wish = Wish(choose(args.programs or programs), sizes, args.backend)
+    return Asked(model, each, wish)
+
+
+def _lora(text: str) -> LoraSlots | None:
+    """The room that "8:16" says; None for none."""
+    if not text:
+        return None
+    slots, _, rank = text.partition(":")
+    numbers = slots.isdecimal() and rank.isdecimal()
+    if not numbers or not 0 < int(slots) <= MAX_LORAS or int(rank) not in LORA_RANKS:
+        ranks = ", ".join(map(str, LORA_RANKS))
+        raise ValueError(f"--lora must be slots (1 to {MAX_LORAS}):rank ({ranks}), got {text}")
+    return LoraSlots(int(slots), int(rank))
+
+
+def _target(text: str, tensor: int) -> tuple[Target, int]:
+    """The device and the count of "v5e:4"; without one, what --tensor says."""
+    name, _, number = text.partition(":")
+    target = load_target(name)
+    if not (number or "0").isdecimal() or tensor < AUTO:
+        raise ValueError(f"--tensor must be at least 1 (0: as needed), got {number or tensor}")
+    count = int(number or tensor)
+    target.topology(max(count, 1))
+    return target, count
+
+
+def exit_code(results: Sequence[Result]) -> int:
+    """0, 1 or 3 as the module says; a failure counts before what was not checked."""
+    if any(result.is_bad for result in results):
+        return 1
+    return 3 if any(result.status == NOT_CHECKED for result in results) else 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="jaxserve compile-check",
+        description=__doc__,
+    )
+
+    def flag(name: str, default: str | int, text: str) -> None:
+        kind = type(default)
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (%(default)s)")
+
+    flag("target", "", "devices to compile for; empty: those of the model's section in the page")
+    flag(
+        "model",
+        ",".join(MODELS),
+        "presets, tiny for the model in the box, or folders with a config.json",
+    )
+    flag(
+        "programs",
+        "",
+        "all, steps, kernels, or names as printed; empty: all, of the largest models only steps",
+    )
+    flag("tensor", AUTO, "devices for targets without a number; 0: as few as fit")
+    flag("backend", "auto", "attention backend; auto: the platform's own")
+    flag("block_size", 0, "tokens of a block; 0: the engine's default for the device")
+    flag(
+        "quantization",
+        "",
+        "of the weights: int8, int4 or fp8 as model.quantization, GGUF's q8_0, q4_0, q4_1 or q4_k; "
+        "empty: none",
+    )
+    flag("lora", "", "room for adapters, slots:rank such as 8:16; empty: none")
+    flag("max_rows", 128, "requests of a batch")
+    flag("max_batch_tokens", 2048, "tokens of a batch")
+    parser.add_argument("--dtype", choices=WIDE_DTYPES, default="bfloat16", help="(%(default)s)")
+    parser.add_argument(
+        "--cache_dtype",
+        choices=CACHE_DTYPES,
+        default=CACHE_DTYPES[0],
+        help="of the pool; auto: that of the weights (%(default)s)",
+    )
+    parser.add_argument(
+        "--loops", action="store_true", help="count the cycles of TPU kernels' loops, too"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    parser.add_argument(
+        "--write_doc",
+        metavar="FILE",
+        help="write the result into a Markdown page and figures/NAME.csv beside it; what they "
+        "have of other models stays",
+    )
+    return parser

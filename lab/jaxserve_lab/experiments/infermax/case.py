@@ -1,0 +1,123 @@
+"""InferMax's rules: one simulation a case."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.parameters import with_parameters
+from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.simulator import RULES, default_limits, policy_under, simulate
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.specs import WorkloadSpec
+from jaxserve_lab.experiments.common.runs import say_compiling
+
+UNLIMITED = 10**9  # tokens of cache
+
+
+@dataclass(frozen=True)
+class Case:
+    """One simulation under the rules `infermax_paper`. C is the system's, P as in InferMax's Table
+    1.
+
+    Attributes:
+        policy: Its name.
+        workload: As `WorkloadSpec.lengths`.
+        kv_tokens: M.
+        num_requests: Of a mix.
+        system: Name of the system.
+        switches: Parameters of the policy.
+    """
+
+    policy: str
+    workload: str
+    kv_tokens: int
+    num_requests: int | None = None
+    system: str = "llama-2-7b@a100"
+    switches: tuple[tuple[str, bool | str], ...] = ()
+
+    @property
+    def cost(self) -> int:
+        """A guess of the simulation time, so that the longest can start first."""
+        if not self.workload.startswith("fixed:"):
+            return 10**6 * (self.num_requests or 20)
+        prompt, output, count = map(int, self.workload[6:].split("x"))
+        at_once = max(1, min(count, self.kv_tokens // (prompt + output)))
+        return output * count // at_once
+
+    def named(self) -> dict[str, Any]:
+        """Its fields; a trace without its folder."""
+        switches = dict(self.switches)
+        return {**asdict(self), "workload": Path(self.workload).name, "switches": switches}
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a case comes to. Times in seconds.
+
+    Attributes:
+        latency: Sum of the batch times (section 4.1).
+        tps: Output tokens over latency.
+        ttft, tpot: Means over requests.
+        tpot_p99: Over the requests' mean TPOTs.
+        batches: Number of batches.
+        preemptions: Of all requests.
+        batch_size: Mean requests of a batch.
+        kv_used: Mean share of M.
+        requests: Number of requests.
+        output_tokens: Of all requests.
+    """
+
+    latency: float
+    tps: float
+    ttft: float
+    tpot: float
+    tpot_p99: float
+    batches: int
+    preemptions: int
+    batch_size: float
+    kv_used: float
+    requests: int
+    output_tokens: int
+
+
+def simulated(case: Case, compiled: bool | None = None) -> SimulationResult:
+    """Simulates the case, on the same requests each time. compiled: as `simulate` has it.
+    ValueError if its policy, parameters, workload or system are unknown, or do not go together."""
+    place = system(case.system)
+    policy = policy_under(case.policy, RULES["infermax_paper"])
+    policy = with_parameters(case.policy, policy, dict(case.switches))
+    spec = WorkloadSpec(case.workload, num_requests=case.num_requests)
+    return simulate(
+        policy,
+        spec.make_workload(),
+        place,
+        limits=default_limits(policy, place),
+        kv_tokens=case.kv_tokens,
+        rules="infermax_paper",
+        compiled=compiled,
+        compiling=say_compiling,
+    )
+
+
+def run(case: Case) -> Numbers:
+    """The numbers of a simulation. ValueError as `simulated`."""
+    result = simulated(case)
+    summary = result.summary()
+    tpot = result.requests.tpot
+    return Numbers(
+        summary["latency_s"],
+        summary["tps"],
+        summary["mean_ttft_s"],
+        summary["mean_tpot_s"] or 0.0,
+        float(np.quantile(tpot, 0.99)) if len(tpot) else 0.0,
+        summary["num_batches"],
+        summary["num_preemptions"],
+        summary["mean_batch_requests"],
+        summary["mean_kv_used"],
+        summary["num_requests"],
+        summary["output_tokens"],
+    )

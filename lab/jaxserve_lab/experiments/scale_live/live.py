@@ -1,0 +1,245 @@
+"""Measures what becomes of calls while a deployment on Ray Serve is scaled, and a replica killed.
+
+    python -m jaxserve_lab.experiments.scale_live
+    python -m jaxserve_lab.experiments.scale_live --out=docs/figures/scale-live.json
+
+A Ray cluster on this machine, replicas of the model in the box, OpenAI's client over the proxy: 1
+replica becomes 2 under load, one of them is killed under 200 streams, and there is 1 again when
+the load has gone. It takes two to three minutes on two idle cores. --out: where the numbers go,
+from which `python -m jaxserve_lab.experiments.scale` writes a section of its page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import signal
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.command_line import Parser
+from jaxserve.deploy.local.cluster import Cluster, local_cluster
+from jaxserve.deploy.settings import Settings
+from jaxserve.machine import machine
+from jaxserve.writable import check_file
+from jaxserve_lab.experiments.scale_live.streams import Stream, client, many, stream, until
+
+MODEL = "tiny-stories"
+STREAMS, TOKENS = 200, 64
+BEGUN = 20  # streams, at which a replica is killed: later, it may be done with all of its own
+MANY, FEW = 48, 2  # clients that go on asking while replicas come and go
+ALONE = 20  # calls one after the other
+# Few steps to compile: this is about calls, not about speed.
+FLAGS = (
+    "--config.scheduler.max_batch_tokens=256",
+    "--config.engine.row_buckets=(16,)",
+    "--config.engine.token_buckets=(256,)",
+)
+_CPUS = 2  # of Ray's count
+_SCALE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """What became of calls while the deployment was scaled.
+
+    Attributes:
+        replicas: Before and after.
+        seconds: Until the new number served.
+        calls: Those that ended meanwhile.
+        failed: Calls that ended with an error.
+        wrong: Calls with another text.
+    """
+
+    replicas: tuple[int, int]
+    seconds: float
+    calls: int
+    failed: int
+    wrong: int
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What became of streams when one of two replicas was killed.
+
+    Attributes:
+        streams: How many there were.
+        begun: How many had begun by then.
+        whole: Those that got all of their text.
+        cut: Those that got an error after some text.
+        failed: Those that got an error and no text.
+        wrong: Those whose text, whole or cut, is not what it should be.
+        errors: The different errors.
+        recovered: Seconds from the streams' end until two replicas served again.
+    """
+
+    streams: int
+    begun: int
+    whole: int
+    cut: int
+    failed: int
+    wrong: int
+    errors: tuple[str, ...]
+    recovered: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """All that was measured.
+
+    Attributes:
+        machine: Where.
+        ready: Seconds until the first replica served.
+        ttft: Median of ALONE calls, seconds.
+        up: From one replica to two.
+        killed: With one of the two killed.
+        down: From two to one.
+    """
+
+    machine: dict[str, Any]
+    ready: float
+    ttft: float
+    up: Scaled
+    killed: Killed
+    down: Scaled
+
+
+def settings() -> Settings:
+    """One replica of the bundled model, or two by load."""
+    return Settings(
+        replicas=1,
+        max_replicas=2,
+        flags=list(FLAGS),
+        num_cpus=_CPUS / 4,  # so that one may come while another one has not gone
+        upscale_delay_s=1.0,
+        downscale_delay_s=10.0,
+    )
+
+
+def measure(also: Callable[[Cluster], None] = lambda _: None) -> Found:
+    """Measures everything on a cluster of its own. also: called once the first replica serves.
+    Raises NotReady."""
+    where = machine()
+    with local_cluster(cpus=_CPUS) as cluster:
+        ready = cluster.deploy(settings())
+        also(cluster)
+        alone = asyncio.run(_alone(cluster))
+        text = alone[-1].text
+        up = _scaled(cluster, 1, 2, MANY, text)
+        killed = _killed(cluster, text)
+        down = _scaled(cluster, 2, 1, FEW, text)
+    ttft = statistics.median(each.ttft or 0.0 for each in alone)
+    return Found(where, ready, ttft, up, killed, down)
+
+
+async def _alone(cluster: Cluster) -> list[Stream]:
+    async with client(cluster.http) as api:
+        return [await stream(api, MODEL, TOKENS) for _ in range(ALONE)]
+
+
+class _Asking:
+    """Clients that keep calling in a thread, within `with`. calls: those that have ended."""
+
+    def __init__(self, cluster: Cluster, clients: int) -> None:
+        self.calls: list[Stream] = []
+        self._over = threading.Event()
+
+        async def ask() -> None:
+            async with client(cluster.http) as api:
+                await until(api, MODEL, TOKENS, clients, self._over.is_set, self.calls)
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(ask()))
+
+    def __enter__(self) -> _Asking:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def _scaled(cluster: Cluster, before: int, after: int, clients: int, text: str) -> Scaled:
+    with _Asking(cluster, clients) as asking:
+        what = f"{before} replicas become {after}"
+        seconds = cluster.wait(lambda: cluster.replicas() == after, what, _SCALE_S)
+    calls = asking.calls
+    failed = sum(bool(call.error) for call in calls)
+    wrong = sum(call.text != text for call in calls if not call.error)
+    return Scaled((before, after), seconds, len(calls), failed, wrong)
+
+
+def _killed(cluster: Cluster, text: str) -> Killed:
+    victim = cluster.processes()[0]
+
+    async def streams() -> list[Stream]:
+        async with client(cluster.http) as api:
+            kill = functools.partial(os.kill, victim, signal.SIGKILL)
+            return await many(api, MODEL, TOKENS, STREAMS, BEGUN, kill)
+
+    def replaced() -> bool:
+        there = cluster.processes()
+        return victim not in there and len(there) == 2 and cluster.replicas() == 2
+
+    with _Asking(cluster, MANY) as asking:  # until the new one, too, has its share of them
+        cluster.wait(lambda: len(asking.calls) >= STREAMS, "calls of two replicas", _SCALE_S)
+    ended, began = asyncio.run(streams()), time.monotonic()
+    with _Asking(cluster, MANY):
+        cluster.wait(replaced, "another replica instead of the one that was killed", _SCALE_S)
+    outcomes = Counter(each.outcome for each in ended)
+    whole = [each for each in ended if not each.error]
+    cut = [each for each in ended if each.error]
+    return Killed(
+        streams=STREAMS,
+        begun=BEGUN,
+        whole=outcomes["whole"],
+        cut=outcomes["cut"],
+        failed=outcomes["failed"],
+        wrong=sum(each.text != text for each in whole)
+        + sum(not text.startswith(each.text) for each in cut),
+        errors=tuple(sorted({each.error for each in cut})),
+        recovered=time.monotonic() - began,
+    )
+
+
+def lines(found: Found) -> list[str]:
+    """The report, for people."""
+    killed = found.killed
+    told = [
+        f"one replica serves after {found.ready:.1f} s; median TTFT {1000 * found.ttft:.0f} ms",
+        f"one of two killed under {killed.streams} streams: {killed.whole} whole, {killed.cut} cut "
+        f"off with what they had, {killed.failed} failed, {killed.wrong} wrong; replaced after "
+        f"{killed.recovered:.1f} s",
+    ]
+    for scaled in (found.up, found.down):
+        one, other = scaled.replicas
+        told.append(
+            f"{one} to {other} replicas in {scaled.seconds:.1f} s: {scaled.calls} calls, "
+            f"{scaled.failed} failed, {scaled.wrong} wrong"
+        )
+    return told
+
+
+def main(argv: Sequence[str] | None = None, run: Callable[[], Found] = measure) -> int:
+    """Runs the command. Exit code 2 for an output that cannot be written."""
+    parser = Parser(prog="python -m jaxserve_lab.experiments.scale_live", description=__doc__)
+    parser.add_argument("--out", metavar="FILE", default="", help="numbers as JSON")
+    args = parser.parse_args(argv)
+    if args.out:
+        try:
+            check_file("out", Path(args.out))
+        except ValueError as error:
+            parser.error(str(error))
+    found = run()
+    print("\n".join(lines(found)))
+    if args.out:
+        Path(args.out).write_text(json.dumps(asdict(found), indent=2) + "\n")
+    return 0

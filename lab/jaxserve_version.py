@@ -1,0 +1,1 @@
+../jaxserve/__init__.py
