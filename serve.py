@@ -16,6 +16,6 @@ if __name__ == "__main__":
     gc.disable()  # until it serves: a seventh of a start would be spent looking for garbage
 
     from jaxserve.command_line import run
-    from jaxserve.serve import main
+    from jaxserve.commands.serve import main
 
     run(lambda: main(sys.argv[1:], "serve.py"))

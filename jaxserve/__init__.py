@@ -31,7 +31,7 @@ def __getattr__(name: str) -> object:
     try:
         return getattr(importlib.import_module(_OFFLINE[name]), name)
     except ModuleNotFoundError as error:
-        from jaxserve.serving_stack import problem
+        from jaxserve.extras import problem
 
         if (text := problem(f"jaxserve.{name}", error)) is None:
             raise

@@ -1,6 +1,6 @@
 """`python -m jaxserve`: the command `jaxserve`."""
 
-from jaxserve.cli import entry_point
+from jaxserve.commands.cli import entry_point
 
 if __name__ == "__main__":
     entry_point()

@@ -14,8 +14,8 @@ import pytest
 
 from jaxserve import __version__
 from jaxserve.bench.cli import LAB_COMMANDS, MEASURED
-from jaxserve.cli import COMMANDS, main
-from jaxserve.serving_stack import LAB
+from jaxserve.commands.cli import COMMANDS, main
+from jaxserve.extras import LAB
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve import __version__, keys, policies
+from jaxserve import __version__
 from jaxserve.bench import cli as bench
 from jaxserve.client import cli as client
 from jaxserve.command_line import Parser, exit_code, run
+from jaxserve.commands import keys, policies
 from jaxserve.simulator.advise import cli as advise
 from jaxserve.simulator.optimal import cli as optimal
 from jaxserve.simulator.simulate import cli as simulate

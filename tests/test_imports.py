@@ -16,7 +16,7 @@ HEAVY = (
 )  # fmt: skip
 RUN = """
 import sys
-from jaxserve.cli import main
+from jaxserve.commands.cli import main
 try:
     assert main(sys.argv[1:]) == 0
 except SystemExit as ended:

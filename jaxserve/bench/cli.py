@@ -46,10 +46,10 @@ from jaxserve.client import Client, ServerError
 from jaxserve.command_line import Parser, print_result
 from jaxserve.config import Config, ConfigError
 from jaxserve.engine.stats import StepRecorder
+from jaxserve.extras import LAB, problem
 from jaxserve.machine import machine, versions
 from jaxserve.sched.recording import RecordingError
 from jaxserve.server.startup.launch import UsageError
-from jaxserve.serving_stack import LAB, problem
 from jaxserve.simulator import workload_flags
 from jaxserve.simulator.workloads.specs import WorkloadSpec
 from jaxserve.simulator.workloads.workload import WorkloadError

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import pytest
 from absl import flags
 
-from jaxserve import cli
 from jaxserve.bench import cli as bench
 from jaxserve.command_line import Parser
+from jaxserve.commands import cli
 from jaxserve.sched import registry
 from jaxserve.sched.registry import deployable, make_policy, policies
 from jaxserve.server.startup import launch

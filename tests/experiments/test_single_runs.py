@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve import cli
+from jaxserve.commands import cli
 from jaxserve_lab.experiments.accelgen import page as accelgen
 from jaxserve_lab.experiments.aptserve import page as aptserve
 from jaxserve_lab.experiments.bros import page as bros

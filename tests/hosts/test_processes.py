@@ -17,7 +17,7 @@ import pytest
 
 import jaxserve
 from jaxserve.client import Client, ServerError
-from jaxserve.convert import convert
+from jaxserve.commands.convert import convert
 from jaxserve.deploy.local.cluster import free_port
 from jaxserve.hosts.group import OTHER
 from jaxserve.sched.request import Grammar, GrammarKind

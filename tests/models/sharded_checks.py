@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from jaxserve.convert import convert
+from jaxserve.commands.convert import convert
 from jaxserve.models.base import with_quantization
 from jaxserve.models.dense import sequence_logits
 from jaxserve.models.fused import param_bytes

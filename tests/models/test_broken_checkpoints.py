@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve import convert
+from jaxserve.commands import convert
 from jaxserve.weights import CheckpointError, load_config, load_params
 from tests.models.fixtures import ROOT, hf_config, hf_tensors, write_checkpoint
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve import convert
+from jaxserve.commands import convert
 from jaxserve.models.fused import param_bytes
 from jaxserve.models.registry import get_family
 from jaxserve.weights import (

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.checkpoint_files import check_folder, find_gguf
+from jaxserve.commands.convert import convert
 from jaxserve.config import ConfigError
-from jaxserve.convert import convert
 from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.gguf.config import config_json
 from jaxserve.gguf.header import OTHER_TYPES, TYPES, GGUFError, read_header

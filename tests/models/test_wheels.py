@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve import convert
+from jaxserve.commands import convert
 from jaxserve.config import ConfigError
 from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.configs import base

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from jaxserve import policies as command
 from jaxserve.bench import cli
+from jaxserve.commands import policies as command
 from jaxserve.sched.plan import Checkpoint, Join
 from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.state.request_table import State

@@ -69,8 +69,8 @@ def check(args: argparse.Namespace) -> str:
         return "--rate is that of the traffic, one; what 0.8 and 1.25 times as much do is said"
     if args.replay is None and args.system is None:
         return (
-            "--system is needed without --replay: a profile of this machine (python -m "
-            "jaxserve.profile --out=mine.json), or MODEL@DEVICE"
+            "--system is needed without --replay: a profile of this machine (jaxserve "
+            "profile --out=mine.json), or MODEL@DEVICE"
         )
     return ""
 

@@ -29,9 +29,9 @@ from tqdm import tqdm
 from jaxserve.bench import load_target
 from jaxserve.bench.command import BenchParser, on_machine, served_by
 from jaxserve.command_line import print_result
+from jaxserve.commands.profile import build, host_ms
 from jaxserve.config import Config
 from jaxserve.machine import machine, versions
-from jaxserve.profile import build, host_ms
 from jaxserve.simulator import replay
 from jaxserve.simulator.replay import Recording
 from jaxserve.simulator.results import SimulationResult

@@ -17,9 +17,9 @@ from jaxserve.bench import runs
 from jaxserve.bench.command import BenchParser
 from jaxserve.bench.load_target import EngineTarget, check_fits
 from jaxserve.command_line import print_result
+from jaxserve.commands.profile import build
 from jaxserve.config import Config
 from jaxserve.machine import machine, versions
-from jaxserve.profile import build
 from jaxserve.sched.registry import make_policy
 from jaxserve.server.startup.launch import UsageError
 from jaxserve.simulator import replay

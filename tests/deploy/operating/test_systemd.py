@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from absl import flags
 
-from jaxserve import cli
+from jaxserve.commands import cli
 from jaxserve.config import Config
 from jaxserve.server import server as runner
 from jaxserve.server.startup import launch

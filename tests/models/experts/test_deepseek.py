@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import convert
+from jaxserve.commands import convert
 from jaxserve.engine.startup.model_options import cached_whole
 from jaxserve.models.base import Experts, Latent, ModelConfig, with_quantization
 from jaxserve.models.dense import sequence_logits

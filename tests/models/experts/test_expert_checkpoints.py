@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxserve import convert
+from jaxserve.commands import convert
 from jaxserve.models.base import with_quantization
 from jaxserve.models.dense import sequence_logits
 from jaxserve.models.fused import fuse

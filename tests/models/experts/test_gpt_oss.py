@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import convert
+from jaxserve.commands import convert
 from jaxserve.config import ConfigError
 from jaxserve.engine.startup.model_options import choose_read
 from jaxserve.models.base import with_quantization

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import dequantize as by_library
 from gguf import quantize as to_blocks
 
-from jaxserve import convert
+from jaxserve.commands import convert
 from jaxserve.config import ServedModelConfig
 from jaxserve.engine.startup.model_options import load_shape
 from jaxserve.models.base import with_quantization

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxserve
-from jaxserve import convert
+from jaxserve.commands import convert
 from jaxserve.models.base import with_quantization
 from jaxserve.models.quantized import Quantized, dequantize
 from jaxserve.weights import CheckpointError, load_config, load_params

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve.convert import convert
+from jaxserve.commands.convert import convert
 from jaxserve.models.base import Params
 from jaxserve.weights import CheckpointError, load_config, load_params
 from jaxserve.weights.tensors import INDEX

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.keys import main
+from jaxserve.commands.keys import main
 from jaxserve.server.access.api_keys import Keys, Unauthenticated
 from jaxserve.server.access.key_file import digest_of, parse_line, parse_lines
 

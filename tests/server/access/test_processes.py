@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.client import Client, ServerError
-from jaxserve.keys import main
+from jaxserve.commands.keys import main
 from tests.server.access.test_keys import key
 from tests.server.fake_engine import PATIENCE
 from tests.server.grpc.test_grpc_shutdown import fake_server

@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from jaxserve.cli import COMMANDS
+from jaxserve.commands.cli import COMMANDS
 from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.server import Server
@@ -167,7 +167,7 @@ def test_vectors_need_no_numpy(server: Server, thin: Path, tmp_path: Path) -> No
 
 def test_other_commands_say_in_a_line_what_to_install(thin: Path, tmp_path: Path) -> None:
     script = (
-        "import sys\nfrom jaxserve.cli import main\n"
+        "import sys\nfrom jaxserve.commands.cli import main\n"
         "print(*[main([name]) for name in sys.argv[1:]])\n"
     )
     others = [name for name in COMMANDS if name not in (*CLIENT, *LAB)]
@@ -201,7 +201,7 @@ def test_a_module_that_is_missing_for_another_reason_is_an_error(
 ) -> None:
     monkeypatch.setitem(COMMANDS, "serve", ("jaxserve.nowhere", "main", ""))
     with pytest.raises(ModuleNotFoundError, match=r"jaxserve\.nowhere"):
-        from jaxserve.cli import main
+        from jaxserve.commands.cli import main
 
         main(["serve"])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve import profile
+from jaxserve.commands import profile
 from jaxserve.config import Config
 from jaxserve.engine.startup import step_profile
 from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients

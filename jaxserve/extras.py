@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 
 EXTRAS = ("cpu", "cuda12", "tpu")
-"""Of the distribution; each brings it."""
+"""Extras that bring what runs models."""
 LAB = "jaxserve_lab"
 """The lab's package: what measures, compares and makes pages. Nothing else here names it."""
 

@@ -210,7 +210,7 @@ def _system(info: Any, limits: Limits, padding: Padding, found: Fit) -> System:
         rho=info.rho,
         projects=info.hidden_read == "projected",
         about={
-            "source": "measured by jaxserve.profile",
+            "source": "measured by jaxserve profile",
             "model": info.model,
             "dtype": info.dtype,
             "cache": info.cache_dtype,

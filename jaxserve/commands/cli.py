@@ -12,10 +12,10 @@ from typing import NoReturn
 
 from jaxserve import __version__
 from jaxserve.command_line import run
-from jaxserve.serving_stack import LAB, problem
+from jaxserve.extras import LAB, problem
 
 COMMANDS = {
-    "serve": ("jaxserve.serve", "main", "serve a model over gRPC and HTTP"),
+    "serve": ("jaxserve.commands.serve", "main", "serve a model over gRPC and HTTP"),
     "chat": ("jaxserve.client.chat", "main", "talk with the model that a server has"),
     "complete": ("jaxserve.client.cli", "complete", "continue a prompt, or a file of them"),
     "batch": ("jaxserve.client.cli", "batch", "have a file of prompts done when there is time"),
@@ -23,10 +23,14 @@ COMMANDS = {
     "simulate": ("jaxserve.simulator.simulate.cli", "main", "serve traffic on a simulated device"),
     "advise": ("jaxserve.simulator.advise.cli", "main", "say which policy suits one's own traffic"),
     "optimal": ("jaxserve.simulator.optimal.cli", "main", "find the best schedule there is"),
-    "policies": ("jaxserve.policies", "main", "list scheduling policies and their parameters"),
-    "profile": ("jaxserve.profile", "main", "measure this machine for the simulator"),
-    "convert": ("jaxserve.convert", "main", "convert a checkpoint to Orbax"),
-    "keys": ("jaxserve.keys", "main", "make, list and revoke API keys"),
+    "policies": (
+        "jaxserve.commands.policies",
+        "main",
+        "list scheduling policies and their parameters",
+    ),
+    "profile": ("jaxserve.commands.profile", "main", "measure this machine for the simulator"),
+    "convert": ("jaxserve.commands.convert", "main", "convert a checkpoint to Orbax"),
+    "keys": ("jaxserve.commands.keys", "main", "make, list and revoke API keys"),
     "compile-check": (
         f"{LAB}.compile_check.cli",
         "main",

@@ -1,0 +1,1 @@
+"""The command `jaxserve`, and those of its subcommands that belong to no other package."""
