@@ -249,7 +249,7 @@ def test_which_runs_a_change_of_code_makes_old(
     read, edits = Path.read_text, dict[str, str]()
 
     def edited(path: Path, *args: str, **more: str) -> str:
-        _, _, name = str(path).rpartition("/sched/")
+        name = next((name for name in edits if str(path).endswith(f"/{name}")), "")
         return read(path, *args, **more) + edits.get(name, "")
 
     def changed(files: dict[str, str]) -> set[str]:
@@ -260,8 +260,9 @@ def test_which_runs_a_change_of_code_makes_old(
 
     monkeypatch.setattr(Path, "read_text", edited)
     comment, more = "\n# A comment.\n", "\nMORE = 1\n"
-    nobodys = {"unified/unified_policy.py": comment, "optimal/solve.py": more}
+    nobodys = {"sched/unified/unified_policy.py": comment, "simulator/optimal/solve.py": more}
     assert changed(nobodys) == set()
-    assert changed({"policies/apt/knapsack.py": more}) == {"aptserve"}
-    assert changed({"policies/sarathi.py": more}) == {"sarathi"}
-    assert changed({"unified/unified_policy.py": more}) == set(names)
+    assert changed({"sched/policies/apt/knapsack.py": more}) == {"aptserve"}
+    assert changed({"sched/policies/sarathi.py": more}) == {"sarathi"}
+    for everybodys in ("sched/unified/unified_policy.py", "simulator/replica/event_loop.py"):
+        assert changed({everybodys: more}) == set(names)

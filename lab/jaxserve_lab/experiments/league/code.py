@@ -12,16 +12,15 @@ from pathlib import Path
 
 import jaxserve.sched.registry
 from jaxserve.sched.registry import PolicyName, make_policy
+from jaxserve.simulator import simulator
 from jaxserve_lab.experiments.league import runs, workloads
 
-_OF_ALL = (  # of sched/
-    "*.py",
-    *(
-        f"{part}/*.py"
-        for part in ("state", "cache", "cost", "slo", "fairness", "unified", "workloads")
-    ),
-    "simulation/**/*.py",
-    "simulation/systems/*.json",
+_SCHED = tuple(
+    f"{part}*.py" for part in ("", "state/", "cache/", "cost/", "slo/", "fairness/", "unified/")
+)
+_SIMULATOR = (
+    *(f"{part}*.py" for part in ("", "compiled/", "oracle/", "replica/", "systems/", "workloads/")),
+    "systems/*.json",
 )
 _POLICIES = "jaxserve.sched.policies"
 DIGITS = 10
@@ -37,9 +36,13 @@ def code_of(policy: str = "") -> str:
 @cache
 def of_all() -> str:
     """Hash of the scheduler, the simulator and the league's setting."""
-    folder = Path(jaxserve.sched.registry.__file__).parent
-    files = {path for pattern in _OF_ALL for path in folder.glob(pattern)}
-    files |= {Path(module.__file__ or "") for module in (runs, workloads)}
+    files = {Path(module.__file__ or "") for module in (runs, workloads)}
+    for module, patterns in ((jaxserve.sched.registry, _SCHED), (simulator, _SIMULATOR)):
+        folder = Path(module.__file__ or "").parent
+        for pattern in patterns:
+            found = set(folder.glob(pattern))
+            assert found, f"there is no {folder / pattern}"
+            files |= found
     return _digest(*(_content(path) for path in _ordered(files)))
 
 
