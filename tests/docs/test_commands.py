@@ -39,7 +39,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # Not CHANGELOG.md: what it says of an older version need not be so today.
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *ROOT.glob("tools/*/README.md"),
 ]
 ALL = [*PAGES, *NOTEBOOKS]

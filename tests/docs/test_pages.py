@@ -31,7 +31,7 @@ from jaxserve.simulator.simulate.runs import system
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *ROOT.glob("tools/*/README.md"),
 ]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -86,8 +86,11 @@ def test_the_index_has_every_page() -> None:
 
 def test_the_site_has_the_pages_of_the_index() -> None:
     listed = re.findall(r"^      - (.*)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    index = (ROOT / "docs" / "README.md").read_text()
-    named = re.findall(r"\]\((?:\.\./)?([^)#]+\.md)\)", index)
+    index, cookbook = (ROOT / "docs" / name for name in ("README.md", "cookbook/README.md"))
+    named = re.findall(r"\]\((?:\.\./)?([^)#]+\.md)\)", index.read_text())
+    families = re.findall(r"^- .*\]\((.*)\)", cookbook.read_text(), re.MULTILINE)
+    first = named.index("cookbook/README.md") + 1
+    named[first:first] = [f"cookbook/{page}" for page in families]
     assert listed == [*dict.fromkeys(named)]
 
 

@@ -1,0 +1,1 @@
+"""Makes docs/cookbook/: a page for each model family."""
