@@ -27,7 +27,13 @@ from jaxserve_lab.compile_check import cli, programs, report, toolchain
 from jaxserve_lab.compile_check.analysis.findings import host_copies
 from jaxserve_lab.compile_check.analysis.launches import shared_in, shared_memory
 from jaxserve_lab.compile_check.analysis.ptx import parse
-from jaxserve_lab.compile_check.case import Case, Sizes, make_case, model_shape, quantized_model
+from jaxserve_lab.compile_check.case import (
+    CompileCase,
+    Sizes,
+    make_case,
+    model_shape,
+    quantized_model,
+)
 from jaxserve_lab.compile_check.check import AUTO, Checked, Wish, check_model
 from jaxserve_lab.compile_check.compiling import (
     COMPILED,
@@ -54,7 +60,7 @@ def host(memory: int = 1 << 30) -> Target:
     )
 
 
-def host_case(target: Target, model: str = "tiny") -> Case:
+def host_case(target: Target, model: str = "tiny") -> CompileCase:
     mesh = Mesh(np.asarray(jax.devices()[:1]), ("tensor",))
     return make_case(model, target, mesh, SIZES, "xla")
 
@@ -236,7 +242,7 @@ def test_a_step_that_needs_more_than_there_is_does_not_fit() -> None:
 
 
 def test_what_does_not_compile_is_a_failure() -> None:
-    def broken(case: Case) -> jax.stages.Lowered:
+    def broken(case: CompileCase) -> jax.stages.Lowered:
         raise NotImplementedError("no such instruction\nand more")
 
     result = compile_program(host_case(host()), Program("broken", broken))

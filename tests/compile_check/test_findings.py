@@ -25,7 +25,7 @@ from jaxserve_lab.compile_check.analysis.weights import (
     moves,
 )
 from jaxserve_lab.compile_check.bundles import Loops, kernel_loops, loops_in
-from jaxserve_lab.compile_check.case import Case, Sizes, make_case
+from jaxserve_lab.compile_check.case import CompileCase, Sizes, make_case
 from jaxserve_lab.compile_check.compiling import COMPILED, Result
 from jaxserve_lab.compile_check.programs import choose
 from jaxserve_lab.compile_check.report import line
@@ -122,7 +122,7 @@ def entry(*lines: str) -> str:
 
 
 @pytest.fixture
-def case() -> Case:
+def case() -> CompileCase:
     """This process's CPU, passed off as a target."""
     target = dataclasses.replace(
         load_target("v6e"), platform="cpu", topologies={"host": 1}, options={}
@@ -131,18 +131,18 @@ def case() -> Case:
     return make_case("tiny", target, mesh, Sizes(16, 4, 32, "float32"), "xla")
 
 
-def problems(case: Case, text: str, folder: Path) -> list[str]:
+def problems(case: CompileCase, text: str, folder: Path) -> list[str]:
     """Of a decode step with this optimised HLO."""
     nothing: Any = None
     return find_problems(case, choose("decode step")[0], nothing, text, folder).problems
 
 
-def test_weights_that_are_only_read_are_not_moved(case: Case, tmp_path: Path) -> None:
+def test_weights_that_are_only_read_are_not_moved(case: CompileCase, tmp_path: Path) -> None:
     assert weights_moved(UNROLLED) == []
     assert problems(case, UNROLLED, tmp_path) == []
 
 
-def test_a_scan_moves_each_layers_weights(case: Case, tmp_path: Path) -> None:
+def test_a_scan_moves_each_layers_weights(case: CompileCase, tmp_path: Path) -> None:
     """As on all GPUs before the layers were unrolled."""
     assert weights_moved(SCANNED) == [Move("%loop_dynamic_slice_fusion", "fusion", 2 * 5120 * 5120)]
     assert problems(case, SCANNED, tmp_path) == [
@@ -237,7 +237,7 @@ def test_what_moves_no_weight_in_memory_is_let_be(harmless: str) -> None:
     assert weights_moved(entry(harmless)) == []
 
 
-def test_what_is_computed_twice_is_seen(case: Case, tmp_path: Path) -> None:
+def test_what_is_computed_twice_is_seen(case: CompileCase, tmp_path: Path) -> None:
     """As with every pool of most of a GPU, before that pass of XLA's was off."""
     again = f"%gemm_fusion_dot.1.remat3 = {ROWS} fusion(%embed, %b.1), calls=%gemm_computation"
     assert problems(case, entry(again), tmp_path) == [
@@ -245,7 +245,9 @@ def test_what_is_computed_twice_is_seen(case: Case, tmp_path: Path) -> None:
     ]
 
 
-def test_what_tpus_move_in_hidden_steps_is_told_and_let_be(case: Case, tmp_path: Path) -> None:
+def test_what_tpus_move_in_hidden_steps_is_told_and_let_be(
+    case: CompileCase, tmp_path: Path
+) -> None:
     nothing: Any = None
     tpu = dataclasses.replace(case, target=load_target("v6e"))
     for name, bad in (("decode step", True), ("hidden decode step", False)):
@@ -254,7 +256,7 @@ def test_what_tpus_move_in_hidden_steps_is_told_and_let_be(case: Case, tmp_path:
         assert bool(found.problems) == bad
 
 
-def test_names_that_are_not_there_are_a_failure(case: Case, tmp_path: Path) -> None:
+def test_names_that_are_not_there_are_a_failure(case: CompileCase, tmp_path: Path) -> None:
     """Lest every step pass because its weights are called something else."""
     for name, said in (("params", "none of the step's parameters is called params"),
                        ("pool", "arg is neither of params nor the pool")):  # fmt: skip
@@ -277,7 +279,7 @@ def test_a_step_in_one_command_buffer() -> None:
 
 
 def test_what_only_gpus_get_wrong(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: CompileCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel launched by itself counts on one GPU: on several, collectives stand between."""
     narrow: list[str] = []
@@ -309,7 +311,7 @@ def test_indices_of_large_arrays() -> None:
 
 
 def test_no_registers_are_a_failure(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: CompileCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(toolchain, "ptxas", lambda: tmp_path / "ptxas")
     with pytest.raises(RuntimeError, match="the assembler has been shown no kernel"):
@@ -345,7 +347,7 @@ def test_cycles_of_loops(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("begin", ["all-gather(", "all-gather-start("])
-def test_gathering_all_contexts_is_seen(case: Case, tmp_path: Path, begin: str) -> None:
+def test_gathering_all_contexts_is_seen(case: CompileCase, tmp_path: Path, begin: str) -> None:
     """As for hidden rows over a mesh before they took turns: 5 GiB for OPT-13B on two A100s."""
     width, most = case.config.d_model, case.config.max_position
     part = f"f32[{most},{width // 2}]{{1,0}}"

@@ -21,7 +21,7 @@ FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 PROMPT, OUTPUT, COUNT = 300, 40, 14  # at most, of a shortened run
 AZURE = "sharegpt"  # instead of a trace that is not here
 
-C = TypeVar("C", grid.Case, online.OnlineCase)
+C = TypeVar("C", grid.InferMaxCase, online.OnlineCase)
 
 
 def cases(page: str, kind: type[C]) -> list[C]:
@@ -49,7 +49,7 @@ def one_each(found: Iterable[C], setting: Any, most: int) -> list[Any]:
     ]
 
 
-def shortened(case: grid.Case) -> grid.Case:
+def shortened(case: grid.InferMaxCase) -> grid.InferMaxCase:
     """Fewer, shorter requests, that still compete for memory where those of the page do."""
     if case.workload.endswith(".csv"):
         # More than `infermax` has to see before it expects anything.
@@ -64,7 +64,7 @@ def shortened(case: grid.Case) -> grid.Case:
 
 
 OFFLINE = one_each(
-    map(shortened, cases("infermax.json", grid.Case)),
+    map(shortened, cases("infermax.json", grid.InferMaxCase)),
     lambda case: (case.policy, case.system, *dict(case.switches).values()),
     most=4,
 )
@@ -82,7 +82,7 @@ def assert_the_same(page: ModuleType, case: Any) -> None:
 
 @pytest.mark.promise(24)
 @pytest.mark.parametrize("case", OFFLINE)
-def test_runs_of_the_infermax_page(case: grid.Case) -> None:
+def test_runs_of_the_infermax_page(case: grid.InferMaxCase) -> None:
     assert_the_same(grid, case)
 
 

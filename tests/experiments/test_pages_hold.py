@@ -75,7 +75,7 @@ def test_runs_of_the_league_come_out_as_on_its_page(policy: str) -> None:
 def test_a_place_of_the_page_on_reuse_comes_out_as_there() -> None:
     cells = line_of("reuse", "| two tiers | 5% |")
     cases = [
-        retention.Case("two tiers", "sarathi", "lru", 0.05, seed, Setting())
+        retention.RetentionCase("two tiers", "sarathi", "lru", 0.05, seed, Setting())
         for seed in retention.SEEDS
     ]
     assert cells[6] == f"{fmean(retention.run(case).met for case in cases):.1%}"
@@ -86,7 +86,9 @@ def test_a_place_of_the_page_on_drafts_comes_out_as_there() -> None:
     cells = line_of("speculation", "| `humaneval` | `sarathi` | at, 45/s |")
     plain, drafting = (
         [
-            speculation.run(speculation.Case("humaneval", "at", policy, seed, speculation.REQUESTS))
+            speculation.run(
+                speculation.SpeculationCase("humaneval", "at", policy, seed, speculation.REQUESTS)
+            )
             for seed in speculation.SEEDS
         ]
         for policy in ("sarathi", "sarathi+spec")

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxserve.sched.policies.oracle import Ordered
 from jaxserve.sched.unified.unified_policy import Group, Phase, Reserve
-from jaxserve.simulator.oracle.least_work import Work
+from jaxserve.simulator.oracle.least_work import LeastWork
 from jaxserve.simulator.settings import Setting
 from jaxserve.simulator.workloads.workload import Workload
 
@@ -46,7 +46,7 @@ class Candidate:
         return dataclasses.replace(self, policy=dataclasses.replace(self.policy, given=given))
 
 
-def starts(workload: Workload, work: Work, setting: Setting) -> Iterator[Candidate]:
+def starts(workload: Workload, work: LeastWork, setting: Setting) -> Iterator[Candidate]:
     """The candidates that a search begins with: a few orders, shapes and budgets. Orders are by
     arrival, by the latest time to start, and by work; in the last two, requests that cannot attain
     their targets come last."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxserve.simulator.oracle.least_work import Work, latest
+from jaxserve.simulator.oracle.least_work import LeastWork, latest
 from jaxserve.simulator.settings import Setting
 from jaxserve.simulator.workloads.workload import Workload
 
@@ -36,7 +36,7 @@ def goodput_bound(workload: Workload, setting: Setting, hidden: bool, until: flo
     Returns:
         Requests/s; inf if there is no bound.
     """
-    work = Work.of_workload(workload, setting, hidden)
+    work = LeastWork.of_workload(workload, setting, hidden)
     begin = float(workload.arrival.min())
     ends = workload.arrival + work.jct
     asked = workload.terms.asked  # without any targets, all that end count
@@ -52,7 +52,7 @@ def goodput_bound(workload: Workload, setting: Setting, hidden: bool, until: flo
         return float((count / np.maximum(last - begin, 0.0)).max(initial=0.0)) * (1 + _ROUNDING)
 
 
-def _ways(work: Work) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _ways(work: LeastWork) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Seconds that each request takes of something that does one thing at a time, until its first
     token and after it, float64 [n] both. Each batch takes a time of its own beside; as no batch has
     more than 1 of a kind of share, those of some requests are at least the sum of theirs."""
@@ -64,7 +64,7 @@ def _ways(work: Work) -> Iterator[tuple[np.ndarray, np.ndarray]]:
             )
 
 
-def _shortest(workload: Workload, work: Work) -> float:
+def _shortest(workload: Workload, work: LeastWork) -> float:
     """When everybody has ended at best: the last to come takes its own time; and what comes from
     some time on is worked on after that."""
     arrival = workload.arrival

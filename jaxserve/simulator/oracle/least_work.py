@@ -47,7 +47,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Work:
+class LeastWork:
     """Lower bounds on the work of n requests.
 
     Attributes:
@@ -65,7 +65,7 @@ class Work:
     met: np.ndarray
 
     @classmethod
-    def of_workload(cls, workload: Workload, setting: Setting, hidden: bool) -> Work:
+    def of_workload(cls, workload: Workload, setting: Setting, hidden: bool) -> LeastWork:
         """The work of a workload. hidden: whether there are hidden caches."""
         prices = _Prices.of(setting, hidden)
         p, later = workload.prompt_len, workload.output_len - 1

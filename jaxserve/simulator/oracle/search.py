@@ -24,7 +24,7 @@ from jaxserve.sched.slo.metrics import attained, rate, span
 from jaxserve.simulator.dispatch import form_of, has_form, run
 from jaxserve.simulator.oracle.candidates import Candidate, Changes, starts
 from jaxserve.simulator.oracle.goodput_bound import goodput_bound
-from jaxserve.simulator.oracle.least_work import Work
+from jaxserve.simulator.oracle.least_work import LeastWork
 from jaxserve.simulator.replica.event_loop import Options
 from jaxserve.simulator.results import RequestRecords
 from jaxserve.simulator.settings import Served, Setting
@@ -215,7 +215,7 @@ def _search(oracle: OraclePolicy, runner: _Runner, bound: float, told: _Told) ->
     for one in _portfolio(oracle, runner):
         note(one)
     workload, setting = runner.workload, runner.setting
-    work = Work.of_workload(workload, setting, runner.options.rho is not None)
+    work = LeastWork.of_workload(workload, setting, runner.options.rho is not None)
     left = _Left(oracle, told)
     rng = np.random.default_rng((setting.seed, 11))
     changes = Changes(workload, work.jct, setting, rng)

@@ -62,7 +62,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Case:
+class CompileCase:
     """One model as the engine would lay it out on a mesh of a target's devices.
 
     Attributes:
@@ -167,7 +167,7 @@ def quantized_model(name: str, how: str) -> tuple[Family, ModelConfig]:
     return family, config
 
 
-def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str) -> Case:
+def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str) -> CompileCase:
     """Sizes the model's pool as the engine would, given the target's memory.
 
     Args:
@@ -220,7 +220,7 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
     if reason is not None and backend != "auto":
         raise ValueError(f"--backend: {backend} cannot serve {model}: {reason}")
     chosen = wanted if reason is None else "xla"
-    return Case(
+    return CompileCase(
         model=model,
         target=target,
         family=family,

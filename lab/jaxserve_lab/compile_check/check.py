@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from jaxserve.config import ConfigError
 from jaxserve_lab.compile_check import toolchain
-from jaxserve_lab.compile_check.case import Case, Sizes, make_case
+from jaxserve_lab.compile_check.case import CompileCase, Sizes, make_case
 from jaxserve_lab.compile_check.compiling import (
     FAILED,
     NO_ROOM,
@@ -50,7 +50,7 @@ class Checked:
 
     model: str
     target: Target
-    case: Case | None
+    case: CompileCase | None
     results: list[Result]
     too_small: list[str] = field(default_factory=list)
 
@@ -100,7 +100,10 @@ def check_model(
 
 
 def _compile_all(
-    case: Case, programs: Sequence[Program], tell: Callable[[Result], None], stop_if_too_large: bool
+    case: CompileCase,
+    programs: Sequence[Program],
+    tell: Callable[[Result], None],
+    stop_if_too_large: bool,
 ) -> list[Result] | None:
     """Whole steps first, since they decide whether there is room; None when there is not."""
     results = []

@@ -17,7 +17,7 @@ from jaxserve.pallas_kernels.backends import compiling_for
 from jaxserve.pallas_kernels.gpu_triton import tuning
 from jaxserve_lab.compile_check import toolchain
 from jaxserve_lab.compile_check.analysis.findings import Findings, find_problems
-from jaxserve_lab.compile_check.case import BACKENDS, Case
+from jaxserve_lab.compile_check.case import BACKENDS, CompileCase
 from jaxserve_lab.compile_check.programs import Program
 
 COMPILED, FAILED, NO_ROOM = "compiled", "failed", "does not fit"
@@ -75,7 +75,7 @@ class Result:
         return fields | fields.pop("findings")
 
 
-def compile_program(case: Case, program: Program) -> Result:
+def compile_program(case: CompileCase, program: Program) -> Result:
     """Compiles one program. Errors of the compiler or of tracing are not raised: they are the
     result."""
     about = (case.target.name, case.model, case.shards, program.name)
@@ -97,7 +97,7 @@ def compile_program(case: Case, program: Program) -> Result:
 
 
 @contextlib.contextmanager
-def _target(case: Case) -> Iterator[None]:
+def _target(case: CompileCase) -> Iterator[None]:
     """Kernels pick their sizes by device; here there is none but the mesh's."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(case.mesh))
@@ -108,7 +108,7 @@ def _target(case: Case) -> Iterator[None]:
         yield
 
 
-def _dumping(case: Case, folder: Path) -> dict[str, Any] | None:
+def _dumping(case: CompileCase, folder: Path) -> dict[str, Any] | None:
     """XLA for GPUs leaves the kernels' PTX and its list of launches in a dump; nothing else of it
     is wanted. That for TPUs is told once, when it starts (see `toolchain.tpu_dump`)."""
     if case.target.platform != "cuda":
@@ -122,7 +122,7 @@ def _dumping(case: Case, folder: Path) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def _folder(case: Case) -> Iterator[Path]:
+def _folder(case: CompileCase) -> Iterator[Path]:
     """An empty one for what the compiler dumps."""
     if case.target.platform == "tpu":
         folder = toolchain.tpu_dump()

@@ -33,7 +33,7 @@ from jaxserve.pallas_kernels import attention as attend
 from jaxserve.pallas_kernels import move as moving
 from jaxserve.sched.cache.cache_kinds import default_hidden_read
 from jaxserve.sched.speculation.choice import MOST
-from jaxserve_lab.compile_check.case import Case, param_sharding
+from jaxserve_lab.compile_check.case import CompileCase, param_sharding
 
 MOVES = 4096  # slots moved or staged in one launch: 8 requests of 512 tokens
 POOL_AXES = ("layers", "blocks", "kv_heads", "slots", "head_dim")
@@ -55,14 +55,14 @@ class Program:
     """
 
     name: str
-    lower: Callable[[Case], jax.stages.Lowered]
+    lower: Callable[[CompileCase], jax.stages.Lowered]
     hidden: bool = False
     whole: bool = False
     host: bool = False
     lora: bool = False
     deterministic: bool = False
 
-    def applies(self, case: Case) -> bool:
+    def applies(self, case: CompileCase) -> bool:
         """Whether the case can have such a program."""
         why_not = why_not_deterministic(case.backend, case.config, case.shards, None)
         if self.deterministic and why_not:
@@ -72,38 +72,38 @@ class Program:
         return case.offers_hidden or not self.hidden
 
 
-def _array(case: Case, shape: Sequence[int], dtype: Any, *axes: str | None) -> Any:
+def _array(case: CompileCase, shape: Sequence[int], dtype: Any, *axes: str | None) -> Any:
     """An abstract array, cut over the case's mesh by the logical names of its axes."""
     placed = sharding.named(case.mesh, axes) if case.shards > 1 else sharding.named(case.mesh, ())
     return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=placed)
 
 
-def _pool(case: Case) -> Any:
+def _pool(case: CompileCase) -> Any:
     config = case.config
     size = case.sizes.block_size
     shape = (config.num_layers, case.blocks, case.pool_heads, size, config.head_dim)
     return pool_of(shape, case.cache_dtype, _format(case))
 
 
-def _format(case: Case) -> Any:
+def _format(case: CompileCase) -> Any:
     """The pool's."""
     placed = _array(case, (1,) * len(POOL_AXES), case.cache_dtype, *POOL_AXES).sharding
     return format_of(case.cache_dtype, placed)
 
 
-def _params(case: Case, model: StepModel) -> Any:
+def _params(case: CompileCase, model: StepModel) -> Any:
     specs = case.family.param_specs(case.config)
     if model.fused:
         specs = fused_specs(case.family, case.config, case.shards)
     return _placed(case, specs)
 
 
-def _adapters(case: Case, model: StepModel) -> Any:
+def _adapters(case: CompileCase, model: StepModel) -> Any:
     assert model.lora is not None
     return _placed(case, adapter_specs(case.family, case.config, model.lora, fused=model.fused))
 
 
-def _placed(case: Case, specs: Any) -> Any:
+def _placed(case: CompileCase, specs: Any) -> Any:
     """Abstract arrays in place of the specs."""
     mesh = case.mesh if case.shards > 1 else None
     return jax.tree.map(
@@ -116,7 +116,7 @@ def _placed(case: Case, specs: Any) -> Any:
     )
 
 
-def _model(case: Case, *, hidden: bool) -> StepModel:
+def _model(case: CompileCase, *, hidden: bool) -> StepModel:
     """hidden: with caches of both kinds, read as the engine's auto has it."""
     mesh = case.mesh if case.shards > 1 else None
     read = default_hidden_read(rotary=case.config.rope is not None) if hidden else None
@@ -125,11 +125,11 @@ def _model(case: Case, *, hidden: bool) -> StepModel:
     return StepModel(*shared, case.sizes.lora)
 
 
-def _largest_step(case: Case, **options: bool) -> jax.stages.Lowered:
+def _largest_step(case: CompileCase, **options: bool) -> jax.stages.Lowered:
     return _step(case, _layout(case, **options))
 
 
-def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
+def _step(case: CompileCase, layout: Layout) -> jax.stages.Lowered:
     pool, model = _pool(case), _model(case, hidden=layout.hidden > 0)
     step: Any = make_model_step(model, _format(case), deterministic=layout.deterministic)
     newest = Newest(*2 * [_array(case, (layout.slots,), jnp.int32)])
@@ -141,17 +141,17 @@ def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
     return lowered
 
 
-def _deterministic_step(case: Case) -> jax.stages.Lowered:
+def _deterministic_step(case: CompileCase) -> jax.stages.Lowered:
     return _step(case, dataclasses.replace(case.buckets, deterministic=ASKED).deterministic_step())
 
 
-def _lora_step(case: Case, *, decode: bool) -> jax.stages.Lowered:
+def _lora_step(case: CompileCase, *, decode: bool) -> jax.stages.Lowered:
     assert case.sizes.lora is not None
     columns = case.sizes.lora.columns
     return _step(case, dataclasses.replace(_layout(case, decode=decode), lora=columns))
 
 
-def _draft_step(case: Case) -> jax.stages.Lowered:
+def _draft_step(case: CompileCase) -> jax.stages.Lowered:
     """One request with all the drafts that it may have: the smallest step of its kind, and the one
     that is least like others."""
     size = case.buckets
@@ -161,7 +161,7 @@ def _draft_step(case: Case) -> jax.stages.Lowered:
     return _step(case, layout)
 
 
-def _prompt_step(case: Case) -> jax.stages.Lowered:
+def _prompt_step(case: CompileCase) -> jax.stages.Lowered:
     layout = _layout(case, decode=False)
     hidden = _array(case, (layout.tokens, case.config.d_model), case.dtype, None, None)
     targets = _array(case, (layout.tokens,), jnp.int32)
@@ -173,7 +173,7 @@ def _prompt_step(case: Case) -> jax.stages.Lowered:
     return lowered
 
 
-def _project_to_kv(case: Case) -> jax.stages.Lowered:
+def _project_to_kv(case: CompileCase) -> jax.stages.Lowered:
     pool, layout = _pool(case), case.buckets.projection_layout()
     packed = _array(case, (layout.size,), jnp.int32)
     model = _model(case, hidden=True)
@@ -182,7 +182,7 @@ def _project_to_kv(case: Case) -> jax.stages.Lowered:
     return lowered
 
 
-def _layout(case: Case, *, decode: bool, hidden: bool = False) -> Layout:
+def _layout(case: CompileCase, *, decode: bool, hidden: bool = False) -> Layout:
     """The largest. hidden: with room for hidden caches in all rows, beside KV caches."""
     rows, tokens = case.sizes.max_rows, case.sizes.max_batch_tokens
     if decode:
@@ -190,7 +190,7 @@ def _layout(case: Case, *, decode: bool, hidden: bool = False) -> Layout:
     return case.buckets.mixed(tokens, hidden=min(rows, tokens) if hidden else 0)
 
 
-def _batch(case: Case, layout: Layout) -> AttentionBatch:
+def _batch(case: CompileCase, layout: Layout) -> AttentionBatch:
     def of(*shape: int) -> Any:
         return _array(case, shape, jnp.int32)
 
@@ -205,14 +205,18 @@ def _batch(case: Case, layout: Layout) -> AttentionBatch:
     )
 
 
-def _heads(case: Case, layout: Layout, heads: int) -> Any:
+def _heads(case: CompileCase, layout: Layout, heads: int) -> Any:
     """[tokens, heads, head_dim]."""
     shape = (layout.tokens, heads, case.config.head_dim)
     return _array(case, shape, case.dtype, "tokens", "heads", "head_dim")
 
 
 def _lower(
-    case: Case, function: Callable[..., Any], *arrays: Any, changes: bool = True, **options: Any
+    case: CompileCase,
+    function: Callable[..., Any],
+    *arrays: Any,
+    changes: bool = True,
+    **options: Any,
 ) -> Any:
     """changes: a pool that comes first is written, in place."""
     mesh = case.mesh if case.shards > 1 else None
@@ -222,11 +226,11 @@ def _lower(
     return jax.jit(bound, donate_argnums=0, out_shardings=_format(case)).lower(*arrays)
 
 
-def _layer(case: Case) -> Any:
+def _layer(case: CompileCase) -> Any:
     return _array(case, (), jnp.int32)
 
 
-def _write(case: Case, *, hidden: bool) -> jax.stages.Lowered:
+def _write(case: CompileCase, *, hidden: bool) -> jax.stages.Lowered:
     layout = _layout(case, decode=False)
     new = _heads(case, layout, case.pool_heads)
     arrays = [_pool(case), _layer(case), new, new, _batch(case, layout)]
@@ -237,7 +241,7 @@ def _write(case: Case, *, hidden: bool) -> jax.stages.Lowered:
     return _lower(case, write, *arrays, *([new] if hidden else []))
 
 
-def _options(case: Case) -> dict[str, Any]:
+def _options(case: CompileCase) -> dict[str, Any]:
     config = case.config
     return {
         "scale": config.attn_scale,
@@ -246,7 +250,7 @@ def _options(case: Case) -> dict[str, Any]:
     }
 
 
-def _attention(case: Case, *, decode: bool) -> jax.stages.Lowered:
+def _attention(case: CompileCase, *, decode: bool) -> jax.stages.Lowered:
     layout = _layout(case, decode=decode)
     q = _heads(case, layout, case.config.num_heads)
     arrays = (q, _pool(case), _layer(case), _batch(case, layout))
@@ -262,7 +266,7 @@ def _attention(case: Case, *, decode: bool) -> jax.stages.Lowered:
     return _lower(case, attention, *arrays, sinks, **options)
 
 
-def _absorbed(case: Case) -> jax.stages.Lowered:
+def _absorbed(case: CompileCase) -> jax.stages.Lowered:
     layout, config = _layout(case, decode=True), case.config
     spec = PartitionSpec(None, None, sharding.TENSOR if case.shards > 1 else None)
     qx = jax.ShapeDtypeStruct(
@@ -274,7 +278,7 @@ def _absorbed(case: Case) -> jax.stages.Lowered:
     return _lower(case, attend.absorbed_attention, *arrays, **_options(case))
 
 
-def _projected(case: Case, *, decode: bool) -> jax.stages.Lowered:
+def _projected(case: CompileCase, *, decode: bool) -> jax.stages.Lowered:
     layout, config = _layout(case, decode=decode), case.config
     q = _heads(case, layout, config.num_heads)
     weight = _array(case, (config.d_model, config.d_model), case.dtype, "embed", "heads")
@@ -292,24 +296,24 @@ def _projected(case: Case, *, decode: bool) -> jax.stages.Lowered:
     return _lower(case, attend.projected_attention, *arrays, decode_only=decode, **_options(case))
 
 
-def _move(case: Case) -> jax.stages.Lowered:
+def _move(case: CompileCase) -> jax.stages.Lowered:
     moves = _array(case, (MOVES, 4), jnp.int32)
     return _lower(case, moving.move_slots, _pool(case), moves, _layer(case))
 
 
-def _stage_out(case: Case) -> jax.stages.Lowered:
+def _stage_out(case: CompileCase) -> jax.stages.Lowered:
     slots = _array(case, (MOVES, 2), jnp.int32)
     return _lower(case, moving.stage_out, _pool(case), slots, _layer(case), changes=False)
 
 
-def _stage_in(case: Case) -> jax.stages.Lowered:
+def _stage_in(case: CompileCase) -> jax.stages.Lowered:
     pool, slots = _pool(case), _array(case, (MOVES, 2), jnp.int32)
     shape = staging_shape(pool, MOVES)
     staging = _array(case, shape, case.cache_dtype, None, "layers", "kv_heads", "head_dim")
     return _lower(case, moving.stage_in, pool, staging, slots, _layer(case))
 
 
-def _through_host(case: Case) -> jax.stages.Lowered:
+def _through_host(case: CompileCase) -> jax.stages.Lowered:
     """A checkpoint and its restore in one, since a topology of GPUs knows no host memory in which
     an argument could lie. The barrier keeps the two copies from cancelling out."""
 

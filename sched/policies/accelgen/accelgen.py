@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.accelgen.allowance import Allowances, laxity
-from jaxserve.sched.policies.accelgen.batch import Batch, Work
-from jaxserve.sched.policies.accelgen.filling import Filling
+from jaxserve.sched.policies.accelgen.batch import AccelGenBatch, AccelGenWork
+from jaxserve.sched.policies.accelgen.filling import AccelGenFilling
 from jaxserve.sched.policies.accelgen.history import History, Missed
 from jaxserve.sched.policies.accelgen.memory_budget import AccelGenBudget
 from jaxserve.sched.policies.accelgen.pivot import Gauge, Pivot
@@ -105,13 +105,13 @@ class AccelGen(Policy):
         clock, pivot = now + self._history.in_flight(view), self._gauge.read(view)
         longest = self._history.longest(pivot.seconds)
         work = self._ranked(view, clock, pivot, longest)
-        batch = Batch(view)
+        batch = AccelGenBatch(view)
         runs = work[~work.starts]
         room = AccelGenBudget(view, batch, runs, self.watermark)
-        filling = Filling(batch, room, pivot, chunked=self.chunked)
+        filling = AccelGenFilling(batch, room, pivot, chunked=self.chunked)
         decodes, prompts = runs[runs.decodes], work[work.starts | ~work.decodes]
         if len(decodes):
-            filling.retain(_in_reach(Batch(view), decodes, decodes.tokens)[0])
+            filling.retain(_in_reach(AccelGenBatch(view), decodes, decodes.tokens)[0])
         self._fill(filling, prompts[~room.is_out(prompts.rows)], pivot, longest)
         if not batch.tokens:
             filling.force(prompts[~room.is_out(prompts.rows)])
@@ -128,11 +128,13 @@ class AccelGen(Policy):
         late = (due < now) & self.late_last
         return np.where(requests.waiting & late, due + _FAR, due)
 
-    def _ranked(self, view: View, clock: float, pivot: Pivot, longest: float) -> Work:
+    def _ranked(self, view: View, clock: float, pivot: Pivot, longest: float) -> AccelGenWork:
         """All requests, the most urgent first, but for long prompts that wait for another."""
         table = view.table
         rows = np.concatenate([table.in_state(RUNNING), table.in_state(WAITING)])
-        work = Work.of_rows(view, rows, table.arrival[rows], table.prompt_len[rows] >= self.long)
+        work = AccelGenWork.of_rows(
+            view, rows, table.arrival[rows], table.prompt_len[rows] >= self.long
+        )
         parts = self._chunks(work.tokens, pivot)
         slo = Targets(self.ttft, self.tbt).token_targets(view, rows)
         time, loss = left(view, rows, slo, clock), self._history.loss
@@ -158,7 +160,9 @@ class AccelGen(Policy):
         """N_ck of each."""
         return chunks(pending, self._history.chunk(pivot.size) if self.chunked else None)
 
-    def _fill(self, filling: Filling, prompts: Work, pivot: Pivot, longest: float) -> None:
+    def _fill(
+        self, filling: AccelGenFilling, prompts: AccelGenWork, pivot: Pivot, longest: float
+    ) -> None:
         """Prompts beside the decodes."""
         first = -(-prompts.tokens // self._chunks(prompts.tokens, pivot))
         prompts, savable = _in_reach(filling.batch, prompts, first)
@@ -197,7 +201,9 @@ class AccelGen(Policy):
         done = filling.batch.work()
         self._history.note_late(late.rows, done.rows[done.starts])
 
-    def _booked(self, view: View, batch: Batch, room: AccelGenBudget, clock: float) -> BatchPlan:
+    def _booked(
+        self, view: View, batch: AccelGenBatch, room: AccelGenBudget, clock: float
+    ) -> BatchPlan:
         """The plan; also notes what the next one has to know of it."""
         done, seconds, history = batch.work(), batch.seconds, self._history
         history.note_absences(view, room.preempted, done.rows, clock)
@@ -208,7 +214,9 @@ class AccelGen(Policy):
         return BatchPlan(done.rows, done.tokens, done.reserve, kinds, room.preemptions())
 
 
-def _in_reach(batch: Batch, work: Work, tokens: np.ndarray) -> tuple[Work, np.ndarray]:
+def _in_reach(
+    batch: AccelGenBatch, work: AccelGenWork, tokens: np.ndarray
+) -> tuple[AccelGenWork, np.ndarray]:
     """The work, with limits only where they can be met beside the batch when so many tokens of it,
     int64 [n], are computed now; and which of it will be in time, bool [n]."""
     seconds = batch.with_each(replace(work, tokens=tokens))
@@ -217,7 +225,7 @@ def _in_reach(batch: Batch, work: Work, tokens: np.ndarray) -> tuple[Work, np.nd
     return replace(work, limit=np.where(met, work.limit, otherwise)), met & ~work.lost
 
 
-def _one_long(work: Work) -> Work:
+def _one_long(work: AccelGenWork) -> AccelGenWork:
     """Without the long prompts that wait while another is computed, which is as urgent as they
     are; or without all but the most urgent of them (exclusive request allocation)."""
     long = work.long & ~work.decodes

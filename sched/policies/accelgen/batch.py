@@ -12,7 +12,7 @@ from jaxserve.sched.unified.batch_builder import BatchBuilder, PlannedWork
 
 
 @dataclass
-class Work(PlannedWork):
+class AccelGenWork(PlannedWork):
     """What requests would do in the step.
 
     Attributes:
@@ -34,14 +34,16 @@ class Work(PlannedWork):
     lost: np.ndarray
 
     @classmethod
-    def of_rows(cls, view: View, rows: np.ndarray, key: np.ndarray, long: np.ndarray) -> Work:
+    def of_rows(
+        cls, view: View, rows: np.ndarray, key: np.ndarray, long: np.ndarray
+    ) -> AccelGenWork:
         """All that each request has pending, with no limits on the step yet.
 
         Args:
             view: What the policy sees.
             rows: int64 [n].
-            key: float64 [n], see `Work`.
-            long: bool [n], see `Work`.
+            key: float64 [n], see `AccelGenWork`.
+            long: bool [n], see `AccelGenWork`.
         """
         table, never = view.table, np.full(len(rows), np.inf)
         return cls.pending(
@@ -57,7 +59,7 @@ class Work(PlannedWork):
             lost=np.zeros(len(rows), bool),
         )
 
-    def cut(self, view: View, tokens: np.ndarray) -> Work:
+    def cut(self, view: View, tokens: np.ndarray) -> AccelGenWork:
         """The same with so many tokens each, int64 [n]. Long ones take blocks only for these."""
         reserve = np.where(self.long, self.start + tokens, self.reserve)
         new = self.new
@@ -66,12 +68,12 @@ class Work(PlannedWork):
         return replace(self, tokens=tokens, reserve=reserve, new=new)
 
 
-class Batch(BatchBuilder[Work]):
+class AccelGenBatch(BatchBuilder[AccelGenWork]):
     """Starts empty."""
 
     def __init__(self, view: View) -> None:
         rows = np.zeros(0, np.int64)
-        super().__init__(view, Work.of_rows(view, rows, np.zeros(0), rows > 0))
+        super().__init__(view, AccelGenWork.of_rows(view, rows, np.zeros(0), rows > 0))
 
     def longest(self, start: int, limit: float, most: int) -> int:
         """The most tokens of a prompt, `start` of them cached, with which it takes no longer than

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.sched.cost.batch_feature_sums import prefix
-from jaxserve.sched.policies.accelgen.batch import Batch, Work
+from jaxserve.sched.policies.accelgen.batch import AccelGenBatch, AccelGenWork
 from jaxserve.sched.policies.accelgen.memory_budget import AccelGenBudget
 from jaxserve.sched.policies.accelgen.pivot import Pivot
 
 
-class Filling:
+class AccelGenFilling:
     """Fills one batch.
 
     Args:
@@ -23,11 +23,13 @@ class Filling:
         limit: SLO_min, the longest that the batch may take for those in it, seconds.
     """
 
-    def __init__(self, batch: Batch, room: AccelGenBudget, pivot: Pivot, *, chunked: bool) -> None:
+    def __init__(
+        self, batch: AccelGenBatch, room: AccelGenBudget, pivot: Pivot, *, chunked: bool
+    ) -> None:
         self.batch, self.room, self.limit = batch, room, np.inf
         self._view, self._pivot, self._chunked = room.view, pivot, chunked
 
-    def retain(self, work: Work) -> None:
+    def retain(self, work: AccelGenWork) -> None:
         """Adds decodes, the most urgent first, while the batch meets the strictest of their limits;
         at least one."""
         limit = np.minimum.accumulate(work.limit)
@@ -38,7 +40,7 @@ class Filling:
         self.batch.add(work)
         self.limit = float(work.limit.min(initial=np.inf))
 
-    def fill(self, work: Work, savable: np.ndarray | None = None) -> bool:
+    def fill(self, work: AccelGenWork, savable: np.ndarray | None = None) -> bool:
         """Adds prompts in order; the last one is cut to what is left of the budget.
 
         Args:
@@ -78,7 +80,7 @@ class Filling:
                 work, savable = work[others], savable[others]
         return starts
 
-    def choose(self, work: Work, gamma: float) -> None:
+    def choose(self, work: AccelGenWork, gamma: float) -> None:
         """Adds prompts to start: in each window of `gamma` seconds of their keys, those that best
         use the tokens and blocks that are left (Algorithm 2)."""
         while len(work):
@@ -102,7 +104,7 @@ class Filling:
             rest[timely] = False
             self._fill_up(part[rest])
 
-    def force(self, work: Work) -> None:
+    def force(self, work: AccelGenWork) -> None:
         """Adds the first that finds memory, however long it takes, so that something is done."""
         for i in range(len(work)):
             one = work[i : i + 1]
@@ -113,7 +115,7 @@ class Filling:
                 self._take(piece)
                 return
 
-    def _fill_up(self, rest: Work) -> None:
+    def _fill_up(self, rest: AccelGenWork) -> None:
         """Cuts the first that finds memory to the tokens left, and adds it."""
         if self._chunked:
             for i in np.flatnonzero(rest.new <= self.room.startable)[:1].tolist():
@@ -125,7 +127,7 @@ class Filling:
         """Tokens that Eq. 6 leaves where the batch may take so long."""
         return int(self._pivot.budget(limit)) - self.batch.tokens
 
-    def _piece(self, one: Work) -> Work | None:
+    def _piece(self, one: AccelGenWork) -> AccelGenWork | None:
         """As much of a prompt as there are tokens and time for; None if there are none, or not for
         all of it where prompts are whole."""
         want, limit = int(one.tokens[0]), min(self.limit, float(one.limit[0]))
@@ -135,7 +137,7 @@ class Filling:
             return None
         return one.cut(self._view, np.array([tokens]))
 
-    def _pieces(self, work: Work, left: int) -> Work:
+    def _pieces(self, work: AccelGenWork, left: int) -> AccelGenWork:
         """Each with what there are tokens for, and if it is long, blocks."""
         if not self._chunked:
             return work
@@ -144,7 +146,7 @@ class Filling:
             tokens = np.where(work.long, np.minimum(tokens, self.room.tokens(work)), tokens)
         return work.cut(self._view, tokens)
 
-    def _in_memory(self, piece: Work) -> Work | None:
+    def _in_memory(self, piece: AccelGenWork) -> AccelGenWork | None:
         """As much of a long prompt's piece as there are blocks for; None if there are none."""
         if not (self._chunked and piece.long[0]):
             return None
@@ -152,7 +154,7 @@ class Filling:
         less = piece.cut(self._view, tokens)
         return less if tokens[0] > 0 and self.room.fit(less) else None
 
-    def _take(self, work: Work) -> None:
+    def _take(self, work: AccelGenWork) -> None:
         self.room.allocate(work)
         self.batch.add(work)
         self.limit = min(self.limit, float(work.limit.min(initial=np.inf)))

@@ -7,7 +7,7 @@ import numpy as np
 from jaxserve.sched.cache.block_sizes import PLANES
 from jaxserve.sched.cache.cache_kinds import KV
 from jaxserve.sched.cost.batch_feature_sums import prefix
-from jaxserve.sched.policies.accelgen.batch import Batch, Work
+from jaxserve.sched.policies.accelgen.batch import AccelGenBatch, AccelGenWork
 from jaxserve.sched.policy import View
 from jaxserve.sched.unified.batch_budget import MemoryBudget
 from jaxserve.sched.unified.batch_builder import PlannedWork
@@ -26,7 +26,9 @@ class AccelGenBudget(MemoryBudget):
         watermark: Share of the pool that starts leave free.
     """
 
-    def __init__(self, view: View, batch: Batch, running: Work, watermark: float) -> None:
+    def __init__(
+        self, view: View, batch: AccelGenBatch, running: AccelGenWork, watermark: float
+    ) -> None:
         super().__init__(view)
         self._batch = batch
         running = running[np.argsort(running.spare, kind="stable")]
@@ -45,7 +47,7 @@ class AccelGenBudget(MemoryBudget):
         """From now on, starts leave every running request room for another block of tokens."""
         self._growth = PLANES[KV]
 
-    def fit(self, work: Work) -> int:
+    def fit(self, work: AccelGenWork) -> int:
         """How many of them, in order, find blocks and a place. Starts and long prompts leave the
         same blocks free, unless nobody else holds cache."""
         need = np.cumsum(work.new)
@@ -55,7 +57,7 @@ class AccelGenBudget(MemoryBudget):
             ok[0] = need[0] <= self.free
         return prefix(ok)
 
-    def tokens(self, work: Work) -> np.ndarray:
+    def tokens(self, work: AccelGenWork) -> np.ndarray:
         """Tokens that each long prompt could compute with its own blocks and the free ones that it
         may take, int64 [n]."""
         pool = self.view.pool
@@ -68,7 +70,7 @@ class AccelGenBudget(MemoryBudget):
         self._taken[work.rows] = work.new
         self._holders += int(np.count_nonzero(work.starts))
 
-    def grow(self, work: Work) -> Work:
+    def grow(self, work: AccelGenWork) -> AccelGenWork:
         """The decodes, the most urgent first, that find blocks once the least urgent running
         requests are preempted as needed."""
         need = work.new.copy()
@@ -84,7 +86,7 @@ class AccelGenBudget(MemoryBudget):
         self.allocate(work)
         return work
 
-    def make_room(self, one: Work) -> bool:
+    def make_room(self, one: AccelGenWork) -> bool:
         """Preempts requests that can spare their caches for longer than this one can wait, until it
         finds blocks and a place; preempts none if that is not enough. Returns whether it fits now.
         """
@@ -101,7 +103,7 @@ class AccelGenBudget(MemoryBudget):
             self.preempt(row)
         return self.fit(one) == 1
 
-    def _alone(self, work: Work) -> np.ndarray:
+    def _alone(self, work: AccelGenWork) -> np.ndarray:
         """Whether nobody else holds cache, bool [n]."""
         return np.asarray(self._holders == ~work.starts)
 

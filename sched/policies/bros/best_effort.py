@@ -6,10 +6,12 @@ import numpy as np
 
 from jaxserve.sched.cost.batch_feature_sums import prefix
 from jaxserve.sched.policies.bros.blocks import BrosBudget
-from jaxserve.sched.policies.bros.packing import Batch, Work
+from jaxserve.sched.policies.bros.packing import BrosBatch, BrosWork
 
 
-def fill(batch: Batch, room: BrosBudget, work: Work, limit: float, *, chunked: bool) -> None:
+def fill(
+    batch: BrosBatch, room: BrosBudget, work: BrosWork, limit: float, *, chunked: bool
+) -> None:
     """Adds best-effort requests in order while rows, tokens, blocks and time last.
 
     If `chunked`, the first prompt that is too long is cut to what the decodes leave; otherwise it
@@ -62,7 +64,7 @@ def fill(batch: Batch, room: BrosBudget, work: Work, limit: float, *, chunked: b
 
 
 def fill_first(
-    batch: Batch, room: BrosBudget, rows: np.ndarray, urgent: np.ndarray, *, chunked: bool
+    batch: BrosBatch, room: BrosBudget, rows: np.ndarray, urgent: np.ndarray, *, chunked: bool
 ) -> None:
     """Adds best-effort requests before real-time ones, in order and however long it takes. They
     take blocks and places from other best-effort requests, then from real-time ones, then from the
@@ -84,7 +86,7 @@ def fill_first(
         count = batch.fits(work)
         work, head = work[:count], work[count : count + 1]
         piece = batch.piece(head, np.inf, work) if chunked and len(head) else None
-        work = work if piece is None else Work.joined([work, piece])
+        work = work if piece is None else BrosWork.joined([work, piece])
         fits = (np.cumsum(work.new) <= room.free) & (np.cumsum(work.starts) <= room.slots)
         found = prefix(fits)
         room.allocate(work[:found])
@@ -99,7 +101,7 @@ def fill_first(
         rows = rows[rows != victims.pop(0)]
 
 
-def _memory(batch: Batch, room: BrosBudget, work: Work) -> int:
+def _memory(batch: BrosBatch, room: BrosBudget, work: BrosWork) -> int:
     """How many of them, in order, find their blocks and a place."""
     ok = np.cumsum(work.new) <= room.free
     ok &= ~work.starts | (np.cumsum(work.starts) <= room.slots)
@@ -110,7 +112,7 @@ def _memory(batch: Batch, room: BrosBudget, work: Work) -> int:
     return prefix(ok)
 
 
-def _make_room(room: BrosBudget, head: Work) -> bool:
+def _make_room(room: BrosBudget, head: BrosWork) -> bool:
     """Drops the latest best-effort requests behind the head until it has its blocks; whether it
     has."""
     seq = room.view.table.seq

@@ -18,7 +18,7 @@ from jaxserve.sched.cache.cache_kinds import KV, LEFT, NOBODY, RIGHT
 from jaxserve.sched.plan import Checkpoint, Copy, Join, Operation, Preempt, Restore
 from jaxserve.sched.policies.bros.blocks import BrosBudget
 from jaxserve.sched.policies.bros.cache_restore import CacheRestore
-from jaxserve.sched.policies.bros.packing import Batch, Work
+from jaxserve.sched.policies.bros.packing import BrosBatch, BrosWork
 from jaxserve.sched.policy import View
 from jaxserve.sched.restore_plan import left_filled, overwritten_ranges
 from jaxserve.sched.unified.batch_builder import PlannedWork
@@ -56,7 +56,9 @@ class SharedBlocksBudget(BrosBudget):
         host_free: Free slots in host memory.
     """
 
-    def __init__(self, view: View, batch: Batch, watermark: float, late_watermark: float) -> None:
+    def __init__(
+        self, view: View, batch: BrosBatch, watermark: float, late_watermark: float
+    ) -> None:
         super().__init__(view, batch, watermark, late_watermark)
         self.free -= self.free % _PLANES  # whoever takes or lends a block does so in each plane
         self.left = left_filled(view)
@@ -93,7 +95,7 @@ class SharedBlocksBudget(BrosBudget):
         """Which rows lose their caches in this plan, in whole or in part, bool [n]."""
         return self._hit[rows]
 
-    def offers(self, rows: np.ndarray) -> Work:
+    def offers(self, rows: np.ndarray) -> BrosWork:
         """What these best-effort rows would do. Left out are those that cannot be in this step, and
         all but a few of those with tokens on the host."""
         rows = rows[~self._batch.chosen[rows] & ~self._hit[rows]]
@@ -104,7 +106,7 @@ class SharedBlocksBudget(BrosBudget):
         rows = super().best_effort()
         return rows[~self._hit[rows] & ~self._lends[rows]]
 
-    def price(self, work: Work) -> Work:
+    def price(self, work: BrosWork) -> BrosWork:
         """See `BrosBudget`: what the pool says is right until somebody gives blocks back."""
         finds = self._finds(work)
         if not (self._keep and len(finds)):
@@ -121,7 +123,7 @@ class SharedBlocksBudget(BrosBudget):
         for row, number in zip(rows.tolist(), index, strict=True):
             self._let_go(row, np.array([number]))
 
-    def offers_first(self, rows: np.ndarray) -> Work:
+    def offers_first(self, rows: np.ndarray) -> BrosWork:
         """As `offers`, of best-effort rows that come before real-time ones. They move out of blocks
         in which running real-time rows may overwrite their tokens."""
         table = self.view.table
@@ -129,7 +131,7 @@ class SharedBlocksBudget(BrosBudget):
         self._fill(runs, table.prompt_len[runs] + table.generated[runs])  # a chunk is many tokens
         return self._restore.offers(rows[~self._hit[rows]], self.left, every_block=True)
 
-    def provide(self, work: Work, behind: np.ndarray) -> Work:
+    def provide(self, work: BrosWork, behind: np.ndarray) -> BrosWork:
         """As without sharing, but the most urgent take free blocks, and the others join those of
         best-effort requests, the emptiest first. Once there are none, real-time requests are
         preempted, those with the most time left first."""
@@ -197,7 +199,7 @@ class SharedBlocksBudget(BrosBudget):
         self._keep[row] = 0
         self._leaves(row)
 
-    def operations(self, work: Work) -> tuple[Operation, ...]:
+    def operations(self, work: BrosWork) -> tuple[Operation, ...]:
         """The operations on caches before the step. work: all of the batch."""
         found: list[Operation] = []
         if self._saved:
@@ -249,7 +251,7 @@ class SharedBlocksBudget(BrosBudget):
         self.left[ids] = filled
         return ids, filled
 
-    def _borrow(self, work: Work) -> _Loan:
+    def _borrow(self, work: BrosWork) -> _Loan:
         """The blocks that these, in order, join once the free ones are handed out."""
         size = self.view.pool.block_size
         wanted = np.clip(np.cumsum(work.new) - self.free, 0, work.new) // _PLANES

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxserve.sched.cost.batch_feature_sums import prefix
 from jaxserve.sched.plan import Operation
-from jaxserve.sched.policies.bros.packing import BEST_EFFORT, Batch, Work
+from jaxserve.sched.policies.bros.packing import BEST_EFFORT, BrosBatch, BrosWork
 from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import RUNNING
 from jaxserve.sched.unified.batch_budget import MemoryBudget
@@ -27,7 +27,9 @@ class BrosBudget(MemoryBudget):
         running: Rows that hold cache, in order of arrival, without those preempted by the plan.
     """
 
-    def __init__(self, view: View, batch: Batch, watermark: float, late_watermark: float) -> None:
+    def __init__(
+        self, view: View, batch: BrosBatch, watermark: float, late_watermark: float
+    ) -> None:
         super().__init__(view)
         self._batch = batch
         self.running = view.table.in_state(RUNNING)
@@ -71,15 +73,15 @@ class BrosBudget(MemoryBudget):
         """Blocks that others may use without each of these running rows, int64 [n]."""
         return self.view.pool.private(rows)
 
-    def price(self, work: Work) -> Work:
+    def price(self, work: BrosWork) -> BrosWork:
         """The same with the blocks that each takes after what has been preempted so far."""
         return work
 
-    def offers(self, rows: np.ndarray) -> Work:
+    def offers(self, rows: np.ndarray) -> BrosWork:
         """What these best-effort rows would do, without those that cannot be in this step."""
-        return Work.of_rows(self.view, rows[~self._batch.chosen[rows] & ~self.is_out(rows)])
+        return BrosWork.of_rows(self.view, rows[~self._batch.chosen[rows] & ~self.is_out(rows)])
 
-    def affordable(self, work: Work, late: np.ndarray) -> np.ndarray:
+    def affordable(self, work: BrosWork, late: np.ndarray) -> np.ndarray:
         """Which real-time requests, in order of urgency, find blocks and a place: a mask [n].
 
         All best-effort caches may be taken for them. Starts leave what running requests need now
@@ -108,7 +110,7 @@ class BrosBudget(MemoryBudget):
         mask[starts[:count]] = True
         return mask
 
-    def provide(self, work: Work, behind: np.ndarray) -> Work:
+    def provide(self, work: BrosWork, behind: np.ndarray) -> BrosWork:
         """Takes blocks and places for these real-time requests, which must be affordable. behind:
         the other ones, the most urgent first."""
         need, starts = int(work.new.sum()), int(work.starts.sum())
@@ -120,7 +122,7 @@ class BrosBudget(MemoryBudget):
         self.allocate(work)
         return work
 
-    def offers_first(self, rows: np.ndarray) -> Work:
+    def offers_first(self, rows: np.ndarray) -> BrosWork:
         """As `offers`, for best-effort rows that come before real-time ones."""
         return self.offers(rows)
 
@@ -129,6 +131,6 @@ class BrosBudget(MemoryBudget):
         super().preempt(row, gives)
         self.running = self.running[self.running != row]
 
-    def operations(self, work: Work) -> tuple[Operation, ...]:
+    def operations(self, work: BrosWork) -> tuple[Operation, ...]:
         """The operations on caches before the step. work: all of the batch."""
         return self.preemptions()

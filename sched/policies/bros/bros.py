@@ -17,7 +17,7 @@ from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.bros.best_effort import fill, fill_first
 from jaxserve.sched.policies.bros.block_sharing import SharedBlocksBudget
 from jaxserve.sched.policies.bros.blocks import BrosBudget
-from jaxserve.sched.policies.bros.packing import BEST_EFFORT, Batch, Work
+from jaxserve.sched.policies.bros.packing import BEST_EFFORT, BrosBatch, BrosWork
 from jaxserve.sched.policies.bros.real_time import Late, Packed, Rules, pack
 from jaxserve.sched.policies.bros.urgency import Targets
 from jaxserve.sched.policy import Policy, View
@@ -144,7 +144,7 @@ class Bros(Policy):
         others = others[np.argsort(table.seq[others])]
         if not self.in_order:
             others = others[np.argsort(view.host.tokens[others], kind="stable")]
-        batch = Batch(view, view.limits.max_rows)
+        batch = BrosBatch(view, view.limits.max_rows)
         room = (SharedBlocksBudget if self.sharing else BrosBudget)(
             view, batch, self.watermark, self.late_watermark
         )
@@ -230,7 +230,7 @@ class Bros(Policy):
         return memory.owed
 
     def _remember(
-        self, batch: Batch, done: Work, packed: Packed, forced: int, clock: float
+        self, batch: BrosBatch, done: BrosWork, packed: Packed, forced: int, clock: float
     ) -> None:
         """Notes the batch and what follows from it for the next. It begins at `clock`, and its
         first `forced` rows came before real-time ones."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxserve.sched.cache.block_sizes import PLANES, slots_for
 from jaxserve.sched.cache.cache_kinds import KV
-from jaxserve.sched.policies.bros.packing import Work
+from jaxserve.sched.policies.bros.packing import BrosWork
 from jaxserve.sched.policy import View
 from jaxserve.sched.restore_plan import plan_restore
 from jaxserve.sched.state.request_table import RUNNING
@@ -23,7 +23,7 @@ class CacheRestore:
         self._copy: dict[int, set[int]] = {}
         self._first: dict[int, np.ndarray] = {}
 
-    def offers(self, rows: np.ndarray, left: np.ndarray, *, every_block: bool = False) -> Work:
+    def offers(self, rows: np.ndarray, left: np.ndarray, *, every_block: bool = False) -> BrosWork:
         """What best-effort rows would do, in order. Of the running ones with tokens on the host
         only the first few and the earliest to arrive are included.
 
@@ -51,7 +51,7 @@ class CacheRestore:
             start[i], loaded[i] = back.computed, back.loaded
             self._first[row] = back.first
             self._leave(row, back.copy)
-        work = Work.of_rows(view, rows, start)
+        work = BrosWork.of_rows(view, rows, start)
         work.loaded = loaded
         self._leave_blocks(work, left, every_block)
         for i in np.flatnonzero(np.isin(rows, list(self._copy))).tolist():
@@ -70,7 +70,7 @@ class CacheRestore:
             return _listed([])
         return _listed([(row, self._copies(row)) for row in rows.tolist() if row in self._copy])
 
-    def all_restores(self, work: Work) -> tuple[np.ndarray, np.ndarray]:
+    def all_restores(self, work: BrosWork) -> tuple[np.ndarray, np.ndarray]:
         """The segments that these rows restore: rows and first tokens, int64 [k]."""
         back = work.rows[work.loaded > 0]
         return _listed([(row, self._restores(row)) for row in back.tolist()])
@@ -80,7 +80,7 @@ class CacheRestore:
             return self._first[row]
         return np.array([segment.first for segment in self.view.host.segments(row)], np.int64)
 
-    def _leave_blocks(self, work: Work, left: np.ndarray, every: bool) -> None:
+    def _leave_blocks(self, work: BrosWork, left: np.ndarray, every: bool) -> None:
         """Rows move out of blocks where they and the other owner no longer both fit. every: check
         all blocks of a row, not only the one that it fills now."""
         pool, size = self.view.pool, self.view.pool.block_size

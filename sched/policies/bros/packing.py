@@ -18,7 +18,7 @@ _SAVED = NUM_COLUMNS + MOVED.index("saved_slots")
 
 
 @dataclass
-class Work(PlannedWork):
+class BrosWork(PlannedWork):
     """What requests would do in the step.
 
     Attributes:
@@ -30,7 +30,7 @@ class Work(PlannedWork):
     copied: np.ndarray
 
     @classmethod
-    def of_rows(cls, view: View, rows: np.ndarray, start: np.ndarray | None = None) -> Work:
+    def of_rows(cls, view: View, rows: np.ndarray, start: np.ndarray | None = None) -> BrosWork:
         """What these rows would do, with whole prompts. start: tokens cached; by default those in
         the pool, and for waiting rows those on the host."""
         table, kept = view.table, view.host.tokens[rows]
@@ -44,7 +44,7 @@ class Work(PlannedWork):
         """Which rows decode and restore nothing, bool [n]."""
         return self.decodes & (self.loaded == 0)
 
-    def cut(self, view: View, tokens: np.ndarray) -> Work:
+    def cut(self, view: View, tokens: np.ndarray) -> BrosWork:
         """The same with so many tokens each, int64 [n], and blocks only for these."""
         kinds = np.zeros(len(self), np.int64)
         all_of_it, piece = (
@@ -58,16 +58,16 @@ class Work(PlannedWork):
         return np.concatenate([super().columns(), moved])
 
 
-def alone(view: View, work: Work) -> np.ndarray:
+def alone(view: View, work: BrosWork) -> np.ndarray:
     """Seconds that each would take in a batch of its own, float64 [n]."""
     return seconds_of(view, work.columns())
 
 
-class Batch(BatchBuilder[Work]):
+class BrosBatch(BatchBuilder[BrosWork]):
     """A batch in the making. size: requests that it may hold (B of BROS section 4.2)."""
 
     def __init__(self, view: View, size: int) -> None:
-        super().__init__(view, Work.of_rows(view, np.zeros(0, np.int64)))
+        super().__init__(view, BrosWork.of_rows(view, np.zeros(0, np.int64)))
         self.rows_left = min(size, view.limits.max_rows)
         self.tokens_left = view.limits.max_batch_tokens
         self.chosen = np.zeros(view.table.capacity, bool)
@@ -75,11 +75,11 @@ class Batch(BatchBuilder[Work]):
     def __len__(self) -> int:
         return sum(map(len, self.parts))
 
-    def fits(self, work: Work) -> int:
+    def fits(self, work: BrosWork) -> int:
         """How many of them, in order, stay within the rows and tokens of a batch."""
         return prefix(np.cumsum(work.tokens[: self.rows_left]) <= self.tokens_left)
 
-    def piece(self, one: Work, limit: float, beside: Work | None = None) -> Work | None:
+    def piece(self, one: BrosWork, limit: float, beside: BrosWork | None = None) -> BrosWork | None:
         """As much of a prompt as leaves the batch, and `beside`, within rows, tokens and `limit`
         seconds; None if that is nothing."""
         beside = self._nothing if beside is None else beside
@@ -93,7 +93,7 @@ class Batch(BatchBuilder[Work]):
         tokens = longest(seconds, limit, left) if len(beside) < self.rows_left else 0
         return one.cut(self.view, np.array([tokens])) if tokens > 0 else None
 
-    def add(self, work: Work) -> None:
+    def add(self, work: BrosWork) -> None:
         """Puts them in; the caller has checked that they fit."""
         super().add(work)
         self.chosen[work.rows] = True

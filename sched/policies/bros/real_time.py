@@ -10,7 +10,7 @@ import numpy as np
 from jaxserve.sched.cache.block_sizes import slots_for
 from jaxserve.sched.cost.batch_feature_sums import prefix
 from jaxserve.sched.policies.bros.blocks import BrosBudget
-from jaxserve.sched.policies.bros.packing import Batch, Work, alone
+from jaxserve.sched.policies.bros.packing import BrosBatch, BrosWork, alone
 from jaxserve.sched.policies.bros.urgency import Queue
 
 
@@ -73,7 +73,9 @@ class Packed:
     started: int = 0
 
 
-def pack(batch: Batch, room: BrosBudget, queue: Queue, others: np.ndarray, rules: Rules) -> Packed:
+def pack(
+    batch: BrosBatch, room: BrosBudget, queue: Queue, others: np.ndarray, rules: Rules
+) -> Packed:
     """Adds real-time requests in order until the batch would miss the most urgent deadline, and
     cuts the prompt that would make it do so. Deadlines that cannot be met even in the batch as it
     is do not count. At least one request is served.
@@ -91,7 +93,7 @@ def pack(batch: Batch, room: BrosBudget, queue: Queue, others: np.ndarray, rules
     rows, residual = queue.rows[here], queue.residual[here]
     if not len(rows):
         return Packed()
-    work = room.price(Work.of_rows(view, rows))
+    work = room.price(BrosWork.of_rows(view, rows))
     savable = residual >= alone(view, work)
     limit = first = float(residual[savable].min(initial=np.inf))
     if len(batch):
@@ -118,7 +120,7 @@ def pack(batch: Batch, room: BrosBudget, queue: Queue, others: np.ndarray, rules
     elif count == 0:
         piece = head[:fits]
     if piece is not None and len(piece):
-        done, chosen = Work.joined([done, piece]), chosen[: count + len(piece)]
+        done, chosen = BrosWork.joined([done, piece]), chosen[: count + len(piece)]
     else:
         chosen = chosen[:count]
         if count == batch.rows_left:
@@ -131,7 +133,7 @@ def pack(batch: Batch, room: BrosBudget, queue: Queue, others: np.ndarray, rules
     return Packed(early, min(limit, headroom), waits, int(done.starts.sum()))
 
 
-def _stay(batch: Batch, work: Work, slack: np.ndarray, others: np.ndarray) -> np.ndarray:
+def _stay(batch: BrosBatch, work: BrosWork, slack: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Which of these stay in a full batch, a mask [n], and do not give their places to best-effort
     requests that have less to bring back (Algorithm 1, lines 26 to 33). slack: seconds that each
     has besides; the least urgent are last."""

@@ -18,7 +18,7 @@ FEW = 6  # batches that are priced sooner one by one than as an array
 
 
 @dataclass
-class Work:
+class GoodputWork:
     """What n requests would do in the step; arrays [n]. Whoever works with some of them has their
     indices.
 
@@ -61,7 +61,7 @@ class Work:
     columns: np.ndarray
 
     @classmethod
-    def of_rows(cls, view: View, rows: np.ndarray, outlook: Outlook, kind: int) -> Work:
+    def of_rows(cls, view: View, rows: np.ndarray, outlook: Outlook, kind: int) -> GoodputWork:
         """All that each has pending, with what it has on the host restored.
 
         Args:
@@ -130,7 +130,7 @@ def _columns(
     return found
 
 
-class Batch:
+class GoodputBatch:
     """Starts empty, or with some requests.
 
     Args:
@@ -139,7 +139,7 @@ class Batch:
         some: Indices of those that are in it from the start.
     """
 
-    def __init__(self, view: View, work: Work, some: np.ndarray | None = None) -> None:
+    def __init__(self, view: View, work: GoodputWork, some: np.ndarray | None = None) -> None:
         self.parts: list[np.ndarray] = []
         self._view, self._work = view, work
         self._sums = np.zeros((len(work.columns), 1), np.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.sched.cost.batch_feature_sums import prefix
-from jaxserve.sched.policies.goodput.batch import Batch, Work
+from jaxserve.sched.policies.goodput.batch import GoodputBatch, GoodputWork
 from jaxserve.sched.policies.goodput.feasibility import in_time, left_out
 from jaxserve.sched.policies.goodput.pausing import AT_ANY_LOSS, FREE_OF_LOSS, Memory
 from jaxserve.sched.policy import View
@@ -29,7 +29,7 @@ PROMPTS = 0.1  # least share of a step for prompts: else their cost would have n
 MOST_LATE = 32  # late and paused requests that a plan tries to start, so that it has an end
 
 
-class Filling:
+class GoodputFilling:
     """Fills one batch. Requests are indices of `work`.
 
     Args:
@@ -46,8 +46,8 @@ class Filling:
     def __init__(
         self,
         view: View,
-        work: Work,
-        batch: Batch,
+        work: GoodputWork,
+        batch: GoodputBatch,
         memory: Memory,
         clock: float,
         headroom: float,
@@ -83,7 +83,7 @@ class Filling:
         rest = np.ones(len(others), bool)
         rest[chosen] = False
         if not len(decodes):
-            base = Batch(self._view, work, hopeless).seconds
+            base = GoodputBatch(self._view, work, hopeless).seconds
         if base < self._headroom:
             self._limit = min(self._limit, self._headroom)
         self._add_all(hopeless, NOT_AT_ALL)
@@ -119,15 +119,15 @@ class Filling:
         if not len(some):
             return some, decodes, np.inf
         jobs, slack = others[some], slack[some]
-        full = Batch(view, work, decodes)
+        full = GoodputBatch(view, work, decodes)
         chosen = self._in_time(jobs, slack, full, decodes)
         if len(decodes) and len(chosen) < len(jobs) and self._roomy(len(decodes)):
             # The next step has them all, and those decode whose prompts this one ends.
             again = full.seconds * (1.0 + len(jobs) / len(decodes))
-            soon = float(Batch(view, work).with_each(jobs).min()) + again
+            soon = float(GoodputBatch(view, work).with_each(jobs).min()) + again
             waits = (self._slack[decodes] > soon) & ~self._first[decodes]
             urgent = decodes[~waits]
-            saved = self._in_time(jobs, slack, Batch(view, work, urgent), urgent)
+            saved = self._in_time(jobs, slack, GoodputBatch(view, work, urgent), urgent)
             more = work.attains[jobs[saved]].sum() > work.attains[jobs[chosen]].sum()
             if more and (full.times(jobs[saved]) > slack[saved]).any():
                 left = self._slack[decodes[waits]].min(initial=np.inf) - again
@@ -135,7 +135,7 @@ class Filling:
         return some[chosen], decodes, np.inf
 
     def _in_time(
-        self, jobs: np.ndarray, slack: np.ndarray, batch: Batch, decodes: np.ndarray
+        self, jobs: np.ndarray, slack: np.ndarray, batch: GoodputBatch, decodes: np.ndarray
     ) -> np.ndarray:
         """Which jobs come first beside these decodes, so that most are in time. A job costs what it
         adds to the batch, and its share of further steps where the decodes limit their length.

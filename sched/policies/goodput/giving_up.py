@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.policies.goodput.batch import Work
+from jaxserve.sched.policies.goodput.batch import GoodputWork
 from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import MISSED, RELEGATED, WAITING
 
 
 def given_up(
-    view: View, waiting: np.ndarray, work: Work, batch: np.ndarray, clock: float
+    view: View, waiting: np.ndarray, work: GoodputWork, batch: np.ndarray, clock: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """What is new of that.
 

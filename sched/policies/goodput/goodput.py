@@ -17,9 +17,9 @@ from jaxserve.sched.cache.block_sizes import PLANES
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV
 from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.plan import BatchPlan, Operation, Restore
-from jaxserve.sched.policies.goodput.batch import Batch, Work
+from jaxserve.sched.policies.goodput.batch import GoodputBatch, GoodputWork
 from jaxserve.sched.policies.goodput.fairness import Patience
-from jaxserve.sched.policies.goodput.filling import Filling
+from jaxserve.sched.policies.goodput.filling import GoodputFilling
 from jaxserve.sched.policies.goodput.giving_up import given_up
 from jaxserve.sched.policies.goodput.outlook import (
     Deadlines,
@@ -115,11 +115,11 @@ class Goodput(Policy):
             view, rows, targets, deadlines, worth * table.value[rows], clock, self._lengths, pace
         )
         kind = _kind_of_starts(view, running, self.hidden_above)
-        work, first = Work.of_rows(view, rows, outlook, kind), kept[rows]
-        batch = Batch(view, work)
+        work, first = GoodputWork.of_rows(view, rows, outlook, kind), kept[rows]
+        batch = GoodputBatch(view, work)
         memory = Memory(view, work, batch, first, pace, swaps=self.swaps)
         headroom = _headroom(targets[0])
-        filling = Filling(view, work, batch, memory, clock, headroom, first)
+        filling = GoodputFilling(view, work, batch, memory, clock, headroom, first)
         filling.fill(self._patience.starved(rows, clock))
         done = batch.chosen()
         rows = work.rows[done]

@@ -9,7 +9,7 @@ import numpy as np
 from jaxserve.sched.cache.block_sizes import slots_for
 from jaxserve.sched.cost.batch_feature_sums import prefix
 from jaxserve.sched.plan import Checkpoint, Operation, Preempt
-from jaxserve.sched.policies.goodput.batch import Batch, Work
+from jaxserve.sched.policies.goodput.batch import GoodputBatch, GoodputWork
 from jaxserve.sched.policy import View
 from jaxserve.sched.unified.batch_budget import MemoryBudget
 from jaxserve.sched.unified.making_room import givers
@@ -40,8 +40,8 @@ class Memory(MemoryBudget):
     def __init__(
         self,
         view: View,
-        work: Work,
-        batch: Batch,
+        work: GoodputWork,
+        batch: GoodputBatch,
         kept: np.ndarray,
         pace: float,
         *,

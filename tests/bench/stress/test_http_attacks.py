@@ -95,7 +95,7 @@ def test_a_case_says_what_did_not_hold(server: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(abuse, "watched", watched)
     monkeypatch.setattr(abuse, "_kept", lambda _: 40.0)
     server.lines = lambda: 0
-    case = abuse.Case("a", lambda _: Tried(), others_s=1.0, health_s=0.1, kept_mib=30)
+    case = abuse.AbuseCase("a", lambda _: Tried(), others_s=1.0, health_s=0.1, kept_mib=30)
     row = abuse.measured(server, case)
     assert row.problems == [
         "2 calls of others had no answer, and 0 is allowed",

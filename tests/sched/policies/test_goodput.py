@@ -556,7 +556,7 @@ def test_where_there_is_nothing_to_decide_nothing_is_weighed(
     drive = Drive("goodput")
     rows = [drive.add(prompt=4, output=20, tbt=1.0) for _ in range(3)]
     drive.step(0.0)
-    monkeypatch.setattr(goodput, "Filling", None)
+    monkeypatch.setattr(goodput, "GoodputFilling", None)
     assert isinstance(drive.policy, Goodput)
     pace = drive.policy._pace.seconds
     assert drive.step(0.1) == dict.fromkeys(rows, 1)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.sched.policies.goodput.batch import Batch, Work
+from jaxserve.sched.policies.goodput.batch import GoodputBatch, GoodputWork
 from jaxserve.sched.policies.goodput.outlook import Deadlines, Lengths, Outlook
 from jaxserve.sched.policies.goodput.pausing import FREE_OF_LOSS, Memory
 from jaxserve.sched.policy import Limits
@@ -127,11 +127,11 @@ def test_who_was_paused_takes_the_place_of_who_has_no_targets_alone(tier: Tier) 
     lengths.read(view)
     due = Deadlines.of_rows(view, rows, goals, 0.2)
     seen = Outlook.of_rows(view, rows, goals, due, np.ones(2), 0.2, lengths, 0.01)
-    work = Work.of_rows(view, rows, seen, kind=0)
+    work = GoodputWork.of_rows(view, rows, seen, kind=0)
     assert work.loss[0] == 0.0
     for paused in (False, True):
         work.paused[1] = paused
-        memory = Memory(view, work, Batch(view, work), np.zeros(2, bool), 0.01, swaps=True)
+        memory = Memory(view, work, GoodputBatch(view, work), np.zeros(2, bool), 0.01, swaps=True)
         found = memory.make_room(np.array([1]), FREE_OF_LOSS)
         assert (found == 1) == (memory.preempted == [holder]) == (tier == BEST or not paused)
 

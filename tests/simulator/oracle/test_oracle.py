@@ -24,7 +24,7 @@ from jaxserve.sched.unified.unified_policy import Reserve
 from jaxserve.simulator.oracle import search
 from jaxserve.simulator.oracle.candidates import SHAPES
 from jaxserve.simulator.oracle.goodput_bound import goodput_bound, most_met
-from jaxserve.simulator.oracle.least_work import Work, latest
+from jaxserve.simulator.oracle.least_work import LeastWork, latest
 from jaxserve.simulator.oracle.search import portfolio
 from jaxserve.simulator.settings import Setting
 from jaxserve.simulator.simulate import cli as command
@@ -276,7 +276,7 @@ def setting(**changes: Any) -> Setting:
 def test_a_request_alone_takes_what_the_bound_says() -> None:
     """The bound is tight there."""
     workload = Workload.create(all_at_once(1), fixed_lengths(300, 20, 1))
-    work = Work.of_workload(workload, setting(), hidden=False)
+    work = LeastWork.of_workload(workload, setting(), hidden=False)
     result = simulate("sarathi_pc", workload, SEVEN, limits=setting().limits, overlap=False)
     assert work.ttft[0] == pytest.approx(result.requests.ttft[0], rel=0.2)
     assert work.ttft[0] <= result.requests.ttft[0]
@@ -287,11 +287,11 @@ def test_a_request_alone_takes_what_the_bound_says() -> None:
 def test_who_cannot_be_in_time_alone_is_not_counted() -> None:
     arrival = np.array([0.0, 1.0])
     plain = Workload.create(arrival, fixed_lengths(300, 20, 2))
-    work = Work.of_workload(plain, setting(), hidden=False)
+    work = LeastWork.of_workload(plain, setting(), hidden=False)
     for name, least in (("ttft", work.ttft[0]), ("jct", work.jct[0])):
         for factor, met in ((0.99, False), (1.01, True)):
             workload = with_targets(plain, **{name: float(least) * factor})
-            assert Work.of_workload(workload, setting(), False).met.tolist() == [met] * 2
+            assert LeastWork.of_workload(workload, setting(), False).met.tolist() == [met] * 2
             bound = goodput_bound(workload, setting(), False, math.inf)
             assert (bound > 0) == met
 
@@ -299,7 +299,7 @@ def test_who_cannot_be_in_time_alone_is_not_counted() -> None:
 def test_a_window_holds_so_many_at_most() -> None:
     """Twenty come at once, and there is time for a few until their target."""
     plain = Workload.create(all_at_once(20), fixed_lengths(2000, 2, 20))
-    alone = float(Work.of_workload(plain, setting(), False).jct[0])
+    alone = float(LeastWork.of_workload(plain, setting(), False).jct[0])
     workload = with_targets(plain, jct=3.5 * alone)
     bound = goodput_bound(workload, setting(), False, math.inf)
     with few_first():

@@ -56,7 +56,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One kernel to time.
 
     Attributes:
@@ -74,7 +74,7 @@ class Case:
     make: Callable[[Any], Loop]
 
 
-def cases(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
+def cases(heads: Heads, work: Workload, backend: str) -> Iterator[KernelCase]:
     """Every kernel that a model with such heads can use."""
     yield decode_case(heads, work, backend)
     yield _drafts(heads, work, backend)
@@ -102,7 +102,7 @@ def _attention(
     width: int = 0,
     drafts: bool = False,
     **options: Any,
-) -> Case:
+) -> KernelCase:
     """A kernel whose output is the next call's query: each waits for the one before. vectors: of
     the pool, that must be read. weights: numbers that must be. width: of a query; 0 is a head's.
     drafts: as in `AttentionBatch`."""
@@ -129,10 +129,10 @@ def _attention(
     shape = f"{len(rows)} x {rows[0].context}"
     moved = vectors * heads.vector_bytes(work.dtype)
     moved += (weights + 2 * math.prod(q_shape)) * dtype.itemsize
-    return Case(name, shape, moved, operations, make)
+    return KernelCase(name, shape, moved, operations, make)
 
 
-def decode_case(heads: Heads, work: Workload, backend: str) -> Case:
+def decode_case(heads: Heads, work: Workload, backend: str) -> KernelCase:
     """Attention of `work.rows` decodes over K and V."""
     cached, rows = work.rows * work.context, [Row(work.context)] * work.rows
     return _attention(
@@ -148,7 +148,7 @@ def decode_case(heads: Heads, work: Workload, backend: str) -> Case:
     )
 
 
-def _drafts(heads: Heads, work: Workload, backend: str) -> Case:
+def _drafts(heads: Heads, work: Workload, backend: str) -> KernelCase:
     """The same of decodes that have drafts, which read their context once for all of them."""
     cached, rows = work.rows * work.context, [Row(work.context, 1 + DRAFTS)] * work.rows
     return _attention(
@@ -165,7 +165,7 @@ def _drafts(heads: Heads, work: Workload, backend: str) -> Case:
     )
 
 
-def _prefill(heads: Heads, work: Workload, backend: str) -> Case:
+def _prefill(heads: Heads, work: Workload, backend: str) -> KernelCase:
     tokens = work.prefill
     return _attention(
         "prefill attention",
@@ -180,7 +180,7 @@ def _prefill(heads: Heads, work: Workload, backend: str) -> Case:
     )
 
 
-def _hidden(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
+def _hidden(heads: Heads, work: Workload, backend: str) -> Iterator[KernelCase]:
     """Decodes over hidden vectors: absorbed, where keys are not rotated, and projected."""
     cached, rows = work.rows * work.context, [Row(work.context, kind=HIDDEN)] * work.rows
     width = heads.width
@@ -210,7 +210,7 @@ def _hidden(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
     )
 
 
-def _write(heads: Heads, work: Workload, backend: str) -> Case:
+def _write(heads: Heads, work: Workload, backend: str) -> KernelCase:
     tokens, dtype = work.prefill, inputs.activations(work.dtype)
 
     def make(pool: Pool) -> Loop:
@@ -226,10 +226,10 @@ def _write(heads: Heads, work: Workload, backend: str) -> Case:
         return Loop(step, pool, (batch, new))
 
     moved = 2 * tokens * (heads.width * dtype.itemsize + heads.vector_bytes(work.dtype))
-    return Case("write", f"{tokens} tokens", moved, 0, make)
+    return KernelCase("write", f"{tokens} tokens", moved, 0, make)
 
 
-def _moves(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
+def _moves(heads: Heads, work: Workload, backend: str) -> Iterator[KernelCase]:
     count = work.moves
     moved = 2 * count * work.layers * heads.vector_bytes(work.dtype)
 
@@ -275,6 +275,6 @@ def _moves(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
         return Loop(step, buffer, (pool, found))
 
     shape = f"{count} slots, {work.layers} layers"
-    yield Case("move", shape, moved, 0, lambda pool: make(pool, move, False))
-    yield Case("stage out", shape, moved, 0, out_loop)
-    yield Case("stage in", shape, moved, 0, lambda pool: make(pool, stage_in, True))
+    yield KernelCase("move", shape, moved, 0, lambda pool: make(pool, move, False))
+    yield KernelCase("stage out", shape, moved, 0, out_loop)
+    yield KernelCase("stage in", shape, moved, 0, lambda pool: make(pool, stage_in, True))

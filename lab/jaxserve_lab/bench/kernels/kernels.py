@@ -30,7 +30,7 @@ from jaxserve.pallas_kernels.backends import select_backend
 from jaxserve.pallas_kernels.pool import POOL_DTYPES
 from jaxserve_lab.bench.kernels import kernel_inputs as inputs
 from jaxserve_lab.bench.kernels.device_timing import Loop, Timing, measure
-from jaxserve_lab.bench.kernels.kernel_cases import Case, Workload, cases
+from jaxserve_lab.bench.kernels.kernel_cases import KernelCase, Workload, cases
 
 MODELS = "opt-13b,llama-3-8b"
 Tell = Callable[[str], None]
@@ -180,7 +180,7 @@ def run(
 
 def _planned(
     model: str, work: Workload, backend: str, tell: Tell, only: Sequence[str]
-) -> list[tuple[str, inputs.Heads, str, Case]]:
+) -> list[tuple[str, inputs.Heads, str, KernelCase]]:
     """What is measured of a model, with the backend that it is measured on."""
     heads = inputs.model_heads(model)
     kinds = (KV, HIDDEN) if heads.offers_hidden else (KV,)
@@ -216,7 +216,7 @@ def _positive(timing: Timing) -> float:
 
 
 def measured(
-    model: str, case: Case, dtype: str, backend: str, timing: Timing, ceilings: Ceilings
+    model: str, case: KernelCase, dtype: str, backend: str, timing: Timing, ceilings: Ceilings
 ) -> Measured:
     """A case's time beside what the device can do.
 

@@ -18,7 +18,7 @@ from jaxserve.sched.cost.cost_model import experts_read
 from jaxserve.weights import load_params
 from jaxserve_lab.bench.kernels import kernel_inputs as inputs
 from jaxserve_lab.bench.kernels.device_timing import Loop, Timing, measure
-from jaxserve_lab.bench.kernels.kernel_cases import Case
+from jaxserve_lab.bench.kernels.kernel_cases import KernelCase
 from jaxserve_lab.bench.kernels.kernel_checks import LIMITS, Check, at_once, relative_error
 from jaxserve_lab.bench.kernels.kernels import Ceilings, Measured, measured
 
@@ -107,7 +107,7 @@ def _expert_bytes(layers: Sequence[ExpertParams]) -> int:
 
 def _case(
     layers: Sequence[ExpertParams], experts: Experts, tokens: int, width: int, dtype: str
-) -> Case:
+) -> KernelCase:
     gated = gate_function("silu", experts)
     run = functools.partial(
         mixture, experts=experts, gated=gated, shared=None, real=None, mesh=None
@@ -130,4 +130,4 @@ def _case(
     shape = (
         f"{tokens} x {width} x {experts.d_ff}, {experts.experts_per_token} of {experts.num_experts}"
     )
-    return Case("mixture", shape, moved, 6 * rows * width * experts.d_ff, make)
+    return KernelCase("mixture", shape, moved, 6 * rows * width * experts.d_ff, make)

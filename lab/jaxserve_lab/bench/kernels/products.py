@@ -25,7 +25,7 @@ from jaxserve.weights import load_params
 from jaxserve.weights.quantize import quantize
 from jaxserve_lab.bench.kernels import kernel_inputs as inputs
 from jaxserve_lab.bench.kernels.device_timing import Loop, Timing, measure
-from jaxserve_lab.bench.kernels.kernel_cases import Case
+from jaxserve_lab.bench.kernels.kernel_cases import KernelCase
 from jaxserve_lab.bench.kernels.kernel_checks import LIMITS, Check, at_once, relative_error
 from jaxserve_lab.bench.kernels.kernels import Ceilings, Measured, measured
 
@@ -118,7 +118,7 @@ def _up_and_down(layer: Any) -> tuple[Linear, Linear]:
 
 def _case(
     layers: list[tuple[Linear, Linear]], rows: int, width: int, wider: int, dtype: str
-) -> Case:
+) -> KernelCase:
     def step(i: jax.Array, x: jax.Array, layers: list[tuple[Linear, Linear]]) -> jax.Array:
         # Else numbers could be made wide once, before the loop.
         x, layers = jax.lax.optimization_barrier((x, layers))
@@ -133,4 +133,4 @@ def _case(
     weights = sum(part.nbytes for part in jax.tree.leaves(layers[0]))
     moved = weights + 2 * rows * (width + wider) * jnp.dtype(dtype).itemsize
     shape = f"{rows} x {width} x {wider}"
-    return Case("up and down", shape, moved, 4 * rows * width * wider, make)
+    return KernelCase("up and down", shape, moved, 4 * rows * width * wider, make)

@@ -111,7 +111,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Case:
+class AbuseCase:
     """An attack, and limits on what it may cost, beside what the attack itself expects.
 
     Attributes:
@@ -233,7 +233,7 @@ def _another(row: Row) -> str:
     )
 
 
-def measured(server: Victim, case: Case) -> Row:
+def measured(server: Victim, case: AbuseCase) -> Row:
     """Runs a case while other clients call, and checks its limits."""
     memory, lines = server.memory_mib(), server.lines()
     with watched(server) as most:
@@ -412,32 +412,34 @@ def _http(attack: Callable[[str], Coroutine[Any, Any, Tried]]) -> Callable[[Vict
 
 
 CASES = (
-    Case("prompts far too long", _grpc(attacks.long_prompts), others_s=MAX_WAIT_S),
-    Case(f"{attacks.OVERLOAD:,} calls at once", _grpc(attacks.overload)),
-    Case("no messages", _grpc(attacks.malformed)),
-    Case("numbers at the edge", _grpc(attacks.extremes)),
-    Case("strings that are no text", http_attacks.strings),
-    Case("integers of 400 digits", http_attacks.integers),
-    Case("bodies up to 8 MiB", http_attacks.bodies, health_s=MAX_HEALTH_S, kept_mib=MAX_KEPT_MIB),
-    Case(f"{http_attacks.SILENT:,} silent connections", http_attacks.silent),
-    Case("requests with two ends", http_attacks.framing),
-    Case("pages of other sites", http_attacks.browsers),
-    Case("an engine that hangs", _run(hang)),
-    Case(f"{attacks.UNREAD} streams unread", _run(leave_unread)),
+    AbuseCase("prompts far too long", _grpc(attacks.long_prompts), others_s=MAX_WAIT_S),
+    AbuseCase(f"{attacks.OVERLOAD:,} calls at once", _grpc(attacks.overload)),
+    AbuseCase("no messages", _grpc(attacks.malformed)),
+    AbuseCase("numbers at the edge", _grpc(attacks.extremes)),
+    AbuseCase("strings that are no text", http_attacks.strings),
+    AbuseCase("integers of 400 digits", http_attacks.integers),
+    AbuseCase(
+        "bodies up to 8 MiB", http_attacks.bodies, health_s=MAX_HEALTH_S, kept_mib=MAX_KEPT_MIB
+    ),
+    AbuseCase(f"{http_attacks.SILENT:,} silent connections", http_attacks.silent),
+    AbuseCase("requests with two ends", http_attacks.framing),
+    AbuseCase("pages of other sites", http_attacks.browsers),
+    AbuseCase("an engine that hangs", _run(hang)),
+    AbuseCase(f"{attacks.UNREAD} streams unread", _run(leave_unread)),
 )
 """On a server that anybody may call."""
-LAST = (Case("an engine that fails", _run(fail)),)
+LAST = (AbuseCase("an engine that fails", _run(fail)),)
 """On one that ends with it."""
-TEMPLATE = Case("a chat template that loops", http_attacks.template)
-TIMED = Case("another's prompts, timed", _http(tenants.timed_prompts))
+TEMPLATE = AbuseCase("a chat template that loops", http_attacks.template)
+TIMED = AbuseCase("another's prompts, timed", _http(tenants.timed_prompts))
 KEYED = (
-    Case("256 requests per call", _http(tenants.too_much_at_once)),
-    Case(f"{tenants.PROMPTS} requests of another", _http(tenants.many_prompts)),
-    Case("files unread", _http(tenants.unread_files), most_mib=MAX_FILES_MIB),
-    Case(f"{http_attacks.LIARS} liars under edf", http_attacks.liars),
+    AbuseCase("256 requests per call", _http(tenants.too_much_at_once)),
+    AbuseCase(f"{tenants.PROMPTS} requests of another", _http(tenants.many_prompts)),
+    AbuseCase("files unread", _http(tenants.unread_files), most_mib=MAX_FILES_MIB),
+    AbuseCase(f"{http_attacks.LIARS} liars under edf", http_attacks.liars),
     TIMED,
     TEMPLATE,
 )
 """On one with two API keys, whose policy sorts by what requests say of themselves."""
-FLOODED = tuple(Case(name, flood) for name, flood in floods.FLOODS.items())
+FLOODED = tuple(AbuseCase(name, flood) for name, flood in floods.FLOODS.items())
 """On another one, which takes texts of any length."""

@@ -17,7 +17,7 @@ from jaxserve_lab.compile_check.analysis.launches import outside_buffers
 from jaxserve_lab.compile_check.analysis.ptx import KernelUse, kernel_uses
 from jaxserve_lab.compile_check.analysis.traffic import Traffic, traffic
 from jaxserve_lab.compile_check.bundles import Loops, kernel_loops
-from jaxserve_lab.compile_check.case import Case
+from jaxserve_lab.compile_check.case import CompileCase
 from jaxserve_lab.compile_check.programs import Program
 
 _MIB = 1 << 20
@@ -50,7 +50,7 @@ class Findings:
 
 
 def find_problems(
-    case: Case, program: Program, lowered: jax.stages.Lowered, text: str, folder: Path
+    case: CompileCase, program: Program, lowered: jax.stages.Lowered, text: str, folder: Path
 ) -> Findings:
     """Analyses a compiled program.
 
@@ -122,7 +122,7 @@ def _told(moved: list[weights.Move], how: str) -> str:
 
 
 def _problems_of_step(
-    case: Case, program: Program, module: hlo.Module, folder: Path
+    case: CompileCase, program: Program, module: hlo.Module, folder: Path
 ) -> Iterator[str]:
     if case.target.platform == "tpu":
         return  # XLA for TPUs repeats a few copies of its own accord, and knows no launches
@@ -150,7 +150,7 @@ def _pallas_names(module: hlo.Module) -> set[str]:
     }
 
 
-def _kernels(case: Case, folder: Path) -> list[KernelUse]:
+def _kernels(case: CompileCase, folder: Path) -> list[KernelUse]:
     assembler = toolchain.ptxas()
     uses = kernel_uses(folder, assembler) if assembler is not None else []
     if not uses:
@@ -180,7 +180,7 @@ def host_copies(text: str) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _too_large(case: Case, module: hlo.Module) -> Iterator[str]:
+def _too_large(case: CompileCase, module: hlo.Module) -> Iterator[str]:
     """Each all-gather whose result is more than any of these: the hidden vectors of the longest
     request (or of those tokens that become K and V at once, in all layers), float32 activations of
     the largest batch, its logits. What is gathered for all requests together is far more."""

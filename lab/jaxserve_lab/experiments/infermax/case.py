@@ -19,7 +19,7 @@ UNLIMITED = 10**9  # tokens of cache
 
 
 @dataclass(frozen=True)
-class Case:
+class InferMaxCase:
     """One simulation under the rules `infermax_paper`. C is the system's, P as in InferMax's Table
     1.
 
@@ -84,7 +84,7 @@ class Numbers:
     output_tokens: int
 
 
-def simulated(case: Case, compiled: bool | None = None) -> SimulationResult:
+def simulated(case: InferMaxCase, compiled: bool | None = None) -> SimulationResult:
     """Simulates the case, on the same requests each time. compiled: as `simulate` has it.
     ValueError if its policy, parameters, workload or system are unknown, or do not go together."""
     place = system(case.system)
@@ -103,7 +103,7 @@ def simulated(case: Case, compiled: bool | None = None) -> SimulationResult:
     )
 
 
-def run(case: Case) -> Numbers:
+def run(case: InferMaxCase) -> Numbers:
     """The numbers of a simulation. ValueError as `simulated`."""
     result = simulated(case)
     summary = result.summary()

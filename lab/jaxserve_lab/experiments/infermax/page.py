@@ -21,7 +21,7 @@ from jaxserve.simulator.workloads.lengths import MIXES
 from jaxserve_lab.experiments.common.figures import Panel, panel
 from jaxserve_lab.experiments.common.page import Extreme, Page, ends, flags, write_page
 from jaxserve_lab.experiments.common.runs import Results
-from jaxserve_lab.experiments.infermax.case import UNLIMITED, Case, Numbers, run
+from jaxserve_lab.experiments.infermax.case import UNLIMITED, InferMaxCase, Numbers, run
 from jaxserve_lab.experiments.infermax.optimum import POLICIES as PLAYED
 from jaxserve_lab.experiments.infermax.optimum import SHORT, SHOWN, Instance, draw, solve_all
 
@@ -53,7 +53,7 @@ INFERMAX: dict[str, Switches] = {
     "infermax, reserve for all": (*PC, ("expect", "running")),
     "infermax, P = 512": (("full_prefill", False), ("expect", "candidate")),
 }
-Where = Mapping[str, Callable[[str], Case]]  # the case of a policy, by what it is called
+Where = Mapping[str, Callable[[str], InferMaxCase]]  # the case of a policy, by what it is called
 
 
 @dataclass(frozen=True)
@@ -87,24 +87,26 @@ class Scale:
 QUICK = Scale((1, 64), (1, 8), 4, 48, 20_000, (100, 1_000), (8, 16), (2, 64), 2, (24,))
 
 
-class InferMax(Page[Case, Numbers]):
+class InferMax(Page[InferMaxCase, Numbers]):
     """What the template beside this asks for."""
 
-    name, kind, rules = "infermax", Case, "the rules `infermax_paper`"
+    name, kind, rules = "infermax", InferMaxCase, "the rules `infermax_paper`"
     scale: Scale
     held = (
-        *(Case(policy, "fixed:128x32x1024", 100_000) for policy in (*PLAIN, FREE)),
-        *(Case(policy, "lilo+siso", 100_000, 64) for policy in RANKED),
-        Case("infermax", "lilo+siso", 100_000, 64, switches=INFERMAX["infermax"]),
+        *(InferMaxCase(policy, "fixed:128x32x1024", 100_000) for policy in (*PLAIN, FREE)),
+        *(InferMaxCase(policy, "lilo+siso", 100_000, 64) for policy in RANKED),
+        InferMaxCase("infermax", "lilo+siso", 100_000, 64, switches=INFERMAX["infermax"]),
     )
     free, plain = FREE, PLAIN
 
-    def __init__(self, args: Namespace, results: Results[Case, Numbers]) -> None:
+    def __init__(self, args: Namespace, results: Results[InferMaxCase, Numbers]) -> None:
         super().__init__(QUICK if args.quick else Scale(), results)
         self.azure, self._count = args.azure, QUICK_AZURE if args.quick else None
         self._time_limit, self._jobs = args.time_limit, args.jobs
 
-    def fixed(self, policy: str, i: int, o: int, requests: int = 0, kv_tokens: int = 0) -> Case:
+    def fixed(
+        self, policy: str, i: int, o: int, requests: int = 0, kv_tokens: int = 0
+    ) -> InferMaxCase:
         """Requests of one size that arrive together.
 
         Args:
@@ -114,9 +116,9 @@ class InferMax(Page[Case, Numbers]):
             kv_tokens: M; 0 for the scale's.
         """
         count = requests or self.scale.many
-        return Case(policy, f"fixed:{i}x{o}x{count}", kv_tokens or self.scale.kv_tokens)
+        return InferMaxCase(policy, f"fixed:{i}x{o}x{count}", kv_tokens or self.scale.kv_tokens)
 
-    def mixed(self, policy: str, mix: str, count: int, probing: bool = False) -> Case:
+    def mixed(self, policy: str, mix: str, count: int, probing: bool = False) -> InferMaxCase:
         """Requests of a mix, in the same order for every policy.
 
         Args:
@@ -126,7 +128,7 @@ class InferMax(Page[Case, Numbers]):
             probing: Whether the policy runs as the authors run it.
         """
         switches = AUTHORS if probing and policy != FREE else ()
-        return Case(policy, mix, self.scale.kv_tokens, count, switches=switches)
+        return InferMaxCase(policy, mix, self.scale.kv_tokens, count, switches=switches)
 
     # Where policies are compared.
 
@@ -180,7 +182,7 @@ class InferMax(Page[Case, Numbers]):
 
     # What comes of it.
 
-    def numbers_of(self, number: str, policy: str, at: Callable[[str], Case]) -> float:
+    def numbers_of(self, number: str, policy: str, at: Callable[[str], InferMaxCase]) -> float:
         """The policy's number there."""
         return float(getattr(self.results[at(policy)], number))
 
@@ -457,8 +459,8 @@ class InferMax(Page[Case, Numbers]):
         """What is said of it: every scheduler with M, and first the bound, `vllm` without a limit
         of memory."""
 
-        def hour(policy: str, switches: Switches = (), kv_tokens: int = AZURE_M) -> Case:
-            return Case(policy, self.azure, kv_tokens, self._count, AZURE_ON, switches)
+        def hour(policy: str, switches: Switches = (), kv_tokens: int = AZURE_M) -> InferMaxCase:
+            return InferMaxCase(policy, self.azure, kv_tokens, self._count, AZURE_ON, switches)
 
         def of(policy: str, kv_tokens: int = AZURE_M, switches: Switches = ()) -> Numbers:
             return self.results[hour(policy, switches, kv_tokens)]

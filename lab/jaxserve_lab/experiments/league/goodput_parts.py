@@ -15,7 +15,7 @@ import numpy as np
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.goodput import filling, goodput
 from jaxserve.sched.policies.goodput.feasibility import InTime
-from jaxserve.sched.policies.goodput.filling import Filling
+from jaxserve.sched.policies.goodput.filling import GoodputFilling
 from jaxserve.sched.policies.goodput.goodput import Goodput
 from jaxserve.sched.policies.goodput.pausing import Memory
 from jaxserve.sched.policy import View
@@ -55,7 +55,7 @@ def _by_deadline(due: np.ndarray, cost: np.ndarray, worth: np.ndarray, begin: fl
     return InTime(order[worth[order] > 0], 0)
 
 
-def _nobody(_: Filling, decodes: np.ndarray) -> np.ndarray:
+def _nobody(_: GoodputFilling, decodes: np.ndarray) -> np.ndarray:
     """Who is hopeless: nobody, so that all decodes take part."""
     return np.zeros(len(decodes), bool)
 
@@ -82,10 +82,10 @@ _without("no_loss", lambda: mock.patch.object(Memory, "_pausable", _newest_first
 _without("no_moore", lambda: mock.patch.object(filling, "in_time", _by_deadline))
 _without("no_leaving_out", lambda: mock.patch.object(filling, "left_out", lambda *_: 0))
 _without("no_return", lambda: mock.patch.object(Memory, "_back_in_time", lambda _, some: some))
-_without("no_hopeless_last", lambda: mock.patch.object(Filling, "_hopeless", _nobody))
-_without("no_whole_prompts", lambda: mock.patch.object(Filling, "_short", False))
-_without("no_putting_off", lambda: mock.patch.object(Filling, "_roomy", lambda *_: False))
-_without("no_slack", lambda: mock.patch.object(Filling, "_least_slack", lambda *_: np.inf))
+_without("no_hopeless_last", lambda: mock.patch.object(GoodputFilling, "_hopeless", _nobody))
+_without("no_whole_prompts", lambda: mock.patch.object(GoodputFilling, "_short", False))
+_without("no_putting_off", lambda: mock.patch.object(GoodputFilling, "_roomy", lambda *_: False))
+_without("no_slack", lambda: mock.patch.object(GoodputFilling, "_least_slack", lambda *_: np.inf))
 _without("no_headroom", lambda: mock.patch.object(goodput, "_headroom", lambda _: np.inf))
 _without("no_step_end", lambda: mock.patch.object(View, "step_end", lambda _, now: now))
 PARTS = (

@@ -32,7 +32,7 @@ BLOCK = 64
 
 
 @dataclass(frozen=True)
-class Case:
+class RetentionCase:
     """A run.
 
     Attributes:
@@ -80,7 +80,7 @@ def part(setting: Setting) -> str:
         for seed in (SEEDS if name != TRACE else SEEDS[:1])
     ]
     cases = [
-        Case(name, policy, kind, share, seed, setting)
+        RetentionCase(name, policy, kind, share, seed, setting)
         for name, policy, share, seed in places
         for kind in RETENTIONS
     ]
@@ -92,7 +92,7 @@ def part(setting: Setting) -> str:
         for policy in policies:
             seeds = [at[3] for at in places if at[:3] == (name, policy, share)]
             lru, worth = (
-                [found[Case(name, policy, kind, share, seed, setting)] for seed in seeds]
+                [found[RetentionCase(name, policy, kind, share, seed, setting)] for seed in seeds]
                 for kind in RETENTIONS
             )
             if policy == POLICIES[0]:
@@ -138,7 +138,7 @@ def _times(new: Sequence[Numbers], old: Sequence[Numbers], name: str) -> float:
     )
 
 
-def run(case: Case) -> Numbers:
+def run(case: RetentionCase) -> Numbers:
     """Does one."""
     workload, block = made(case.workload, case.setting, case.seed), BLOCKS.get(case.workload, BLOCK)
     longest = int(workload.lengths.total.max()) // block + 2

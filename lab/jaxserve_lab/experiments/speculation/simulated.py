@@ -35,7 +35,7 @@ HOST = HostOverhead(plan=5e-4, launch=5e-4, finish=5e-4)
 
 
 @dataclass(frozen=True)
-class Case:
+class SpeculationCase:
     """A run.
 
     Attributes:
@@ -77,7 +77,7 @@ class Numbers:
     accepted: float
 
 
-def run(case: Case) -> Numbers:
+def run(case: SpeculationCase) -> Numbers:
     """Does one."""
     entry, place = WORKLOADS[case.workload], replace(system(SYSTEM), host=HOST)
     workload = make_workload(case.workload, SYSTEM, case.rate, case.requests, case.seed)
@@ -119,7 +119,7 @@ def part(quick: bool, jobs: int) -> str:
     requests = 12 if quick else REQUESTS
     places = list(product(names, policies, LOADS))
     cases = [
-        Case(name, load, policy + variant, seed, requests)
+        SpeculationCase(name, load, policy + variant, seed, requests)
         for name, policy, load in places
         for seed in seeds
         for variant in ("", VARIANT)
@@ -128,7 +128,7 @@ def part(quick: bool, jobs: int) -> str:
     rows, ratios = [], {load: list[float]() for load in LOADS}
     for name, policy, load in places:
         without, drafting = (
-            [found[Case(name, load, policy + variant, seed, requests)] for seed in seeds]
+            [found[SpeculationCase(name, load, policy + variant, seed, requests)] for seed in seeds]
             for variant in ("", VARIANT)
         )
         pairs = list(zip(without, drafting, strict=True))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.policies.accelgen.allowance import Allowances, laxity
-from jaxserve.sched.policies.accelgen.batch import Batch, Work
+from jaxserve.sched.policies.accelgen.batch import AccelGenBatch, AccelGenWork
 from jaxserve.sched.policies.accelgen.filling import nearest
 from jaxserve.sched.policies.accelgen.history import History, Missed
 from jaxserve.sched.policies.accelgen.pivot import EVERY, Gauge, Pivot
@@ -266,7 +266,7 @@ def test_a_chunk_is_as_long_as_the_time_allows(
     start: int, limit: float, most: int, quad: float
 ) -> None:
     view = view_of(per_token=0.01, bias=0.1, prefill_quad=quad, prefill_bias=0.05)
-    batch = Batch(view)
+    batch = AccelGenBatch(view)
     tokens = batch.longest(start, limit, most)
     seconds = 0.15 + 0.01 * np.arange(1, most + 1)
     seconds = seconds + quad * np.arange(1, most + 1) * (np.arange(1, most + 1) + 2 * start)
@@ -279,8 +279,8 @@ def test_a_batch_takes_what_its_requests_take_together() -> None:
     rows = np.array([run.add(n, 3) for n in (4, 30)])
     run.step()
     view = run.scheduler.view
-    work = Work.of_rows(view, rows, np.zeros(2), np.zeros(2, bool))
-    batch = Batch(view)
+    work = AccelGenWork.of_rows(view, rows, np.zeros(2), np.zeros(2, bool))
+    batch = AccelGenBatch(view)
     times = batch.times(work)
     assert times[0] == batch.with_each(work)[0]
     batch.add(work)
