@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import Mesh
 
 import jaxserve
-from jaxserve.engine.startup.model_options import choose_read
-from jaxserve.engine.startup.pool_size import choose_block_size
+from jaxserve.engine.startup.choices.model_options import choose_read
+from jaxserve.engine.startup.choices.pool_size import choose_block_size
 from jaxserve.models.lora import LoraSlots
 from jaxserve.models.presets import preset_names
 from jaxserve.models.quantized import BLOCKS

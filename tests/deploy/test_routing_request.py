@@ -20,7 +20,7 @@ from jaxserve.deploy.routing_request import (
     RoutingRequestBuilder,
 )
 from jaxserve.engine.block_keys import BlockKeys
-from jaxserve.engine.startup.model_options import tokenizer_path
+from jaxserve.engine.startup.choices.model_options import tokenizer_path
 from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.sched.cache.prefix_sketch import marks_of
 from jaxserve.sched.routing.fleet import RoutingRequest

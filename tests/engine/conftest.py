@@ -11,7 +11,7 @@ import pytest
 from jaxserve.engine.device.executor import JaxExecutor
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.startup import build
-from jaxserve.engine.startup.blueprint import build_executor
+from jaxserve.engine.startup.blueprint import build_programs
 from tests.engine.harness import (
     SAMPLING,
     SHAPES,
@@ -75,10 +75,10 @@ def one_executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def built_once(served: Any, tensor: int, blueprint: Any, **more: Any) -> Any:
         key = repr((served, blueprint))
         if key not in made:
-            made[key] = build_executor(served, tensor, blueprint, **more)
+            made[key] = build_programs(served, tensor, blueprint, **more)
         return made[key]
 
-    monkeypatch.setattr(build, "build_executor", built_once)
+    monkeypatch.setattr(build, "build_programs", built_once)
     monkeypatch.setattr(JaxExecutor, "close", lambda self: None)
     yield
     assert len(made) <= 5  # the models compared with, and with and without moves of caches

@@ -17,9 +17,10 @@ from jaxserve.engine.device.sampling import SampleResult
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.engine.output import Output
-from jaxserve.engine.startup.blueprint import Blueprint, build_executor
-from jaxserve.engine.startup.build import assemble, build_engine
-from jaxserve.engine.startup.engine_choices import Choices, choose
+from jaxserve.engine.startup.assemble import assemble
+from jaxserve.engine.startup.blueprint import Blueprint, Programs, build_programs
+from jaxserve.engine.startup.build import build_engine
+from jaxserve.engine.startup.choices.engine_choices import Choices, choose
 from jaxserve.engine.startup.host_group import share_fate
 from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.hosts import group as group_module
@@ -42,7 +43,7 @@ class Stuck:
     intact = True
 
     def __init__(self, chosen: Choices) -> None:
-        self.buckets = chosen.buckets
+        self.buckets = chosen.memory.buckets
         self.waits, self.fails = threading.Event(), threading.Event()
         self.error: BaseException = HostLost("host 1 is gone")
 
@@ -70,9 +71,7 @@ class Running:
         self.stuck = Stuck(chosen)
         tokenizer = load_tokenizer(None)
         executor = self.stuck if group is None else LeaderExecutor(self.stuck, group)
-        self.engine: Engine = assemble(
-            config, chosen, executor, tokenizer, pool_bytes=0, progress=Show.NOTHING
-        )
+        self.engine: Engine = assemble(config, chosen, Programs(executor), tokenizer)
         if group is not None:
             share_fate(self.engine, group)
         self.told: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
@@ -138,7 +137,7 @@ def test_a_blueprint_crosses_as_json_and_hosts_with_other_models_say_so(tmp_path
     other = {**MODEL, "max_position_embeddings": 64, "ffn_dim": 128}
     (tmp_path / "config.json").write_text(json.dumps(other))
     with pytest.raises(ConfigError, match=r"model\.path: d_ff is 128 here, the leader's is 64"):
-        build_executor(config.model, 1, crossed, progress=Show.NOTHING, bar=iter)
+        build_programs(config.model, 1, crossed, progress=Show.NOTHING, bar=iter)
 
 
 def test_only_a_server_serves_over_hosts(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from jaxserve.engine.block_keys import BlockKeys, KeyChain
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import Output
 from jaxserve.engine.sequence import Continuation
-from jaxserve.engine.startup import engine_choices
+from jaxserve.engine.startup.choices import policy_choice
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.sched.cache.free_blocks import FreeBlocks
 from jaxserve.sched.registry import make_policy
@@ -120,7 +120,7 @@ def test_text_of_hidden_vectors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Some become K and V in place, and are found as such."""
-    monkeypatch.setattr(engine_choices, "make_policy", mixed_caches.make)
+    monkeypatch.setattr(policy_choice, "make_policy", mixed_caches.make)
     fields = {**REUSE, **SCARCE, "scheduler__policy": "mixed_chunks", "cache__rho": "0"}
     fields |= {"cache__num_blocks": 120, "engine__forbid_compile": False}
     with engine(shapes["opt"], **fields) as running, poisoned(running):

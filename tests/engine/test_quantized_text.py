@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType as Type
 from tokenizers import Tokenizer, models
 
 from jaxserve.config import Config, ConfigError
-from jaxserve.engine.startup.engine_choices import choose
-from jaxserve.engine.startup.model_options import load_shape
+from jaxserve.engine.startup.choices.engine_choices import choose
+from jaxserve.engine.startup.choices.model_options import load_shape
 from jaxserve.models.base import with_quantization
 from jaxserve.sched.registry import policies
 from jaxserve.weights import load_config, load_params
@@ -106,7 +106,7 @@ def chosen(shape: Path, **fields: Any) -> Any:
 def test_hidden_caches_are_refused_by_name(tmp_path: Path) -> None:
     shape = write_shape(tmp_path, "opt")
     fields = {"scheduler__policy": "aptserve", "model__quantization": "int8"}
-    assert chosen(shape, **fields).model.hidden_read is None
+    assert chosen(shape, **fields).kernels.model.hidden_read is None
     with pytest.raises(ConfigError, match="hidden_read=absorbed: its weights are quantised"):
         chosen(shape, **fields, cache__hidden_read="absorbed")
 

@@ -13,7 +13,7 @@ import pytest
 from jaxserve.config import Config, ConfigError
 from jaxserve.config.sections import SMALL_CACHES
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.startup.engine_choices import choose
+from jaxserve.engine.startup.choices.engine_choices import choose
 from jaxserve.pallas_kernels import slot_bytes
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from tests.engine.harness import SAMPLING, SCARCE, Stream, engine, generate, prompts, send
@@ -109,17 +109,19 @@ def chosen(shape: Path, **fields: Any) -> Any:
 
 def test_hidden_caches_of_8_bits_are_had_by_those_who_ask(shapes: dict[str, Path]) -> None:
     fields = {"scheduler__policy": "aptserve", "cache__dtype": "int8"}
-    assert chosen(shapes["opt"], **fields).model.hidden_read is None
+    assert chosen(shapes["opt"], **fields).kernels.model.hidden_read is None
     made = chosen(shapes["opt"], **fields, cache__rho="1e-6", cache__hidden_read="absorbed")
-    assert made.model.hidden_read == "absorbed" and made.cache_dtype == "int8"
+    assert made.kernels.model.hidden_read == "absorbed" and made.kernels.cache_dtype == "int8"
     del fields["cache__dtype"]
-    assert chosen(shapes["opt"], **fields).model.hidden_read == "projected"
-    assert chosen(shapes["opt"], **fields, cache__dtype="bfloat16").model.hidden_read is None
+    assert chosen(shapes["opt"], **fields).kernels.model.hidden_read == "projected"
+    assert (
+        chosen(shapes["opt"], **fields, cache__dtype="bfloat16").kernels.model.hidden_read is None
+    )
 
 
 def test_a_dtype_that_plain_xla_would_convert_is_refused(shapes: dict[str, Path]) -> None:
     fields = {"engine__attention_backend": "xla"}
-    assert chosen(shapes["opt"], **fields, cache__dtype="int8").cache_dtype == "int8"
+    assert chosen(shapes["opt"], **fields, cache__dtype="int8").kernels.cache_dtype == "int8"
     for dtype in ("fp8", "bfloat16", "float16"):
         with pytest.raises(ConfigError, match=r"cache\.dtype: .*would convert the whole pool"):
             chosen(shapes["opt"], **fields, cache__dtype=dtype)
@@ -131,9 +133,9 @@ def test_memory_holds_more_of_them(shapes: dict[str, Path]) -> None:
     wide, fp8, int8 = (
         chosen(shapes["llama"], cache__dtype=dtype, **given) for dtype in ("float32", "fp8", "int8")
     )
-    assert fp8.num_blocks == pytest.approx(4 * wide.num_blocks, rel=0.02)
-    assert int8.num_blocks == pytest.approx(4 * 8 / 12 * wide.num_blocks, rel=0.02)
-    assert fp8.host_slots == pytest.approx(4 * wide.host_slots, rel=0.01)
+    assert fp8.memory.num_blocks == pytest.approx(4 * wide.memory.num_blocks, rel=0.02)
+    assert int8.memory.num_blocks == pytest.approx(4 * 8 / 12 * wide.memory.num_blocks, rel=0.02)
+    assert fp8.memory.host_slots == pytest.approx(4 * wide.memory.host_slots, rel=0.01)
     assert slot_bytes(2, 2, 8, "int8") == 2 * 2 * (8 + 4)
 
 

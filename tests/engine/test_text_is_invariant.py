@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.startup import engine_choices
+from jaxserve.engine.startup.choices import policy_choice
 from jaxserve.engine.stats import Observer, RequestStats, StepRecorder
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Policy, View
@@ -147,7 +147,7 @@ class Observed(Observer):
 def test_who_is_given_up_is_told_once_and_gets_the_same_text(
     shapes: dict[str, Path], alone: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_choices, "make_policy", lambda name: GivingUp())
+    monkeypatch.setattr(policy_choice, "make_policy", lambda name: GivingUp())
     asked, slo = prompts(8), SLO(jct=1e3)
     with engine(shapes["opt"]) as running:
         running.add_observer(observer := Observed())
@@ -184,7 +184,7 @@ def test_refilled_token_by_token(
 ) -> None:
     """Of a refill's single tokens only the last is the one that the device sampled last."""
     expected = alone("opt")[:3]
-    monkeypatch.setattr(engine_choices, "make_policy", lambda name: OneByOne())
+    monkeypatch.setattr(policy_choice, "make_policy", lambda name: OneByOne())
     told = StepRecorder()
     with engine(shapes["opt"]) as running:
         running.add_observer(told)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason, Output
-from jaxserve.engine.startup import engine_choices
+from jaxserve.engine.startup.choices import policy_choice
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import View
 from jaxserve.sched.registry import make_policy
@@ -143,7 +143,7 @@ def test_any_company(quietly: Quietly, monkeypatch: pytest.MonkeyPatch) -> None:
         return plan(self, view, now)
 
     monkeypatch.setattr(type(policy), "plan", budgeted)
-    monkeypatch.setattr(engine_choices, "make_policy", lambda name: policy)
+    monkeypatch.setattr(policy_choice, "make_policy", lambda name: policy)
     fields = {**quiet.fields, "cache__prefix_caching": True, "cache__num_blocks": 44}
     with engine(quiet.path, **fields) as running:
         end = time.monotonic() + 60 * MINUTES / SHARE

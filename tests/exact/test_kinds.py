@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jaxserve.engine.device import cache_moves
-from jaxserve.engine.startup import engine_choices
+from jaxserve.engine.startup.choices import policy_choice
 from tests.compiling import AS_USERS_HAVE_IT, as_users_have_it
 from tests.engine.harness import engine, wait_until_idle
 from tests.exact.kinds import KINDS, write
@@ -49,7 +49,7 @@ def test_whatever_becomes_of_it(kind: str, tmp_path: Path, monkeypatch: pytest.M
     model, fields = KINDS[kind]
     policy, asked = Lots(), questions()
     monkeypatch.setattr(cache_moves, "SIZES", (4, 16))
-    monkeypatch.setattr(engine_choices, "make_policy", lambda name: policy)
+    monkeypatch.setattr(policy_choice, "make_policy", lambda name: policy)
     with engine(write(tmp_path, model), **FIELDS, **fields) as running:
         expected = alone(running, asked)
         wait_until_idle(running)

@@ -48,6 +48,11 @@ class StepModel:
     lora: LoraSlots | None = None
 
     @property
+    def shards(self) -> int:
+        """How many devices share each layer."""
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
     def fused(self) -> bool:
         """Whether the parameters have q, k and v as one, see `jaxserve.models.fused`."""
         return self.hidden_read is None

@@ -6,18 +6,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.config import ConfigError, ServedModelConfig
 from jaxserve.engine.device.buckets import Buckets
-from jaxserve.engine.device.executor import JaxExecutor
+from jaxserve.engine.device.executor import Executor, JaxExecutor
 from jaxserve.engine.device.step_model import StepModel
-from jaxserve.engine.startup.engine_choices import Choices
+from jaxserve.engine.startup.choices.engine_choices import Choices
+from jaxserve.engine.startup.choices.model_options import load_shape
 from jaxserve.engine.startup.fingerprint import checksum, system_fingerprint
-from jaxserve.engine.startup.model_options import load_shape
 from jaxserve.models import sharding
 from jaxserve.models.attention import rounding_as_cached
 from jaxserve.models.base import ModelConfig
@@ -70,18 +70,18 @@ class Blueprint:
     def from_choices(cls, chosen: Choices, *, masked_sampling: bool) -> Blueprint:
         """The blueprint of a configuration's choices. masked_sampling: whether the tokenizer
         supports grammars."""
-        model = chosen.model
+        kernels, memory, model = chosen.kernels, chosen.memory, chosen.kernels.model
         return cls(
             shape=_shape(model.config),
             backend=model.backend,
             hidden_read=model.hidden_read,
             max_len=model.max_len,
-            dtype=chosen.dtype.name,
-            activations=jnp.dtype(model.activations or chosen.dtype).name,
-            cache_dtype=chosen.cache_dtype.name,
-            buckets=chosen.buckets,
-            allocated_blocks=chosen.allocated_blocks,
-            block_size=chosen.block_size,
+            dtype=kernels.dtype.name,
+            activations=jnp.dtype(model.activations or kernels.dtype).name,
+            cache_dtype=kernels.cache_dtype.name,
+            buckets=memory.buckets,
+            allocated_blocks=memory.allocated_blocks,
+            block_size=chosen.scheduling.block_size,
             moves_cache=chosen.moves_cache,
             masked_sampling=masked_sampling,
             lora=model.lora,
@@ -102,7 +102,21 @@ class Blueprint:
         return cls(**{**fields, "buckets": Buckets(**buckets)})
 
 
-def build_executor(
+class Programs(NamedTuple):
+    """The last stage of a start: what computes.
+
+    Attributes:
+        executor: runs the steps, warm.
+        pool_bytes: size of the pool over all devices.
+        fingerprint: the system's, see `system_fingerprint`; "" for an executor without a model.
+    """
+
+    executor: Executor
+    pool_bytes: int = 0
+    fingerprint: str = ""
+
+
+def build_programs(
     served: ServedModelConfig,
     tensor: int,
     blueprint: Blueprint,
@@ -110,7 +124,7 @@ def build_executor(
     progress: Show,
     bar: Callable[[Iterable[Any]], Iterable[Any]],
     barrier: Callable[[], None] = lambda: None,
-) -> tuple[JaxExecutor, int, str]:
+) -> Programs:
     """Loads the model, makes the pool and compiles every step.
 
     Args:
@@ -118,9 +132,6 @@ def build_executor(
         bar: wraps what there is to compile.
         barrier: waits for the other hosts before the first thing that all do at once, and after
             what takes some longer than others.
-
-    Returns:
-        The executor, warm; the bytes of the pool, on all devices; the system's fingerprint.
 
     Raises:
         ConfigError: this host's model has another shape; or as `load_params`.
@@ -165,7 +176,7 @@ def build_executor(
         adapters=_adapters(step_model, blueprint),
     )
     executor.warmup(bar, barrier)
-    return executor, pool.nbytes, fingerprint
+    return Programs(executor, pool.nbytes, fingerprint)
 
 
 def _step_model(served: ServedModelConfig, tensor: int, blueprint: Blueprint) -> StepModel:

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from jaxserve import __version__
+from jaxserve.engine.startup.choices.engine_choices import Choices
 from jaxserve.engine.startup.compilation_cache import read_kept, write_kept
-from jaxserve.engine.startup.engine_choices import Choices
 from jaxserve.sched.cost.cost_model import Coefficients
 
 log = logging.getLogger(__name__)
@@ -23,26 +23,27 @@ TIMING, POOLS = "timing.json", "pools.json"
 _MUCH = 4  # times as many blocks as there were: reason enough to compile again
 
 
-def key_of(tensor: int, chosen: Choices) -> dict[str, Any]:
+def key_of(chosen: Choices) -> dict[str, Any]:
     """Everything that step times depend on, and that steps are compiled for, except the pool's
     size."""
-    model, device = chosen.model, jax.devices()[0]
+    kernels, model, buckets = chosen.kernels, chosen.kernels.model, chosen.memory.buckets
+    device = jax.devices()[0]
     return {
         "model": dataclasses.asdict(model.config),
         "device": device.device_kind,
         "processors": os.cpu_count() if device.platform == "cpu" else None,
-        "tensor": tensor,
+        "tensor": model.shards,
         "backend": model.backend,
         "hidden_read": model.hidden_read,
         "moves_cache": chosen.moves_cache,
-        "dtype": chosen.dtype.name,
-        "cache_dtype": chosen.cache_dtype.name,
-        "block_size": chosen.block_size,
+        "dtype": kernels.dtype.name,
+        "cache_dtype": kernels.cache_dtype.name,
+        "block_size": chosen.scheduling.block_size,
         "max_model_len": model.max_len,
-        "rows": chosen.buckets.rows,
-        "tokens": chosen.buckets.tokens,
-        "deterministic": chosen.buckets.deterministic,
-        "limits": dataclasses.astuple(chosen.limits),
+        "rows": buckets.rows,
+        "tokens": buckets.tokens,
+        "deterministic": buckets.deterministic,
+        "limits": dataclasses.astuple(chosen.scheduling.limits),
         "versions": [__version__, jax.__version__],
     }
 
@@ -61,20 +62,21 @@ def keep(directory: str, key: dict[str, Any], found: Coefficients) -> None:
     _write(directory, TIMING, _name(key), found.as_dict())
 
 
-def with_pool_as_before(directory: str, tensor: int, chosen: Choices) -> Choices:
+def with_pool_as_before(directory: str, chosen: Choices) -> Choices:
     """The choices with the pool size of the last such start, whose steps are compiled. Only if the
     size is not configured, and the last one is no larger and not much smaller. Keeps the size for
     the next start. directory: "" for none."""
-    if not chosen.modest:
+    memory = chosen.memory
+    if not memory.modest:
         return chosen
-    name = _name(key_of(tensor, chosen))
+    name = _name(key_of(chosen))
     match _read(directory, POOLS).get(name):
         case [int(blocks), int(allocated)] if (
-            2 <= blocks <= allocated <= chosen.allocated_blocks < _MUCH * blocks
+            2 <= blocks <= allocated <= memory.allocated_blocks < _MUCH * blocks
         ):
-            chosen = dataclasses.replace(chosen, num_blocks=blocks, allocated_blocks=allocated)
-    _write(directory, POOLS, name, [chosen.num_blocks, chosen.allocated_blocks])
-    return chosen
+            memory = dataclasses.replace(memory, num_blocks=blocks, allocated_blocks=allocated)
+    _write(directory, POOLS, name, [memory.num_blocks, memory.allocated_blocks])
+    return dataclasses.replace(chosen, memory=memory)
 
 
 def _name(key: dict[str, Any]) -> str:

@@ -19,9 +19,9 @@ from jaxserve.engine.device.leader_executor import Calls
 from jaxserve.engine.device.pooling_step import Wanted
 from jaxserve.engine.device.sampling_state import SlotParams
 from jaxserve.engine.startup import compilation_cache
-from jaxserve.engine.startup.blueprint import Blueprint, build_executor
+from jaxserve.engine.startup.blueprint import Blueprint, build_programs
+from jaxserve.engine.startup.choices.device_memory import free_memory
 from jaxserve.engine.startup.config_errors import config_errors, first_line
-from jaxserve.engine.startup.device_memory import free_memory
 from jaxserve.engine.startup.host_group import BUILD, FACTS, host_profile
 from jaxserve.hosts.link import CLOSE, FAILED, Link
 from jaxserve.hosts.membership import barrier, join_group
@@ -70,7 +70,7 @@ def _build(config: Config, link: Link) -> Executor:
     compilation_cache.use(config.engine.compilation_cache_dir)
     blueprint = Blueprint.from_plain(message.fields)
     together = functools.partial(barrier, link)
-    executor, *_ = build_executor(
+    programs = build_programs(
         config.model,
         config.mesh.tensor,
         blueprint,
@@ -80,7 +80,7 @@ def _build(config: Config, link: Link) -> Executor:
     )
     together()
     link.hurry()
-    return executor
+    return programs.executor
 
 
 def replay_calls(link: Link, executor: Executor) -> None:

@@ -12,8 +12,8 @@ from jaxserve import __version__
 from jaxserve.config import Config
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import HostLost
+from jaxserve.engine.startup.choices.device_memory import free_memory
 from jaxserve.engine.startup.config_errors import first_line
-from jaxserve.engine.startup.device_memory import free_memory
 from jaxserve.hosts.group import Group, Starter, gather
 from jaxserve.hosts.rank import GroupError, Rank
 from jaxserve.hosts.runtime import reserved_address, start_jax

@@ -33,12 +33,12 @@ from jaxserve.engine.device.buckets import Buckets
 from jaxserve.engine.device.sampling import SampleResult
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import Output
-from jaxserve.engine.startup.build import assemble
-from jaxserve.engine.startup.engine_choices import choose
+from jaxserve.engine.startup.assemble import assemble
+from jaxserve.engine.startup.blueprint import Programs
+from jaxserve.engine.startup.choices.engine_choices import choose
 from jaxserve.engine.stats import Observer, StepStats
 from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.machine import machine, versions
-from jaxserve.progress import Show
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.cost.profiles import System
 from jaxserve.sched.request import Request, SamplingParams
@@ -224,17 +224,10 @@ def engine_without_device(
     shape = {**MODEL, "max_position_embeddings": longest}
     (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     chosen = choose(config)
-    device = _NoDevice(chosen.buckets)
-    tokenizer = load_tokenizer(None, chosen.model.config.vocab_size)
-    built = assemble(
-        config,
-        chosen,
-        device,  # type: ignore[arg-type]
-        tokenizer,
-        pool_bytes=0,
-        progress=Show.NOTHING,
-    )
-    return built, device
+    device = _NoDevice(chosen.memory.buckets)
+    tokenizer = load_tokenizer(None, chosen.kernels.model.config.vocab_size)
+    programs = Programs(device)  # type: ignore[arg-type]
+    return assemble(config, chosen, programs, tokenizer), device
 
 
 def text(result: Sequence[dict[str, Any]]) -> str:

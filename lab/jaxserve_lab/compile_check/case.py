@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import jaxserve
 from jaxserve.engine.device.buckets import Buckets, make_buckets
-from jaxserve.engine.startup.pool_size import Demand, pool_blocks, pool_room
+from jaxserve.engine.startup.choices.pool_size import Demand, pool_blocks, pool_room
 from jaxserve.models import sharding
 from jaxserve.models.base import Family, ModelConfig, ParamSpec, with_quantization, with_wide_head
 from jaxserve.models.fused import param_bytes

@@ -15,8 +15,8 @@ from jaxserve.config import ConfigError
 from jaxserve.engine.device import buckets
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import TokenLogprobs
-from jaxserve.engine.startup import engine_choices
-from jaxserve.engine.startup.model_options import choose_read
+from jaxserve.engine.startup.choices import memory_choice, policy_choice
+from jaxserve.engine.startup.choices.model_options import choose_read
 from jaxserve.models.registry import family_for
 from jaxserve.weights import load_config
 from tests.engine import mixed_caches
@@ -49,7 +49,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_choices, "make_policy", mixed_caches.make)
+    monkeypatch.setattr(policy_choice, "make_policy", mixed_caches.make)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_steps_fitted_to_few_hidden_rows_and_to_nothing_else(
 ) -> None:
     """As accelerators have them."""
     expected = kv_texts(folders["opt"], **SCARCE)
-    monkeypatch.setattr(engine_choices, "UNFITTED", frozenset())
+    monkeypatch.setattr(memory_choice, "UNFITTED", frozenset())
     with hybrid(folders["opt"], CHUNKS, scheduler__max_prefill_tokens=7, **SCARCE) as running:
         assert any(not layout.kv for layout in running.executor.buckets.all())
         assert generate(running, prompts(), **SAMPLING) == expected

@@ -11,9 +11,9 @@ from jaxserve.config import ConfigError, ServedModelConfig
 from jaxserve.engine.device import cache_moves
 from jaxserve.engine.device.cache_moves import ROOM
 from jaxserve.engine.output import FinishReason
-from jaxserve.engine.startup import engine_choices
-from jaxserve.engine.startup.model_options import load_shape
-from jaxserve.engine.startup.pool_size import Demand, moving_workspace, pool_room
+from jaxserve.engine.startup.choices import policy_choice
+from jaxserve.engine.startup.choices.model_options import load_shape
+from jaxserve.engine.startup.choices.pool_size import Demand, moving_workspace, pool_room
 from jaxserve.sched.cache.block_pool import BlockPool
 from tests.engine.conftest import Texts
 from tests.engine.harness import (
@@ -47,7 +47,7 @@ def test_text_survives_every_move(
     expected = alone("opt")
     policy = MovingCaches()
     monkeypatch.setattr(cache_moves, "SIZES", (4, 16))  # most of what moves goes in several
-    monkeypatch.setattr(engine_choices, "make_policy", lambda name: policy)
+    monkeypatch.setattr(policy_choice, "make_policy", lambda name: policy)
     fields = {"cache__rho": "0", **fields}
     with engine(shapes["opt"], **ROOMY, **fields) as running:
         assert generate(running, prompts(), **SAMPLING) == expected
@@ -64,7 +64,7 @@ def test_seeded_text_survives_every_move(
 ) -> None:
     sampling = {**SAMPLING, "temperature": 1.0, "seed": 5, "frequency_penalty": 0.5}
     expected = generate(roomy, prompts(), **sampling)
-    monkeypatch.setattr(engine_choices, "make_policy", lambda name: MovingCaches(1))
+    monkeypatch.setattr(policy_choice, "make_policy", lambda name: MovingCaches(1))
     with engine(shapes["opt"], **ROOMY, cache__rho="0") as running:
         assert generate(running, prompts(), **sampling) == expected
 
@@ -120,7 +120,7 @@ def test_moves_that_fail_leave_nothing_behind(
 ) -> None:
     """Half booked or half carried out: what is on the host goes with those who had it there."""
     expected = alone("opt")
-    monkeypatch.setattr(engine_choices, "make_policy", lambda name: MovingCaches(2))
+    monkeypatch.setattr(policy_choice, "make_policy", lambda name: MovingCaches(2))
     with engine(shapes["opt"], **ROOMY, cache__rho="0") as running:
         for owner, name, at in ((BlockPool, "grow_all", 20), (running.executor, "save", 9)):
             whole, calls = getattr(owner, name), list[int]()

@@ -21,7 +21,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import TokenLogprobs
 from jaxserve.engine.prompt_logprobs import TOLD_AT_ONCE, PromptLogprobs, prompt_logprob_pieces
 from jaxserve.engine.sequence import Continuation
-from jaxserve.engine.startup import engine_choices
+from jaxserve.engine.startup.choices import policy_choice
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.models.dense import sequence_logits
 from jaxserve.models.forward import logits
@@ -138,7 +138,7 @@ def test_whatever_becomes_of_the_cache(
 ) -> None:
     """A prompt that is computed again says nothing twice; one that is not leaves nothing out."""
     expected = alone("opt")
-    monkeypatch.setattr(engine_choices, "make_policy", made)
+    monkeypatch.setattr(policy_choice, "make_policy", made)
     with engine(shapes["opt"], **TREATMENTS[treatment]) as running:
         check_all(running, expected)
         lost = running.stats().preemptions + running.stats().slots_restored

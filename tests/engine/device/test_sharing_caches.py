@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine.startup import engine_choices
+from jaxserve.engine.startup.choices import policy_choice
 from tests.engine.conftest import Texts
 from tests.engine.harness import SAMPLING, SCARCE, engine, generate, prompts, wait_until_idle
 from tests.sched.cache.invariants import check_host, check_pool
@@ -35,7 +35,7 @@ def test_text_survives_any_sequence_of_sharing(
     hidden: dict[str, Any],
 ) -> None:
     policy, did = SharingCaches(), Counter[str]()
-    monkeypatch.setattr(engine_choices, "make_policy", lambda name: policy)
+    monkeypatch.setattr(policy_choice, "make_policy", lambda name: policy)
     expected, asked = alone(family)[:COUNT], prompts()[:COUNT]
     fields: dict[str, Any] = {**SCARCE, **hidden, "cache__host_gib": host_gib}
     with engine(shapes[family], **fields) as running:

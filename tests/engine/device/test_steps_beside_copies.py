@@ -13,7 +13,7 @@ from jaxserve.engine.device import cache_moves, host_copies
 from jaxserve.engine.device.host_copies import HostCopies
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason
-from jaxserve.engine.startup import engine_choices
+from jaxserve.engine.startup.choices import policy_choice
 from jaxserve.engine.stats import Observer, StepStats
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Operation, Preempt, Restore
 from jaxserve.sched.policy import Policy, View
@@ -102,7 +102,7 @@ def test_no_step_waits_for_a_checkpoint_but_a_restore_does(
     shapes: dict[str, Path], alone: Texts, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     expected = alone("opt")[:2]
-    monkeypatch.setattr(engine_choices, "make_policy", lambda name: ThereAndBack())
+    monkeypatch.setattr(policy_choice, "make_policy", lambda name: ThereAndBack())
     with engine(shapes["opt"], **HOST, engine__overlap=overlap) as running:
         trace = Trace(running, monkeypatch)
         streams = [send(running, prompt, **SAMPLING)[1] for prompt in prompts()[:2]]
@@ -152,7 +152,7 @@ def test_text_is_the_same_however_late_copies_are_made(
 ) -> None:
     lots = np.random.default_rng(seed).integers(0, 10**6, 50).tolist()
     policy = SharingCaches(lots)
-    monkeypatch.setattr(engine_choices, "make_policy", lambda name: policy)
+    monkeypatch.setattr(policy_choice, "make_policy", lambda name: policy)
     monkeypatch.setattr(cache_moves, "HostCopies", Late)
     with engine(shapes["opt"], **SCARCE, cache__host_gib=1e-3, cache__rho="0") as running:
         assert generate(running, prompts()[:10], **SAMPLING) == alone("opt")[:10]
@@ -166,7 +166,7 @@ def test_what_a_copy_raises_ends_those_of_the_step(
     def fail(*args: Any) -> None:
         raise MemoryError("nothing left to copy to")
 
-    monkeypatch.setattr(engine_choices, "make_policy", lambda name: ThereAndBack())
+    monkeypatch.setattr(policy_choice, "make_policy", lambda name: ThereAndBack())
     with engine(shapes["opt"], **HOST) as running:
         monkeypatch.setattr(host_copies, "_copy", fail)
         streams = [send(running, prompt, **SAMPLING)[1] for prompt in prompts()[:2]]

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxserve.engine.startup import engine_choices
+from jaxserve.engine.startup.choices import policy_choice
 from tests.engine import mixed_caches
 from tests.engine.harness import SHAPES, engine, send, write_shape
 from tests.engine.lora import peft
@@ -58,5 +58,5 @@ def serve(folder: Path, family: str) -> dict[int, Any]:
 
 
 if __name__ == "__main__":
-    engine_choices.make_policy = mixed_caches.make
+    policy_choice.make_policy = mixed_caches.make
     print(json.dumps(serve(Path(sys.argv[1]), sys.argv[2])))

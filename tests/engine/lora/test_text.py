@@ -15,7 +15,7 @@ from jaxserve.engine.adapters import UnknownAdapter
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import AdapterError
 from jaxserve.engine.output import Output
-from jaxserve.engine.startup import engine_choices
+from jaxserve.engine.startup.choices import policy_choice
 from jaxserve.offline.llm import LLM
 from jaxserve.sched.request import PoolingParams, PoolingType, Request, SamplingParams
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
@@ -140,7 +140,7 @@ def test_hidden_caches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Beside rows with adapters, those without have hidden caches, which become K and V."""
-    monkeypatch.setattr(engine_choices, "make_policy", mixed_caches.make)
+    monkeypatch.setattr(policy_choice, "make_policy", mixed_caches.make)
     paths = {name: str(path) for name, path in folders.items()}
     fields = {**LORA, "lora__adapters": paths, "scheduler__policy": "mixed_chunks"}
     mixed = random.Random(1).sample(EACH, len(EACH))  # who is hidden hangs on who comes when

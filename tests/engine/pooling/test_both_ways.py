@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from jaxserve.config import Config, ConfigError
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason
-from jaxserve.engine.startup.engine_choices import for_model
+from jaxserve.engine.startup.choices.policy_choice import for_model
 from jaxserve.models.dense import sequence_logits
 from jaxserve.models.registry import family_for
 from jaxserve.sched.request import InvalidRequest, PoolingParams, PoolingType

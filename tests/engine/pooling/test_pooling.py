@@ -26,7 +26,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.pooling import Pooling, pooled_pieces
 from jaxserve.engine.sequence import Continuation
-from jaxserve.engine.startup import engine_choices
+from jaxserve.engine.startup.choices import policy_choice
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.sched.request import (
     NOTHING_SAMPLED,
@@ -135,7 +135,7 @@ def test_whatever_becomes_of_the_cache(
     """A prompt that is computed again counts nothing twice, one that is not leaves nothing out, and
     the texts of others stay as they are."""
     texts, expected = alone("opt"), vectors(roomy, alone_vectors)
-    monkeypatch.setattr(engine_choices, "make_policy", made)
+    monkeypatch.setattr(policy_choice, "make_policy", made)
     treated = {**TREATMENTS, "drafts": {"scheduler__policy": "vllm+spec"}}[treatment]
     with engine(shapes["opt"], **treated) as running:
         begun, found = [], []

@@ -18,11 +18,11 @@ from jaxserve.engine.device.buckets import Buckets
 from jaxserve.engine.device.pooling_step import Wanted
 from jaxserve.engine.device.sampling import SampleResult
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.startup.build import assemble
-from jaxserve.engine.startup.engine_choices import Choices, choose
+from jaxserve.engine.startup.assemble import assemble
+from jaxserve.engine.startup.blueprint import Programs
+from jaxserve.engine.startup.choices.engine_choices import Choices, choose
 from jaxserve.engine.stats import Observer, StepStats
 from jaxserve.engine.text.detokenizer import load_tokenizer
-from jaxserve.progress import Show
 from jaxserve.sched.cache.cache_kinds import PROJECTED, CacheKind
 from jaxserve.sched.cost.cost_model import CostModel, LinearCostModel
 from jaxserve.sched.cost.profiles import System
@@ -191,15 +191,13 @@ class Served(Observer):
         self._workload, self._requests, self._sent = workload, Requests(workload), 0
         self._prompts = prompts_of(workload)
         self._clock = Clock()
-        buckets = self.chosen.buckets
+        buckets = self.chosen.memory.buckets
         self._device = Device(self._clock, cost_model, buckets, workload.output_len)
         self.engine = assemble(
             config,
             self.chosen,
-            self._device,
+            Programs(self._device),
             load_tokenizer(None),
-            pool_bytes=0,
-            progress=Show.NOTHING,
             clock=self._clock,
         )
         self._gone: list[int] = []

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.engine.startup import engine_choices
-from jaxserve.engine.startup.pool_size import GIB
+from jaxserve.engine.startup.choices import policy_choice
+from jaxserve.engine.startup.choices.pool_size import GIB
 from jaxserve.sched.cache.cache_kinds import ABSORBED, PROJECTED
 from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
 from jaxserve.sched.cost.profiles import System
@@ -114,7 +114,7 @@ def agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Simu
 
     def run(make: Callable[[], Policy], workload: Workload, **fields: Any) -> SimulationResult:
         live, simulated = listening(make()), listening(make())
-        monkeypatch.setattr(engine_choices, "make_policy", lambda name: live[0])
+        monkeypatch.setattr(policy_choice, "make_policy", lambda name: live[0])
         longest = int((workload.prompt_len + workload.limit).max())
         config = configured(tmp_path, longest, PRIOR, **(FIELDS | fields))
         served = Served(config, workload, TRUE)
@@ -159,16 +159,18 @@ def simulated_as(
 ) -> SimulationResult:
     """The simulation of what the engine has served."""
     chosen = served.chosen
-    projects = chosen.model.hidden_read == PROJECTED
-    place = System("true", TRUE, kv_tokens=1, padding=chosen.buckets.padding, projects=projects)
+    projects = chosen.kernels.model.hidden_read == PROJECTED
+    place = System(
+        "true", TRUE, kv_tokens=1, padding=chosen.memory.buckets.padding, projects=projects
+    )
     return simulate(
         policy,
         workload,
         place,
-        limits=chosen.limits,
-        num_blocks=chosen.num_blocks,
-        block_size=chosen.block_size,
-        host_tokens=chosen.host_slots // 2,
+        limits=chosen.scheduling.limits,
+        num_blocks=chosen.memory.num_blocks,
+        block_size=chosen.scheduling.block_size,
+        host_tokens=chosen.memory.host_slots // 2,
         overlap=config.engine.overlap,
         rho=served.engine.info().rho,
         seed=config.scheduler.seed,
@@ -205,7 +207,9 @@ def same(served: Served, result: SimulationResult) -> None:
     tier = records.workload.terms.tier
     both = np.array([len(set(tier[plan.rows].tolist())) > 1 for plan in served.plans])
     assert longer[both].any() == both.any()
-    if not served.chosen.policy.moves_cache:  # else there are operations without a batch, too
+    if (
+        not served.chosen.scheduling.policy.moves_cache
+    ):  # else there are operations without a batch, too
         measured = [stats.device_time for stats in served.steps]
         np.testing.assert_allclose(measured, batches.duration, rtol=1e-9)
 

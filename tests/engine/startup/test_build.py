@@ -15,13 +15,12 @@ import pytest
 from jaxserve.config import Config, ConfigError, SchedulerConfig
 from jaxserve.engine.device import model_step
 from jaxserve.engine.device.executor import JaxExecutor
-from jaxserve.engine.startup import (
-    blueprint,
-    build,
-    compilation_cache,
+from jaxserve.engine.startup import blueprint, build, compilation_cache
+from jaxserve.engine.startup.choices import (
     device_memory,
     engine_choices,
     model_options,
+    policy_choice,
 )
 from jaxserve.progress import Show
 from jaxserve.sched.cost.profiles import System
@@ -147,7 +146,7 @@ def test_how_far_it_is_has_lines_where_no_bar_can_be_seen(
         asked.append(progress)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(build, "build_executor", stop)
+    monkeypatch.setattr(build, "build_programs", stop)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     config = Config().with_fields(
         model__path=str(shapes["opt"]),
@@ -284,7 +283,7 @@ def test_a_profile_is_of_such_an_engine(
         chosen = engine_choices.choose(config)
         assert chosen.profile is not None and chosen.profile.cost_model == model
         known = hidden == "0" or measured.get("projects") is True
-        assert (chosen.model.hidden_read is not None) == (policy == "aptserve_s" and known)
+        assert (chosen.kernels.model.hidden_read is not None) == (policy == "aptserve_s" and known)
         return
     with pytest.raises(ConfigError, match=f"scheduler.profile: {path}: {message}"):
         engine_choices.choose(config)
@@ -331,14 +330,14 @@ def test_rotations_are_for_the_longest_request(
         config = Config().with_fields(
             model__path=path, model__load_format="random", engine__max_model_len=longest
         )
-        rope = engine_choices.choose(config).model.config.rope
+        rope = engine_choices.choose(config).kernels.model.config.rope
         assert rope is not None and list(rope.factors) == hf["rope_scaling"][factors]
 
 
 def test_the_policy_has_the_parameters_of_its_name_and_of_the_config() -> None:
     params = {"slo_decay": "0.4", "headroom": 0.2}
     config = SchedulerConfig(policy="aptserve:adaptive=false", params=params)
-    policy: Any = engine_choices._policy(config)
+    policy: Any = policy_choice._policy(config)
     assert (policy.adaptive, policy.slo_decay, policy.headroom) == (False, 0.4, 0.2)
 
 

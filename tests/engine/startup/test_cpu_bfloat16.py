@@ -15,9 +15,9 @@ from jaxserve.engine.device.buckets import make_buckets
 from jaxserve.engine.device.model_step import make_model_step
 from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel, cached_in
-from jaxserve.engine.startup import model_options
-from jaxserve.engine.startup.engine_choices import choose
-from jaxserve.engine.startup.model_options import has_instructions
+from jaxserve.engine.startup.choices import model_options
+from jaxserve.engine.startup.choices.engine_choices import choose
+from jaxserve.engine.startup.choices.model_options import has_instructions
 from jaxserve.models.base import ParamSpec
 from jaxserve.models.fused import fused_specs
 from jaxserve.models.quantized import parse_quantization
@@ -209,7 +209,7 @@ def test_the_dtype_does_not_depend_on_how_much_memory_is_free(
         model__load_format="random",
         cache__memory_gib=memory,
     )
-    assert choose(served).dtype == jnp.bfloat16
+    assert choose(served).kernels.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jaxserve.config import Config
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.startup import fingerprint
 from jaxserve.engine.startup.blueprint import Blueprint
-from jaxserve.engine.startup.engine_choices import choose
+from jaxserve.engine.startup.choices.engine_choices import choose
 from jaxserve.engine.startup.fingerprint import checksum, system_fingerprint
 from jaxserve.models.base import Params
 from jaxserve.models.registry import family_for

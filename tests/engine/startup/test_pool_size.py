@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 from jaxserve.config import Config
 from jaxserve.engine.device.executor import JaxExecutor
 from jaxserve.engine.startup.build import build_engine
+from jaxserve.engine.startup.choices.engine_choices import choose
+from jaxserve.engine.startup.choices.pool_size import (
+    Demand,
+    Room,
+    array_blocks,
+    pool_blocks,
+    pool_room,
+)
 from jaxserve.engine.startup.cost_model_cache import POOLS, with_pool_as_before
-from jaxserve.engine.startup.engine_choices import choose
-from jaxserve.engine.startup.pool_size import Demand, Room, array_blocks, pool_blocks, pool_room
 from jaxserve.models.base import Experts
 from jaxserve.weights import load_config, load_preset
 from tests.engine.harness import SAMPLING, engine, generate, prompts
@@ -117,7 +123,7 @@ def test_a_start_with_less_memory_decides_for_those_after_it(
 
     def blocks(mib: int, **given: float) -> int:
         chosen = choose(config.with_fields(**given), ("this host", mib << 20))
-        return with_pool_as_before(str(tmp_path), 1, chosen).allocated_blocks
+        return with_pool_as_before(str(tmp_path), chosen).memory.allocated_blocks
 
     assert [blocks(m) for m in (30, 31, 8, 12, 16)] == [512, 512, 128, 128, 128]
     assert blocks(30) == 512, "that much is worth it"
@@ -176,5 +182,5 @@ def test_hidden_caches_are_for_pools_that_can_fill(
     served = {"model__path": str(shapes["opt"]), "model__load_format": "random"}
     rows = {"cache__block_size": 4, "scheduler__max_rows": 8, "scheduler__policy": "aptserve"}
     chosen = choose(Config().with_fields(**served, **rows, **fields))
-    assert chosen.model.hidden_read == read
-    assert chosen.buckets.hidden == (read is not None)
+    assert chosen.kernels.model.hidden_read == read
+    assert chosen.memory.buckets.hidden == (read is not None)

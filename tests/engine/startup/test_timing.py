@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.device import cache_moves
-from jaxserve.engine.startup import compilation_cache, cost_model_cache, engine_choices
+from jaxserve.engine.startup import compilation_cache, cost_model_cache
+from jaxserve.engine.startup.choices import policy_choice
 from jaxserve.engine.startup.step_profile import shapes, timed_model
 from jaxserve.engine.startup.step_timer import Shape
 from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
@@ -153,7 +154,7 @@ def test_where_nothing_can_be_written_it_is_said(
 def test_an_engine_times_steps_once(
     shapes: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_choices, "make_policy", mixed_caches.make)
+    monkeypatch.setattr(policy_choice, "make_policy", mixed_caches.make)
     monkeypatch.setattr(compilation_cache, "use", lambda directory: directory)  # as elsewhere
     options = {"scheduler__policy": "mixed_chunks", **SCARCE}
     options["engine__compilation_cache_dir"] = str(tmp_path)
@@ -202,7 +203,7 @@ def test_an_engine_takes_a_profile(shapes: dict[str, Path], tmp_path: Path) -> N
 def test_a_given_rho_is_what_the_model_says_too(
     rho: float, shapes: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_choices, "make_policy", mixed_caches.make)
+    monkeypatch.setattr(policy_choice, "make_policy", mixed_caches.make)
     path = tmp_path / "mine.json"
     System("mine", dataclasses.replace(TRUE, num_layers=2), kv_tokens=100).save(path)
     options = {"scheduler__policy": "mixed_chunks", "scheduler__profile": str(path), **SCARCE}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxserve.commands import convert
-from jaxserve.engine.startup.model_options import cached_whole
+from jaxserve.engine.startup.choices.model_options import cached_whole
 from jaxserve.models.base import Experts, Latent, ModelConfig, with_quantization
 from jaxserve.models.dense import sequence_logits
 from jaxserve.models.experts import route

@@ -15,7 +15,7 @@ import pytest
 
 from jaxserve.commands import convert
 from jaxserve.config import ConfigError
-from jaxserve.engine.startup.model_options import choose_read
+from jaxserve.engine.startup.choices.model_options import choose_read
 from jaxserve.models.base import with_quantization
 from jaxserve.models.families.gpt_oss import config_from_hf
 from jaxserve.models.quantized import dequantize

@@ -16,7 +16,7 @@ from gguf import quantize as to_blocks
 
 from jaxserve.commands import convert
 from jaxserve.config import ServedModelConfig
-from jaxserve.engine.startup.model_options import load_shape
+from jaxserve.engine.startup.choices.model_options import load_shape
 from jaxserve.models.base import with_quantization
 from jaxserve.models.dense import sequence_logits
 from jaxserve.models.fused import fuse

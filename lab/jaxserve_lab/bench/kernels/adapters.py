@@ -28,7 +28,7 @@ from jaxserve.engine.device.batch_layout import Layout, Rows
 from jaxserve.engine.device.model_step import make_model_step
 from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel, activations_in, cached_in
-from jaxserve.engine.startup.model_options import lora_slots
+from jaxserve.engine.startup.choices.model_options import lora_slots
 from jaxserve.machine import machine, versions
 from jaxserve.models.lora import (
     Layers,

@@ -21,7 +21,7 @@ from jaxserve.engine.device.model_step import make_model_step
 from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.engine.startup.build import build_engine
-from jaxserve.engine.startup.pool_size import choose_block_size
+from jaxserve.engine.startup.choices.pool_size import choose_block_size
 from jaxserve.models.base import Family, ModelConfig, Params, with_quantization
 from jaxserve.models.registry import get_family
 from jaxserve.pallas_kernels import HIDDEN, KV, pool_format

@@ -13,7 +13,7 @@ from typing import Any
 from jaxserve.config import Config
 from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.configs import opt_125m_cpu
-from jaxserve.engine.startup.pool_size import choose_block_size
+from jaxserve.engine.startup.choices.pool_size import choose_block_size
 from jaxserve.engine.startup.step_timer import CHAIN, Shape, StepTimer
 from jaxserve.sched.cache.block_sizes import blocks_for
 from jaxserve_lab.experiments.aptserve import measured

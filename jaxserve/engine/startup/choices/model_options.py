@@ -1,10 +1,11 @@
 """What is decided about the model before anything is loaded: its shape, dtype, tokenizer, the
-longest request, and how hidden caches are read."""
+longest request, its devices, and how hidden caches are read."""
 
 from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from jax.typing import DTypeLike
 
 from jaxserve.checkpoint_files import find_gguf
 from jaxserve.config import AUTO, ConfigError, LoraConfig, ServedModelConfig
+from jaxserve.engine.device.sampling_state import MAX_EOS
 from jaxserve.engine.text.detokenizer import FILE_NAME
+from jaxserve.models import sharding
 from jaxserve.models.base import Family, ModelConfig, with_quantization, with_wide_head
 from jaxserve.models.lora import LoraSlots, adapter_bytes, adapter_specs, projections
 from jaxserve.models.quantized import Quantization
@@ -27,6 +30,44 @@ from jaxserve.weights import checkpoint_dtype, load_config, load_preset
 log = logging.getLogger(__name__)
 
 INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # Linux's names, x86 and Arm
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that is served, before it is decided how it runs.
+
+    Attributes:
+        family: the model's.
+        config: its shape, for requests of up to max_len tokens.
+        hf: its Hugging Face config.
+        mesh: as in `StepModel`.
+        shards: devices that share each layer.
+        max_len: tokens of the longest request.
+    """
+
+    family: Family
+    config: ModelConfig
+    hf: dict[str, Any]
+    mesh: Mesh | None
+    shards: int
+    max_len: int
+
+
+def choose_model(served: ServedModelConfig, max_model_len: int, tensor: int) -> ServedModel:
+    """The model and its devices. max_model_len: `engine.max_model_len`. tensor: `mesh.tensor`.
+    Raises ConfigError, and as `load_shape`."""
+    family, model, hf = load_shape(served)
+    _check_ends(model)
+    sharding.check_tensor(model, tensor)
+    mesh = sharding.make_mesh(tensor) if tensor > 1 else None
+    max_len = choose_max_len(max_model_len, model)
+    model = model.for_length(max_len)
+    for costs in (kept_behind_windows(model, max_len), cached_whole(model)):
+        if costs is not None:
+            log.info("%s", costs)
+    return ServedModel(
+        family=family, config=model, hf=hf, mesh=mesh, shards=tensor, max_len=max_len
+    )
 
 
 def load_shape(served: ServedModelConfig) -> tuple[Family, ModelConfig, dict[str, Any]]:
@@ -59,6 +100,14 @@ def _load_shape(served: ServedModelConfig) -> tuple[Family, ModelConfig, dict[st
     if not served.preset:
         raise ConfigError("model.preset is empty: random weights need a shape, such as opt-125m")
     return load_preset(served.preset)
+
+
+def _check_ends(model: ModelConfig) -> None:
+    count = len(model.eos_token_ids)
+    if count > MAX_EOS:
+        raise ConfigError(
+            f"the checkpoint has {count} end-of-sequence ids; at most {MAX_EOS} can be served"
+        )
 
 
 def tokenizer_path(served: ServedModelConfig) -> str | None:

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxserve.config import ConfigError
 from jaxserve.engine.device.cache_moves import STAGED_SLOTS
 from jaxserve.engine.device.step_model import GPUS
-from jaxserve.engine.startup.device_memory import free_memory
+from jaxserve.engine.startup.choices.device_memory import free_memory
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import block_bytes, default_block_size, slot_bytes
 from jaxserve.pallas_kernels.pool import MOST_NARROW

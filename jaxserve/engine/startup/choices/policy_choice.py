@@ -1,0 +1,112 @@
+"""The first stage of a start: who is served, in which batches."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.config import Config, ConfigError, SchedulerConfig
+from jaxserve.engine.startup.choices.model_options import load_shape
+from jaxserve.engine.startup.choices.pool_size import GIB, choose_block_size
+from jaxserve.sched.policy import Limits, Policy
+from jaxserve.sched.registry import make_policy
+from jaxserve.sched.scheduler import request_bytes
+
+log = logging.getLogger(__name__)
+
+TABLES_GIB = 1  # of host memory, for what is kept of the requests
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """Who is served, in which batches.
+
+    Attributes:
+        policy: the scheduling policy.
+        name: of the policy, as configured.
+        limits: of a batch.
+        block_size: tokens of a block.
+    """
+
+    policy: Policy
+    name: str
+    limits: Limits
+    block_size: int
+
+
+def choose_policy(config: SchedulerConfig, block_size: int, max_len: int) -> Scheduling:
+    """The policy and its limits. block_size: `cache.block_size`. max_len: tokens of the longest
+    request. Raises ConfigError."""
+    policy = _policy(config)
+    limits = _limits(config, policy, max_len)
+    scheduling = Scheduling(policy, config.policy, limits, choose_block_size(block_size))
+    _check_tables(config.max_queue, scheduling, max_len)
+    return scheduling
+
+
+def for_model(config: Config) -> Config:
+    """The configuration as the model needs it. One whose tokens see those behind them needs prompts
+    that are computed in one step, and finds no prefixes: with more behind it, none is the same."""
+    model = load_shape(config.model)[1]
+    if model.causal:
+        return config
+    fields: dict[str, Any] = {"cache__prefix_caching": False}
+    if config.scheduler.policy == SchedulerConfig().policy:
+        fields["scheduler__policy"] = "vllm"
+    elif make_policy(config.scheduler.policy, **config.scheduler.params).chunked:
+        raise ConfigError(
+            f"scheduler.policy={config.scheduler.policy} computes prompts in parts, and this "
+            "model's tokens see those behind them (is_causal in its config.json); take vllm"
+        )
+    if not config.engine.max_model_len:
+        longest = min(model.max_position, config.scheduler.max_batch_tokens)
+        fields["engine__max_model_len"] = longest
+    log.info(
+        "tokens of this model see those behind them: it makes vectors only, of whole prompts, with "
+        "scheduler.policy=%s and without prefix caching",
+        fields.get("scheduler__policy", config.scheduler.policy),
+    )
+    return config.with_fields(**fields)
+
+
+def _policy(config: SchedulerConfig) -> Policy:
+    name = config.policy
+    try:
+        policy = make_policy(name, **config.params)
+    except ValueError as error:
+        raise ConfigError(f"scheduler.policy: {error}") from error
+    if policy.hypothetical:
+        raise ConfigError(
+            f"scheduler.policy: {name} knows how long outputs will get, which no server does; it "
+            "is for simulations only"
+        )
+    return policy
+
+
+def _limits(given: SchedulerConfig, policy: Policy, max_len: int) -> Limits:
+    try:
+        # Whole prompts know no P (InferMax Table 1).
+        prefill = given.max_prefill_tokens if policy.chunked else given.max_batch_tokens
+        limits = Limits(given.max_batch_tokens, prefill, given.max_rows)
+    except ValueError as error:
+        raise ConfigError(f"scheduler.{error}") from error
+    if not policy.chunked and limits.max_batch_tokens < max_len:
+        raise ConfigError(
+            f"scheduler.policy={given.policy} computes a prompt in one step, so "
+            f"scheduler.max_batch_tokens ({limits.max_batch_tokens}) must be at least the longest "
+            f"request ({max_len} tokens); raise it, or lower engine.max_model_len"
+        )
+    return limits
+
+
+def _check_tables(max_queue: int, scheduling: Scheduling, max_len: int) -> None:
+    """ConfigError if the host tables of so many requests would take too much memory."""
+    size, rows = request_bytes(max_len, scheduling.block_size), scheduling.limits.max_rows
+    most = TABLES_GIB * GIB // size
+    if max_queue + rows > most:
+        raise ConfigError(
+            f"scheduler.max_queue and scheduler.max_rows together must be at most {most}, as the "
+            f"{size} bytes kept of each request take {TABLES_GIB} GiB then; got "
+            f"{max_queue} + {rows}"
+        )
