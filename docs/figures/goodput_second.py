@@ -22,6 +22,7 @@ from matplotlib.patches import Patch
 from jaxserve.sched.request import NO_CLASS
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.lengths import sampler
@@ -54,7 +55,11 @@ def served(policy: str) -> SimulationResult:
     work = Workload.create(arrival, lengths, terms=terms)
     place = system("opt-13b@a100-40g")
     return simulate(
-        policy, work, place, kv_tokens=TOKENS, host_tokens=TOKENS, record_rows=True, checked=False
+        policy,
+        work,
+        place,
+        engine=EngineOptions(kv_tokens=TOKENS, host_tokens=TOKENS),
+        run=RunOptions(record_rows=True, checked=False),
     )
 
 

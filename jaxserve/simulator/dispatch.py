@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxserve.sched.cache.retention import LRU
@@ -12,8 +12,8 @@ from jaxserve.sched.cost.cost_model import InferMaxCostModel, LinearCostModel
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.unified.policy_spec import CompiledSpec, knows_the_seed
 from jaxserve.sched.unified.unified_policy import UnifiedPolicy
-from jaxserve.simulator.replica.event_loop import Options, run_in_python
-from jaxserve.simulator.settings import Served, Setting
+from jaxserve.simulator.replica.event_loop import run_in_python
+from jaxserve.simulator.settings import RunOptions, Served, Setting, TrafficOptions
 from jaxserve.simulator.workloads.workload import Workload
 
 COMPILING = "compiling the simulator's kernel, once: about half a minute"  # for commands to say
@@ -58,10 +58,8 @@ def run(
     policies: Sequence[Policy],
     workload: Workload,
     setting: Setting,
-    options: Options,
-    compiled: bool | None,
-    progress: Callable[[int], None] | None,
-    compiling: Callable[[], None] | None,
+    traffic: TrafficOptions,
+    options: RunOptions,
 ) -> Served:
     """Serves the workload, compiled or in Python.
 
@@ -69,23 +67,21 @@ def run(
         policies: One for each replica.
         workload: The requests.
         setting: Where they are served.
-        options: What only the simulation in Python supports.
-        compiled: True to insist on numba, False for Python, None for numba where possible and worth
-            its start-up time.
-        progress: progress(n) is called when n more requests have come.
-        compiling: Called when numba begins to compile.
+        traffic: What comes beside them, and when the run is cut off; in Python only.
+        options: How. compiled is True to insist on numba, False for Python, None for numba where
+            possible and worth its start-up time.
 
     Raises:
-        NotCompiled: `compiled` is True and the simulation cannot run compiled.
+        NotCompiled: `options.compiled` is True and the simulation cannot run compiled.
         InvalidPlan: A policy plans what cannot be booked, or makes no progress.
     """
-    if compiled or (compiled is None and _pays(workload)):
+    if options.compiled or (options.compiled is None and _pays(workload)):
         try:
-            return _run_compiled(policies[0], workload, setting, options, progress, compiling)
+            return _run_compiled(policies[0], workload, setting, options)
         except NotCompiled:
-            if compiled:
+            if options.compiled:
                 raise
-    return run_in_python(policies, workload, setting, options, progress)
+    return run_in_python(policies, workload, setting, traffic, options)
 
 
 def _pays(workload: Workload) -> bool:
@@ -96,23 +92,18 @@ def _pays(workload: Workload) -> bool:
 
 
 def _run_compiled(
-    policy: Policy,
-    workload: Workload,
-    setting: Setting,
-    options: Options,
-    progress: Callable[[int], None] | None,
-    compiling: Callable[[], None] | None,
+    policy: Policy, workload: Workload, setting: Setting, options: RunOptions
 ) -> Served:
     form = form_of(policy)
     assert isinstance(policy, UnifiedPolicy)
     # A class derived from them may have a batch_time of its own.
     if type(setting.cost_model) not in (LinearCostModel, InferMaxCostModel):
         raise NotCompiled("its cost model is none of the product's own")
-    if options.prefix_caching and setting.routing.finds:
+    if setting.prefix_caching and setting.routing.finds:
         raise NotCompiled("its routers look at what is in prefix caches")
-    if options.prefix_caching and options.retention != LRU:
-        raise NotCompiled(f"retention {options.retention} runs in Python only")
-    if options.prefix_caching and options.host_slots:
+    if setting.prefix_caching and setting.retention != LRU:
+        raise NotCompiled(f"retention {setting.retention} runs in Python only")
+    if setting.prefix_caching and setting.host_slots:
         raise NotCompiled("host memory has what leaves its pool")
     if workload.adapter.any():
         raise NotCompiled("adapters are not compiled")
@@ -125,6 +116,14 @@ def _run_compiled(
         key = run.key_of(form)
     except run.NotCompilable as error:
         raise NotCompiled(f"numba does not compile the policy's key: {error}") from error
-    reuse = options.prefix_caching
-    served = run.run(policy, form, key, workload, setting, progress, compiling, reuse=reuse)
+    served = run.run(
+        policy,
+        form,
+        key,
+        workload,
+        setting,
+        options.progress,
+        options.compiling,
+        reuse=setting.prefix_caching,
+    )
     return replace(served, seed_read=seed_read or setting.routing.draws)

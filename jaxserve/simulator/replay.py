@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -35,6 +34,7 @@ from jaxserve.sched.recording import (
 )
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
 from jaxserve.simulator.results import BatchRecords, RequestRecords, SimulationResult
+from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.workloads.guessable import Guessable
 from jaxserve.simulator.workloads.prefixes import NO_PREFIX, Prefixes
@@ -258,22 +258,42 @@ def traffic_of(recording: Recording) -> Traffic:
     return Traffic(_workload(recording, there, count), tuple(notes))
 
 
-def again(recording: Recording, system: System, **options: Any) -> SimulationResult:
-    """Simulates the traffic on `system`, with the policy, limits and pool that served it, unless
-    `options` of `simulate` say otherwise."""
+def again(
+    recording: Recording,
+    system: System,
+    *,
+    seed: int | None = None,
+    checked: bool | None = None,
+    record_rows: bool = False,
+) -> SimulationResult:
+    """Simulates the traffic on `system`, with the policy, limits and pool that served it.
+
+    Args:
+        recording: What was served.
+        system: Where to simulate it.
+        seed: None for the recording's.
+        checked: As in `RunOptions`.
+        record_rows: As in `RunOptions`.
+    """
     header = recording.header
-    how: dict[str, Any] = {
-        "limits": header.limits,
-        "num_blocks": header.num_blocks,
-        "block_size": header.block_size,
-        "host_tokens": header.host_slots // 2,
-        "max_queue": header.max_queue,
-        "overlap": header.overlap,
-        "prefix_caching": header.prefix_caching,
-        "retention": header.retention,
-        "seed": header.seed,
-    }
-    return simulate(header.policy, traffic_of(recording).workload, system, **(how | options))
+    return simulate(
+        header.policy,
+        traffic_of(recording).workload,
+        system,
+        engine=EngineOptions(
+            limits=header.limits,
+            num_blocks=header.num_blocks,
+            block_size=header.block_size,
+            host_tokens=header.host_slots // 2,
+            max_queue=header.max_queue,
+            overlap=header.overlap,
+            prefix_caching=header.prefix_caching,
+            retention=header.retention,
+        ),
+        run=RunOptions(
+            seed=header.seed if seed is None else seed, checked=checked, record_rows=record_rows
+        ),
+    )
 
 
 def served(recording: Recording) -> SimulationResult:

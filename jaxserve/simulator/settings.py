@@ -1,19 +1,22 @@
-"""Where a policy is simulated, and what became of the requests there."""
+"""What is simulated, where and how, and what became of the requests there."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from jaxserve.sched.cost.cost_model import CostModel
+from jaxserve.sched.cache.retention import LRU
+from jaxserve.sched.cost.cost_model import CostModel, LinearCostModel
 from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.step_residuals import Scatter
-from jaxserve.sched.policy import Limits
+from jaxserve.sched.policy import Limits, View
 from jaxserve.sched.routing.routers import ROUTERS
+from jaxserve.simulator.workloads.closed_loop import ClosedLoop
 from jaxserve.simulator.workloads.workload import Workload
 
 REFUSED = -1  # the replica of a request that found the queue full
@@ -127,13 +130,119 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class EngineOptions:
+    """How each replica serves.
+
+    Attributes:
+        limits: By default the system's C, P = 512 (C for policies that do not chunk), any number
+            of rows.
+        kv_tokens: M, tokens of K and V that the pool holds.
+        num_blocks: The same in blocks, of which K and V of block_size tokens take two.
+        block_size: Tokens of a block.
+        host_tokens: Tokens of K and V that host memory holds: of checkpoints, and with
+            prefix_caching of what leaves the pool.
+        rules: A name of `simulator.RULES`.
+        overlap: Instead of the rules'.
+        max_queue: Requests that may wait beside max_rows. Further ones are refused.
+        refuse_late: As `server.refuse_late`; inf predicts waits and refuses nobody.
+        rho: What a token read from a hidden cache costs a step, see `View`; None for no hidden
+            caches.
+        prefix_caching: Whether requests find K and V of what others have computed, as far as the
+            workload's prefixes say that their tokens are the same. Not by itself, whatever the
+            rules.
+        retention: Which of what nobody reads stays: a name of `registry.RETENTIONS`, with
+            parameters. Others than `lru` run in Python.
+        online: Policies see a model that begins as this one and learns from the steps, as a
+            server's do.
+    """
+
+    limits: Limits | None = None
+    kv_tokens: int | None = None
+    num_blocks: int | None = None
+    block_size: int | None = None
+    host_tokens: int = 0
+    rules: str = "jaxserve"
+    overlap: bool | None = None
+    max_queue: int | None = None
+    refuse_late: float | None = None
+    rho: float | Literal["system"] | None = "system"
+    prefix_caching: bool = False
+    retention: str = LRU
+    online: LinearCostModel | None = None
+
+
+@dataclass(frozen=True)
+class FleetOptions:
+    """The replicas.
+
+    Attributes:
+        replicas: How many, each with a policy of its own.
+        routing: A name stands for one router that sees all.
+    """
+
+    replicas: int = 1
+    routing: str | Routing = "round_robin"
+
+
+@dataclass(frozen=True)
+class TrafficOptions:
+    """What of the workload is served, and what beside it.
+
+    Attributes:
+        best_effort: What comes beside the workload.
+        until: When the run is cut off, seconds.
+        drop_too_long: Whether requests that M, or C, cannot hold are left out and counted; the
+            others ask for no more than fits. Else they are an error.
+    """
+
+    best_effort: ClosedLoop | None = None
+    until: float = math.inf
+    drop_too_long: bool = False
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How the simulation runs, and what it keeps.
+
+    Attributes:
+        seed: For whatever is drawn.
+        checked: Whether plans are checked as the engine does; by default all but those of built-in
+            policies.
+        compiled: Whether to run with numba (`dispatch.py`); by default if it can be. The outcome is
+            the same.
+        coast: In Python, whether to take certain steps several at once. The outcome is the same.
+        record_rows: Whether to keep who was in each batch.
+        record_batches: Whether to keep the batches.
+        progress: progress(n) is called when n more requests have come.
+        compiling: Called when numba begins to compile.
+        watch: Called before each step with what the policy sees, for example for a picture of the
+            pool (`figures.pool_view.policy_view`). Plans are checked then, and steps taken one by
+            one.
+    """
+
+    seed: int = 0
+    checked: bool | None = None
+    compiled: bool | None = None
+    coast: bool = True
+    record_rows: bool = False
+    record_batches: bool = True
+    progress: Callable[[int], None] | None = None
+    compiling: Callable[[], None] | None = None
+    watch: Callable[[View], None] | None = None
+
+
+@dataclass(frozen=True)
 class Setting:
-    """Where a policy is simulated. Fields that are not named here are as `simulate` has them.
+    """Where a policy is simulated: what the options, the rules and the system come to. Fields that
+    are not named here are as the options have them.
 
     Attributes:
         num_blocks, block_size: Of each replica's pool.
         capacity: Requests, waiting and running, that a replica has at most; others are refused.
         fixed: What no step changes of the replicas' snapshots, see `routing.take_snapshot`.
+        host_slots: Slots of host memory for caches.
+        max_model_len: Tokens of the longest request, prompt and limit.
+        projects: Whether reads of hidden caches project them into K and V, see `View`.
     """
 
     limits: Limits
@@ -150,6 +259,14 @@ class Setting:
     seed: int = 0
     keeps_batches: bool = True
     scatter: Scatter | None = None
+    host_slots: int = 0
+    max_model_len: int = 0
+    rho: float | None = None
+    projects: bool = False
+    refuse_late: float | None = None
+    prefix_caching: bool = False
+    retention: str = LRU
+    online: LinearCostModel | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ outcome."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,26 +12,34 @@ import numpy as np
 
 from jaxserve.sched.cache.block_sizes import blocks_for, slots_for, tokens_in
 from jaxserve.sched.cache.retention import LRU
-from jaxserve.sched.cost.cost_model import CostModel, LinearCostModel
+from jaxserve.sched.cost.cost_model import CostModel
 from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.profiles import System
 from jaxserve.sched.parameters import parameters
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policies.oracle import OraclePolicy
-from jaxserve.sched.policy import Limits, Policy, View
+from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import PolicyName, is_built_in, make_policy, make_retention
 from jaxserve.sched.routing.take_snapshot import constant_fields
-from jaxserve.simulator.dispatch import NotCompiled, run
+from jaxserve.simulator import dispatch
 from jaxserve.simulator.oracle.search import Found, search
-from jaxserve.simulator.replica.event_loop import Options
 from jaxserve.simulator.results import BatchRecords, RequestRecords, SimulationResult
-from jaxserve.simulator.settings import Routing, Served, Setting
-from jaxserve.simulator.workloads.closed_loop import ClosedLoop
+from jaxserve.simulator.settings import (
+    EngineOptions,
+    FleetOptions,
+    Routing,
+    RunOptions,
+    Served,
+    Setting,
+    TrafficOptions,
+)
 from jaxserve.simulator.workloads.workload import Workload
 
 MAX_ROWS = 1 << 20  # of a batch, where nothing else is said: as good as unlimited
 DEFAULT_C = 4096
 SARATHI_CHUNK = 512  # P (InferMax Table 1)
+_ENGINE, _FLEET = EngineOptions(), FleetOptions()
+_TRAFFIC, _RUN = TrafficOptions(), RunOptions()
 
 
 class SimulationError(ValueError):
@@ -101,124 +108,65 @@ def simulate(
     workload: Workload,
     system: System | CostModel,
     *,
-    limits: Limits | None = None,
-    kv_tokens: int | None = None,
-    num_blocks: int | None = None,
-    block_size: int | None = None,
-    host_tokens: int = 0,
-    rules: str = "jaxserve",
-    overlap: bool | None = None,
-    replicas: int = 1,
-    routing: str | Routing = "round_robin",
-    max_queue: int | None = None,
-    refuse_late: float | None = None,
-    rho: float | Literal["system"] | None = "system",
-    seed: int = 0,
-    best_effort: ClosedLoop | None = None,
-    until: float = math.inf,
-    checked: bool | None = None,
-    compiled: bool | None = None,
-    coast: bool = True,
-    prefix_caching: bool = False,
-    retention: str = LRU,
-    drop_too_long: bool = False,
-    online: LinearCostModel | None = None,
-    record_rows: bool = False,
-    record_batches: bool = True,
-    progress: Callable[[int], None] | None = None,
-    compiling: Callable[[], None] | None = None,
-    watch: Callable[[View], None] | None = None,
+    engine: EngineOptions = _ENGINE,
+    fleet: FleetOptions = _FLEET,
+    traffic: TrafficOptions = _TRAFFIC,
+    run: RunOptions = _RUN,
 ) -> SimulationResult:
-    """Serves the workload, to its end or `until`.
+    """Serves the workload, to its end or `traffic.until`.
 
     Args:
         policy: A name, or a policy, which serves one replica.
         workload: The requests.
         system: M, C and padding come from it where they are not given. A bare cost model has none.
-        limits: By default the system's C, P = 512 (C for policies that do not chunk), any number
-            of rows.
-        kv_tokens: M, tokens of K and V that the pool holds.
-        num_blocks: The same in blocks, of which K and V of block_size tokens take two.
-        block_size: Tokens of a block.
-        host_tokens: Tokens of K and V that host memory holds: of checkpoints, and with
-            prefix_caching of what leaves the pool.
-        rules: A name of RULES.
-        overlap: Instead of the rules'.
-        replicas: How many, each with a policy of its own.
-        routing: A name stands for one router that sees all.
-        max_queue: Requests that may wait beside max_rows. Further ones are refused.
-        refuse_late: As `server.refuse_late`; inf predicts waits and refuses nobody.
-        rho: What a token read from a hidden cache costs a step, see `View`; None for no hidden
-            caches.
-        seed: For whatever is drawn.
-        best_effort: What comes beside the workload.
-        until: When the run is cut off, seconds.
-        checked: Whether plans are checked as the engine does; by default all but those of built-in
-            policies.
-        compiled: Whether to run with numba (`dispatch.py`); by default if it can be. The outcome is
-            the same.
-        coast: In Python, whether to take certain steps several at once. The outcome is the same.
-        prefix_caching: Whether requests find K and V of what others have computed, as far as the
-            workload's prefixes say that their tokens are the same. Not by itself, whatever the
-            rules.
-        retention: Which of what nobody reads stays: a name of `registry.RETENTIONS`, with
-            parameters. Others than `lru` run in Python.
-        online: Policies see a model that begins as this one and learns from the steps, as a
-            server's do.
-        drop_too_long: Whether requests that M, or C, cannot hold are left out and counted; the
-            others ask for no more than fits. Else they are an error.
-        record_rows, record_batches: Whether to keep who was in each batch, and the batches.
-        progress: progress(n) is called when n more requests have come.
-        compiling: Called when numba begins to compile.
-        watch: Called before each step with what the policy sees, for example for a picture of the
-            pool (`figures.pool_view.policy_view`). Plans are checked then, and steps taken one by
-            one.
+        engine: How each replica serves.
+        fleet: The replicas.
+        traffic: What comes beside the workload, and when the run is cut off.
+        run: How the simulation runs, and what it keeps.
 
     Raises:
         InvalidPlan: The policy plans what cannot be booked, or gets nowhere.
         SimulationError: This cannot be simulated.
     """
-    chosen = rules_named(rules)
-    policies = _policies(policy, chosen, replicas)
-    limits = limits or default_limits(policies[0], system)
-    setting = _setting(system, chosen, limits, overlap, kv_tokens, num_blocks, block_size)
-    setting = replace(setting, replicas=replicas, seed=seed, keeps_batches=record_batches)
-    setting = replace(setting, capacity=_capacity(max_queue, limits))
-    setting = _routed(setting, policies[0], routing)
+    rules = rules_named(engine.rules)
+    policies = _policies(policy, rules, fleet.replicas)
+    limits = engine.limits or default_limits(policies[0], system)
+    setting = replace(
+        _setting(system, rules, limits, engine),
+        replicas=fleet.replicas,
+        seed=run.seed,
+        keeps_batches=run.record_batches,
+        capacity=_capacity(engine.max_queue, limits),
+    )
+    setting = _routed(setting, policies[0], fleet.routing)
     count = len(workload)
-    if drop_too_long:
+    if traffic.drop_too_long:
         workload = _that_fit(workload, policies[0], setting)
     longest = _check_fits(workload, policies[0], setting)
-    longest = max(longest, _check_end(until, best_effort, policies[0], setting))
-    built_in = isinstance(policy, str) and is_built_in(policy)
-    if watch is not None:  # only checked plans have blocks with ids
-        checked, coast = True, False
-    fixed = not built_in if checked is None else checked
-    slots, cut = int(slots_for(host_tokens)), (best_effort, until)
-    known = _hidden(rho, system, setting.cost_model) | {"refuse_late": refuse_late}
-    known |= {"prefix_caching": prefix_caching, "retention": _retention(retention, prefix_caching)}
-    known |= {"watch": watch}
-    options = Options(slots, longest, fixed, coast, online, record_rows, *cut, **known)
-    compiled = _compiled(compiled, options, bool(checked))
-    ran = _run(policy, policies, workload, setting, options, compiled, progress, compiling)
-    return replace(_result(setting, *ran, until), num_dropped=count - len(workload))
+    longest = max(longest, _check_end(traffic, policies[0], setting))
+    setting = replace(setting, max_model_len=longest)
+    _check_retention(engine)
+    run = _resolved(run, policy, setting, traffic)
+    served, found = _run(policy, policies, workload, setting, traffic, run)
+    result = _result(setting, served, found, traffic.until)
+    return replace(result, num_dropped=count - len(workload))
 
 
-def _retention(name: str, prefix_caching: bool) -> str:
-    """The name. Raises SimulationError if it is none, or if nothing is found that could stay."""
+def _check_retention(engine: EngineOptions) -> None:
+    """SimulationError if it is the name of none, or if nothing is found that could stay."""
     try:
-        make_retention(name)
+        make_retention(engine.retention)
     except ValueError as error:
         raise SimulationError(str(error)) from error
-    if name != LRU and not prefix_caching:
-        raise SimulationError(f"retention {name} needs prefix_caching")
-    return name
+    if engine.retention != LRU and not engine.prefix_caching:
+        raise SimulationError(f"retention {engine.retention} needs prefix_caching")
 
 
-def _check_end(until: float, loop: ClosedLoop | None, policy: Policy, setting: Setting) -> int:
+def _check_end(traffic: TrafficOptions, policy: Policy, setting: Setting) -> int:
     """Checks `until` and the closed loop. Returns the tokens of the loop's longest request, 0
     without a loop. Raises SimulationError if the end is not positive, or if the loop has no end or
     does not fit."""
+    loop, until = traffic.best_effort, traffic.until
     if not until > 0:
         raise SimulationError(f"until must be a positive time, got {until}")
     if loop is None:
@@ -234,25 +182,34 @@ def _check_end(until: float, loop: ClosedLoop | None, policy: Policy, setting: S
 
 
 def _setting(
-    system: System | CostModel,
-    rules: Rules,
-    limits: Limits,
-    overlap: bool | None,
-    kv_tokens: int | None,
-    num_blocks: int | None,
-    block_size: int | None,
+    system: System | CostModel, rules: Rules, limits: Limits, engine: EngineOptions
 ) -> Setting:
-    """Of one replica, as the arguments of `simulate`, the rules and the system have it."""
-    size = block_size or _block_size(system, rules)
-    blocks = _num_blocks(system, kv_tokens, num_blocks, size)
-    overlap = rules.overlap if overlap is None else overlap
-    if not isinstance(system, System):
-        return Setting(limits, blocks, size, system, overlap)
-    cost = system.cost_under(rules.name)
-    host = system.host if rules.host else HostOverhead()
-    scatter = system.scatter if rules.host else None
-    padding = system.padding if rules.padding else None
-    return Setting(limits, blocks, size, cost, overlap, padding, host, scatter=scatter)
+    """Of one replica, as the options, the rules and the system have it."""
+    size = engine.block_size or _block_size(system, rules)
+    known = system if isinstance(system, System) else None
+    cost = system.cost_under(rules.name) if isinstance(system, System) else system
+    setting = Setting(
+        limits=limits,
+        num_blocks=_num_blocks(system, engine.kv_tokens, engine.num_blocks, size),
+        block_size=size,
+        cost_model=cost,
+        overlap=rules.overlap if engine.overlap is None else engine.overlap,
+        host_slots=int(slots_for(engine.host_tokens)),
+        rho=_rho(engine.rho, known, cost),
+        projects=known is not None and known.projects,
+        refuse_late=engine.refuse_late,
+        prefix_caching=engine.prefix_caching,
+        retention=engine.retention,
+        online=engine.online,
+    )
+    if known is None:
+        return setting
+    return replace(
+        setting,
+        padding=known.padding if rules.padding else None,
+        host=known.host if rules.host else HostOverhead(),
+        scatter=known.scatter if rules.host else None,
+    )
 
 
 def _routed(setting: Setting, policy: Policy, routing: str | Routing) -> Setting:
@@ -265,8 +222,13 @@ def _routed(setting: Setting, policy: Policy, routing: str | Routing) -> Setting
         if isinstance(routing, str):
             routing = Routing(routing)
         if routing.looks:
-            size = (setting.num_blocks, setting.block_size)
-            known = constant_fields(setting.cost_model, policy, setting.limits, *size)
+            known = constant_fields(
+                setting.cost_model,
+                policy,
+                setting.limits,
+                setting.num_blocks,
+                setting.block_size,
+            )
     except ValueError as error:
         raise SimulationError(str(error)) from error
     most = f"at most as many as replicas, {setting.replicas}"
@@ -280,29 +242,50 @@ def _routed(setting: Setting, policy: Policy, routing: str | Routing) -> Setting
     return replace(setting, routing=routing, fixed=known, scatter=scatter)
 
 
-def _compiled(wanted: bool | None, options: Options, checked: bool) -> bool | None:
-    share, cut = options.refuse_late, options.until < math.inf
+def _resolved(
+    options: RunOptions, policy: str | Policy, setting: Setting, traffic: TrafficOptions
+) -> RunOptions:
+    """The options with what they leave open. policy: as given to `simulate`."""
+    if options.watch is not None:  # only checked plans have blocks with ids
+        options = replace(options, checked=True, coast=False)
+    built_in = isinstance(policy, str) and is_built_in(policy)
+    return replace(
+        options,
+        compiled=_compiled(options, setting, traffic),
+        checked=not built_in if options.checked is None else options.checked,
+    )
+
+
+def _compiled(options: RunOptions, setting: Setting, traffic: TrafficOptions) -> bool | None:
+    share, cut = setting.refuse_late, traffic.until < math.inf
     if share is not None and not share >= 0:
         raise SimulationError(f"refuse_late must be at least 0, got {share}")
-    plain = not (checked or options.online or options.record_rows or cut)
+    plain = not (options.checked or setting.online or options.record_rows or cut)
     in_python = not plain or share is not None
-    if wanted and in_python:
+    if options.compiled and in_python:
         raise SimulationError(
             "compiled simulations check no plans, learn nothing, record no rows, predict no waits "
             "and are not cut off"
         )
-    return False if in_python else wanted
+    return False if in_python else options.compiled
 
 
-def _run(policy: str | Policy, policies: list[Policy], *known: Any) -> tuple[Served, Found | None]:
+def _run(
+    policy: str | Policy,
+    policies: list[Policy],
+    workload: Workload,
+    setting: Setting,
+    traffic: TrafficOptions,
+    options: RunOptions,
+) -> tuple[Served, Found | None]:
     """Runs `dispatch.run`, or the search if the policy is the oracle. policy: as given to
     `simulate`."""
     try:
         if isinstance(policies[0], OraclePolicy):
-            found = search(policies[0], *known)
+            found = search(policies[0], workload, setting, traffic, options)
             return found.served, found
-        return run(policies, *known), None
-    except NotCompiled as error:
+        return dispatch.run(policies, workload, setting, traffic, options), None
+    except dispatch.NotCompiled as error:
         raise SimulationError(f"the simulation cannot run compiled: {error}") from error
     except InvalidPlan as error:
         name = policy if isinstance(policy, str) else type(policy).__name__
@@ -320,8 +303,15 @@ def _result(
     searched: dict[str, Any] = {}
     if found is not None:
         searched = {"goodput_bound": found.bound, "search_runs": found.runs, "found_by": found.name}
-    kept = (served.rows, tokens, served.seed_read or setting.scatter is not None)
-    return SimulationResult(requests, batches, *kept, **searched, expected=served.expected)
+    return SimulationResult(
+        requests,
+        batches,
+        rows=served.rows,
+        kv_tokens=tokens,
+        seed_read=served.seed_read or setting.scatter is not None,
+        **searched,
+        expected=served.expected,
+    )
 
 
 def _policies(policy: str | Policy, rules: Rules, replicas: int) -> list[Policy]:
@@ -372,15 +362,13 @@ def default_limits(
     return Limits(c, p, max_rows or (known.max_rows if known else None) or MAX_ROWS)
 
 
-def _hidden(
-    rho: float | Literal["system"] | None, system: System | CostModel, cost: CostModel
-) -> dict[str, Any]:
-    """rho and projects of the view: as given, else the system's. None where the cost model does not
-    price hidden caches."""
-    known = system if isinstance(system, System) else None
-    if rho == "system":
-        rho = known.rho if known and cost is known.cost_model else None
-    return {"rho": rho, "projects": known is not None and known.projects}
+def _rho(
+    rho: float | Literal["system"] | None, system: System | None, cost: CostModel
+) -> float | None:
+    """As given, else the system's. None where the cost model does not price hidden caches."""
+    if rho != "system":
+        return rho
+    return system.rho if system is not None and cost is system.cost_model else None
 
 
 def _capacity(max_queue: int | None, limits: Limits) -> float:

@@ -14,6 +14,7 @@ from jaxserve.bench import cli
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.request import Tier
 from jaxserve.server.startup.launch import UsageError
+from jaxserve.simulator.settings import EngineOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve_lab.bench import mixed
 from tests.bench.test_cli import SMALL
@@ -88,7 +89,7 @@ def test_attainment_is_of_means_and_the_batch_of_its_own_time() -> None:
     prompt, output, due = np.array([4, 4, 4]), np.array([4, 3, 5]), np.array([0.25, 0.5, 0.0])
     load = mixed._in_order(prompt, output, due, args)
     second = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)
-    result = simulate("vllm", load, second, kv_tokens=99, block_size=1)
+    result = simulate("vllm", load, second, engine=EngineOptions(kv_tokens=99, block_size=1))
     assert mixed._measures(result, np.array([0.0, 0.5, 0.25])) == {
         "normalised_ms": pytest.approx(1e3 * (5.75 / 4 + 4.5 / 3) / 2),
         "ttft_attained": 0.5,

@@ -12,6 +12,7 @@ from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.slo.metrics import Times
+from jaxserve.simulator.settings import EngineOptions, TrafficOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.workloads.workload import Lengths, Workload
 from jaxserve_lab.experiments.bros import case as mixed
@@ -32,7 +33,13 @@ CASE = MixedCase("priority", MODELS["OPT-13B"], "sharegpt", 4.0, duration=10.0, 
 
 def test_who_has_not_ended_counts_with_its_time_so_far() -> None:
     workload = Workload.create(np.array([0.0, 2.0]), Lengths(np.array([4, 4]), np.array([2, 20])))
-    result = simulate("vllm", workload, SECOND, kv_tokens=99, overlap=False, until=7.0)
+    result = simulate(
+        "vllm",
+        workload,
+        SECOND,
+        engine=EngineOptions(kv_tokens=99, overlap=False),
+        traffic=TrafficOptions(until=7.0),
+    )
     everybody = np.ones(2, bool)
     assert latency_of(result, everybody, 7.0) == pytest.approx((2 / 2 + 5 / 20) / 2)
     assert latency_of(result, np.array([False, True]), 7.0) == pytest.approx(5 / 20)

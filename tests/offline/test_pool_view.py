@@ -11,6 +11,7 @@ from jaxserve.engine.pool_view import FREE, HIDDEN, PoolView, V, policy_view, po
 from jaxserve.sched.cache.block_pool import BlockPool
 from jaxserve.sched.cache.cache_kinds import CacheKind, Direction
 from jaxserve.simulator.figures import plots
+from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.specs import WorkloadSpec
@@ -74,9 +75,13 @@ def test_a_simulation_shows_what_its_policy_sees_and_ends_as_it_would() -> None:
     load = WorkloadSpec("fixed:40x20x6").make_workload()
     views: list[PoolView] = []
     watched = simulate(
-        "aptserve", load, machine, kv_tokens=128, watch=lambda view: views.append(policy_view(view))
+        "aptserve",
+        load,
+        machine,
+        engine=EngineOptions(kv_tokens=128),
+        run=RunOptions(watch=lambda view: views.append(policy_view(view))),
     )
-    plain = simulate("aptserve", load, machine, kv_tokens=128)
+    plain = simulate("aptserve", load, machine, engine=EngineOptions(kv_tokens=128))
     assert (watched.requests.token_times == plain.requests.token_times).all()
     assert len(views) >= len(watched.batches)
     # Four requests of 40 tokens, 3 blocks of each plane, in 16 blocks.

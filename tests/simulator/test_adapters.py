@@ -10,6 +10,7 @@ import pytest
 from jaxserve.sched.cost.cost_model import BatchFeatures, LinearCostModel
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.request import SLO
+from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import SimulationError, simulate
 from jaxserve.simulator.systems.systems import System, system
 from jaxserve.simulator.workloads.specs import WorkloadSpec
@@ -54,13 +55,13 @@ def test_conversations_keep_theirs() -> None:
 @pytest.mark.parametrize("policy", ["sarathi", "vllm", "goodput", "bros"])
 def test_steps_with_adapters_cost_more(policy: str) -> None:
     def seconds(share: float) -> float:
-        found = simulate(policy, workload(share), dearer(PLACE), checked=True)
+        found = simulate(policy, workload(share), dearer(PLACE), run=RunOptions(checked=True))
         assert found.requests.finished.all()
         return float(found.summary()["mean_tpot_s"])
 
     none, some = seconds(0.0), seconds(0.5)
     assert some > 1.01 * none
-    plain = simulate(policy, workload(0.5), PLACE, checked=True)
+    plain = simulate(policy, workload(0.5), PLACE, run=RunOptions(checked=True))
     assert plain.summary()["mean_tpot_s"] == none, "they are free where nobody measured"
 
 
@@ -80,7 +81,13 @@ def test_they_have_no_hidden_caches(policy: str) -> None:
     hidden = []
     for share in (0.0, 0.5, 1.0):
         work = plain.with_adapters(share, 3, np.random.default_rng(0))
-        found = simulate(policy, work, place, block_size=16, checked=True)
+        found = simulate(
+            policy,
+            work,
+            place,
+            engine=EngineOptions(block_size=16),
+            run=RunOptions(checked=True),
+        )
         assert found.requests.finished.all()
         hidden.append(int(found.batches.num_hidden.sum()))
     assert hidden[2] == 0
@@ -89,7 +96,7 @@ def test_they_have_no_hidden_caches(policy: str) -> None:
 
 def test_it_does_not_run_compiled() -> None:
     with pytest.raises(SimulationError, match="adapters are not compiled"):
-        simulate("sarathi", workload(0.5), PLACE, compiled=True)
+        simulate("sarathi", workload(0.5), PLACE, run=RunOptions(compiled=True))
 
 
 def test_their_price_is_learned() -> None:

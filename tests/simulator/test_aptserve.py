@@ -13,10 +13,12 @@ from jaxserve.sched.request import SLO
 from jaxserve.sched.slo.classes import with_targets
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads import lengths
 from jaxserve.simulator.workloads.workload import Workload, poisson_arrivals
+from tests.simulator.grouped import grouped
 
 TARGET = SLO(ttft=1.0, tbt=1.0)
 
@@ -28,7 +30,13 @@ def served(policy: str, read: str = "absorbed", **overrides: Any) -> SimulationR
     workload = Workload.create(arrival, lengths.sampler("sharegpt")(300, rng), terms=terms)
     chosen = system("opt-13b@a100-40g", read)
     made = make_policy(policy, **overrides)
-    return simulate(made, workload, chosen, block_size=16, checked=True)
+    return simulate(
+        made,
+        workload,
+        chosen,
+        engine=EngineOptions(block_size=16),
+        run=RunOptions(checked=True),
+    )
 
 
 def attainment(result: SimulationResult) -> float:
@@ -62,6 +70,6 @@ def test_without_hidden_caches_all_are_the_same_as_with_kv_only(policy: str) -> 
     options: dict[str, Any] = {"rho": None, "block_size": 16, "checked": True}
     made = served("aptserve").requests.workload.first(60)
     a100 = system("opt-13b@a100-40g")
-    mine = simulate(make_policy(policy), made, a100, **options)
-    kv_only = simulate(make_policy(policy, hybrid_cache=False), made, a100, **options)
+    mine = simulate(make_policy(policy), made, a100, **grouped(**options))
+    kv_only = simulate(make_policy(policy, hybrid_cache=False), made, a100, **grouped(**options))
     np.testing.assert_array_equal(mine.requests.token_times, kv_only.requests.token_times)

@@ -20,7 +20,7 @@ from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.simulator import simulator
 from jaxserve.simulator.figures import plots
 from jaxserve.simulator.results import BatchRecords, RequestRecords, SimulationResult
-from jaxserve.simulator.settings import BATCH, REFUSED
+from jaxserve.simulator.settings import BATCH, REFUSED, EngineOptions, FleetOptions, RunOptions
 from jaxserve.simulator.simulate import cli as command
 from jaxserve.simulator.simulator import SimulationError, simulate
 from jaxserve.simulator.systems.systems import system
@@ -39,7 +39,10 @@ def test_who_finds_rows_and_queue_full_is_refused() -> None:
     # One row and a queue of one: the first runs until 3 s, the second waits for it. The third comes
     # while both are unfinished; when the fourth comes, the first is over.
     result = simulate(
-        "vllm", at(0.0, 0.5, 1.5, 4.5), SECOND, kv_tokens=99, limits=Limits(9, 9, 1), max_queue=1
+        "vllm",
+        at(0.0, 0.5, 1.5, 4.5),
+        SECOND,
+        engine=EngineOptions(kv_tokens=99, limits=Limits(9, 9, 1), max_queue=1),
     )
     requests = result.requests
     assert requests.replica.tolist() == [0, 0, REFUSED, 0]
@@ -62,7 +65,10 @@ def test_who_finds_rows_and_queue_full_is_refused() -> None:
 def test_a_queue_of_none_holds_the_rows_alone() -> None:
     workload = at(*[0.0] * 5)
     result = simulate(
-        "sarathi", workload, SECOND, kv_tokens=999, limits=Limits(99, 99, 2), max_queue=0
+        "sarathi",
+        workload,
+        SECOND,
+        engine=EngineOptions(kv_tokens=999, limits=Limits(99, 99, 2), max_queue=0),
     )
     assert result.requests.replica.tolist() == [0, 0, REFUSED, REFUSED, REFUSED]
 
@@ -71,16 +77,25 @@ def test_each_replica_has_a_queue_of_its_own() -> None:
     workload = Workload.create(all_at_once(4), Lengths(np.full(4, 4), np.array([50, 3, 3, 3])))
     limits = Limits(99, 99, 1)
     result = simulate(
-        "sarathi", workload, SECOND, kv_tokens=99, limits=limits, max_queue=0, replicas=2
+        "sarathi",
+        workload,
+        SECOND,
+        engine=EngineOptions(kv_tokens=99, limits=limits, max_queue=0),
+        fleet=FleetOptions(replicas=2),
     )
     assert result.requests.replica.tolist() == [0, 1, REFUSED, REFUSED]
 
 
 def test_impossible_queues_are_refused() -> None:
     with pytest.raises(SimulationError, match="max_queue must be at least 0, got -1"):
-        simulate("vllm", at(0.0), SECOND, kv_tokens=99, limits=Limits(9, 9, 1), max_queue=-1)
+        simulate(
+            "vllm",
+            at(0.0),
+            SECOND,
+            engine=EngineOptions(kv_tokens=99, limits=Limits(9, 9, 1), max_queue=-1),
+        )
     with pytest.raises(SimulationError, match="needs a limit of max_rows"):
-        simulate("vllm", at(0.0), SECOND, kv_tokens=99, max_queue=1)
+        simulate("vllm", at(0.0), SECOND, engine=EngineOptions(kv_tokens=99, max_queue=1))
 
 
 @given(
@@ -99,7 +114,11 @@ def test_never_are_more_unfinished_and_the_refused_change_nothing(
     workload = Workload.create(arrival, Lengths(rng.integers(1, 300, 30), rng.integers(1, 40, 30)))
     place, limits = system("llama-2-7b@a100"), Limits(400, 128, rows)
     result = simulate(
-        policy, workload, place, kv_tokens=900, limits=limits, max_queue=queue, checked=True
+        policy,
+        workload,
+        place,
+        engine=EngineOptions(kv_tokens=900, limits=limits, max_queue=queue),
+        run=RunOptions(checked=True),
     )
     requests = result.requests
     served = ~requests.refused
@@ -107,7 +126,9 @@ def test_never_are_more_unfinished_and_the_refused_change_nothing(
         before = served[:number]
         unfinished = int((requests.finish[:number][before] > arrival[number]).sum())
         assert served[number] == (unfinished < rows + queue)
-    alone = simulate(policy, workload.select(served), place, kv_tokens=900, limits=limits)
+    alone = simulate(
+        policy, workload.select(served), place, engine=EngineOptions(kv_tokens=900, limits=limits)
+    )
     np.testing.assert_allclose(alone.requests.token_times, requests.token_times, rtol=1e-12)
 
 
@@ -129,7 +150,10 @@ def test_the_command_counts_refusals(capsys: pytest.CaptureFixture[str], tmp_pat
 
 def test_times_without_tokens_are_nan() -> None:
     result = simulate(
-        "vllm", at(0.0, 0.0), SECOND, kv_tokens=99, limits=Limits(9, 9, 1), max_queue=0
+        "vllm",
+        at(0.0, 0.0),
+        SECOND,
+        engine=EngineOptions(kv_tokens=99, limits=Limits(9, 9, 1), max_queue=0),
     )
     requests = result.requests
     for times in (requests.first_token, requests.finish, requests.ttft, requests.latency):
@@ -167,5 +191,5 @@ def test_means_of_nothing_are_none(
 
 def test_one_token_each_has_no_time_between_tokens() -> None:
     workload = Workload.create(np.zeros(2), fixed_lengths(4, 1, 2))
-    summary = simulate("vllm", workload, SECOND, kv_tokens=99).summary()
+    summary = simulate("vllm", workload, SECOND, engine=EngineOptions(kv_tokens=99)).summary()
     assert (summary["mean_tpot_s"], summary["mean_ttft_s"]) == (None, 1.0)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.slo.slo_columns import SloColumns
+from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Lengths, Workload
@@ -54,12 +55,14 @@ def test_both_tiers_end(
         policy,
         work,
         COST,
-        limits=Limits(40, 40, rows),
-        num_blocks=blocks,
-        block_size=4,
-        host_tokens=host,
-        overlap=overlap,
-        checked=True,
+        engine=EngineOptions(
+            limits=Limits(40, 40, rows),
+            num_blocks=blocks,
+            block_size=4,
+            host_tokens=host,
+            overlap=overlap,
+        ),
+        run=RunOptions(checked=True),
     )
     times = result.requests.token_times
     assert len(times) == work.output_len.sum() and np.isfinite(times).all()
@@ -85,10 +88,10 @@ def test_real_time_requests_are_served_beside_a_batch_job() -> None:
             policy,
             work,
             system("opt-13b@2xa100-40g"),
-            limits=Limits(4096, 4096, 256),
-            kv_tokens=20_000,
-            host_tokens=20_000,
-            checked=True,
+            engine=EngineOptions(
+                limits=Limits(4096, 4096, 256), kv_tokens=20_000, host_tokens=20_000
+            ),
+            run=RunOptions(checked=True),
         )
         waited = result.requests.token_times[first] - arrival
         in_time[policy] = (waited[best:] < 0.4).mean()

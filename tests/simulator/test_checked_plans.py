@@ -26,10 +26,12 @@ from jaxserve.sched.registry import (
 from jaxserve.sched.state.request_table import State
 from jaxserve.simulator import dispatch
 from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulate import cli as command
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Lengths, Workload
+from tests.simulator.grouped import grouped
 
 OPT = system("opt-13b@a100-40g")
 # What a search finds is one of these, or in `test_oracle.py`.
@@ -84,7 +86,7 @@ def is_compiled(name: str) -> bool:
 
 def run(policy: str | Policy, workload: Workload, **options: Any) -> SimulationResult:
     asked = {"kv_tokens": 640, "host_tokens": 64, "limits": Limits(400, 64, 12), **options}
-    return simulate(policy, workload, OPT, **asked)
+    return simulate(policy, workload, OPT, **grouped(**asked))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -140,7 +142,7 @@ def test_a_users_plans_are_checked(limits: Limits, kv_tokens: int, problem: str)
     workload = contended()
     options: dict[str, Any] = {"limits": limits, "kv_tokens": kv_tokens}
     with pytest.raises(InvalidPlan, match=problem):
-        simulate(Greedy(), workload, OPT, **options)
+        simulate(Greedy(), workload, OPT, **grouped(**options))
 
 
 def test_a_policy_of_ours_in_a_users_hands_is_checked() -> None:
@@ -172,7 +174,13 @@ def test_what_a_user_registers_is_not_built_in() -> None:
 def test_over_commitment_is_one_line_even_unchecked() -> None:
     workload, limits = contended(), Limits(9999, 9999, 99)
     with pytest.raises(InvalidPlan, match=r"more blocks than are free \(\d+ blocks wanted, \d+"):
-        simulate(Greedy(), workload, OPT, kv_tokens=640, limits=limits, checked=False)
+        simulate(
+            Greedy(),
+            workload,
+            OPT,
+            engine=EngineOptions(kv_tokens=640, limits=limits),
+            run=RunOptions(checked=False),
+        )
 
 
 def test_the_command_says_it_in_one_line(

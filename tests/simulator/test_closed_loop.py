@@ -21,6 +21,7 @@ from jaxserve.sched.slo.metrics import attained
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.simulator.figures.chrome_trace import write_trace
 from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.settings import EngineOptions, RunOptions, TrafficOptions
 from jaxserve.simulator.simulate import cli as command
 from jaxserve.simulator.simulator import SimulationError, simulate
 from jaxserve.simulator.systems.systems import system
@@ -29,6 +30,7 @@ from jaxserve.simulator.workloads.lengths import Uniform
 from jaxserve.simulator.workloads.specs import WorkloadSpec
 from jaxserve.simulator.workloads.workload import Lengths, Workload, WorkloadError
 from tests.moving_caches import MovingCaches
+from tests.simulator.grouped import grouped
 
 SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every batch takes 1 s
 SEVEN = system("llama-2-7b@a100")
@@ -94,7 +96,11 @@ def test_the_next_batch_comes_when_the_last_of_one_has_ended() -> None:
     """Three steps of 1 s each, without overlap; a real-time request takes part in some."""
     workload = of([1.5], [4], [2], SLO())
     result = simulate(
-        "vllm", workload, SECOND, kv_tokens=99, overlap=False, best_effort=TWO, until=9.0
+        "vllm",
+        workload,
+        SECOND,
+        engine=EngineOptions(kv_tokens=99, overlap=False),
+        traffic=TrafficOptions(best_effort=TWO, until=9.0),
     )
     requests = result.requests
     assert requests.arrival.tolist() == [0.0, 0.0, 1.5, 4.0, 4.0, 7.0, 7.0]
@@ -121,7 +127,13 @@ def test_who_goes_on_is_judged_by_the_time_that_has_passed() -> None:
 
     def shares(slo: SLO) -> tuple[float | None, ...]:
         workload = of([0.0, 4.2], [4, 4], [9, 1], slo)
-        result = simulate("vllm", workload, SECOND, kv_tokens=99, overlap=False, until=4.5)
+        result = simulate(
+            "vllm",
+            workload,
+            SECOND,
+            engine=EngineOptions(kv_tokens=99, overlap=False),
+            traffic=TrafficOptions(until=4.5),
+        )
         assert result.requests.tokens.tolist() == [4, 0]
         found = result.summary()
         assert found["goodput_per_s"] == 0.0  # nobody has ended
@@ -139,7 +151,11 @@ def test_who_goes_on_is_judged_by_the_time_that_has_passed() -> None:
 
 def test_a_gap_that_is_still_open_counts() -> None:
     result = simulate(
-        "vllm", of([0.0], [4], [2], SLO(tbt=0.3)), SECOND, kv_tokens=99, overlap=False, until=1.9
+        "vllm",
+        of([0.0], [4], [2], SLO(tbt=0.3)),
+        SECOND,
+        engine=EngineOptions(kv_tokens=99, overlap=False),
+        traffic=TrafficOptions(until=1.9),
     )
     asked, met = result.requests.workload.terms, result.requests.times
     assert attained(met, asked).tbt.tolist() == [False]
@@ -167,7 +183,7 @@ def test_steps_together_or_one_by_one_until_the_end(
     options |= {"limits": Limits(512, 128, 12), "seed": seed, "record_rows": True, "until": until}
     for loop in (VARIED, None):
         one, other = (
-            simulate(policy, workload, place, best_effort=loop, coast=coast, **options)
+            simulate(policy, workload, place, **grouped(best_effort=loop, coast=coast, **options))
             for coast in (True, False)
         )
         for name in ("token_times", "preemptions", "replica", "tokens", "arrival"):
@@ -206,7 +222,13 @@ def check(result: SimulationResult, workload: Workload, until: float) -> None:
 def test_no_step_is_taken_across_the_end_of_a_batch() -> None:
     workload = of([0.0], [20], [300], SLO())
     one, other = (
-        simulate("sarathi", workload, SEVEN, best_effort=VARIED, until=4.0, coast=coast).requests
+        simulate(
+            "sarathi",
+            workload,
+            SEVEN,
+            traffic=TrafficOptions(best_effort=VARIED, until=4.0),
+            run=RunOptions(coast=coast),
+        ).requests
         for coast in (True, False)
     )
     assert (one.workload.tier == Tier.BEST_EFFORT).sum() >= 18
@@ -217,7 +239,13 @@ def test_no_step_is_taken_across_the_end_of_a_batch() -> None:
 def test_every_policy_gets_the_same_requests() -> None:
     workload = of([0.1, 0.9], [50, 50], [20, 20], SLO())
     found = [
-        simulate(policy, workload, SEVEN, best_effort=VARIED, until=3.0, seed=5).requests
+        simulate(
+            policy,
+            workload,
+            SEVEN,
+            traffic=TrafficOptions(best_effort=VARIED, until=3.0),
+            run=RunOptions(seed=5),
+        ).requests
         for policy in ("vllm", "priority")
     ]
     loops = [np.flatnonzero(r.workload.tier == Tier.BEST_EFFORT) for r in found]
@@ -226,7 +254,13 @@ def test_every_policy_gets_the_same_requests() -> None:
     for name in ("prompt_len", "output_len"):
         first, second = (getattr(r, name)[i[:count]] for r, i in zip(found, loops, strict=True))
         np.testing.assert_array_equal(first, second)
-    other = simulate("vllm", workload, SEVEN, best_effort=VARIED, until=3.0, seed=6).requests
+    other = simulate(
+        "vllm",
+        workload,
+        SEVEN,
+        traffic=TrafficOptions(best_effort=VARIED, until=3.0),
+        run=RunOptions(seed=6),
+    ).requests
     assert other.prompt_len[:8].tolist() != found[0].prompt_len[:8].tolist()
 
 
@@ -248,7 +282,12 @@ def test_every_policy_gets_the_same_requests() -> None:
 def test_what_cannot_be_simulated(options: dict[str, Any], problem: str) -> None:
     limits = Limits(96, 96, 4)
     with pytest.raises(SimulationError, match=problem):
-        simulate("vllm", of([1.0], [4], [3], SLO()), SECOND, kv_tokens=99, limits=limits, **options)
+        simulate(
+            "vllm",
+            of([1.0], [4], [3], SLO()),
+            SECOND,
+            **grouped(kv_tokens=99, limits=limits, **options),
+        )
 
 
 def test_a_workload_for_a_time() -> None:
@@ -273,7 +312,12 @@ def test_a_workload_for_a_time() -> None:
 def test_the_trace_of_a_run_that_was_cut_off(tmp_path: Path) -> None:
     workload = of([0.0, 0.3, 1.95], [50, 50, 900], [400, 20, 5], SLO())
     result = simulate(
-        "vllm", workload, SEVEN, best_effort=VARIED, until=2.0, record_rows=True, kv_tokens=2000
+        "vllm",
+        workload,
+        SEVEN,
+        engine=EngineOptions(kv_tokens=2000),
+        traffic=TrafficOptions(best_effort=VARIED, until=2.0),
+        run=RunOptions(record_rows=True),
     )
     assert not result.requests.finished.all() and (result.requests.tokens == 0).any()
     write_trace(result, tmp_path / "trace.json", {})
@@ -292,10 +336,8 @@ def test_saved_and_loaded_slots_are_counted() -> None:
         policy,
         workload,
         SEVEN,
-        kv_tokens=900,
-        host_tokens=4000,
-        until=60.0,
-        limits=Limits(64, 64, 8),
+        engine=EngineOptions(kv_tokens=900, host_tokens=4000, limits=Limits(64, 64, 8)),
+        traffic=TrafficOptions(until=60.0),
     )
     assert policy.did["checkpoint"] and policy.did["restore"]
     summary = result.summary()

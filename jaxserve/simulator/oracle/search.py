@@ -25,9 +25,8 @@ from jaxserve.simulator.dispatch import form_of, has_form, run
 from jaxserve.simulator.oracle.candidates import Candidate, Changes, starts
 from jaxserve.simulator.oracle.goodput_bound import goodput_bound
 from jaxserve.simulator.oracle.least_work import LeastWork
-from jaxserve.simulator.replica.event_loop import Options
 from jaxserve.simulator.results import RequestRecords
-from jaxserve.simulator.settings import Served, Setting
+from jaxserve.simulator.settings import RunOptions, Served, Setting, TrafficOptions
 from jaxserve.simulator.workloads.workload import Workload
 
 # Beside each policy with the parameters that it has.
@@ -79,10 +78,8 @@ def search(
     oracle: OraclePolicy,
     workload: Workload,
     setting: Setting,
-    options: Options,
-    compiled: bool | None = None,
-    progress: Callable[[int], None] | None = None,
-    compiling: Callable[[], None] | None = None,
+    traffic: TrafficOptions,
+    options: RunOptions,
 ) -> Found:
     """Searches for the schedule with the most goodput, for as long as the oracle's parameters say.
 
@@ -90,44 +87,45 @@ def search(
         oracle: How long to search, and where to begin.
         workload: The requests.
         setting: Where they are served.
-        options: What only the simulation in Python supports.
-        compiled: As in `dispatch.run`. The search as such cannot be compiled.
-        progress: progress(n) is called as the search goes on, n adding up to the requests.
-        compiling: Called when numba begins to compile.
+        traffic: When the run is cut off.
+        options: How. The search as such cannot be compiled; progress(n) is called as it goes on, n
+            adding up to the requests.
 
     Raises:
-        NotCompiled: `compiled` is True.
+        NotCompiled: `options.compiled` is True.
         NotSearched: There are several replicas, closed-loop requests, whose arrivals are not
             known, or drafts.
         InvalidPlan: No policy can serve the workload.
     """
-    if compiled:
+    if options.compiled:
         form_of(oracle)
     if setting.replicas > 1:
         raise NotSearched("policy oracle: schedules are searched for one replica, not for several")
     if oracle.speculates:
         raise NotSearched("policy oracle+spec: the search plans without drafts; ask for oracle")
-    if options.best_effort is not None:
+    if traffic.best_effort is not None:
         raise NotSearched(
             "policy oracle: best_effort requests come when others have ended; arrivals must be "
             "known to search"
         )
-    in_python = options.checked or options.online is not None or options.until < math.inf
+    in_python = options.checked or setting.online is not None or traffic.until < math.inf
+    asked = options.compiled is False and (in_python or not options.record_rows)
+    quiet = dataclasses.replace(options, progress=None)
     runner = _Runner(
-        workload,
-        setting,
-        dataclasses.replace(options, record_rows=False),
-        False if compiled is False and (in_python or not options.record_rows) else None,
-        compiling,
-        oracle.rule,
+        workload=workload,
+        setting=setting,
+        traffic=traffic,
+        options=dataclasses.replace(quiet, record_rows=False, compiled=False if asked else None),
+        rule=oracle.rule,
     )
-    told = _Told(progress, len(workload))
-    bound = goodput_bound(workload, setting, options.rho is not None, options.until)
+    told = _Told(options.progress, len(workload))
+    bound = goodput_bound(workload, setting, setting.rho is not None, traffic.until)
     best = _search(oracle, runner, bound, told)
     told.share(1.0)
     served = best.served
     if options.record_rows:
-        served = run([best.policy], workload, best.setting, options, False, None, None)
+        again = dataclasses.replace(quiet, compiled=False)
+        served = run([best.policy], workload, best.setting, traffic, again)
     served = dataclasses.replace(served, seed_read=True)
     return Found(best.name, served, bound, runner.runs)
 
@@ -154,9 +152,8 @@ class _Runner:
 
     workload: Workload
     setting: Setting
-    options: Options
-    compiled: bool | None
-    compiling: Callable[[], None] | None
+    traffic: TrafficOptions
+    options: RunOptions
     rule: Rule
     runs: int = 0
 
@@ -175,9 +172,9 @@ class _Runner:
             InvalidPlan: It cannot serve the workload.
         """
         self.runs += 1
-        made, options = self.workload, self.options
-        served = run([policy], made, setting, options, self.compiled, None, self.compiling)
-        found = RequestRecords.from_served(served, options.until)
+        made, traffic = self.workload, self.traffic
+        served = run([policy], made, setting, traffic, self.options)
+        found = RequestRecords.from_served(served, traffic.until)
         met = np.zeros(len(made), bool)
         goodput = 0.0
         if len(found):
@@ -215,7 +212,7 @@ def _search(oracle: OraclePolicy, runner: _Runner, bound: float, told: _Told) ->
     for one in _portfolio(oracle, runner):
         note(one)
     workload, setting = runner.workload, runner.setting
-    work = LeastWork.of_workload(workload, setting, runner.options.rho is not None)
+    work = LeastWork.of_workload(workload, setting, setting.rho is not None)
     left = _Left(oracle, told)
     rng = np.random.default_rng((setting.seed, 11))
     changes = Changes(workload, work.jct, setting, rng)

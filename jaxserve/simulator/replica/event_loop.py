@@ -10,16 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from jaxserve.sched.cache.free_blocks import OutOfBlocks
-from jaxserve.sched.cache.retention import LRU
-from jaxserve.sched.cost.cost_model import LinearCostModel
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.plan import InvalidPlan
-from jaxserve.sched.policy import Policy, View
+from jaxserve.sched.policy import Policy
 from jaxserve.sched.registry import make_retention
 from jaxserve.sched.request import Request
 from jaxserve.simulator.replica.admission import BoundedQueue, Lateness
@@ -29,45 +26,24 @@ from jaxserve.simulator.replica.event_queue import Events
 from jaxserve.simulator.replica.replica import Replica, as_keys
 from jaxserve.simulator.replica.router_front import Front
 from jaxserve.simulator.replica.scheduler_state import SimulatedScheduler
-from jaxserve.simulator.settings import REFUSED, BatchRows, Served, Setting
-from jaxserve.simulator.workloads.closed_loop import ClosedLoop
+from jaxserve.simulator.settings import (
+    REFUSED,
+    BatchRows,
+    RunOptions,
+    Served,
+    Setting,
+    TrafficOptions,
+)
 from jaxserve.simulator.workloads.shared_prefixes import BlockKeys
 from jaxserve.simulator.workloads.workload import Workload
-
-
-@dataclass(frozen=True)
-class Options:
-    """What only the simulation in Python supports. Fields that are not explained here are arguments
-    of `simulate`.
-
-    Attributes:
-        host_slots: Slots of host memory for caches.
-        max_model_len: Tokens of the longest request, prompt and limit.
-        projects: Whether reads of hidden caches project them into K and V, see `View`.
-    """
-
-    host_slots: int
-    max_model_len: int
-    checked: bool
-    coast: bool
-    online: LinearCostModel | None
-    record_rows: bool
-    best_effort: ClosedLoop | None
-    until: float
-    rho: float | None
-    projects: bool
-    refuse_late: float | None = None
-    prefix_caching: bool = False
-    retention: str = LRU
-    watch: Callable[[View], None] | None = None
 
 
 def run_in_python(
     policies: Sequence[Policy],
     workload: Workload,
     setting: Setting,
-    options: Options,
-    progress: Callable[[int], None] | None,
+    traffic: TrafficOptions,
+    options: RunOptions,
 ) -> Served:
     """Serves the workload in Python.
 
@@ -75,15 +51,15 @@ def run_in_python(
         policies: One for each replica.
         workload: The requests.
         setting: Where they are served.
+        traffic: What comes beside them, and when the run is cut off.
         options: How.
-        progress: progress(n) is called when n more requests have come.
 
     Raises:
         InvalidPlan: A policy plans what cannot be booked, or makes no progress.
     """
-    arrivals = Arrivals(workload, options.best_effort, setting.seed)
+    arrivals = Arrivals(workload, traffic.best_effort, setting.seed)
     outputs = arrivals.outputs
-    keys = BlockKeys(workload, setting.block_size) if options.prefix_caching else None
+    keys = BlockKeys(workload, setting.block_size) if setting.prefix_caching else None
     guesses = None
     if any(policy.speculates for policy in policies) and workload.guess_share.any():
         guesses = Guesses(workload, setting.seed)
@@ -98,7 +74,7 @@ def run_in_python(
             and policy.steady
             and not policy.speculates
             and keys is None
-            and options.online is None
+            and setting.online is None
             and not setting.routing.faults,
             record_rows=options.record_rows,
             block_keys=keys,
@@ -109,13 +85,13 @@ def run_in_python(
     queue = BoundedQueue(setting.capacity, setting.replicas, outputs)
     loops = Events(len(machines))
     front = Front(setting, machines, loops, outputs)
-    late = Lateness(options.refuse_late)
+    late = Lateness(setting.refuse_late)
     doors = (front, loops, queue, late)
-    served_by = _serve(machines, arrivals, *doors, keys, options.until, progress)
-    logs = [machine.stop(options.until) for machine in machines]
+    served_by = _serve(machines, arrivals, *doors, keys, traffic.until, options.progress)
+    logs = [machine.stop(traffic.until) for machine in machines]
     if not setting.keeps_batches:
         logs = [log[:0] for log in logs]
-    outputs.cut(options.until)
+    outputs.cut(traffic.until)
     failed = np.isin(np.arange(len(served_by)), list(front.failed))
     came, numbers = arrivals.came()
     rows = [_renumbered(machine.rows_log, numbers) for machine in machines]
@@ -131,7 +107,7 @@ def run_in_python(
         drawn,
         rows if options.record_rows else None,
         late.expected(numbers),
-        outputs.found[numbers] if options.prefix_caching else None,
+        outputs.found[numbers] if setting.prefix_caching else None,
         None if guesses is None else (outputs.drafted[numbers], outputs.accepted[numbers]),
     )
 
@@ -149,23 +125,23 @@ def _renumbered(rows: list[BatchRows], numbers: np.ndarray) -> list[BatchRows]:
     ]
 
 
-def _scheduler(policy: Policy, setting: Setting, options: Options) -> SimulatedScheduler:
-    online = options.online
+def _scheduler(policy: Policy, setting: Setting, options: RunOptions) -> SimulatedScheduler:
+    online = setting.online
     return SimulatedScheduler(
         policy,
         setting.limits,
         num_blocks=setting.num_blocks,
         block_size=setting.block_size,
-        max_model_len=options.max_model_len,
-        host_slots=options.host_slots,
+        max_model_len=setting.max_model_len,
+        host_slots=setting.host_slots,
         cost_model=setting.cost_model if online is None else OnlineCostModel(online),
         padding=setting.padding,
         seed=setting.seed,
-        rho=options.rho,
-        projects=options.projects,
-        checked=options.checked,
-        prefix_caching=options.prefix_caching,
-        retention=make_retention(options.retention),
+        rho=setting.rho,
+        projects=setting.projects,
+        checked=bool(options.checked),
+        prefix_caching=setting.prefix_caching,
+        retention=make_retention(setting.retention),
         watch=options.watch,
     )
 

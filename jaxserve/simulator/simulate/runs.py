@@ -17,7 +17,13 @@ from jaxserve.sched.registry import make_policy
 from jaxserve.sched.slo.metrics import has_targets
 from jaxserve.simulator import simulator
 from jaxserve.simulator.results import SimulationResult
-from jaxserve.simulator.settings import Routing
+from jaxserve.simulator.settings import (
+    EngineOptions,
+    FleetOptions,
+    Routing,
+    RunOptions,
+    TrafficOptions,
+)
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.closed_loop import ClosedLoop
 from jaxserve.simulator.workloads.specs import WorkloadSpec
@@ -25,11 +31,6 @@ from jaxserve.simulator.workloads.workload import Workload
 
 REFUSED = (ValueError, InvalidPlan, OSError)
 # Of a run, as `simulate` has them.
-_SIMULATED = (
-    *("kv_tokens", "num_blocks", "host_tokens", "block_size", "rules", "overlap", "replicas"),
-    *("routing", "max_queue", "refuse_late", "record_rows", "prefix_caching", "retention"),
-    "drop_too_long",
-)
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,22 @@ class Run:
             max_rows=self.max_rows,
         )
 
+    def engine(self) -> EngineOptions:
+        """How each replica serves. Raises as `limits`."""
+        return EngineOptions(
+            limits=self.limits(),
+            kv_tokens=self.kv_tokens,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            host_tokens=self.host_tokens,
+            rules=self.rules,
+            overlap=self.overlap,
+            max_queue=self.max_queue,
+            refuse_late=self.refuse_late,
+            prefix_caching=self.prefix_caching,
+            retention=self.retention,
+        )
+
     def outcome(
         self,
         progress: Callable[[float], None] | None = None,
@@ -202,13 +219,19 @@ class Run:
             self.policy,
             workload,
             self.place(),
-            limits=self.limits(),
-            seed=self.seed,
-            best_effort=self.workload.best_effort,
-            until=math.inf if self.workload.duration is None else self.workload.duration,
-            **{name: getattr(self, name) for name in _SIMULATED},
-            progress=None if progress is None else lambda count: progress(count * share),
-            compiling=compiling,
+            engine=self.engine(),
+            fleet=FleetOptions(replicas=self.replicas, routing=self.routing),
+            traffic=TrafficOptions(
+                best_effort=self.workload.best_effort,
+                until=math.inf if self.workload.duration is None else self.workload.duration,
+                drop_too_long=self.drop_too_long,
+            ),
+            run=RunOptions(
+                seed=self.seed,
+                record_rows=self.record_rows,
+                progress=None if progress is None else lambda count: progress(count * share),
+                compiling=compiling,
+            ),
         )
         return Outcome.from_result(result, keep=self.keep)
 

@@ -17,10 +17,10 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from jaxserve.bench.command import BenchParser
 from jaxserve.simulator.dispatch import COMPILING
+from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import SimulationError, simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.specs import WorkloadSpec
@@ -81,21 +81,21 @@ def measure(name: str, workload: Workload, ways: Sequence[str]) -> dict[str, flo
     """Seconds by way, None for a policy that is not compiled, and the latency, None if it was not
     simulated in any way."""
     found: dict[str, float | None] = {"latency_s": None}
-    options: dict[str, Any] = {"kv_tokens": KV_TOKENS, "rules": "infermax_paper"}
-    options["compiling"] = lambda: print(COMPILING, file=sys.stderr, flush=True)
+    engine = EngineOptions(kv_tokens=KV_TOKENS, rules="infermax_paper")
+    run = RunOptions(compiling=lambda: print(COMPILING, file=sys.stderr, flush=True))
     place = dataclasses.replace(system(SYSTEM), max_batch_tokens=MAX_BATCH_TOKENS)
     few = workload.first(min(WARM_UP, len(workload)))
     for way in ways:
-        options["compiled"] = WAYS[way]
+        run = dataclasses.replace(run, compiled=WAYS[way])
         try:
-            simulate(name, few, place, **options)
+            simulate(name, few, place, engine=engine, run=run)
         except SimulationError:
             if not WAYS[way]:
                 raise
             found[way] = None
             continue
         begin = time.thread_time()
-        result = simulate(name, workload, place, **options)
+        result = simulate(name, workload, place, engine=engine, run=run)
         found[way] = round(time.thread_time() - begin, 3)
         found["latency_s"] = round(float(result.summary()["latency_s"]), 3)
     return found

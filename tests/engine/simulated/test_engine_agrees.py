@@ -23,6 +23,7 @@ from jaxserve.sched.request import Tier
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.state.request_table import RUNNING, WAITING
 from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.prefixes import Prefixes
@@ -167,17 +168,17 @@ def simulated_as(
         policy,
         workload,
         place,
-        limits=chosen.scheduling.limits,
-        num_blocks=chosen.memory.num_blocks,
-        block_size=chosen.scheduling.block_size,
-        host_tokens=chosen.memory.host_slots // 2,
-        overlap=config.engine.overlap,
-        rho=served.engine.info().rho,
-        seed=config.scheduler.seed,
-        online=PRIOR,
-        checked=True,
-        record_rows=True,
-        prefix_caching=config.cache.prefix_caching,
+        engine=EngineOptions(
+            limits=chosen.scheduling.limits,
+            num_blocks=chosen.memory.num_blocks,
+            block_size=chosen.scheduling.block_size,
+            host_tokens=chosen.memory.host_slots // 2,
+            overlap=config.engine.overlap,
+            rho=served.engine.info().rho,
+            online=PRIOR,
+            prefix_caching=config.cache.prefix_caching,
+        ),
+        run=RunOptions(seed=config.scheduler.seed, checked=True, record_rows=True),
     )
 
 

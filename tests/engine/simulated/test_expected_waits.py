@@ -13,12 +13,13 @@ from jaxserve.sched.request import SLO, Tier
 from jaxserve.sched.slo.classes import with_targets
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.simulator.results import SimulationResult
-from jaxserve.simulator.settings import REFUSED
+from jaxserve.simulator.settings import REFUSED, EngineOptions, RunOptions
 from jaxserve.simulator.simulate import cli as command
 from jaxserve.simulator.simulator import SimulationError, simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.lengths import sampler
 from jaxserve.simulator.workloads.workload import Workload, poisson_arrivals
+from tests.simulator.grouped import grouped
 
 TTFT, ROWS = 2.0, 32
 PLACE = "llama-3-8b@a100"
@@ -38,7 +39,7 @@ def served(
 ) -> SimulationResult:
     limits = WHOLE if policy in ("vllm", "bros") else CHUNKS
     how = {"limits": limits, "kv_tokens": kv_tokens, "compiled": False}
-    return simulate(policy, workload, system(PLACE), refuse_late=share, **how)
+    return simulate(policy, workload, system(PLACE), **grouped(refuse_late=share, **how))
 
 
 def ratios(result: SimulationResult) -> np.ndarray:
@@ -124,9 +125,15 @@ def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
         command.main([*argv, "--refuse_late=-1"])
     assert "--refuse_late: must be at least 0" in capsys.readouterr().err
     with pytest.raises(SimulationError, match="refuse_late must be at least 0, got nan"):
-        simulate("vllm", load(4.0, 10), system(PLACE), refuse_late=math.nan)
+        simulate("vllm", load(4.0, 10), system(PLACE), engine=EngineOptions(refuse_late=math.nan))
 
 
 def test_compiled_simulations_do_not_predict() -> None:
     with pytest.raises(SimulationError, match="predict"):
-        simulate("vllm", load(4.0, 10), system(PLACE), refuse_late=1.0, compiled=True)
+        simulate(
+            "vllm",
+            load(4.0, 10),
+            system(PLACE),
+            engine=EngineOptions(refuse_late=1.0),
+            run=RunOptions(compiled=True),
+        )

@@ -35,6 +35,7 @@ from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Lengths as WorkloadLengths
 from jaxserve.simulator.workloads.workload import Workload
 from tests.sched.driver import Drive
+from tests.simulator.grouped import grouped
 
 PLACE = system("llama-3-8b@a100")
 STANDARD = Standard(2.0, 0.2)
@@ -213,7 +214,7 @@ def workload(columns: dict[str, Any]) -> Workload:
 
 
 def run(policy: str, work: Workload, limits: Limits, **options: Any) -> Any:
-    return simulate(policy, work, PLACE, limits=limits, compiled=False, **options)
+    return simulate(policy, work, PLACE, **grouped(limits=limits, compiled=False, **options))
 
 
 def test_more_are_in_time_than_first_come_first_served() -> None:

@@ -19,6 +19,7 @@ from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.slo.ttft_estimator import TtftEstimator
+from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Lengths, Workload
@@ -57,7 +58,11 @@ def test_liars_displace_nobody(
     workload, honest = crowd(lies)
     limits = Limits(4096, 4096, 16) if policy == "bros" else Limits(2048, 512, 16)
     found = simulate(
-        policy, workload, PLACE, limits=limits, refuse_late=refuse_late, compiled=False
+        policy,
+        workload,
+        PLACE,
+        engine=EngineOptions(limits=limits, refuse_late=refuse_late),
+        run=RunOptions(compiled=False),
     ).requests
     assert not found.refused[honest].any()
     assert (found.ttft[honest] <= TTFT).all()
@@ -73,7 +78,11 @@ def test_who_claims_a_whole_job_in_no_time_is_refused_as_others_are() -> None:
         workload, honest = crowd(lie)
         limits = Limits(2048, 512, 16)
         found = simulate(
-            "edf", workload, PLACE, limits=limits, refuse_late=0.75, compiled=False
+            "edf",
+            workload,
+            PLACE,
+            engine=EngineOptions(limits=limits, refuse_late=0.75),
+            run=RunOptions(compiled=False),
         ).requests
         refused.append((found.refused[honest].sum(), found.refused[~honest].sum()))
     assert refused[0] == refused[1] and refused[1][0] < 8, refused

@@ -17,6 +17,7 @@ from jaxserve.simulator.results import SimulationResult
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Lengths, Workload
+from tests.simulator.grouped import grouped
 
 _ALL = [*policies(), *(f"sarathi+{suffix}" for suffix in variants())]
 NAMES = [name for name in _ALL if not make_policy(name).hypothetical]
@@ -55,7 +56,7 @@ def pairs(draw: st.DrawFn) -> Pair:
 
 
 def run(policy: str, workload: Workload, pair: Pair) -> SimulationResult:
-    return simulate(policy, workload, OPT, record_rows=True, **pair.options)
+    return simulate(policy, workload, OPT, **grouped(record_rows=True, **pair.options))
 
 
 def known_from(pair: Pair, result: SimulationResult) -> float:

@@ -15,6 +15,7 @@ from jaxserve.file_lock import lock
 from jaxserve.simulator import simulator
 from jaxserve.simulator.compiled import code_cache, kernel
 from jaxserve.simulator.dispatch import COMPILING
+from jaxserve.simulator.settings import RunOptions
 from jaxserve.simulator.simulate.cli import main
 from jaxserve.simulator.simulate.runs import Outcome, Run
 from jaxserve.simulator.simulate.workers import Workers
@@ -94,9 +95,10 @@ def test_the_command_says_it(
 ) -> None:
     simulate = simulator.simulate
 
-    def compiles(*args: Any, **options: Any) -> Any:
-        options["compiling"]()
-        return simulate(*args, **options)
+    def compiles(*args: Any, run: RunOptions, **options: Any) -> Any:
+        assert run.compiling is not None
+        run.compiling()
+        return simulate(*args, run=run, **options)
 
     monkeypatch.setattr(simulator, "simulate", compiles)
     assert main(["--policy=aptserve", "--workload=fixed:64x8x5", "--seeds=1"]) == 0

@@ -22,6 +22,7 @@ from jaxserve.simulator.settings import Fault, Routing
 from jaxserve.simulator.simulator import SimulationError, simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Lengths, Workload, fixed_lengths
+from tests.simulator.grouped import grouped
 
 SEVEN = system("llama-2-7b@a100")
 LIMITS = Limits(4096, 512, 64)
@@ -40,7 +41,7 @@ def heavy_tailed(count: int, rate: float, seed: int = 0) -> Workload:
 
 def served(routing: Routing, workload: Workload, replicas: int, **options: Any) -> SimulationResult:
     place = {"limits": LIMITS, "replicas": replicas, "routing": routing}
-    return simulate("sarathi", workload, SEVEN, **place, **options)
+    return simulate("sarathi", workload, SEVEN, **grouped(**place, **options))
 
 
 @given(

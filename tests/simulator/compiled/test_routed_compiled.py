@@ -17,6 +17,7 @@ from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.simulator.settings import Fault, Routing
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
+from tests.simulator.grouped import grouped
 
 from .test_compiled import HOST, assert_same, drawn
 
@@ -81,8 +82,8 @@ def test_the_outcome_is_the_same(
         "seed": seed,
     }
     workload = drawn(seed, 40, rate)
-    slow = simulate(policy, workload, place, compiled=False, coast=False, **options)
-    quick = simulate(policy, workload, place, compiled=True, **options)
+    slow = simulate(policy, workload, place, **grouped(compiled=False, coast=False, **options))
+    quick = simulate(policy, workload, place, **grouped(compiled=True, **options))
     assert_same(quick, slow)
     np.testing.assert_array_equal(quick.requests.failed, slow.requests.failed)
-    assert_same(simulate(policy, workload, place, compiled=False, **options), slow)
+    assert_same(simulate(policy, workload, place, **grouped(compiled=False, **options)), slow)

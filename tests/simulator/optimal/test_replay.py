@@ -11,6 +11,7 @@ from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.simulator.optimal.replay import Replay, ReplayError, Schedule, replay, run
+from jaxserve.simulator.settings import EngineOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.presets import PRESETS
 from jaxserve.simulator.workloads.workload import Lengths, Workload
@@ -68,10 +69,7 @@ def test_the_simulator_comes_to_the_same(policy: str) -> None:
         make_policy(policy, watermark=0.0),
         load,
         COST,
-        limits=limits,
-        kv_tokens=24,
-        block_size=1,
-        overlap=False,
+        engine=EngineOptions(limits=limits, kv_tokens=24, block_size=1, overlap=False),
     )
     np.testing.assert_allclose(result.batches.duration, ours.duration)
     np.testing.assert_allclose(result.requests.first_token, ours.first_token)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve.sched.slo.classes import parse_classes
+from jaxserve.simulator.settings import EngineOptions, FleetOptions, RunOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.specs import WorkloadSpec
@@ -51,10 +52,23 @@ def test_a_simulation_knows_whether_its_policy_drew_lots(
 ) -> None:
     workload = WorkloadSpec("fixed:64x16x12").make_workload()
     place = system("llama-2-7b@a100")
-    found = simulate(policy, workload, place, kv_tokens=256, replicas=replicas)
+    found = simulate(
+        policy,
+        workload,
+        place,
+        engine=EngineOptions(kv_tokens=256),
+        fleet=FleetOptions(replicas=replicas),
+    )
     assert found.seed_read is read
     times = [
-        simulate(policy, workload, place, kv_tokens=256, replicas=replicas, seed=seed)
+        simulate(
+            policy,
+            workload,
+            place,
+            engine=EngineOptions(kv_tokens=256),
+            fleet=FleetOptions(replicas=replicas),
+            run=RunOptions(seed=seed),
+        )
         for seed in range(4)
     ]
     differ = {one.requests.token_times.tobytes() for one in times}

@@ -14,6 +14,7 @@ import pytest
 from jaxserve.simulator.figures import plots
 from jaxserve.simulator.simulate.cli import main
 from jaxserve.simulator.simulate.runs import Run
+from tests.simulator.grouped import grouped
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["--workload=fixed:64x16x12", "--kv_tokens=512", "--max_batch_tokens=256"]
@@ -136,14 +137,14 @@ def test_the_schedule_view_draws_every_box() -> None:
     workload = Workload.create(all_at_once(4), fixed_lengths(16, 4, 4))
     place = system("llama-2-7b@a100")
     options: dict[str, Any] = {"kv_tokens": 32, "rules": "infermax_paper"}
-    result = simulate("vllm", workload, place, record_rows=True, **options)
+    result = simulate("vllm", workload, place, **grouped(record_rows=True, **options))
     figure = plots.schedule(result, "vllm")
     top = figure.axes[0]
     boxes = {len(c.get_paths()) for c in top.collections}
     prefills, decodes = result.batches.num_prefills.sum(), result.batches.num_decodes.sum()
     assert boxes == {int(prefills), int(decodes), int(result.batches.preemptions.sum())}
     with pytest.raises(ValueError, match="record_rows"):
-        plots.schedule(simulate("vllm", workload, place, **options))
+        plots.schedule(simulate("vllm", workload, place, **grouped(**options)))
 
 
 @pytest.mark.parametrize(

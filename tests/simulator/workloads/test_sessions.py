@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.sched.request import SLO
+from jaxserve.simulator.settings import TrafficOptions
 from jaxserve.simulator.simulate.replay import with_slo
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
@@ -167,8 +168,7 @@ def test_nothing_on_the_way_through_a_simulation_loses_what_is_shared(
         "sarathi",
         with_slo(made, SLO(ttft=1.0)),
         system("llama-2-7b@a100"),
-        best_effort=loop,
-        until=until,
+        traffic=TrafficOptions(best_effort=loop, until=until),
     )
     workload = found.requests.workload
     own = np.flatnonzero(workload.tier == 0)

@@ -13,6 +13,7 @@ from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Rule
 from jaxserve.sched.slo.metrics import tokens_in_time
 from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import MAX_ROWS, simulate
 from jaxserve.simulator.workloads.workload import Workload
 from jaxserve_lab.experiments.accelgen.places import BLOCK, PLACES
@@ -153,13 +154,13 @@ def simulated(case: SloCase, timed: Timed | None = None) -> SimulationResult:
         timed or policy,
         workload_of(case),
         place.system,
-        limits=limits_of(case, policy),
-        kv_tokens=place.kv_tokens,
-        block_size=BLOCK,
-        host_tokens=place.host_tokens if policy.moves_cache else 0,
-        seed=case.seed,
-        checked=False,
-        compiling=say_compiling,
+        engine=EngineOptions(
+            limits=limits_of(case, policy),
+            kv_tokens=place.kv_tokens,
+            block_size=BLOCK,
+            host_tokens=place.host_tokens if policy.moves_cache else 0,
+        ),
+        run=RunOptions(seed=case.seed, checked=False, compiling=say_compiling),
     )
 
 

@@ -12,6 +12,7 @@ from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Rule
 from jaxserve.sched.slo.metrics import request_p99_tbt
 from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import default_limits, simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.specs import WorkloadSpec
@@ -127,7 +128,11 @@ def simulated(case: OnlineCase, compiled: bool | None = None) -> SimulationResul
     limits = default_limits(policy, place, max_batch_tokens=case.max_batch_tokens)
     workload = workload_of(case)
     return simulate(
-        policy, workload, place, limits=limits, compiled=compiled, compiling=say_compiling
+        policy,
+        workload,
+        place,
+        engine=EngineOptions(limits=limits),
+        run=RunOptions(compiled=compiled, compiling=say_compiling),
     )
 
 

@@ -11,6 +11,7 @@ from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.sched.slo.metrics import Times
 from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.settings import EngineOptions, RunOptions, TrafficOptions
 from jaxserve.simulator.simulator import default_limits, simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.closed_loop import ClosedLoop
@@ -133,12 +134,14 @@ def _simulated(case: MixedCase, policy: Policy) -> SimulationResult:
         policy,
         spec.make_workload(case.seed).within(LONGEST),
         place,
-        limits=default_limits(policy, place, max_batch_tokens=BATCH_TOKENS, max_rows=ROWS),
-        host_tokens=place.kv_tokens,
-        best_effort=ClosedLoop(case.batch, PROMPT, OUTPUT),
-        until=case.duration,
-        seed=case.seed,
-        checked=False,
+        engine=EngineOptions(
+            limits=default_limits(policy, place, max_batch_tokens=BATCH_TOKENS, max_rows=ROWS),
+            host_tokens=place.kv_tokens,
+        ),
+        traffic=TrafficOptions(
+            best_effort=ClosedLoop(case.batch, PROMPT, OUTPUT), until=case.duration
+        ),
+        run=RunOptions(seed=case.seed, checked=False),
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxserve.sched.parameters import with_parameters
 from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import RULES, default_limits, policy_under, simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.specs import WorkloadSpec
@@ -95,11 +96,10 @@ def simulated(case: InferMaxCase, compiled: bool | None = None) -> SimulationRes
         policy,
         spec.make_workload(),
         place,
-        limits=default_limits(policy, place),
-        kv_tokens=case.kv_tokens,
-        rules="infermax_paper",
-        compiled=compiled,
-        compiling=say_compiling,
+        engine=EngineOptions(
+            limits=default_limits(policy, place), kv_tokens=case.kv_tokens, rules="infermax_paper"
+        ),
+        run=RunOptions(compiled=compiled, compiling=say_compiling),
     )
 
 

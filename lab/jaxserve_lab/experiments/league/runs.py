@@ -13,6 +13,7 @@ from jaxserve.sched.request import Rule, Tier
 from jaxserve.sched.slo.metrics import attained, jain_index, overtaken, waits
 from jaxserve.simulator.capacity import FINE, sustained
 from jaxserve.simulator.results import RequestRecords, SimulationResult
+from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import default_limits, simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve_lab.experiments.common.runs import digits, say_compiling
@@ -122,11 +123,10 @@ def simulated(case: LeagueCase) -> SimulationResult:
             case.policy,
             workload,
             place,
-            limits=limits,
-            host_tokens=place.kv_tokens,
-            seed=case.seed,
-            prefix_caching=entry.reuse,
-            compiling=say_compiling,
+            engine=EngineOptions(
+                limits=limits, host_tokens=place.kv_tokens, prefix_caching=entry.reuse
+            ),
+            run=RunOptions(seed=case.seed, compiling=say_compiling),
         )
     except InvalidPlan as error:
         raise ValueError(f"{case.workload}, {case.system}: {error}") from error

@@ -15,6 +15,7 @@ from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
+from jaxserve.simulator.settings import EngineOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.shared_prefixes import reusable_tokens
@@ -63,7 +64,9 @@ def _hits(setting: Setting) -> float:
     workload = replace(spec, max_tokens="length").make_workload(0)
     tokens = int(workload.lengths.total.sum()) + BLOCK * len(workload)
     place = system(SYSTEM)
-    result = simulate("sarathi", workload, place, prefix_caching=True, kv_tokens=tokens)
+    result = simulate(
+        "sarathi", workload, place, engine=EngineOptions(prefix_caching=True, kv_tokens=tokens)
+    )
     # The last block of a prompt is always computed.
     most = (workload.prompt_len - 1) // BLOCK * BLOCK
     found = result.requests.found

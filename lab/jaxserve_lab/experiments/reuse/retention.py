@@ -11,6 +11,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from jaxserve.sched.request import SLO, Tier
+from jaxserve.simulator.settings import EngineOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.specs import WorkloadSpec
@@ -150,10 +151,12 @@ def run(case: RetentionCase) -> Numbers:
         case.policy,
         workload,
         system(SYSTEM),
-        kv_tokens=max(pages * block, int((workload.prompt_len + workload.limit).max())),
-        block_size=block,
-        prefix_caching=True,
-        retention=case.retention,
+        engine=EngineOptions(
+            kv_tokens=max(pages * block, int((workload.prompt_len + workload.limit).max())),
+            block_size=block,
+            prefix_caching=True,
+            retention=case.retention,
+        ),
     )
     return Numbers(
         alone=alone,

@@ -21,7 +21,7 @@ from jaxserve.sched.routing.routers import Router
 from jaxserve.sched.routing.take_snapshot import constant_fields, idle_snapshot
 from jaxserve.sched.slo.metrics import attained
 from jaxserve.simulator.results import RequestRecords
-from jaxserve.simulator.settings import Fault, Routing
+from jaxserve.simulator.settings import EngineOptions, Fault, FleetOptions, Routing, RunOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve_lab.experiments.common.runs import digits, say_compiling
@@ -138,7 +138,13 @@ def most(azure: str) -> float:
     of them would differ: a short one may have half or twice the share of long prompts."""
     flood = traffic(sum(kind.size for kind in KINDS), 1.0, 1, azure)
     flood = dataclasses.replace(flood, arrival=np.zeros(len(flood)))
-    result = simulate(POLICY, flood, system(SYSTEM), limits=LIMITS, compiling=say_compiling)
+    result = simulate(
+        POLICY,
+        flood,
+        system(SYSTEM),
+        engine=EngineOptions(limits=LIMITS),
+        run=RunOptions(compiling=say_compiling),
+    )
     return len(flood) / float(result.requests.finish.max())
 
 
@@ -164,11 +170,9 @@ def _simulated(cell: Cell) -> Numbers:
         POLICY,
         workload,
         system(SYSTEM),
-        limits=LIMITS,
-        replicas=cell.replicas,
-        routing=routing,
-        record_batches=False,
-        compiling=say_compiling,
+        engine=EngineOptions(limits=LIMITS),
+        fleet=FleetOptions(replicas=cell.replicas, routing=routing),
+        run=RunOptions(record_batches=False, compiling=say_compiling),
     )
     took = time.thread_time() - begin
     requests = result.requests

@@ -11,7 +11,7 @@ from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import Rule
 from jaxserve.sched.slo.metrics import attained
 from jaxserve.sched.slo.slo_columns import SloColumns
-from jaxserve.simulator.settings import Routing
+from jaxserve.simulator.settings import EngineOptions, FleetOptions, Routing, RunOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.shared_prefixes import reusable_tokens
@@ -84,12 +84,12 @@ def converse(talk: Talk) -> Said:
         TALK_POLICY,
         workload,
         system(TALK_SYSTEM),
-        limits=TALK_LIMITS,
-        block_size=TALK_BLOCK,
-        replicas=talk.replicas,
-        routing=Routing(name, interval=0.5, age=0.1, loss=0.05, prefixes=prefixes),
-        prefix_caching=True,
-        record_batches=False,
+        engine=EngineOptions(limits=TALK_LIMITS, block_size=TALK_BLOCK, prefix_caching=True),
+        fleet=FleetOptions(
+            replicas=talk.replicas,
+            routing=Routing(name, interval=0.5, age=0.1, loss=0.05, prefixes=prefixes),
+        ),
+        run=RunOptions(record_batches=False),
     ).requests
     met, prompts = (
         attained(requests.times, workload.terms).slo(Rule.PAPERS),

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.registry import make_policy
+from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulate.spread import half_width
 from jaxserve.simulator.simulator import default_limits, simulate
 from jaxserve.simulator.systems.systems import system
@@ -88,10 +89,8 @@ def run(case: SpeculationCase) -> Numbers:
         case.policy,
         workload.with_terms(terms),
         place,
-        limits=limits,
-        seed=case.seed,
-        prefix_caching=entry.reuse,
-        compiled=False,
+        engine=EngineOptions(limits=limits, prefix_caching=entry.reuse),
+        run=RunOptions(seed=case.seed, compiled=False),
     )
     requests = result.requests
     window = in_window(requests.arrival)
