@@ -280,8 +280,16 @@ class Engine:
                 self._using[request.id] = adapter
             self._inbox.append(
                 Submit(
-                    *(stamped, on_output, texts, row, alone, now),
-                    *(problems, keys, drafting, adapter),
+                    request=stamped,
+                    on_output=on_output,
+                    texts=texts,
+                    row=row,
+                    alone=alone,
+                    at=now,
+                    problems=problems,
+                    block_keys=keys,
+                    drafting=drafting,
+                    adapter=adapter,
                 )
             )
             self._wake.notify()
@@ -346,11 +354,17 @@ class Engine:
         if self._block_keys is None or pooled or request.sampling.prompt_logprobs is not None:
             return None
         known, digest = request.block_keys or (), b"" if adapter is None else adapter.digest
-        whose = request.tenant, request.cache_salt
         # What other steps have written has other bits.
         asked = request.sampling.deterministic and self.executor.buckets.deterministic == ASKED
         apart = "deterministic" if asked else ""
-        return self._block_keys.of(request.prompt, *whose, known, digest, apart)
+        return self._block_keys.of(
+            request.prompt,
+            tenant=request.tenant,
+            salt=request.cache_salt,
+            known=known,
+            adapter=digest,
+            apart=apart,
+        )
 
     def _drafting(
         self, request: Request, texts: Sequence[ContinuationText], adapter: Adapter | None
@@ -358,9 +372,18 @@ class Engine:
         """What drafts for each continuation; none where nobody does."""
         if self._drafts is None or request.pooling is not None:
             return []
-        known = request.prompt, request.tenant, request.cache_salt, request.prediction
         digest = b"" if adapter is None else adapter.digest
-        return [self._drafts.of(*known, text.matcher, digest) for text in texts[:MOST_DRAFTING]]
+        return [
+            self._drafts.of(
+                request.prompt,
+                tenant=request.tenant,
+                salt=request.cache_salt,
+                prediction=request.prediction,
+                matcher=text.matcher,
+                adapter=digest,
+            )
+            for text in texts[:MOST_DRAFTING]
+        ]
 
     def _texts(self, request: Request) -> list[ContinuationText]:
         """Fresh text state for each continuation of the request."""
@@ -377,8 +400,11 @@ class Engine:
             make = functools.partial(ThinkingMatcher, thinking, self._marker_tokens, grammar)
         return [
             ContinuationText(
-                *(self.tokenizer, sampling, self._eos_ids, request.prompt),
-                None if make is None else make(),
+                self.tokenizer,
+                sampling,
+                self._eos_ids,
+                prompt=request.prompt,
+                matcher=None if make is None else make(),
             )
             for _ in range(sampling.n)
         ]

@@ -200,8 +200,14 @@ class Continuation:
                 self.end(FinishReason.ERROR, now, preemptions, error)
         except BaseException:
             if not self._told:
-                why = FinishReason.ERROR, error, (self.index,)
-                refuse(self.request, self._tell, *why, engine_failed=engine_failed)
+                refuse(
+                    self.request,
+                    self._tell,
+                    FinishReason.ERROR,
+                    error=error,
+                    indices=(self.index,),
+                    engine_failed=engine_failed,
+                )
 
     def end(self, reason: FinishReason, now: float, preemptions: int, error: str = "") -> None:
         """Ends it from outside: it is cancelled, or something failed.
@@ -213,19 +219,23 @@ class Continuation:
             error: the message, with FinishReason.ERROR.
         """
         self.finished = True
-        text, own = self._text.flush(), (self.request.id, self.index)
-        news = Output(*own, text=text, finish_reason=reason, error=error)
+        text = self._text.flush()
+        news = Output(self.request.id, self.index, text=text, finish_reason=reason, error=error)
         self._tell(self._last(news, reason, now, preemptions))
 
     def _last(self, news: Output, reason: FinishReason, now: float, preemptions: int) -> Output:
         """`news` completed to the last `Output`, with usage, timings and verdict."""
         self._conclude(reason, now)
+        accepted, rejected = self._drafts()
         return dataclasses.replace(
             news,
             usage=Usage(
-                *(len(self.request.prompt), len(self.output_tokens)),
-                *(preemptions, self.cached_tokens),
-                *self._drafts(),
+                prompt_tokens=len(self.request.prompt),
+                output_tokens=len(self.output_tokens),
+                preemptions=preemptions,
+                cached_tokens=self.cached_tokens,
+                accepted_draft_tokens=accepted,
+                rejected_draft_tokens=rejected,
             ),
             timings=self._timings,
             verdict=self._verdict,

@@ -178,11 +178,17 @@ class StepLoop:
                 number, self.arrivals = self.arrivals, self.arrivals + 1
                 self._received += 1
                 one = Continuation(
-                    *(request, index, row, number, text, command.row),
-                    *(command.on_output, command.problems),
-                    None if keys is None else keys.copy(),
-                    self._speculator(command, index),
-                    command.at,
+                    request=request,
+                    index=index,
+                    row=row,
+                    number=number,
+                    text=text,
+                    sampling_row=command.row,
+                    on_output=command.on_output,
+                    problems=command.problems,
+                    block_keys=None if keys is None else keys.copy(),
+                    speculator=self._speculator(command, index),
+                    submitted=command.at,
                 )
                 mine.append(one)
                 self.live[row] = one
@@ -368,15 +374,19 @@ class StepLoop:
         adapters = self._scheduler.table.adapter[step.rows]
         columns = int(self._columns[adapters].max(initial=0))
         layout, batch = build_batch(
-            *(buckets, step, pool, slots, self._tokens_of),
+            buckets,
+            step,
+            pool,
+            slots,
+            self._tokens_of,
             drafts_of=self._draft_of,
             adapters=adapters if columns else None,
             columns=columns,
             mixed=bool(told or counted),
             deterministic=any(one.request.sampling.deterministic for one in members),
         )
-        of = step, layout, batch
-        return layout, batch, PromptLogprobs.of_step(told, *of), Pooling.of_step(counted, *of)
+        logprobs = PromptLogprobs.of_step(told, step, layout, batch)
+        return layout, batch, logprobs, Pooling.of_step(counted, step, layout, batch)
 
     def _start(
         self,

@@ -84,9 +84,18 @@ class Known:
 
         ttft, tbt, jct, _ = targets_that_count(request.slo, alone)
         return cls(
-            *(one(arrival), one(arrival), one(ttft), one(tbt), one(jct)),
-            *(one(seq), one(len(request.prompt)), _ZERO, one(cached)),
-            *(one(int(request.tier)), one(alone.ttft), one(request.sampling.max_tokens)),
+            arrival=one(arrival),
+            last_token=one(arrival),
+            ttft=one(ttft),
+            tbt=one(tbt),
+            jct=one(jct),
+            seq=one(seq),
+            prompt_len=one(len(request.prompt)),
+            generated=_ZERO,
+            computed=one(cached),
+            tier=one(int(request.tier)),
+            alone=one(alone.ttft),
+            most_output=one(request.sampling.max_tokens),
             waiting=_YES,
             decoding=~_YES,
             seed=seed,
@@ -149,19 +158,29 @@ class Backlog:
         if scheduler.host.num_used:  # what is there is not computed again
             computed = np.maximum(computed, scheduler.host.tokens[rows])
         known = Known(
-            *(table.arrival[rows], table.last_token[rows]),
-            *(table.ttft[rows], table.tbt[rows], table.jct[rows]),
-            *(table.seq[rows], table.prompt_len[rows]),
-            *(table.generated[rows], computed),
-            *(table.tier[rows].astype(np.int64), table.alone[rows]),
-            *(view.most_output(rows), waits),
+            arrival=table.arrival[rows],
+            last_token=table.last_token[rows],
+            ttft=table.ttft[rows],
+            tbt=table.tbt[rows],
+            jct=table.jct[rows],
+            seq=table.seq[rows],
+            prompt_len=table.prompt_len[rows],
+            generated=table.generated[rows],
+            computed=computed,
+            tier=table.tier[rows].astype(np.int64),
+            alone=table.alone[rows],
+            most_output=view.most_output(rows),
+            waiting=waits,
             decoding=table.decoding(rows),
             seed=vars(view)["seed"],  # to simulations, the policy has not asked for it
             outlook=table.outlook[rows].astype(np.int64),
             bare=table.bare(rows),
         )
         return cls(
-            *(now, max(now, free_at), table.num_added, known),
+            time=now,
+            free_at=max(now, free_at),
+            received=table.num_added,
+            known=known,
             blocks=np.where(waits, 0, pool.held[rows]),
             tenants=table.tenant[rows],
             shares=scheduler.shares.shares(),

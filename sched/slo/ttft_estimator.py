@@ -135,7 +135,12 @@ class TtftEstimator:
         backlog = self._backlog
         alone = Alone.from_request(request, backlog.step_time, backlog.prefill_tokens)
         return Known.from_request(
-            *(request, alone, request.arrival or now, self._count, backlog.known.seed, cached)
+            request,
+            alone,
+            arrival=request.arrival or now,
+            seq=self._count,
+            seed=backlog.known.seed,
+            cached=cached,
         )
 
     def _place(self, known: Known, now: float) -> float | None:

@@ -441,9 +441,17 @@ class FakeEngine:
         for observer in self.observers:
             observer.on_finish(
                 RequestStats(
-                    *(0, reason, request.tier, len(request.prompt), produced, 1, 0.1, 0.2, 0.3),
-                    verdict,
-                    index in running.given_up,
+                    number=0,
+                    finish_reason=reason,
+                    tier=request.tier,
+                    prompt_tokens=len(request.prompt),
+                    output_tokens=produced,
+                    preemptions=1,
+                    queue_time=0.1,
+                    ttft=0.2,
+                    e2e=0.3,
+                    verdict=verdict,
+                    given_up=index in running.given_up,
                 )
             )
         running.on_output(

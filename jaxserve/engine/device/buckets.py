@@ -105,7 +105,14 @@ class Buckets:
         self, tokens: int, rows: int, decode_only: bool, hidden: int, kv: bool = True
     ) -> Layout:
         return Layout(
-            *(tokens, rows, self.width, self.slots, decode_only, hidden, kv, self.block_size),
+            tokens=tokens,
+            rows=rows,
+            width=self.width,
+            slots=self.slots,
+            decode_only=decode_only,
+            hidden=hidden,
+            kv=kv,
+            block_size=self.block_size,
             drafts=self.drafts and not decode_only,
         )
 

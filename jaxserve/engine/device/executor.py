@@ -409,8 +409,12 @@ class JaxExecutor:
     ) -> StepHandle:
         with self._mesh or contextlib.nullcontext():
             self._state, result = _SAMPLE_FULL(
-                *(self._state, pending.logits, pending.slots, pending.emit),
-                *(masks, pending.checked),
+                self._state,
+                pending.logits,
+                pending.slots,
+                pending.emit,
+                masks,
+                pending.checked,
             )
         return self._handle(result, pending.prompt, pending.pooled)
 

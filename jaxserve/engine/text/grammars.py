@@ -313,8 +313,11 @@ class Grammars:
         ends = [token for token in tokenizer.eos_tokens if token < self._vocab_size]
         others = [token for token in ends if token not in self._eos_ids]
         made = CompiledGrammar(
-            *(matcher, _without(keep, ends), _without(keep, others), self._limits),
-            functools.partial(self._breached, grammar),
+            matcher,
+            keep=_without(keep, ends),
+            keep_ends=_without(keep, others),
+            limits=self._limits,
+            on_breach=functools.partial(self._breached, grammar),
         )
         # The first mask takes longest: here, and not on the engine's thread.
         matcher.compute_bitmask()

@@ -86,8 +86,17 @@ def run_in_python(
     loops = Events(len(machines))
     front = Front(setting, machines, loops, outputs)
     late = Lateness(setting.refuse_late)
-    doors = (front, loops, queue, late)
-    served_by = _serve(machines, arrivals, *doors, keys, traffic.until, options.progress)
+    served_by = _serve(
+        machines,
+        arrivals,
+        front=front,
+        loops=loops,
+        queue=queue,
+        late=late,
+        keys=keys,
+        until=traffic.until,
+        progress=options.progress,
+    )
     logs = [machine.stop(traffic.until) for machine in machines]
     if not setting.keeps_batches:
         logs = [log[:0] for log in logs]
@@ -98,17 +107,17 @@ def run_in_python(
     drawn = setting.routing.draws or guesses is not None
     drawn |= any(one.scheduler.view.seed_read for one in machines)
     return Served(
-        came,
-        outputs.in_order(numbers),
-        outputs.preemptions[numbers],
-        served_by[numbers],
-        failed[numbers],
-        logs,
-        drawn,
-        rows if options.record_rows else None,
-        late.expected(numbers),
-        outputs.found[numbers] if setting.prefix_caching else None,
-        None if guesses is None else (outputs.drafted[numbers], outputs.accepted[numbers]),
+        workload=came,
+        token_times=outputs.in_order(numbers),
+        preemptions=outputs.preemptions[numbers],
+        replica=served_by[numbers],
+        failed=failed[numbers],
+        batches=logs,
+        seed_read=drawn,
+        rows=rows if options.record_rows else None,
+        expected=late.expected(numbers),
+        found=outputs.found[numbers] if setting.prefix_caching else None,
+        drafts=None if guesses is None else (outputs.drafted[numbers], outputs.accepted[numbers]),
     )
 
 

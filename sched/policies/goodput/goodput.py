@@ -136,7 +136,11 @@ class Goodput(Policy):
             operations = (*operations, Restore(back, np.zeros_like(back)))
         lost = given_up(view, waiting, work, rows, clock)
         return BatchPlan(
-            *(rows, work.tokens[done], work.reserve[done], work.kinds[done], operations),
+            rows=rows,
+            num_tokens=work.tokens[done],
+            reserve=work.reserve[done],
+            kinds=work.kinds[done],
+            operations=operations,
             missed=lost[0],
             relegated=lost[1],
         )

@@ -428,8 +428,11 @@ def arriving(draw: st.DrawFn) -> list[tuple[float, int, int, Tier, float, float]
     """Arrival, prompt, output, tier and targets."""
     one = st.tuples(
         st.sampled_from((0.0, 0.0, 0.125, 1.0)),
-        *(st.integers(1, 20), st.integers(1, 6), st.sampled_from(Tier)),
-        *(eighths, eighths),
+        st.integers(1, 20),
+        st.integers(1, 6),
+        st.sampled_from(Tier),
+        eighths,
+        eighths,
     )
     found, now = [], 0.0
     for gap, *rest in draw(st.lists(one, min_size=1, max_size=12)):

@@ -198,7 +198,9 @@ def test_best_effort_blocks_are_free_to_those_who_may_take_them() -> None:
     policy=st.sampled_from([name for name in policies() if name != "oracle"]),
     jobs=st.lists(
         st.tuples(
-            *(st.integers(1, 20), st.integers(1, 12), st.sampled_from(Tier)),
+            st.integers(1, 20),
+            st.integers(1, 12),
+            st.sampled_from(Tier),
             st.none() | st.floats(0.01, 10.0),
         ),
         max_size=10,

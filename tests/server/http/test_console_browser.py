@@ -54,7 +54,9 @@ def _generate(address: str, number: int) -> int:
     connection = HTTPConnection(address, timeout=60)
     try:
         connection.request(
-            *("POST", "/v1/completions", json.dumps({**body, **ASKED[number % len(ASKED)]})),
+            "POST",
+            "/v1/completions",
+            json.dumps({**body, **ASKED[number % len(ASKED)]}),
             {"Content-Type": "application/json"},
         )
         response = connection.getresponse()

@@ -156,6 +156,7 @@ def _answer(context: RouteContext, endpoint: str, result: Result, name: str) -> 
     completions, chat = result.completions, endpoint == CHAT
     first = completions[0].usage
     output = sum(each.usage.output_tokens for each in completions)
+    accepted, rejected = drafted_tokens([each.usage for each in completions])
     return {
         "object": "chat.completion" if chat else "text_completion",
         "choices": [
@@ -163,8 +164,11 @@ def _answer(context: RouteContext, endpoint: str, result: Result, name: str) -> 
             for each in completions
         ],
         "usage": usage_fields(
-            *(first.prompt_tokens, output, first.cached_tokens),
-            *drafted_tokens([each.usage for each in completions]),
+            prompt_tokens=first.prompt_tokens,
+            output_tokens=output,
+            cached_tokens=first.cached_tokens,
+            accepted=accepted,
+            rejected=rejected,
         ),
     }
 

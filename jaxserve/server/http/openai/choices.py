@@ -193,8 +193,15 @@ class Answer(ABC):
 
     def _usage(self) -> dict[str, Any]:
         record = self._generating.record
-        counts = record.prompt_tokens, self._output_tokens, record.cached_tokens
-        return usage_fields(*counts, *record.drafted_tokens, self.reasoning_tokens())
+        accepted, rejected = record.drafted_tokens
+        return usage_fields(
+            prompt_tokens=record.prompt_tokens,
+            output_tokens=self._output_tokens,
+            cached_tokens=record.cached_tokens,
+            accepted=accepted,
+            rejected=rejected,
+            reasoning=self.reasoning_tokens(),
+        )
 
     def reasoning_tokens(self) -> int:
         """Those of the outputs so far that were thought."""

@@ -103,7 +103,16 @@ class RouteContext:
         self.requests.check_open()
         slo, slo_class = request_options.requested_targets(body)
         tier = request_options.requested_tier(body)
-        name, late = body.request_id or "", bool(body.serve_late)
-        salt, likely = body.cache_salt or "", predicted_text(body)
-        also = (slo, tier, slo_class, late, salt, caller, likely, adapter)
-        return RequestFields("", sampling, name, *also)
+        return RequestFields(
+            prompt="",
+            sampling=sampling,
+            request_id=body.request_id or "",
+            slo=slo,
+            tier=tier,
+            slo_class=slo_class,
+            serve_late=bool(body.serve_late),
+            cache_salt=body.cache_salt or "",
+            caller=caller,
+            prediction=predicted_text(body),
+            model=adapter,
+        )

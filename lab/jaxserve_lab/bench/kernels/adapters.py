@@ -119,7 +119,10 @@ def measure(args: argparse.Namespace) -> tuple[list[float], list[float]]:
     placed = pool_format(pool)
     pool = jax.device_put(pool, placed)
     model = StepModel(
-        *(family, config, backend, None),
+        family=family,
+        config=config,
+        backend=backend,
+        mesh=None,
         activations=activations_in(platform, dtype),
         lora=slots,
     )

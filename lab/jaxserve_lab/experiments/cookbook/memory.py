@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxserve.config import Config
-from jaxserve.engine.startup.model_options import load_shape
+from jaxserve.engine.startup.choices.model_options import load_shape
 from jaxserve.models.fused import param_bytes
 
 WIDE = "bfloat16"
