@@ -34,20 +34,16 @@ TREATMENTS: dict[str, dict[str, Any]] = {
 }
 PREEMPTING = ("preempted", "preempted in chunks")
 # Whether it preempts where memory is scarce. With sarathi and vllm above, and Apt-Serve's in
-# test_aptserve_serving.py, all that a batch may look like; the other policies order the same.
+# test_aptserve_serving.py, all that a batch may look like; the other policies order the same, and
+# the slow lane has all of them (policies/test_every_policy.py).
 POLICIES = {
-    "vllm_hy": True,
     "sarathi_nocp": True,
-    "sarathi_nohy": True,
     "accelgen": True,
     "goodput": True,
     "bros": True,
     "fastgen": True,
-    "fastserve": True,
     "fairbatching": True,
     "orca": False,
-    "rank_i": True,
-    "infermax": True,
     "qoserve": True,
     "slidingserve": True,
 }

@@ -38,14 +38,22 @@ class Lane(NamedTuple):
 # is cut over 2 or 4 devices; where that is odd, their number.
 LANES = {
     "quick": Lane(
-        {"opt": 4, "llama3": 2, "mixtral": 4, "gpt_oss": 2, "deepseek_v2_lite": 4},
+        {"opt": 4, "mixtral": 4, "gpt_oss": 2},
         {"llama3": 4, "deepseek_v2_lite": 2},
         ("llama3", "mixtral"),
         ("int4:group=32,zero",),
     ),
     "slow": Lane(
-        {"gemma3": 2, "olmo2": 4, "phi4_mini": 2, "mixtral": 2, "qwen2_moe": 2, "qwen3_moe": 2}
-        | {"deepseek_v2": 2},
+        {
+            "llama3": 2,
+            "gemma3": 2,
+            "olmo2": 4,
+            "phi4_mini": 2,
+            "mixtral": 2,
+            "qwen2_moe": 2,
+            "qwen3_moe": 2,
+        }
+        | {"deepseek_v2": 2, "deepseek_v2_lite": 4},
         {"opt": 2, "mixtral": 4, "gpt_oss": 2},
         ("opt",),
         ("int8", "fp8"),

@@ -109,7 +109,6 @@ def test_mixed_batch(shared: Engine, merged: Expected, alone: Texts) -> None:
 # What is done to the requests, in engines whose steps are shared where their shapes are.
 TREATMENTS: dict[str, dict[str, Any]] = {
     "chunks of 5": {"scheduler__max_prefill_tokens": 5},
-    "preempted": {**SCARCE, "scheduler__policy": "vllm"},
     "preempted in chunks": {**SCARCE, "scheduler__policy": "goodput"},
     "drafted": {"scheduler__policy": "sarathi+spec"},
 }

@@ -176,19 +176,18 @@ def test_auto_rounds_what_few_bits_multiply_and_says_so(
 
 
 @pytest.mark.parametrize(
-    ("policy", "read", "cached"),
+    ("read", "cached"),
     [
-        ("aptserve", "absorbed", "float32"),
-        ("aptserve", "auto", "bfloat16"),  # twice as wide, hidden caches would save nothing
-        ("sarathi", "auto", "bfloat16"),
+        ("absorbed", "float32"),
+        ("auto", "bfloat16"),  # twice as wide, hidden caches would save nothing
     ],
 )
 def test_an_engine_of_bfloat16_weights_caches_hidden_rows_in_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, read: str, cached: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str, cached: str
 ) -> None:
     monkeypatch.setitem(SHAPES, "opt", SHAPES["opt"] | {"num_hidden_layers": 1})
     path = write_shape(tmp_path, "opt")
-    fields = {"scheduler__policy": policy, "cache__hidden_read": read}
+    fields = {"scheduler__policy": "aptserve", "cache__hidden_read": read}
     with engine(path, model__dtype="bfloat16", **fields, **SCARCE) as served:
         assert served.info().dtype == "bfloat16"
         executor: Any = served.executor

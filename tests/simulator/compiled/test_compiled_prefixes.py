@@ -70,14 +70,15 @@ def room(workload: Workload, more: int) -> int:
     return int((workload.prompt_len + workload.limit).max()) + more
 
 
+def left(r: Any) -> Any:
+    """A key of its own for each policy would be compiled for each."""
+    return where(r.decoding, 0.0, r.prompt_len + r.generated - r.computed)
+
+
 def by_what_is_found(**changes: Any) -> UnifiedPolicy:
     """Whose order changes whenever those who wait find more, or less."""
     groups = (Group(Phase.ANY, preempts=True),)
-
-    def key(r: Any) -> Any:
-        return where(r.decoding, 0.0, r.prompt_len + r.generated - r.computed)
-
-    known: dict[str, Any] = {"groups": groups, "mixed_batches": True, "chunked": True, "key": key}
+    known: dict[str, Any] = {"groups": groups, "mixed_batches": True, "chunked": True, "key": left}
     return UnifiedPolicy(**known | changes)
 
 
