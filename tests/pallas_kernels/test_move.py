@@ -111,7 +111,7 @@ def test_moves_and_staging(backend: str, size: Size, dtype: str) -> None:
 def test_moves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """On TPUs, as there is scalar memory for granules and memory for blocks of scales."""
     size = (2, 5, 2, 32, 128)  # that no other test has compiled
-    monkeypatch.setattr(granules, "SMEM_LIMIT", 2 * 4 * (4 + size[3]))
+    monkeypatch.setattr(granules, "SMEM_LIMIT", 5 * 4 * (4 + size[3]))
     monkeypatch.setattr(scales, "MOST_BYTES", 2 * size[0] * 8 * 128 * 4)
     rng = np.random.default_rng(0)
     moves = drawn_slots(size, rng).reshape(2, MOST, 2).transpose(1, 0, 2).reshape(MOST, 4)

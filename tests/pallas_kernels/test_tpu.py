@@ -91,10 +91,10 @@ def test_a_write_looks_at_no_more_slots_than_it_fills() -> None:
 def test_what_memory_has_no_room_for_is_written_in_pieces(
     cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Granules as scalar memory has room for 3 of them, blocks of scales 2 at a time. Some pieces
+    """Granules as scalar memory has room for 9 of them, blocks of scales 2 at a time. Some pieces
     have nothing."""
     shape = Shape(2, 2, head_dim=64, block_size=32, rows=4, width=3, tokens=75)
-    monkeypatch.setattr(granules, "SMEM_LIMIT", 3 * 4 * (4 + shape.block_size))
+    monkeypatch.setattr(granules, "SMEM_LIMIT", 9 * 4 * (4 + shape.block_size))
     monkeypatch.setattr(scales, "MOST_BYTES", 2 * 8 * 128 * 4)
     rows, sides = [(40, 1), (60, 40), (96, 29)], [LEFT, RIGHT, LEFT]
     batch = make_batch(shape, rows, sides, 1, np.random.default_rng(0))

@@ -90,8 +90,9 @@ def test_a_row_is_the_same_whatever_rows_are_beside_it(dtype, outputs):
         np.testing.assert_array_equal(got[row], alone[0])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("how", ["int8", "int4:group=32,zero"])
+@pytest.mark.parametrize(
+    ("how", "dtype"), [("int8", jnp.float32), ("int4:group=32,zero", jnp.bfloat16)]
+)
 def test_few_bits(how, dtype):
     """As what they stand for has it, and a row the same whatever rows are beside it."""
     rng, sizes = np.random.default_rng(0), [3, 0, 1, 9]
