@@ -17,6 +17,16 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
+# The simulator's compiled loop takes most of a minute to compile, and whoever else needs it waits.
+FIRST = "tests/simulator/compiled/test_compiled.py"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Its own tests come first: while they compile it, another worker runs what does not need
+    it."""
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--screenshots: where the console's pictures go."""
     parser.addoption("--screenshots", default="", help="folder for pictures of the console")
