@@ -76,6 +76,21 @@ def plain(server: Server) -> Plain:
     return Plain(server.http_address, server)
 
 
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[tuple[Plain, FakeEngine]]:
+    """One server for all who leave nothing behind, and its engine."""
+    engine = FakeEngine()
+    with Server(engine, grace_s=0.0, http=SETTINGS, slo_classes=CLASSES) as server:
+        assert server.http_address is not None
+        yield Plain(server.http_address, server), engine
+
+
+@pytest.fixture(scope="module")
+def shared(refusing: tuple[Plain, FakeEngine]) -> Plain:
+    """The same, for those who do not look at the engine."""
+    return refusing[0]
+
+
 @pytest.fixture
 def running(server: Server, engine: FakeEngine) -> FakeEngine:
     """The engine, once it steps by itself."""

@@ -43,14 +43,6 @@ def server(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serv
         yield server
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Plain]:
-    """A server for those who leave nothing behind."""
-    with Server(FakeEngine(), grace_s=0.0, http=SETTINGS) as server:
-        assert server.http_address is not None
-        yield Plain(server.http_address, server)
-
-
 def until(holds: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + PATIENCE
     while not holds():

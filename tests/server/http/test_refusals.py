@@ -155,8 +155,13 @@ def calls(arguments: Any) -> list[dict[str, Any]]:
     ],
 )
 def test_a_field_that_is_wrong_is_named(
-    plain: Plain, engine: FakeEngine, path: str, fields: dict[str, Any], param: str, says: str
+    refusing: tuple[Plain, FakeEngine],
+    path: str,
+    fields: dict[str, Any],
+    param: str,
+    says: str,
 ) -> None:
+    plain, engine = refusing
     body = {**(CHAT if path.startswith("chat") else COMPLETION), **fields}
     status, answer, _ = plain.call("POST", f"/v1/{path}", body)
     assert status == 400
@@ -202,9 +207,9 @@ def test_a_call_that_does_not_fit_the_queue_leaves_nothing(
     ],
 )
 def test_other_calls_that_are_wrong(
-    plain: Plain, method: str, path: str, body: Any, status: int, says: str
+    shared: Plain, method: str, path: str, body: Any, status: int, says: str
 ) -> None:
-    got, answer, _ = plain.call(method, path, body)
+    got, answer, _ = shared.call(method, path, body)
     assert got == status
     assert says in answer["error"]["message"]
 
@@ -218,8 +223,8 @@ def test_other_calls_that_are_wrong(
         ("/v1/completions", 405),
     ],
 )
-def test_head_is_get_without_its_body(plain: Plain, path: str, status: int) -> None:
-    connection, told = plain.connect(), {}
+def test_head_is_get_without_its_body(shared: Plain, path: str, status: int) -> None:
+    connection, told = shared.connect(), {}
     for method in ("HEAD", "GET"):
         if (method, path) == ("GET", "/console/events"):
             break
@@ -245,12 +250,12 @@ def test_a_request_id_in_use_is_refused(plain: Plain, engine: FakeEngine) -> Non
     assert first.getresponse().status == 200
 
 
-def test_tokens_there_and_back(plain: Plain) -> None:
-    status, answer, _ = plain.call("POST", "/tokenize", {"prompt": "Hey"})
+def test_tokens_there_and_back(shared: Plain) -> None:
+    status, answer, _ = shared.call("POST", "/tokenize", {"prompt": "Hey"})
     assert (status, answer["tokens"], answer["count"]) == (200, [72, 101, 121], 3)
-    _, back, _ = plain.call("POST", "/detokenize", {"tokens": answer["tokens"]})
+    _, back, _ = shared.call("POST", "/detokenize", {"tokens": answer["tokens"]})
     assert back == {"prompt": "Hey"}
-    _, chat, _ = plain.call("POST", "/tokenize", CHAT)
+    _, chat, _ = shared.call("POST", "/tokenize", CHAT)
     assert "".join(map(chr, chat["tokens"])) == "user: a\nassistant:"
 
 
@@ -290,15 +295,13 @@ def test_what_changes_nothing_is_taken_and_null_is_absent(
     connection.close()
 
 
-def test_an_assistants_turn_may_have_calls_instead_of_content(
-    plain: Plain, engine: FakeEngine
-) -> None:
+def test_an_assistants_turn_may_have_calls_instead_of_content(shared: Plain) -> None:
     turns: list[dict[str, Any]] = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "c", "content": "2"},
     ]
-    status, chat, _ = plain.call("POST", "/tokenize", {"messages": turns})
+    status, chat, _ = shared.call("POST", "/tokenize", {"messages": turns})
     assert status == 200
     text = "".join(map(chr, chat["tokens"]))
     assert text == 'user: a\nassistant: f({"x": 1})\ntool: 2\nassistant:'
@@ -327,21 +330,21 @@ TURNS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("says", "turn"), TURNS)
-def test_what_clients_send_back_is_taken(plain: Plain, says: str, turn: dict[str, Any]) -> None:
+def test_what_clients_send_back_is_taken(shared: Plain, says: str, turn: dict[str, Any]) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", **turn}]
-    status, chat, _ = plain.call("POST", "/tokenize", {"messages": turns})
+    status, chat, _ = shared.call("POST", "/tokenize", {"messages": turns})
     assert status == 200, chat
     text = "".join(map(chr, chat["tokens"]))
     assert text == f"user: a\nassistant: {says}\nassistant:"
 
 
-def test_functions_of_old_clients_are_tools(plain: Plain) -> None:
+def test_functions_of_old_clients_are_tools(shared: Plain) -> None:
     turns = [
         {"role": "assistant", "function_call": {"name": "f", "arguments": '{"x": 1}'}},
         {"role": "function", "name": "f", "content": "2"},
         {"role": "user", "content": [{"type": "input_text", "text": "a"}], "name": "Ann"},
     ]
-    status, chat, _ = plain.call("POST", "/tokenize", {"messages": turns})
+    status, chat, _ = shared.call("POST", "/tokenize", {"messages": turns})
     assert status == 200, chat
     text = "".join(map(chr, chat["tokens"]))
     assert text == 'assistant: f({"x": 1})\ntool: 2\nuser: a\nassistant:'
@@ -358,18 +361,18 @@ def test_functions_of_old_clients_are_tools(plain: Plain) -> None:
         ({"role": "assistant", "content": "", "tool_calls": [{"id": "c"}]}, "function"),
     ],
 )
-def test_turns_that_are_none(plain: Plain, turn: dict[str, Any], says: str) -> None:
-    status, answer, _ = plain.call("POST", "/v1/chat/completions", {"messages": [turn]})
+def test_turns_that_are_none(shared: Plain, turn: dict[str, Any], says: str) -> None:
+    status, answer, _ = shared.call("POST", "/v1/chat/completions", {"messages": [turn]})
     assert status == 400
     assert says in answer["error"]["message"]
 
 
-def test_arguments_may_be_as_long_as_a_prompt(plain: Plain) -> None:
+def test_arguments_may_be_as_long_as_a_prompt(shared: Plain) -> None:
     told = json.dumps({"text": "x" * 100_000})
     call = {"id": "c", "type": "function", "function": {"name": "write", "arguments": told}}
     turns = [{"role": "assistant", "tool_calls": [call]}]
-    status, chat, _ = plain.call("POST", "/tokenize", {"messages": turns})
+    status, chat, _ = shared.call("POST", "/tokenize", {"messages": turns})
     assert status == 200 and chat["count"] > len(told)
     item = {"type": "function_call", "call_id": "c", "name": "write", "arguments": told}
-    status, answer, _ = plain.call("POST", "/v1/responses", {"input": [item]})
+    status, answer, _ = shared.call("POST", "/v1/responses", {"input": [item]})
     assert (status, answer["error"]["param"]) == (400, "input")  # more than the model takes

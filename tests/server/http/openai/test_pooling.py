@@ -188,13 +188,18 @@ def test_the_best_come_first(plain: Plain, running: FakeEngine, path: str) -> No
     ],
 )
 def test_what_is_refused(
-    plain: Plain, running: FakeEngine, path: str, fields: dict[str, Any], param: str, said: str
+    refusing: tuple[Plain, FakeEngine],
+    path: str,
+    fields: dict[str, Any],
+    param: str,
+    said: str,
 ) -> None:
     """With one clear error, and nothing is submitted."""
+    plain, engine = refusing
     status, body, _ = plain.call("POST", path, {**PATHS[path], **fields})
     assert status in (400, 404), body
     assert body["error"]["param"] == param and said in body["error"]["message"], body
-    assert not running.requests
+    assert not engine.requests
 
 
 @pytest.mark.parametrize("path", PATHS)

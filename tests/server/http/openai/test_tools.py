@@ -293,15 +293,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def refusing() -> Iterator[tuple[Plain, FakeEngine]]:
-    """One server for all that leaves nothing there."""
-    engine = FakeEngine()
-    with Server(engine, grace_s=0.0, http=SETTINGS) as server:
-        assert server.http_address is not None
-        yield Plain(server.http_address, server), engine
-
-
 @pytest.mark.parametrize(("fields", "param", "message"), REFUSED)
 def test_what_is_refused(
     refusing: tuple[Plain, FakeEngine], fields: dict[str, Any], param: str, message: str
